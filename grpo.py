@@ -73,7 +73,8 @@ def flags():
     add("--reward",     default="sum", choices=["sum", "macro", "success", "curriculum"], help="[1 sec. 3]")
     add("--epochs",     type=float, default=5, help="passes over the tasks [1]")
     add("--steps",      type=int,   default=0, help="stop after this many updates; 0: as --epochs says")
-    add("--lr",         type=float, default=2e-6, help="constant learning rate [1]")
+    add("--lr",         type=float, default=2e-6, help="learning rate, constant [1] after the warm-up")
+    add("--warmup",     type=int,   default=0, help="updates of linear warm-up: AdamW's first are the least certain")
     add("--clip-low",   type=float, default=0.2, help="w is clipped at 1 minus this [2]")
     add("--clip-high",  type=float, default=0.28, help="w is clipped at 1 plus this, the higher clip of [3]")
     add("--loss-norm",  default="group", choices=["group", "batch"], help="(5): tokens of the group [1] or batch [3]")
@@ -645,7 +646,7 @@ def main():
         clock.append(time.time())
         # (3) (4) (5) learn
         groups = group_advantages(samples, a)
-        lr = engine.optimizer.param_groups[0]["lr"] = a.lr
+        lr = engine.optimizer.param_groups[0]["lr"] = a.lr * min(1, (step + 1) / (a.warmup + 1))
         updates = [token_weights(part, a) for part in split(groups, a.minibatches)]
         if a.recompute:
             recompute_logps(engine, sum(updates, []), packed, rank, world, device, a)

@@ -3,12 +3,14 @@
 #
 #   bash run.sh tiny             the whole pipeline on a laptop: its own world, a 2M-parameter model, no GPU, no hub
 #   bash run.sh 1.5b | 3b | 7b   the paper's recipe for that size
+#   bash run.sh SIZE axis NAME   one axis of the paper's study: reward, scale, data, algorithm or noise
 #   bash run.sh test             the tests
 #
 # DRY=1 prints each stage's command, to paste, and runs nothing. A stage whose output exists is skipped, so the same
 # command goes on after a failure. Variables to set in front of it:
 #   MODEL   base model, a folder or a hub name      DATA  folder with (or for) sft.jsonl, rl.jsonl, val.jsonl
 #   OUT     folder of the run                       SEED  of the training and the plays, 0 unless set
+#   SEEDS   of an axis, "0 1" unless set            FLAGS_STAGE  more flags of a stage, as in FLAGS_rl="--lr 1e-6"
 #   GPUS    ranks on this node                      NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT  several, one disk
 #   QA      folder of FlashRAG's data sets, with RETRIEVER: question answering after the evaluation of a real size
 #   PYTHON  what .venv is made with                 STAR_DATABASE  the full database, see database/README.md
@@ -17,6 +19,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
+usage() { sed -n '2,19s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 quoted() {
@@ -26,8 +29,10 @@ quoted() {
 
 # stage NAME OUTPUT COMMAND...   a step, done when OUTPUT is there with no mark of a broken try beside it
 stage() {
-    local name=$1 output=$2 mark=$2.unfinished began=$SECONDS
+    local name=$1 output=$2 mark=$2.unfinished began=$SECONDS more=FLAGS_${1//[^a-z0-9]/_}
     shift 2
+    set -- "$@" ${!more:-}
+    case $what:$name in axis:rl) rl=("$@"); return ;; axis:eval) evaluate=("$@"); study ;; esac
     if [[ -n ${DRY:-} ]]; then printf '\n# %s -> %s\n%s\n' "$name" "$output" "$(quoted "$@")"; return; fi
     if [[ -e $output && ! -e $mark ]]; then times+=("$name|done before"); return; fi
     if [[ $node != 0 && $1 != torchrun ]]; then  # what is not trained on all nodes is made by the first
@@ -75,20 +80,123 @@ environment() {
     say ".venv is ready after $SECONDS s"
 }
 
+# -------------------------------------------------------------------------------------------------------------- axes
+# change FLAG VALUE... FLAG...   the command in `words`, with these flags at its end and nowhere else
+change() {
+    local word flag=none kept=()
+    for word in "${words[@]}"; do
+        if [[ $word == --* ]]; then flag=$word; fi
+        [[ " $* " == *" $flag "* ]] || kept+=("$word")
+    done
+    words=("${kept[@]}" "$@")
+}
+
+# An axis, a line per setting: its name, then what makes the run: algorithm, reward, tasks, per cent of tool calls that
+# fail. One of these changes along an axis, so that the axes share the run where they cross. Tools fail in training; all
+# checkpoints are evaluated where none does.
+settings() {
+    local x tasks=mixed-$full
+    echo sft sft
+    case $axis in
+        crossing)  echo "grpo grpo $reward $tasks fail-00" ;;
+        reward)    for x in sum macro success curriculum; do echo "$x grpo $x $tasks fail-00"; done ;;
+        algorithm) for x in grpo dapo arpo arpo-released; do echo "$x $x $plain $tasks fail-00"; done ;;
+        noise)     for x in 00 05 10; do echo "${x#0}% grpo $reward $tasks fail-$x"; done ;;
+        data)      for x in ${amounts//,/ }; do echo "$x-prompts grpo $reward mixed-$x fail-00"; done
+                   for x in easy medium hard mixed; do echo "$x grpo $reward $x-$alone fail-00"; done ;;
+    esac
+}
+
+# every setting and seed from the one SFT checkpoint: the recipe's own rl and eval commands, with these flags at the end
+study() {
+    local seed label made algorithm kind data fail script more run model best
+    for best in "${evaluate[@]}"; do [[ $best != rl=* ]] || break; done  # rl=OUT/rl or rl=OUT/rl/best
+    words=("${tasks[@]}")
+    change --levels 1:1:1
+    stage pool "$DATA/pool.jsonl" "${words[@]}" --split train --n $((3 * alone)) --seed 6 --prefix pool \
+        ${apart:+--exclude "$apart"} --out "$DATA/pool.jsonl"
+    stage subsets "$DATA/subsets/hard-$alone.jsonl" python synth.py subsets --tasks "$DATA/pool.jsonl" \
+        --sizes "$amounts" --alone "$alone" --seed 7 --out "$DATA/subsets"
+    for seed in $SEEDS; do
+        while read -r label made <&3; do
+            read -r algorithm kind data fail <<< "$made"
+            run=$OUT/axis/runs/${made// /-}-s$seed model=${best/#rl=$OUT/rl=$run} script=grpo.py more=
+            case $algorithm in
+                sft)           model=sft=$OUT/sft ;;
+                dapo)          more=--drop-uniform ;;
+                arpo)          script=arpo.py more="--branch paper" ;;
+                arpo-released) script=arpo.py more="--branch released" ;;
+            esac
+            if [[ $algorithm != sft ]]; then
+                words=("${rl[@]/#[ag]rpo.py/$script}")
+                # as many updates for all: fewer tasks come back more often [1]
+                change --reward "$kind" --tasks "$DATA/subsets/$data.jsonl" --failure-rate "0.${fail#fail-}" $more \
+                    --steps "$AXIS_STEPS" --seed "$seed" --save-every 10 --out "$run/rl"
+                stage "rl-${run##*/}" "$run/rl/config.json" "${words[@]}"
+            fi
+            words=("${evaluate[@]}")
+            change --model "$model" --limit "$AXIS_TASKS" --seed "$seed" --out "$run/eval"
+            stage "eval-${run##*/}" "$run/eval/table.md" "${words[@]}"
+            [[ -n ${DRY:-} || $node != 0 ]] || rm -rf "$run/rl/checkpoints"
+            runs+=("$label=$run/eval/${model%%=*}")
+        done 3< <(settings)
+    done
+    [[ $axis == crossing ]] || compare
+    exit 0
+}
+
+# the axis of scale: three widths of tiny, each with its own base, sft and rl; or what the folders of 1.5b, 3b, 7b hold
+scale() {
+    local x seed folder
+    for x in ${widths:-}; do
+        folder=$OUT/axis/scale/width-$x
+        [[ $x != 192 ]] || folder=$OUT  # what tiny is
+        MODEL='' FLAGS_init="--width $x" OUT=$folder DATA=$DATA bash run.sh tiny axis crossing
+        for seed in $SEEDS; do
+            runs+=("width-$x-sft=$folder/axis/runs/sft-s$seed/eval/sft")
+            runs+=("width-$x=$folder/axis/runs/grpo-$reward-mixed-$full-fail-00-s$seed/eval/rl")
+        done
+    done
+    for x in ${sizes:-}; do
+        folder=$(dirname "$OUT")/$x
+        [[ $x != "$size" ]] || folder=$OUT
+        runs+=("$x-sft=$folder/eval/sft" "$x=$folder/eval/rl")
+    done
+    compare
+}
+
+compare() {
+    [[ -n ${DRY:-} || $node != 0 ]] || rm -f "$OUT/axis/$axis.md"  # always made anew: there may be another seed
+    stage "axis-$axis" "$OUT/axis/$axis.md" python evaluate.py --axis "$axis" --runs "${runs[@]}" --out "$OUT/axis"
+    finish "$OUT/axis/$axis.md"
+}
+
+# finish TABLE   the last words: the table, and what each stage took
+finish() {
+    [[ -z ${DRY:-} ]] || exit 0
+    printf '\n%s\n\n%-40s %12s\n' "$(cat "$1")" stage time
+    for row in "${times[@]}" "all|$SECONDS s"; do printf '%-40s %12s\n' "${row%|*}" "${row#*|}"; done
+    exit 0
+}
+
 # ------------------------------------------------------------------------------------------------------------- sizes
-size=${1:-} times=()
-SEED=${SEED:-0} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
+size=${1:-} what=${2:-all} axis=${3:-} times=() runs=()
+SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)
 # the base model, SFT's epochs, the algorithm and the reward of RL change with the size [1 app. C and D]
 case $size in
-    tiny) base=$OUT/base database=database/mini DATA=${DATA:-$OUT/data} GPUS=${GPUS:-1} ;;
+    tiny) base=$OUT/base database=database/mini DATA=${DATA:-$OUT/data} GPUS=${GPUS:-1} reward=sum ;;
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct sft_epochs=6 algorithm=arpo reward=macro ;;
     3b)   base=Qwen/Qwen2.5-3B-Instruct   sft_epochs=4 algorithm=grpo reward=curriculum ;;
     7b)   base=Qwen/Qwen2.5-7B-Instruct   sft_epochs=4 algorithm=grpo reward=sum ;;  # on two nodes of 8 [1]
     test) environment; exec python -m pytest -q "${@:2}" ;;
-    *)    sed -n '2,17s/^# \{0,1\}//p' run.sh; exit 2 ;;
+    *)    usage ;;
 esac
-base=${MODEL:-$base}
+case $what:$axis in
+    all: | axis:reward | axis:scale | axis:data | axis:algorithm | axis:noise | axis:crossing) ;;
+    *) usage ;;
+esac
+base=${MODEL:-$base} plain=${reward/curriculum/macro}
 if [[ $size != tiny ]]; then
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
     if [[ -n ${DRY:-} && $GPUS == 0 ]]; then GPUS=8; fi
@@ -105,6 +213,9 @@ environment
 if [[ $size == tiny ]]; then  # all numbers [2]
     export HF_HUB_OFFLINE=1
     [[ -z ${DRY:-} ]] || echo "export HF_HUB_OFFLINE=1"
+    AXIS_STEPS=${AXIS_STEPS:-32} AXIS_TASKS=${AXIS_TASKS:-320}  # updates and held-out tasks of each run of an axis
+    amounts=100,200,400 full=400 alone=200 widths="128 192 256"
+    [[ $axis != scale ]] || scale
     tasks=(python synth.py tasks --database $database --like tiny --days 3 --levels 4:3:3)
     train=(--no-checkpointing --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
     play=(--database $database --system-prompt short --max-turns 10)
@@ -139,6 +250,10 @@ fi
 
 # ----------------------------------------------------------------------------------------------------- 1.5b, 3b, 7b
 if [[ $size != tiny ]]; then
+    # an axis: five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the validation tasks
+    AXIS_STEPS=${AXIS_STEPS:-157} AXIS_TASKS=${AXIS_TASKS:-180}
+    amounts=100,200,500,1000,2000 full=1000 alone=1000 sizes="1.5b 3b 7b" apart=$DATA/sft-tasks.jsonl
+    [[ $axis != scale ]] || scale
     [[ -n ${DRY:-} ]] || python sandbox.py check "$database" || stop "see above, and database/README.md"
     tasks=(python synth.py tasks --database "$database" --like paper --days 3,5,7)
     # 180 held-out queries choose the checkpoint [1]: to compare with the paper, put the published ones there instead
@@ -172,6 +287,4 @@ if [[ $size != tiny ]]; then
 fi
 
 stage curves "$OUT/curves.png" python evaluate.py --curves "$OUT/rl" --out "$OUT"
-[[ -z ${DRY:-} ]] || exit 0
-printf '\n%s\n\n%-10s %12s\n' "$(cat "$OUT/eval/table.md")" stage time
-for row in "${times[@]}" "all|$SECONDS s"; do printf '%-10s %12s\n' "${row%|*}" "${row#*|}"; done
+finish "$OUT/eval/table.md"

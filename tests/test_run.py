@@ -1,10 +1,13 @@
 """run.sh: every flag exists, every input is an earlier stage's output, the numbers are the paper's, it goes on."""
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 
@@ -13,7 +16,7 @@ from evaluate import axis_row, axis_table, main, read_runs, write_jsonl
 
 SIZES = ("tiny", "1.5b", "3b", "7b")
 AXES = ("reward", "scale", "data", "algorithm", "noise")
-COMMANDS = [(size,) for size in SIZES] + [(size, "axis", axis) for size in SIZES for axis in AXES]
+COMMANDS = [(size, *more) for size in SIZES for more in ((), ("preflight",), *(("axis", axis) for axis in AXES))]
 # flags of the stages that name what is read; all else that names a file or a folder is written
 INPUTS = {"--model", "--data", "--tasks", "--val", "--make-tiny", "--exclude", "--curves", "--runs"}
 # Written by hand from STAR, arXiv:2603.21972, appendices C and D, section 3 for the rewards and its main table for the
@@ -29,14 +32,24 @@ PAPER_RL = {"--prompts": "32", "--group": "8", "--epochs": "5", "--lr": "2e-6", 
 PAPER_PLAY = {"--temperature": "0.6", "--top-p": "0.95", "--max-context": "32768", "--max-turns": "60"}
 
 
-def stages_of(size, *more, **variables):
-    """[(stage, output, words of its command)] as DRY=1 prints them."""
+def run_sh(folder, *words, **variables):
+    """bash run.sh in a folder, none of its variables set but these."""
     inherited = {k: v for k, v in os.environ.items() if not re.match(
-        "(MODEL|DATA|OUT|SEEDS?|GPUS|NNODES|NODE_RANK|STAR_DATABASE|AXIS_.*|FLAGS_.*)$", k)}
-    done = subprocess.run(["bash", str(ROOT / "run.sh"), size, *more], env=inherited | {"DRY": "1"} | variables,
-                          capture_output=True, text=True, timeout=60)
+        "(DRY|MODEL|DATA|OUT|SEEDS?|GPUS|NNODES|NODE_RANK|STAR_DATABASE|ENDPOINT.*|QA|AXIS_.*|FLAGS_.*)$", k)}
+    return subprocess.run(["bash", "run.sh", *words], cwd=folder, env=inherited | variables, capture_output=True,
+                          text=True, timeout=120)
+
+
+def printed(*words, **variables):
+    """What DRY=1 prints."""
+    done = run_sh(ROOT, *words, DRY="1", **variables)
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"^# (\S+) -> (.+)\n(.+)$", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+def stages_of(*words, **variables):
+    """[(stage, output, words of its command)] as DRY=1 prints them."""
+    found = re.findall(r"^# (\S+) -> (.+)\n(.+)$", printed(*words, **variables), re.MULTILINE)
     return [(name, output, shlex.split(command)) for name, output, command in found]
 
 
@@ -286,23 +299,24 @@ def test_the_command_writes_table_and_picture(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------------- the chain
 
 
-def chain(folder, *words, **variables):
-    """run.sh tiny in a folder whose python and torchrun are stand-ins."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("DRY", "MODEL", "DATA", "OUT", "SEED", "SEEDS")}
-    return subprocess.run(["bash", "run.sh", "tiny", *words], cwd=folder, env=environment | variables, capture_output=True,
-                          text=True, timeout=120)
-
-
 STAND_IN = '''#!/usr/bin/env bash
 # stands for python and torchrun: notes the call, fails on the stage named in ./broken, else writes what --out names
 echo "$*" >> calls
 if [[ -s broken && "$*" == *"$(cat broken)"* ]]; then exit 3; fi
-while [[ $1 != --out ]]; do shift; done
-case $2 in
+until [[ $# == 0 || $1 == --out ]]; do shift; done
+case ${2:-} in
+    "")  ;;
     *.*) mkdir -p "$(dirname "$2")"; echo made > "$2" ;;
-    *)   mkdir -p "$2"; for f in config.json table.md tax.md curves.png hard-200.jsonl noise.md; do echo made > "$2/$f"; done ;;
+    *)   mkdir -p "$2"; echo '{"loss_tokens": 64}' > "$2/log.jsonl"
+         for f in config.json table.md tax.md curves.png hard-200.jsonl noise.md; do echo made > "$2/$f"; done ;;
 esac
 '''
+
+
+def stand_in(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 @pytest.fixture
@@ -311,9 +325,8 @@ def house(tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for name in ("run.sh", "requirements.txt", "requirements-cpu.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    for name in ("python", "torchrun"):
-        (tmp_path / ".venv" / "bin" / name).write_text(STAND_IN)
-        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    for name in ("python", "torchrun", "hf"):
+        stand_in(tmp_path / ".venv" / "bin" / name, STAND_IN)
     gpu = subprocess.run("nvidia-smi", shell=True, capture_output=True).returncode == 0
     pins = "requirements.txt" if gpu else "requirements-cpu.txt"
     (tmp_path / ".venv" / "installed.txt").write_bytes((ROOT / pins).read_bytes())
@@ -321,48 +334,48 @@ def house(tmp_path):
 
 
 def test_all_stages_run_in_order_once_and_the_time_is_told(house):
-    first = chain(house)
+    first = run_sh(house, "tiny")
     assert first.returncode == 0, first.stderr
     calls = (house / "calls").read_text().splitlines()
     assert len(calls) == len(dry("tiny")) and "evaluate.py" in "".join(calls[-2:])
     assert re.search(r"^rl +\d+ s\n(.+\n)*all +\d+ s$", first.stdout, re.MULTILINE)
-    second = chain(house)
+    second = run_sh(house, "tiny")
     assert second.returncode == 0 and (house / "calls").read_text().splitlines() == calls, "nothing is done twice"
     assert "done before" in second.stdout
 
 
 def test_a_failed_stage_stops_the_chain_and_the_same_command_goes_on(house):
     (house / "broken").write_text("--model out/tiny/base ")
-    failed = chain(house)
+    failed = run_sh(house, "tiny")
     assert failed.returncode != 0 and "stage sft failed" in failed.stderr and "same command" in failed.stderr
     calls = (house / "calls").read_text().splitlines()
     assert "--model out/tiny/base " in calls[-1], "nothing runs after the stage that failed"
     (house / "broken").write_text("")
-    assert chain(house).returncode == 0
+    assert run_sh(house, "tiny").returncode == 0
     again = (house / "calls").read_text().splitlines()[len(calls):]
     assert "--model out/tiny/base " in again[0] and len(calls) + len(again) == len(dry("tiny")) + 1
 
 
 def test_an_output_that_a_killed_stage_left_in_half_does_not_count(house):
-    assert chain(house).returncode == 0
+    assert run_sh(house, "tiny").returncode == 0
     (house / "out/tiny/data/rl.jsonl.unfinished").touch()  # as a kill in the middle of rl-tasks leaves it
     before = len((house / "calls").read_text().splitlines())
-    assert chain(house).returncode == 0
+    assert run_sh(house, "tiny").returncode == 0
     again = (house / "calls").read_text().splitlines()[before:]
     assert len(again) == 1 and "rl.jsonl" in again[0] and not (house / "out/tiny/data/rl.jsonl.unfinished").exists()
 
 
 def test_another_seed_and_folder_is_another_run(house):
-    assert chain(house, OUT="out/second", SEED="2").returncode == 0
+    assert run_sh(house, "tiny", OUT="out/second", SEED="2").returncode == 0
     assert (house / "out/second/rl/config.json").exists() and not (house / "out/tiny").exists()
     assert "--seed 2" in (house / "calls").read_text()
 
 
 def test_another_seed_of_an_axis_trains_what_is_missing_and_makes_the_table_anew(house):
-    assert chain(house, "axis", "noise", SEEDS="0").returncode == 0
+    assert run_sh(house, "tiny", "axis", "noise", SEEDS="0").returncode == 0
     first = (house / "calls").read_text().splitlines()
     assert len(first) == len(dry("tiny", "axis", "noise", SEEDS="0")) and "evaluate.py --axis noise" in first[-1]
-    assert chain(house, "axis", "noise", SEEDS="0 4").returncode == 0
+    assert run_sh(house, "tiny", "axis", "noise", SEEDS="0 4").returncode == 0
     again = (house / "calls").read_text().splitlines()[len(first):]
     assert len(again) == 3 + 4 + 1 and all("--seed 4 " in call for call in again[:-1])
     assert again[-1].count("-s0/eval/") == again[-1].count("-s4/eval/") == 4
@@ -371,6 +384,110 @@ def test_another_seed_of_an_axis_trains_what_is_missing_and_makes_the_table_anew
 def test_more_flags_of_a_stage_come_last(house):
     words = dry("tiny", FLAGS_rl="--lr 7 --no-std")["rl"][1]
     assert words[-3:] == ["--lr", "7", "--no-std"] and "7" not in dry("tiny", FLAGS_rl="--lr 7")["sft"][1]
+
+
+# ------------------------------------------------------------------------------------------------------ preflight
+
+SMI = """#!/usr/bin/env bash
+# stands for nvidia-smi: two GPUs of 79 GiB
+if [[ $1 == -L ]]; then echo "GPU 0: A"; echo "GPU 1: A"; else echo 81920; echo 81559; fi
+"""
+
+
+@pytest.fixture
+def station(house, monkeypatch):
+    """The house with two GPUs, a model and a teacher."""
+    stand_in(house / "bin" / "nvidia-smi", SMI)
+    monkeypatch.setenv("PATH", f"{house / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    (house / ".venv" / "installed.txt").write_bytes((ROOT / "requirements.txt").read_bytes())
+    (house / "model").mkdir()
+    for name in ("config.json", "tokenizer_config.json", "model-1.safetensors"):
+        (house / "model" / name).write_text("{}")
+    return house
+
+
+def test_preflight_comes_before_anything_is_spent_and_plans_what_is_run():
+    for size in ("1.5b", "3b", "7b"):
+        stages = list(dry(size))
+        assert stages.index("preflight") < min(map(stages.index, ("sft-tasks", "episodes", "sft", "rl")))
+        plans = [shlex.split(line) for line in printed(size, "preflight", NNODES="2", MASTER_ADDR="a").splitlines()
+                 if " --plan " in line]
+        recipe = dry(size)
+        for words, stage, flag in zip(plans, ("sft", "rl"), ("--cutoff", "--context"), strict=True):
+            plan = arguments(script(words)[1])
+            assert script(words)[0] == script(recipe[stage][1])[0] and plan["--gpus"] == ["16"]
+            assert plan[flag] == [value(recipe, stage, flag)] and plan["--model"] == [PAPER[size]["base"]]
+            if "--plan" in flags_of(script(words)[0]):
+                assert plan.keys() <= flags_of(script(words)[0])
+    words = dry("7b", "preflight", NNODES="2", MASTER_ADDR="a")["preflight"][1]
+    assert arguments(script(words)[1])["--prompts"] == ["16"], "a query for every rank"
+
+
+def test_preflight_passes_once_and_says_what_it_saw(station):
+    first = run_sh(station, "7b", "preflight", MODEL="model", ENDPOINT="http://a/v1=m http://b/v1=n", ENDPOINT_KEY="key")
+    assert first.returncode == 0 and "preflight passed: 2 ranks" in first.stderr, first.stderr
+    calls = (station / "calls").read_text()
+    assert "--gpus 2 --gpu-gib 79" in calls and "http://a/v1=m key" in calls and "http://b/v1=n key" in calls
+    assert "hf " not in calls and not list((station / "out/7b/preflight").glob("*.safetensors"))
+    run_sh(station, "7b", MODEL="model")
+    again = (station / "calls").read_text()[len(calls):]
+    assert "sft.py" in again and "--plan" not in again and "out/7b/preflight" not in again
+
+
+@pytest.mark.parametrize("broken, variables, fix", [
+    ("", {"GPUS": "4"}, "2 GPUs are seen on this node and 4 are asked for: GPUS=2"),
+    ("sft.py --cutoff 20480 --plan", {}, "model is too large for 2 x 79 GiB: more GPUs"),
+    ("grpo.py --context 30000 --plan", {}, "model is too large for 2 x 79 GiB: more GPUs"),
+    ("Are you there", {"ENDPOINT": "http://a/v1=m"}, "http://a/v1=m: ENDPOINT=http://host:port/v1=MODEL of a server"),
+    ("download", {"MODEL": "Qwen/none"}, "no Qwen/none: MODEL=a folder that is here, or a hub name"),
+    ("out/7b/preflight", {}, "stage preflight failed, its words are above"),
+])
+def test_preflight_refuses_in_one_line_that_says_the_fix(station, broken, variables, fix):
+    (station / "broken").write_text(broken)
+    done = run_sh(station, "7b", **{"MODEL": "model"} | variables)
+    assert done.returncode == 1 and fix in done.stderr.splitlines()[-1], done.stderr
+    assert "episodes" not in (station / "calls").read_text(), "nothing is spent"
+
+
+def test_preflight_asks_the_teacher_and_shows_its_key(tmp_path):
+    heard = []
+
+    class Teacher(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            heard.append((self.path, self.headers["Authorization"], body["model"]))
+            reply = json.dumps({"choices": [{"message": {"content": "Yes."}}]}).encode()
+            self.send_response(200 if body["model"] == "m" else 404)
+            self.end_headers()
+            self.wfile.write(reply)
+
+    server = HTTPServer(("127.0.0.1", 0), Teacher)
+    Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "key").write_text("secret\n")
+    for model, status in (("m", 0), ("other", 1)):
+        endpoint = f"http://127.0.0.1:{server.server_port}/v1={model}"
+        line = next(line for line in printed("7b", "preflight", ENDPOINT=endpoint, ENDPOINT_KEY=str(tmp_path / "key"))
+                    .splitlines() if line.startswith("python -c"))
+        done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == status, done.stderr
+    server.shutdown()
+    assert heard == [("/v1/chat/completions", "Bearer secret", "m"), ("/v1/chat/completions", "Bearer secret", "other")]
+
+
+def test_preflight_wants_a_whole_model_disk_and_a_token_to_compare(station):
+    last = lambda **variables: run_sh(station, "7b", "preflight", MODEL="model", **variables).stderr.splitlines()[-1]
+    stand_in(station / "bin" / "df", "echo Filesystem; echo d 9000000 8000000 1000000 89% /")
+    with open(station / "model" / "model-1.safetensors", "wb") as sparse:
+        sparse.truncate(30 << 30)
+    du = "#!/usr/bin/env bash\necho 15232 a; echo 15232 total\n"
+    stand_in(station / "bin" / "du", du)  # of two bytes: 7,616 million parameters
+    assert "1 of 685 GB of disk" in last() and "OUT=a larger one" in last()
+    (station / "bin" / "df").unlink(), (station / "bin" / "du").unlink()
+    (station / "model" / "model-1.safetensors").write_text("{}")
+    stand_in(station / ".venv" / "bin" / "torchrun", STAND_IN.replace("64", "0"))
+    assert "nothing was trained on: remove out/7b/preflight" in last()
+    (station / "model" / "tokenizer_config.json").unlink()
+    assert "no tokenizer_config.json in model: MODEL=a whole HF folder" in last()
 
 
 def test_the_pins_are_exact():

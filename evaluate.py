@@ -1133,6 +1133,106 @@ def trace(spec):
         print(f"{'-' if passed is None else 'ok' if passed else 'NO':3} {check}{': ' + reason if reason else ''}")
 
 
+# ---------------------------------------------------------------------------------------------------------------- axis
+
+# Success on TravelPlanner's test set in per cent, 1.5B / 3B / 7B, from the tables of STAR, arXiv:2603.21972, section 4:
+# rewards under GRPO; algorithms under MACRO, at 7B under SUM; data with 3B and the curriculum; scale at its best, which
+# is ARPO with MACRO, GRPO with the curriculum, GRPO with SUM. Of failing tools it says in words that up to 5% do no
+# harm and 10% do.
+PAPER = {
+    "reward": {"sft": "6.9 / 12.2 / 19.7", "sum": "33.1 / 47.0 / 62.8", "macro": "30.1 / 48.2 / 58.9",
+               "success": "33.8 / 46.6 / 60.9", "curriculum": "34.9 / 49.9 / 57.0"},
+    "algorithm": {"sft": "6.9 / 12.2 / 19.7", "grpo": "30.1 / 48.2 / 62.8", "dapo": "36.9 / 45.6 / 58.4",
+                  "arpo": "37.5 / 47.5 / 58.3"},
+    "data": {"sft": "- / 12.2 / -", "100-prompts": "- / 37.5 / -", "1000-prompts": "- / 49.9 / -",
+             "easy": "- / 45.3 / -", "medium": "- / 41.1 / -", "hard": "- / 25.9 / -", "mixed": "- / 49.9 / -"},
+    "noise": {},
+    "scale": {"1.5b-sft": "6.9", "1.5b": "37.5", "3b-sft": "12.2", "3b": "49.9", "7b-sft": "19.7", "7b": "62.8"},
+}
+# and its minutes per update, on 8, 8 and 16 A100-80G
+PAPER_MINUTES = {"grpo": "8.0 / 8.6 / 9.0", "dapo": "8.2 / 8.9 / 9.5", "arpo": "9.5 / 13.3 / 13.3"}
+UPDATE_SECONDS = ("sync_s", "play_s", "judge_s", "learn_s")
+
+
+def read_runs(specs):
+    """["NAME=OUT/eval/rl", ...] -> {NAME: [(episodes, updates)]}, a pair per seed: OUT/rl/log.jsonl's lines of RL."""
+    runs = {}
+    for spec in specs:
+        name, _, folder = spec.partition("=")
+        seeds, folder = runs.setdefault(name, []), Path(folder)
+        log = folder.parent.parent / folder.name / "log.jsonl"
+        lines = read_jsonl(log) if log.exists() else []
+        if (folder / "episodes.jsonl").exists():
+            seeds.append((read_played(folder / "episodes.jsonl"), [line for line in lines if "loss_tokens" in line]))
+        else:
+            print(f"{name}: {folder} holds no episodes.jsonl yet")
+    return runs
+
+
+def axis_row(seeds):
+    """Cells of one setting from its [(episodes, updates)]; the interval is over tasks, each the mean of its seeds."""
+    if not seeds:
+        return ["not run"] + [""] * 5
+    wins = [mean(by_task(rows).values()) for rows, _ in seeds]
+    rows = [row for rows, _ in seeds for row in rows]
+    lines = [line for _, lines in seeds for line in lines]
+    tokens = mean(line["loss_tokens"] for line in lines)
+    seconds = mean(sum(line[key] for key in UPDATE_SECONDS) for line in lines)
+    return [f"{100 * mean(wins):.1f} ({', '.join(f'{100 * win:.1f}' for win in wins)})",
+            span(*interval(list(by_task(rows).values()))), f"{100 * mean(row['strict'] for row in rows):.1f}",
+            f"{tokens:,.0f}" if lines else "", f"{seconds:.1f}" if lines else "",
+            ", ".join(sorted({str(len(lines)) for _, lines in seeds}))]
+
+
+def axis_table(axis, runs):
+    """Markdown: the paper's number of each setting, and ours from {setting: [(episodes, updates)]}."""
+    lines = [["setting", "paper, test, 1.5B / 3B / 7B", "ours: mean (each seed)", "95% over tasks", "strict",
+              "policy tokens / update", "s / update", "updates"]]
+    lines += [[name, PAPER[axis].get(name, ""), *axis_row(seeds)] for name, seeds in runs.items()]
+    if axis == "algorithm":
+        lines = [[*line, PAPER_MINUTES.get(line[0], "")] for line in lines]
+        lines[0][-1] = "paper, min / update"
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def axis_curves(axis, runs, picture):
+    """Draw the success of the training plays over the updates: a colour per setting, seeds thin, their mean thick.
+
+    Both are means over the last 5 updates; plays of other tasks (axis data) or of failing tools (noise) differ.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, no window
+    from matplotlib import pyplot
+
+    trained = {name: [[line["success"] for line in lines] for _, lines in seeds if lines]
+               for name, seeds in runs.items()}
+    figure, plot = pyplot.subplots(figsize=(8, 5))
+    for color, name in enumerate(name for name in trained if trained[name]):
+        curves = [[100 * mean(c[max(0, i - 4) : i + 1]) for i in range(len(c))] for c in trained[name]]
+        for curve in curves:
+            plot.plot(range(1, len(curve) + 1), curve, color=f"C{color}", linewidth=0.6, alpha=0.6)
+        middle = [mean(points) for points in zip(*curves)]
+        plot.plot(range(1, len(middle) + 1), middle, color=f"C{color}", linewidth=2.2, label=name)
+    plot.set(xlabel="update", ylabel="success of the training plays, %", title=axis)
+    plot.grid(alpha=0.3)
+    plot.legend()
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)
+
+
+def compare_runs(a):
+    """--axis: OUT/AXIS.md and OUT/AXIS.png of the --runs."""
+    runs = read_runs(a.runs)
+    Path(a.out).mkdir(parents=True, exist_ok=True)
+    axis_curves(a.axis, runs, Path(a.out) / f"{a.axis}.png")
+    text = axis_table(a.axis, runs)
+    (Path(a.out) / f"{a.axis}.md").write_text(text)
+    print(text)
+
+
 # ---------------------------------------------------------------------------------------------------------- submission
 
 
@@ -1228,6 +1328,9 @@ def flags(argv=None):
     add("--out",         default="out/eval", help="a folder per agent, table.md; a rerun plays what is missing")
     add("--trace",       metavar="EPISODES.jsonl[:ID]", help="print one episode as a dialogue, and stop")
     add("--curves",      metavar="RUN_DIR", help="draw RUN_DIR/log.jsonl into OUT/curves.png")
+    add("--axis",        choices=PAPER, help="tabulate the --runs beside the paper's numbers: OUT/AXIS.md, AXIS.png")
+    add("--runs",        nargs="+", default=[], metavar="NAME=OUT/eval/rl", help="evaluated runs; a name per setting, "
+        "once for each seed; OUT/rl/log.jsonl tells of their training")
     return p.parse_args(argv)
 
 
@@ -1349,6 +1452,8 @@ def evaluate(a):
     """Play, judge, report."""
     if a.trace:
         return trace(a.trace)
+    if a.axis:
+        return compare_runs(a)
     if a.curves:
         Path(a.out).mkdir(parents=True, exist_ok=True)
         curves(Path(a.curves) / "log.jsonl", Path(a.out) / "curves.png")

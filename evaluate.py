@@ -1038,8 +1038,9 @@ def measure(rows):
 
 
 def official_rates(rows, split):
-    """The leaderboard's six rates, whose denominators are the split's own, however many plans are there (C11)."""
+    """The leaderboard's six rates of each task's first play, whose denominators are the split's own (C11)."""
     plans, checks, asked = SIZES[split]
+    rows = [row for row in rows if not row["task"].get("sample")]
     scores = [row["official"] for row in rows]
     passed = [[score["checks"][name][0] is True for name in HARD] for score in scores]
     return {
@@ -1052,12 +1053,24 @@ def official_rates(rows, split):
     }
 
 
-def by_task(rows):
-    """{task id: success, a mean over its samples}."""
+def by_task(pairs):
+    """{task id: [success of each play]} of (task id, success) pairs."""
     groups = {}
-    for row in rows:
-        groups.setdefault(row["task"]["id"], []).append(row["score"]["success"])
-    return {name: mean(values) for name, values in groups.items()}
+    for name, success in pairs:
+        groups.setdefault(name, []).append(success)
+    return groups
+
+
+def pass_at(plays):
+    """{"pass@k": chance that one of k plays of a task succeeds} for k = 1, 2, 4, .. n; nothing where n is 1.
+
+    plays: {task id: its n plays' success}. k of n plays, c of them right, all miss with chance C(n - c, k) / C(n, k),
+    which is without bias (arXiv:2107.03374 eq. 1).
+    """
+    most = min(map(len, plays.values()), default=1)
+    sizes = sorted({2**i for i in range(most.bit_length())} | {most}) if most > 1 else []
+    counts = [(len(values), int(sum(values))) for values in plays.values()]
+    return {f"pass@{k}": mean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) for k in sizes}
 
 
 def interval(values, rounds=10_000):
@@ -1071,11 +1084,14 @@ def interval(values, rounds=10_000):
 
 def table(played, split=None):
     """(markdown, {agent: numbers}) of {agent: its episodes}, side by side."""
-    wins = {name: by_task(rows) for name, rows in played.items()}
-    report = {name: measure(rows) | (official_rates(rows, split) if split else {}) for name, rows in played.items()}
+    plays = {name: by_task((row["task"]["id"], row["score"]["success"]) for row in rows)
+             for name, rows in played.items()}
+    wins = {name: {task: mean(values) for task, values in tasks.items()} for name, tasks in plays.items()}
+    report = {name: measure(rows) | pass_at(plays[name]) | (official_rates(rows, split) if split else {})
+              for name, rows in played.items()}
     lines = [["", *played], ["---"] * (len(played) + 1)]
     for line in report[next(iter(played))]:
-        lines.append([line, *(show(line, numbers[line]) for numbers in report.values())])
+        lines.append([line, *(show(line, numbers.get(line)) for numbers in report.values())])
     for name, numbers in report.items():
         numbers["success interval"] = interval(list(wins[name].values()))
     lines[3][1:] = [f"{cell} ({span(*report[name]['success interval'])})" for name, cell in zip(played, lines[3][1:])]
@@ -1255,17 +1271,16 @@ def choose(entries, limit):
 
 def standing(name, rows):
     """A folder's line of the page's tables: means over all its episodes."""
-    wins = {}
-    for row in rows:
-        wins.setdefault(row["id"], []).append(row["success"])
+    plays = by_task((row["id"], row["success"]) for row in rows if row["success"] is not None)
+    tasks = [mean(values) for values in plays.values()]
     levels, stops = ({row[key] for row in rows} - {None} for key in ("level", "stop"))
-    tasks = [mean(plays) for plays in wins.values() if mean(plays) is not None]
     return {key: mean(row[key] for row in rows) for key in ("success", "official", "strict", *COUNTS)} | {
         "name": name, "episodes": len(rows), "interval": interval(tasks) if tasks else None,
         "levels": {level: mean(row["success"] for row in rows if row["level"] == level) for level in levels},
         "stops": {stop: mean(row["stop"] == stop for row in rows) for stop in stops},
         "checks": {check: [sum(check in row["failed"] for row in rows), sum(check in row["judged"] for row in rows)]
-                   for check in (*COMMONSENSE, *HARD)}, "pass": {}}
+                   for check in (*COMMONSENSE, *HARD)},
+        "pass": {} if any(row["step"] for row in rows) else pass_at(plays)}
 
 
 def ordered(first, found):

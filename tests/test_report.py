@@ -118,6 +118,17 @@ def test_a_log_is_read_as_a_resumed_and_unfinished_run_left_it(run):
     assert rl["entropy"][7] is None and "kind" not in rl
 
 
+def test_samples_are_told_apart_and_give_pass_at_k(run, tmp_path):
+    rows = evaluate.read_jsonl(run / "eval" / "after" / "episodes.jsonl")
+    write_jsonl(tmp_path / "m" / "episodes.jsonl", rows[:2] + [row | {"task": row["task"] | {"sample": 1}} for row in rows[:2]])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "episodes.jsonl").write_text("")
+    write_report(tmp_path, tmp_path, 5000)
+    index, _ = contents(tmp_path / "report.html")
+    assert [entry["key"] for entry in index["episodes"]] == ["m/t0", "m/t1", "m/t0 #2", "m/t1 #2"]
+    assert {source["name"]: source["pass"] for source in index["sources"]} == {"m": {"pass@1": 0.5, "pass@2": 0.5}, "empty": {}}
+
+
 def test_any_folder_of_ours_makes_a_page(run, tmp_path):
     for part, episodes, logs in (("rl", 12, 1), ("rl/rollouts", 12, 0), ("sft", 0, 1), ("eval", 12, 0), ("eval/after", 6, 0)):
         evaluate.main(["--report", str(run / part), "--out", str(tmp_path / part)])

@@ -136,8 +136,10 @@ preflight() {
     [[ $size != tiny ]] || words+=(--system-prompt short --context 1024)
     stage preflight "$OUT/preflight/config.json" "${words[@]}"
     must "nothing was trained on: remove $OUT/preflight" grep -q '"loss_tokens": [1-9]' "$OUT/preflight/log.jsonl"
-    [[ -n ${DRY:-} ]] || rm -f "$OUT"/preflight/*.safetensors
-    say "preflight passed: $ranks ranks${free:+, $free GB of disk for $need}"
+    if [[ -z ${DRY:-} ]]; then
+        rm -f "$OUT"/preflight/*.safetensors
+        say "preflight passed: $ranks ranks, $free GB of disk for $need"
+    fi
     [[ $what != preflight ]] || exit 0
 }
 
@@ -265,13 +267,15 @@ if [[ $size != tiny ]]; then
     if [[ -n ${DRY:-} && $GPUS == 0 ]]; then GPUS=8; fi
     [[ $GPUS != 0 ]] || stop "no GPU is seen (nvidia-smi -L) and $size needs them; DRY=1 prints; tiny runs anywhere"
 fi
-# torchrun kills ranks that are still there so long after its SIGTERM; they save a checkpoint after the update at hand
-torchrun=(torchrun --shutdown-timeout 3600 --standalone --nproc_per_node "$GPUS")
+# after SIGTERM ranks save a checkpoint at the end of the update; torchrun's own patience is 30 s
+torchrun=(torchrun --shutdown-timeout 3600)
 trap 'stop "SIGTERM. What is saved is kept: the same command goes on."' TERM  # runs when the stage has ended
-if [[ $NNODES != 1 ]]; then
+if [[ $NNODES == 1 ]]; then
+    torchrun+=(--standalone --nproc_per_node "$GPUS")
+else
+    torchrun+=(--nnodes "$NNODES" --node_rank "$node" --nproc_per_node "$GPUS" --master_addr
+               "${MASTER_ADDR:?several nodes need MASTER_ADDR, the first node}" --master_port "${MASTER_PORT:-29500}")
     lost="; where a connection was closed or reset, another node is gone: start all $NNODES again"
-    torchrun=(torchrun --shutdown-timeout 3600 --nnodes "$NNODES" --node_rank "$node" --nproc_per_node "$GPUS" --master_addr
-              "${MASTER_ADDR:?several nodes need MASTER_ADDR, the first node}" --master_port "${MASTER_PORT:-29500}")
 fi
 environment
 

@@ -175,7 +175,7 @@ def trained(stages):
     """{run: {flag: values, "script": file}} of an axis's trainings, and {setting: [runs]} of its table."""
     runs = {}
     for name, (_, words) in stages.items():
-        if script(words)[0] in ("grpo.py", "arpo.py"):
+        if name.startswith("rl-") and script(words)[0] in ("grpo.py", "arpo.py"):
             flags = arguments(script(words)[1])
             runs[flags["--out"][0].removesuffix("/rl")] = flags | {"script": script(words)[0]}
     rows = {}
@@ -424,7 +424,8 @@ def test_preflight_comes_before_anything_is_spent_and_plans_what_is_run():
 
 
 def test_preflight_passes_once_and_says_what_it_saw(station):
-    first = run_sh(station, "7b", "preflight", MODEL="model", ENDPOINT="http://a/v1=m http://b/v1=n", ENDPOINT_KEY="key")
+    first = run_sh(station, "7b", "preflight", MODEL="model", ENDPOINT_KEY="key",
+                   ENDPOINT="http://a/v1=m http://b/v1=n")
     assert first.returncode == 0 and "preflight passed: 2 ranks" in first.stderr, first.stderr
     calls = (station / "calls").read_text()
     assert "--gpus 2 --gpu-gib 79" in calls and "http://a/v1=m key" in calls and "http://b/v1=n key" in calls

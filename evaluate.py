@@ -1061,6 +1061,12 @@ def by_task(pairs):
     return groups
 
 
+def task_rates(rows):
+    """{task id: success, a mean over its plays} of episodes."""
+    return {task: mean(plays) for task, plays in
+            by_task((row["task"]["id"], row["score"]["success"]) for row in rows).items()}
+
+
 def pass_at(plays):
     """{"pass@k": chance that one of k plays of a task succeeds} for k = 1, 2, 4, .. n; nothing where n is 1.
 
@@ -1086,7 +1092,7 @@ def table(played, split=None):
     """(markdown, {agent: numbers}) of {agent: its episodes}, side by side."""
     plays = {name: by_task((row["task"]["id"], row["score"]["success"]) for row in rows)
              for name, rows in played.items()}
-    wins = {name: {task: mean(values) for task, values in tasks.items()} for name, tasks in plays.items()}
+    wins = {name: task_rates(rows) for name, rows in played.items()}
     report = {name: measure(rows) | pass_at(plays[name]) | (official_rates(rows, split) if split else {})
               for name, rows in played.items()}
     lines = [["", *played], ["---"] * (len(played) + 1)]
@@ -1095,12 +1101,13 @@ def table(played, split=None):
     for name, numbers in report.items():
         numbers["success interval"] = interval(list(wins[name].values()))
     lines[3][1:] = [f"{cell} ({span(*report[name]['success interval'])})" for name, cell in zip(played, lines[3][1:])]
-    first, last = list(wins)[0], list(wins)[-1]
-    change = [wins[last][task] - wins[first][task] for task in wins[first] if task in wins[last]]
-    if first != last and change:
-        report[last][f"success minus {first}'s"] = [mean(change), *interval(change)]
-        lines.append([f"success of {last} minus {first}", *[""] * (len(played) - 1),
-                      f"{100 * mean(change):+.1f} ({span(*interval(change), '+')})"])
+    last = list(wins)[-1]
+    for other in wins:
+        change = [wins[last][task] - wins[other][task] for task in wins[other] if task in wins[last]]
+        if other != last and change:
+            report[last][f"success minus {other}'s"] = [mean(change), *interval(change)]
+            lines.append([f"success of {last} minus {other}", *[""] * (len(played) - 1),
+                          f"{100 * mean(change):+.1f} ({span(*interval(change), '+')})"])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines), report
 
 
@@ -1197,13 +1204,14 @@ def axis_row(seeds):
     """Cells of one setting from its [(episodes, updates)]; the interval is over tasks, each the mean of its seeds."""
     if not seeds:
         return ["not run"] + [""] * 5
-    wins = [mean(by_task(rows).values()) for rows, _ in seeds]
+    wins = [task_rates(rows) for rows, _ in seeds]
     rows = [row for rows, _ in seeds for row in rows]
     lines = [line for _, lines in seeds for line in lines]
     tokens = mean(line["loss_tokens"] for line in lines)
     seconds = mean(sum(line[key] for key in UPDATE_SECONDS) for line in lines)
-    return [f"{100 * mean(wins):.1f} ({', '.join(f'{100 * win:.1f}' for win in wins)})",
-            span(*interval(list(by_task(rows).values()))), f"{100 * mean(row['strict'] for row in rows):.1f}",
+    means = [mean(rates.values()) for rates in wins]
+    return [f"{100 * mean(means):.1f} ({', '.join(f'{100 * win:.1f}' for win in means)})",
+            span(*interval(list(task_rates(rows).values()))), f"{100 * mean(row['strict'] for row in rows):.1f}",
             f"{tokens:,.0f}" if lines else "", f"{seconds:.1f}" if lines else "",
             ", ".join(sorted({str(len(lines)) for _, lines in seeds}))]
 
@@ -1609,13 +1617,11 @@ def evaluate(a):
     """Play, judge, report."""
     if a.trace:
         return trace(a.trace)
-    if a.axis:
-        return compare_runs(a)
-
-
     if a.report:
         return write_report(a.report, a.out or a.report, a.report_episodes)
     a.out = a.out or "out/eval"
+    if a.axis:
+        return compare_runs(a)
     if a.curves:
         Path(a.out).mkdir(parents=True, exist_ok=True)
         curves(Path(a.curves) / "log.jsonl", Path(a.out) / "curves.png")

@@ -60,6 +60,7 @@ def flags():
     add("--min-lr",     type=float, default=0.0, help="the cosine ends at this fraction of --lr")
     add("--weight-decay", type=float, default=0.0, help="AdamW's decoupled decay")
     add("--grad-clip",  type=float, default=1.0, help="gradients are scaled down to this norm")
+    add("--width",      type=int,   default=192, help="--make-tiny's hidden size, in heads of 32; 192: 2M parameters")
     add("--seed",       type=int,   default=0, help="order of the episodes, and --make-tiny's weights")
     add("--steps",      type=int,   default=0, help="stop after this many updates; 0: as --epochs says")
     # memory
@@ -308,8 +309,8 @@ def wire_induction(lm):
         find.v_proj.weight[kv], find.o_proj.weight[:, q] = 8.0 * said.T, said  # loud: it may find many tokens at once
 
 
-def make_tiny(corpus, out, seed, vocabulary=2048):
-    """Write a random 2M-parameter Qwen2 (untied embeddings) and a byte-level BPE made from jsonl files of messages.
+def make_tiny(corpus, out, seed, width=192, vocabulary=2048):
+    """Write a random Qwen2 of 4 layers (untied embeddings) and a byte-level BPE made from jsonl files of messages.
 
     Made for copying: words are split from their punctuation and numbers into pairs of digits, so that a name, a flight
     number or a date is the same few tokens wherever it stands.
@@ -338,8 +339,8 @@ def make_tiny(corpus, out, seed, vocabulary=2048):
                                         chat_template=CHATML, clean_up_tokenization_spaces=False)
     torch.manual_seed(seed)
     lm = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=32768,
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=width * 8 // 3 // 64 * 64, num_hidden_layers=4,
+        num_attention_heads=width // 32, num_key_value_heads=2, max_position_embeddings=32768,
         tie_word_embeddings=False,  # tied weights go stale in vLLM's CPU build
         rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None))
@@ -607,7 +608,7 @@ def plan(a, longest):
 def main():
     a = flags()
     if a.make_tiny:
-        return make_tiny(a.make_tiny, a.out, a.seed)
+        return make_tiny(a.make_tiny, a.out, a.seed, a.width)
     if a.plan:
         return plan(a, a.cutoff)
     rank, world, device = setup()

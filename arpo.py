@@ -30,6 +30,7 @@ For another task, supply the names imported from sandbox and evaluate; nothing b
 """
 import argparse
 import datetime
+import itertools
 import json
 import logging
 import math
@@ -91,7 +92,8 @@ def flags():
     add("--reward",     default="sum", choices=["sum", "macro", "success", "curriculum"], help="[1 sec. 3]")
     add("--epochs",     type=float, default=5, help="passes over the tasks [1]")
     add("--steps",      type=int,   default=0, help="stop after this many updates; 0: as --epochs says")
-    add("--lr",         type=float, default=2e-6, help="constant learning rate [1]")
+    add("--lr",         type=float, default=2e-6, help="learning rate, constant [1] after the warm-up")
+    add("--warmup",     type=int,   default=0, help="updates of linear warm-up: AdamW's first are the least certain")
     add("--clip-low",   type=float, default=0.2, help="w is clipped at 1 minus this [2]")
     add("--clip-high",  type=float, default=0.28, help="w is clipped at 1 plus this, the higher clip of [3]")
     add("--loss-norm",  default="group", choices=["group", "batch"], help="(5): tokens of the group [1] or batch [3]")
@@ -116,6 +118,10 @@ def flags():
     add("--max-hours",  type=float, default=0.0, help="save and stop after this long; 0: no limit")
     add("--save-every", type=int,   default=0, help="updates between checkpoints to resume from; 0: none")
     add("--resume",     action="store_true", help="go on from the last checkpoint in --out, if there is one")
+    # planning
+    add("--plan",       action="store_true", help="print what will fill each GPU, without one, and leave; 1: too much")
+    add("--gpus",       type=int,   default=8, help="--plan for this many, all nodes together")
+    add("--gpu-gib",    type=float, default=80, help="--plan for GPUs of this much memory")
     return p.parse_args()
 
 
@@ -541,16 +547,20 @@ def setup():
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def require(model, *names):
+    """Stop with a sentence where the folder lacks one of the files. What may be a hub's name passes."""
+    missing = [str(file) for file in (Path(model) / name for name in names) if not file.exists()]
+    if missing and (Path(model).exists() or model.count("/") != 1 or model[0] in "/."):
+        sys.exit(f"no {' and no '.join(missing)}: --model takes a HF folder with weights, config and tokenizer, "
+                 "or a hub name such as Qwen/Qwen2.5-7B-Instruct")
+
+
 def load(a, device):
     """--model -> tokenizer, Policy (float32 on a CPU, bfloat16 on a GPU), whether micro-batches are packed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import is_flash_attn_2_available
 
-    files = [Path(a.model) / name for name in ("config.json", "tokenizer_config.json")]
-    missing = [str(file) for file in files if not file.exists()]
-    if missing and (Path(a.model).exists() or a.model.count("/") != 1):  # else it may be the name of a hub
-        sys.exit(f"no {' and no '.join(missing)}: --model takes a HF folder with weights, config and tokenizer, "
-                 "or a hub name such as Qwen/Qwen2.5-7B-Instruct")
+    require(a.model, "config.json", "tokenizer_config.json")
     tokenizer = AutoTokenizer.from_pretrained(a.model)
     attn = a.attn if a.attn != "auto" else "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     lm = AutoModelForCausalLM.from_pretrained(
@@ -685,6 +695,14 @@ def restore(engine, out, resume, rank):
     return step
 
 
+def gpu_gib():
+    """GiB of this GPU in use, by anyone. After learning that is the peak of it: torch keeps what it once took."""
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {"gpu_gib": (total - free) / 2**30}
+
+
 class Interrupt:
     """True once any rank has got SIGTERM, or its `also` is true: the loop then saves a checkpoint and leaves.
 
@@ -701,11 +719,103 @@ class Interrupt:
         return bool(flag)
 
 
+# -------------------------------------------------------------------------------------------------------- planning
+
+
+def memory(config, n, a, longest):
+    """What `n` parameters put on each GPU: [(what, GiB, moments)], and the contexts of `longest` that the cache holds.
+
+    Moments: play, logits (backward through the head), layer (through the last layer), step (AdamW's). From the sources
+    of DeepSpeed 0.19.8 (zero3 leaves it a bucket of 5e8 numbers, 1e9 live parameters and updates of 1e9 at a time), of
+    Qwen2 in transformers 5.19 with an attention that makes no T x T matrix, and of ChunkedLogps.
+    """
+    h, i, v, layers = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_hidden_layers
+    heads = config.num_key_value_heads
+    kv = heads * (getattr(config, "head_dim", None) or h // config.num_attention_heads)
+    t, c, shard, tp = max(a.pack_tokens, longest), a.logp_chunk, n / a.gpus, vars(a).get("tp", 1)
+    layer = t * (20 * h + 4 * kv + 8 * i)  # two norms in float32 16 h, query and its output 4 h, MLP 8 i
+    always, backward = "play logits layer step", "logits layer"
+    rows = [
+        ("parameters, bf16 shard", 2 * shard, always),
+        ("master weights, fp32 shard", 4 * shard, always),
+        ("gradients, fp32 shard", 4 * shard, always),
+        ("AdamW's moments, fp32 shards", 8 * shard, always),
+        ("gradients' bucket, bf16", 2 * 5e8, always),
+        ("bucket's copy to be sent", 2 * min(n, 5e8), "layer"),
+        ("gathered parameters, bf16", 2 * min(n, 1e9) * (a.gpus > 1), backward),
+        ("every layer's activations", layer * layers, backward) if a.no_checkpointing else
+        ("every layer's input", 2 * t * h * layers, backward),
+        ("a layer's activations, again", layer * (not a.no_checkpointing), "layer"),
+        ("its gradients on the way", t * (4 * i + 2 * h), "layer"),
+        ("last norm and hidden states", t * 12 * h, "logits"),
+        ("logits, head's gradient", max(14 * c * v, 12 * c * v + 4 * v * h, 6 * c * v + 6 * v * h), "logits"),
+        ("tied head's gradient", 2 * v * h * config.tie_word_embeddings, "layer"),
+        ("AdamW's copy and root", 8 * min(shard, 1e9), "step"),
+        ("CUDA, NCCL, waste (assumed)", 4 * 2**30, always)]
+    contexts = math.inf
+    if "gpu_memory" in a:
+        weights, work = 2 * n / tp, 2 * 2**30
+        cache = a.gpu_memory * a.gpu_gib * 2**30 - weights - work
+        contexts = cache / (4 * layers * kv / min(tp, heads) * longest)
+        rows += [("engine's weights, bf16", weights, "play"), ("engine's KV cache", cache, "play"),
+                 ("engine's work (assumed)", work, "play")]
+    return [(what, size / 2**30, where) for what, size, where in rows if size], contexts
+
+
+def excess(config, n, a, longest):
+    """0 where a plan fits; else the GiB too many, over all moments, and what is missing of one context."""
+    rows, contexts = memory(config, n, a, longest)
+    totals = [sum(size for _, size, where in rows if m in where) for m in ("play", "logits", "layer", "step")]
+    return sum(max(0, total - a.gpu_gib) for total in totals) + max(0, 1 - contexts)
+
+
+def remedy(config, n, a, longest):
+    """The flags to turn where a plan does not fit: if need be more GPUs, the fewest flags, the cheapest. -> words"""
+    turns = {"gpus": [a.gpus * k for k in (2, 4, 8)],
+             "tp": [k for k in (2, 4, 8) if a.gpus % k == 0 == config.num_attention_heads % k],
+             "gpu_memory": [k / 20 for k in range(18, 1, -1)], "logp_chunk": [512, 256], "pack_tokens": [longest],
+             "no_checkpointing": [False]}
+    names = [name for name in turns if name in a]
+    trials = [argparse.Namespace(**vars(a) | dict(zip(names, values)))
+              for values in itertools.product(*([vars(a)[name], *turns[name]] for name in names))]
+    turned = lambda b: {name: vars(b)[name] for name in reversed(names) if vars(b)[name] != vars(a)[name]}
+    best = min(trials, key=lambda b: (excess(config, n, b, longest), b.gpus, len(turned(b))))
+    words = [f"--{name.replace('_', '-')} {value}" if value else "no --no-checkpointing"
+             for name, value in turned(best).items()]
+    if excess(config, n, best, longest):
+        return f"no flag but a shorter context helps; the nearest is {' '.join(words) or 'this'}"
+    return f"it fits with {' '.join(words)}"
+
+
+def plan(a, longest):
+    """--plan: print what fills each GPU at each moment of an update. Exits with status 1 where it does not fit."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    require(a.model, "config.json")
+    config = AutoConfig.from_pretrained(a.model)
+    with torch.device("meta"):
+        n = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    rows, contexts = memory(config, n, a, longest)
+    moments = ["play"] * ("gpu_memory" in a) + ["logits", "layer", "step"]
+    rows = [(what, [size * (m in where) for m in moments]) for what, size, where in rows]
+    rows.append((f"of {a.gpu_gib:g} GiB", [sum(column) for column in zip(*(sizes for _, sizes in rows))]))
+    print(f"{a.model}: {n:,} parameters on {a.gpus} GPUs, {max(a.pack_tokens, longest)} tokens at a time\n"
+          f"{'GiB on each GPU':30}" + "".join(f"{m:>8}" for m in moments))
+    for what, sizes in rows:
+        print(f"{what:30}" + "".join(f"{size:8.1f}" if size else " " * 8 for size in sizes))
+    if contexts < math.inf:
+        print(f"an engine's KV cache holds {contexts:.1f} contexts of {longest} tokens")
+    if excess(config, n, a, longest):
+        sys.exit(f"this does not fit; {remedy(config, n, a, longest)}")
+
+
 # ------------------------------------------------------------------------------------------------------------ main
 
 
 def main():
     a = flags()
+    if a.plan:
+        return plan(a, a.context)
     rank, world, device = setup()
     tokenizer, policy, packed = load(a, device)
     database = open_database(a.database)
@@ -741,7 +851,7 @@ def main():
         clock.append(time.time())
         # (3) (4) (5) learn
         groups = group_advantages(samples, a)
-        lr = engine.optimizer.param_groups[0]["lr"] = a.lr
+        lr = engine.optimizer.param_groups[0]["lr"] = a.lr * min(1, (step + 1) / (a.warmup + 1))
         updates = [token_weights(part, a) for part in split(groups, a.minibatches)]
         if a.recompute:
             recompute_logps(engine, sum(updates, []), packed, rank, world, device, a)
@@ -830,7 +940,7 @@ def timings(samples, updates, clock):
     sync, val, play, judged, learned = (b - a for a, b in zip(clock, clock[1:]))
     return {"sync_s": sync, "val_s": val, "play_s": play, "judge_s": judged, "learn_s": learned,
             "play_tps": sum(sum(s.mask[s.shared:]) for s in samples) / play,
-            "learn_tps": sum(len(s.ids) for update in updates for s, _ in update) / learned}
+            "learn_tps": sum(len(s.ids) for update in updates for s, _ in update) / learned} | gpu_gib()
 
 
 def log(line, rank, a, step, steps=None):

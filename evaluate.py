@@ -18,6 +18,8 @@ A key that the task itself lacks is the caller's error: KeyError, naming the key
 
 import argparse
 import ast
+import base64
+import gzip
 import json
 import math
 import os
@@ -50,15 +52,20 @@ LONGEST = 2000  # characters: a longer field is searched for "from .. to" only s
 
 def read_jsonl(path):
     """The records of a jsonl file, blank lines skipped. Errors name the file and the line."""
-    rows = []
+    return [row for _, row in scan(path)]
+
+
+def scan(path, growing=False, **options):
+    """(offset, record) of each line; growing: a last line without its end is still being written and is left out."""
+    offset = 0
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
+            if line.strip() and not (growing and not line.endswith(b"\n")):
                 try:
-                    rows.append(json.loads(line))
+                    yield offset, json.loads(line, **options)
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{path}, line {number}: not JSON ({error}); mend or delete the line") from None
-    return rows
+            offset += len(line)
 
 
 def write_jsonl(path, rows):
@@ -987,6 +994,7 @@ SIZES = {  # C11: the leaderboard's denominators: queries, queries x 8 checks, h
     "validation": (180, 1440, 420),
     "test": (1000, 8000, 2290),
 }
+STOPS = ("answer", "format", "turns", "context")
 COUNTS = ("reward", "turns", "calls", "tokens")  # means of numbers; every other line of the table is a share
 
 
@@ -1023,15 +1031,16 @@ def measure(rows):
     found |= {name: mean(s[name] for s in star) for name in SCORES[:-1]}
     for name in (*COMMONSENSE, *HARD):
         found[name] = mean(s["checks"][name][0] for s in star)
-    for stop in ("answer", "format", "turns", "context"):
+    for stop in STOPS:
         found[f"stop: {stop}"] = mean(row["stop"] == stop for row in rows)
     found["replies that break the format"] = mean(kind == "error" for kind in replies)
     return found | {name: mean(row.get(name) for row in rows) for name in COUNTS}
 
 
 def official_rates(rows, split):
-    """The leaderboard's six rates, whose denominators are the split's own, however many plans are there (C11)."""
+    """The leaderboard's six rates of each task's first play, whose denominators are the split's own (C11)."""
     plans, checks, asked = SIZES[split]
+    rows = [row for row in rows if not row["task"].get("sample")]
     scores = [row["official"] for row in rows]
     passed = [[score["checks"][name][0] is True for name in HARD] for score in scores]
     return {
@@ -1044,12 +1053,24 @@ def official_rates(rows, split):
     }
 
 
-def by_task(rows):
-    """{task id: success, a mean over its samples}."""
+def by_task(pairs):
+    """{task id: [success of each play]} of (task id, success) pairs."""
     groups = {}
-    for row in rows:
-        groups.setdefault(row["task"]["id"], []).append(row["score"]["success"])
-    return {name: mean(values) for name, values in groups.items()}
+    for name, success in pairs:
+        groups.setdefault(name, []).append(success)
+    return groups
+
+
+def pass_at(plays):
+    """{"pass@k": chance that one of k plays of a task succeeds} for k = 1, 2, 4, .. n; nothing where n is 1.
+
+    plays: {task id: its n plays' success}. k of n plays, c of them right, all miss with chance C(n - c, k) / C(n, k),
+    which is without bias (arXiv:2107.03374 eq. 1).
+    """
+    most = min(map(len, plays.values()), default=1)
+    sizes = sorted({2**i for i in range(most.bit_length())} | {most}) if most > 1 else []
+    counts = [(len(values), int(sum(values))) for values in plays.values()]
+    return {f"pass@{k}": mean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) for k in sizes}
 
 
 def interval(values, rounds=10_000):
@@ -1063,11 +1084,14 @@ def interval(values, rounds=10_000):
 
 def table(played, split=None):
     """(markdown, {agent: numbers}) of {agent: its episodes}, side by side."""
-    wins = {name: by_task(rows) for name, rows in played.items()}
-    report = {name: measure(rows) | (official_rates(rows, split) if split else {}) for name, rows in played.items()}
+    plays = {name: by_task((row["task"]["id"], row["score"]["success"]) for row in rows)
+             for name, rows in played.items()}
+    wins = {name: {task: mean(values) for task, values in tasks.items()} for name, tasks in plays.items()}
+    report = {name: measure(rows) | pass_at(plays[name]) | (official_rates(rows, split) if split else {})
+              for name, rows in played.items()}
     lines = [["", *played], ["---"] * (len(played) + 1)]
     for line in report[next(iter(played))]:
-        lines.append([line, *(show(line, numbers[line]) for numbers in report.values())])
+        lines.append([line, *(show(line, numbers.get(line)) for numbers in report.values())])
     for name, numbers in report.items():
         numbers["success interval"] = interval(list(wins[name].values()))
     lines[3][1:] = [f"{cell} ({span(*report[name]['success interval'])})" for name, cell in zip(played, lines[3][1:])]
@@ -1233,6 +1257,137 @@ def compare_runs(a):
     print(text)
 
 
+# ------------------------------------------------------------------------------------------------------ the report page
+# One HTML file of any folder of ours. Episodes are read line by line, and only what the page's list shows stays in
+# memory; each whole record goes from its place in the file into an element of its own, packed (5,000 long episodes are
+# else too much for a browser), and is read when it is opened.
+
+dumps = partial(json.dumps, separators=(",", ":"), allow_nan=False)
+
+
+def finite(text):
+    """A JSON number as a float; None for NaN and infinities, which a browser does not read."""
+    return float(text) if math.isfinite(float(text)) else None
+
+
+FINITE = {"parse_constant": finite, "parse_float": finite}
+
+
+def write_report(run, out, limit):
+    """Write OUT/report.html of a folder that holds log.jsonl, episodes.jsonl or rollouts/ anywhere below."""
+    logs, folders = find_records(Path(run))
+    entries = [entry for name, files in folders.items() for entry in gather(name, files)]
+    kept = choose(entries, limit)
+    sources, tasks, shown = list(folders), {}, []
+    for entry in kept:
+        place = tasks.setdefault((entry["id"], entry["level"], entry["query"]), len(tasks))
+        row = {key: entry[key] for key in ("key", "step", "stop", "success", "reward", "failed")}
+        shown.append(row | {"source": sources.index(entry["source"]), "task": place})
+    standings = [standing(name, [entry for entry in entries if entry["source"] == name]) for name in sources]
+    for one, files in zip(standings, folders.values()):
+        settings = files[0].with_name("settings.json")
+        one["temperature"] = json.loads(settings.read_text())["temperature"] if settings.exists() else None
+    index = {"run": str(run), "total": len(entries), "checks": [*COMMONSENSE, *HARD], "logs": logs,
+             "levels": ordered(("easy", "medium", "hard"), [entry["level"] for entry in entries]),
+             "stops": ordered(STOPS, [entry["stop"] for entry in entries]),
+             "sources": standings, "tasks": list(tasks), "episodes": shown}
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    head, middle, tail = re.split("<!-- (?:index|episodes) -->", template)
+    page = Path(out) / "report.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    temporary = page.with_name(f".{page.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        # JSON that no HTML parser mistakes for anything else: ASCII, and without "<"
+        file.writelines([head, '<script type="application/json" id="index">', dumps(index).replace("<", "\\u003c"),
+                         "</script>", middle])
+        for i, entry in enumerate(kept):
+            packed = base64.b64encode(gzip.compress(dumps(reread(*entry["at"])).encode(), mtime=0)).decode()
+            file.write(f'<script type="text/plain" id="e{i}">{packed}</script>\n')
+        file.write(tail)
+    os.replace(temporary, page)
+    print(f"{page}: {len(kept)} of {len(entries)} episodes, {page.stat().st_size / 1e6:.1f} MB")
+
+
+def reread(path, offset):
+    """The record at an offset of a jsonl file."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return json.loads(file.readline(), **FINITE)
+
+
+def find_records(run):
+    """([{name, columns: {key: [number per step]}}], {folder: its files of episodes}) below a folder."""
+    logs, folders = [], {}
+    for path in sorted(run.rglob("*.jsonl"), key=lambda path: (path.parent.parent, path.stat().st_mtime_ns, path)):
+        name = path.parent.relative_to(run).as_posix() if path.parent != run else run.resolve().name
+        if path.name == "log.jsonl":  # a resumed run goes over some steps again: the last word counts
+            steps = {row["step"]: row for _, row in scan(path, True, **FINITE) if "step" in row}
+            rows = [steps[step] for step in sorted(steps)]
+            keys = {key for row in rows for key, value in row.items() if isinstance(value, (int, float))}
+            logs.append({"name": name, "columns": {key: [row.get(key) for row in rows] for key in sorted(keys)}})
+        elif path.name == "episodes.jsonl" or path.parent.name == "rollouts":
+            folders.setdefault(name, []).append(path)
+    if not logs and not folders:
+        raise ValueError(f"{run} holds no log.jsonl, no episodes.jsonl and no rollouts/: name the folder of a run")
+    return logs, folders
+
+
+def gather(source, files):
+    """What the page's list and tables say of each episode of a folder."""
+    seen = {}
+    for path in files:
+        step = "" if path.name == "episodes.jsonl" else path.stem
+        for offset, row in scan(path, True, **FINITE):
+            task, score = row["task"], row.get("score") or {}
+            checks = score.get("checks") or {}
+            name = str(task.get("id", task.get("idx", "?")))
+            key = "/".join(filter(None, (source, step, name))).encode("utf-8", "replace").decode()
+            seen[key] = seen.get(key, 0) + 1
+            entry = {key: row.get(key) for key in ("stop", "strict", *COUNTS)} | {
+                "key": key if seen[key] == 1 else f"{key} #{seen[key]}", "source": source, "step": step, "id": name,
+                "level": task.get("level"), "query": str(task.get("query", ""))[:1000], "at": (path, offset)}
+            entry["success"] = score.get("success", score.get("em"))  # em: question answering
+            entry["official"] = (row.get("official") or {}).get("success")
+            entry["judged"] = [check for check, verdict in checks.items() if verdict[0] is not None]
+            entry["failed"] = [check for check, verdict in checks.items() if verdict[0] is False]
+            yield entry
+
+
+def choose(entries, limit):
+    """At most limit of them, tasks evenly spread and kept whole, so that what can be compared stays; rollouts last."""
+    kept = []
+    for training in (False, True):
+        units, room = {}, limit - len(kept)
+        for i, entry in enumerate(entries):
+            if bool(entry["step"]) == training:
+                units.setdefault((entry["step"], entry["id"]), []).append(i)
+        units = list(units.values())
+        number = len(units)
+        while sum(map(len, picked := [units[i * len(units) // number] for i in range(number)])) > room:
+            number = number * 99 // 100
+        kept += [i for unit in picked for i in unit]
+    return [entries[i] for i in sorted(kept)]
+
+
+def standing(name, rows):
+    """A folder's line of the page's tables: means over all its episodes."""
+    plays = by_task((row["id"], row["success"]) for row in rows if row["success"] is not None)
+    tasks = [mean(values) for values in plays.values()]
+    levels, stops = ({row[key] for row in rows} - {None} for key in ("level", "stop"))
+    return {key: mean(row[key] for row in rows) for key in ("success", "official", "strict", *COUNTS)} | {
+        "name": name, "episodes": len(rows), "interval": interval(tasks) if tasks else None,
+        "levels": {level: mean(row["success"] for row in rows if row["level"] == level) for level in levels},
+        "stops": {stop: mean(row["stop"] == stop for row in rows) for stop in stops},
+        "checks": {check: [sum(check in row["failed"] for row in rows), sum(check in row["judged"] for row in rows)]
+                   for check in (*COMMONSENSE, *HARD)},
+        "pass": {} if any(row["step"] for row in rows) else pass_at(plays)}
+
+
+def ordered(first, found):
+    """The values that occur, those of first in its order, then others."""
+    return [value for value in first if value in found] + sorted(set(filter(None, found)) - set(first))
+
+
 # ---------------------------------------------------------------------------------------------------------- submission
 
 
@@ -1325,8 +1480,10 @@ def flags(argv=None):
     add("--concurrency", type=int,   default=64,    help="episodes in flight")
     add("--seed",        type=int,   default=0,     help="of the sampling and the failures")
     add = p.add_argument_group("output").add_argument
-    add("--out",         default="out/eval", help="a folder per agent, table.md; a rerun plays what is missing")
+    add("--out",         help="a folder per agent, table.md; a rerun plays what is missing (out/eval unless set)")
     add("--trace",       metavar="EPISODES.jsonl[:ID]", help="print one episode as a dialogue, and stop")
+    add("--report",      metavar="RUN_DIR", help="write OUT/report.html (RUN_DIR's unless set): all that is to be seen")
+    add("--report-episodes", type=int, default=5000, help="most episodes in the page; of more, evenly chosen")
     add("--curves",      metavar="RUN_DIR", help="draw RUN_DIR/log.jsonl into OUT/curves.png")
     add("--axis",        choices=PAPER, help="tabulate the --runs beside the paper's numbers: OUT/AXIS.md, AXIS.png")
     add("--runs",        nargs="+", default=[], metavar="NAME=OUT/eval/rl", help="evaluated runs; a name per setting, "
@@ -1454,6 +1611,11 @@ def evaluate(a):
         return trace(a.trace)
     if a.axis:
         return compare_runs(a)
+
+
+    if a.report:
+        return write_report(a.report, a.out or a.report, a.report_episodes)
+    a.out = a.out or "out/eval"
     if a.curves:
         Path(a.out).mkdir(parents=True, exist_ok=True)
         curves(Path(a.curves) / "log.jsonl", Path(a.out) / "curves.png")

@@ -562,6 +562,28 @@ def test_the_table_sets_checkpoints_side_by_side(trip, mini):
     assert 0.3 < low < 0.5 < high < 0.7 and "+50.0 (" in text and "25.0 (12.5 to " in text
 
 
+def test_pass_at_k_by_hand():
+    assert evaluate.pass_at({"a": [1, 0, 0, 0], "b": [0, 0, 0, 0], "c": [1, 1, 0, 1]}) == {
+        "pass@1": pytest.approx((1 / 4 + 0 + 3 / 4) / 3),
+        "pass@2": pytest.approx((1 - 3 / 6 + 0 + 1) / 3),  # of a's 6 pairs 3 miss; every pair of c's holds a success
+        "pass@4": pytest.approx(2 / 3)}
+    assert list(evaluate.pass_at({"a": [1.0] * 6})) == ["pass@1", "pass@2", "pass@4", "pass@6"]
+    assert evaluate.pass_at({"a": [1], "b": [0, 0]}) == evaluate.pass_at({}) == {}, "one play says nothing but success"
+
+
+def test_with_samples_success_is_of_plays_and_its_interval_of_tasks(trip, mini):
+    """Eight tasks of four plays each that all go one way: the spread is that of 8 tasks, not of 32 plays."""
+    rows = [row | {"task": row["task"] | {"sample": k}} for row in rows_of(trip, mini, [1, 0] * 4) for k in range(4)]
+    rows[0] = rows[4] | {"task": rows[0]["task"]}  # but for one play
+    text, report = evaluate.table({"m": rows}, "validation")
+    report = report["m"]
+    assert report["success"] == report["pass@1"] == 15 / 32 and report["pass@2"] == report["pass@4"] == 0.5 and "pass@4" in text
+    assert report["success interval"] == evaluate.interval([0.75] + [0, 1] * 3 + [0])
+    low, high = report["success interval"]
+    assert high - low > 0.5, "32 plays would give 0.35"
+    assert report["final pass rate"] == 3 / 180, "the leaderboard sees the first play of each task"
+
+
 def test_curves_are_a_picture(tmp_path):
     write_jsonl(tmp_path / "log.jsonl", [{"step": i, "success": i / 9, "reward": i, "entropy": 1 / (i + 1), "dlogp_mean": 1e-6,
                                           "dlogp_max": 1e-5} for i in range(9)] + [{"step": 9, "val_success": 0.5}])

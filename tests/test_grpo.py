@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -187,6 +188,195 @@ def test_minibatches_share_out_the_queries():
     groups = {q: [sample(q, 0.0)] for q in range(7)}
     parts = grpo.split(groups, 3)
     assert sorted(q for p in parts for q in p) == list(range(7)) and [len(p) for p in parts] == [3, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------------------- planning
+
+GIB = 2**30
+
+
+def shape(folder, size):
+    """A folder with the config of a Qwen2.5 and nothing else."""
+    from transformers import Qwen2Config
+
+    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = {
+        "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
+        "3B": (2048, 36, 16, 2, 11008, 151936, True),
+        "7B": (3584, 28, 28, 4, 18944, 152064, False),
+    }[size]
+    config = Qwen2Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+    )
+    config.save_pretrained(folder)
+    return config
+
+
+def planned(monkeypatch, capsys, *words):
+    """What `grpo.py --plan` prints as {row: its numbers}, and what it exits with."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--plan", *map(str, words)])
+    try:
+        status = grpo.main()
+    except SystemExit as stop:
+        status = stop.code
+    lines = capsys.readouterr().out.splitlines()
+    return {line[:30].strip(): [float(word) for word in line[30:].split()] for line in lines[2:-1]}, status, lines
+
+
+def test_the_plan_of_7b_by_hand(tmp_path, monkeypatch, capsys):
+    config, n = shape(tmp_path, "7B"), 7_615_616_512
+    rows, status, lines = planned(monkeypatch, capsys, "--model", tmp_path, "--gpus", 16)
+    assert status is None and f"{n:,} parameters" in lines[0] and "19.9 contexts of 30000 tokens" in lines[-1]
+    assert rows["AdamW's moments, fp32 shards"] == [3.5] * 4 and rows["engine's weights, bf16"] == [14.2]
+    a = Namespace(pack_tokens=32768, logp_chunk=1024, gpus=16, no_checkpointing=False, tp=1, gpu_memory=0.6, gpu_gib=80)
+    sizes, contexts = grpo.memory(config, n, a, 30000)
+    sizes = {what: size * GIB for what, size, _ in sizes}
+    assert sizes == pytest.approx(
+        {
+            "parameters, bf16 shard": 2 * n / 16,
+            "master weights, fp32 shard": 4 * n / 16,
+            "gradients, fp32 shard": 4 * n / 16,
+            "AdamW's moments, fp32 shards": 8 * n / 16,
+            "gradients' bucket, bf16": 1e9,
+            "bucket's copy to be sent": 1e9,
+            "gathered parameters, bf16": 2e9,
+            "every layer's input": 6.125 * GIB,  # 28 x 32768 x 3584 x 2
+            "a layer's activations, again": 6.875 * GIB,  # 32768 x (20 x 3584 + 4 x 512 + 8 x 18944)
+            "its gradients on the way": 2.53125 * GIB,  # 32768 x (4 x 18944 + 2 x 3584)
+            "last norm and hidden states": 1.3125 * GIB,  # 32768 x 12 x 3584
+            "logits, head's gradient": 4_204_265_472,  # 6 x 152064 x (1024 + 3584)
+            "AdamW's copy and root": 8 * n / 16,
+            "CUDA, NCCL, waste (assumed)": 4 * GIB,
+            "engine's weights, bf16": 2 * n,
+            "engine's KV cache": 46 * GIB - 2 * n,
+            "engine's work (assumed)": 2 * GIB,
+        }
+    )
+    assert contexts == pytest.approx((46 * GIB - 2 * n) / (57_344 * 30000))
+    two = {w: size * GIB for w, size, _ in grpo.memory(config, n, Namespace(**vars(a) | {"gpus": 32, "tp": 2}), 30000)[0]}
+    assert all(two[w] == pytest.approx(sizes[w] / 2) for w in sizes if "shard" in w or w == "engine's weights, bf16")
+
+
+@pytest.mark.parametrize(
+    "words,turn",
+    [
+        ("--gpus 2", "--gpu-memory 0.5 --gpus 4"),
+        ("--gpu-memory 0.9", "--gpu-memory 0.7"),
+        ("--gpu-memory 0.2", "--gpu-memory 0.7"),
+        ("--no-checkpointing", "no --no-checkpointing"),
+        ("--pack-tokens 200000", "--pack-tokens 30000"),
+        ("--logp-chunk 32768", "--logp-chunk 512"),
+        ("--context 300000", "no flag but a shorter context helps"),
+    ],
+)
+def test_where_it_does_not_fit_the_plan_names_the_flag_and_fails(words, turn, tmp_path, monkeypatch, capsys):
+    shape(tmp_path, "7B")
+    _, status, _ = planned(monkeypatch, capsys, "--model", tmp_path, *words.split())
+    assert status.startswith("this does not fit") and turn in status
+    if turn.startswith("--"):  # and it is true
+        assert planned(monkeypatch, capsys, "--model", tmp_path, *words.split(), *turn.split())[1] is None
+
+
+def test_a_sample_is_never_cut_so_packing_less_than_a_context_saves_nothing(tmp_path, monkeypatch, capsys):
+    shape(tmp_path, "1.5B")
+    one, two = (planned(monkeypatch, capsys, "--model", tmp_path, "--pack-tokens", t) for t in (30000, 1000))
+    assert one == two and "30000 tokens at a time" in one[2][0]
+
+
+def test_a_plan_of_a_missing_folder_says_so_in_a_line(tmp_path, monkeypatch, capsys):
+    status = planned(monkeypatch, capsys, "--model", tmp_path / "nothing")[1]
+    assert status.startswith(f"no {tmp_path}/nothing/config.json: --model takes")
+
+
+class Peak(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most bytes that tensors made under it held at once, on any device, the one without storage too."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.now, self.peak = {t.untyped_storage()._cdata for t in known}, 0, 0
+
+    def free(self, key, size):
+        self.known.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and (key := (storage := t.untyped_storage())._cdata) not in self.known:
+                weakref.finalize(storage, self.free, key, storage.nbytes())
+                self.known.add(key)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+        return out
+
+
+def blockwise(module, q, k, v, *_, **__):
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].transpose(1, 2), None
+
+
+@pytest.mark.parametrize(
+    "size,tokens,keep,moment",
+    [("7B", 30000, False, "layer"), ("3B", 30000, False, "layer"), ("1.5B", 4096, False, "logits"), ("7B", 30000, True, "logits")],
+)
+def test_planned_activations_are_those_of_the_real_model_without_storage(size, tokens, keep, moment, tmp_path):
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register("blockwise", blockwise)
+    config = shape(tmp_path, size)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="blockwise")
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+    lm.train()
+    if not keep:
+        lm.gradient_checkpointing_enable()
+    for p in lm.parameters():  # ZeRO-3 takes a gradient away as soon as it is there
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    policy = grpo.Policy(lm, 1024)
+    with Peak(lm.parameters()) as peak:
+        hidden = lm.base_model(input_ids=ids, attention_mask={"full_attention": None}, use_cache=False)[0]
+        logps, _ = policy.lm.lm_head(hidden[0, :-1], ids[0, 1:], 1.0)
+        del hidden
+        logps.sum().backward()
+    a = Namespace(pack_tokens=0, logp_chunk=1024, gpus=8, no_checkpointing=keep)
+    own = ("shard", "bucket", "gathered", "CUDA")
+    rows = [row for row in grpo.memory(config, 0, a, tokens)[0] if not any(word in row[0] for word in own)]
+    assert sum(size for _, size, where in rows if moment in where) == pytest.approx(peak.peak / GIB, rel=0.01)
+
+
+def test_planned_states_are_those_of_zero3(tiny_model, root, tmp_path):
+    script = """if True:
+        import json, sys, torch, grpo
+        from types import SimpleNamespace
+        from transformers import AutoModelForCausalLM
+        rank, world, device = grpo.setup()
+        policy = grpo.Policy(AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16), 64)
+        a = SimpleNamespace(lr=1e-3, weight_decay=0.0, grad_clip=1.0)
+        engine = grpo.zero3(policy, a, world, SimpleNamespace(type="cuda"))  # what a GPU gets, in this machine's memory
+        logps, _ = engine(torch.ones(1, 9).long(), torch.arange(9)[None], torch.ones(1, 9).bool())
+        engine.backward(logps.sum())
+        engine.step()
+        z = engine.optimizer
+        moments = [t for state in z.optimizer.state.values() for t in (state["exp_avg"], state["exp_avg_sq"])]
+        size = lambda *tensors: sum(t.nbytes for t in tensors)
+        if rank == 0:
+            json.dump([size(z.lp_param_buffer), size(*z.fp32_partitioned_groups_flat), size(z.grad_partitions_flat_buffer),
+                       size(*moments), size(*(b.buffer for b in z.ipg_buckets.values())), engine.zero_max_live_parameters(),
+                       z.sub_group_size], open(sys.argv[2], "w"))
+    """
+    (tmp_path / "states.py").write_text(script)
+    words = f"-m torch.distributed.run --standalone --nproc_per_node 2 {tmp_path}/states.py {tiny_model} {tmp_path}/states.json"
+    subprocess.run([sys.executable, *words.split()], cwd=root, check=True, capture_output=True, timeout=600)
+    n = sum(t.numel() for t in weights(tiny_model).values())
+    a = Namespace(pack_tokens=0, logp_chunk=1, gpus=2, no_checkpointing=False)
+    config = json.loads((tiny_model / "config.json").read_text())
+    rows, _ = grpo.memory(SimpleNamespace(**config), n, a, 1)
+    found = json.loads((tmp_path / "states.json").read_text())
+    assert found[:5] == pytest.approx([size * GIB for _, size, _ in rows[:5]], rel=1e-3) and found[5:] == [1e9, 1e9]
 
 
 # ------------------------------------------------------------------------------------------------- whole processes

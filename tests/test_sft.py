@@ -256,3 +256,14 @@ def test_official_episodes_at_a_context_of_30k_take_a_step(test_data, tiny_model
     run(root, tiny_model, tmp_path / "sft.jsonl", tmp_path / "out", 1, *more)
     line = read_jsonl(tmp_path / "out" / "log.jsonl")[0]
     assert line["tokens"] > 5000 and math.isfinite(line["loss"])
+
+
+def test_the_plan_knows_no_engine_and_goes_by_the_cutoff(tiny_model, root):
+    words = ["sft.py", "--plan", "--model", tiny_model, "--gpus", "4", "--cutoff", "30000"]
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, head, *rows = done.stdout.splitlines()
+    assert "on 4 GPUs, 30000 tokens at a time" in first and head.split()[-3:] == ["logits", "layer", "step"]
+    assert not any("engine" in row for row in rows)
+    done = subprocess.run([sys.executable, *map(str, words), "--gpu-gib", "1"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 1 and "does not fit" in done.stderr

@@ -63,7 +63,7 @@ class Pair:
     def wait_for(self, update):
         began = time.time()
         while f"step {update:4d}/{STEPS} " not in self.said(0):
-            assert time.time() < began + 300 and all(node.poll() is None for node in self.nodes), \
+            assert time.time() < began + 600 and all(node.poll() is None for node in self.nodes), \
                 self.said(0) + self.said(1)
             time.sleep(0.1)
 
@@ -118,7 +118,7 @@ def test_a_node_is_lost_then_one_is_asked_to_leave_and_the_pair_goes_on_to_the_e
     assert "SIGTERM. What is saved is kept: the same command goes on." in second.said(0).splitlines()[-1]
     # and once more, to the end
     third = pair()
-    assert third.end(0, 300) == third.end(1, 60) == 0, third.said(0)
+    assert third.end(0, 600) == third.end(1, 60) == 0, third.said(0)
     assert f"step {began + 1:4d}/" not in third.said(0), "what was done is not done again"
     updates = [line["step"] for line in read_jsonl(disk / "out" / "rl" / "log.jsonl") if "reward" in line]
     assert updates == list(range(1, STEPS + 1)), "the log reads as of one unbroken run"

@@ -305,9 +305,9 @@ if [[ $size == tiny ]]; then  # all numbers [2]
             --epochs 1 --batch 8 --lr 1e-3 --min-lr 0.3 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/base"
     fi
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" sft.py --model "$base" --data "$DATA/sft.jsonl" \
-        --steps 600 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/sft"
+        --steps 500 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/sft"
     stage rl "$OUT/rl/config.json" "${torchrun[@]}" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl" \
-        "${play[@]}" --reward sum --prompts 8 --group 8 --steps 70 --lr 1.5e-4 \
+        "${play[@]}" --reward sum --prompts 8 --group 8 --steps 32 --lr 1.5e-4 \
         --context 1024 --turn-tokens 256 --concurrency 64 "${train[@]}" --out "$OUT/rl"
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     stage eval "$OUT/eval/table.md" python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6 \

@@ -711,10 +711,9 @@ def paper_budget(task, database):
 
 
 def close_budget(rng, task, database):
-    """A budget of which the cheapest plan takes 30 to 80%; None when there is no plan. (In [1] it is 13 to 90% of most
-    budgets, 32% in the median.)"""
+    """A budget of which the cheapest plan takes 60 to 95%; None when there is no plan."""
     least = cheapest_route(*least_costs(task, database))[0]
-    return 10 * math.ceil(least / rng.uniform(0.3, 0.8) / 10) if least < math.inf else None
+    return 10 * math.ceil(least / rng.uniform(0.6, 0.95) / 10) if least < math.inf else None
 
 
 def make_task(a, index):

@@ -68,6 +68,9 @@ environment() {
     local pins=requirements.txt python torch
     [[ $seen != 0 ]] || pins=requirements-cpu.txt
     export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
+    # DeepSpeed's op, compiled once for each .venv: one kept for all is made again at every change of .venv, and a build
+    # that was killed leaves a lock that others wait for
+    export TORCH_EXTENSIONS_DIR="$PWD/.venv/extensions"
     if [[ -n ${DRY:-} ]]; then echo "cd $(quoted "$PWD")&& export PATH=\"\$PWD/.venv/bin:\$PATH\""; return; fi
     if [[ $node != 0 ]]; then until cmp -s "$pins" .venv/installed.txt; do sleep 5; done; fi
     if cmp -s "$pins" .venv/installed.txt; then return; fi

@@ -31,6 +31,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -356,7 +357,9 @@ def make_tiny(corpus, out, seed, width=192, vocabulary=2048):
 
 def setup():
     """Join the other ranks (torchrun's environment, or one rank without it). -> rank, world, device"""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})
     cuda = torch.cuda.is_available()
     if not cuda:

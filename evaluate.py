@@ -5,7 +5,8 @@ endpoint, or synth.py's solver. What goes out, per agent: episodes.jsonl, scores
 
 (1) play     every task through sandbox.Episode, tokens in, tokens out, no barrier between turns
 (2) judge    itinerary text -> plan (format_plan.parse_plan) -> 8 commonsense + 5 hard checks -> five scores
-(3) report   success under three rule sets, by level, by constraint, with bootstrap intervals over tasks
+(3) report   success under three rule sets, by level, by constraint, with bootstrap intervals over tasks; pass@k;
+             and of any run's folder a page to look at it (report.html)
 
 Rule sets. `star` is what the STAR release rewards and the base of everything here. `official` is the TravelPlanner
 leaderboard's own code; it differs at the places marked C1 to C12. `strict` is star and then STRICT on top: each check
@@ -19,6 +20,7 @@ A key that the task itself lacks is the caller's error: KeyError, naming the key
 import argparse
 import ast
 import base64
+import csv
 import gzip
 import json
 import math
@@ -1018,12 +1020,13 @@ def mean(values):
 
 def measure(rows):
     """{line of the table: number} over the episodes of one agent."""
-    star, tasks = [row["score"] for row in rows], [row["task"] for row in rows]
+    judged = [row for row in rows if "score" in row]
+    star, tasks = [row["score"] for row in judged], [row["task"] for row in judged]
     replies = [parse(m["content"]).kind for row in rows for m in row["messages"] if m["role"] == "assistant"]
     found = {"episodes": len(rows), "success": mean(s["success"] for s in star)}
-    found["success, official"] = mean(row["official"]["success"] for row in rows)
-    found["success, strict"] = mean(row["strict"] for row in rows)
-    found["hack gauge: star - strict"] = found["success"] - found["success, strict"]
+    found["success, official"] = mean(row["official"]["success"] for row in judged)
+    found["success, strict"] = mean(row["strict"] for row in judged)
+    found["hack gauge: star - strict"] = mean(row["score"]["success"] - row["strict"] for row in judged)
     for level in ("easy", "medium", "hard"):
         found[f"success, {level}"] = mean(s["success"] for s, t in zip(star, tasks) if t.get("level") == level)
     for unseen, name in ((False, "destination in training"), (True, "destination never in training")):
@@ -1041,10 +1044,12 @@ def official_rates(rows, split):
     """The leaderboard's six rates of each task's first play, whose denominators are the split's own (C11)."""
     plans, checks, asked = SIZES[split]
     rows = [row for row in rows if not row["task"].get("sample")]
-    scores = [row["official"] for row in rows]
+    scores, delivered = [row["official"] for row in rows if "official" in row], sum(bool(row["plan"]) for row in rows)
+    if not scores:
+        return {"delivery rate": delivered / plans}
     passed = [[score["checks"][name][0] is True for name in HARD] for score in scores]
     return {
-        "delivery rate": sum(bool(row["plan"]) for row in rows) / plans,
+        "delivery rate": delivered / plans,
         "commonsense micro rate": sum(score["cs_micro"] * 8 for score in scores) / checks,
         "commonsense macro rate": sum(score["cs_macro"] for score in scores) / plans,
         "hard micro rate": sum(map(sum, passed)) / asked,
@@ -1064,7 +1069,7 @@ def by_task(pairs):
 def task_rates(rows):
     """{task id: success, a mean over its plays} of episodes."""
     return {task: mean(plays) for task, plays in
-            by_task((row["task"]["id"], row["score"]["success"]) for row in rows).items()}
+            by_task((row["task"]["id"], row["score"]["success"]) for row in rows if "score" in row).items()}
 
 
 def pass_at(plays):
@@ -1090,7 +1095,7 @@ def interval(values, rounds=10_000):
 
 def table(played, split=None):
     """(markdown, {agent: numbers}) of {agent: its episodes}, side by side."""
-    plays = {name: by_task((row["task"]["id"], row["score"]["success"]) for row in rows)
+    plays = {name: by_task((row["task"]["id"], row["score"]["success"]) for row in rows if "score" in row)
              for name, rows in played.items()}
     wins = {name: task_rates(rows) for name, rows in played.items()}
     report = {name: measure(rows) | pass_at(plays[name]) | (official_rates(rows, split) if split else {})
@@ -1098,9 +1103,10 @@ def table(played, split=None):
     lines = [["", *played], ["---"] * (len(played) + 1)]
     for line in report[next(iter(played))]:
         lines.append([line, *(show(line, numbers.get(line)) for numbers in report.values())])
-    for name, numbers in report.items():
-        numbers["success interval"] = interval(list(wins[name].values()))
-    lines[3][1:] = [f"{cell} ({span(*report[name]['success interval'])})" for name, cell in zip(played, lines[3][1:])]
+    for column, (name, numbers) in enumerate(report.items(), 1):
+        if wins[name]:
+            numbers["success interval"] = interval(list(wins[name].values()))
+            lines[3][column] += f" ({span(*numbers['success interval'])})"
     last = list(wins)[-1]
     for other in wins:
         change = [wins[last][task] - wins[other][task] for task in wins[other] if task in wins[last]]
@@ -1123,6 +1129,12 @@ def span(low, high, sign=""):
     return f"{100 * low:{sign}.1f} to {100 * high:{sign}.1f}"
 
 
+def log_rows(log):
+    """A training log's rows in the order of steps. A resumed run goes over some steps again: the last word counts."""
+    rows = {row["step"]: row for _, row in scan(log, True, **FINITE) if "step" in row}
+    return [rows[step] for step in sorted(rows)]
+
+
 def curves(log, picture):
     """Draw success, reward, entropy and |dlogp| over the steps of a training log into a PNG."""
     import matplotlib
@@ -1130,7 +1142,7 @@ def curves(log, picture):
     matplotlib.use("Agg")  # a file, no window
     from matplotlib import pyplot
 
-    rows = [row for row in read_jsonl(log) if "step" in row]
+    rows = log_rows(log)
     panels = {"success": ("success", "strict", "val_success"), "reward": ("reward",), "entropy": ("entropy",),
               "|dlogp|, engine to trainer": ("dlogp_mean", "dlogp_max")}
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True)
@@ -1328,9 +1340,8 @@ def find_records(run):
     logs, folders = [], {}
     for path in sorted(run.rglob("*.jsonl"), key=lambda path: (path.parent.parent, path.stat().st_mtime_ns, path)):
         name = path.parent.relative_to(run).as_posix() if path.parent != run else run.resolve().name
-        if path.name == "log.jsonl":  # a resumed run goes over some steps again: the last word counts
-            steps = {row["step"]: row for _, row in scan(path, True, **FINITE) if "step" in row}
-            rows = [steps[step] for step in sorted(steps)]
+        if path.name == "log.jsonl":
+            rows = log_rows(path)
             keys = {key for row in rows for key, value in row.items() if isinstance(value, (int, float))}
             logs.append({"name": name, "columns": {key: [row.get(key) for row in rows] for key in sorted(keys)}})
         elif path.name == "episodes.jsonl" or path.parent.name == "rollouts":
@@ -1394,6 +1405,28 @@ def standing(name, rows):
 def ordered(first, found):
     """The values that occur, those of first in its order, then others."""
     return [value for value in first if value in found] + sorted(set(filter(None, found)) - set(first))
+
+
+def export(log, to, folder):
+    """Write a training log as TensorBoard's events into FOLDER/tensorboard, or as a run of wandb."""
+    rows = [(row.pop("step"), {key: value for key, value in row.items() if isinstance(value, (int, float))})
+            for row in log_rows(log)]
+    try:
+        if to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+        else:
+            import wandb
+    except ImportError:
+        raise ValueError(f"--to {to} needs a package that is not here: pip install {to}") from None
+    if to == "tensorboard":
+        with SummaryWriter(Path(folder) / "tensorboard") as writer:
+            for step, numbers in rows:
+                for key, value in numbers.items():
+                    writer.add_scalar(key, value, step)
+        return
+    with wandb.init(project="star", name=str(Path(log).parent), dir=folder) as run:
+        for step, numbers in rows:
+            run.log(numbers, step=step)
 
 
 # ---------------------------------------------------------------------------------------------------------- submission
@@ -1472,10 +1505,11 @@ def flags(argv=None):
     add("--tp",          type=int,   default=1,     help="GPUs that share one model")
     add("--gpu-memory",  type=float, default=0.9,   help="share of the GPU that vLLM may take")
     add = p.add_argument_group("tasks").add_argument
-    add("--tasks",       metavar="FILE.jsonl", help="ours or the published form, one task a line")
+    add("--tasks",       metavar="FILE|DIR|HUB_ID", help="a file of tasks, ours or the published form; with --split a "
+                         "folder of SPLIT.csv or SPLIT.jsonl, or a data set on the hub (osunlp/TravelPlanner)")
     add("--database",    metavar="DIR", help="default: $STAR_DATABASE, else database/mini")
     add("--limit",       type=int,   help="play only the first N tasks")
-    add("--samples",     type=int,   default=1,     help="plays per task")
+    add("--samples",     type=int,   default=1,     help="plays per task; several add pass@k")
     add("--split",       choices=SIZES, help="what the tasks are: the leaderboard's rates and a submission.jsonl")
     add = p.add_argument_group("play").add_argument
     add("--temperature", type=float, default=0.6,   help="of the sampling [STAR app. D]")
@@ -1496,6 +1530,7 @@ def flags(argv=None):
     add("--axis",        choices=PAPER, help="tabulate the --runs beside the paper's numbers: OUT/AXIS.md, AXIS.png")
     add("--runs",        nargs="+", default=[], metavar="NAME=OUT/eval/rl", help="evaluated runs; a name per setting, "
         "once for each seed; OUT/rl/log.jsonl tells of their training")
+    add("--to",          choices=("tensorboard", "wandb"), help="hand the log of --curves to it instead")
     return p.parse_args(argv)
 
 
@@ -1518,11 +1553,52 @@ def agents(a):
     return found
 
 
-def load_tasks(path, limit=None):
-    """The tasks of a file, in either form."""
-    if path is None:
+def find_tasks(source, split):
+    """The file of tasks: a file itself, or SPLIT.csv or SPLIT.jsonl of a folder or of a data set on the hub."""
+    path, names = Path(source), (f"{split}.csv", f"{split}.jsonl")
+    named = path.suffix in (".csv", ".jsonl") or not re.fullmatch(r"[\w.-]+/[\w.-]+", source)
+    if path.is_file() or named and not path.is_dir():
+        return path
+    if not split:
+        raise ValueError(f"{source} is a data set: --split train, validation or test says which part of it")
+    if path.is_dir():
+        found = [path / name for name in names if (path / name).exists()]
+        if not found:
+            raise ValueError(f"{source} holds neither {names[0]} nor {names[1]}")
+        return found[0]
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    for name in names:
+        try:
+            return Path(hf_hub_download(source, name, repo_type="dataset"))
+        except (OSError, EntryNotFoundError) as error:
+            why = type(error).__name__
+    raise ValueError(f"{source} is no folder here, and the hub gives no {' or '.join(names)} of it ({why}): fetch it "
+                     f"where it can be had (hf download {source} --repo-type dataset --local-dir DIR) and name DIR")
+
+
+def read_csv(path):
+    """The rows of a published csv; its reference information makes fields of megabytes."""
+    csv.field_size_limit(1 << 30)
+    with open(path, encoding="utf-8", newline="") as file:
+        return [{key: value for key, value in row.items() if key and value} for row in csv.DictReader(file)]
+
+
+def load_tasks(source, limit=None, split=None):
+    """The tasks of a file or data set, in either form.
+
+    The published test split says no more than level, days and query: it is played for the leaderboard, not judged.
+    """
+    if source is None:
         raise ValueError("--tasks FILE.jsonl is needed; python synth.py tasks writes one")
-    tasks = [load_task(row) for row in read_jsonl(path)][:limit]
+    path, tasks = find_tasks(source, split), []
+    rows = read_csv(path) if path.suffix == ".csv" else read_jsonl(path)
+    for number, row in enumerate(rows[:limit]):
+        row = row if not isinstance(row, dict) or row.keys() & {"id", "idx"} else row | {"idx": number}
+        told = split != "test" or "org" in row
+        tasks.append(load_task(row) if told else {"id": str(row.get("id", row.get("idx")))} | {
+            key: row[key] for key in ("idx", "level", "days", "query") if key in row})
     if not tasks:
         raise ValueError(f"{path}: holds no task; python synth.py tasks writes some")
     ids = [task["id"] for task in tasks]
@@ -1575,11 +1651,12 @@ def play_agent(a, name, path, tasks):
     bar = tqdm(player(a, path, episodes, database) if left else (), name, len(tasks), initial=len(tasks) - len(left))
     for episode in bar:
         plan = parse_plan(episode.answer, episode.task, database) if episode.answer is not None else None
-        row = episode.record(name) | verdicts(episode.task, plan, database)
-        row["tokens"] = getattr(episode, "tokens", None)
+        row = episode.record(name) | {"plan": plan, "tokens": getattr(episode, "tokens", None)}
+        if "org" in episode.task:
+            row |= verdicts(episode.task, plan, database)
+            wins.append(row["score"]["success"])
+            bar.set_postfix_str(f"success {mean(wins):.3f}", refresh=False)
         append_jsonl(folder / "episodes.jsonl", row)
-        wins.append(row["score"]["success"])
-        bar.set_postfix_str(f"success {mean(wins):.3f}", refresh=False)
 
 
 def player(a, path, episodes, database):
@@ -1619,6 +1696,8 @@ def evaluate(a):
         return trace(a.trace)
     if a.report:
         return write_report(a.report, a.out or a.report, a.report_episodes)
+    if a.to:
+        return export(Path(a.curves or ".") / "log.jsonl", a.to, a.out or a.curves)
     a.out = a.out or "out/eval"
     if a.axis:
         return compare_runs(a)
@@ -1627,7 +1706,7 @@ def evaluate(a):
         curves(Path(a.curves) / "log.jsonl", Path(a.out) / "curves.png")
         if not a.tasks:
             return None
-    tasks = load_tasks(a.tasks, a.limit)
+    tasks = load_tasks(a.tasks, a.limit, a.split)
     tasks = [task | ({"sample": k} if k else {}) for task in tasks for k in range(a.samples)]
     chosen = agents(a)
     folders = {name: open_folder(a, name, path) for name, path in chosen.items()}

@@ -1,7 +1,9 @@
 """The judge says what the references say, strict closes their holes, play waits for nobody, and a run can be resumed."""
 
 import copy
+import csv
 import gzip
+import importlib.util
 import json
 import subprocess
 import sys
@@ -512,6 +514,69 @@ def test_published_tasks_become_ours():
         load_task(row | {"date": "tomorrow"})
 
 
+def published(task, idx):
+    """A row of the published csv: Python literals as text, reference information by the megabyte."""
+    asked = {"house rule": None, "cuisine": ["Indian"], "room type": None, "transportation": None}
+    return {"org": task["org"], "dest": task["dest"], "days": task["days"], "visiting_city_number": 1, "date": str(task["date"]),
+            "people_number": 2, "local_constraint": str(asked), "budget": 1700, "query": f'Trip "{idx}",\nplease.', "level": "medium",
+            "reference_information": "x" * 200_000}
+
+
+def write_csv(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_the_published_data_set_is_a_folder(tmp_path, trip):
+    task = trip[0]
+    write_csv(tmp_path / "set" / "validation.csv", [published(task, i) for i in range(3)])
+    write_jsonl(tmp_path / "set" / "train.jsonl", [published(task, i) | {"idx": i + 1} for i in range(2)])
+    tasks = evaluate.load_tasks(str(tmp_path / "set"), split="validation")
+    assert [(t["id"], t["idx"], t["budget"], t["days"], t["date"]) for t in tasks] == [(str(i), i, 1700, 3, task["date"]) for i in range(3)]
+    assert tasks[1]["query"] == 'Trip "1",\nplease.' and tasks[0]["local_constraint"]["cuisine"] == ["Indian"]
+    assert "reference_information" not in tasks[0]
+    assert [t["id"] for t in evaluate.load_tasks(str(tmp_path / "set"), 1, "train")] == ["1"]
+    assert evaluate.load_tasks(str(tmp_path / "set" / "validation.csv")) == tasks, "a csv is a file like any other"
+    for words, source, split in (("--split train", tmp_path / "set", None), ("neither test.csv nor test.jsonl", tmp_path / "set", "test"),
+                                 ("hf download some/set", "some/set", "validation"), ("--split train", "some/set", None)):
+        with pytest.raises(SystemExit, match=words) as stop:
+            evaluate.main(["--model", "m", "--tasks", str(source), "--out", str(tmp_path / "out")] + ["--split", split] * bool(split))
+        assert "\n" not in str(stop.value)
+
+
+def test_a_data_set_on_the_hub_is_its_file(tmp_path, trip, monkeypatch):
+    """From the hub client's own cache, where a fetched file lies."""
+    from huggingface_hub import constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "datasets--some--set" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    write_csv(snapshot / "validation.csv", [published(trip[0], 0)])
+    (tmp_path / "datasets--some--set" / "refs").mkdir()
+    (tmp_path / "datasets--some--set" / "refs" / "main").write_text("0" * 40)
+    found = evaluate.find_tasks("some/set", "validation")
+    assert found.samefile(snapshot / "validation.csv")
+
+
+def test_the_test_split_is_played_for_the_leaderboard_and_not_judged(tmp_path, mini):
+    """It says no more than level, days and query."""
+    write_csv(tmp_path / "set" / "test.csv", [{"level": "easy", "days": 3, "query": f"Trip {i}?"} for i in range(2)])
+    tasks = evaluate.load_tasks(str(tmp_path / "set"), split="test")
+    assert tasks[1] == {"id": "1", "idx": 1, "level": "easy", "days": "3", "query": "Trip 1?"}
+    rows = []
+    for task in tasks:
+        episode = Episode(task, Sandbox(mini))
+        episode.step("<think>.</think><answer>.</answer>")
+        rows.append(episode.record("m") | {"plan": [{"day": 1}] if task["idx"] else None, "tokens": 5})
+    text, report = evaluate.table({"a": rows, "b": rows}, "test")
+    assert report["a"]["delivery rate"] == 1 / 1000 and report["a"]["success"] is None and report["a"]["stop: answer"] == 1
+    assert "| success | - | - |" in text and "success interval" not in report["a"]
+    evaluate.submit_file(tmp_path, rows, "test")
+    assert [row["plan"] for row in read_jsonl(tmp_path / "submission.jsonl")] == [None, [{"day": 1}]]
+
+
 def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n\n{"a": \n')
     with pytest.raises(ValueError, match="x.jsonl, line 3"):
@@ -589,6 +654,21 @@ def test_curves_are_a_picture(tmp_path):
                                           "dlogp_max": 1e-5} for i in range(9)] + [{"step": 9, "val_success": 0.5}])
     evaluate.curves(tmp_path / "log.jsonl", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_reads_the_log(tmp_path):
+    """Where TensorBoard is installed; elsewhere the command says what is missing."""
+    write_jsonl(tmp_path / "log.jsonl", [{"step": i, "reward": i / 2, "kind": "sum", "lr": None} for i in (1, 2, 2, 3)])
+    command = ["--curves", str(tmp_path), "--to", "tensorboard"]
+    if not importlib.util.find_spec("tensorboard"):
+        with pytest.raises(SystemExit, match="pip install tensorboard$"):
+            evaluate.main(command)
+        pytest.skip("tensorboard is not installed: only that its lack is said was tested")
+    evaluate.main(command)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["reward"]
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
 
 
 def test_what_the_user_can_mend_is_one_line(tmp_path, trip):

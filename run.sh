@@ -110,10 +110,6 @@ preflight() {
         must "$seen GPUs are seen on this node and $GPUS are asked for: GPUS=$seen" test "$GPUS" -le "$seen"
         gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -1) gib=$((gib / 1024))
     fi
-    for x in "sft.py --cutoff 20480" "$algorithm.py --context 30000"; do
-        [[ $size == tiny ]] || must "$model is too large for $ranks x $gib GiB: more GPUs, or the flag named above" \
-            python $x --plan --model "$model" --gpus "$ranks" --gpu-gib "$gib"
-    done
     if [[ -d $model ]]; then
         for x in config.json tokenizer_config.json '*.safetensors'; do
             must "no $x in $model: MODEL=a whole HF folder, or a hub name" test -e "$(compgen -G "$model/$x" | head -1)"
@@ -123,6 +119,10 @@ preflight() {
         must "no $model: MODEL=a folder that is here, or a hub name that is cached or within reach" \
             hf download "$model" --include '*.json' '*.txt' '*.safetensors'
     fi
+    for x in "sft.py --cutoff 20480" "$algorithm.py --context 30000"; do
+        [[ $size == tiny ]] || must "$model is too large for $ranks x $gib GiB: more GPUs, or the flag named above" \
+            python $x --plan --model "$model" --gpus "$ranks" --gpu-gib "$gib"
+    done
     if [[ -z ${DRY:-} ]]; then
         mkdir -p "$OUT"
         free=$(df -Pk "$OUT" | awk 'END {print int($4 / 1e6)}') need=$((millions * 90 / 1000))

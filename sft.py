@@ -355,7 +355,7 @@ def make_tiny(corpus, out, seed, vocabulary=2048):
 
 def setup():
     """Join the other ranks (torchrun's environment, or one rank without it). -> rank, world, device"""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})
     cuda = torch.cuda.is_available()
     if not cuda:

@@ -68,7 +68,8 @@ def flags():
     add("--max-turns",  type=int,   default=60, help="most replies per episode [1]")
     add("--turn-tokens", type=int,  default=8192, help="longest reply; a longer one is a format error")
     add("--max-seconds", type=float, default=3600, help="an episode older than this ends as overlength")
-    add("--concurrency", type=int,  default=256, help="episodes a rank keeps in flight")
+    add("--concurrency", type=int,  default=256, help="episodes an engine keeps in flight")
+    add("--tp",         type=int,   default=1, help="ranks that share an engine and its weights: tensor parallel")
     add("--failure-rate", type=float, default=0.0, help="probability that a tool call fails [1 sec. 5]")
     add("--system-prompt", default="full", help="full, short, or a file")
     # learn
@@ -105,7 +106,11 @@ def flags():
     add("--plan",       action="store_true", help="print what will fill each GPU, without one, and leave; 1: too much")
     add("--gpus",       type=int,   default=8, help="--plan for this many, all nodes together")
     add("--gpu-gib",    type=float, default=80, help="--plan for GPUs of this much memory")
-    return p.parse_args()
+    a = p.parse_args()
+    ranks = a.gpus if a.plan else int(os.environ.get("WORLD_SIZE", 1))
+    if a.tp < 1 or ranks % a.tp:
+        p.error(f"--tp {a.tp} does not divide {ranks} ranks into engines")
+    return a
 
 
 # --------------------------------------------------------------------------------------------------------- rollout
@@ -176,18 +181,19 @@ def play_turn(s, output, tokenizer, a):
         return False
     header = f"\n<|im_start|>user\n{s.episode.observation_message(observation)}<|im_end|>\n<|im_start|>assistant\n"
     append(s, tokenizer.encode(header, add_special_tokens=False))
-    if len(s.ids) >= a.context or time.time() - s.began > a.max_seconds:
+    if len(s.ids) >= a.context or agreed(time.time() - s.began > a.max_seconds, a):
         s.episode.stop = "context"
     return not s.episode.stop
 
 
 def rollout(llm, tokenizer, database, tasks, name, group, temperature, top_p, a):
-    """(1) Play each task `group` times. -> this rank's samples; groups are whole, their order is that of finishing.
+    """(1) Play each task `group` times. -> this engine's samples; groups are whole, their order is that of finishing.
 
-    Ranks draw the next query from one counter, so that none idles while another still has a queue.
+    Engines draw the next query from one counter, so that none idles while another still has a queue.
     """
-    engine, live, done, queries = llm.llm_engine, {}, [], shared_counter(name, len(tasks))
-    fair = math.ceil(len(tasks) / int(os.environ.get("WORLD_SIZE", 1))) * group  # the first may not take all at once
+    engine, live, done, queries = llm.llm_engine, {}, [], shared_counter(name, len(tasks), a)
+    engines = int(os.environ.get("WORLD_SIZE", 1)) // a.tp
+    fair = math.ceil(len(tasks) / engines) * group  # the first may not take all at once
     room = max(group, min(a.concurrency, fair))
     while True:
         while len(live) + group <= room and (query := next(queries, None)) is not None:
@@ -195,7 +201,7 @@ def rollout(llm, tokenizer, database, tasks, name, group, temperature, top_p, a)
                 s = new_sample(tasks[query], query, f"{name}/{query}/{g}", database, tokenizer, a)
                 live[submit(engine, s, tokenizer, temperature, top_p, a)] = s
         if not live:
-            return done
+            return done if leads(a) else []
         for output in engine.step():
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]
@@ -205,10 +211,23 @@ def rollout(llm, tokenizer, database, tasks, name, group, temperature, top_p, a)
                     done.append(s)
 
 
-def shared_counter(name, n):
-    """Yield 0 .. n-1, each number on one rank only: whoever is free takes the next."""
+def leads(a):
+    """Whether this rank is the first of its engine. With --tp the others play the same episodes, and keep quiet."""
+    return int(os.environ.get("RANK", 0)) % a.tp == 0
+
+
+def agreed(value, a):
+    """What the first rank of this engine says, on all its ranks: they must ask for the same turns in the same order."""
+    if a.tp == 1:
+        return value
+    from vllm.distributed import get_tp_group
+    return get_tp_group().broadcast_object(value)
+
+
+def shared_counter(name, n, a):
+    """Yield 0 .. n-1, each number to one engine only: whoever is free takes the next."""
     store = dist.distributed_c10d._get_default_store()
-    while (i := store.add(name, 1) - 1) < n:
+    while (i := agreed(leads(a) and store.add(name, 1) - 1, a)) < n:
         yield i
 
 
@@ -499,7 +518,7 @@ def zero3(policy, a, world, device):
 
 
 def load_engine(a, device):
-    """The vLLM engine of this rank, in this process, beside the trainer."""
+    """The vLLM engine of this rank, or with --tp its part of one, in this process, beside the trainer."""
     cuda = device.type == "cuda"
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights are handed over in memory
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if cuda else "ERROR")
@@ -513,7 +532,8 @@ def load_engine(a, device):
     gpu = dict(gpu_memory_utilization=a.gpu_memory, enable_sleep_mode=True)
     llm = LLM(a.model, dtype="bfloat16" if cuda else "float32", max_model_len=a.context, max_num_seqs=a.concurrency,
               enable_prefix_caching=True, logprobs_mode="processed_logprobs",  # log pi at the sampling temperature
-              distributed_executor_backend="external_launcher", seed=a.seed, **(gpu if cuda else cpu))
+              distributed_executor_backend="external_launcher", tensor_parallel_size=a.tp, seed=a.seed,
+              **(gpu if cuda else cpu))
     if cuda:
         llm.sleep(level=2)  # its weights are sent again before every play
     return llm

@@ -17,7 +17,7 @@ import sft
 from evaluate import read_jsonl, write_jsonl
 
 DEFAULTS = dict(
-    context=4000, turn_tokens=500, max_turns=6, max_seconds=1e9, failure_rate=0.0, system_prompt="short", seed=0, concurrency=64,
+    context=4000, turn_tokens=500, max_turns=6, max_seconds=1e9, failure_rate=0.0, system_prompt="short", seed=0, concurrency=64, tp=1,
     group=8, start=0, branch="paper", weight=0.2, branch_base=0.5, threshold=0.5, branches=1, entropy_tokens=20, entropy_top=10,
     branch_penalty=0.0, attribution="soft", keep_gradient=False, entropy_advantage=0.0,
     no_std=False, drop_uniform=False, loss_norm="group", clip_low=0.2, clip_high=0.28)
@@ -127,7 +127,7 @@ class Engine:
 
 
 def play(script, tokenizer, database, monkeypatch, a, tasks=3, module=arpo, seed=0):
-    monkeypatch.setattr(module, "shared_counter", lambda name, n: iter(range(n)))
+    monkeypatch.setattr(module, "shared_counter", lambda name, n, a: iter(range(n)))
     engine = Engine(tokenizer, script, seed)
     rows = [{"id": f"t{i}", "query": f"Where to, traveller {i}?"} for i in range(tasks)]
     samples = module.rollout(SimpleNamespace(llm_engine=engine), tokenizer, database, rows, "play/0", a.group, 1.0, 1.0, a)

@@ -25,6 +25,7 @@ FLAGS = Namespace(
     turn_tokens=500,
     max_turns=10,
     max_seconds=1e9,
+    tp=1,
     failure_rate=0.0,
     system_prompt="short",
     seed=0,
@@ -268,6 +269,7 @@ def test_the_plan_of_7b_by_hand(tmp_path, monkeypatch, capsys):
         ("--gpus 2", "--gpu-memory 0.5 --gpus 4"),
         ("--gpu-memory 0.9", "--gpu-memory 0.7"),
         ("--gpu-memory 0.2", "--gpu-memory 0.7"),
+        ("--gpu-gib 27.3 --gpus 32", "--tp 2"),
         ("--no-checkpointing", "no --no-checkpointing"),
         ("--pack-tokens 200000", "--pack-tokens 30000"),
         ("--logp-chunk 32768", "--logp-chunk 512"),
@@ -291,6 +293,15 @@ def test_a_sample_is_never_cut_so_packing_less_than_a_context_saves_nothing(tmp_
 def test_a_plan_of_a_missing_folder_says_so_in_a_line(tmp_path, monkeypatch, capsys):
     status = planned(monkeypatch, capsys, "--model", tmp_path / "nothing")[1]
     assert status.startswith(f"no {tmp_path}/nothing/config.json: --model takes")
+
+
+@pytest.mark.parametrize("words,ranks", [("--plan --gpus 6 --tp 4", 6), ("--tp 2", 3), ("--tp 0", 3)])
+def test_ranks_that_make_no_whole_engines_are_refused(words, ranks, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words.split()])
+    with pytest.raises(SystemExit) as stop:
+        grpo.flags()
+    assert stop.value.code == 2 and f"does not divide {ranks} ranks into engines" in capsys.readouterr().err
 
 
 class Peak(torch.utils._python_dispatch.TorchDispatchMode):
@@ -490,6 +501,13 @@ def test_two_ranks_learn_what_one_learns(student, tasks, root, unbroken, tmp_pat
     one, two = (updates(out)[0] for out in (unbroken, tmp_path))
     for key in ("reward", "tokens", "policy_tokens", "loss", "entropy", "gnorm"):
         assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
+
+
+def test_an_engine_of_two_ranks_plays_the_tokens_that_one_plays_and_gets_the_weights(student, tasks, root, unbroken, tmp_path):
+    run(root, student, tasks, tmp_path, 2, "--tp", 2, "--steps", 2)
+    one, two = ([e["messages"] for e in read_jsonl(out / "rollouts" / "00001.jsonl")] for out in (unbroken, tmp_path))
+    assert len(one) == 8 and one == two
+    assert len(updates(tmp_path)) == 2 and all(line["dlogp_mean"] <= 1e-4 for line in updates(tmp_path))
 
 
 def test_official_tasks_at_a_context_of_30k_train_on_two_ranks(test_data, tiny_model, root, tmp_path):

@@ -90,7 +90,7 @@ LEAD = words(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|brunc
     quick|light|delicious|nice|your|our|a|an|the|night|with|for|check|checking|check-in|stay|staying|overnight|spend|
     sleep|return|back|head|heading|go|going|continue|stop|finally|we|you|will)\s+){0,8}
     (?:at|to|into|in|from|by|visit|visiting|explore|exploring|tour|see|is|try|enjoy)\b:?\s+|
-    [\s:;,.|)\]–—-]+|(?:and|then|name:|finally|(?-i:the))\s+""")
+    [\s:;,.|)\]–—-]+|\d{1,2}[.)]\s*(?=\[)|(?:and|then|name:|finally|(?-i:the))\s+""")
 CLOCK = r"\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?(?:\s*(?:-|–|to)\s*\d{1,2}:?\d{0,2}\s*(?:[ap]\.?m\.?)?)?\)?"
 TIME = words(rf"""(?:(?:early |late |mid-?)?(?:morning|noon|midday|afternoon|evening|night)\b\s*(?:{CLOCK})?|
     {CLOCK}(?=\s*[:|–—-]))(?:\s*[:|–—,-])?\s*""")

@@ -52,6 +52,12 @@ def test_compact_format_round_trips(mini):
         assert_same(parse_plan(text, task, mini), plan)
 
 
+def test_the_number_of_a_row_before_a_bracketed_name_is_passed_over(mini, trip):
+    plain = "Day 1: {org} to {city}\nDinner: [{eat[1]}]\nAccommodation: [{hotel}]\nDay 2: {city}\nLunch: [No Such]"
+    rows = "Day 1: {org} to {city}\nDinner: 2. [{eat[1]}]\nAccommodation: 14) [{hotel}]\nDay 2: {city}\nLunch: 3. [No Such]"
+    assert read(trip, mini, rows) == read(trip, mini, plain)
+
+
 @pytest.mark.parametrize("style", nl_styles.STYLES, ids=lambda s: s.__name__)
 def test_each_style_is_read_in_the_small_world(mini, style):
     right, total = agreement(mini, nl_styles.examples(mini, 20, seed=2, styles=[style]))

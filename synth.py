@@ -711,9 +711,9 @@ def paper_budget(task, database):
 
 
 def close_budget(rng, task, database):
-    """A budget of which the cheapest plan takes 60 to 95%; None when there is no plan."""
+    """A budget of which the cheapest plan takes 30 to 80%; None when there is no plan."""
     least = cheapest_route(*least_costs(task, database))[0]
-    return 10 * math.ceil(least / rng.uniform(0.6, 0.95) / 10) if least < math.inf else None
+    return 10 * math.ceil(least / rng.uniform(0.3, 0.8) / 10) if least < math.inf else None
 
 
 def make_task(a, index):
@@ -895,6 +895,16 @@ def itinerary(plan):
             if day[slot] != "-":
                 lines.append(f"{slot.capitalize()}: [{day[slot].rstrip(';').rsplit(', ', 1)[0]}]")
     return "\n".join(lines)
+
+
+def numbered(text, shown):
+    """An answer with the number of its row before each meal and attraction that the tools have shown.
+
+    A tiny model easily learns to draw numbers without repetition, and to copy the name behind a number; names without
+    repetition it does not. A hotel has none: it is chosen for what its row says, which a number comes too early for.
+    """
+    rows = {name: number for number, name in re.findall(r"(?m)^(\d+)\. (\[[^]\n]+\])", shown)}
+    return re.sub(r"(?m)^(?!Accommodation)(\w+: )(\[[^]\n]+\])$", lambda m: f"{m[1]}{rows[m[2]]}. {m[2]}", text)
 
 
 def draft(rng, task, database, costs, cities, greed):
@@ -1105,7 +1115,8 @@ def make_episode(a, task):
     last = last.removesuffix("the plan") + account(task, database, plan) if a.like == "paper" else last
     episode = Episode(task, Sandbox(database), system_prompt=a.prompt)
     for reply in replies(steps, last, plan):
-        episode.step(reply)
+        shown = "\n".join(message["content"] for message in episode.messages)
+        episode.step(numbered(reply, shown) if a.like == "tiny" else reply)
     return accept(episode, f"solver, {style}", database)
 
 
@@ -1217,9 +1228,10 @@ def make_drill(rng, database):
         lists = rng.sample(list(SEARCHES.items()), len(SEARCHES))
         shown = "\n".join(Episode.observation_message(Sandbox(database).call(tool, {"city": city}))
                           for _, (tool, _) in lists)
-        lines = [f"{rng.choice(labels)}: [{name}]" for table, (_, labels) in lists
+        lines = [f"{rng.choice(labels)}: [{name}]" for table, (_, labels) in lists if table != "hotels"
                  for name in venues(database, table, city)]
-        said = "\n".join(rng.sample(lines, len(lines)))
+        lines += [f"Accommodation: [{rng.choice(list(venues(database, 'hotels', city)))}]"]
+        said = numbered("\n".join(rng.sample(lines, len(lines))), shown)
     return {"messages": [{"role": "user", "content": shown}, {"role": "assistant", "content": said}]}
 
 

@@ -578,8 +578,21 @@ def test_drills_can_be_copied_from_what_they_show(tmp_path):
     assert drills == made(tmp_path, "drills", "--worlds", 2, "--n", 200) and len(drills) == 200
     for drill in drills:
         shown, said = (message["content"] for message in drill["messages"])
-        assert all(name in shown for name in re.findall(r"\[[^\]]+\]", said))
+        assert all(name in shown for name in re.findall(r"(?:\d+\. )?\[[^\]]+\]", said))
         assert said == shown or "<tool_response>" in shown or parse(said).kind == "call"
+
+
+def test_tiny_answers_number_meals_and_attractions_as_the_lists_do_and_paper_answers_none(tmp_path, tasks_file):
+    tiny = made(tmp_path, "drills", "--episodes", "--worlds", 2, "--n", 20)
+    for row in tiny:
+        shown = "\n".join(message["content"] for message in row["messages"][:-1])
+        lines = re.findall(r"(?m)^(\w+): (.*\[.+\])$", row["answer"])
+        assert {label for label, _ in lines} >= {"Breakfast", "Accommodation"}
+        for label, said in lines:
+            assert (f"\n{said} " in shown or f"\n{said}(" in shown) if label != "Accommodation" else said[0] == "["
+    (tmp_path / "out.jsonl").unlink()
+    paper = made(tmp_path, "episodes", "--tasks", tasks_file, "--like", "paper")
+    assert paper and not any(re.search(r": \d+\. \[", row["answer"]) for row in paper)
 
 
 # -------------------------------------------------------------------------------------------------------------- files

@@ -1208,29 +1208,32 @@ def world_rows(a, w):
 
 
 def make_drill(rng, database):
-    """One exercise in copying what is shown: a city's lists in another order, a flight, or a query's first search."""
-    kind, city = rng.choices(("lists", "flight", "query"), (8, 1, 2))[0], rng.choice(list(database.cities))
+    """One exercise in copying what is shown: a query's first search, a hotel that it allows, flights out and back, or
+    the lists of a city in another order."""
+    kind, task = rng.choices(("query", "hotel", "flights", "lists"), (8, 8, 4, 7))[0], None
+    while task is None:
+        task = sample_task(rng, database, rng.choice(LEVELS), 3, "tiny", MARCH)
+    task["budget"] = 10 * rng.randint(20, 300)
+    org, city = task["org"], task["dest"]
+    see = lambda tool, **arguments: Episode.observation_message(Sandbox(database).call(tool, arguments))
+    stays = [hotel for _, nights, hotel in lodgings(task, database, city) if nights <= 2]
     if kind == "query":
-        task = None
-        while task is None:
-            task = sample_task(rng, database, rng.choice(LEVELS), 3, "tiny", MARCH)
-        task["budget"] = 10 * rng.randint(20, 300)
         mode, way = ("air", "Flight") if "air" in modes(task) else ("road", "Self-driving")
-        first = way_searches(task, mode, task["org"], task["dest"], task["date"][0], way)[0]
-        shown, said = write_query(rng, task, BRIEF), turn(*first)
-    elif kind == "flight" and database.flight_destinations(city):
-        other = rng.choice(database.flight_destinations(city))
-        date = rng.choice(database.flight_dates(city, other))
-        flights = Sandbox(database).call("SearchFlight", {"departure": city, "destination": other, "date": date})
-        shown = Episode.observation_message(flights)
-        said = f"Flight from {city} to {other} [{rng.choice(database.flights(city, other, date)).number}]"
+        shown, said = write_query(rng, task, BRIEF), turn(*way_searches(task, mode, org, city, task["date"][0], way)[0])
+    elif kind == "hotel" and stays:
+        shown = write_query(rng, task, BRIEF) + "\n" + see("SearchAccommodation", city=city)
+        said = f"Accommodation: [{rng.choice(stays)}]"
+    elif kind == "flights" and database.flight_dates(org, city) and database.flight_dates(city, org):
+        rides = [(a, b, rng.choice(database.flight_dates(a, b))) for a, b in rng.sample([(org, city), (city, org)], 2)]
+        shown = "\n".join(see("SearchFlight", departure=a, destination=b, date=date) for a, b, date in rides)
+        said = "\n".join(f"Flight from {a} to {b} [{rng.choice(database.flights(a, b, date)).number}]"
+                         for a, b, date in rng.sample(rides, 2))
     else:
         lists = rng.sample(list(SEARCHES.items()), len(SEARCHES))
-        shown = "\n".join(Episode.observation_message(Sandbox(database).call(tool, {"city": city}))
-                          for _, (tool, _) in lists)
+        shown = "\n".join(see(tool, city=city) for _, (tool, _) in lists)
         lines = [f"{rng.choice(labels)}: [{name}]" for table, (_, labels) in lists if table != "hotels"
                  for name in venues(database, table, city)]
-        lines += [f"Accommodation: [{rng.choice(list(venues(database, 'hotels', city)))}]"]
+        lines.append(f"Accommodation: [{rng.choice(list(venues(database, 'hotels', city)))}]")
         said = numbered("\n".join(rng.sample(lines, len(lines))), shown)
     return {"messages": [{"role": "user", "content": shown}, {"role": "assistant", "content": said}]}
 

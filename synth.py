@@ -722,6 +722,8 @@ def make_task(a, index):
     task = sample_task(rng, database, *cells[index % len(cells)], a.like, a.dates)
     if task is None or a.split != "all" and split_of(task, database) != a.split:
         return None
+    if a.split == "val" and a.unseen is not None and is_unseen(task, database) != (rng.random() < a.unseen):
+        return None
     task["budget"] = paper_budget(task, database) if a.like == "paper" else close_budget(rng, task, database)
     report = solve_report(task, database) if task["budget"] else None
     if not report or not report.plan or not passes(task, report.plan, database):
@@ -1339,6 +1341,7 @@ def flags(argv=None):
     add[tasks]("--dates", type=span, default=list(MARCH), help="first:last day of the trips (default: March 2022 [1])")
     add[tasks]("--split", choices=("all", "train", "val"), default="all",
                help="train and val share no pair of places and no start date")
+    add[tasks]("--unseen", type=float, help="share of a val split that goes to cities where no training task goes")
     add[tasks]("--prefix", default="syn", help="of the ids")
     add[queries]("--tries", type=int, default=4, help="of a task before it is dropped")
     add[episodes]("--styles", type=mix, default={"direct": 1}, help="direct:5,exploring:3,backtracking:2")

@@ -327,7 +327,7 @@ def test_levels_have_their_shares_and_their_wishes(tasks):
         assert len(wishes) == {"easy": 0, "medium": 1, "hard": 3}[task["level"]]
         assert (task["level"] == "easy") == (task["people_number"] == 1)
         assert ("transportation" in wishes) == (task["level"] == "hard")
-        assert 0.55 < task["tightness"]["ratio"] <= 1 and task["tightness"]["city_choices"] >= 1
+        assert 0.25 < task["tightness"]["ratio"] <= 0.8 and task["tightness"]["city_choices"] >= 1
 
 
 def test_training_and_validation_share_no_places_and_no_dates(mini, tmp_path):
@@ -342,6 +342,9 @@ def test_training_and_validation_share_no_places_and_no_dates(mini, tmp_path):
     assert not any(city in reserved for task in train for city in (task["org"], *synth.stop_cities(task, mini)))
     assert all(task["unseen"] == (task["dest"] in reserved) for task in val)
     assert 20 < sum(task["unseen"] for task in val) < 80
+    (tmp_path / "out.jsonl").unlink()
+    fifth = made(tmp_path, "tasks", "--n", 200, "--seed", 2, "--split", "val", "--days", "3", "--unseen", 0.2)
+    assert 20 < sum(task["unseen"] for task in fifth) < 60 and all(synth.split_of(task, mini) == "val" for task in fifth)
 
 
 def test_excluded_tasks_do_not_come_again_and_none_comes_twice(tasks, tasks_file, tmp_path):

@@ -101,6 +101,7 @@ def flags():
     add("--loss-norm",  default="group", choices=["group", "batch"], help="(5): tokens of the group [1] or batch [3]")
     add("--no-std",     action="store_true", help="advantage without division by the group's std")
     add("--drop-uniform", action="store_true", help="DAPO as in [1]: groups of equal reward leave the batch")
+    add("--refill",     type=int,   default=0, help="batches played, at most, to replace these [3]")
     add("--minibatches", type=int,  default=1, help="updates per batch of queries [1: 1]")
     add("--recompute",  action="store_true", help="pi_old by a forward of the trainer instead of the engine's report")
     add("--tis-cap",    type=float, default=0.0, help="with --recompute: times min(trainer / engine, this); 0: off")
@@ -126,6 +127,8 @@ def flags():
     add("--gpu-gib",    type=float, default=80, help="--plan for GPUs of this much memory")
     a = p.parse_args()
     ranks = a.gpus if a.plan else int(os.environ.get("WORLD_SIZE", 1))
+    if a.refill and not a.drop_uniform:
+        p.error("--refill replaces what --drop-uniform drops")
     if a.tp < 1 or ranks % a.tp:
         p.error(f"--tp {a.tp} does not divide {ranks} ranks into engines")
     return a
@@ -861,16 +864,11 @@ def main():
         if step == steps:
             break
         clock.append(time.time())
-        # (1) play
-        batch = [tasks[i] for i in batch_of(step, len(tasks), a.prompts, a.seed)]
-        samples = rollout(llm, tokenizer, database, batch, f"play/{step}", a.group, a.temperature, 1.0, a)
+        # (1) (2) play and judge
+        kind = reward_kind(a.reward, step / steps)
+        samples, judged = play(llm, tokenizer, database, tasks, step, steps, kind, a)
         if device.type == "cuda":
             llm.sleep(level=2)
-        clock.append(time.time())
-        # (2) judge
-        kind = reward_kind(a.reward, step / steps)
-        judge_all(samples, database, kind)
-        samples = gather(samples)
         clock.append(time.time())
         # (3) (4) (5) learn
         groups = group_advantages(samples, a)
@@ -881,7 +879,8 @@ def main():
         stats = [learn(engine, weighted, packed, rank, world, device, a) for weighted in updates]
         clock.append(time.time())
 
-        line = describe(samples, groups) | stats[0] | {"kind": kind, "lr": lr} | timings(samples, updates, clock)
+        line = describe(samples, groups) | stats[0] | {"kind": kind, "lr": lr}
+        line |= timings(samples, updates, clock, judged)
         if rank == 0:
             records = [s.record | {"advantage": s.advantage} for s in samples]
             write_jsonl(Path(a.out) / "rollouts" / f"{step + 1:05d}.jsonl", records)
@@ -895,6 +894,31 @@ def main():
         if last:
             sys.exit(f"stopped and saved after update {step + 1}; the same command with --resume goes on")
     save_model(engine, tokenizer, a.out, rank)
+
+
+def play(llm, tokenizer, database, tasks, step, steps, kind, a):
+    """(1) (2) A judged batch of update `step`. -> samples of all ranks, seconds of judging
+
+    With --refill [3]: more batches until --prompts groups have unequal rewards. What is played after these is left out.
+    """
+    samples, judge_s = [], 0.0
+    for more in range(a.refill + 1):
+        batch = [tasks[i] for i in batch_of(step + more * steps, len(tasks), a.prompts, a.seed)]
+        name = f"play/{step}" + f"+{more}" * (more > 0)
+        played = rollout(llm, tokenizer, database, batch, name, a.group, a.temperature, 1.0, a)
+        began = time.time()
+        judge_all(played, database, kind)
+        for s in played:
+            s.query += more * a.prompts
+        samples += gather(played)
+        judge_s += time.time() - began
+        rewards = {}
+        for s in samples:
+            rewards.setdefault(s.query, set()).add(s.reward)
+        useful = [query for query, values in rewards.items() if len(values) > 1]
+        if a.refill and len(useful) >= a.prompts:
+            return [s for s in samples if s.query <= useful[a.prompts - 1]], judge_s
+    return samples, judge_s
 
 
 def check_sync(line, device, a):
@@ -958,9 +982,10 @@ def describe(samples, groups):
             "uniform": sum(len({s.reward for s in g}) == 1 for g in groups.values()) / len(groups)}
 
 
-def timings(samples, updates, clock):
+def timings(samples, updates, clock, judged):
     """Seconds of each part of the step; tokens per second of play (sampled) and of learning (rows of the loss)."""
-    sync, val, play, judged, learned = (b - a for a, b in zip(clock, clock[1:]))
+    sync, val, played, learned = (b - a for a, b in zip(clock, clock[1:]))
+    play = played - judged
     return {"sync_s": sync, "val_s": val, "play_s": play, "judge_s": judged, "learn_s": learned,
             "play_tps": sum(sum(s.mask[s.shared:]) for s in samples) / play,
             "learn_tps": sum(len(s.ids) for update in updates for s, _ in update) / learned} | gpu_gib()

@@ -510,6 +510,22 @@ def test_an_engine_of_two_ranks_plays_the_tokens_that_one_plays_and_gets_the_wei
     assert len(updates(tmp_path)) == 2 and all(line["dlogp_mean"] <= 1e-4 for line in updates(tmp_path))
 
 
+@pytest.mark.parametrize("max_turns", [4, 1])
+def test_refill_plays_until_enough_groups_differ_or_its_batches_are_spent(max_turns, student, tasks, root, tmp_path):
+    words = ("--drop-uniform", "--refill", 2, "--prompts", 2, "--steps", 1, "--max-turns", max_turns)
+    run(root, student, tasks, tmp_path, 1, *words)
+    rows = list(read_jsonl(tmp_path / "rollouts" / "00001.jsonl"))
+    groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+    assert all(len({row["task"]["id"] for row in group}) == 1 for group in groups)
+    useful = [len({row["reward"] for row in group}) > 1 for group in groups]
+    if max_turns == 4:
+        assert sum(useful) == 2 and useful[-1], "the surplus is left out"
+    else:
+        assert useful == [False] * 6, "one turn is never enough for a plan: all three batches earn nothing"
+    (line,) = updates(tmp_path)
+    assert line["uniform"] == 1 - sum(useful) / len(useful)
+
+
 def test_official_tasks_at_a_context_of_30k_train_on_two_ranks(test_data, tiny_model, root, tmp_path):
     tasks = [load_task(row) for row in read_jsonl(test_data / "travelplanner" / "val_102.jsonl")[:2]]
     write_jsonl(tmp_path / "tasks.jsonl", tasks)

@@ -1341,7 +1341,7 @@ def flags(argv=None):
     add[tasks]("--dates", type=span, default=list(MARCH), help="first:last day of the trips (default: March 2022 [1])")
     add[tasks]("--split", choices=("all", "train", "val"), default="all",
                help="train and val share no pair of places and no start date")
-    add[tasks]("--unseen", type=float, help="share of a val split that goes to cities where no training task goes")
+    add[tasks]("--unseen", type=float, help="part of the draws of a val split that must go to cities never in training")
     add[tasks]("--prefix", default="syn", help="of the ids")
     add[queries]("--tries", type=int, default=4, help="of a task before it is dropped")
     add[episodes]("--styles", type=mix, default={"direct": 1}, help="direct:5,exploring:3,backtracking:2")

@@ -903,10 +903,11 @@ def numbered(text, shown):
     """An answer with the number of its row before each meal and attraction that the tools have shown.
 
     A tiny model easily learns to draw numbers without repetition, and to copy the name behind a number; names without
-    repetition it does not. A hotel has none: it is chosen for what its row says, which a number comes too early for.
+    repetition it does not. A hotel has none, because every night has the same: drawn like a meal, it would change.
     """
     rows = {name: number for number, name in re.findall(r"(?m)^(\d+)\. (\[[^]\n]+\])", shown)}
-    return re.sub(r"(?m)^(?!Accommodation)(\w+: )(\[[^]\n]+\])$", lambda m: f"{m[1]}{rows[m[2]]}. {m[2]}", text)
+    number = lambda line: f"{line[1]}{rows[line[2]]}. {line[2]}" if line[2] in rows else line[0]
+    return re.sub(r"(?m)^(?!Accommodation)(\w+: )(\[[^]\n]+\])$", number, text)
 
 
 def draft(rng, task, database, costs, cities, greed):
@@ -1117,8 +1118,9 @@ def make_episode(a, task):
     last = last.removesuffix("the plan") + account(task, database, plan) if a.like == "paper" else last
     episode = Episode(task, Sandbox(database), system_prompt=a.prompt)
     for reply in replies(steps, last, plan):
-        shown = "\n".join(message["content"] for message in episode.messages)
-        episode.step(numbered(reply, shown) if a.like == "tiny" else reply)
+        if a.like == "tiny":
+            reply = numbered(reply, "\n".join(message["content"] for message in episode.messages))
+        episode.step(reply)
     return accept(episode, f"solver, {style}", database)
 
 

@@ -904,8 +904,9 @@ def engine(path, max_context, concurrency=64, tp=1, gpu_memory=0.9):
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     from vllm import LLM
 
-    # a prompt read in pieces would have to rewind its request's seeded generator, which a CPU's generator cannot
-    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_context, 8192)}
+    # a prompt read in pieces would have to rewind its request's seeded generator, which a CPU's generator cannot; and
+    # the cache holds whole blocks, of 128 on a CPU unless told: each turn would read the rest of its last one again
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_context, 8192), "block_size": 32}
     place = {"gpu_memory_utilization": gpu_memory} if cuda else {"enforce_eager": True, **whole}
     llm = LLM(str(path), dtype="bfloat16" if cuda else "float32", max_model_len=max_context, max_num_seqs=concurrency,
               tensor_parallel_size=tp, enable_prefix_caching=True, **place)

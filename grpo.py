@@ -530,8 +530,10 @@ def load_engine(a, device):
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads share the cores
     from vllm import LLM
 
-    # a prompt read in pieces would have to rewind its request's seeded generator, which a CPU's generator cannot
-    cpu = dict(enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(a.context, 8192))
+    # a prompt read in pieces would have to rewind its request's seeded generator, which a CPU's generator cannot; and
+    # the cache holds whole blocks, of 128 on a CPU unless told: each turn would read the rest of its last one again
+    cpu = dict(enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(a.context, 8192),
+               block_size=32)
     gpu = dict(gpu_memory_utilization=a.gpu_memory, enable_sleep_mode=True)
     llm = LLM(a.model, dtype="bfloat16" if cuda else "float32", max_model_len=a.context, max_num_seqs=a.concurrency,
               enable_prefix_caching=True, logprobs_mode="processed_logprobs",  # log pi at the sampling temperature

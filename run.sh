@@ -300,8 +300,8 @@ if [[ $size == tiny ]]; then  # all numbers [2]
     # from many other worlds: in a single one, names would be learnt by heart
     stage episodes "$DATA/sft.jsonl" python synth.py drills --episodes --n 2400 --worlds 60 --seed 3 \
         --out "$DATA/sft.jsonl"
-    if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown and which hotels a query allows
-        stage drills "$DATA/drills.jsonl" python synth.py drills --n 9600 --worlds 40 --seed 5 \
+    if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown
+        stage drills "$DATA/drills.jsonl" python synth.py drills --n 5400 --worlds 48 --seed 5 \
             --out "$DATA/drills.jsonl"
         stage init "$OUT/init/config.json" python sft.py --make-tiny "$DATA/drills.jsonl" "$DATA/sft.jsonl" \
             --seed "$SEED" --out "$OUT/init"
@@ -311,7 +311,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" sft.py --model "$base" --data "$DATA/sft.jsonl" \
         --epochs 1 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/sft"
     stage rl "$OUT/rl/config.json" "${torchrun[@]}" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl" \
-        "${play[@]}" --reward sum --prompts 8 --group 8 --steps 68 --lr 1.5e-4 \
+        "${play[@]}" --reward sum --prompts 8 --group 8 --steps 72 --lr 1.5e-4 --temperature 0.8 \
         --context 1024 --turn-tokens 256 --concurrency 64 "${train[@]}" --out "$OUT/rl"
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     stage eval "$OUT/eval/table.md" python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6 \

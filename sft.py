@@ -238,18 +238,18 @@ def learning_rate(step, steps, a):
 
 # What the tools and the protocol say over and over, and the pairs of digits: a token each, so that episodes are short.
 # " [" stands before every name, in observations and answers alike: there induction heads find all names at once.
-PHRASES = [f"{i:02d}" for i in range(100)] + """
+PHRASES = [f"{i:02d}" for i in range(100)] + [f"{to}2022-{i:02d}-" for to in ("", " to ") for i in range(1, 13)] + """
 system
 user
 assistant
-<think>@</think>@<tool_call>@</tool_call>@<tool_response>@</tool_response>@<answer>@</answer>@"}}@2022-03-
+<think>@</think>@<tool_call>@</tool_call>@<tool_response>@</tool_response>@<answer>@</answer>@"}}
 {"name": "SearchFlight", "arguments": {"departure": "
 {"name": "SearchAccommodation", "arguments": {"city": "
 {"name": "SearchRestaurant", "arguments": {"city": "
 {"name": "SearchAttraction", "arguments": {"city": "
 {"name": "SearchCity", "arguments": {"state": "
 {"name": "GoogleDistanceMatrix", "arguments": {"departure": "
-", "destination": "@", "date": "2022-03-@", "mode": "
+", "destination": "@", "date": "@", "mode": "
 A SearchFlight for@A SearchAccommodation for@A SearchRestaurant for city@A SearchAttraction for city
 There is no available flight from@found the following @ flights:@ accommodations:@ restaurants:@ attractions:
 . Please rethink your flight search and try again.

@@ -23,7 +23,7 @@ Reads   a database folder (sandbox.py)      Writes   jsonl of tasks or episodes,
     python synth.py episodes --tasks data/tasks.jsonl --styles direct:5,exploring:3,backtracking:2 --out data/sft.jsonl
     python synth.py subsets  --tasks data/many.jsonl --exclude data/sft.jsonl --out data/subsets
 """
-import argparse, csv, datetime, hashlib, io, itertools, json, math, os, random, re, sys, tempfile
+import argparse, calendar, csv, datetime, hashlib, io, itertools, json, math, os, random, re, sys, tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import lru_cache, partial
@@ -70,7 +70,9 @@ SEARCHES = {"hotels": ("SearchAccommodation", ("Accommodation",)),  # table: its
             "restaurants": ("SearchRestaurant", ("Breakfast", "Lunch", "Dinner")),
             "attractions": ("SearchAttraction", ("Attraction",))}
 WINDING = 1.25  # km by road per km as the crow flies, in the small worlds
-MARCH = tuple(f"2022-03-{day:02d}" for day in range(1, 32))
+MONTHS = [tuple(f"2022-{month:02d}-{day + 1:02d}" for day in range(calendar.monthrange(2022, month)[1]))
+          for month in range(1, 13)]
+MARCH = MONTHS[2]
 WORDS = dict(enumerate("zero one two three four five six seven eight nine ten".split()))
 # What a query must hold to state a wish; every other wish is stated by its own name.
 NOT_SHARED = r"(\b(not|non|never|without|avoid|rather than|neither)\b|n't)[^.]{0,30}shar|unshared"
@@ -180,11 +182,12 @@ GRAMMARS = {"tiny": BRIEF, "paper": ROUND}
 
 
 # ---- world --------------------------------------------------------------------------------------------------------
-def make_world(seed):
+def make_world(seed, dates=MARCH):
     """The tables of a small world as {path in the database folder: text}. The same seed gives the same bytes."""
     rng = random.Random(f"world/{seed}")
     states, where = make_map(rng)
     hotels, meals, sights = make_places(rng, states, where)
+    roads, flights = make_roads(rng, where), make_flights(rng, states, where, dates)
     lines = [f"{city}\t{state}" for state, cities in states.items() for city in cities]
     return {
         "background/citySet_with_states.txt": "\n".join(lines),
@@ -192,9 +195,9 @@ def make_world(seed):
                                                 "house_rules,maximum occupancy,city", hotels),
         "clean_restaurant_2022.csv": to_csv(",Name,City,Cuisines,Average Cost,Aggregate Rating", meals),
         "attractions.csv": to_csv("Name,Latitude,Longitude,Address,Phone,Website,City", sights),
-        "distance.csv": to_csv("origin,destination,cost,duration,distance", make_roads(rng, where)),
+        "distance.csv": to_csv("origin,destination,cost,duration,distance", roads),
         "clean_Flights_2022.csv": to_csv("Flight Number,Price,DepTime,ArrTime,ActualElapsedTime,FlightDate,"
-                                         "OriginCityName,DestCityName,Distance", make_flights(rng, states, where)),
+                                         "OriginCityName,DestCityName,Distance", flights),
     }
 
 
@@ -283,17 +286,17 @@ def road_hours(km):
     return f"{hours} hours {minutes} mins" if hours else f"{minutes} mins"
 
 
-def make_flights(rng, states, where):
+def make_flights(rng, states, where, dates):
     """Rows of the flights table, in the order of their numbers.
 
-    A city flies to all cities of another state, on every second day of March with some gaps, so that a trip of 3, 5 or
-    7 days can fly out and back. Flights shown together differ in the first two digits of their numbers.
+    A city flies to all cities of another state, on every second date with some gaps, so that a trip of 3, 5 or 7
+    days can fly out and back. Flights shown together differ in the first two digits of their numbers.
     """
     free = {block: rng.sample(range(100), 100) for block in range(10, 100)}  # unused numbers by their first two digits
     rows = []
     for a, b, odd in make_links(rng, states, where):
         km, fare = math.dist(where[a], where[b]), rng.uniform(0.05, 0.09)
-        for (origin, destination), date in itertools.product(((a, b), (b, a)), MARCH[odd::2]):
+        for (origin, destination), date in itertools.product(((a, b), (b, a)), dates[odd::2]):
             if rng.random() < 0.1:
                 continue
             for block in rng.sample([b for b in free if free[b]], rng.choice((2, 2, 2, 3))):
@@ -324,8 +327,8 @@ def make_links(rng, states, where):
     return links
 
 
-def write_world(folder, seed):
-    for name, text in make_world(seed).items():
+def write_world(folder, seed, dates=MARCH):
+    for name, text in make_world(seed, dates).items():
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", newline="")
@@ -1184,7 +1187,7 @@ def mean_words(talks):
 def drills(a):
     """What a tiny model learns from in place of a pre-trained one's knowledge: short exercises, or whole episodes, of
     worlds other than the one it will play in. In a single world it would learn names by heart and not copy them."""
-    a.like, a.prompt, a.days, a.levels, a.dates, a.split = "tiny", SHORT_PROMPT, [3], [4, 3, 3], MARCH, "train"
+    a.like, a.prompt, a.days, a.levels, a.split = "tiny", SHORT_PROMPT, [3], [4, 3, 3], "train"
     a.styles = {"direct": 1}
     with get_context("fork").Pool(a.workers) as pool:
         rows = [row for part in pool.imap(partial(world_rows, a), range(a.worlds)) for row in part]
@@ -1196,9 +1199,11 @@ def drills(a):
 
 def world_rows(a, w):
     """World w's share of a.n rows. Its episodes, all successful, keep clear of the pairs and the dates of the small
-    world's held-out tasks, and of the cities that stand for the unseen ones there."""
+    world's held-out tasks, and of the cities that stand for the unseen ones there. Worlds differ in their month: of one
+    alone, the days on which no trip may start would never be learnt as such."""
+    a.dates = MONTHS[w % 12]
     with tempfile.TemporaryDirectory() as folder:
-        write_world(folder, f"{a.seed}.{w}")
+        write_world(folder, f"{a.seed}.{w}", a.dates)
         if a.episodes:
             own = {"database": folder, "prefix": f"world-{w}", "seed": f"{a.seed}.{w}"}
             here = argparse.Namespace(**(vars(a) | own))
@@ -1207,26 +1212,22 @@ def world_rows(a, w):
             rows = (row for row in rows if "messages" in row)
         else:
             rng, database = random.Random(f"drills/{a.seed}/{w}"), open_database(folder)
-            rows = (make_drill(rng, database) for _ in itertools.count())
+            rows = (make_drill(rng, database, a.dates) for _ in itertools.count())
         return list(itertools.islice(rows, cut(a.n, w, w + 1, a.worlds)))
 
 
-def make_drill(rng, database):
-    """One exercise in copying what is shown: a query's first search, a hotel that it allows, flights out and back, or
-    the lists of a city in another order."""
-    kind, task = rng.choices(("query", "hotel", "flights", "lists"), (8, 8, 4, 7))[0], None
+def make_drill(rng, database, dates):
+    """One exercise in copying what is shown: a query's first search, flights out and back, or the lists of a city in
+    another order."""
+    kind, task = rng.choices(("query", "flights", "lists"), (2, 1, 6))[0], None
     while task is None:
-        task = sample_task(rng, database, rng.choice(LEVELS), 3, "tiny", MARCH)
+        task = sample_task(rng, database, rng.choice(LEVELS), 3, "tiny", dates)
     task["budget"] = 10 * rng.randint(20, 300)
     org, city = task["org"], task["dest"]
     see = lambda tool, **arguments: Episode.observation_message(Sandbox(database).call(tool, arguments))
-    stays = [hotel for _, nights, hotel in lodgings(task, database, city) if nights <= 2]
     if kind == "query":
         mode, way = ("air", "Flight") if "air" in modes(task) else ("road", "Self-driving")
         shown, said = write_query(rng, task, BRIEF), turn(*way_searches(task, mode, org, city, task["date"][0], way)[0])
-    elif kind == "hotel" and stays:
-        shown = write_query(rng, task, BRIEF) + "\n" + see("SearchAccommodation", city=city)
-        said = f"Accommodation: [{rng.choice(stays)}]"
     elif kind == "flights" and database.flight_dates(org, city) and database.flight_dates(city, org):
         rides = [(a, b, rng.choice(database.flight_dates(a, b))) for a, b in rng.sample([(org, city), (city, org)], 2)]
         shown = "\n".join(see("SearchFlight", departure=a, destination=b, date=date) for a, b, date in rides)

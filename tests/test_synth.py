@@ -583,14 +583,14 @@ def test_drills_can_be_copied_from_what_they_show(tmp_path):
         shown, said = (message["content"] for message in drill["messages"])
         assert all(name in shown for name in re.findall(r"(?:\d+\. )?\[[^\]]+\]", said))
         assert said == shown or "<tool_response>" in shown or parse(said).kind == "call"
-    pairs = [[message["content"] for message in drill["messages"]] for drill in drills]
-    hotels = [pair for pair in pairs if re.match(r"\w.*\n<tool_response>\nA SearchAccommodation", pair[0])]
-    assert len(hotels) > 20
-    for shown, said in hotels:  # the hotel is one that the query before the list allows
-        name = re.escape(said.removeprefix("Accommodation: "))
-        row = re.search(name + r".*Room Type: (\w+).*Minimum Nights: (\d)", shown)
-        wanted = re.search(r"[Pp]rivate room|[Ee]ntire room|[Ss]hared room(?= only|\.)", shown.split("\n")[0])
-        assert int(row[2]) <= 2 and (not wanted or "hared" in wanted[0] or row[1] == wanted[0].split()[0].title())
+
+
+def test_worlds_to_learn_from_differ_in_their_month_so_that_trips_start_on_all_its_days(tmp_path):
+    starts = [row["task"]["date"][0] for row in made(tmp_path, "drills", "--episodes", "--worlds", 13, "--n", 780)]
+    assert Counter(start[5:7] for start in starts) == {f"{month:02d}": 60 + 60 * (month == 1) for month in range(1, 13)}
+    assert {start[-2:] for start in starts} >= {f"{day:02d}" for day in range(1, 28)}
+    held_out = {date for date in synth.MARCH if synth.stable_draw(f"from {date}") % 5 == 0}
+    assert held_out and not held_out & set(starts)
 
 
 def test_tiny_answers_number_meals_and_attractions_as_the_lists_do_and_paper_answers_none(tmp_path, tasks_file):

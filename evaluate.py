@@ -33,6 +33,7 @@ from functools import lru_cache, partial
 from itertools import count, groupby, islice
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 
 from format_plan import ChatError, chat, parse_plan
 from sandbox import SHORT_PROMPT, SYSTEM_PROMPT, Episode, Sandbox, open_database, parse
@@ -1221,7 +1222,7 @@ def axis_row(seeds):
     rows = [row for rows, _ in seeds for row in rows]
     lines = [line for _, lines in seeds for line in lines]
     tokens = mean(line["loss_tokens"] for line in lines)
-    seconds = mean(sum(line[key] for key in UPDATE_SECONDS) for line in lines)
+    seconds = median(sum(line[key] for key in UPDATE_SECONDS) for line in lines) if lines else 0
     means = [mean(rates.values()) for rates in wins]
     return [f"{100 * mean(means):.1f} ({', '.join(f'{100 * win:.1f}' for win in means)})",
             span(*interval(list(task_rates(rows).values()))), f"{100 * mean(row['strict'] for row in rows):.1f}",
@@ -1232,7 +1233,7 @@ def axis_row(seeds):
 def axis_table(axis, runs):
     """Markdown: the paper's number of each setting, and ours from {setting: [(episodes, updates)]}."""
     lines = [["setting", "paper, test, 1.5B / 3B / 7B", "ours: mean (each seed)", "95% over tasks", "strict",
-              "policy tokens / update", "s / update", "updates"]]
+              "policy tokens / update", "s / update, median", "updates"]]
     lines += [[name, PAPER[axis].get(name, ""), *axis_row(seeds)] for name, seeds in runs.items()]
     if axis == "algorithm":
         lines = [[*line, PAPER_MINUTES.get(line[0], "")] for line in lines]

@@ -1233,7 +1233,7 @@ def axis_row(seeds):
 def axis_table(axis, runs):
     """Markdown: the paper's number of each setting, and ours from {setting: [(episodes, updates)]}."""
     lines = [["setting", "paper, test, 1.5B / 3B / 7B", "ours: mean (each seed)", "95% over tasks", "strict",
-              "policy tokens / update", "s / update, median", "updates"]]
+              "trained policy tokens / update", "s / update, median", "updates"]]
     lines += [[name, PAPER[axis].get(name, ""), *axis_row(seeds)] for name, seeds in runs.items()]
     if axis == "algorithm":
         lines = [[*line, PAPER_MINUTES.get(line[0], "")] for line in lines]

@@ -76,8 +76,9 @@ def flags():
     add("--reward",     default="sum", choices=["sum", "macro", "success", "curriculum"], help="[1 sec. 3]")
     add("--epochs",     type=float, default=5, help="passes over the tasks [1]")
     add("--steps",      type=int,   default=0, help="stop after this many updates; 0: as --epochs says")
-    add("--lr",         type=float, default=2e-6, help="learning rate, constant [1] after the warm-up")
+    add("--lr",         type=float, default=2e-6, help="learning rate, constant [1] between warm-up and decay")
     add("--warmup",     type=int,   default=0, help="updates of linear warm-up: AdamW's first are the least certain")
+    add("--decay",      type=float, default=0.0, help="last part of the updates, 0 to 1, in which the rate falls to 0")
     add("--clip-low",   type=float, default=0.2, help="w is clipped at 1 minus this [2]")
     add("--clip-high",  type=float, default=0.28, help="w is clipped at 1 plus this, the higher clip of [3]")
     add("--loss-norm",  default="group", choices=["group", "batch"], help="(5): tokens of the group [1] or batch [3]")
@@ -778,7 +779,8 @@ def main():
         clock.append(time.time())
         # (3) (4) (5) learn
         groups = group_advantages(samples, a)
-        lr = engine.optimizer.param_groups[0]["lr"] = a.lr * min(1, (step + 1) / (a.warmup + 1))
+        ramp = min(1, (step + 1) / (a.warmup + 1), (steps - step) / max(1, a.decay * steps))
+        lr = engine.optimizer.param_groups[0]["lr"] = a.lr * ramp
         updates = [token_weights(part, a) for part in split(groups, a.minibatches)]
         if a.recompute:
             recompute_logps(engine, sum(updates, []), packed, rank, world, device, a)

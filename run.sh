@@ -314,7 +314,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]
     words=("${torchrun[@]}")
     change --nproc_per_node "$rl_gpus"
     stage rl "$OUT/rl/config.json" "${words[@]}" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl" \
-        "${play[@]}" --reward sum --prompts 8 --group 8 --steps 100 --lr 1.5e-4 --temperature 0.8 \
+        "${play[@]}" --reward sum --prompts 8 --group 8 --steps 100 --lr 1.5e-4 --decay 0.5 --temperature 0.8 \
         --context 1024 --turn-tokens 256 --concurrency 64 "${train[@]}" --out "$OUT/rl"
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     stage eval "$OUT/eval/table.md" python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6 \

@@ -396,7 +396,7 @@ def test_planned_states_are_those_of_zero3(tiny_model, root, tmp_path):
 def command(model, tasks, out, ranks, *more):
     words = f"""-m torch.distributed.run --standalone --nproc_per_node {ranks} grpo.py --model {model} --tasks {tasks}
         --out {out} --database database/mini --system-prompt short --prompts 2 --group 4 --steps 4 --lr 1e-3
-        --context 800 --max-turns 4 --turn-tokens 300 --concurrency 8 --save-every 1 --resume"""
+        --warmup 1 --decay 0.5 --context 800 --max-turns 4 --turn-tokens 300 --concurrency 8 --save-every 1 --resume"""
     return [sys.executable, *words.split(), *map(str, more)]
 
 
@@ -439,6 +439,10 @@ def updates(out):
 def test_engine_and_trainer_agree_after_every_sync(unbroken):
     lines = updates(unbroken)
     assert len(lines) == 4 and all(l["dlogp_mean"] <= 1e-4 for l in lines)
+
+
+def test_the_learning_rate_warms_up_stays_and_falls_linearly_to_zero(unbroken):
+    assert [line["lr"] for line in updates(unbroken)] == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
 
 
 def test_updates_change_the_weights_and_the_log_holds_every_key(unbroken, student):

@@ -287,8 +287,10 @@ def token_weights(groups, a):
             if not (a.drop_uniform and max(s.reward for s in group) == min(s.reward for s in group))]
     tokens = [sum(sum(s.mask) for s in group) for group in kept]
     n_groups, n_tokens = sum(n > 0 for n in tokens), sum(tokens)
+    # equal rewards: no advantage, no gradient, no work; if all are such, engine and trainer are still compared
+    teaches = [any(s.advantage for s in group) for group in kept]
     return [(s, 1 / n / n_groups if a.loss_norm == "group" else 1 / n_tokens)
-            for group, n in zip(kept, tokens) for s in group]
+            for group, n, worth in zip(kept, tokens, teaches) if worth or not any(teaches) for s in group]
 
 
 def policy_loss(logps, old_logps, advantage, weight, a):

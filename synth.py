@@ -1217,27 +1217,19 @@ def world_rows(a, w):
 
 
 def make_drill(rng, database, dates):
-    """One exercise in copying what is shown: a query's next search for its way out or back, flights out and back, or
-    the lists of a city in another order."""
-    kind, can = rng.choices(("air", "road", "flights", "lists"), (2, 1, 1, 6))[0], False
-    while not can:
-        if task := sample_task(rng, database, rng.choice(LEVELS), 3, "tiny", dates):
-            city, ends = task["dest"], legs(task, [task["dest"]], [2])
-            can = {"air": "air" in modes(task) and all(database.flights(*end) for end in ends),
-                   "road": "road" in modes(task) and all(drive(database, a, b) for a, b, _ in ends),
-                   "flights": all(database.flight_dates(a, b) for a, b, _ in ends), "lists": True}[kind]
+    """One exercise in copying what is shown: a query's first search, flights out and back, or the lists of a city in
+    another order."""
+    kind, task = rng.choices(("query", "flights", "lists"), (2, 1, 6))[0], None
+    while task is None:
+        task = sample_task(rng, database, rng.choice(LEVELS), 3, "tiny", dates)
     task["budget"] = 10 * rng.randint(20, 300)
+    org, city = task["org"], task["dest"]
     see = lambda tool, **arguments: Episode.observation_message(Sandbox(database).call(tool, arguments))
-    if kind in ("air", "road"):
-        if kind == "road" and database.flights(*ends[0]):
-            task["local_constraint"]["transportation"] = "no flight"  # else it would be gone by air
-        way = {"air": "Flight", "road": "Self-driving"}[kind]
-        steps = [step for a, b, date in ends for step in way_searches(task, kind, a, b, date, way)]
-        done = rng.randrange(len(steps))
-        shown = "\n".join([write_query(rng, task, BRIEF), *(see(tool, **words) for _, tool, words in steps[:done])])
-        said = turn(*steps[done])
-    elif kind == "flights":
-        rides = [(a, b, rng.choice(database.flight_dates(a, b))) for a, b, _ in rng.sample(ends, 2)]
+    if kind == "query":
+        mode, way = ("air", "Flight") if "air" in modes(task) else ("road", "Self-driving")
+        shown, said = write_query(rng, task, BRIEF), turn(*way_searches(task, mode, org, city, task["date"][0], way)[0])
+    elif kind == "flights" and database.flight_dates(org, city) and database.flight_dates(city, org):
+        rides = [(a, b, rng.choice(database.flight_dates(a, b))) for a, b in rng.sample([(org, city), (city, org)], 2)]
         shown = "\n".join(see("SearchFlight", departure=a, destination=b, date=date) for a, b, date in rides)
         said = "\n".join(f"Flight from {a} to {b} [{rng.choice(database.flights(a, b, date)).number}]"
                          for a, b, date in rng.sample(rides, 2))

@@ -158,9 +158,16 @@ def test_overlength_leaves_the_loss_and_its_denominator_but_not_the_statistics()
 def test_token_weights_by_hand():
     samples = [sample(0, 1.0, 2), sample(0, 0.0, 6), sample(1, 1.0, 12), sample(1, 1.0, 4), sample(2, 0.0, 5, "turns")]
     groups = grpo.group_advantages(samples, FLAGS)
-    assert [w for _, w in grpo.token_weights(groups, FLAGS)] == [1 / 16, 1 / 16, 1 / 32, 1 / 32]
-    assert [w for _, w in grpo.token_weights(groups, flags(loss_norm="batch"))] == [1 / 24] * 4
+    assert [w for _, w in grpo.token_weights(groups, FLAGS)] == [1 / 16] * 2
+    assert [w for _, w in grpo.token_weights(groups, flags(loss_norm="batch"))] == [1 / 24] * 2
     assert [w for _, w in grpo.token_weights(groups, flags(drop_uniform=True))] == [1 / 8] * 2
+
+
+def test_groups_of_equal_reward_count_in_the_denominator_and_are_not_computed_unless_there_is_nothing_else():
+    equal = [sample(0, 1.0, 12), sample(0, 1.0, 4)]
+    assert [w for _, w in grpo.token_weights(grpo.group_advantages(equal, FLAGS), FLAGS)] == [1 / 16] * 2
+    groups = grpo.group_advantages([*equal, sample(1, 1.0, 2), sample(1, 0.0, 6)], FLAGS)
+    assert [(s.query, w) for s, w in grpo.token_weights(groups, FLAGS)] == [(1, 1 / 16)] * 2
 
 
 def test_policy_loss_by_hand():

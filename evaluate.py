@@ -1234,7 +1234,8 @@ def axis_table(axis, runs):
     """Markdown: the paper's number of each setting, and ours from {setting: [(episodes, updates)]}."""
     lines = [["setting", "paper, test, 1.5B / 3B / 7B", "ours: mean (each seed)", "95% over tasks", "strict",
               "trained policy tokens / update", "s / update, median", "updates"]]
-    lines += [[name, PAPER[axis].get(name, ""), *axis_row(seeds)] for name, seeds in runs.items()]
+    settings = [*runs, *(name for name in PAPER[axis] if name not in runs)]  # what only the paper has stands below
+    lines += [[name, PAPER[axis].get(name, ""), *axis_row(runs.get(name, []))] for name in settings]
     if axis == "algorithm":
         lines = [[*line, PAPER_MINUTES.get(line[0], "")] for line in lines]
         lines[0][-1] = "paper, min / update"

@@ -253,7 +253,7 @@ seen=$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)
 # the base model, SFT's epochs, the algorithm and the reward of RL change with the size [1 app. C and D]
 case $size in
     tiny) base=$OUT/base millions=2 algorithm=grpo reward=sum
-          database=database/mini DATA=${DATA:-$OUT/data} GPUS=${GPUS:-1} ;;
+          database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-2} GPUS=${GPUS:-1} ;;
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 sft_epochs=6 algorithm=arpo reward=macro ;;
     3b)   base=Qwen/Qwen2.5-3B-Instruct   millions=3086 sft_epochs=4 algorithm=grpo reward=curriculum ;;
     7b)   base=Qwen/Qwen2.5-7B-Instruct   millions=7616 sft_epochs=4 algorithm=grpo reward=sum ;;  # two nodes of 8 [1]
@@ -294,14 +294,14 @@ if [[ $size == tiny ]]; then  # all numbers [2]
     play=(--database $database --system-prompt short --max-turns 10)
     judge=(--tasks "$DATA/val.jsonl" "${play[@]}" --max-context 1024 --max-tokens 256 --top-p 0.95 --seed "$SEED")
     # held-out tasks share no pair of cities and no start date with what follows, and a quarter not even a city
-    stage val-tasks "$DATA/val.jsonl" "${tasks[@]}" --split val --unseen 0.2 --n 400 --seed 1 --prefix val \
+    stage val-tasks "$DATA/val.jsonl" "${tasks[@]}" --split val --unseen 0.15 --per-pair 4 --n 400 --seed 1 --prefix val \
         --out "$DATA/val.jsonl"
     stage rl-tasks "$DATA/rl.jsonl" "${tasks[@]}" --split train --n 400 --seed 2 --prefix rl --out "$DATA/rl.jsonl"
     # from many other worlds: in a single one, names would be learnt by heart
     stage episodes "$DATA/sft.jsonl" python synth.py drills --episodes --n 2400 --worlds 60 --seed 3 \
         --out "$DATA/sft.jsonl"
     if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown
-        stage drills "$DATA/drills.jsonl" python synth.py drills --n 5400 --worlds 48 --seed 5 \
+        stage drills "$DATA/drills.jsonl" python synth.py drills --n 6000 --worlds 48 --seed 5 \
             --out "$DATA/drills.jsonl"
         stage init "$OUT/init/config.json" python sft.py --make-tiny "$DATA/drills.jsonl" "$DATA/sft.jsonl" \
             --seed "$SEED" --out "$OUT/init"
@@ -309,9 +309,12 @@ if [[ $size == tiny ]]; then  # all numbers [2]
             --epochs 1 --batch 8 --lr 1e-3 --min-lr 0.3 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/base"
     fi
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" sft.py --model "$base" --data "$DATA/sft.jsonl" \
-        --epochs 1 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/sft"
-    stage rl "$OUT/rl/config.json" "${torchrun[@]}" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl" \
-        "${play[@]}" --reward sum --prompts 8 --group 8 --steps 72 --lr 1.5e-4 --temperature 0.8 \
+        --epochs 0.875 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/sft"
+    # two ranks play and learn an update in three quarters of the time of one; SFT's batches are too small for that
+    words=("${torchrun[@]}")
+    change --nproc_per_node "$rl_gpus"
+    stage rl "$OUT/rl/config.json" "${words[@]}" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl" \
+        "${play[@]}" --reward macro --prompts 8 --group 8 --steps 100 --lr 1.5e-4 --decay 0.5 --temperature 0.8 \
         --context 1024 --turn-tokens 256 --concurrency 64 "${train[@]}" --out "$OUT/rl"
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     stage eval "$OUT/eval/table.md" python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6 \

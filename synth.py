@@ -766,23 +766,27 @@ def tasks(a):
     """Draw index after index until every (level, days) is full; to go on, a run needs the last index that was kept."""
     kept, quota = recover(a.out), quotas(a)
     keys, cells = {key_of(task) for path in a.exclude for task in read_tasks(path)}, list(quota)
+    ends = Counter()
     for task in kept:
         keys.add(key_of(task))
+        ends[task["org"], task["dest"]] += 1
         quota[task["level"], task["days"]] -= 1
     index = last = int(kept[-1]["id"].rsplit("-", 1)[1]) + 1 if kept else 0
     with get_context("fork").Pool(a.workers) as pool:
         while any(n > 0 for n in quota.values()):
             block = [i for i in range(index, index + 1024) if quota[cells[i % len(cells)]] > 0]
             for task in pool.imap(partial(make_task, a), block, chunksize=16):
-                if task and quota[task["level"], task["days"]] > 0 and key_of(task) not in keys:
+                if task and quota[task["level"], task["days"]] > 0 and key_of(task) not in keys \
+                        and ends[task["org"], task["dest"]] < a.per_pair:
                     keys.add(key_of(task))
+                    ends[task["org"], task["dest"]] += 1
                     quota[task["level"], task["days"]] -= 1
                     append_jsonl(a.out, task)
                     last = index
             index += 1024
             if index - last > 200_000:
                 wanted = {f"{level}, {days} days": n for (level, days), n in quota.items() if n > 0}
-                raise SystemExit(f"{a.out}: no new task in 200,000 draws, {wanted} to go; lower --n or widen --days")
+                raise SystemExit(f"{a.out}: no new task in 200,000 draws, {wanted} to go; lower --n, widen --days or raise --per-pair")
     rows = recover(a.out)
     ratios = sorted(row["tightness"]["ratio"] for row in rows) or [math.nan]
     spread = " ".join(f"{q}%: {ratios[len(ratios) * q // 100]:.2f}" for q in (5, 50, 95))
@@ -1217,19 +1221,27 @@ def world_rows(a, w):
 
 
 def make_drill(rng, database, dates):
-    """One exercise in copying what is shown: a query's first search, flights out and back, or the lists of a city in
-    another order."""
-    kind, task = rng.choices(("query", "flights", "lists"), (2, 1, 6))[0], None
-    while task is None:
-        task = sample_task(rng, database, rng.choice(LEVELS), 3, "tiny", dates)
+    """One exercise in copying what is shown: a query's next search for its way out or back, flights out and back, or
+    the lists of a city in another order."""
+    kind, can = rng.choices(("air", "road", "flights", "lists"), (2, 1, 1, 6))[0], False
+    while not can:
+        if task := sample_task(rng, database, rng.choice(LEVELS), 3, "tiny", dates):
+            city, ends = task["dest"], legs(task, [task["dest"]], [2])
+            can = {"air": "air" in modes(task) and all(database.flights(*end) for end in ends),
+                   "road": "road" in modes(task) and all(drive(database, a, b) for a, b, _ in ends),
+                   "flights": all(database.flight_dates(a, b) for a, b, _ in ends), "lists": True}[kind]
     task["budget"] = 10 * rng.randint(20, 300)
-    org, city = task["org"], task["dest"]
     see = lambda tool, **arguments: Episode.observation_message(Sandbox(database).call(tool, arguments))
-    if kind == "query":
-        mode, way = ("air", "Flight") if "air" in modes(task) else ("road", "Self-driving")
-        shown, said = write_query(rng, task, BRIEF), turn(*way_searches(task, mode, org, city, task["date"][0], way)[0])
-    elif kind == "flights" and database.flight_dates(org, city) and database.flight_dates(city, org):
-        rides = [(a, b, rng.choice(database.flight_dates(a, b))) for a, b in rng.sample([(org, city), (city, org)], 2)]
+    if kind in ("air", "road"):
+        if kind == "road" and database.flights(*ends[0]):
+            task["local_constraint"]["transportation"] = "no flight"  # else it would be gone by air
+        way = {"air": "Flight", "road": "Self-driving"}[kind]
+        steps = [step for a, b, date in ends for step in way_searches(task, kind, a, b, date, way)]
+        done = rng.randrange(len(steps))
+        shown = "\n".join([write_query(rng, task, BRIEF), *(see(tool, **words) for _, tool, words in steps[:done])])
+        said = turn(*steps[done])
+    elif kind == "flights":
+        rides = [(a, b, rng.choice(database.flight_dates(a, b))) for a, b, _ in rng.sample(ends, 2)]
         shown = "\n".join(see("SearchFlight", departure=a, destination=b, date=date) for a, b, date in rides)
         said = "\n".join(f"Flight from {a} to {b} [{rng.choice(database.flights(a, b, date)).number}]"
                          for a, b, date in rng.sample(rides, 2))
@@ -1238,7 +1250,9 @@ def make_drill(rng, database, dates):
         shown = "\n".join(see(tool, city=city) for _, (tool, _) in lists)
         lines = [f"{rng.choice(labels)}: [{name}]" for table, (_, labels) in lists if table != "hotels"
                  for name in venues(database, table, city)]
-        lines.append(f"Accommodation: [{rng.choice(list(venues(database, 'hotels', city)))}]")
+        hotels = [name for name, rows in venues(database, "hotels", city).items()
+                  if all(row.minimum_nights <= 2 for row in rows)]  # of a trip of three days
+        lines += [f"Accommodation: [{rng.choice(hotels)}]"] if hotels else []
         said = numbered("\n".join(rng.sample(lines, len(lines))), shown)
     return {"messages": [{"role": "user", "content": shown}, {"role": "assistant", "content": said}]}
 
@@ -1345,6 +1359,7 @@ def flags(argv=None):
     add[tasks]("--split", choices=("all", "train", "val"), default="all",
                help="train and val share no pair of places and no start date")
     add[tasks]("--unseen", type=float, help="part of the draws of a val split that must go to cities never in training")
+    add[tasks]("--per-pair", type=int, default=10**9, help="at most this many tasks from one place to another")
     add[tasks]("--prefix", default="syn", help="of the ids")
     add[queries]("--tries", type=int, default=4, help="of a task before it is dropped")
     add[episodes]("--styles", type=mix, default={"direct": 1}, help="direct:5,exploring:3,backtracking:2")

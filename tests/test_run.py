@@ -128,6 +128,14 @@ def test_hyper_parameters_are_the_papers(size):
     assert "--nproc_per_node 8" in " ".join(stages["sft"][1])
 
 
+@pytest.mark.parametrize("gpus, base, rl", (("", 1, 2), ("1", 1, 1), ("2", 2, 2)))
+def test_tiny_plays_with_two_ranks_and_imitates_with_one_unless_gpus_says_otherwise(gpus, base, rl):
+    stages = dry("tiny", **({"GPUS": gpus} if gpus else {}))
+    for stage, ranks in (("base", base), ("sft", base), ("rl", rl)):
+        words = stages[stage][1]
+        assert [words[i + 1] for i, word in enumerate(words) if word == "--nproc_per_node"] == [str(ranks)]
+
+
 def test_the_checkpoint_that_is_evaluated_is_the_best_on_validation():
     stages = dry("3b", OUT="OUT")
     assert arguments(script(stages["eval"][1])[1])["--model"][-1].endswith("OUT/rl/best")

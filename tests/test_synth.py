@@ -347,6 +347,17 @@ def test_training_and_validation_share_no_places_and_no_dates(mini, tmp_path):
     assert 20 < sum(task["unseen"] for task in fifth) < 60 and all(synth.split_of(task, mini) == "val" for task in fifth)
 
 
+def test_no_more_tasks_than_allowed_go_from_one_place_to_another_even_when_a_run_goes_on(tmp_path):
+    words = ("tasks", "--seed", 2, "--split", "val", "--days", "3", "--per-pair", 3)
+    made(tmp_path, *words, "--n", 60)
+    tasks = made(tmp_path, *words, "--n", 120)
+    ends = Counter((task["org"], task["dest"]) for task in tasks)
+    assert len(tasks) == 120 and max(ends.values()) == 3
+    (tmp_path / "out.jsonl").unlink()
+    free = Counter((task["org"], task["dest"]) for task in made(tmp_path, *words[:-2], "--n", 120))
+    assert max(free.values()) > 3
+
+
 def test_excluded_tasks_do_not_come_again_and_none_comes_twice(tasks, tasks_file, tmp_path):
     again = made(tmp_path, "tasks", "--n", 120, "--seed", 1, "--exclude", tasks_file)
     keys = [synth.key_of(task) for task in [*tasks, *again]]
@@ -583,6 +594,33 @@ def test_drills_can_be_copied_from_what_they_show(tmp_path):
         shown, said = (message["content"] for message in drill["messages"])
         assert all(name in shown for name in re.findall(r"(?:\d+\. )?\[[^\]]+\]", said))
         assert said == shown or "<tool_response>" in shown or parse(said).kind == "call"
+
+
+def test_a_drill_shows_the_way_out_when_it_asks_for_the_way_back_by_air_and_by_road(tmp_path):
+    back = set()
+    for drill in made(tmp_path, "drills", "--worlds", 2, "--n", 200):
+        shown, said = (message["content"] for message in drill["messages"])
+        if (call := parse(said)).kind == "call":
+            words, (query, *seen) = call.arguments, shown.split("<tool_response>")
+            home = re.search(rf" from {words['destination']} to {words['departure']}\b", query)
+            assert home or re.search(rf" from {words['departure']} to {words['destination']}\b", query)
+            if home:
+                back.add(call.name)
+                assert re.search(rf" {words['destination']} to {words['departure']}\b", seen[-1])
+    assert back == {"SearchFlight", "GoogleDistanceMatrix"}
+
+
+def test_a_drill_names_a_hotel_for_two_nights_at_most_out_of_lists_that_hold_others_too(tmp_path):
+    named = others = 0
+    for drill in made(tmp_path, "drills", "--worlds", 2, "--n", 200):
+        shown, said = (message["content"] for message in drill["messages"])
+        nights = {name: float(n) for name, n in re.findall(r"\[([^\]]+)\] \$.*Minimum Nights: ([\d.]+)", shown)}
+        if choice := re.search(r"Accommodation: (?:\d+\. )?\[([^\]]+)\]", said):
+            assert nights[choice[1]] <= 2
+            named, others = named + 1, others + (max(nights.values()) > 2)
+        else:
+            assert not nights or min(nights.values()) > 2
+    assert named > 60 and others > 30
 
 
 def test_worlds_to_learn_from_differ_in_their_month_so_that_trips_start_on_all_its_days(tmp_path):

@@ -999,6 +999,7 @@ SIZES = {  # C11: the leaderboard's denominators: queries, queries x 8 checks, h
     "test": (1000, 8000, 2290),
 }
 STOPS = ("answer", "format", "turns", "context")
+DESTINATIONS = {", destination in training": False, ", destination never in training": True}  # a task's `unseen`
 COUNTS = ("reward", "turns", "calls", "tokens")  # means of numbers; every other line of the table is a share
 
 
@@ -1031,8 +1032,8 @@ def measure(rows):
     found["hack gauge: star - strict"] = mean(row["score"]["success"] - row["strict"] for row in judged)
     for level in ("easy", "medium", "hard"):
         found[f"success, {level}"] = mean(s["success"] for s, t in zip(star, tasks) if t.get("level") == level)
-    for unseen, name in ((False, "destination in training"), (True, "destination never in training")):
-        found[f"success, {name}"] = mean(s["success"] for s, t in zip(star, tasks) if t.get("unseen") is unseen)
+    for name, unseen in DESTINATIONS.items():
+        found[f"success{name}"] = mean(s["success"] for s, t in zip(star, tasks) if t.get("unseen") is unseen)
     found |= {name: mean(s[name] for s in star) for name in SCORES[:-1]}
     for name in (*COMMONSENSE, *HARD):
         found[name] = mean(s["checks"][name][0] for s in star)
@@ -1110,12 +1111,15 @@ def table(played, split=None):
             numbers["success interval"] = interval(list(wins[name].values()))
             lines[3][column] += f" ({span(*numbers['success interval'])})"
     last = list(wins)[-1]
-    for other in wins:
-        change = [wins[last][task] - wins[other][task] for task in wins[other] if task in wins[last]]
-        if other != last and change:
-            report[last][f"success minus {other}'s"] = [mean(change), *interval(change)]
-            lines.append([f"success of {last} minus {other}", *[""] * (len(played) - 1),
-                          f"{100 * mean(change):+.1f} ({span(*interval(change), '+')})"])
+    unseen = {row["task"]["id"]: row["task"].get("unseen") for rows in played.values() for row in rows}
+    for other in list(wins)[:-1]:
+        for part, flag in {"": None, **DESTINATIONS}.items():
+            change = [wins[last][task] - wins[other][task] for task in wins[other]
+                      if task in wins[last] and (flag is None or unseen[task] is flag)]
+            if change:
+                report[last][f"success minus {other}'s{part}"] = [mean(change), *interval(change)]
+                lines.append([f"success of {last} minus {other}{part}", *[""] * (len(played) - 1),
+                              f"{100 * mean(change):+.1f} ({span(*interval(change), '+')})"])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines), report
 
 

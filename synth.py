@@ -786,8 +786,8 @@ def tasks(a):
             index += 1024
             if index - last > 200_000:
                 wanted = {f"{level}, {days} days": n for (level, days), n in quota.items() if n > 0}
-                raise SystemExit(f"{a.out}: no new task in 200,000 draws, {wanted} to go; lower --n, widen --days or raise "
-                                 "--per-pair")
+                raise SystemExit(f"{a.out}: no new task in 200,000 draws, {wanted} to go; lower --n, "
+                                 "widen --days or raise --per-pair")
     rows = recover(a.out)
     ratios = sorted(row["tightness"]["ratio"] for row in rows) or [math.nan]
     spread = " ".join(f"{q}%: {ratios[len(ratios) * q // 100]:.2f}" for q in (5, 50, 95))

@@ -625,6 +625,21 @@ def test_the_table_sets_checkpoints_side_by_side(trip, mini):
     assert report["after"]["final pass rate"] == 30 / 180 and report["after"]["hard micro rate"] == 30 * 2 / 420
     low, high = report["after"]["success minus before's"][1:]
     assert 0.3 < low < 0.5 < high < 0.7 and "+50.0 (" in text and "25.0 (12.5 to " in text
+    assert not any("minus before's, " in line for line in report["after"]), "these tasks do not say whether they are new"
+
+
+def test_the_gain_is_also_told_for_destinations_of_training_and_for_others(trip, mini):
+    played = {"before": rows_of(trip, mini, [0, 0, 1, 0] * 10), "after": rows_of(trip, mini, [1, 0, 1, 0] * 10)}
+    for rows in played.values():
+        for i, row in enumerate(rows):
+            row["task"]["unseen"] = i % 4 > 1
+    text, report = evaluate.table(played)
+    after = report["after"]
+    assert after["success minus before's"][0] == 0.25 and after["success, destination in training"] == 0.5
+    gain, low, high = after["success minus before's, destination in training"]
+    assert gain == 0.5 and 0.2 < low < 0.5 < high < 0.8
+    assert after["success minus before's, destination never in training"] == [0, 0, 0]
+    assert "| success of after minus before, destination in training |  | +50.0 (+" in text
 
 
 def test_pass_at_k_by_hand():

@@ -252,7 +252,7 @@ SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} no
 seen=$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)
 # the base model, SFT's epochs, the algorithm and the reward of RL change with the size [1 app. C and D]
 case $size in
-    tiny) base=$OUT/base millions=2 algorithm=grpo reward=sum
+    tiny) base=$OUT/base millions=2 algorithm=grpo reward=sum  # the reward of its other axes
           database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-2} GPUS=${GPUS:-1} ;;
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 sft_epochs=6 algorithm=arpo reward=macro ;;
     3b)   base=Qwen/Qwen2.5-3B-Instruct   millions=3086 sft_epochs=4 algorithm=grpo reward=curriculum ;;
@@ -310,7 +310,8 @@ if [[ $size == tiny ]]; then  # all numbers [2]
     fi
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" sft.py --model "$base" --data "$DATA/sft.jsonl" \
         --epochs 0.875 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/sft"
-    # two ranks play and learn an update in three quarters of the time of one; SFT's batches are too small for that
+    # two ranks play and learn an update in three quarters of the time of one; SFT's batches are too small for that.
+    # MACRO ended 4.4 points above SUM on the axis of rewards
     words=("${torchrun[@]}")
     change --nproc_per_node "$rl_gpus"
     stage rl "$OUT/rl/config.json" "${words[@]}" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl" \

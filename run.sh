@@ -293,7 +293,8 @@ if [[ $size == tiny ]]; then  # all numbers [2]
     train=(--no-checkpointing --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
     play=(--database $database --system-prompt short --max-turns 10)
     judge=(--tasks "$DATA/val.jsonl" "${play[@]}" --max-context 1024 --max-tokens 256 --top-p 0.95 --seed "$SEED")
-    # held-out tasks share no pair of cities and no start date with what follows, and a fifth not even a destination
+    # held-out tasks share no pair of cities and no start date with what follows, and a fifth not even a destination:
+    # every pair that ends there is held out, of the others one in five, so that 6% of the draws are enough
     stage val-tasks "$DATA/val.jsonl" "${tasks[@]}" --split val --unseen 0.06 --per-pair 4 --n 400 --seed 1 \
         --prefix val --out "$DATA/val.jsonl"
     stage rl-tasks "$DATA/rl.jsonl" "${tasks[@]}" --split train --n 400 --seed 2 --prefix rl --out "$DATA/rl.jsonl"

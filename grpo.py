@@ -83,6 +83,7 @@ def flags():
     add("--clip-high",  type=float, default=0.28, help="w is clipped at 1 plus this, the higher clip of [3]")
     add("--loss-norm",  default="group", choices=["group", "batch"], help="(5): tokens of the group [1] or batch [3]")
     add("--no-std",     action="store_true", help="advantage without division by the group's std")
+    add("--keep-overlength", action="store_true", help="not (4): such plays stay in the loss, so loops are unlearnt")
     add("--drop-uniform", action="store_true", help="DAPO as in [1]: groups of equal reward leave the batch")
     add("--refill",     type=int,   default=0, help="batches played, at most, to replace these [3]")
     add("--minibatches", type=int,  default=1, help="updates per batch of queries [1: 1]")
@@ -283,7 +284,7 @@ def token_weights(groups, a):
 
     --loss-norm group: 1 / tokens of its group / number of groups. batch: 1 / tokens of the batch.
     """
-    kept = [[s for s in group if s.stop not in OVERLENGTH] for group in groups.values()
+    kept = [[s for s in group if a.keep_overlength or s.stop not in OVERLENGTH] for group in groups.values()
             if not (a.drop_uniform and max(s.reward for s in group) == min(s.reward for s in group))]
     tokens = [sum(sum(s.mask) for s in group) for group in kept]
     n_groups, n_tokens = sum(n > 0 for n in tokens), sum(tokens)

@@ -155,6 +155,13 @@ def test_overlength_leaves_the_loss_and_its_denominator_but_not_the_statistics()
     assert [(s.reward, w) for s, w in weighted] == [(1.0, 0.1), (2.0, 0.1)]
 
 
+def test_keep_overlength_puts_such_plays_into_the_loss_and_its_denominator():
+    samples = [sample(0, 0.0, 10, "context"), sample(0, 1.0, 4), sample(0, 1.0, 36, "turns"), sample(1, 0.0, 7, "turns")]
+    weighted = grpo.token_weights(grpo.group_advantages(samples, FLAGS), flags(keep_overlength=True))
+    assert [(s.stop, w) for s, w in weighted] == [(s.stop, 1 / 50 / 2) for s in samples[:3]]
+    assert samples[0].advantage == pytest.approx(-math.sqrt(2), abs=1e-5)
+
+
 def test_token_weights_by_hand():
     samples = [sample(0, 1.0, 2), sample(0, 0.0, 6), sample(1, 1.0, 12), sample(1, 1.0, 4), sample(2, 0.0, 5, "turns")]
     groups = grpo.group_advantages(samples, FLAGS)

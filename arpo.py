@@ -10,7 +10,7 @@ ARPO on TravelPlanner: GRPO whose plays fork where an observation left the polic
         a number [1 sec. 3]
     (3) advantage A = (r - mean of the group) / (std of the group + 1e-6), one number per episode [2]
     (4) an overlength episode (stopped by the turn or the context limit) counts in that mean and std, but its tokens
-        leave the loss and its denominator [1]
+        leave the loss and its denominator [1], unless --keep-overlength
     (5) loss = - mean over queries of ( sum over the group's policy tokens of min(w A, clip(w) A) / the group's policy
         tokens ), w = pi / pi_old, with pi_old as the engine reported it while playing. A shared past is trained in
         every row that holds it, or with --attribution hard once, with the mean of their advantages [4]

@@ -313,8 +313,8 @@ if [[ $size == tiny ]]; then  # all numbers [2]
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" sft.py --model "$base" --data "$DATA/sft.jsonl" \
         --epochs 0.835 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/sft"
     # two ranks play and learn an update in three quarters of the time of one; SFT's batches are too small for that.
-    # MACRO ended 4.4 points above SUM on the axis of rewards. Ten turns are enough, so a play that uses them up is a loop:
-    # masked, as long tasks need it, loops went unpunished, and one seed's plays that never answer grew from 4% to 13%
+    # MACRO ended 4.4 points above SUM on the axis of rewards. Ten turns are enough: a play that uses them up is a loop.
+    # Masked, as long tasks need it, loops went unpunished, and one seed's plays that never answer grew from 4% to 13%
     words=("${torchrun[@]}")
     change --nproc_per_node "$rl_gpus"
     stage rl "$OUT/rl/config.json" "${words[@]}" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl" \

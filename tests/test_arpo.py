@@ -269,10 +269,11 @@ def test_hard_attribution_leaves_overlength_rows_out():
 
 def test_without_forks_both_attributions_weigh_as_grpo():
     plain = [vars(s) for s in family()]
+    plain[1]["stop"] = "turns"
     keys = ("query", "name", "ids", "mask", "logps", "stop", "reward")
     theirs = [grpo.Sample(None, **{k: s[k] for k in keys}) for s in plain]
-    for attribution, norm in itertools.product(("soft", "hard"), ("group", "batch")):
-        a = flags(attribution=attribution, loss_norm=norm)
+    for attribution, norm, keep in itertools.product(("soft", "hard"), ("group", "batch"), (False, True)):
+        a = flags(attribution=attribution, loss_norm=norm, keep_overlength=keep)
         ours = [arpo.Sample(None, **{k: s[k] for k in keys}) for s in plain]
         one = arpo.per_token(arpo.token_weights(arpo.group_advantages(ours, a), a), "cpu")
         two = grpo.per_token(grpo.token_weights(grpo.group_advantages(theirs, a), a), "cpu")

@@ -309,7 +309,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]
         stage base "$OUT/base/config.json" "${torchrun[@]}" sft.py --model "$OUT/init" --data "$DATA/drills.jsonl" \
             --epochs 1 --batch 8 --lr 1e-3 --min-lr 0.3 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/base"
     fi
-    # 501 updates: RL ends near 50% wherever SFT stops between 25% and 41%, so the minutes are RL's
+    # 501 updates: RL ended at 45 to 54% wherever SFT stopped between 25 and 41%, so the minutes are RL's
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" sft.py --model "$base" --data "$DATA/sft.jsonl" \
         --epochs 0.835 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/sft"
     # two ranks play and learn an update in three quarters of the time of one; SFT's batches are too small for that.

@@ -20,7 +20,7 @@ DEFAULTS = dict(
     context=4000, turn_tokens=500, max_turns=6, max_seconds=1e9, failure_rate=0.0, system_prompt="short", seed=0, concurrency=64, tp=1,
     group=8, start=0, branch="paper", weight=0.2, branch_base=0.5, threshold=0.5, branches=1, entropy_tokens=20, entropy_top=10,
     branch_penalty=0.0, attribution="soft", keep_gradient=False, entropy_advantage=0.0,
-    no_std=False, drop_uniform=False, loss_norm="group", clip_low=0.2, clip_high=0.28)
+    no_std=False, keep_overlength=False, drop_uniform=False, loss_norm="group", clip_low=0.2, clip_high=0.28)
 CALL = '<think>look</think>\n<tool_call>{"name": "SearchCity", "arguments": {"state": "nowhere"}}</tool_call>'
 ANSWER, BREACH = "<think>done</think>\n<answer>no plan</answer>", "no tags at all"
 

@@ -30,6 +30,7 @@ FLAGS = Namespace(
     system_prompt="short",
     seed=0,
     no_std=False,
+    keep_overlength=False,
     drop_uniform=False,
     loss_norm="group",
     clip_low=0.2,

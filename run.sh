@@ -234,7 +234,7 @@ scale() {
 
 compare() {
     [[ -n ${DRY:-} || $node != 0 ]] || rm -f "$OUT/axis/$axis.md"  # always made anew: there may be another seed
-    stage "axis-$axis" "$OUT/axis/$axis.md" python evaluate.py --axis "$axis" --runs "${runs[@]}" --out "$OUT/axis"
+    stage "axis-$axis" "$OUT/axis/$axis.md" python report.py --axis "$axis" --runs "${runs[@]}" --out "$OUT/axis"
     finish "$OUT/axis/$axis.md"
 }
 
@@ -299,12 +299,12 @@ if [[ $size == tiny ]]; then  # all numbers [2]
         --prefix val --out "$DATA/val.jsonl"
     stage rl-tasks "$DATA/rl.jsonl" "${tasks[@]}" --split train --n 400 --seed 2 --prefix rl --out "$DATA/rl.jsonl"
     # from many other worlds: in a single one, names would be learnt by heart
-    stage episodes "$DATA/sft.jsonl" python synth.py drills --episodes --n 2400 --worlds 60 --seed 3 \
+    stage episodes "$DATA/sft.jsonl" python tiny.py drills --episodes --n 2400 --worlds 60 --seed 3 \
         --out "$DATA/sft.jsonl"
     if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown
-        stage drills "$DATA/drills.jsonl" python synth.py drills --n 6000 --worlds 48 --seed 5 \
+        stage drills "$DATA/drills.jsonl" python tiny.py drills --n 6000 --worlds 48 --seed 5 \
             --out "$DATA/drills.jsonl"
-        stage init "$OUT/init/config.json" python sft.py --make-tiny "$DATA/drills.jsonl" "$DATA/sft.jsonl" \
+        stage init "$OUT/init/config.json" python tiny.py model --corpus "$DATA/drills.jsonl" "$DATA/sft.jsonl" \
             --seed "$SEED" --out "$OUT/init"
         stage base "$OUT/base/config.json" "${torchrun[@]}" sft.py --model "$OUT/init" --data "$DATA/drills.jsonl" \
             --epochs 1 --batch 8 --lr 1e-3 --min-lr 0.3 --warmup 0.03 --cutoff 1024 "${train[@]}" --out "$OUT/base"
@@ -369,5 +369,5 @@ if [[ $size != tiny ]]; then
     fi
 fi
 
-stage curves "$OUT/curves.png" python evaluate.py --curves "$OUT/rl" --out "$OUT"
+stage curves "$OUT/curves.png" python report.py "$OUT/rl" --curves --out "$OUT"
 finish "$OUT/eval/table.md"

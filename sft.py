@@ -16,7 +16,7 @@ Writes  OUT/ (a HF folder: safetensors, config, tokenizer), OUT/log.jsonl, OUT/c
 
 1 GPU   torchrun --standalone sft.py --model Qwen/Qwen2.5-1.5B-Instruct --data data/sft.jsonl --out out/sft
 8 GPUs  torchrun --standalone --nproc_per_node 8 sft.py --model Qwen/Qwen2.5-7B-Instruct --data data/sft.jsonl
-no GPU  python sft.py --make-tiny data/drills.jsonl --out out/tiny/init      a 2M-parameter Qwen2 to try everything with
+no GPU  python tiny.py model --corpus data/drills.jsonl --out out/tiny/init     a 2M-parameter Qwen2 to try it with
 
 For another task, supply episodes with "messages" and read_jsonl; nothing below knows about travel.
 """
@@ -28,7 +28,6 @@ import logging
 import math
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -52,7 +51,6 @@ def flags():
     add("--model",      default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name to start from")
     add("--data",       default="data/sft.jsonl", help="episodes to imitate, one per line, with 'messages'")
     add("--out",        default="out/sft", help="folder of the trained model, its log and its checkpoints")
-    add("--make-tiny",  nargs="+", metavar="JSONL", help="make a tiny Qwen2 with a tokenizer of these files")
     # optimisation
     add("--epochs",     type=float, default=4, help="passes over the data [1: 4, and 6 for 1.5B]")
     add("--batch",      type=int,   default=32, help="episodes per update, all ranks together [1]")
@@ -61,8 +59,7 @@ def flags():
     add("--min-lr",     type=float, default=0.0, help="the cosine ends at this fraction of --lr")
     add("--weight-decay", type=float, default=0.0, help="AdamW's decoupled decay")
     add("--grad-clip",  type=float, default=1.0, help="gradients are scaled down to this norm")
-    add("--width",      type=int,   default=192, help="--make-tiny's hidden size, in heads of 32; 192: 2M parameters")
-    add("--seed",       type=int,   default=0, help="order of the episodes, and --make-tiny's weights")
+    add("--seed",       type=int,   default=0, help="order of the episodes")
     add("--steps",      type=int,   default=0, help="stop after this many updates; 0: as --epochs says")
     # memory
     add("--cutoff",     type=int,   default=20480, help="longest episode in tokens; longer ones are dropped [1]")
@@ -232,124 +229,6 @@ def learning_rate(step, steps, a):
     if step < warm:
         return a.lr * (step + 1) / warm
     return a.lr * (a.min_lr + (1 - a.min_lr) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))))
-
-
-# ------------------------------------------------------------------------------------------------------------ tiny
-
-# What the tools and the protocol say over and over, and the pairs of digits: a token each, so that episodes are short.
-# " [" stands before every name, in observations and answers alike: there induction heads find all names at once.
-PHRASES = [f"{i:02d}" for i in range(100)] + [f"{to}2022-{i:02d}-" for to in ("", " to ") for i in range(1, 13)] + """
-system
-user
-assistant
-<think>@</think>@<tool_call>@</tool_call>@<tool_response>@</tool_response>@<answer>@</answer>@"}}
-{"name": "SearchFlight", "arguments": {"departure": "
-{"name": "SearchAccommodation", "arguments": {"city": "
-{"name": "SearchRestaurant", "arguments": {"city": "
-{"name": "SearchAttraction", "arguments": {"city": "
-{"name": "SearchCity", "arguments": {"state": "
-{"name": "GoogleDistanceMatrix", "arguments": {"departure": "
-", "destination": "@", "date": "@", "mode": "
-A SearchFlight for@A SearchAccommodation for@A SearchRestaurant for city@A SearchAttraction for city
-There is no available flight from@found the following @ flights:@ accommodations:@ restaurants:@ attractions:
-. Please rethink your flight search and try again.
-A GoogleDistanceMatrix found the following information:@, duration: @, distance: @, cost: $
-. Departure: @, Arrival: @, Actual Elapsed Time: @ hours @ minutes, Distance: @.0 miles
-.0. Room Type: @Entire home/apt@Private room@Shared room@, House Rules: @, Minimum Nights:@.0, Maximum Occupancy:
-, Review Rate Number:@No pets@No smoking@No parties@No visitors@No children under 10
-] Avg. Cost $@. Cuisines: @. Rating: @) Address: @. Contact: @] $@ [@](@Flight from@Self-driving from@Taxi from
-Breakfast:@Attraction:@Lunch:@Dinner:@Accommodation:""".strip("\n").replace("\n", "@").split("@")
-CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
-          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
-
-
-@torch.no_grad()
-def embed_classes(lm, rows, rank=32):
-    """Embed tokens half at random and half by their neighbours in the rows of ids: tokens of a kind (names of hotels,
-    digits) start alike, as in any trained model. Positive pointwise mutual information with the token before and the
-    token after, and its largest singular vectors (Levy and Goldberg, 2014)."""
-    size, width = lm.model.embed_tokens.weight.shape
-    counts = torch.zeros(size, 2 * size)
-    for ids in map(torch.tensor, rows):
-        counts.index_put_((ids[1:], ids[:-1]), torch.ones(1), accumulate=True)
-        counts.index_put_((ids[:-1], size + ids[1:]), torch.ones(1), accumulate=True)
-    chance = counts.sum(1, keepdim=True) * counts.sum(0) / counts.sum()
-    u, s, _ = torch.svd_lowrank((counts / chance.clamp(min=1e-9)).clamp(min=1).log(), q=rank)
-    kinds = torch.nn.functional.normalize(u * s.sqrt(), dim=-1) @ torch.linalg.qr(torch.randn(width, rank))[0].T
-    lm.model.embed_tokens.weight.copy_(0.1 * 0.5**0.5 * (torch.randn(size, width) + kinds * width**0.5))
-
-
-@torch.no_grad()
-def wire_induction(lm):
-    """Give a random tiny Qwen2 what every pre-trained model has: induction heads, which find the last place where the
-    current token stood and say what came after it (arXiv:2209.11895). Training would spend most of its budget on it.
-
-    Heads of layer 0 look one token back, by their biases: b and b turned by one position meet at distance 1 under RoPE,
-    and its fast frequencies make that sharp. What they read they write into a subspace Q, in which heads of layer 1
-    look for the current token; its slow frequencies leave the meeting alone at any distance. The token found is written
-    out as it was embedded, which the head, starting as the embedding, reads as that token.
-    """
-    config = lm.config
-    lm.lm_head.weight.copy_(lm.model.embed_tokens.weight)
-    for layer in lm.model.layers:
-        layer.self_attn.o_proj.weight.mul_(0.1)
-        layer.mlp.down_proj.weight.mul_(0.1)
-    back, find = lm.model.layers[0].self_attn, lm.model.layers[1].self_attn
-    d = config.hidden_size // config.num_attention_heads
-    share = config.num_attention_heads // config.num_key_value_heads  # queries of one key
-    angle = config.rope_parameters["rope_theta"] ** (-torch.arange(0, d, 2) / d)  # radians per token, (d / 2,)
-    fast, slow = 6.0 * (angle > 0.02), 2.0 * (angle < 0.002).repeat(2)[:, None]
-    subspace = lambda: torch.linalg.qr(torch.randn(config.hidden_size, d))[0]  # (H, d), orthonormal columns
-    for key in range(config.num_key_value_heads):
-        q, kv = slice(key * share * d, (key * share + 1) * d), slice(key * d, (key + 1) * d)
-        previous, written, said = subspace(), subspace(), subspace()
-        back.q_proj.bias[q] = torch.cat([fast, 0 * fast])
-        back.k_proj.bias[kv] = torch.cat([fast * angle.cos(), fast * angle.sin()])
-        back.v_proj.weight[kv], back.o_proj.weight[:, q] = 0.3 * previous.T, written
-        find.q_proj.weight[q], find.k_proj.weight[kv] = slow * previous.T, slow * written.T
-        find.v_proj.weight[kv], find.o_proj.weight[:, q] = 8.0 * said.T, said  # loud: it may find many tokens at once
-
-
-def make_tiny(corpus, out, seed, width=192, vocabulary=2048):
-    """Write a random Qwen2 of 4 layers (untied embeddings) and a byte-level BPE made from jsonl files of messages.
-
-    Made for copying: words are split from their punctuation and numbers into pairs of digits, so that a name, a flight
-    number or a date is the same few tokens wherever it stands.
-    """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    conversations = [row["messages"] for path in corpus for row in read_jsonl(path)]
-    texts = [message["content"] for messages in conversations for message in messages]
-    bpe = Tokenizer(models.BPE())
-    # Qwen's own split (transformers puts it into every Qwen2 tokenizer it loads)
-    pieces = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                   r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-    split = pre_tokenizers.Split(pieces, "isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    without = re.compile("|".join(map(re.escape, sorted(PHRASES, key=len, reverse=True))))
-    texts = [piece for text in texts for piece in without.split(text)]  # the merges see what the phrases leave
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special,
-        show_progress=False))
-    bpe.add_special_tokens(special)
-    bpe.add_tokens([AddedToken(phrase, normalized=False) for phrase in PHRASES])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-                                        chat_template=CHATML, clean_up_tokenization_spaces=False)
-    torch.manual_seed(seed)
-    lm = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=width * 8 // 3 // 64 * 64, num_hidden_layers=4,
-        num_attention_heads=width // 32, num_key_value_heads=2, max_position_embeddings=32768,
-        tie_word_embeddings=False,  # tied weights go stale in vLLM's CPU build
-        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None))
-    embed_classes(lm, [render(messages, tokenizer)[0] for messages in conversations[:3000]])
-    wire_induction(lm)
-    lm.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    print(f"{out}: {sum(p.numel() for p in lm.parameters()) / 1e6:.1f}M random parameters, {len(tokenizer)} tokens")
 
 
 # -------------------------------------------------------------------------------------------------------- machines
@@ -610,8 +489,6 @@ def plan(a, longest):
 
 def main():
     a = flags()
-    if a.make_tiny:
-        return make_tiny(a.make_tiny, a.out, a.seed, a.width)
     if a.plan:
         return plan(a, a.cutoff)
     rank, world, device = setup()

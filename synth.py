@@ -23,53 +23,29 @@ Reads   a database folder (sandbox.py)      Writes   jsonl of tasks or episodes,
     python synth.py episodes --tasks data/tasks.jsonl --styles direct:5,exploring:3,backtracking:2 --out data/sft.jsonl
     python synth.py subsets  --tasks data/many.jsonl --exclude data/sft.jsonl --out data/subsets
 """
-import argparse, calendar, csv, datetime, hashlib, io, itertools, json, math, os, random, re, sys, tempfile
+import argparse, calendar, csv, datetime, hashlib, json, math, os, random, re, sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy as np
 
 from evaluate import (api_generate, append_jsonl, engine, judge, load_task, play, play_vllm, read_jsonl, score,
                       write_jsonl)
 from sandbox import SHORT_PROMPT, SYSTEM_PROMPT, Episode, Sandbox, open_database
+from solver import (cheapest_plan, cheapest_route, city_searches, drive, ends, lay_out, least_costs, leg_cost,  # noqa: F401
+                    legs, lodgings, menu, mode_of, modes, replies, searches, solve, solve_report, splits, stop_cities,
+                    venues, way_searches, ways)
 
 # ---- constants ----------------------------------------------------------------------------------------------------
-# The word pools of the small worlds. They share no word, so that a word says what kind of place it names, and every
-# world draws on the same ones: a tiny model that can copy them copies the names of cities it has never seen.
-PREFIXES = "Port Lake Fort North South East West Mount Old Glen".split()
-NOUNS = """Marble Fern Harbor Cedar Stone Raven Willow Copper Falcon Maple Ridge Salmon Pepper Anchor Birch
-    Canyon Thunder Meadow Saddle Bishop Hollow Juniper Lantern Orchard Badger Prairie Timber Violet Walnut Beacon
-    Cobble Dover Ember Foster Garnet Hazel Iron Jasper Keller Linden Mason Nutmeg Otter Parker Quarry Rocket Summit
-    Tanner Union Vernon Weaver Yarrow Acorn Barrel Candle Dagger Elder Fiddle Ginger Marlin""".split()
-STATES = """Norland Westmark Ardenia Calvara Dorwin Estora Falmont Galdor Helmsey Istmark Jorvale Kelvany Lorwick
-    Mandova Navarra Orvale Pelham Quillon Rosmere Sundal""".split()
-HOTEL_WORDS = """Quiet Cozy Sunny Royal Modern Rustic Grand Humble Charming Elegant Spacious Peaceful Secluded
-    Historic Urban Simple Bright Shady Lofty Snug Tidy Gentle Noble Stately Breezy Comfy Dreamy Homely Mellow Pretty
-    Restful Serene Tranquil Upscale Vintage Welcome Leafy Placid Polished Regal""".split()
-HOTEL_NOUNS = "Inn Lodge House Suites Loft Cabin Hotel Manor Villa Rooms".split()
-MEAL_WORDS = """Amber Golden Spicy Smoky Salty Sweet Hungry Lucky Crispy Rusty Savory Tasty Zesty Buttery Creamy
-    Toasted Roasted Grilled Juicy Peppery Saucy Steamy Sizzling Tangy Velvet Crimson Scarlet Jolly Merry Happy
-    Hearty Busy Plump Cheery Fresh Frosty Honey Garlic Sesame Basil""".split()
-MEAL_NOUNS = "Grill Kitchen Cafe Diner Bistro Tavern Table Spoon Oven Plate".split()
-SIGHT_WORDS = """Silver Ancient Crystal Emerald Hidden Sacred Marine Floral Botanic Solar Lunar Cosmic Civic
-    Coastal Arctic Alpine Tropical Wild Giant Tiny Famous Mystic Misty Mossy Sandy Rocky Windy Snowy Starry Stormy
-    Painted Carved Wooden Bronze Ivory Sapphire Cobalt Indigo Jade Pearl""".split()
-SIGHT_NOUNS = "Park Museum Tower Garden Bridge Zoo Gallery Fountain Market Theatre".split()
 LEVELS = ("easy", "medium", "hard")
 RULES = ("pets", "smoking", "children under 10", "parties", "visitors")
 CUISINES = ("Chinese", "American", "Italian", "Mexican", "Indian", "Mediterranean", "French")
 FILLERS = ("Tea", "BBQ", "Seafood", "Cafe", "Pizza", "Bakery")
 ROOMS = ("entire room", "private room", "shared room", "not shared room")
-ROOM_TYPES = {"entire room": "Entire home/apt", "private room": "Private room", "shared room": "Shared room"}
-SEARCHES = {"hotels": ("SearchAccommodation", ("Accommodation",)),  # table: its tool, its lines of an itinerary
-            "restaurants": ("SearchRestaurant", ("Breakfast", "Lunch", "Dinner")),
-            "attractions": ("SearchAttraction", ("Attraction",))}
-WINDING = 1.25  # km by road per km as the crow flies, in the small worlds
 MONTHS = [tuple(f"2022-{month:02d}-{day + 1:02d}" for day in range(calendar.monthrange(2022, month)[1]))
           for month in range(1, 13)]
 MARCH = MONTHS[2]
@@ -179,438 +155,6 @@ ROUND = {
         I look forward to your plan.""",
 }
 GRAMMARS = {"tiny": BRIEF, "paper": ROUND}
-
-
-# ---- world --------------------------------------------------------------------------------------------------------
-def make_world(seed, dates=MARCH):
-    """The tables of a small world as {path in the database folder: text}. The same seed gives the same bytes."""
-    rng = random.Random(f"world/{seed}")
-    states, where = make_map(rng)
-    hotels, meals, sights = make_places(rng, states, where)
-    roads, flights = make_roads(rng, where), make_flights(rng, states, where, dates)
-    lines = [f"{city}\t{state}" for state, cities in states.items() for city in cities]
-    return {
-        "background/citySet_with_states.txt": "\n".join(lines),
-        "clean_accommodations_2022.csv": to_csv(",NAME,room type,price,minimum nights,review rate number,"
-                                                "house_rules,maximum occupancy,city", hotels),
-        "clean_restaurant_2022.csv": to_csv(",Name,City,Cuisines,Average Cost,Aggregate Rating", meals),
-        "attractions.csv": to_csv("Name,Latitude,Longitude,Address,Phone,Website,City", sights),
-        "distance.csv": to_csv("origin,destination,cost,duration,distance", roads),
-        "clean_Flights_2022.csv": to_csv("Flight Number,Price,DepTime,ArrTime,ActualElapsedTime,FlightDate,"
-                                         "OriginCityName,DestCityName,Distance", flights),
-    }
-
-
-def to_csv(head, rows):
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([head.split(","), *rows])
-    return out.getvalue()
-
-
-def make_map(rng):
-    """14 states of 3 or 4 cities on a plane: {state: [city]}, {city: (x, y) in km}.
-
-    Every noun names two cities of different states, so that a reserved city's words are met in training all the same.
-    """
-    nouns = rng.sample(NOUNS, 24)
-    sizes = [4] * 6 + [3] * 8  # 48 cities
-    rng.shuffle(sizes)
-    names = []
-    for noun in nouns + rng.sample(nouns, 24):
-        used = {name.split()[0] for name in names if name.endswith(noun)} | {name.split()[0] for name in names[-2:]}
-        names.append(f"{rng.choice([p for p in PREFIXES if p not in used])} {noun}")
-    states, where = {}, {}
-    for state, size in zip(rng.sample(STATES, 14), sizes):
-        x, y = rng.uniform(0, 5200), rng.uniform(0, 2600)
-        states[state] = [names.pop() for _ in range(size)]
-        for city in states[state]:
-            where[city] = (x + rng.uniform(-180, 180), y + rng.uniform(-180, 180))
-    return states, where
-
-
-def make_places(rng, states, where):
-    """The rows of hotels, of restaurants and of attractions."""
-    hotels, meals, sights = [], [], []
-    for cities in states.values():
-        # no two cities of a state share a first word: what an observation says cannot be mixed up with the next one
-        beds, foods, views = (rng.sample(pool, len(pool)) for pool in (HOTEL_WORDS, MEAL_WORDS, SIGHT_WORDS))
-        for city in cities:
-            base = rng.choice((60, 80, 100, 130))  # dollars a night
-            hotels += [make_hotel(rng, beds.pop(), base, city) for _ in range(rng.choice((3, 4, 4)))]
-            for _ in range(rng.choice((6, 6, 6, 7))):
-                kinds = rng.sample(CUISINES, 2) if rng.random() < 0.4 else [rng.choice(CUISINES), rng.choice(FILLERS)]
-                meals.append([f"{foods.pop()} {rng.choice(MEAL_NOUNS)}", city, ", ".join(kinds), rng.randint(10, 70),
-                              rng.randint(20, 49) / 10])
-            x, y = (round(km / 100, 2) for km in where[city])
-            for _ in range(3):
-                noun, address = rng.choice(SIGHT_NOUNS), f"{rng.randint(1, 9)} {rng.choice(NOUNS)} St"
-                sights.append([f"{views.pop()} {noun}", x, y, address, rng.randint(100, 999),
-                               f"{noun.lower()}.org" if rng.random() > 0.03 else "", city])
-    for rows in (hotels, meals, sights):
-        rng.shuffle(rows)
-    return [[i, *row] for i, row in enumerate(hotels)], [[i, *row] for i, row in enumerate(meals)], sights
-
-
-def make_hotel(rng, word, base, city):
-    room = rng.choices(tuple(ROOM_TYPES.values()), (5, 5, 2))[0]
-    rules = " & ".join(f"No {rule}" for rule in rng.sample(RULES, rng.choice((1, 1, 2))))
-    if rng.random() < 0.04:
-        rules = ""  # an incomplete row, which the sandbox drops as it does the official ones
-    price = 10.0 * round(base * rng.uniform(0.5, 2.2) * (0.6 if room == "Shared room" else 1) / 10)
-    nights, people = float(rng.choice((1, 1, 2, 2, 3, 3))), rng.choice((1, 2, 2, 3, 4, 6))
-    return [f"{word} {rng.choice(HOTEL_NOUNS)}", room, price, nights, float(rng.randint(1, 5)), rules, people, city]
-
-
-def make_roads(rng, where):
-    """Rows of distance.csv: most pairs, some with no row, some empty, some of more than a day, one of them twice."""
-    rows = []
-    for i, a in enumerate(where):
-        for b in list(where)[i + 1:]:
-            fate, km = rng.random(), max(20, round(WINDING * math.dist(where[a], where[b])))
-            if fate < 0.04:
-                continue
-            for origin, destination, length in ((a, b, km), (b, a, km + rng.randint(-3, 3))):
-                row = [origin, destination, "", road_hours(length), f"{length:,} km"]
-                rows.append(row if fate > 0.07 else [origin, destination, "", "", ""])
-    rng.shuffle(rows)
-    # the official table repeats pairs too, and the first row of a pair counts
-    twice = next(row for row in rows if row[3] and "day" not in row[3])
-    return rows + [[*twice[:3], "9 mins", "9 km"]]
-
-
-def road_hours(km):
-    """The time of a drive at 90 km/h, in the words of the official table."""
-    hours, minutes = divmod(round(km / 90 * 60), 60)
-    if hours >= 24:
-        return f"{hours // 24} day {hours % 24} hours"
-    return f"{hours} hours {minutes} mins" if hours else f"{minutes} mins"
-
-
-def make_flights(rng, states, where, dates):
-    """Rows of the flights table, in the order of their numbers.
-
-    A city flies to all cities of another state, on every second date with some gaps, so that a trip of 3, 5 or 7
-    days can fly out and back. Flights shown together differ in the first two digits of their numbers.
-    """
-    free = {block: rng.sample(range(100), 100) for block in range(10, 100)}  # unused numbers by their first two digits
-    rows = []
-    for a, b, odd in make_links(rng, states, where):
-        km, fare = math.dist(where[a], where[b]), rng.uniform(0.05, 0.09)
-        for (origin, destination), date in itertools.product(((a, b), (b, a)), dates[odd::2]):
-            if rng.random() < 0.1:
-                continue
-            for block in rng.sample([b for b in free if free[b]], rng.choice((2, 2, 2, 3))):
-                minutes, start = round(30 + km / 13 + rng.randint(-9, 9)), rng.randrange(300, 1200, 5)
-                price = round(30 + fare * km * rng.uniform(0.5, 1.8))
-                clock = [f"{time // 60 % 24:02d}:{time % 60:02d}" for time in (start, start + minutes)]
-                rows.append([f"F{block}{free[block].pop():02d}", price, *clock,
-                             f"{minutes // 60} hours {minutes % 60} minutes", date, origin, destination,
-                             float(round(km / 1.609))])
-    return sorted(rows)
-
-
-def make_links(rng, states, where):
-    """Which cities have flights: [(city, city, parity of their dates)]. Nearly all of them are too far to drive."""
-    links, degree = [], dict.fromkeys(where, 0)
-    for city in rng.sample(list(where), 33):
-        least = 2160 if len(links) % 9 else 600  # km by road
-        far = [s for s in states if city not in states[s]
-               and min(WINDING * math.dist(where[city], where[c]) for c in states[s]) > least]
-        if not far:
-            continue
-        state = min(rng.sample(far, len(far)), key=lambda s: max(degree[c] for c in states[s]))
-        odd = rng.randrange(2)
-        for other in states[state]:
-            if not any({city, other} == {a, b} for a, b, _ in links):
-                links.append((city, other, odd))
-                degree[city], degree[other] = degree[city] + 1, degree[other] + 1
-    return links
-
-
-def write_world(folder, seed, dates=MARCH):
-    for name, text in make_world(seed, dates).items():
-        path = Path(folder) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="")
-
-
-def world(a):
-    write_world(a.out, a.seed)
-
-
-# ---- solve --------------------------------------------------------------------------------------------------------
-class Report(NamedTuple):
-    """What the solver knows about a task."""
-
-    plan: list | None  # a plan of least cost that passes `strict`; None when there is none
-    cost: float        # dollars of the cheapest honest plan, budget or not; inf when there is none
-    choices: int       # sets of cities to visit for which a plan within the budget exists
-    reason: str        # why there is no plan, "" when there is one
-
-
-class Meal(NamedTuple):
-    cost: float  # dollars a person
-    mask: int    # bit i: it serves the i-th wanted cuisine
-    name: str
-
-
-@lru_cache(maxsize=None)
-def venues(database, table, city):
-    """{name: rows} of the hotels, restaurants or attractions an honest plan may use, in file order.
-
-    The rows are all that a judge may read the name as: those of that name, and `star`'s own choice, the first row whose
-    name contains it. All of them must satisfy, and the dearest counts.
-    """
-    rows, same, found = getattr(database, table)(city), {}, {}
-    for row in rows:
-        same.setdefault(row.name.strip().lower(), []).append(row)
-    for alike in same.values():
-        name = alike[0].name.strip()
-        if name not in ("", "-") and "\n" not in name and not (table == "attractions" and ";" in name):
-            found[name] = (next(row for row in rows if name in row.name), *alike)
-    return found
-
-
-def lodgings(task, database, city):
-    """The allowed hotels: [(dollars a night, minimum nights, name)], cheapest first."""
-    wish, people, found = task["local_constraint"], task["people_number"], []
-    rule, room = wish.get("house rule"), wish.get("room type")
-    for name, rows in venues(database, "hotels", city).items():
-        types = {row.room_type for row in rows}
-        if rule and any(f"No {rule}" in row.house_rules for row in rows):
-            continue
-        if room == "not shared room" and "Shared room" in types or room in ROOM_TYPES and types != {ROOM_TYPES[room]}:
-            continue
-        cost = max(row.price * math.ceil(people / max(1, row.maximum_occupancy)) for row in rows)
-        found.append((cost, max(row.minimum_nights for row in rows), name))
-    return sorted(found)
-
-
-@lru_cache(maxsize=4096)
-def menu(database, city, wanted):
-    """The city's meals, cheapest first; `wanted` is a tuple of cuisines."""
-    meals = []
-    for name, rows in venues(database, "restaurants", city).items():
-        mask = sum(1 << i for i, cuisine in enumerate(wanted) if all(cuisine in row.cuisines for row in rows))
-        meals.append(Meal(max(row.cost for row in rows), mask, name))
-    return sorted(meals)
-
-
-def cheapest_meals(meals, need):
-    """For every set of cuisines (a mask) the cheapest `need` or more meals that serve it: {mask: (cost, meals)}.
-
-    Such a choice is a cover in which every meal adds a cuisine and is the cheapest of its mask, filled up with the
-    cheapest of the others; so it is enough to go through those covers.
-    """
-    kinds, best = {}, {}
-    for meal in meals:
-        kinds.setdefault(meal.mask, meal)
-    covers = [((), 0)]
-    for mask, meal in kinds.items():
-        covers += [((*cover, meal), have | mask) for cover, have in covers if mask & ~have]
-    for cover, have in covers:
-        others = [meal for meal in meals[:need + len(cover)] if meal not in cover]
-        picks = (*cover, *others[:max(0, need - len(cover))])
-        if len(picks) >= need:
-            cost = sum(meal.cost for meal in picks)
-            for mask in submasks(have):
-                if mask not in best or cost < best[mask][0]:
-                    best[mask] = (cost, picks)
-    return best
-
-
-def submasks(mask):
-    return [m for m in range(mask + 1) if m & mask == m]
-
-
-@lru_cache(maxsize=1 << 17)
-def drive(database, a, b):
-    """The distance row of a pair that can be driven within a day, else None."""
-    row = database.distance(a, b)
-    return row if row and row.duration and "day" not in row.duration and row.km is not None else None
-
-
-def ways(task, database, mode, a, b, date):
-    """[(dollars, the plan's words)] from a to b, cheapest first: "road" is self-driving, "air" a flight or, as judges
-    allow, a taxi."""
-    row, people, found = drive(database, a, b), task["people_number"], []
-    if mode == "air":
-        for flight in database.flights(a, b, date):
-            found.append((flight.price * people, f"Flight Number: {flight.number}, from {a} to {b}, Departure Time: "
-                                                 f"{flight.departure}, Arrival Time: {flight.arrival}"))
-    if row:
-        word, per_km, seats = ("Self-driving", 0.05, 5) if mode == "road" else ("Taxi", 1, 4)
-        cost = int(row.km * per_km)  # dollars a car
-        found.append((cost * math.ceil(people / seats), f"{word}, from {a} to {b}, duration: {row.duration}, "
-                                                        f"distance: {row.distance}, cost: {cost}"))
-    return sorted(found)
-
-
-def leg_cost(*leg):
-    return next((cost for cost, _ in ways(*leg)), math.inf)
-
-
-def modes(task):
-    """A trip is by air (with taxis) or by road: the judges forbid to mix. Driving is never dearer than a taxi."""
-    wish = task["local_constraint"].get("transportation")
-    return {"no flight": ("road",), "no self-driving": ("air",)}.get(wish, ("air", "road"))
-
-
-def stop_cities(task, database):
-    """The cities a trip may visit: dest itself on 3 days, else those of the state dest."""
-    cities = [task["dest"]] if task["days"] == 3 else database.states.get(task["dest"], [])
-    return [city for city in cities if city in database.cities and city != task["org"]]
-
-
-def stay_costs(task, database, cities):
-    """(nights + 1, 2^cuisines, cities): dollars of so many nights in a city, with three meals and a sight on every day
-    without travel, serving those cuisines; inf where the city has too little."""
-    people, wanted = task["people_number"], tuple(task["local_constraint"].get("cuisine") or ())
-    longest = task["days"] - task["visiting_city_number"]
-    costs = np.full((longest + 1, 1 << len(wanted), len(cities)), np.inf)
-    for c, city in enumerate(cities):
-        hotels, meals = lodgings(task, database, city), menu(database, city, wanted)
-        sights = len(venues(database, "attractions", city))
-        for nights in range(1, longest + 1):
-            hotel = next((cost for cost, least, _ in hotels if least <= nights), math.inf)
-            if hotel < math.inf and sights >= nights - 1:
-                for mask, (meal, _) in cheapest_meals(meals, 3 * (nights - 1)).items():
-                    costs[nights, mask, c] = nights * hotel + people * meal
-    return costs
-
-
-def route_costs(task, database, mode, cities, stay):
-    """(cities,) * visiting_city_number: the least cost of a trip to these cities in this order, budget or not."""
-    dates, number, full = task["date"], task["visiting_city_number"], stay.shape[1] - 1
-    total = task["days"] - 1  # nights
-    cost = partial(leg_cost, task, database, mode)
-    first = np.array([cost(task["org"], city, dates[0]) for city in cities])
-    last = np.array([cost(city, task["org"], dates[total]) for city in cities])
-    # by (nights spent, cuisines served)
-    best = {(n, mask): first + stay[n, mask] for n in range(1, total - number + 2) for mask in range(full + 1)}
-    for position in range(2, number + 1):
-        longer = {}
-        for spent in sorted({spent for spent, _ in best}):
-            hop = np.array([[cost(a, b, dates[spent]) if a != b else math.inf for b in cities] for a in cities])
-            for had in range(full + 1):
-                here = best[spent, had][..., None] + hop
-                for n in range(1, total - spent - (number - position) + 1) if position < number else [total - spent]:
-                    for mask in submasks(full & ~had) if position < number else [full & ~had]:
-                        key, trip = (spent + n, had | mask), here + stay[n, mask]
-                        longer[key] = np.minimum(longer[key], trip) if key in longer else trip
-        best = longer
-    out = best[total, full] + last
-    if number == 3:
-        out[np.arange(len(cities)), :, np.arange(len(cities))] = np.inf  # no city twice
-    return out
-
-
-def least_costs(task, database):
-    """{mode: array over routes} and the cities its axes stand for."""
-    cities, number = stop_cities(task, database), task["visiting_city_number"]
-    if task["org"] not in database.cities or not 1 <= number <= min(3, len(cities), task["days"] - 1):
-        return {mode: np.empty(0) for mode in modes(task)}, cities
-    stay = stay_costs(task, database, cities)
-    return {mode: route_costs(task, database, mode, cities, stay) for mode in modes(task)}, cities
-
-
-def cheapest_route(costs, cities):
-    """(dollars, mode, route) of least cost; (inf, ...) where no route can be gone."""
-    mode = min(costs, key=lambda name: costs[name].min(initial=math.inf))
-    cost = float(costs[mode].min(initial=math.inf))
-    best = np.unravel_index(costs[mode].argmin(), costs[mode].shape) if cost < math.inf else ()
-    return cost, mode, [cities[i] for i in best]
-
-
-def solve_report(task, database):
-    """Exact over honest plans: they leave on the first day, return on the last and pass `strict`. One hotel per city is
-    enough: no two are cheaper than the cheapest one whose minimum nights the whole stay meets."""
-    costs, cities = least_costs(task, database)
-    cost, mode, route = cheapest_route(costs, cities)
-    if cost == math.inf or cost > task["budget"]:
-        return Report(None, cost, 0, explain(task, database, cost))
-    within = np.argwhere(np.minimum.reduce(list(costs.values())) <= task["budget"])
-    return Report(cheapest_plan(task, database, mode, route), cost, len({frozenset(r) for r in within.tolist()}), "")
-
-
-def solve(task, database):
-    """A plan of least cost that scores success under `star` and `strict`, or None when no honest plan exists."""
-    return solve_report(task, database).plan
-
-
-def explain(task, database, cost):
-    """Why no plan exists, in a few words."""
-    if cost < math.inf:
-        return f"least cost {cost:.0f} is over the budget {task['budget']}"
-    cities = stop_cities(task, database)
-    if task["org"] not in database.cities:
-        return f"{task['org']} is not among the cities of {database.folder}"
-    if len(cities) < task["visiting_city_number"]:
-        return f"{task['dest']} has {len(cities)} cities to visit, {task['visiting_city_number']} are asked for"
-    for a, b, date in ((task["org"], None, task["date"][0]), (None, task["org"], task["date"][-1])):
-        if not any(ways(task, database, mode, a or c, b or c, date) for mode in modes(task) for c in cities):
-            return f"no way from {a or task['dest']} to {b or task['dest']} on {date}"
-    for name, wish in task["local_constraint"].items():
-        eased = {**task, "local_constraint": {**task["local_constraint"], name: None}}
-        if wish and cheapest_route(*least_costs(eased, database))[0] < math.inf:
-            return f"no plan with {name} {wish}"
-    return f"too few places or ways in {task['dest']} for all that is asked"
-
-
-def splits(total, parts):
-    """All ways to cut `total` nights into `parts` stays of at least one night."""
-    for cuts in itertools.combinations(range(1, total), parts - 1):
-        yield [b - a for a, b in zip((0, *cuts), (*cuts, total))]
-
-
-def cheapest_plan(task, database, mode, route):
-    """The least cost plan along a route: every split of the nights, every city for every cuisine."""
-    wanted = tuple(task["local_constraint"].get("cuisine") or ())
-    stay, best = stay_costs(task, database, route), (math.inf,)
-    for nights in splits(task["days"] - 1, len(route)):
-        travel = sum(leg_cost(task, database, mode, *leg) for leg in legs(task, route, nights))
-        for owners in itertools.product(range(len(route)), repeat=len(wanted)):
-            masks = [sum(1 << i for i, owner in enumerate(owners) if owner == c) for c in range(len(route))]
-            cost = travel + sum(stay[n, mask, c] for c, (n, mask) in enumerate(zip(nights, masks)))
-            best = min(best, (cost, nights, masks))
-    _, nights, masks = best
-    hotels = [next(h[2] for h in lodgings(task, database, c) if h[1] <= n) for c, n in zip(route, nights)]
-    meals = [[meal.name for meal in cheapest_meals(menu(database, city, wanted), 3 * (n - 1))[mask][1]]
-             for city, n, mask in zip(route, nights, masks)]
-    sights = [list(venues(database, "attractions", city))[:n - 1] for city, n in zip(route, nights)]
-    rides = [ways(task, database, mode, *leg)[0][1] for leg in legs(task, route, nights)]
-    return lay_out(task, route, nights, rides, hotels, meals, sights)
-
-
-def legs(task, route, nights):
-    """[(from, to, date)] of a trip."""
-    days = [0, *itertools.accumulate(nights)]
-    return [(a, b, task["date"][day]) for a, b, day in zip([task["org"], *route], [*route, task["org"]], days)]
-
-
-def lay_out(task, route, nights, rides, hotels, meals, sights):
-    """The plan: meals beyond three for every full day go to the day of arrival, then to that of leaving."""
-    plan = [dict.fromkeys(("transportation", "breakfast", "attraction", "lunch", "dinner", "accommodation"), "-")
-            for _ in task["date"]]
-    start = 0
-    for c, city in enumerate(route):
-        end, full = start + nights[c], range(start + 1, start + nights[c])
-        slots = [(day, slot) for day in full for slot in ("breakfast", "lunch", "dinner")]
-        slots += [(start, slot) for slot in ("dinner", "lunch", "breakfast")]
-        slots += [(end, slot) for slot in ("breakfast", "lunch", "dinner")]
-        for (day, slot), name in zip(slots, meals[c]):
-            plan[day][slot] = f"{name}, {city}"
-        for day in range(start, end):
-            plan[day]["accommodation"] = f"{hotels[c]}, {city}"
-        for i, day in enumerate(full):
-            plan[day]["attraction"] = "".join(f"{name}, {city};" for name in sights[c][i::len(full)])
-        plan[start]["current_city"] = f"from {([task['org']] + route)[c]} to {city}"
-        plan[start]["transportation"] = rides[c]
-        for day in full:
-            plan[day]["current_city"] = city
-        start = end
-    plan[start]["current_city"], plan[start]["transportation"] = f"from {route[-1]} to {task['org']}", rides[-1]
-    return [{"day": i + 1, "current_city": day.pop("current_city"), **day} for i, day in enumerate(plan)]
 
 
 # ---- tasks --------------------------------------------------------------------------------------------------------
@@ -891,21 +435,6 @@ def queries(a):
 
 
 # ---- episodes -----------------------------------------------------------------------------------------------------
-def itinerary(plan):
-    """The plan as an agent's answer: names and flight numbers in brackets, the cities once a day."""
-    lines = []
-    for day in plan:
-        where, way = day["current_city"].removeprefix("from "), day["transportation"]
-        lines.append(f"Day {day['day']}: {where}")
-        if way.startswith("Flight Number: "):
-            lines.append(f"Flight from {where} [{way.split(',')[0].removeprefix('Flight Number: ')}]")
-        elif way != "-":
-            lines.append(f"{way.split(',')[0]} from {where}")
-        for slot in ("breakfast", "attraction", "lunch", "dinner", "accommodation"):
-            if day[slot] != "-":
-                lines.append(f"{slot.capitalize()}: [{day[slot].rstrip(';').rsplit(', ', 1)[0]}]")
-    return "\n".join(lines)
-
 
 def numbered(text, shown):
     """An answer with the number of its row before each meal and attraction that the tools have shown.
@@ -983,32 +512,6 @@ def good_draft(rng, task, database, costs, cities):
 
 def faults(verdict):
     return [name for name, (passed, _) in verdict["checks"].items() if passed is False]
-
-
-def searches(task, plan):
-    """[(thought, tool, arguments)] that tell all the plan is made of, in the order an agent would ask."""
-    mode, route = mode_of(plan), [ends(day)[1] for day in plan[:-1] if day["transportation"] != "-"]
-    steps = [(f"cities in {task['dest']}", "SearchCity", {"state": task["dest"]})] if len(route) > 1 else []
-    for day in plan:
-        if day["transportation"] != "-":
-            steps += way_searches(task, mode, *ends(day), task["date"][day["day"] - 1], day["transportation"])
-    return steps + [step for city in route for step in city_searches(city)]
-
-
-def city_searches(city):
-    return [(f"{table} in {city}", tool, {"city": city}) for table, (tool, _) in SEARCHES.items()]
-
-
-def way_searches(task, mode, a, b, date, way):
-    """Flights first, unless the wish is not to fly or the way out has shown that the trip goes by road; then a road."""
-    steps, free = [], not task["local_constraint"].get("transportation")
-    if mode == "air" or free and a == task["org"]:
-        steps.append((f"flight from {a} to {b}", "SearchFlight", {"departure": a, "destination": b, "date": date}))
-    if not way.startswith("Flight"):
-        word = "driving" if mode == "road" else "taxi"
-        arguments = {"departure": a, "destination": b, "mode": word}
-        steps.append((f"{word} from {a} to {b}", "GoogleDistanceMatrix", arguments))
-    return steps
 
 
 def side_looks(rng, task, database, mode, route):
@@ -1090,32 +593,6 @@ def account(task, database, plan):
     return f"{sums} = ${sum(dollars.values()):g}, within ${task['budget']:g}: the plan"
 
 
-def mode_of(plan):
-    return "road" if plan[0]["transportation"].startswith("Self-driving") else "air"
-
-
-def ends(day):
-    return day["current_city"].removeprefix("from ").split(" to ")
-
-
-def replies(steps, last, plan):
-    """The turns of an agent that makes these searches and then gives this plan."""
-    return [*(turn(*step) for step in steps), f"<think>{last}</think>\n<answer>\n{itinerary(plan)}\n</answer>"]
-
-
-def turn(thought, tool, arguments):
-    words = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
-    return f"<think>{thought}</think>\n<tool_call>{words}</tool_call>"
-
-
-def solver_replies(task, database):
-    """The turns of the solver as an agent to be evaluated: its least cost plan, or the reason why there is none."""
-    report = solve_report(task, database)
-    if report.plan:
-        return replies(searches(task, report.plan), "the plan", report.plan)
-    return [f"<think>{report.reason}</think>\n<answer>\nNo plan: {report.reason}\n</answer>"]
-
-
 def make_episode(a, task):
     """An episode of the solver as teacher; the reason where there is no plan or it is not a success."""
     rng, database = random.Random(f"{a.seed}/{task['id']}"), open_once(a.database)
@@ -1186,76 +663,6 @@ def mean(values):
 
 def mean_words(talks):
     return mean(sum(len(message["content"].split()) for message in talk) for talk in talks)
-
-
-# ---- drills -------------------------------------------------------------------------------------------------------
-def drills(a):
-    """What a tiny model learns from in place of a pre-trained one's knowledge: short exercises, or whole episodes, of
-    worlds other than the one it will play in. In a single world it would learn names by heart and not copy them."""
-    a.like, a.prompt, a.days, a.levels, a.split = "tiny", SHORT_PROMPT, [3], [4, 3, 3], "train"
-    a.styles = {"direct": 1}
-    with get_context("fork").Pool(a.workers) as pool:
-        rows = [row for part in pool.imap(partial(world_rows, a), range(a.worlds)) for row in part]
-    random.Random(a.seed).shuffle(rows)
-    write_jsonl(a.out, rows)
-    print(f"{len(rows)} {'episodes' if a.episodes else 'drills'} from {a.worlds} worlds, "
-          f"{mean_words(row['messages'] for row in rows):.0f} words each")
-
-
-def world_rows(a, w):
-    """World w's share of a.n rows. Its episodes, all successful, keep clear of the pairs and the dates of the small
-    world's held-out tasks, and of the cities that stand for the unseen ones there. Worlds differ in their month: of one
-    alone, the days on which no trip may start would never be learnt as such."""
-    a.dates = MONTHS[w % 12]
-    with tempfile.TemporaryDirectory() as folder:
-        write_world(folder, f"{a.seed}.{w}", a.dates)
-        if a.episodes:
-            own = {"database": folder, "prefix": f"world-{w}", "seed": f"{a.seed}.{w}"}
-            here = argparse.Namespace(**(vars(a) | own))
-            unseen, drawn = reserved(open_once(None)), (make_task(here, index) for index in itertools.count())
-            rows = (make_episode(here, task) for task in drawn if task and not unseen & {task["org"], task["dest"]})
-            rows = (row for row in rows if "messages" in row)
-        else:
-            rng, database = random.Random(f"drills/{a.seed}/{w}"), open_database(folder)
-            rows = (make_drill(rng, database, a.dates) for _ in itertools.count())
-        return list(itertools.islice(rows, cut(a.n, w, w + 1, a.worlds)))
-
-
-def make_drill(rng, database, dates):
-    """One exercise in copying what is shown: a query's next search for its way out or back, flights out and back, or
-    the lists of a city in another order."""
-    kind, can = rng.choices(("air", "road", "flights", "lists"), (2, 1, 1, 6))[0], False
-    while not can:
-        if task := sample_task(rng, database, rng.choice(LEVELS), 3, "tiny", dates):
-            city, ends = task["dest"], legs(task, [task["dest"]], [2])
-            can = {"air": "air" in modes(task) and all(database.flights(*end) for end in ends),
-                   "road": "road" in modes(task) and all(drive(database, a, b) for a, b, _ in ends),
-                   "flights": all(database.flight_dates(a, b) for a, b, _ in ends), "lists": True}[kind]
-    task["budget"] = 10 * rng.randint(20, 300)
-    see = lambda tool, **arguments: Episode.observation_message(Sandbox(database).call(tool, arguments))
-    if kind in ("air", "road"):
-        if kind == "road" and database.flights(*ends[0]):
-            task["local_constraint"]["transportation"] = "no flight"  # else it would be gone by air
-        way = {"air": "Flight", "road": "Self-driving"}[kind]
-        steps = [step for a, b, date in ends for step in way_searches(task, kind, a, b, date, way)]
-        done = rng.randrange(len(steps))
-        shown = "\n".join([write_query(rng, task, BRIEF), *(see(tool, **words) for _, tool, words in steps[:done])])
-        said = turn(*steps[done])
-    elif kind == "flights":
-        rides = [(a, b, rng.choice(database.flight_dates(a, b))) for a, b, _ in rng.sample(ends, 2)]
-        shown = "\n".join(see("SearchFlight", departure=a, destination=b, date=date) for a, b, date in rides)
-        said = "\n".join(f"Flight from {a} to {b} [{rng.choice(database.flights(a, b, date)).number}]"
-                         for a, b, date in rng.sample(rides, 2))
-    else:
-        lists = rng.sample(list(SEARCHES.items()), len(SEARCHES))
-        shown = "\n".join(see(tool, city=city) for _, (tool, _) in lists)
-        lines = [f"{rng.choice(labels)}: [{name}]" for table, (_, labels) in lists if table != "hotels"
-                 for name in venues(database, table, city)]
-        hotels = [name for name, rows in venues(database, "hotels", city).items()
-                  if all(row.minimum_nights <= 2 for row in rows)]  # of a trip of three days
-        lines += [f"Accommodation: [{rng.choice(hotels)}]"] if hotels else []
-        said = numbered("\n".join(rng.sample(lines, len(lines))), shown)
-    return {"messages": [{"role": "user", "content": shown}, {"role": "assistant", "content": said}]}
 
 
 # ---- subsets ------------------------------------------------------------------------------------------------------
@@ -1339,13 +746,11 @@ def flags(argv=None):
     }
     add = {}
     for function, words, own in (
-            (world, "the tables of a small world", "seed out"),
             (tasks, "solvable tasks with queries", "seed out database workers like exclude"),
             (queries, "put the tasks into words by endpoints",
              "seed out tasks endpoint key concurrency temperature pause"),
             (episodes, "successful episodes of the solver, or of teachers",
              "seed out database workers like tasks endpoint key concurrency temperature pause"),
-            (drills, "exercises or episodes from other worlds", "seed out workers"),
             (subsets, "the paper's data sets out of many tasks", "seed out tasks exclude"),
             (convert, "between our tasks and the published forms", "out tasks")):
         command = commands.add_parser(function.__name__, help=words)
@@ -1366,9 +771,6 @@ def flags(argv=None):
     add[episodes]("--styles", type=mix, default={"direct": 1}, help="direct:5,exploring:3,backtracking:2")
     add[episodes]("--model", help="folder or hub name of a teacher to play in vLLM here")
     add[episodes]("--context", type=int, default=32768, help="tokens of an episode of --model")
-    add[drills]("--n", type=int, default=4000, help="how many")
-    add[drills]("--worlds", type=int, default=8, help="drawn from this many worlds")
-    add[drills]("--episodes", action="store_true", help="whole episodes of the solver, not short exercises")
     add[subsets]("--sizes", type=numbers, default=[100, 200, 500, 1000, 2000], help="mixed at 4:3:3 [STAR]")
     add[subsets]("--alone", type=int, default=1000, help="tasks of one level alone [STAR]")
     add[convert]("--form", choices=("ours", "official", "star"), default="ours", help="the form that is written")

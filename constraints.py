@@ -1,10 +1,25 @@
-"""Judge plans: the 13 constraints of TravelPlanner under three rule sets, the score and the reward.
+"""
+Judge plans: TravelPlanner's thirteen constraints under three rule sets, the score, the reward.
+
+    (1) read    each field of a plan's days, as text, into the rows of the database that it names
+    (2) check   eight commonsense constraints, then up to five hard ones, which are reached only by
+                plans that are complete and name nothing that the database does not hold
+    (3) score   shares of what passed; reward makes one number of them
+
+Rule sets. `star` is what the STAR release rewards and the base of everything here. `official` is
+the TravelPlanner leaderboard's own code, which differs at the places marked C1 to C12. `strict` is
+star and then STRICT on top: each check that star passes is looked at once more for the holes that
+RL learns to use, so strict never passes what star fails. docs/rules.md says what each of the marks
+B1 to B33 and C1 to C12 stands for.
+
+Where the references raise on a malformed plan, the check that met the malformed value is False with
+a reason. A key that the task itself lacks is the caller's error: KeyError, naming the key.
 """
 import ast
 import math
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import groupby
 
 from format_plan import parse_plan
@@ -16,9 +31,11 @@ PLACES = ("current_city", *FIELDS)
 EMPTY = ("", "-")
 NOT_NEEDED = "You don't need to fill in the information for this or later days."
 HOUSE_RULES = ("smoking", "parties", "children under 10", "visitors", "pets")
-ROOM_TYPES = {"shared room": "Shared room", "private room": "Private room", "entire room": "Entire home/apt"}
+ROOM_TYPES = {"entire room": "Entire home/apt", "private room": "Private room",
+              "shared room": "Shared room"}
 SCORES = ("cs_micro", "cs_macro", "hard_micro", "hard_macro", "success")
-LONGEST = 2000  # characters: a longer field is searched for "from .. to" only so far, and is not kept in a memo
+LONGEST = 2000  # characters: "from .. to" is looked for only so far; a longer field is not kept
+
 
 def need(task, key):
     """task[key], or a KeyError that says whose fault it is."""
@@ -35,26 +52,31 @@ def literal(text):
         return text
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
-# What the fields of a plan say: pure functions of text and database, each with a bounded memo, because the plans of a
-# group and of a run repeat the same few thousand field texts. The records have slots because score reads them hundreds
-# of times a plan: with NamedTuples it is a tenth slower.
+# ---------------------------------------------------------------------------------------- reading
+# What the fields of a plan say. The plans of a group and of a run repeat the same few thousand
+# texts, so the answers are kept. The records have slots because score reads them hundreds of times
+# a plan: with NamedTuples it is a tenth slower.
+
+kept_answers = lru_cache(maxsize=1 << 16)
 
 # B2: from\s+(.+?)\s+to\s+([^,]+), written so that its time stays linear in a run of spaces
 FROM_TO = re.compile(r"from\s++(\S(?:.*?\S)??)\s++to\s+([^,]+)")
 STATE = re.compile(r"(.*?)\([^)]*\)")
-OFFICIAL_MODES = (("taxi", "taxi"), ("self-driving", "driving"), ("flight", "flight"))  # C2, the first that occurs
-OFFICIAL_KINDS = (("flight number", "flight"), ("self-driving", "driving"), ("taxi", "taxi"))  # C3
+# C2 and C3: the first of these words that occurs
+OFFICIAL_MODES = (("taxi", "taxi"), ("self-driving", "driving"), ("flight", "flight"))
+OFFICIAL_KINDS = (("flight number", "flight"), ("self-driving", "driving"), ("taxi", "taxi"))
 
 
 @dataclass(slots=True)
 class Venue:
     """What a meal, attraction or hotel text names."""
 
-    name: str
-    city: str
-    rows: tuple  # of that city, whose name contains that name (B4)
-    exact: tuple  # of that city, whose name is that name, case and outer spaces aside (strict)
+    field: str
+    text: object  # as written; a str if all is well
+    name: str = None  # None where the field is no text
+    city: str = None
+    rows: tuple = ()  # of that city, whose name contains that name (B4)
+    exact: tuple = ()  # of that city, whose name is that name, case and outer spaces aside (strict)
 
 
 @dataclass(slots=True)
@@ -64,15 +86,15 @@ class Ride:
     mode: str  # "flight", "taxi", "driving", or "" for none of them (official only)
     breaks: tuple  # the transportation constraints it breaks
     route: tuple  # (origin, destination), or (None, None)
-    flight: object  # its row, or None
-    car: int  # dollars for every five people
-    taxi: int  # dollars for every four people
     fault: str  # why the sandbox does not know it, or ""
+    flight: object = None  # its row
+    car: int = 0  # dollars for every five people
+    taxi: int = 0  # dollars for every four people
 
 
 @dataclass(slots=True)
 class Day:
-    """One examined day. "Filled" is B6: neither falsy nor exactly "-"."""
+    """One examined day. "Filled" is neither falsy nor exactly "-" (B6)."""
 
     number: int  # from 1
     item: dict  # the day as the agent wrote it
@@ -80,9 +102,10 @@ class Day:
     ends: tuple  # (from, to) on a day of travel, (None, None) if that cannot be read, else (city,)
     move: object  # the transportation if filled, else None
     ride: object  # its Ride; None where move is None or no text
-    meals: tuple  # of (field, text, Venue), one for each filled meal; Venue is None where the field is no text
-    sights: tuple  # the same for each attraction that is looked at (B15)
-    bed: tuple  # the same for the hotel, if any
+    meals: tuple  # of Venue, one for each filled meal
+    sights: tuple  # of Venue, one for each attraction that is looked at (B15)
+    bed: tuple  # of the hotel's Venue, if there is one
+    venues: tuple  # all of these
 
 
 @dataclass(slots=True)
@@ -96,24 +119,8 @@ class Trip:
     days: list  # of Day: the first task["days"] of the plan (B1)
 
 
-@lru_cache(maxsize=8)
-def memo(database, official):
-    """What texts say, for one database and reading: {current_city: ends}, {(transportation, current_city): Ride} and
-    for each of VENUES {text: what read_names found}."""
-    return {}, {}, {field: {} for field in VENUES}
-
-
-def keep(found, text, value):
-    """Put into a memo that stays small: no text longer than any real field, and a full memo starts anew."""
-    if len(text[0] if isinstance(text, tuple) else text) <= LONGEST:
-        if len(found) >= 1 << 16:
-            found.clear()
-        found[text] = value
-    return value
-
-
 def cut_state(city):
-    """C1: "City(State)" is "City"; "City (State)" is "City " with a space at its end, which no table holds."""
+    """C1: "City(State)" is "City", and "City (State)" is "City ", which no table holds."""
     found = STATE.match(city[:LONGEST])
     return found[1] if found else city
 
@@ -126,6 +133,7 @@ def from_to(text, official):
     return tuple(map(cut_state, found.groups())) if official else found.groups()
 
 
+@kept_answers
 def read_ends(text, official):
     """The cities of a current_city text: both ends where it says "from", else itself."""
     if "from" in text:
@@ -133,26 +141,32 @@ def read_ends(text, official):
     return (cut_state(text) if official else text,)
 
 
-def read_venue(database, text, field, official):
+def read_venue(text, field, database, official):
     """The Venue of a text: split at the last comma, the name no further back than its line (B3)."""
     comma, name, city = text.rfind(","), "-", "-"
     if comma not in (-1, len(text) - 1):
-        name, city = text[text.rfind("\n", 0, comma) + 1 : comma].strip(), text[comma + 1 :].strip()
+        name = text[text.rfind("\n", 0, comma) + 1 : comma].strip()
+        city = text[comma + 1 :].strip()
         city = cut_state(city).strip() if official else city
-    table = {"attraction": database.attractions, "accommodation": database.hotels}.get(field, database.restaurants)
-    rows, whole = table(city), text[: max(comma, 0)].strip().casefold()
+    if field == "attraction":
+        rows = database.attractions(city)
+    else:
+        rows = database.hotels(city) if field == "accommodation" else database.restaurants(city)
+    whole = text[: max(comma, 0)].strip().casefold()
     exact = tuple(row for row in rows if row.name.strip().casefold() == whole)
-    return Venue(name, city, tuple(row for row in rows if name in row.name), exact)
+    return Venue(field, text, name, city, tuple(row for row in rows if name in row.name), exact)
 
 
-def read_names(database, text, field, official):
-    """((field, text, Venue), ...) of the venues that a field names: any number of attractions, else one."""
-    texts = text.split(";")[:-1] if field == "attraction" else [text]  # B15
-    return tuple([(field, text, read_venue(database, text, field, official)) for text in texts])
+@kept_answers
+def read_venues(text, field, database, official):
+    """The Venues in a field: any number of attractions, each ended by ";" (B15), else one."""
+    texts = text.split(";")[:-1] if field == "attraction" else [text]
+    return tuple([read_venue(part, field, database, official) for part in texts])
 
 
-def read_ride(database, text, city, official):
-    """The Ride of a transportation text; where the text names no cities, current_city does (B12)."""
+@kept_answers
+def read_ride(text, city, database, official):
+    """The Ride of a transportation text; if it names no cities, current_city does (B12)."""
     route = from_to(text, official)
     if route[0] is None and city is not None:
         route = from_to(city, official)
@@ -166,14 +180,14 @@ def read_ride(database, text, city, official):
         breaks = {"flight": ("no flight",), "driving": ("no self-driving",)}.get(mode, ())
     if kind == "flight":
         flight, fault = find_flight(database, text, route)
-        return Ride(mode, breaks, route, flight, 0, 0, fault)
+        return Ride(mode, breaks, route, fault, flight)
     km, fault = find_road(database, route) if kind else (0, "")
-    car, taxi = int(km * 0.05) * (kind == "driving"), int(km) * (kind == "taxi")
-    return Ride(mode, breaks, route, None, car, taxi, fault)
+    car = int(km * 0.05) if kind == "driving" else 0
+    return Ride(mode, breaks, route, fault, None, car, int(km) if kind == "taxi" else 0)
 
 
 def find_flight(database, text, route):
-    """(row, fault) of the flight that a text names: number, origin and destination must be one row (B13)."""
+    """(row, fault) of the flight in a text: number, origin and destination are one row's (B13)."""
     if "Flight Number: " not in text:
         return None, 'a flight needs "Flight Number: " and its number'
     number = text.split("Flight Number: ")[1].split(",")[0]
@@ -195,29 +209,29 @@ def find_road(database, route):
     return row.km, ""
 
 
-def read_day(number, item, database, official, known):
-    """One item of a plan as a Day; known: the memo."""
-    cities, rides, names = known
-    city, move, ride, parts = item.get("current_city"), item.get("transportation"), None, []
+def read_day(number, item, database, official):
+    """One item of a plan as a Day."""
+    city, move = item.get("current_city"), item.get("transportation")
     home = city[:LONGEST] if isinstance(city, str) else None
+    ends = (None,) if home is None else read_ends(home, official)
     if not move or move == "-":
         move = None
-    elif isinstance(move, str):
-        ride = rides.get((move, home)) or keep(rides, (move, home), read_ride(database, move, home, official))
-    for field, texts in names.items():
+    ride = read_ride(move, home, database, official) if isinstance(move, str) else None
+    parts = []
+    for field in VENUES:
         value, found = item.get(field), ()
-        if value and value != "-":
-            found = texts.get(value) if isinstance(value, str) else ((field, value, None),)
-            if found is None:
-                found = keep(texts, value, read_names(database, value, field, official))
+        if isinstance(value, str):
+            found = read_venues(value, field, database, official) if value not in EMPTY else ()
+        elif value:
+            found = (Venue(field, value),)
         parts.append(found)
     breakfast, lunch, dinner, sights, bed = parts
-    ends = (None,) if home is None else cities.get(home) or keep(cities, home, read_ends(home, official))
-    return Day(number, item, city, ends, move, ride, breakfast + lunch + dinner, sights, bed)
+    meals = breakfast + lunch + dinner
+    return Day(number, item, city, ends, move, ride, meals, sights, bed, meals + sights + bed)
 
 
 def read_trip(task, plan, database, official):
-    """The Trip, or a sentence where the task's days, the plan or a day of it is not of the form it must have."""
+    """The Trip, or a sentence where days, plan or a day are not of the form they must have."""
     length = need(task, "days")
     if not isinstance(length, int):
         return "the task's days is not a whole number"
@@ -227,33 +241,39 @@ def read_trip(task, plan, database, official):
     for number, item in enumerate(items, 1):
         if not isinstance(item, dict):
             return f"day {number} is a {type(item).__name__}, not a table of fields"
-    known = memo(database, official)
-    days = [read_day(number, item, database, official, known) for number, item in enumerate(items, 1)]
+    days = [read_day(number, item, database, official) for number, item in enumerate(items, 1)]
     return Trip(task, database, official, False, days)
 
 
-# --------------------------------------------------------------------------------------------------------- commonsense
-# Each check takes a Trip and returns what is wrong, as a sentence that names day and field, or None when it passes.
+# ------------------------------------------------------------------------------------ commonsense
+# Each check takes a Trip and returns what is wrong, as a sentence that names day and field, or None
+# when it passes.
 
 
 def is_not_absent(trip):
-    """All days are there, all fields on them, the right number of cities, and at least half of the places filled in."""
+    """All days and fields are there, the right number of cities, at least half of the places."""
     length, complete = trip.task["days"], 0
     if length < 1:
         return f"the task has {length} days"
     for day in trip.days:
         if trip.official and day.item and "current_city" not in day.item:
             return f"day {day.number} has no current_city"
-        complete += bool(day.item if trip.official else day.city) and day.city != NOT_NEEDED  # B7, C7
+        told = day.item if trip.official else day.city  # B7, C7
+        complete += bool(told) and day.city != NOT_NEEDED
     if complete != length:
         return f"{complete} of {length} days are filled in"
-    reason = wrong_cities(trip) if trip.official or "visiting_city_number" in trip.task else None
+    reason = None
+    if trip.official or "visiting_city_number" in trip.task:
+        reason = wrong_cities(trip)
     for day in trip.days:
         reason = reason or empty_field(trip, day, day.item)
     if reason:
         return reason
-    filled = sum([1 for day in trip.days for value in day.item.values() if value and value != "-"])
-    return f"only {filled} of {6 * length} places are filled in" if filled < 3 * length else None  # B11
+    values = [value for day in trip.days for value in day.item.values()]
+    filled = len([value for value in values if value and value != "-"])
+    if filled < 3 * length:  # B11
+        return f"only {filled} of {6 * length} places are filled in"
+    return None
 
 
 def wrong_cities(trip):
@@ -273,7 +293,7 @@ def wrong_cities(trip):
 
 
 def empty_field(trip, day, item):
-    """B9, B10: every field is a key of every day, and is "" or "-" only where nothing is called for."""
+    """B9, B10: every day has every field; "" and "-" stand only where nothing is called for."""
     if not isinstance(day.city, str):
         return f"day {day.number}: current_city is not text"
     for field in FIELDS:
@@ -300,12 +320,14 @@ def is_valid_information_in_sandbox(trip):
         if trip.official and "transportation" not in day.item:  # C7
             return f"day {day.number} has no transportation"
         if day.move is not None and (day.ride is None or day.ride.fault):
-            return f"day {day.number}: transportation: {day.ride.fault if day.ride else 'is not text'}"
-        for field, _, venue in day.meals + day.sights + day.bed:
-            if venue is None:
-                return f"day {day.number}: {field} is not text"
+            fault = day.ride.fault if day.ride else "is not text"
+            return f"day {day.number}: transportation: {fault}"
+        for venue in day.venues:
+            if venue.name is None:
+                return f"day {day.number}: {venue.field} is not text"
             if not venue.rows:
-                return f"day {day.number}: {field}: there is no {venue.name!r:.80} in {venue.city!r:.40}"
+                return (f"day {day.number}: {venue.field}: there is no {venue.name!r:.80} "
+                        f"in {venue.city!r:.40}")
     return None
 
 
@@ -323,19 +345,19 @@ def repeated(trip, part):
     """The first meal or attraction whose text stood there before, or None."""
     seen = set()
     for day in trip.days:
-        for field, text, venue in getattr(day, part):
-            if venue is None and part == "sights":
-                return f"day {day.number}: {field} is not text"
-            if isinstance(text, (list, dict)):
+        for venue in getattr(day, part):
+            if venue.name is None and part == "sights":
+                return f"day {day.number}: {venue.field} is not text"
+            if isinstance(venue.text, (list, dict)):
                 continue  # met by the sandbox check
-            if text in seen:
-                return f"day {day.number}: {field} repeats {text!r:.80}"
-            seen.add(text)
+            if venue.text in seen:
+                return f"day {day.number}: {venue.field} repeats {venue.text!r:.80}"
+            seen.add(venue.text)
     return None
 
 
 def is_valid_accommodation(trip):
-    """A hotel's minimum nights are stayed, which is only looked at where exactly one row matches (B17)."""
+    """A hotel's minimum nights are stayed; only looked at where exactly one row matches (B17)."""
     stays = []  # [text, rows, first day, nights]
     for day in trip.days:
         if "accommodation" not in day.item:
@@ -346,7 +368,7 @@ def is_valid_accommodation(trip):
         if stays and stays[-1][0] == text:
             stays[-1][3] += 1
         else:
-            stays.append([text, day.bed[0][2].rows if day.bed else (), day.number, 1])
+            stays.append([text, day.bed[0].rows if day.bed else (), day.number, 1])
     for _, rows, first, nights in stays:
         if len(rows) == 1 and nights < rows[0].minimum_nights:
             return short_stay(first, rows[0], nights)
@@ -355,7 +377,8 @@ def is_valid_accommodation(trip):
 
 def short_stay(first, row, nights):
     """The sentence about a hotel that is left too early."""
-    return f"day {first}: accommodation: {row.name} asks for {row.minimum_nights:g} nights, the plan stays {nights}"
+    return (f"day {first}: accommodation: {row.name} asks for {row.minimum_nights:g} nights, "
+            f"the plan stays {nights}")
 
 
 def is_reasonable_visiting_city(trip):
@@ -373,7 +396,7 @@ def is_reasonable_visiting_city(trip):
 
 
 def broken_round(stops):
-    """Why the cities of a trip are not one stay each, or None. Both ends of a travel day count as stops."""
+    """Why the cities of a trip are not one stay each, or None. A travel day has two stops."""
     last, seen = len(stops) - 1, set()
     for i, city in enumerate(stops):
         if i and city == stops[i - 1]:
@@ -387,7 +410,7 @@ def broken_round(stops):
 
 
 def strange_stop(trip, stops):
-    """A stop that is no known city, or lies outside the state of a trip of more than three days; or None."""
+    """A stop that is no known city, or on more than three days outside of the state; or None."""
     cities = trip.database.cities
     long = trip.task["days"] > 3
     dest = need(trip.task, "dest") if long or not trip.official else None  # C12
@@ -426,7 +449,7 @@ def is_valid_information_in_current_city(trip):
 
 def out_of_town(trip, day):
     """The first field of the day that does not name a city of the day, or None."""
-    cities, move, venues = day.ends, day.item.get("transportation", "-"), day.meals + day.sights + day.bed
+    cities, move, venues = day.ends, day.item.get("transportation", "-"), day.venues
     if not isinstance(day.city, str):
         return "there is no current_city"
     if trip.official:
@@ -441,49 +464,55 @@ def out_of_town(trip, day):
     for city in cities if move != "-" else ():
         if city not in move:
             return f"transportation does not name {city:.40}"
-    last = cities[-1] if cities else ""
-    for field, text, venue in venues:
-        if venue is None:
-            return f"{field} is not text"
-        if last not in text and (field == "accommodation" or not any([city in text for city in cities])):
-            return f"{field} is not in {' or '.join(day.ends):.80}"
+    for venue in venues:
+        if venue.name is None:
+            return f"{venue.field} is not text"
+        for city in cities[-1:] if venue.field == "accommodation" else cities:
+            if city in venue.text:
+                break
+        else:
+            return f"{venue.field} is not in {' or '.join(day.ends):.80}"
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------- hard
-# Reached only by plans that pass GATE, so every filled field is text and every name has a row. wanted: what was asked.
+# ------------------------------------------------------------------------------------------- hard
+# Reached only by plans that pass GATE, so every filled field is text and every name has a row.
+# wanted: what the query asks for.
 
 
 def rows_of(trip, venue):
-    """The rows that must satisfy a hard check: the first match (B4); for strict all of exactly that name."""
+    """The rows that must satisfy a hard check: the first match (B4); in strict all of that name."""
     return venue.exact if trip.strict else venue.rows[:1]
+
+
+def nights_of(trip):
+    """(day number, row) of every night."""
+    beds = [(day.number, venue) for day in trip.days for venue in day.bed]
+    return [(number, row) for number, venue in beds for row in rows_of(trip, venue)]
 
 
 def valid_cuisine(trip, wanted):
     """Every cuisine asked for is served at some meal away from home (B21)."""
-    if not isinstance(wanted, (str, list, tuple, dict)) or not all(isinstance(cuisine, str) for cuisine in wanted):
+    names = wanted if isinstance(wanted, (str, list, tuple, dict)) else [wanted]
+    if not all(isinstance(cuisine, str) for cuisine in names):
         return "the task's cuisine is not a list of names"
-    if trip.official and len(set(wanted)) < len(wanted):  # C10: the leaderboard's code has no verdict here
+    if trip.official and len(set(wanted)) < len(wanted):  # C10: the official code has no verdict
         return "the task's cuisine names one twice"
     missing, org = list(wanted), need(trip.task, "org")
     for day in trip.days:
-        for _, _, venue in day.meals:
+        for venue in day.meals:
             if venue.city == org and trip.official:  # C10: the rest of the day is not looked at
                 break
-            if missing and venue.city != org:
-                rows = rows_of(trip, venue)
-                missing = [cuisine for cuisine in missing if any([cuisine not in row.cuisines for row in rows])]
+            if venue.city != org:
+                served = [row.cuisines for row in rows_of(trip, venue)]
+                missing = [cuisine for cuisine in missing
+                           if not all(cuisine in cuisines for cuisines in served)]
     return f"meals: none serves {missing[0]}" if missing else None
-
-
-def hotels(trip):
-    """(day number, row) of every night."""
-    return [(day.number, row) for day in trip.days for _, _, venue in day.bed for row in rows_of(trip, venue)]
 
 
 def valid_room_rule(trip, wanted):
     """No hotel forbids what was asked for (B23)."""
-    for number, row in hotels(trip):
+    for number, row in nights_of(trip):
         if wanted in HOUSE_RULES and f"No {wanted}" in row.house_rules:
             return f"day {number}: accommodation: {row.name} has the rule No {wanted}"
     return None
@@ -491,10 +520,12 @@ def valid_room_rule(trip, wanted):
 
 def valid_room_type(trip, wanted):
     """Every hotel has the kind of room asked for; an unknown kind passes (B22)."""
-    for number, row in hotels(trip):
-        kind = ROOM_TYPES.get(wanted, row.room_type) if isinstance(wanted, str) else row.room_type
-        if row.room_type != kind or (wanted == "not shared room" and row.room_type == "Shared room"):
-            return f"day {number}: accommodation: {row.name} is a {row.room_type}, not the {wanted} asked for"
+    kind = ROOM_TYPES.get(wanted) if isinstance(wanted, str) else None
+    for number, row in nights_of(trip):
+        shared = wanted == "not shared room" and row.room_type == "Shared room"
+        if shared or kind and row.room_type != kind:
+            return (f"day {number}: accommodation: {row.name} is a {row.room_type}, "
+                    f"not the {wanted} asked for")
     return None
 
 
@@ -502,15 +533,15 @@ def valid_transportation(trip, wanted):
     """No day travels in the way that was ruled out (B24)."""
     for day in trip.days:
         breaks = day.ride.breaks if day.ride else ()
-        if trip.strict and day.ride and "driving" in day.move.lower():  # "Self-driving, cheaper than a taxi" is no taxi
-            breaks += ("no self-driving",)
+        if trip.strict and day.ride and "driving" in day.move.lower():
+            breaks += ("no self-driving",)  # "Self-driving, cheaper than a taxi" is no taxi
         if wanted in breaks:
             return f"day {day.number}: transportation breaks {wanted!r}"
     return None
 
 
 def valid_cost(trip, _):
-    """Everything together stays within the budget (B25); of several rows of a name the dearest counts (strict)."""
+    """Everything stays within the budget (B25); of several rows of a name the dearest counts."""
     people, budget = need(trip.task, "people_number"), need(trip.task, "budget")
     if not isinstance(people, (int, float)) or not isinstance(budget, (int, float)):
         return "the task's people_number and budget must be numbers"
@@ -519,33 +550,32 @@ def valid_cost(trip, _):
         if day.ride is not None:
             seat = day.ride.flight.price if day.ride.flight else 0
             total += seat * people + day.ride.car * cars + day.ride.taxi * taxis
-        for _, _, venue in day.meals:
-            rows = rows_of(trip, venue)
-            total += people * (rows[0].cost if len(rows) == 1 else max([row.cost for row in rows]))
-        for _, _, venue in day.bed:
-            rooms = [row.price * math.ceil(people / (row.maximum_occupancy or 1)) for row in rows_of(trip, venue)]
-            total += max(rooms)
+        for venue in day.meals:
+            total += people * max([row.cost for row in rows_of(trip, venue)])
+        for venue in day.bed:
+            total += max([row.price * math.ceil(people / (row.maximum_occupancy or 1))
+                          for row in rows_of(trip, venue)])
     return f"the plan costs ${total:g}, the budget is ${budget:g}" if total > budget else None
 
 
-# -------------------------------------------------------------------------------------------------------------- strict
+# ----------------------------------------------------------------------------------------- strict
 # What strict asks of a check that star has passed, of the Trip that strict_trip gives.
 
 
 def strict_trip(trip):
-    """The plan as strict reads it: with the attraction after the last semicolon (B15), without what is no text."""
-    days, known = [], memo(trip.database, False)[2]["attraction"]
+    """The plan as strict reads it: with the attraction after the last ";" (B15), all of it text."""
+    days = []
     for day in trip.days:
         sights, last = day.item.get("attraction"), ""
         if isinstance(sights, str):
             last = sights.rpartition(";")[2].strip()
+        more = ()
         if last not in EMPTY:
-            last += ";"
-            more = known.get(last) or keep(known, last, read_names(trip.database, last, "attraction", False))
-            day = replace(day, sights=day.sights + more)
-        if any([venue is None for _, _, venue in day.meals + day.sights + day.bed]):
-            parts = [tuple(named for named in part if named[2]) for part in (day.meals, day.sights, day.bed)]
-            day = replace(day, meals=parts[0], sights=parts[1], bed=parts[2])
+            more = read_venues(last + ";", "attraction", trip.database, False)
+        if more or None in [venue.name for venue in day.venues]:
+            meals, sights, bed = (tuple(venue for venue in part if venue.name is not None)
+                                  for part in (day.meals, day.sights + more, day.bed))
+            day = replace(day, meals=meals, sights=sights, bed=bed, venues=meals + sights + bed)
         days.append(day)
     return replace(trip, strict=True, days=days)
 
@@ -563,14 +593,15 @@ def strict_absent(trip):
 
 
 def strict_sandbox(trip):
-    """Names are whole names of rows (B4), and flights fly on the day, at the times that are given (B13)."""
+    """Names are whole names of rows (B4), flights fly on the day and at the times given (B13)."""
     for day in trip.days:
         reason = wrong_flight(trip, day)
         if reason:
             return f"day {day.number}: transportation: {reason}"
-        for field, text, venue in day.meals + day.sights + day.bed:
+        for venue in day.venues:
             if not venue.exact:
-                return f"day {day.number}: {field}: {text!r:.80} is not the whole name and city of any"
+                return (f"day {day.number}: {venue.field}: {venue.text!r:.80} "
+                        "is not the whole name and city of any")
     return None
 
 
@@ -583,7 +614,8 @@ def wrong_flight(trip, day):
         return f"the task gives no date for day {day.number}"
     if flight.date != dates[day.number - 1]:
         return f"flight {flight.number} flies on {flight.date}, not on {dates[day.number - 1]}"
-    for word, time in (("Departure Time", flight.departure), ("Arrival Time", flight.arrival)):
+    times = ("Departure Time", flight.departure), ("Arrival Time", flight.arrival)
+    for word, time in times:
         stated = re.search(word + r":\s*(\d?\d:\d\d)", day.move[:LONGEST])
         if stated and stated[1].zfill(5) != time:
             return f"the {word.lower()} of flight {flight.number} is {time}, not {stated[1]}"
@@ -594,9 +626,9 @@ def strict_restaurants(trip, part="meals"):
     """No restaurant twice, however its name is spelled (B16)."""
     seen = set()
     for day in trip.days:
-        for field, _, venue in getattr(day, part):
+        for venue in getattr(day, part):
             if venue.exact and venue.exact in seen:
-                return f"day {day.number}: {field} repeats {venue.exact[0].name}"
+                return f"day {day.number}: {venue.field} repeats {venue.exact[0].name}"
             seen.add(venue.exact)
     return None
 
@@ -609,7 +641,7 @@ def strict_attractions(trip):
 def strict_accommodation(trip):
     """The minimum nights of every row that has the name; a short name does not dodge them (B17)."""
     first = 1
-    for rows, run in groupby([day.bed[0][2].exact if day.bed else () for day in trip.days]):
+    for rows, run in groupby([day.bed[0].exact if day.bed else () for day in trip.days]):
         nights = len(list(run))
         for row in rows:
             if nights < row.minimum_nights:
@@ -619,12 +651,12 @@ def strict_accommodation(trip):
 
 
 def strict_city(trip):
-    """The trip starts at home, however day 1 is written (B8), and a short one goes to dest too (B18)."""
+    """The trip starts at home, however day 1 reads (B8), and a short one goes to dest too (B18)."""
     stops, cities = [city for day in trip.days for city in day.ends], trip.database.cities
     org, dest = need(trip.task, "org"), need(trip.task, "dest")
     if stops[0] != org:
         return f"day 1: the trip starts at {stops[0]}, not at {org}"
-    to_city = trip.task["days"] <= 3 and isinstance(dest, str) and dest in cities  # else dest is a state
+    to_city = trip.task["days"] <= 3 and isinstance(dest, str) and dest in cities  # else a state
     for city in stops[1:-1]:
         if dest != (city if to_city else cities[city]):
             return f"current_city: the trip goes to {city}, not to {dest}"
@@ -632,17 +664,17 @@ def strict_city(trip):
 
 
 def strict_current_city(trip):
-    """Venues lie in a city of the day and the ride follows current_city, instead of merely naming it (B20)."""
+    """Venues lie in a city of the day, and the ride follows current_city (B20)."""
     for day in trip.days:
         if day.ride and len(day.ends) == 2 and day.ride.route != day.ends:
             return f"day {day.number}: transportation does not go from {' to '.join(day.ends):.80}"
-        for field, _, venue in day.meals + day.sights + day.bed:
-            if venue.city not in (day.ends[-1:] if field == "accommodation" else day.ends):
-                return f"day {day.number}: {field} is not in {' or '.join(day.ends):.80}"
+        for venue in day.venues:
+            if venue.city not in (day.ends[-1:] if venue.field == "accommodation" else day.ends):
+                return f"day {day.number}: {venue.field} is not in {' or '.join(day.ends):.80}"
     return None
 
 
-# --------------------------------------------------------------------------------------------------------------- score
+# ------------------------------------------------------------------------------------------ score
 
 COMMONSENSE = {
     "is_not_absent": is_not_absent,
@@ -654,7 +686,7 @@ COMMONSENSE = {
     "is_valid_transportation": is_valid_transportation,
     "is_valid_accommodation": is_valid_accommodation,
 }
-GATE = ("is_not_absent", "is_valid_information_in_sandbox")  # the hard checks are reached through these two
+GATE = ("is_not_absent", "is_valid_information_in_sandbox")  # the hard checks lie behind these
 HARD = {  # name: (key of local_constraint, check)
     "valid_cost": (None, valid_cost),
     "valid_room_rule": ("house rule", valid_room_rule),
@@ -662,7 +694,7 @@ HARD = {  # name: (key of local_constraint, check)
     "valid_cuisine": ("cuisine", valid_cuisine),
     "valid_transportation": ("transportation", valid_transportation),
 }
-STRICT = {  # commonsense checks that strict looks at again; hard ones are run a second time over the exact rows
+STRICT = {  # what strict looks at again; hard checks are run a second time, over the exact rows
     "is_not_absent": strict_absent,
     "is_valid_information_in_sandbox": strict_sandbox,
     "is_valid_information_in_current_city": strict_current_city,
@@ -676,52 +708,60 @@ read_constraint = lru_cache(maxsize=4096)(literal)
 
 
 def score(task, plan, database, rules="star"):
-    """The verdict on a plan: five scores in [0, 1] and "checks": {name: [True | False | None, reason or None]}.
+    """The verdict on a plan: five scores in [0, 1] and "checks": {name: [verdict, reason or None]}.
 
-    None: the check does not apply, or was not reached. Never raises on a plan; KeyError for a key the task lacks.
+    A verdict is True, False, or None where the check does not apply or was not reached. Never
+    raises on a plan; KeyError for a key that the task lacks.
     """
     if rules not in RULES:
         raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(RULES)}")
+    checks = {name: [None, None] for name in (*COMMONSENSE, *HARD)}
     trip = read_trip(task, plan, database, rules == "official") if plan else None
-    if not isinstance(trip, Trip):
-        return summary({name: [trip and False, trip] for name in COMMONSENSE} | {name: [None, None] for name in HARD})
-    strict, checks = strict_trip(trip) if rules == "strict" else None, {}
+    if not isinstance(trip, Trip):  # no plan (B26), or a sentence about it
+        return summary(checks | {name: [trip and False, trip] for name in COMMONSENSE})
+    strict = strict_trip(trip) if rules == "strict" else None
     for name, check in COMMONSENSE.items():
         reason = check(trip)
         if strict and reason is None and name in STRICT:
             reason = STRICT[name](strict)
-        checks[name] = [True, None] if reason is None else failure(reason)
-    checks |= {name: [None, None] for name in HARD}
+        checks[name] = verdict_of(reason)
     if checks[GATE[0]][0] and checks[GATE[1]][0]:
         judge_hard(trip, strict, checks)
     return summary(checks)
 
 
-def failure(reason):
-    """[False, reason on one line]; names in the tables may hold line breaks."""
-    return [False, " ".join(reason.split())]
+def verdict_of(reason):
+    """[True, None], or [False, reason on one line]; names in the tables may hold line breaks."""
+    return [True, None] if reason is None else [False, " ".join(reason.split())]
 
 
 def judge_hard(trip, strict, checks):
-    """Fill in the hard checks that apply; trip and strict are the same plan, strict None for the other rule sets."""
-    asked = trip.task.get("local_constraint", {}) if not trip.official else need(trip.task, "local_constraint")
-    asked = read_constraint(asked) if isinstance(asked, str) else asked  # B27
+    """Fill in the hard checks that apply. strict: the Trip as strict reads it, or None."""
+    asked = trip.task.get("local_constraint", {})
+    if trip.official:
+        need(trip.task, "local_constraint")
+    if isinstance(asked, str):  # B27
+        asked = read_constraint(asked)
     for name, (key, check) in HARD.items():
         if key and not isinstance(asked, dict):
             checks[name] = [False, "the task's local_constraint is not a table of constraints"]
             continue
         if key and trip.official and key not in asked:  # C9
-            raise KeyError(f"the task {trip.task.get('id', '')!r} has no {key!r} in its local_constraint")
-        wanted = asked.get(key) if key else None
-        applies = wanted is not None if trip.official and key != "cuisine" else wanted  # C9
-        if applies or not key:
-            reason = check(trip, wanted) or (check(strict, wanted) if strict else None)
-            checks[name] = [True, None] if reason is None else failure(reason)
+            raise KeyError(f"the task {trip.task.get('id', '')!r} has no {key!r} "
+                           "in its local_constraint")
+        wanted = asked.get(key) if key else "the budget"
+        if not wanted and (wanted is None or key == "cuisine" or not trip.official):  # C9
+            continue
+        reason = check(trip, wanted)
+        if reason is None and strict:
+            reason = check(strict, wanted)
+        checks[name] = verdict_of(reason)
 
 
 def summary(checks):
-    """The five scores of a set of checks (B26): micro is the share that passed, the others are all or nothing."""
-    common, hard = [checks[name][0] for name in COMMONSENSE], [checks[name][0] for name in HARD]
+    """The five scores of a set of checks (B26): micro is a share, the others are all or nothing."""
+    common = [checks[name][0] for name in COMMONSENSE]
+    hard = [checks[name][0] for name in HARD]
     right, asked = hard.count(True), len(hard) - hard.count(None)
     cs_macro, hard_macro = all(common), asked == right > 0
     return {
@@ -735,14 +775,21 @@ def summary(checks):
 
 
 def reward(score, kind):
-    """ "sum" 0..5: all five scores | "macro" 0..3: the all-or-nothing ones | "success" 0..1 (paper section 3)."""
+    """A score as a number [STAR, section 3]: "sum" of all five parts, 0 to 5; "macro", 0 to 3, of the
+    all-or-nothing ones; "success", 0 or 1."""
     names = {"sum": SCORES, "macro": ("cs_macro", "hard_macro", "success"), "success": ("success",)}
     if kind not in names:
         raise ValueError(f"reward kind is {kind!r}; it must be one of {', '.join(names)}")
     return sum(score[name] for name in names[kind])
 
 
-def judge(task, answer, database, rules="star"):
-    """(plan, score) of an itinerary text; no answer, or no plan in it, scores zero."""
+def judge(task, answer, database):
+    """(plan, score) of an itinerary text; no answer, or no plan in it, scores zero.
+
+    The score is star's, with "official" and "strict" beside it: success by the other two rule sets.
+    """
     plan = parse_plan(answer, task, database) if answer is not None else None
-    return plan, score(task, plan, database, rules)
+    verdict = score(task, plan, database)
+    for rules in ("official", "strict"):
+        verdict[rules] = score(task, plan, database, rules)["success"]
+    return plan, verdict

@@ -660,6 +660,24 @@ def parse_plan(text, task, database):
     return plan if any(day[slot] != "-" for day in plan for slot in FIELDS[1:]) else None
 
 
+def itinerary(plan):
+    """The plan as an agent's answer: names and flight numbers in brackets, the cities once a day."""
+    lines = []
+    for day in plan:
+        where, way = day["current_city"].removeprefix("from "), day["transportation"]
+        lines.append(f"Day {day['day']}: {where}")
+        if way.startswith("Flight Number: "):
+            number = way.split(",")[0].removeprefix("Flight Number: ")
+            lines.append(f"Flight from {where} [{number}]")
+        elif way != "-":
+            lines.append(f"{way.split(',')[0]} from {where}")
+        for slot in SLOTS:
+            if day[slot] != "-":
+                name = day[slot].rstrip(";").rsplit(", ", 1)[0]
+                lines.append(f"{slot.capitalize()}: [{name}]")
+    return "\n".join(lines)
+
+
 # ---------------------------------------------------------------- by an LLM
 PROMPT = """You turn travel itineraries into JSON. You get the traveller's request and the itinerary that an assistant
 wrote for it. Reply with a JSON list and nothing else: one object per day of the trip, in order, each with these keys,

@@ -1,28 +1,25 @@
 """
 Supervised fine-tuning: teach a model to play by imitating the replies of successful episodes.
 
-    (1) render each episode with the chat template into token ids and a mask: 1 on the policy's replies and their
-        end token, 0 on the prompt, the observations and the template
-    (2) draw a batch of episodes, cut it into micro-batches by tokens, the same number of them on every rank
+    (1) render each episode with the chat template into token ids and a mask: 1 on the policy's
+        replies and their end token, 0 on the prompt, the observations and the template
+    (2) draw a batch of episodes, and cut it into micro-batches, as many on every rank
     (3) loss = - sum over policy tokens of log pi / policy tokens of the whole batch, all ranks
     (4) AdamW with linear warm-up and cosine decay under DeepSpeed ZeRO-3; go to (2)
 
-Departs from the paper's LLaMA-Factory set-up [1, app. C] in two places: episodes longer than --cutoff are dropped and
-counted instead of cut in the middle, and the loss is a mean over the batch's tokens, not over each micro-batch's.
+Departs from the paper [1, app. C] in two places: episodes longer than --cutoff are dropped and
+counted instead of cut, and the loss is a mean over the batch's tokens, not each micro-batch's.
 [1] STAR, arXiv:2603.21972
 
 Reads   a HF folder or hub name, a jsonl of episodes (anything with "messages")
-Writes  OUT/ (a HF folder: safetensors, config, tokenizer), OUT/log.jsonl, OUT/checkpoints/ (to resume from)
+Writes  OUT/ (a HF folder: safetensors, config, tokenizer), OUT/log.jsonl, OUT/checkpoints/
 
-1 GPU   torchrun --standalone sft.py --model Qwen/Qwen2.5-1.5B-Instruct --data data/sft.jsonl --out out/sft
-8 GPUs  torchrun --standalone --nproc_per_node 8 sft.py --model Qwen/Qwen2.5-7B-Instruct --data data/sft.jsonl
-no GPU  python tiny.py model --corpus data/drills.jsonl --out out/tiny/init     a 2M-parameter Qwen2 to try it with
+    torchrun --standalone --nproc_per_node 8 sft.py --model Qwen/Qwen2.5-7B-Instruct --out out/sft
 
-For another task, supply episodes with "messages" and read_jsonl; nothing below knows about travel.
+Nothing below knows about travel: for another task, supply episodes with "messages".
 """
 import argparse
 import datetime
-import itertools
 import json
 import logging
 import math
@@ -35,108 +32,121 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from evaluate import read_jsonl
+from evaluate import read_jsonl, write_jsonl
+from sandbox import between
 
-# Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden size, V vocabulary.
+# Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
+# size, V vocabulary.
+LOGITS = 30_000_000  # numbers: the loss never holds more logits at a time (120 MB in float32)
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The docstring as it is written, and behind each flag its default."""
 
 
 def flags():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = p.add_argument
-    # what
-    add("--model",      default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name to start from")
-    add("--data",       default="data/sft.jsonl", help="episodes to imitate, one per line, with 'messages'")
-    add("--out",        default="out/sft", help="folder of the trained model, its log and its checkpoints")
-    # optimisation
-    add("--epochs",     type=float, default=4, help="passes over the data [1: 4, and 6 for 1.5B]")
-    add("--batch",      type=int,   default=32, help="episodes per update, all ranks together [1]")
-    add("--lr",         type=float, default=5e-6, help="peak learning rate [1]")
-    add("--warmup",     type=float, default=0.1, help="fraction of the updates with rising learning rate [1]")
-    add("--min-lr",     type=float, default=0.0, help="the cosine ends at this fraction of --lr")
-    add("--weight-decay", type=float, default=0.0, help="AdamW's decoupled decay")
-    add("--grad-clip",  type=float, default=1.0, help="gradients are scaled down to this norm")
-    add("--seed",       type=int,   default=0, help="order of the episodes")
-    add("--steps",      type=int,   default=0, help="stop after this many updates; 0: as --epochs says")
-    # memory
-    add("--cutoff",     type=int,   default=20480, help="longest episode in tokens; longer ones are dropped [1]")
-    add("--pack-tokens", type=int,  default=20480, help="tokens per micro-batch, padding included")
-    add("--logp-chunk", type=int,   default=1024, help="tokens whose logits exist at a time")
-    add("--attn",       default="auto", choices=["auto", "flash_attention_2", "sdpa"], help="auto: flash if installed")
-    add("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them in backward")
-    # running
-    add("--save-every", type=int,   default=0, help="updates between checkpoints to resume from; 0: none")
-    add("--resume",     action="store_true", help="go on from the last checkpoint in --out, if there is one")
-    # planning
-    add("--plan",       action="store_true", help="print what will fill each GPU, without one, and leave; 1: too much")
-    add("--gpus",       type=int,   default=8, help="--plan for this many, all nodes together")
-    add("--gpu-gib",    type=float, default=80, help="--plan for GPUs of this much memory")
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    add = p.add_argument_group("what").add_argument
+    add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name to start from")
+    add("--data", default="data/sft.jsonl", help="episodes to imitate, one per line")
+    add("--out", default="out/sft", help="folder of the trained model, its log and checkpoints")
+    add = p.add_argument_group("learn").add_argument
+    add("--epochs", type=float, default=4, help="passes over the data [1: 4, and 6 for 1.5B]")
+    add("--steps", type=int, default=0, help="updates; 0: as many as --epochs says")
+    add("--batch", type=int, default=32, help="episodes per update, all ranks together [1]")
+    add("--lr", type=float, default=5e-6, help="peak learning rate [1]")
+    add("--warmup", type=float, default=0.1, help="first share of the updates, of rising rate [1]")
+    add("--min-lr", type=float, default=0.0, help="the cosine ends at this share of --lr")
+    add("--seed", type=int, default=0, help="of the order of the episodes")
+    add = p.add_argument_group("memory (python memory.py sft tells what fits)").add_argument
+    add("--cutoff", type=int, default=20480, help="tokens of the longest episode; longer ones are "
+                                                  "dropped [1]")
+    add("--pack-tokens", type=int, default=20480, help="tokens per micro-batch, with padding")
+    add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
+        help="attention of the trainer; auto: flash attention where it is installed")
+    add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
+    add = p.add_argument_group("running").add_argument
+    add("--save-every", type=int, default=0, help="updates between checkpoints; 0: none")
+    add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
     return p.parse_args()
 
 
-# ------------------------------------------------------------------------------------------------------------ data
+# ------------------------------------------------------------------------------------------- data
+
+
+class Rendered(NamedTuple):
+    """An episode as tokens."""
+    ids: list  # prompt, replies, observations
+    mask: list  # 1 on the policy's tokens
 
 
 def render(messages, tokenizer):
     """Messages -> (ids, mask), token for token what an engine sees and says when it plays them.
 
-    Replies are tokenised on their own, as sampled tokens are, and never across a template boundary. The end token
-    belongs to the reply (mask 1), the newline after it to the template (mask 0):
+    Replies are tokenised on their own, as sampled tokens are, and never across a template boundary.
+    The end token belongs to the reply (mask 1), the newline after it to the template (mask 0):
 
-        <|im_start|>assistant\\n  think  call  <|im_end|>  \\n<|im_start|>user\\n ...
+        <|im_start|>assistant\n  think  call  <|im_end|>  \n<|im_start|>user\n ...
               0                    1     1        1            0
     """
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-    ids = encode(tokenizer.apply_chat_template(messages[:first], tokenize=False, add_generation_prompt=True))
-    mask = [0] * len(ids)
-    for previous, message in zip([None] + messages[first:], messages[first:]):
-        if message["role"] == "assistant":
-            if previous is not None:
-                tokens = encode("<|im_start|>assistant\n")
-                ids, mask = ids + tokens, mask + [0] * len(tokens)
-            tokens, value = encode(message["content"]) + [tokenizer.eos_token_id], 1
-        else:
-            tokens, value = encode(f"\n<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"), 0
-        ids, mask = ids + tokens, mask + [value] * len(tokens)
-    return ids, mask
+    def encode(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    roles = [message["role"] for message in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(messages)
+    prompt = tokenizer.apply_chat_template(messages[:first], tokenize=False,
+                                           add_generation_prompt=True)
+    rendered = Rendered(encode(prompt), [])
+    rendered.mask.extend([0] * len(rendered.ids))
+    for message in messages[first:]:
+        said = message["role"] == "assistant"
+        text = message["content"] if said else between(message)
+        tokens = encode(text) + [tokenizer.eos_token_id] * said
+        rendered.ids.extend(tokens)
+        rendered.mask.extend([int(said)] * len(tokens))
+    return rendered
 
 
 def load_samples(path, tokenizer, cutoff):
-    """A jsonl of episodes -> samples {"ids", "mask"}; those longer than `cutoff` tokens are dropped and counted."""
-    samples, too_long = [], 0
+    """Episodes -> rendered ones, and how many were dropped: over `cutoff` tokens, or no reply."""
+    samples, dropped = [], 0
     for line, episode in enumerate(read_jsonl(path), 1):
         if not isinstance(episode.get("messages"), list):
-            sys.exit(f"{path}:{line}: no 'messages' list; each line must be an episode as synth.py writes them")
-        ids, mask = render(episode["messages"], tokenizer)
-        if len(ids) > cutoff or not any(mask):
-            too_long += 1
+            sys.exit(f"{path}:{line}: no 'messages' list; each line must be an episode as synth.py "
+                     "writes them")
+        sample = render(episode["messages"], tokenizer)
+        if len(sample.ids) > cutoff or not any(sample.mask):
+            dropped += 1
         else:
-            samples.append({"ids": ids, "mask": mask})
+            samples.append(sample)
     if not samples:
-        sys.exit(f"{path}: no episode to train on ({too_long} longer than --cutoff {cutoff} or without a reply)")
-    return samples, too_long
+        sys.exit(f"{path}: no episode to train on ({dropped} longer than --cutoff {cutoff} or "
+                 "without a reply)")
+    return samples, dropped
 
 
 def batch_of(step, n, size, seed):
-    """Indices of update `step`'s episodes: consecutive cuts of a new shuffle each epoch, a function of step alone."""
+    """Indices of update `step`'s episodes: cuts of a new shuffle each epoch, a function of step."""
     places = range(step * size, (step + 1) * size)
-    order = {e: random.Random(f"{seed}/{e}").sample(range(n), n) for e in {i // n for i in places}}
-    return [order[i // n][i % n] for i in places]
+    epochs = {place // n for place in places}
+    order = {epoch: random.Random(f"{seed}/{epoch}").sample(range(n), n) for epoch in epochs}
+    return [order[place // n][place % n] for place in places]
 
 
-# ------------------------------------------------------------------------------------------------------------ loss
+# ------------------------------------------------------------------------------------------- loss
 
 
 class ChunkedLogps(torch.autograd.Function):
-    """log pi and entropy of given tokens from hidden states, without ever holding the (N, V) logits.
+    """log pi and entropy of given tokens from hidden states, without ever holding (N, V) logits.
 
-    (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward walk over chunks of `chunk` tokens; backward computes the
-    chunk's logits again. With p = softmax(h W^T / t): d logp_y / d logits = (onehot_y - p) / t. No gradient flows
-    through the entropy, which is only watched.
+    (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward walk over chunks of `chunk` tokens, and
+    backward computes a chunk's logits again. With p = softmax(h W^T / t): d logp_y / d logits =
+    (onehot_y - p) / t. No gradient flows through the entropy, which is only watched.
     """
 
     @staticmethod
@@ -145,9 +155,10 @@ class ChunkedLogps(torch.autograd.Function):
         for i in range(0, len(hidden), chunk):
             logits = (hidden[i : i + chunk] @ weight.T).float().div_(temperature)  # (chunk, V)
             total = logits.logsumexp(-1)
-            logps[i : i + chunk] = logits.gather(-1, targets[i : i + chunk, None]).squeeze(-1) - total
+            chosen = logits.gather(-1, targets[i : i + chunk, None]).squeeze(-1)
+            logps[i : i + chunk] = chosen - total
             p = (logits - total[:, None]).exp_()
-            entropy[i : i + chunk] = total - logits.mul_(p).sum(-1)  # - sum p log p = log Z - sum p l
+            entropy[i : i + chunk] = total - logits.mul_(p).sum(-1)  # - sum p log p
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy)
@@ -159,151 +170,172 @@ class ChunkedLogps(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for i in range(0, len(hidden), ctx.chunk):
-            h, y, g = hidden[i : i + ctx.chunk], targets[i : i + ctx.chunk, None], grad[i : i + ctx.chunk, None].float()
+            h, y = hidden[i : i + ctx.chunk], targets[i : i + ctx.chunk, None]
+            g = grad[i : i + ctx.chunk, None].float()
             logits = (h @ weight.T).float().div_(ctx.temperature)  # (chunk, V)
-            d = torch.softmax(logits, -1).mul_(-g).scatter_add_(-1, y, g).div_(ctx.temperature).to(h.dtype)
+            d = torch.softmax(logits, -1).mul_(-g).scatter_add_(-1, y, g)
+            d = d.div_(ctx.temperature).to(h.dtype)
             grad_hidden[i : i + ctx.chunk] = d @ weight
             grad_weight += d.T @ h
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 class Policy(torch.nn.Module):
-    """A causal language model whose forward gives log-probabilities and entropies of chosen tokens, never logits."""
+    """A causal language model that gives log-probabilities of chosen tokens, never logits."""
 
-    def __init__(self, lm, chunk):
+    def __init__(self, lm):
         super().__init__()
-        self.lm, self.chunk = lm, chunk
-        # the head's own forward is replaced, so that ZeRO-3 gathers its weight once per pass and not once per chunk
-        lm.lm_head.forward = lambda hidden, targets, t: ChunkedLogps.apply(hidden, lm.lm_head.weight, targets, t, chunk)
+        self.lm = lm
+        # the head's own forward is replaced, so that ZeRO-3 gathers its weight once per pass and
+        # not once per chunk
+        lm.lm_head.forward = self.head
+
+    def head(self, hidden, targets, temperature):
+        weight = self.lm.lm_head.weight  # (V, H)
+        chunk = max(1, min(1024, LOGITS // len(weight)))
+        return ChunkedLogps.apply(hidden, weight, targets, temperature, chunk)
 
     def forward(self, ids, positions, keep, temperature=1.0):
-        """ids, positions (B, T), keep (B, T) True on the tokens asked for -> their logps (N,), entropy (N,)"""
+        """(B, T) each: ids, positions, keep (True on tokens asked for) -> logps, entropy, (N,)"""
         # without use_cache=False, packed samples attend to each other under sdpa
-        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]  # (B, T, H)
+        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         return self.lm.lm_head(hidden[:, :-1][keep[:, 1:]], ids[:, 1:][keep[:, 1:]], temperature)
 
 
 def collate(samples, packed, device):
-    """A micro-batch of samples -> ids, positions, keep, each (B, T).
+    """A micro-batch of what has ids and mask -> ids, positions, keep, each (B, T).
 
-    Packed: one row, positions restart with each sample, from which the variable-length attention reads the borders.
-    Padded: a row per sample, on the right, where no real token attends to it. No samples (a rank without work still
-    makes its forward, or ZeRO-3 hangs): one row of two tokens whose loss is multiplied by zero.
+    Packed: one row, in which positions restart with each sample, from which the variable-length
+    attention reads the borders. Padded: a row per sample, on the right, where no real token attends
+    to it. No samples: two tokens, because ZeRO-3 hangs unless a rank without work makes its forward
+    too; their loss is multiplied by zero.
     """
-    if not samples:
-        return torch.zeros(1, 2, dtype=torch.long, device=device), torch.arange(2, device=device)[None], \
-            torch.tensor([[False, True]], device=device)
-    rows = [sum((s["ids"] for s in samples), [])] if packed else [s["ids"] for s in samples]
-    keeps = [sum((s["mask"] for s in samples), [])] if packed else [s["mask"] for s in samples]
-    width = max(map(len, rows))
-    positions = [i for s in samples for i in range(len(s["ids"]))] if packed else list(range(width))
-    ids = torch.tensor([r + [0] * (width - len(r)) for r in rows], device=device)
-    keep = torch.tensor([k + [0] * (width - len(k)) for k in keeps], device=device).bool()
-    return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep
+    rows = [(s.ids, s.mask) for s in samples] or [([0, 0], [0, 1])]
+    width = max(len(ids) for ids, _ in rows)
+    positions = list(range(width))
+    if packed:
+        positions = [i for ids, _ in rows for i in range(len(ids))]
+        rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
+        width = len(positions)
+    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
+    keep = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in rows], device=device)
+    return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
 
 
-def cut(lengths, world, budget, packed):
-    """Cut a batch into micro-batches: [rank][micro] -> indices. Equal counts on all ranks, tokens balanced.
+def pack(lengths, budget, packed):
+    """Cut a batch into micro-batches [[index]] of at most `budget` tokens, or of a single sample.
 
-    A micro-batch holds at most `budget` tokens (padding included when not packed) or a single sample. Samples go in
-    by falling length, so padding is small; micro-batches are dealt by falling cost to the rank with the least so far.
+    Padding counts, unless packed; samples go in by falling length, so it is small.
     """
+    def tokens(micro):
+        longest = lengths[micro[0]]
+        return sum(lengths[i] for i in micro) if packed else longest * len(micro)
+
     micros = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        last = micros[-1] if micros else None
-        cost = lambda: sum(lengths[j] for j in [*last, i]) if packed else lengths[last[0]] * (len(last) + 1)
-        if last and cost() <= budget:
-            last.append(i)
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if micros and tokens([*micros[-1], i]) <= budget:
+            micros[-1].append(i)
         else:
             micros.append([i])
-    ranks, most = [[] for _ in range(world)], math.ceil(len(micros) / world)
-    tokens = lambda micros: sum(lengths[i] for micro in micros for i in micro)
-    for micro in sorted(micros, key=lambda micro: -tokens([micro])):
-        min((r for r in ranks if len(r) < most), key=tokens).append(micro)
-    return [r + [[]] * (most - len(r)) for r in ranks]
+    return micros
 
 
-def learning_rate(step, steps, a):
-    """Linear warm-up over the first --warmup of the updates, then a cosine down to --min-lr times the peak."""
-    warm = max(1, round(a.warmup * steps))
+def deal(lengths, ranks, budget, packed):
+    """A batch's micro-batches, dealt out to the ranks: [rank][micro] -> indices.
+
+    All ranks get as many, or ZeRO-3 hangs, and about as many tokens: the longest goes first, each
+    to the rank with the least so far.
+    """
+    def tokens(micro):
+        return sum(lengths[i] for i in micro)
+
+    micros = sorted(pack(lengths, budget, packed), key=tokens, reverse=True)
+    most, hands, held = math.ceil(len(micros) / ranks), [[] for _ in range(ranks)], [0] * ranks
+    for micro in micros:
+        r = min((r for r in range(ranks) if len(hands[r]) < most), key=held.__getitem__)
+        hands[r].append(micro)
+        held[r] += tokens(micro)
+    return [hand + [[]] * (most - len(hand)) for hand in hands]
+
+
+def learning_rate(step, steps, args):
+    """Linear warm-up over the first --warmup of the updates, then a cosine down to --min-lr."""
+    warm = max(1, round(args.warmup * steps))
     if step < warm:
-        return a.lr * (step + 1) / warm
-    return a.lr * (a.min_lr + (1 - a.min_lr) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))))
+        return args.lr * (step + 1) / warm
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+    return args.lr * (args.min_lr + (1 - args.min_lr) * cosine)
 
 
-# -------------------------------------------------------------------------------------------------------- machines
+# --------------------------------------------------------------------------------------- machines
 
 
 def setup():
-    """Join the other ranks (torchrun's environment, or one rank without it). -> rank, world, device"""
+    """Join the other ranks (torchrun's environment, or one rank without) -> rank, ranks, device"""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": port}
     os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        known = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # DeepSpeed looks for ninja
+    here = os.path.dirname(sys.executable)
+    os.environ["PATH"] = here + os.pathsep + os.environ["PATH"]  # DeepSpeed looks for ninja
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False,
-                               timeout=datetime.timedelta(hours=4))  # ranks wait for the longest episode of all
+    deepspeed.init_distributed(  # ranks wait for the longest episode of all
+        dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=datetime.timedelta(hours=4))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def require(model, *names):
-    """Stop with a sentence where the folder lacks one of the files. What may be a hub's name passes."""
-    missing = [str(file) for file in (Path(model) / name for name in names) if not file.exists()]
-    if missing and (Path(model).exists() or model.count("/") != 1 or model[0] in "/."):
-        sys.exit(f"no {' and no '.join(missing)}: --model takes a HF folder with weights, config and tokenizer, "
-                 "or a hub name such as Qwen/Qwen2.5-7B-Instruct")
-
-
-def load(a, device):
-    """--model -> tokenizer, Policy (float32 on a CPU, bfloat16 on a GPU), whether micro-batches are packed."""
+def load(args, device):
+    """--model -> tokenizer, Policy in float32 on a CPU, bfloat16 on a GPU, whether to pack rows"""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import is_flash_attn_2_available
 
-    require(a.model, "config.json", "tokenizer_config.json")
-    tokenizer = AutoTokenizer.from_pretrained(a.model)
-    attn = a.attn if a.attn != "auto" else "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    attn = args.attn
+    if attn == "auto":
+        attn = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     lm = AutoModelForCausalLM.from_pretrained(
-        a.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, attn_implementation=attn)
-    if not a.no_checkpointing:
+        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        attn_implementation=attn)
+    if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
-    return tokenizer, Policy(lm, a.logp_chunk), attn == "flash_attention_2"
+    return tokenizer, Policy(lm), attn == "flash_attention_2"
 
 
-def zero3(policy, a, world, device):
-    """Shard parameters, gradients and AdamW's moments over all ranks. -> a DeepSpeed engine
+def zero3(policy, lr, ranks, device):
+    """Shard parameters, gradients and AdamW's moments over all ranks -> a DeepSpeed engine
 
     The loop owns the gradient accumulation: any number of engine.backward, then one engine.step.
     """
     import deepspeed
 
     cuda = device.type == "cuda"
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=a.lr, betas=(0.9, 0.999), weight_decay=a.weight_decay)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world,
-        "managed_gradient_accumulation": False,
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+        "train_batch_size": ranks, "managed_gradient_accumulation": False,
         "zero_optimization": {"stage": 3, "overlap_comm": cuda, "contiguous_gradients": True},
         "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"},
-        "gradient_clipping": a.grad_clip, "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-    }
+        "gradient_clipping": 1.0, "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
 
 
 def full_weights(engine):
-    """Yield (HF name, full tensor), one parameter at a time. Every rank must walk the whole of it, in step."""
+    """Yield (HF name, full tensor), one by one. Every rank must walk the whole of it, in step."""
     import deepspeed
 
     for name, parameter in engine.module.lm.named_parameters():
@@ -312,7 +344,7 @@ def full_weights(engine):
 
 
 def save_model(engine, tokenizer, out, rank):
-    """Write a plain HF folder. Every rank takes part; rank 0 writes under another name and renames when whole."""
+    """Write a plain HF folder, whole or not at all. Every rank takes part."""
     state = {}
     for name, tensor in full_weights(engine):
         if rank == 0:
@@ -323,220 +355,125 @@ def save_model(engine, tokenizer, out, rank):
         engine.module.lm.save_pretrained(part, state_dict=state)
         tokenizer.save_pretrained(part)
         Path(out).mkdir(parents=True, exist_ok=True)
-        for file in sorted(part.iterdir(), key=lambda f: f.name == "config.json"):  # config.json, last, marks it whole
+        # config.json goes last and marks the folder as whole
+        for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, Path(out) / file.name)
         part.rmdir()
     dist.barrier()
 
 
 def save_checkpoint(engine, out, step, rank):
-    """Everything needed to go on after `step` updates. It counts once last.json names it; the last two are kept."""
+    """Save what it takes to go on after `step` updates; it counts once last.json names it."""
     folder = Path(out) / "checkpoints"
     engine.save_checkpoint(folder, tag=f"step-{step}", save_latest=False)
     dist.barrier()  # every rank's shard is on disk
     if rank == 0:
-        mark = {"step": step, "world": dist.get_world_size(), "log_bytes": (Path(out) / "log.jsonl").stat().st_size}
-        (folder / "last.json.part").write_text(json.dumps(mark))
-        os.replace(folder / "last.json.part", folder / "last.json")
-        number = lambda f: int(f.name[5:])
-        whole = sorted((f for f in folder.glob("step-*") if number(f) <= step), key=number)
-        for old in set(folder.glob("step-*")) - set(whole[-2:]):  # a later one is half of a save that was killed
-            shutil.rmtree(old)
+        log_bytes = (Path(out) / "log.jsonl").stat().st_size
+        mark = {"step": step, "world": dist.get_world_size(), "log_bytes": log_bytes}
+        write_jsonl(folder / "last.json", [mark])
+        tags = {int(tag.name[5:]): tag for tag in folder.glob("step-*")}
+        kept = sorted(number for number in tags if number <= step)[-2:]
+        for number, tag in tags.items():  # a later one is half of a save that was killed
+            if number not in kept:
+                shutil.rmtree(tag)
     dist.barrier()
 
 
 def restore(engine, out, resume, rank):
-    """The number of updates already made: 0, or with `resume` those of the last checkpoint, which is loaded.
+    """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads.
 
-    log.jsonl is cut back to where the checkpoint was made, so that a resumed log reads as an unbroken one.
+    log.jsonl is cut back to where the checkpoint was made, so that it reads as unbroken.
     """
     last, log = Path(out) / "checkpoints" / "last.json", Path(out) / "log.jsonl"
     if not resume and (last.exists() or log.exists()):
-        sys.exit(f"{out} already holds a run: add --resume to go on with it, or choose another --out")
+        sys.exit(f"{out} holds a run already: --resume goes on with it; or choose another --out")
     dist.barrier()  # all have looked before the log is made
-    step = 0
+    mark = read_jsonl(last)[0] if last.exists() else {"step": 0, "log_bytes": 0}
     if last.exists():
-        mark = json.loads(last.read_text())
         if mark["world"] != dist.get_world_size():
-            sys.exit(f"{last}: saved by {mark['world']} ranks, and ZeRO-3 shards load only into as many; "
-                     f"start {mark['world']} ranks, not {dist.get_world_size()}")
+            sys.exit(f"{last}: saved by {mark['world']} ranks, and ZeRO-3 shards load only into as "
+                     f"many; start {mark['world']} ranks, not {dist.get_world_size()}")
         engine.load_checkpoint(last.parent, tag=f"step-{mark['step']}")
-        step = mark["step"]
     if rank == 0:
         Path(out).mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as f:
-            f.truncate(mark["log_bytes"] if step else 0)
+        with open(log, "ab") as file:
+            file.truncate(mark["log_bytes"])
     dist.barrier()
-    return step
-
-
-def gpu_gib():
-    """GiB of this GPU in use, by anyone. After learning that is the peak of it: torch keeps what it once took."""
-    if not torch.cuda.is_available():
-        return {}
-    free, total = torch.cuda.mem_get_info()
-    return {"gpu_gib": (total - free) / 2**30}
+    return mark["step"]
 
 
 class Interrupt:
-    """True once any rank has got SIGTERM, or its `also` is true: the loop then saves a checkpoint and leaves.
+    """True once any rank has got SIGTERM: the loop then saves a checkpoint and leaves.
 
-    torchrun kills what has not left 30 s after a SIGTERM: give it --shutdown-timeout as long as an update takes.
+    torchrun kills what has not left 30 s after a SIGTERM: give it --shutdown-timeout as long as an
+    update takes.
     """
 
     def __init__(self):
         self.mine = False
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "mine", True))
 
-    def __call__(self, device, also=False):
-        flag = torch.tensor(float(self.mine or also), device=device)
+    def __call__(self, device):
+        flag = torch.tensor(float(self.mine), device=device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)  # every rank must reach it
         return bool(flag)
 
 
-# -------------------------------------------------------------------------------------------------------- planning
-
-
-def memory(config, n, a, longest):
-    """What `n` parameters put on each GPU: [(what, GiB, moments)], and the contexts of `longest` that the cache holds.
-
-    Moments: play, logits (backward through the head), layer (through the last layer), step (AdamW's). From the sources
-    of DeepSpeed 0.19.8 (zero3 leaves it a bucket of 5e8 numbers, 1e9 live parameters and updates of 1e9 at a time), of
-    Qwen2 in transformers 5.19 with an attention that makes no T x T matrix, and of ChunkedLogps.
-    """
-    h, i, v, layers = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_hidden_layers
-    heads = config.num_key_value_heads
-    kv = heads * (getattr(config, "head_dim", None) or h // config.num_attention_heads)
-    t, c, shard, tp = max(a.pack_tokens, longest), a.logp_chunk, n / a.gpus, vars(a).get("tp", 1)
-    layer = t * (20 * h + 4 * kv + 8 * i)  # two norms in float32 16 h, query and its output 4 h, MLP 8 i
-    always, backward = "play logits layer step", "logits layer"
-    rows = [
-        ("parameters, bf16 shard", 2 * shard, always),
-        ("master weights, fp32 shard", 4 * shard, always),
-        ("gradients, fp32 shard", 4 * shard, always),
-        ("AdamW's moments, fp32 shards", 8 * shard, always),
-        ("gradients' bucket, bf16", 2 * 5e8, always),
-        ("bucket's copy to be sent", 2 * min(n, 5e8), "layer"),
-        ("gathered parameters, bf16", 2 * min(n, 1e9) * (a.gpus > 1), backward),
-        ("every layer's activations", layer * layers, backward) if a.no_checkpointing else
-        ("every layer's input", 2 * t * h * layers, backward),
-        ("a layer's activations, again", layer * (not a.no_checkpointing), "layer"),
-        ("its gradients on the way", t * (4 * i + 2 * h), "layer"),
-        ("last norm and hidden states", t * 12 * h, "logits"),
-        ("logits, head's gradient", max(14 * c * v, 12 * c * v + 4 * v * h, 6 * c * v + 6 * v * h), "logits"),
-        ("tied head's gradient", 2 * v * h * config.tie_word_embeddings, "layer"),
-        ("AdamW's copy and root", 8 * min(shard, 1e9), "step"),
-        ("CUDA, NCCL, waste (assumed)", 4 * 2**30, always)]
-    contexts = math.inf
-    if "gpu_memory" in a:
-        weights, work = 2 * n / tp, 2 * 2**30
-        cache = a.gpu_memory * a.gpu_gib * 2**30 - weights - work
-        contexts = cache / (4 * layers * kv / min(tp, heads) * longest)
-        rows += [("engine's weights, bf16", weights, "play"), ("engine's KV cache", cache, "play"),
-                 ("engine's work (assumed)", work, "play")]
-    return [(what, size / 2**30, where) for what, size, where in rows if size], contexts
-
-
-def excess(config, n, a, longest):
-    """0 where a plan fits; else the GiB too many, over all moments, and what is missing of one context."""
-    rows, contexts = memory(config, n, a, longest)
-    totals = [sum(size for _, size, where in rows if m in where) for m in ("play", "logits", "layer", "step")]
-    return sum(max(0, total - a.gpu_gib) for total in totals) + max(0, 1 - contexts)
-
-
-def remedy(config, n, a, longest):
-    """The flags to turn where a plan does not fit: if need be more GPUs, the fewest flags, the cheapest. -> words"""
-    turns = {"gpus": [a.gpus * k for k in (2, 4, 8)],
-             "tp": [k for k in (2, 4, 8) if a.gpus % k == 0 == config.num_attention_heads % k],
-             "gpu_memory": [k / 20 for k in range(18, 1, -1)], "logp_chunk": [512, 256], "pack_tokens": [longest],
-             "no_checkpointing": [False]}
-    names = [name for name in turns if name in a]
-    trials = [argparse.Namespace(**vars(a) | dict(zip(names, values)))
-              for values in itertools.product(*([vars(a)[name], *turns[name]] for name in names))]
-    turned = lambda b: {name: vars(b)[name] for name in reversed(names) if vars(b)[name] != vars(a)[name]}
-    best = min(trials, key=lambda b: (excess(config, n, b, longest), b.gpus, len(turned(b))))
-    words = [f"--{name.replace('_', '-')} {value}" if value else "no --no-checkpointing"
-             for name, value in turned(best).items()]
-    if excess(config, n, best, longest):
-        return f"no flag but a shorter context helps; the nearest is {' '.join(words) or 'this'}"
-    return f"it fits with {' '.join(words)}"
-
-
-def plan(a, longest):
-    """--plan: print what fills each GPU at each moment of an update. Exits with status 1 where it does not fit."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    require(a.model, "config.json")
-    config = AutoConfig.from_pretrained(a.model)
-    with torch.device("meta"):
-        n = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    rows, contexts = memory(config, n, a, longest)
-    moments = ["play"] * ("gpu_memory" in a) + ["logits", "layer", "step"]
-    rows = [(what, [size * (m in where) for m in moments]) for what, size, where in rows]
-    rows.append((f"of {a.gpu_gib:g} GiB", [sum(column) for column in zip(*(sizes for _, sizes in rows))]))
-    print(f"{a.model}: {n:,} parameters on {a.gpus} GPUs, {max(a.pack_tokens, longest)} tokens at a time\n"
-          f"{'GiB on each GPU':30}" + "".join(f"{m:>8}" for m in moments))
-    for what, sizes in rows:
-        print(f"{what:30}" + "".join(f"{size:8.1f}" if size else " " * 8 for size in sizes))
-    if contexts < math.inf:
-        print(f"an engine's KV cache holds {contexts:.1f} contexts of {longest} tokens")
-    if excess(config, n, a, longest):
-        sys.exit(f"this does not fit; {remedy(config, n, a, longest)}")
-
-
-# ------------------------------------------------------------------------------------------------------------ main
+# ------------------------------------------------------------------------------------------- main
 
 
 def main():
-    a = flags()
-    if a.plan:
-        return plan(a, a.cutoff)
-    rank, world, device = setup()
-    tokenizer, policy, packed = load(a, device)
+    args = flags()
+    rank, ranks, device = setup()
+    tokenizer, policy, packed = load(args, device)
     # (1) episodes into ids and masks
-    samples, too_long = load_samples(a.data, tokenizer, a.cutoff)
-    engine = zero3(policy, a, world, device)
-    steps = a.steps or math.ceil(a.epochs * len(samples) / a.batch)
-    start, interrupted = restore(engine, a.out, a.resume, rank), Interrupt()
+    samples, dropped = load_samples(args.data, tokenizer, args.cutoff)
+    engine = zero3(policy, args.lr, ranks, device)
+    steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
+    start, interrupted = restore(engine, args.out, args.resume, rank), Interrupt()
     if rank == 0:
-        print(f"sft: {len(samples)} episodes ({too_long} dropped), {steps} updates of {a.batch}, {world} ranks, "
-              f"{'packed' if packed else 'padded'} rows, "
+        print(f"sft: {len(samples)} episodes ({dropped} dropped), {steps} updates of {args.batch}, "
+              f"{ranks} ranks, {'packed' if packed else 'padded'} rows, "
               f"{sum(p.ds_numel for p in policy.parameters()) / 1e6:.1f}M parameters")
     for step in range(start, steps):
         began = time.time()
         # (2) the batch of this update, and this rank's share of it
-        batch = [samples[i] for i in batch_of(step, len(samples), a.batch, a.seed)]
-        micros = cut([len(s["ids"]) for s in batch], world, a.pack_tokens, packed)[rank]
-        n_tokens = sum(sum(s["mask"]) for s in batch)
-        # (3) one denominator for the whole batch; DeepSpeed takes the mean over ranks, we want the sum
+        batch = [samples[i] for i in batch_of(step, len(samples), args.batch, args.seed)]
+        micros = deal([len(s.ids) for s in batch], ranks, args.pack_tokens, packed)[rank]
+        n_tokens = sum(sum(s.mask) for s in batch)
+        # (3) one denominator for the whole batch; DeepSpeed takes the mean over ranks, we the sum
         total = torch.zeros(2, device=device)
         for micro in micros:
             logps, entropy = engine(*collate([batch[i] for i in micro], packed, device))
-            engine.backward(-logps.sum() * bool(micro) / n_tokens * world)
+            # a rank without work makes its forward all the same
+            engine.backward(-logps.sum() * bool(micro) / n_tokens * ranks)
             total += torch.stack([-logps.detach().sum(), entropy.sum()]) * bool(micro) / n_tokens
         # (4)
-        lr = engine.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, a)
+        lr = engine.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
         engine.step()
         dist.all_reduce(total)
-        line = {"step": step + 1, "loss": total[0].item(), "entropy": total[1].item(),
-                "gnorm": float(engine.get_global_grad_norm()), "lr": lr, "policy_tokens": n_tokens,
-                "tokens": sum(len(s["ids"]) for s in batch), "seconds": time.time() - began} | gpu_gib()
-        log(line, steps, a.out, rank)
+        log({"step": step + 1, "loss": total[0].item(), "entropy": total[1].item(),
+             "gnorm": float(engine.get_global_grad_norm()), "lr": lr, "policy_tokens": n_tokens,
+             "tokens": sum(len(s.ids) for s in batch), "seconds": time.time() - began},
+            steps, args.out, rank)
         last = interrupted(device)
-        if last or (a.save_every and (step + 1) % a.save_every == 0):
-            save_checkpoint(engine, a.out, step + 1, rank)
+        if last or (args.save_every and (step + 1) % args.save_every == 0):
+            save_checkpoint(engine, args.out, step + 1, rank)
         if last:
-            sys.exit(f"sft: SIGTERM, saved after update {step + 1}; the same command with --resume goes on")
-    save_model(engine, tokenizer, a.out, rank)
+            sys.exit(f"sft: SIGTERM, saved after update {step + 1}; the same command with --resume "
+                     "goes on")
+    save_model(engine, tokenizer, args.out, rank)
 
 
 def log(line, steps, out, rank):
     """One line on the screen, the same dict in log.jsonl."""
     if rank == 0:
-        print("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm {gnorm:6.2f} | lr {lr:.2e} | "
-              "{speed:6.0f} tokens/s".format(steps=steps, speed=line["tokens"] / line["seconds"], **line), flush=True)
-        with open(Path(out) / "log.jsonl", "a") as f:
-            f.write(json.dumps(line) + "\n")
+        speed = line["tokens"] / line["seconds"]
+        print("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm {gnorm:6.2f}"
+              " | lr {lr:.2e} | {speed:6.0f} tokens/s".format(steps=steps, speed=speed, **line),
+              flush=True)
+        with open(Path(out) / "log.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

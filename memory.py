@@ -1,0 +1,138 @@
+"""
+What fills each GPU: the memory of a stage, moment by moment, planned without a GPU.
+
+From the sources of DeepSpeed 0.19.8 (ZeRO-3 leaves it a bucket of 5e8 numbers, 1e9 live parameters
+and updates of 1e9 at a time), of Qwen2 in transformers 5.19 with an attention that makes no T x T
+matrix, and of the stages' own loss, which never holds more than LOGITS logits.
+
+    python memory.py sft  --model Qwen/Qwen2.5-7B-Instruct --gpus 16
+    python memory.py grpo --model Qwen/Qwen2.5-7B-Instruct --gpus 16 --context 30000
+
+Prints a table; where a moment does not fit, names it, the GiB too many and the flags that lower it,
+and exits with status 1.
+"""
+import argparse
+import math
+import sys
+
+from sft import LOGITS, Help
+
+MOMENTS = {  # of an update: what lowers it
+    "play": "a lower --gpu-memory, --tp, or more GPUs",
+    "logits": "a smaller --pack-tokens or --context, no --no-checkpointing, or more GPUs",
+    "layer": "a smaller --pack-tokens or --context, no --no-checkpointing, or more GPUs",
+    "step": "more GPUs",
+}
+GIB = 2**30
+
+
+def training(config, n, args, tokens):
+    """[(what, bytes, moments)] of the trainer of `n` parameters, with `tokens` in a micro-batch.
+
+    Moments: play, logits (the backward pass through the head), layer (through the last layer),
+    step (AdamW's).
+    """
+    h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
+    layers, kv, shard = config.num_hidden_layers, kv_width(config), n / args.gpus
+    chunk = max(1, min(1024, LOGITS // v))
+    layer = tokens * (20 * h + 4 * kv + 8 * i)  # float32 norms 16 h, query and output 4 h, MLP 8 i
+    logits = max(14 * chunk * v, 12 * chunk * v + 4 * v * h, 6 * chunk * v + 6 * v * h)
+    kept = layer * layers if args.no_checkpointing else 2 * tokens * h * layers
+    always, backward = ("play", "logits", "layer", "step"), ("logits", "layer")
+    return [
+        ("parameters, bf16 shard", 2 * shard, always),
+        ("master weights, fp32 shard", 4 * shard, always),
+        ("gradients, fp32 shard", 4 * shard, always),
+        ("AdamW's moments, fp32 shards", 8 * shard, always),
+        ("gradients' bucket, bf16", 2 * 5e8, always),
+        ("bucket's copy to be sent", 2 * min(n, 5e8), ("layer",)),
+        ("gathered parameters, bf16", 2 * min(n, 1e9) * (args.gpus > 1), backward),
+        ("every layer's input or more", kept, backward),
+        ("a layer's activations, again", layer * (not args.no_checkpointing), ("layer",)),
+        ("its gradients on the way", tokens * (4 * i + 2 * h), ("layer",)),
+        ("last norm and hidden states", tokens * 12 * h, ("logits",)),
+        ("logits, head's gradient", logits, ("logits",)),
+        ("tied head's gradient", 2 * v * h * config.tie_word_embeddings, ("layer",)),
+        ("AdamW's copy and root", 8 * min(shard, 1e9), ("step",)),
+        ("CUDA, NCCL, waste (assumed)", 4 * GIB, always)]
+
+
+def playing(config, n, args):
+    """([(what, bytes, moments)] of the engine, contexts that its cache holds)."""
+    weights, work = 2 * n / args.tp, 2 * GIB
+    cache = args.gpu_memory * args.gpu_gib * GIB - weights - work
+    per_token = 4 * config.num_hidden_layers * kv_width(config)
+    per_token /= min(args.tp, config.num_key_value_heads)
+    rows = [("engine's weights, bf16", weights, ("play",)), ("engine's KV cache", cache, ("play",)),
+            ("engine's work (assumed)", work, ("play",))]
+    return rows, cache / (per_token * args.context)
+
+
+def kv_width(config):
+    """Numbers of a token's keys in a layer, and as many values."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_key_value_heads * width
+
+
+def load_shape(model):
+    """The config of a model and the number of its parameters, none of which is loaded."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    return config, sum(p.numel() for p in lm.parameters())
+
+
+def flags(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    add = p.add_argument
+    add("stage", choices=("sft", "grpo", "arpo"), help="whose memory; the flags are those it takes")
+    add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name")
+    add("--gpus", type=int, default=8, help="GPUs of all nodes together")
+    add("--gpu-gib", type=float, default=80, help="GiB of a GPU")
+    add("--cutoff", type=int, default=20480, help="sft: tokens of the longest episode")
+    add("--context", type=int, default=30000, help="grpo, arpo: tokens of the longest episode")
+    add("--pack-tokens", type=int, default=0, help="tokens per micro-batch; 0: as the stage has it")
+    add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
+    add("--tp", type=int, default=1, help="grpo, arpo: ranks that share an engine's weights")
+    add("--gpu-memory", type=float, default=0.6, help="grpo, arpo: share that the engine may fill")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = flags(argv)
+    config, n = load_shape(args.model)
+    longest = args.cutoff if args.stage == "sft" else args.context
+    tokens = max(args.pack_tokens or (20480 if args.stage == "sft" else 32768), longest)
+    rows, contexts = training(config, n, args, tokens), math.inf
+    moments = list(MOMENTS)
+    if args.stage == "sft":
+        moments.remove("play")
+    else:
+        engine, contexts = playing(config, n, args)
+        rows += engine
+    print(f"{args.model}: {n:,} parameters on {args.gpus} GPUs, {tokens} tokens at a time\n"
+          f"{'GiB on each GPU':30}" + "".join(f"{moment:>8}" for moment in moments))
+    for what, size, where in rows:
+        cells = [f"{size / GIB:8.1f}" if size and moment in where else " " * 8 for moment in moments]
+        if "".join(cells).strip():
+            print(f"{what:30}" + "".join(cells))
+    totals = {moment: sum(size for _, size, where in rows if moment in where) / GIB
+              for moment in moments}
+    print(f"{f'of {args.gpu_gib:g} GiB':30}" + "".join(f"{size:8.1f}" for size in totals.values()))
+    if contexts < math.inf:
+        print(f"an engine's KV cache holds {contexts:.1f} contexts of {longest} tokens")
+    fullest = max(totals, key=totals.get)
+    if totals[fullest] > args.gpu_gib:
+        over = totals[fullest] - args.gpu_gib
+        sys.exit(f"this does not fit: {over:.1f} GiB too many on each GPU at the moment {fullest!r}; "
+                 f"what lowers it: {MOMENTS[fullest]}")
+    if contexts < 1:
+        sys.exit("this does not fit: the cache holds no whole context; what mends it: a higher "
+                 "--gpu-memory, --tp, or a smaller --context")
+
+
+if __name__ == "__main__":
+    main()

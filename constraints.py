@@ -19,7 +19,7 @@ import ast
 import math
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache, wraps
+from functools import lru_cache, partial
 from itertools import groupby
 
 from format_plan import parse_plan
@@ -53,11 +53,8 @@ def literal(text):
 
 
 # ---------------------------------------------------------------------------------------- reading
-# What the fields of a plan say. The plans of a group and of a run repeat the same few thousand
-# texts, so the answers are kept. The records have slots because score reads them hundreds of times
-# a plan: with NamedTuples it is a tenth slower.
-
-kept_answers = lru_cache(maxsize=1 << 16)
+# What the fields of a plan say. The records have slots because score reads them hundreds of times a
+# plan: with NamedTuples it is a tenth slower.
 
 # B2: from\s+(.+?)\s+to\s+([^,]+), written so that its time stays linear in a run of spaces
 FROM_TO = re.compile(r"from\s++(\S(?:.*?\S)??)\s++to\s+([^,]+)")
@@ -133,7 +130,6 @@ def from_to(text, official):
     return tuple(map(cut_state, found.groups())) if official else found.groups()
 
 
-@kept_answers
 def read_ends(text, official):
     """The cities of a current_city text: both ends where it says "from", else itself."""
     if "from" in text:
@@ -157,14 +153,12 @@ def read_venue(text, field, database, official):
     return Venue(field, text, name, city, tuple(row for row in rows if name in row.name), exact)
 
 
-@kept_answers
 def read_venues(text, field, database, official):
     """The Venues in a field: any number of attractions, each ended by ";" (B15), else one."""
     texts = text.split(";")[:-1] if field == "attraction" else [text]
     return tuple([read_venue(part, field, database, official) for part in texts])
 
 
-@kept_answers
 def read_ride(text, city, database, official):
     """The Ride of a transportation text; if it names no cities, current_city does (B12)."""
     route = from_to(text, official)
@@ -209,25 +203,34 @@ def find_road(database, route):
     return row.km, ""
 
 
-def read_day(number, item, database, official):
-    """One item of a plan as a Day."""
-    city, move = item.get("current_city"), item.get("transportation")
+@lru_cache(maxsize=1 << 16)  # the plans of a group and of a run have many days in common
+def read_fields(texts, database, official):
+    """The texts of PLACES, in this order -> what a Day says of them, from `ends` on."""
+    city, move, *named = texts
     home = city[:LONGEST] if isinstance(city, str) else None
     ends = (None,) if home is None else read_ends(home, official)
     if not move or move == "-":
         move = None
     ride = read_ride(move, home, database, official) if isinstance(move, str) else None
     parts = []
-    for field in VENUES:
-        value, found = item.get(field), ()
-        if isinstance(value, str):
-            found = read_venues(value, field, database, official) if value not in EMPTY else ()
-        elif value:
-            found = (Venue(field, value),)
-        parts.append(found)
+    for field, text in zip(VENUES, named, strict=True):
+        if isinstance(text, str):
+            parts.append(read_venues(text, field, database, official) if text not in EMPTY else ())
+        else:
+            parts.append((Venue(field, text),) if text else ())
     breakfast, lunch, dinner, sights, bed = parts
     meals = breakfast + lunch + dinner
-    return Day(number, item, city, ends, move, ride, meals, sights, bed, meals + sights + bed)
+    return ends, move, ride, meals, sights, bed, meals + sights + bed
+
+
+def read_day(number, item, database, official):
+    """One item of a plan as a Day."""
+    texts = tuple([item.get(field) for field in PLACES])
+    try:
+        told = read_fields(texts, database, official)
+    except TypeError:  # a field that is a list or a table cannot be remembered
+        told = read_fields.__wrapped__(texts, database, official)
+    return Day(number, item, texts[0], *told)
 
 
 def read_trip(task, plan, database, official):
@@ -262,18 +265,15 @@ def is_not_absent(trip):
         complete += bool(told) and day.city != NOT_NEEDED
     if complete != length:
         return f"{complete} of {length} days are filled in"
-    reason = None
+    reasons = [empty_field(trip, day, day.item) for day in trip.days]
     if trip.official or "visiting_city_number" in trip.task:
-        reason = wrong_cities(trip)
-    for day in trip.days:
-        reason = reason or empty_field(trip, day, day.item)
-    if reason:
-        return reason
+        reasons.insert(0, wrong_cities(trip))
+    if any(reasons):
+        return next(filter(None, reasons))
     values = [value for day in trip.days for value in day.item.values()]
     filled = len([value for value in values if value and value != "-"])
-    if filled < 3 * length:  # B11
-        return f"only {filled} of {6 * length} places are filled in"
-    return None
+    enough = filled >= 3 * length  # B11
+    return None if enough else f"only {filled} of {6 * length} places are filled in"
 
 
 def wrong_cities(trip):
@@ -284,12 +284,19 @@ def wrong_cities(trip):
             return f"day {day.number}: current_city is not text"
         if trip.official and day.ends[0] is None:  # C8
             return f'day {day.number}: current_city must say "from A to B"'
-        if day.number == 1 and len(day.ends) == 2 and day.ends[0] != need(trip.task, "org"):
-            return f"day 1: the trip starts at {day.ends[0]!s:.40}, not at {trip.task['org']}"
+        if wrong_start(trip, day):
+            return wrong_start(trip, day)
         visited.update(day.ends)
     visited.discard(need(trip.task, "org"))
     number = need(trip.task, "visiting_city_number")
     return None if len(visited) == number else f"the trip visits {len(visited)} cities, not {number}"
+
+
+def wrong_start(trip, day):
+    """Why a day 1 of travel does not leave from the origin, or None."""
+    if day.number != 1 or len(day.ends) != 2 or day.ends[0] == need(trip.task, "org"):
+        return None
+    return f"day 1: the trip starts at {day.ends[0]!s:.40}, not at {trip.task['org']}"
 
 
 def empty_field(trip, day, item):
@@ -326,23 +333,13 @@ def is_valid_information_in_sandbox(trip):
             if venue.name is None:
                 return f"day {day.number}: {venue.field} is not text"
             if not venue.rows:
-                return (f"day {day.number}: {venue.field}: there is no {venue.name!r:.80} "
-                        f"in {venue.city!r:.40}")
+                lost = f"{venue.name!r:.80} in {venue.city!r:.40}"
+                return f"day {day.number}: {venue.field}: there is no {lost}"
     return None
 
 
-def is_valid_restaurants(trip):
-    """No meal text twice (B16)."""
-    return repeated(trip, "meals")
-
-
-def is_valid_attractions(trip):
-    """No attraction text twice (B16)."""
-    return repeated(trip, "sights")
-
-
 def repeated(trip, part):
-    """The first meal or attraction whose text stood there before, or None."""
+    """No text of the days' meals, or of their sights, twice (B16)."""
     seen = set()
     for day in trip.days:
         for venue in getattr(day, part):
@@ -387,8 +384,8 @@ def is_reasonable_visiting_city(trip):
     for day in trip.days:
         if day.ends[0] is None:
             return f'day {day.number}: current_city must be a city or "from A to B"'
-        if day.number == 1 and len(day.ends) == 2 and day.ends[0] != need(trip.task, "org"):
-            return f"day 1: the trip starts at {day.ends[0]:.40}, not at {trip.task['org']}"
+        if wrong_start(trip, day):
+            return wrong_start(trip, day)
         stops += day.ends
     if len(stops) < 3 or stops[0] != stops[-1]:
         return "current_city: the trip does not come back to where it started"
@@ -440,11 +437,8 @@ def is_valid_transportation(trip):
 
 def is_valid_information_in_current_city(trip):
     """Every field names a city of its day (B20)."""
-    for day in trip.days:
-        reason = out_of_town(trip, day)
-        if reason:
-            return f"day {day.number}: {reason}"
-    return None
+    reasons = ((day, out_of_town(trip, day)) for day in trip.days)
+    return next((f"day {day.number}: {reason}" for day, reason in reasons if reason), None)
 
 
 def out_of_town(trip, day):
@@ -622,8 +616,8 @@ def wrong_flight(trip, day):
     return None
 
 
-def strict_restaurants(trip, part="meals"):
-    """No restaurant twice, however its name is spelled (B16)."""
+def strict_repeated(trip, part):
+    """No restaurant, or no attraction, twice, however its name is spelled (B16)."""
     seen = set()
     for day in trip.days:
         for venue in getattr(day, part):
@@ -631,11 +625,6 @@ def strict_restaurants(trip, part="meals"):
                 return f"day {day.number}: {venue.field} repeats {venue.exact[0].name}"
             seen.add(venue.exact)
     return None
-
-
-def strict_attractions(trip):
-    """No attraction twice, however its name is spelled (B16)."""
-    return strict_restaurants(trip, "sights")
 
 
 def strict_accommodation(trip):
@@ -681,8 +670,8 @@ COMMONSENSE = {
     "is_valid_information_in_sandbox": is_valid_information_in_sandbox,
     "is_valid_information_in_current_city": is_valid_information_in_current_city,
     "is_reasonable_visiting_city": is_reasonable_visiting_city,
-    "is_valid_restaurants": is_valid_restaurants,
-    "is_valid_attractions": is_valid_attractions,
+    "is_valid_restaurants": partial(repeated, part="meals"),
+    "is_valid_attractions": partial(repeated, part="sights"),
     "is_valid_transportation": is_valid_transportation,
     "is_valid_accommodation": is_valid_accommodation,
 }
@@ -699,8 +688,8 @@ STRICT = {  # what strict looks at again; hard checks are run a second time, ove
     "is_valid_information_in_sandbox": strict_sandbox,
     "is_valid_information_in_current_city": strict_current_city,
     "is_reasonable_visiting_city": strict_city,
-    "is_valid_restaurants": strict_restaurants,
-    "is_valid_attractions": strict_attractions,
+    "is_valid_restaurants": partial(strict_repeated, part="meals"),
+    "is_valid_attractions": partial(strict_repeated, part="sights"),
     "is_valid_accommodation": strict_accommodation,
 }
 RULES = ("star", "official", "strict")

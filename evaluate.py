@@ -34,21 +34,14 @@ from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
 
-import constraints
-from constraints import SCORES, judge, literal, need, reward, score
+from constraints import SCORES, judge, literal, need, reward, score  # noqa: F401, handed on
 from format_plan import ChatError, chat, parse_plan
 from sandbox import Episode, Sandbox, between, open_database, parse, system_prompt
 from solver import solver_replies
 
 LEVELS = ("easy", "medium", "hard")
 STOPS = ("answer", "format", "turns", "context")
-DESTINATIONS = {", destination in training": False, ", destination never in training": True}
 COUNTS = ("reward", "turns", "calls", "tokens")  # means of numbers; all other lines are shares
-SIZES = {  # the leaderboard's denominators: queries, queries x 8 checks, hard constraints asked
-    "train": (45, 360, 105),
-    "validation": (180, 1440, 420),
-    "test": (1000, 8000, 2290),
-}
 SETTINGS = ("env", "database", "temperature", "top_p", "max_context", "max_turns", "max_tokens",
             "system_prompt", "failure_rate", "seed")
 
@@ -71,7 +64,7 @@ def read_jsonl(path):
 
 
 def recover_jsonl(path):
-    """The records that a killed run left, [] without a file; a line it did not finish is cut off."""
+    """The records a killed run left, [] without a file; a line it did not finish is cut off."""
     if not Path(path).exists():
         return []
     with open(path, "rb+") as file:
@@ -143,7 +136,7 @@ def find_tasks(source, split):
     if path.is_file() or not (path.is_dir() or on_hub):
         return path
     if not split:
-        raise ValueError(f"{source} is a data set: --split says which part, train, validation or test")
+        raise ValueError(f"{source} is a data set: --split says which part of it is meant")
     if path.is_dir():
         for name in names:
             if (path / name).exists():
@@ -229,9 +222,9 @@ class Travel:
         plan, verdict = judge(episode.task, episode.answer, self.database)
         return plan, verdict, verdict.pop("strict")
 
-    def reward(self, score, kind):
-        """The score as a number."""
-        return reward(score, kind)
+    def reward(self, verdict, kind):
+        """The score as a number, by one of the kinds."""
+        return reward(verdict, kind)
 
     def close(self):
         """Give back what the world holds."""
@@ -393,8 +386,8 @@ def prompt_ids(episode, tokenizer, max_context):
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) >= max_context:
         name = episode.task.get("id", "?")
-        raise ValueError(f"task {name}: its prompt has {len(ids)} tokens; raise --max-context above "
-                         f"{max_context}")
+        raise ValueError(f"task {name}: its prompt has {len(ids)} tokens; "
+                         f"raise --max-context above {max_context}")
     return ids
 
 
@@ -445,9 +438,8 @@ def lines_of(row):
         found = {"success": success, "success, official": score.get("official"),
                  "success, strict": row["strict"],
                  "hack gauge: star - strict": success - row["strict"]}
-        parts = {f", {level}": task.get("level") == level for level in LEVELS}
-        parts |= {name: task.get("unseen") is unseen for name, unseen in DESTINATIONS.items()}
-        found |= {f"success{name}": success if belongs else None for name, belongs in parts.items()}
+        found |= {f"success, {level}": success if task.get("level") == level else None
+                  for level in LEVELS}
         found |= {name: value for name, value in score.items()
                   if isinstance(value, float) and name not in ("success", "official")}
         found |= {name: passed for name, (passed, _) in score.get("checks", {}).items()}
@@ -501,13 +493,12 @@ def span(low, high, sign=""):
     return f"{100 * low:{sign}.1f} to {100 * high:{sign}.1f}"
 
 
-def table(played, more):
-    """(markdown, {agent: numbers}) of {agent: its episodes} side by side, with `more` numbers."""
+def table(played):
+    """(markdown, {agent: numbers}) of {agent: its episodes}, side by side."""
     plays = {name: plays_of(rows) for name, rows in played.items()}
     wins = {name: {task: mean(values) for task, values in each.items()}
             for name, each in plays.items()}
-    report = {name: measure(rows) | pass_at(plays[name]) | more.get(name, {})
-              for name, rows in played.items()}
+    report = {name: measure(rows) | pass_at(plays[name]) for name, rows in played.items()}
     cells = {line: [show(line, numbers.get(line)) for numbers in report.values()]
              for numbers in report.values() for line in numbers}
     for column, (name, numbers) in enumerate(report.items()):
@@ -515,17 +506,13 @@ def table(played, more):
             numbers["success interval"] = interval(list(wins[name].values()))
             cells["success"][column] += f" ({span(*numbers['success interval'])})"
     last, blank = list(wins)[-1], [""] * (len(played) - 1)
-    unseen = {row["task"]["id"]: row["task"].get("unseen")
-              for rows in played.values() for row in rows}
     for other in list(wins)[:-1]:
-        for part, flag in {"": None, **DESTINATIONS}.items():
-            change = [wins[last][task] - wins[other][task] for task in wins[other]
-                      if task in wins[last] and (flag is None or unseen[task] is flag)]
-            if change:
-                found = [mean(change), *interval(change)]
-                report[last][f"success minus {other}'s{part}"] = found
-                cells[f"success of {last} minus {other}{part}"] = [
-                    *blank, f"{100 * found[0]:+.1f} ({span(*found[1:], '+')})"]
+        both = wins[other].keys() & wins[last].keys()
+        if both:
+            change = [wins[last][task] - wins[other][task] for task in wins[other] if task in both]
+            found = report[last][f"success minus {other}'s"] = [mean(change), *interval(change)]
+            cells[f"success of {last} minus {other}"] = [
+                *blank, f"{100 * found[0]:+.1f} ({span(*found[1:], '+')})"]
     lines = [["", *played], ["---"] * (len(played) + 1)]
     lines += [[line, *row] for line, row in cells.items()]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines), report
@@ -538,90 +525,6 @@ def show(line, value):
     if line in COUNTS:
         return f"{value:.1f}"
     return str(value) if line == "episodes" else f"{100 * value:.1f}"
-
-
-# ------------------------------------------------------------------------------------ leaderboard
-
-
-def official_rates(rows, split, database):
-    """The leaderboard's six rates of each task's first play, over the split's own denominators."""
-    plans, checks, asked = SIZES[split]
-    rows = [row for row in rows if not row["task"].get("sample")]
-    rates = {"delivery rate": sum(bool(row["plan"]) for row in rows) / plans}
-    scores = [score(row["task"], row["plan"], database, "official")
-              for row in rows if "score" in row]
-    if not scores:
-        return rates
-    passed = sum(each["checks"][name][0] is True for each in scores for name in constraints.HARD)
-    return rates | {
-        "commonsense micro rate": sum(each["cs_micro"] * 8 for each in scores) / checks,
-        "commonsense macro rate": sum(each["cs_macro"] for each in scores) / plans,
-        "hard micro rate": passed / asked,
-        "hard macro rate": sum(each["hard_macro"] for each in scores) / plans,
-        "final pass rate": sum(each["success"] for each in scores) / plans}
-
-
-def leaderboard_field(key, text):
-    """A field of a day in the leaderboard's words: "City(State)" is "City" and a drive is
-    "Self-driving", which its code would otherwise not judge (C1 to C4)."""
-    if not isinstance(text, str):
-        return text
-    if key not in ("current_city", "transportation"):  # a name keeps its brackets, a city does not
-        cut = re.sub(r"(,[^,;(]*?)\s*\([^();]*\)(?=\s*(;|$))", r"\1", text)
-        return cut if key in constraints.FIELDS else text
-    text = re.sub(r"\s*\([^()]*\)", "", text)
-    if key == "transportation" and not re.search("flight|taxi|self-driving", text, re.I):
-        drive = r"^\s*((driving|drive|car)\b[\s,:]*|(?=(from|cost)\b))"
-        text = re.sub(drive, "Self-driving, ", text, flags=re.I)
-    return text
-
-
-def write_submission(folder, rows, split):
-    """Write the leaderboard's file of an agent and print what it would refuse."""
-    firsts = {int(row["task"].get("idx", row["task"]["id"])): row for row in rows
-              if not row["task"].get("sample")}
-    lines = []
-    for idx, row in sorted(firsts.items()):
-        plan = [{key: leaderboard_field(key, text) for key, text in day.items()}
-                for day in row["plan"] or []]
-        lines.append({"idx": idx, "query": row["task"]["query"], "plan": plan or None})
-    write_jsonl(folder / "submission.jsonl", lines)
-    for fault in submission_faults(lines, split):
-        print(f"{folder / 'submission.jsonl'}, {fault}")
-
-
-def submission_faults(rows, split=None):
-    """What the leaderboard would refuse, or crash on; each names line, day and field."""
-    faults = []
-    if split and len(rows) != SIZES[split][0]:
-        faults.append(f"the file has {len(rows)} lines, not the split's {SIZES[split][0]}")
-    for line, row in enumerate(rows, 1):
-        if row.get("idx") != line - 1 and (split != "train" or row.get("idx") != line):
-            faults.append(f"line {line}: idx is {row.get('idx')!r}; lines are in the order of the "
-                          "queries, from 0")
-        for number, day in enumerate(row.get("plan") or [], 1):
-            faults += [f"line {line}, day {number}, {fault}" for fault in day_faults(day)]
-    return faults
-
-
-def day_faults(day):
-    """What is wrong with a day for the leaderboard's code; {} stands for a day that is missing."""
-    lacking = [f"{key}: it must be text" for key in constraints.PLACES
-               if day and not isinstance(day.get(key), str)]
-    if lacking or not day:
-        return lacking
-    city, move, faults = day["current_city"], day["transportation"], []
-    lost, flies = constraints.from_to(city, True)[0] is None, "flight number" in move.lower()
-    if "from" in city and lost:
-        faults.append('current_city: it must say "from A to B"')
-    if flies and "Flight Number: " not in move:
-        faults.append('transportation: a flight is written "Flight Number: F1234567, from A to B"')
-    elif flies and lost and constraints.from_to(move, True)[0] is None:
-        faults.append("transportation: the flight has no cities")
-    if move not in constraints.EMPTY and not re.search("flight number|taxi|self-driving", move, re.I):
-        faults.append("transportation: neither a flight number nor taxi nor self-driving, "
-                      "so it would go unjudged")
-    return faults
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -648,7 +551,7 @@ def flags(argv=None):
     add("--database", help="folder of the world's data; unset: $STAR_DATABASE, else database/mini")
     add("--limit", type=int, help="play only the first so many tasks")
     add("--samples", type=int, default=1, help="plays per task; several add pass@k")
-    add("--split", choices=SIZES, help="adds the leaderboard's rates and a submission.jsonl")
+    add("--split", choices=("train", "validation", "test"), help="which part of a data set")
     add = p.add_argument_group("play").add_argument
     add("--temperature", type=float, default=0.6, help="of the sampling [1]")
     add("--top-p", type=float, default=0.95, help="of the sampling [1]")
@@ -757,7 +660,7 @@ def evaluate(args):
     world = open_world(args)
     tasks = load_tasks(args.tasks, world.load_task, args.limit, args.split)
     tasks = [task | ({"sample": k} if k else {}) for task in tasks for k in range(args.samples)]
-    wanted, played, rates = {name_of(task) for task in tasks}, {}, {}
+    wanted, played = {name_of(task) for task in tasks}, {}
     agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
     settings = {key: getattr(args, key) for key in SETTINGS}
     folders = {name: open_folder(args.out, name, {"model": path} | settings)
@@ -769,10 +672,7 @@ def evaluate(args):
     for name, folder in folders.items():
         rows = recover_jsonl(folder / "episodes.jsonl")
         played[name] = [row for row in rows if name_of(row["task"]) in wanted]
-        if args.split:
-            rates[name] = official_rates(played[name], args.split, world.database)
-            write_submission(folder, played[name], args.split)
-    text, report = table(played, rates)
+    text, report = table(played)
     for name, folder in folders.items():
         (folder / "scores.json").write_text(json.dumps(report[name], indent=1))
     (Path(args.out) / "table.md").write_text(text)

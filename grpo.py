@@ -32,7 +32,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -42,17 +41,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from evaluate import engine_settings, load_tasks, open_world, read_jsonl, write_jsonl
+from evaluate import Help, engine_settings, load_tasks, open_world, read_jsonl, write_jsonl
 from sandbox import Episode, between
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary. A rollout is a flat list of P * G samples.
 OVERLENGTH = ("turns", "context")  # the two stops that (4) masks
 LOGITS = 30_000_000  # numbers: the loss never holds more logits at a time (120 MB in float32)
-
-
-class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is written, and behind each flag its default."""
 
 
 def flags():
@@ -76,35 +71,30 @@ def flags():
     add("--failure-rate", type=float, default=0.0, help="probability that a tool call fails [1]")
     add("--system-prompt", default="full", help="full, short, or a file")
     add = p.add_argument_group("learn").add_argument
-    add("--reward", help="a reward that the world knows, its first if unset; or curriculum: its "
-                         "first for 2/5 of the updates, its second for 2/5, then its third [1]")
+    add("--reward", help="one of the world's kinds, its first if unset; or curriculum [1]")
     add("--epochs", type=float, default=5, help="passes over the tasks [1]")
     add("--steps", type=int, default=0, help="updates; 0: as many as --epochs says")
     add("--lr", type=float, default=2e-6, help="learning rate, constant until --decay [1]")
     add("--decay", type=float, default=0.0, help="last share of updates, where the rate falls to 0")
     add("--clip-low", type=float, default=0.2, help="w is clipped at 1 minus this [2]")
     add("--clip-high", type=float, default=0.28, help="w is clipped at 1 plus this [3]")
-    add("--loss-norm", default="group", choices=["group", "batch"],
-        help="what (5) divides by: the policy tokens of the group [1] or of the batch [3]")
-    add("--keep-overlength", action="store_true",
-        help="against (4), keep overlength episodes in the loss, so that loops are unlearnt")
-    add("--drop-uniform", action="store_true",
-        help="DAPO as in [1]: groups of equal reward leave the batch and its denominator")
+    add("--loss-norm", default="group", choices=["group", "batch"], help="(5)'s tokens, [1] or [3]")
+    add("--keep-overlength", action="store_true", help="not (4): loops are unlearnt")
+    add("--drop-uniform", action="store_true", help="DAPO [1]: groups of equal reward leave the batch")
     add("--refill", type=int, default=0, help="batches to play, at most, in their place [3]")
     add("--minibatches", type=int, default=1, help="updates per batch of queries [1]")
     add("--recompute", action="store_true", help="take pi_old from a forward of the trainer")
-    add("--tis-cap", type=float, default=0.0,
-        help="with --recompute: weigh tokens by trainer over engine, at most this; 0: do not")
+    add("--tis-cap", type=float, default=0.0, help="then weigh by trainer / engine, at most this")
     add("--seed", type=int, default=0, help="of the order of the tasks and every sampled token")
     add = p.add_argument_group("memory (python memory.py grpo tells what fits)").add_argument
     add("--pack-tokens", type=int, default=32768, help="tokens per micro-batch, with padding")
-    add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
-        help="attention of the trainer; auto: flash attention where it is installed")
+    add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"], help="auto: flash "
+        "attention in the trainer where it is installed")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
     add("--gpu-memory", type=float, default=0.6, help="share of a GPU that the engine may fill")
     add = p.add_argument_group("running").add_argument
-    add("--max-dlogp", type=float, default=0.0,
-        help="bound on mean |dlogp| after the first sync; 0: 1e-4 in float32, 0.05 in bfloat16")
+    add("--max-dlogp", type=float, default=0.0, help="bound on mean |dlogp| after the first sync; "
+        "0: 1e-4 in float32, 0.05 in bfloat16")
     add("--val-every", type=int, default=10, help="updates between validations")
     add("--save-every", type=int, default=0, help="updates between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
@@ -522,18 +512,15 @@ def deal(lengths, ranks, budget, packed):
 
 
 def setup():
-    """Join the other ranks (torchrun's environment, or one rank without) -> rank, ranks, device"""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": port}
-    os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})
+    """Join the other ranks, as torchrun started them -> rank, ranks, device"""
+    if "RANK" not in os.environ:
+        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         known = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     here = os.path.dirname(sys.executable)
     os.environ["PATH"] = here + os.pathsep + os.environ["PATH"]  # DeepSpeed looks for ninja
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
@@ -687,21 +674,19 @@ def restore(engine, out, resume, rank):
     return mark["step"]
 
 
-class Interrupt:
-    """True once any rank has got SIGTERM: the loop then saves a checkpoint and leaves.
+def watch_sigterm():
+    """-> interrupted(device): whether any rank has got SIGTERM, for the loop to save and leave.
 
-    torchrun kills what has not left 30 s after a SIGTERM: give it --shutdown-timeout as long as an
-    update takes.
+    torchrun kills what has not left 30 s after it: --shutdown-timeout must outlast an update.
     """
+    got = []
+    signal.signal(signal.SIGTERM, lambda *_: got.append(True))
 
-    def __init__(self):
-        self.mine = False
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "mine", True))
-
-    def __call__(self, device):
-        flag = torch.tensor(float(self.mine), device=device)
+    def interrupted(device):
+        flag = torch.tensor(float(bool(got)), device=device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)  # every rank must reach it
         return bool(flag)
+    return interrupted
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -719,7 +704,7 @@ def main():
     tokenizer, policy, packed = load(args, device)
     engine = zero3(policy, args.lr, ranks, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
-    start, interrupted = restore(engine, args.out, args.resume, rank), Interrupt()
+    start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
     checked = False  # that the engine's weights are the trainer's
     llm = load_engine(args, device)
     if rank == 0:

@@ -15,7 +15,8 @@ import argparse
 import math
 import sys
 
-from sft import LOGITS, Help
+from evaluate import Help
+from sft import LOGITS
 
 MOMENTS = {  # of an update: what lowers it
     "play": "a lower --gpu-memory, --tp, or more GPUs",

@@ -27,7 +27,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -37,16 +36,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from evaluate import read_jsonl, write_jsonl
+from evaluate import Help, read_jsonl, write_jsonl
 from sandbox import between
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary.
 LOGITS = 30_000_000  # numbers: the loss never holds more logits at a time (120 MB in float32)
-
-
-class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is written, and behind each flag its default."""
 
 
 def flags():
@@ -271,18 +266,14 @@ def learning_rate(step, steps, args):
 
 
 def setup():
-    """Join the other ranks (torchrun's environment, or one rank without) -> rank, ranks, device"""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": port}
-    os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})
+    """Join the other ranks, as torchrun started them -> rank, ranks, device"""
+    if "RANK" not in os.environ:
+        sys.exit(f"start it with torchrun: torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        known = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     here = os.path.dirname(sys.executable)
     os.environ["PATH"] = here + os.pathsep + os.environ["PATH"]  # DeepSpeed looks for ninja
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
@@ -402,21 +393,19 @@ def restore(engine, out, resume, rank):
     return mark["step"]
 
 
-class Interrupt:
-    """True once any rank has got SIGTERM: the loop then saves a checkpoint and leaves.
+def watch_sigterm():
+    """-> interrupted(device): whether any rank has got SIGTERM, for the loop to save and leave.
 
-    torchrun kills what has not left 30 s after a SIGTERM: give it --shutdown-timeout as long as an
-    update takes.
+    torchrun kills what has not left 30 s after it: --shutdown-timeout must outlast an update.
     """
+    got = []
+    signal.signal(signal.SIGTERM, lambda *_: got.append(True))
 
-    def __init__(self):
-        self.mine = False
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "mine", True))
-
-    def __call__(self, device):
-        flag = torch.tensor(float(self.mine), device=device)
+    def interrupted(device):
+        flag = torch.tensor(float(bool(got)), device=device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)  # every rank must reach it
         return bool(flag)
+    return interrupted
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -430,7 +419,7 @@ def main():
     samples, dropped = load_samples(args.data, tokenizer, args.cutoff)
     engine = zero3(policy, args.lr, ranks, device)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
-    start, interrupted = restore(engine, args.out, args.resume, rank), Interrupt()
+    start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
     if rank == 0:
         print(f"sft: {len(samples)} episodes ({dropped} dropped), {steps} updates of {args.batch}, "
               f"{ranks} ranks, {'packed' if packed else 'padded'} rows, "

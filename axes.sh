@@ -1,0 +1,112 @@
+# The paper's five axes [1 sec. 4], run from the recipe: bash run.sh SIZE axis NAME. Sourced by run.sh
+# where the SFT checkpoint is made; goes on from there with the recipe's own rl and evaluate commands,
+# other flags at their end, for every setting and seed, and ends with a table beside the paper's
+# numbers. AXIS_STEPS: updates of each run; AXIS_TASKS: held-out tasks each is judged by.
+
+if [[ $size == tiny ]]; then  # [2]
+    AXIS_STEPS=${AXIS_STEPS:-32} AXIS_TASKS=${AXIS_TASKS:-320} apart=$DATA/val.jsonl best=''
+    amounts=100,200,400 full=400 alone=200 scales="128 192 256"
+else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the validation tasks
+    AXIS_STEPS=${AXIS_STEPS:-157} AXIS_TASKS=${AXIS_TASKS:-180} apart=$DATA/sft-tasks.jsonl best=/best
+    amounts=100,200,500,1000,2000 full=1000 alone=1000 scales="1.5b 3b 7b"
+fi
+runs=()
+
+# change FLAG VALUE... FLAG...   the command in `words`, with these flags at its end, nowhere else
+change() {
+    local word flag=none kept=()
+    for word in "${words[@]}"; do
+        if [[ $word == --* ]]; then flag=$word; fi
+        [[ " $* " == *" $flag "* ]] || kept+=("$word")
+    done
+    words=("${kept[@]}" "$@")
+}
+
+# An axis, a line per setting: its name, then what makes the run: algorithm, reward, tasks, per cent
+# of tool calls that fail. One of these changes along an axis, so that the axes share the run where
+# they cross. Tools fail in training; all checkpoints are evaluated where none does.
+settings() {
+    local x tasks=mixed-$full plain=${reward/curriculum/macro}
+    echo sft sft
+    case $axis in
+        crossing)  echo "grpo grpo $reward $tasks fail-00" ;;
+        reward)    for x in sum macro success curriculum; do echo "$x grpo $x $tasks fail-00"; done ;;
+        algorithm) for x in grpo dapo arpo arpo-released; do echo "$x $x $plain $tasks fail-00"; done ;;
+        noise)     for x in 00 05 10; do echo "${x#0}% grpo $reward $tasks fail-$x"; done ;;
+        data)      for x in ${amounts//,/ }; do
+                       echo "$x-prompts grpo $reward mixed-$x fail-00"
+                   done
+                   for x in easy medium hard mixed; do
+                       echo "$x grpo $reward $x-$alone fail-00"
+                   done ;;
+    esac
+}
+
+# train SEED RUN ALGORITHM REWARD TASKS FAIL   one setting's RL, from the SFT checkpoint
+train() {
+    local script=grpo.py more=()
+    case $3 in
+        dapo)          more=(--drop-uniform) ;;
+        arpo)          script=arpo.py more=(--branch paper) ;;
+        arpo-released) script=arpo.py more=(--branch released) ;;
+    esac
+    words=("${rl[@]/#[ag]rpo.py/$script}")
+    # as many updates for all: fewer tasks come back more often [1]
+    change --reward "$4" --tasks "$DATA/subsets/$5.jsonl" --failure-rate "0.${6#fail-}" "${more[@]}" \
+        --steps "$AXIS_STEPS" --seed "$1" --save-every 10 --out "$2/rl"
+    stage "rl-${2##*/}" "$2/rl/config.json" "${words[@]}"
+}
+
+# every setting and seed from the one SFT checkpoint
+study() {
+    local seed label made run model
+    words=("${tasks[@]}")
+    change --levels 1:1:1 --split train --n $((3 * alone)) --seed 6 --prefix pool --exclude "$apart" \
+        --out "$DATA/pool.jsonl"
+    stage pool "$DATA/pool.jsonl" "${words[@]}"
+    stage subsets "$DATA/subsets/hard-$alone.jsonl" python synth.py subsets \
+        --tasks "$DATA/pool.jsonl" --sizes "$amounts" --alone "$alone" --seed 7 --out "$DATA/subsets"
+    for seed in $SEEDS; do
+        while read -r label made <&3; do
+            run=$OUT/axis/runs/${made// /-}-s$seed
+            model=sft=$OUT/sft
+            if [[ $made != sft ]]; then
+                train "$seed" "$run" $made
+                model=rl=$run/rl$best
+            fi
+            words=("${evaluate[@]}")
+            change --model "$model" --limit "$AXIS_TASKS" --seed "$seed" --out "$run/eval"
+            stage "eval-${run##*/}" "$run/eval/table.md" "${words[@]}"
+            [[ -n ${DRY:-} || $node != 0 ]] || rm -rf "$run/rl/checkpoints"
+            runs+=("$label=$run/eval/${model%%=*}")
+        done 3< <(settings)
+    done
+}
+
+# the axis of scale: three widths of tiny, each with its own base, sft and rl; or what the folders of
+# 1.5b, 3b and 7b hold
+scale() {
+    local x seed folder
+    for x in $scales; do
+        if [[ $size == tiny ]]; then
+            folder=$OUT/axis/scale/width-$x
+            [[ $x != 192 ]] || folder=$OUT  # what tiny is
+            MODEL='' FLAGS_init="--width $x" OUT=$folder DATA=$DATA bash run.sh tiny axis crossing
+            for seed in $SEEDS; do
+                runs+=("width-$x-sft=$folder/axis/runs/sft-s$seed/eval/sft")
+                runs+=("width-$x=$folder/axis/runs/grpo-$reward-mixed-$full-fail-00-s$seed/eval/rl")
+            done
+        else
+            folder=$(dirname "$OUT")/$x
+            [[ $x != "$size" ]] || folder=$OUT
+            runs+=("$x-sft=$folder/eval/sft" "$x=$folder/eval/rl")
+        fi
+    done
+}
+
+if [[ $axis == scale ]]; then scale; else study; fi
+[[ $axis != crossing ]] || exit 0
+[[ -n ${DRY:-} || $node != 0 ]] || rm -f "$OUT/axis/$axis.md"  # made anew: there may be another seed
+stage "axis-$axis" "$OUT/axis/$axis.md" python report.py --axis "$axis" --runs "${runs[@]}" \
+    --out "$OUT/axis"
+finish "$OUT/axis/$axis.md"

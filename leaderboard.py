@@ -1,0 +1,127 @@
+"""
+TravelPlanner's leaderboard: an evaluated agent's rates, and the file to hand in.
+
+Reads   OUT/AGENT/episodes.jsonl of evaluate.py, the database
+Writes  OUT/AGENT/submission.jsonl, and prints what the leaderboard would refuse or crash on
+
+    python evaluate.py --model rl=out/7b/rl/best --tasks osunlp/TravelPlanner --split validation
+    python leaderboard.py out/eval/rl --split validation --database database/full
+
+The six rates are computed by the leaderboard's own rules (`official` in constraints.py) over the
+split's own denominators, from each task's first play. The test split is published without its
+constraints: its plans are handed in, not judged here.
+"""
+import argparse
+import re
+from pathlib import Path
+
+from constraints import EMPTY, FIELDS, HARD, PLACES, from_to, score
+from evaluate import Help, read_jsonl, run, write_jsonl
+from sandbox import open_database
+
+SIZES = {  # the leaderboard's denominators: queries, queries x 8 checks, hard constraints asked
+    "train": (45, 360, 105),
+    "validation": (180, 1440, 420),
+    "test": (1000, 8000, 2290),
+}
+
+
+def official_rates(rows, split, database):
+    """The leaderboard's six rates."""
+    plans, checks, asked = SIZES[split]
+    rates = {"delivery rate": sum(bool(row["plan"]) for row in rows) / plans}
+    scores = [score(row["task"], row["plan"], database, "official")
+              for row in rows if "score" in row]
+    if not scores:
+        return rates
+    passed = sum(each["checks"][name][0] is True for each in scores for name in HARD)
+    return rates | {
+        "commonsense micro rate": sum(each["cs_micro"] * 8 for each in scores) / checks,
+        "commonsense macro rate": sum(each["cs_macro"] for each in scores) / plans,
+        "hard micro rate": passed / asked,
+        "hard macro rate": sum(each["hard_macro"] for each in scores) / plans,
+        "final pass rate": sum(each["success"] for each in scores) / plans}
+
+
+def leaderboard_field(key, text):
+    """A field of a day in the leaderboard's words: "City(State)" is "City" and a drive is
+    "Self-driving", which its code would otherwise not judge (C1 to C4)."""
+    if not isinstance(text, str):
+        return text
+    if key not in ("current_city", "transportation"):  # a name keeps its brackets, a city does not
+        cut = re.sub(r"(,[^,;(]*?)\s*\([^();]*\)(?=\s*(;|$))", r"\1", text)
+        return cut if key in FIELDS else text
+    text = re.sub(r"\s*\([^()]*\)", "", text)
+    if key == "transportation" and not re.search("flight|taxi|self-driving", text, re.I):
+        drive = r"^\s*((driving|drive|car)\b[\s,:]*|(?=(from|cost)\b))"
+        text = re.sub(drive, "Self-driving, ", text, flags=re.I)
+    return text
+
+
+def submission(rows):
+    """The lines to hand in, in the order of the queries."""
+    lines = []
+    for row in rows:
+        plan = [{key: leaderboard_field(key, text) for key, text in day.items()}
+                for day in row["plan"] or []]
+        idx = int(row["task"].get("idx", row["task"]["id"]))
+        lines.append({"idx": idx, "query": row["task"]["query"], "plan": plan or None})
+    return sorted(lines, key=lambda line: line["idx"])
+
+
+def submission_faults(rows, split=None):
+    """What the leaderboard would refuse, or crash on; each names line, day and field."""
+    faults = []
+    if split and len(rows) != SIZES[split][0]:
+        faults.append(f"the file has {len(rows)} lines, not the split's {SIZES[split][0]}")
+    for line, row in enumerate(rows, 1):
+        if row.get("idx") != line - 1 and (split != "train" or row.get("idx") != line):
+            faults.append(f"line {line}: idx is {row.get('idx')!r}; lines are in the order of the "
+                          "queries, from 0")
+        for number, day in enumerate(row.get("plan") or [], 1):
+            faults += [f"line {line}, day {number}, {fault}" for fault in day_faults(day)]
+    return faults
+
+
+def day_faults(day):
+    """What is wrong with a day for the leaderboard's code; {} stands for a day that is missing."""
+    lacking = [f"{key}: it must be text" for key in PLACES
+               if day and not isinstance(day.get(key), str)]
+    if lacking or not day:
+        return lacking
+    city, move, faults = day["current_city"], day["transportation"], []
+    lost, flies = from_to(city, True)[0] is None, "flight number" in move.lower()
+    if "from" in city and lost:
+        faults.append('current_city: it must say "from A to B"')
+    if flies and "Flight Number: " not in move:
+        faults.append('transportation: a flight is written "Flight Number: F1234567, from A to B"')
+    elif flies and lost and from_to(move, True)[0] is None:
+        faults.append("transportation: the flight has no cities")
+    if move not in EMPTY and not re.search("flight number|taxi|self-driving", move, re.I):
+        faults.append("transportation: neither a flight number nor taxi nor self-driving, "
+                      "so it would go unjudged")
+    return faults
+
+
+def hand_in(args):
+    """Write the file, print its faults and the rates."""
+    rows = [row for row in read_jsonl(args.folder / "episodes.jsonl")
+            if not row["task"].get("sample")]
+    lines, file = submission(rows), args.folder / "submission.jsonl"
+    write_jsonl(file, lines)
+    for fault in submission_faults(lines, args.split):
+        print(f"{file}, {fault}")
+    for name, rate in official_rates(rows, args.split, open_database(args.database)).items():
+        print(f"{name:24} {100 * rate:5.1f}")
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p.add_argument("folder", type=Path, help="folder of an agent's episodes.jsonl")
+    p.add_argument("--split", choices=SIZES, required=True, help="what the tasks are")
+    p.add_argument("--database", help="folder of the tables; unset: as evaluate.py has it")
+    run("leaderboard.py", hand_in, p.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()

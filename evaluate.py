@@ -499,8 +499,9 @@ def table(played):
     wins = {name: {task: mean(values) for task, values in each.items()}
             for name, each in plays.items()}
     report = {name: measure(rows) | pass_at(plays[name]) for name, rows in played.items()}
-    cells = {line: [show(line, numbers.get(line)) for numbers in report.values()]
-             for numbers in report.values() for line in numbers}
+    lines = dict.fromkeys(line for numbers in report.values() for line, value in numbers.items()
+                          if value is not None)
+    cells = {line: [show(line, numbers.get(line)) for numbers in report.values()] for line in lines}
     for column, (name, numbers) in enumerate(report.items()):
         if wins[name]:
             numbers["success interval"] = interval(list(wins[name].values()))
@@ -513,9 +514,9 @@ def table(played):
             found = report[last][f"success minus {other}'s"] = [mean(change), *interval(change)]
             cells[f"success of {last} minus {other}"] = [
                 *blank, f"{100 * found[0]:+.1f} ({span(*found[1:], '+')})"]
-    lines = [["", *played], ["---"] * (len(played) + 1)]
-    lines += [[line, *row] for line, row in cells.items()]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines), report
+    rows = [["", *played], ["---"] * (len(played) + 1)]
+    rows += [[line, *row] for line, row in cells.items()]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows), report
 
 
 def show(line, value):

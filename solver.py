@@ -395,3 +395,7 @@ def solver_replies(task, database):
         return [final_turn(report.reason, f"No plan: {report.reason}")]
     calls = [turn(*step) for step in searches(task, report.plan)]
     return [*calls, final_turn("the plan", itinerary(report.plan))]
+
+
+def replies(steps, last, plan):
+    return [*(turn(*step) for step in steps), final_turn(last, itinerary(plan))]

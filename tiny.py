@@ -18,7 +18,7 @@ import torch
 
 from evaluate import read_jsonl, write_jsonl
 from sandbox import SHORT_PROMPT, Episode, Sandbox, open_database
-from sft import render
+from sft import render  # noqa
 from solver import ROOM_TYPES, SEARCHES, drive, legs, modes, turn, venues, way_searches
 from synth import (BRIEF, CUISINES, FILLERS, LEVELS, MARCH, MONTHS, RULES, cut, make_episode, make_task, mean_words,
                    numbered, open_once, reserved, sample_task, write_query)

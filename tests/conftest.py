@@ -55,7 +55,7 @@ def official(test_data):
 def tiny_model(tmp_path_factory):
     """A folder with a random Qwen2 of 2M parameters and a tokenizer; it says nothing sensible, quickly."""
     from sandbox import SHORT_PROMPT
-    from sft import make_tiny
+    from tiny import make_tiny
     folder = tmp_path_factory.mktemp("tiny")
     tables = sorted((ROOT / "database" / "mini").glob("*.csv"))
     texts = [SHORT_PROMPT] + [path.read_text(encoding="utf-8")[:20_000] for path in tables]

@@ -75,7 +75,6 @@ def flags():
     add("--tp", type=int, default=1, help="ranks that share an engine's weights (tensor parallel)")
     add("--failure-rate", type=float, default=0.0, help="probability that a tool call fails [1]")
     add("--system-prompt", default="full", help="full, short, or a file")
-    add = p.add_argument_group("fork").add_argument
     add("--branch", default="paper", choices=["paper", "released"], help="the law of forking, (1)")
     add("--start", type=int, default=0, help="plays of a query from scratch; 0: half of them [4]")
     add("--weight", type=float, default=0.2, help="w, chance of a fork per unit of dE [4]")
@@ -83,35 +82,30 @@ def flags():
     add = p.add_argument_group("learn").add_argument
     add("--keep-gradient", action="store_true", help="of tokens clipped from above, scaled [5]")
     add("--entropy-advantage", type=float, default=0.0, help="a of A (1 + a z), z: entropy [5]")
-    add("--reward", help="a reward that the world knows, its first if unset; or curriculum: its "
-                         "first for 2/5 of the updates, its second for 2/5, then its third [1]")
+    add("--reward", help="one of the world's kinds, its first if unset; or curriculum [1]")
     add("--epochs", type=float, default=5, help="passes over the tasks [1]")
     add("--steps", type=int, default=0, help="updates; 0: as many as --epochs says")
     add("--lr", type=float, default=2e-6, help="learning rate, constant until --decay [1]")
     add("--decay", type=float, default=0.0, help="last share of updates, where the rate falls to 0")
     add("--clip-low", type=float, default=0.2, help="w is clipped at 1 minus this [2]")
     add("--clip-high", type=float, default=0.28, help="w is clipped at 1 plus this [3]")
-    add("--loss-norm", default="group", choices=["group", "batch"],
-        help="what (5) divides by: the policy tokens of the group [1] or of the batch [3]")
-    add("--keep-overlength", action="store_true",
-        help="against (4), keep overlength episodes in the loss, so that loops are unlearnt")
-    add("--drop-uniform", action="store_true",
-        help="DAPO as in [1]: groups of equal reward leave the batch and its denominator")
+    add("--loss-norm", default="group", choices=["group", "batch"], help="(5)'s tokens, [1] or [3]")
+    add("--keep-overlength", action="store_true", help="not (4): loops are unlearnt")
+    add("--drop-uniform", action="store_true", help="DAPO [1]: without groups of equal reward")
     add("--refill", type=int, default=0, help="batches to play, at most, in their place [3]")
     add("--minibatches", type=int, default=1, help="updates per batch of queries [1]")
     add("--recompute", action="store_true", help="take pi_old from a forward of the trainer")
-    add("--tis-cap", type=float, default=0.0,
-        help="with --recompute: weigh tokens by trainer over engine, at most this; 0: do not")
+    add("--tis-cap", type=float, default=0.0, help="then weigh by trainer / engine, at most this")
     add("--seed", type=int, default=0, help="of the order of the tasks and every sampled token")
     add = p.add_argument_group("memory (python memory.py grpo tells what fits)").add_argument
     add("--pack-tokens", type=int, default=32768, help="tokens per micro-batch, with padding")
-    add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
-        help="attention of the trainer; auto: flash attention where it is installed")
+    add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"], help="auto: flash "
+        "attention in the trainer where it is installed")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
     add("--gpu-memory", type=float, default=0.6, help="share of a GPU that the engine may fill")
     add = p.add_argument_group("running").add_argument
-    add("--max-dlogp", type=float, default=0.0,
-        help="bound on mean |dlogp| after the first sync; 0: 1e-4 in float32, 0.05 in bfloat16")
+    add("--max-dlogp", type=float, default=0.0, help="bound on mean |dlogp| after the first sync; "
+        "0: 1e-4 in float32, 0.05 in bfloat16")
     add("--val-every", type=int, default=10, help="updates between validations")
     add("--save-every", type=int, default=0, help="updates between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
@@ -265,14 +259,13 @@ def rollout(llm, tokenizer, world, tasks, name, group, temperature, top_p, args)
         for output in engine.step():
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]
-                entropies, fork, names = entropy(reply.logprobs, args), None, left[s.query]
-                if args.branch == "paper":
-                    fork = branch(s, entropies, log_v, names, args)
+                entropies, names = entropy(reply.logprobs, args), left[s.query]
+                before = args.branch == "paper" and branch(s, entropies, log_v, names, args)
                 s.entropies += entropies
                 goes_on = play_turn(s, reply, tokenizer, args)
-                if goes_on and args.branch == "released":
-                    fork = branch(s, entropies, log_v, names, args)
-                begun = [fork] if fork else []
+                behind = goes_on and args.branch == "released" and branch(
+                    s, entropies, log_v, names, args)
+                begun = [fork for fork in (before, behind) if fork]
                 (begun if goes_on else done).append(s)
                 if not any(t.query == s.query and t.episode.turns + 1 < args.max_turns
                            for t in [*begun, *live.values()]):  # nothing left to fork
@@ -599,11 +592,12 @@ def deal(lengths, ranks, budget, packed):
 def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun: torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
+        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        cores = len(os.sched_getaffinity(0))
+        known = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     here = os.path.dirname(sys.executable)
     os.environ["PATH"] = here + os.pathsep + os.environ["PATH"]  # DeepSpeed looks for ninja
@@ -789,7 +783,6 @@ def main():
     engine = zero3(policy, args.lr, ranks, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
     start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
-    checked = False  # that the engine's weights are the trainer's
     llm = load_engine(args, device)
     if rank == 0:
         print(f"{len(tasks)} tasks, {steps} updates of {args.prompts} x {args.group} plays, "
@@ -801,7 +794,7 @@ def main():
         sync_weights(llm, engine, device)
         clock.append(time.time())
         if val and (step % args.val_every == 0 or step == steps):
-            log(validate(llm, tokenizer, world, val, step, engine, rank, args), rank, args, step)
+            log(validate(llm, tokenizer, world, val, step, engine, rank, args), rank, args)
         if step == steps:
             break
         clock.append(time.time())
@@ -820,15 +813,13 @@ def main():
         stats = [learn(engine, weighted, packed, rank, ranks, device, args) for weighted in updates]
         clock.append(time.time())
 
-        line = describe(samples, groups, world.parts) | stats[0] | {"kind": kind, "lr": lr}
-        line |= timings(samples, updates, clock, judged)
+        line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
+        line |= {"kind": kind, "lr": lr} | timings(samples, updates, clock, judged)
         if rank == 0:
             records = [s.record | {"advantage": s.advantage} for s in samples]
             write_jsonl(Path(args.out) / "rollouts" / f"{step + 1:05d}.jsonl", records)
-        log(line, rank, args, step + 1, steps)
-        if not checked and line["loss_tokens"]:
-            check_sync(line, device, args)
-            checked = True
+        log(line, rank, args, steps)
+        check_sync(line, device, args)
         last = interrupted(device)
         if last or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(engine, args.out, step + 1, rank)
@@ -865,11 +856,10 @@ def play_batch(llm, tokenizer, world, tasks, step, steps, kind, args):
 
 def check_sync(line, device, args):
     """Stop where engine and trainer give the same tokens different log-probabilities, or a NaN."""
-    bound = args.max_dlogp or (0.05 if device.type == "cuda" else 1e-4)
-    if not line["dlogp_mean"] <= bound:
-        sys.exit(f"engine and trainer disagree: mean |dlogp| {line['dlogp_mean']:.1e} after the "
-                 f"first sync, bound {bound:.0e}; the weights did not arrive, or raise --max-dlogp "
-                 "if the model's dtype explains it")
+    bound, gap = args.max_dlogp or (0.05 if device.type == "cuda" else 1e-4), line["dlogp_mean"]
+    if not gap <= bound:
+        sys.exit(f"update {line['step']}: engine and trainer disagree, mean |dlogp| {gap:.1e}, bound "
+                 f"{bound:.0e}; weights did not arrive, or --max-dlogp if the dtype explains it")
 
 
 def validate(llm, tokenizer, world, val, step, engine, rank, args):
@@ -883,7 +873,7 @@ def validate(llm, tokenizer, world, val, step, engine, rank, args):
     dist.barrier()
     if success > max(before, default=-1):
         save_model(engine, tokenizer, Path(args.out) / "best", rank)
-    return {"val_success": success}
+    return {"step": step, "val_success": success}
 
 
 def split(groups, n):
@@ -917,8 +907,7 @@ def describe(samples, groups, parts):
     forks = [s for s in samples if s.parent]
     decided = [pair for s in samples for pair in s.decisions] or [(0.0, 0.0)]
     after, rise = (sum(values) / len(decided) for values in zip(*decided, strict=True))
-    means |= {"forks": len(forks) / len(groups), "entropy_after": after, "entropy_rise": rise,
-              "fork_depth": sum(s.depth for s in forks) / max(len(forks), 1)}
+    means |= {"forks": len(forks) / len(groups), "entropy_after": after, "entropy_rise": rise}
     return means | {"uniform": sum(map(uniform, groups.values())) / len(groups)}
 
 
@@ -932,15 +921,14 @@ def timings(samples, updates, clock, judged):
             "learn_tps": sum(len(s.ids) for s in rows) / learned}
 
 
-def log(line, rank, args, step, steps=None):
+def log(line, rank, args, steps=None):
     """One line on the screen, the same dict in log.jsonl."""
-    if rank or not line:
+    if rank:
         return
-    line = {"step": step} | line
     with open(Path(args.out) / "log.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
     if "val_success" in line:
-        print(f"step {step:4d} | validation success {line['val_success']:.3f}", flush=True)
+        print("step {step:4d} | validation success {val_success:.3f}".format(**line), flush=True)
         return
     print("step {step:4d}/{steps} | reward {reward:5.2f} | success {success:.2f} | strict "
           "{strict:.2f} | format {format:.2f} | over {overlength:.2f} | turns {turns:4.1f} | "

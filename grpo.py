@@ -80,7 +80,7 @@ def flags():
     add("--clip-high", type=float, default=0.28, help="w is clipped at 1 plus this [3]")
     add("--loss-norm", default="group", choices=["group", "batch"], help="(5)'s tokens, [1] or [3]")
     add("--keep-overlength", action="store_true", help="not (4): loops are unlearnt")
-    add("--drop-uniform", action="store_true", help="DAPO [1]: groups of equal reward leave the batch")
+    add("--drop-uniform", action="store_true", help="DAPO [1]: without groups of equal reward")
     add("--refill", type=int, default=0, help="batches to play, at most, in their place [3]")
     add("--minibatches", type=int, default=1, help="updates per batch of queries [1]")
     add("--recompute", action="store_true", help="take pi_old from a forward of the trainer")
@@ -705,7 +705,6 @@ def main():
     engine = zero3(policy, args.lr, ranks, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
     start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
-    checked = False  # that the engine's weights are the trainer's
     llm = load_engine(args, device)
     if rank == 0:
         print(f"{len(tasks)} tasks, {steps} updates of {args.prompts} x {args.group} plays, "
@@ -717,7 +716,7 @@ def main():
         sync_weights(llm, engine, device)
         clock.append(time.time())
         if val and (step % args.val_every == 0 or step == steps):
-            log(validate(llm, tokenizer, world, val, step, engine, rank, args), rank, args, step)
+            log(validate(llm, tokenizer, world, val, step, engine, rank, args), rank, args)
         if step == steps:
             break
         clock.append(time.time())
@@ -736,15 +735,13 @@ def main():
         stats = [learn(engine, weighted, packed, rank, ranks, device, args) for weighted in updates]
         clock.append(time.time())
 
-        line = describe(samples, groups, world.parts) | stats[0] | {"kind": kind, "lr": lr}
-        line |= timings(samples, updates, clock, judged)
+        line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
+        line |= {"kind": kind, "lr": lr} | timings(samples, updates, clock, judged)
         if rank == 0:
             records = [s.record | {"advantage": s.advantage} for s in samples]
             write_jsonl(Path(args.out) / "rollouts" / f"{step + 1:05d}.jsonl", records)
-        log(line, rank, args, step + 1, steps)
-        if not checked and line["loss_tokens"]:
-            check_sync(line, device, args)
-            checked = True
+        log(line, rank, args, steps)
+        check_sync(line, device, args)
         last = interrupted(device)
         if last or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(engine, args.out, step + 1, rank)
@@ -781,11 +778,10 @@ def play_batch(llm, tokenizer, world, tasks, step, steps, kind, args):
 
 def check_sync(line, device, args):
     """Stop where engine and trainer give the same tokens different log-probabilities, or a NaN."""
-    bound = args.max_dlogp or (0.05 if device.type == "cuda" else 1e-4)
-    if not line["dlogp_mean"] <= bound:
-        sys.exit(f"engine and trainer disagree: mean |dlogp| {line['dlogp_mean']:.1e} after the "
-                 f"first sync, bound {bound:.0e}; the weights did not arrive, or raise --max-dlogp "
-                 "if the model's dtype explains it")
+    bound, gap = args.max_dlogp or (0.05 if device.type == "cuda" else 1e-4), line["dlogp_mean"]
+    if not gap <= bound:
+        sys.exit(f"update {line['step']}: engine and trainer disagree, mean |dlogp| {gap:.1e}, bound "
+                 f"{bound:.0e}; weights did not arrive, or --max-dlogp if the dtype explains it")
 
 
 def validate(llm, tokenizer, world, val, step, engine, rank, args):
@@ -799,7 +795,7 @@ def validate(llm, tokenizer, world, val, step, engine, rank, args):
     dist.barrier()
     if success > max(before, default=-1):
         save_model(engine, tokenizer, Path(args.out) / "best", rank)
-    return {"val_success": success}
+    return {"step": step, "val_success": success}
 
 
 def split(groups, n):
@@ -843,15 +839,14 @@ def timings(samples, updates, clock, judged):
             "learn_tps": sum(len(s.ids) for s in rows) / learned}
 
 
-def log(line, rank, args, step, steps=None):
+def log(line, rank, args, steps=None):
     """One line on the screen, the same dict in log.jsonl."""
-    if rank or not line:
+    if rank:
         return
-    line = {"step": step} | line
     with open(Path(args.out) / "log.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
     if "val_success" in line:
-        print(f"step {step:4d} | validation success {line['val_success']:.3f}", flush=True)
+        print("step {step:4d} | validation success {val_success:.3f}".format(**line), flush=True)
         return
     print("step {step:4d}/{steps} | reward {reward:5.2f} | success {success:.2f} | strict "
           "{strict:.2f} | format {format:.2f} | over {overlength:.2f} | turns {turns:4.1f} | "

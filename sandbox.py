@@ -15,7 +15,7 @@ Departs from the benchmark [1] and from STAR [2] in nothing the agent sees.
 Reads   the tables of database/README.md, flat or one folder per table
 Writes  sandbox.index beside them, or in ~/.cache/star where that folder is not writable
 
-    python sandbox.py DIR     which tables are there, what is missing or off, a few sample calls
+    python sandbox.py check DIR     which tables are there, what is missing or off, sample calls
 
 For another world, give Episode an object with .call(name, arguments) -> str, and a prompt.
 """
@@ -178,8 +178,8 @@ def fill_index(base, sources):
         base.execute(f"CREATE INDEX key_of_{name} ON {name} ({key})")
     base.executescript("""
         CREATE TABLE numbers (number, line, PRIMARY KEY (number, line)) WITHOUT ROWID;
-        INSERT OR IGNORE INTO numbers SELECT value ->> 0, flights.rowid AS line
-            FROM flights, json_each(rows) ORDER BY value ->> 0, line;
+        INSERT OR IGNORE INTO numbers SELECT json_extract(value, '$[0]'), flights.rowid
+            FROM flights, json_each(rows) ORDER BY 1, 2;
         CREATE TABLE about (rows, crc, identity);""")
     about = json.dumps([counts, cities, list(names)], ensure_ascii=False)
     base.execute("INSERT INTO about VALUES (?, ?, ?)", (about, checksum(about), stamp))
@@ -651,8 +651,8 @@ def check(folder):
 def main():
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("folder", type=Path, help="folder of the CSVs, flat or one folder per table; "
-                                             "the exit status is 1 if a file is missing")
+    p.add_argument("command", choices=["check"], help="exits with status 1 if a file is missing")
+    p.add_argument("folder", type=Path, help="folder of the CSVs, flat or one folder per table")
     try:
         return check(p.parse_args().folder)
     except (OSError, ValueError) as error:

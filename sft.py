@@ -268,11 +268,12 @@ def learning_rate(step, steps, args):
 def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun: torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
+        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        cores = len(os.sched_getaffinity(0))
+        known = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     here = os.path.dirname(sys.executable)
     os.environ["PATH"] = here + os.pathsep + os.environ["PATH"]  # DeepSpeed looks for ninja
@@ -458,8 +459,8 @@ def log(line, steps, out, rank):
     """One line on the screen, the same dict in log.jsonl."""
     if rank == 0:
         speed = line["tokens"] / line["seconds"]
-        print("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm {gnorm:6.2f}"
-              " | lr {lr:.2e} | {speed:6.0f} tokens/s".format(steps=steps, speed=speed, **line),
+        print("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm "
+              "{gnorm:6.2f} | lr {lr:.2e} | {speed:6.0f} tokens/s".format(steps=steps, speed=speed, **line),
               flush=True)
         with open(Path(out) / "log.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,4 +1,4 @@
-"""The rules of the house: what a file may import, copy and say. They hold for every stage, whatever it does."""
+"""The rules of the house: what a file may import, copy and say. They hold for every room."""
 import ast
 import difflib
 import json
@@ -11,29 +11,53 @@ import pytest
 from conftest import ROOT
 
 FILES = sorted(path.name for path in ROOT.glob("*.py"))
-STAGES = [name for name in FILES if name not in ("sandbox.py", "format_plan.py", "evaluate.py")]
-HEAVY = ["vllm", "deepspeed", "transformers", "matplotlib"]  # imported inside the functions that use them
-# who may import whom: a straight line, and no stage imports a stage
-MAY_IMPORT = {"sandbox.py": set(), "format_plan.py": {"sandbox"}, "evaluate.py": {"sandbox", "format_plan"}}
-LAYOUT = {"README.md", "LICENSE", "run.sh", "requirements.txt", "requirements-cpu.txt", "database", "tests",
-          "sandbox.py", "format_plan.py", "evaluate.py", "report.html", "synth.py", "sft.py", "grpo.py", "arpo.py",
-          "qa_eval.py"}
-OWN_WORDS = {"flags", "main", "log"}  # sft.py and grpo.py write these each for themselves; all else they share is equal
-# the functions that may differ between the twins ARE the algorithm; everything else stays word for word the same
-ARPO_ADDS = {"entropy", "chance", "branch", "attribute"}
-ARPO_CHANGES = {"flags", "Sample", "submit", "rollout", "token_weights", "policy_loss", "per_token", "describe",
-                "timings"}
+STAGES = ("synth.py", "sft.py", "grpo.py", "arpo.py")
+# imported inside the functions that use them
+HEAVY = ["vllm", "deepspeed", "transformers", "matplotlib", "openai", "fastapi", "uvicorn"]
+WITHOUT_TORCH = ("sandbox.py", "format_plan.py", "constraints.py", "solver.py", "evaluate.py", "synth.py")
+# who may import whom: a line downwards, stages share the sandbox and evaluate, leaves are imported
+# by no stage
+FLOOR = ["sandbox", "format_plan", "constraints", "solver"]
+MAY_IMPORT = {
+    "sandbox.py": set(), "format_plan.py": {"sandbox"}, "constraints.py": {"format_plan"},
+    "solver.py": {"constraints", "format_plan"}, "evaluate.py": set(FLOOR),
+    "synth.py": {"sandbox", "evaluate", "constraints", "solver", "format_plan"},
+    "tiny.py": {"sandbox", "evaluate", "solver", "synth"},
+    "qa_eval.py": {"sandbox", "evaluate", "retriever"}, "retriever.py": set(),
+    "memory.py": {"evaluate", "sft"}, "report.py": {"evaluate"},
+    "leaderboard.py": {"sandbox", "constraints", "evaluate"},
+}
+LAYOUT = {
+    "README.md", "LICENSE", "pyproject.toml", "requirements.txt", "requirements-cpu.txt", "run.sh",
+    "axes.sh", "bench", "database", "docs", "tests", "sandbox.py", "format_plan.py", "constraints.py",
+    "solver.py", "evaluate.py", "report.py", "report.html", "leaderboard.py", "synth.py", "tiny.py",
+    "sft.py", "grpo.py", "arpo.py", "memory.py", "retriever.py", "qa_eval.py"}
+LIMITS = {  # lines
+    "sandbox.py": 600, "constraints.py": 720, "format_plan.py": 650, "solver.py": 320,
+    "evaluate.py": 650, "report.py": 400, "synth.py": 750, "tiny.py": 480, "sft.py": 430,
+    "grpo.py": 800, "arpo.py": 900, "memory.py": 150, "retriever.py": 360, "qa_eval.py": 420,
+    "run.sh": 230, "axes.sh": 130, "README.md": 173}
+# sft.py and grpo.py write these each for themselves; all else they share is equal
+OWN_WORDS = {"flags", "main", "log", "learning_rate"}
+# the functions that may differ between the twins ARE the algorithm; all else is word for word equal
+ARPO_ADDS = {"entropy", "branch", "set_gains"}
+ARPO_CHANGES = {"flags", "Sample", "submit", "rollout", "token_weights", "policy_loss", "per_token",
+                "describe", "sampled"}
+
+
+def text_of(name):
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
 def tree(name):
-    return ast.parse((ROOT / name).read_text(encoding="utf-8"), name)
+    return ast.parse(text_of(name), name)
 
 
 def functions(name):
     """Top-level functions and classes of a file as {name: source}."""
-    text = (ROOT / name).read_text(encoding="utf-8")
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    return {node.name: ast.get_source_segment(text, node) for node in ast.parse(text).body if isinstance(node, kinds)}
+    text, kinds = text_of(name), (ast.FunctionDef, ast.ClassDef)
+    return {node.name: ast.get_source_segment(text, node)
+            for node in ast.parse(text).body if isinstance(node, kinds)}
 
 
 def imports(name):
@@ -49,72 +73,78 @@ def imports(name):
 
 
 def run(*command):
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+                          timeout=120)
 
 
-# ----------------------------------------------------------------------------------------------------------- layout
+# ----------------------------------------------------------------------------------------- layout
 
 
-def test_the_top_level_is_the_layout_that_was_promised():
+def tracked():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
-    top = {line.split("/")[0] for line in listed.stdout.splitlines() if not line.startswith(".")}
+    return listed.stdout.splitlines()
+
+
+def test_the_top_level_is_the_floor_plan():
+    top = {line.split("/")[0] for line in tracked() if not line.startswith(".")}
     assert top <= LAYOUT, f"no place for {sorted(top - LAYOUT)} at the top level"
     assert top >= LAYOUT, f"missing: {sorted(LAYOUT - top)}"
 
 
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_room_is_within_a_tenth_of_its_limit(name):
+    lines = text_of(name).count("\n")
+    assert lines <= 1.1 * LIMITS[name], f"{name}: {lines} lines; cut it, or split it by concern"
+
+
+def test_the_house_is_small():
+    assert sum(text_of(name).count("\n") for name in FILES) <= 7700
+
+
 @pytest.mark.parametrize("name", FILES)
-def test_stages_share_only_the_sandbox_and_the_judge(name):
+def test_imports_go_downwards_and_stages_share_only_sandbox_and_evaluate(name):
     local = {other[:-3] for other in FILES} & imports(name)
     allowed = MAY_IMPORT.get(name, {"sandbox", "evaluate"})
-    if name == "evaluate.py" and "from synth import" in functions(name).get("play_solver", ""):
-        nodes = [node for node in ast.walk(tree(name)) if isinstance(node, (ast.Import, ast.ImportFrom))]
-        assert sum("synth" in ast.unparse(node) for node in nodes) == 1
-        allowed = allowed | {"synth"}  # --agent solver: inside the function that plays it, and nowhere else
-    assert local <= allowed, f"{name} imports {sorted(local - allowed)}, and may import {sorted(allowed)}"
+    assert local <= allowed, f"{name} imports {sorted(local - allowed)}, may import {sorted(allowed)}"
 
 
-# ---------------------------------------------------------------------------------------------------------- imports
+# ---------------------------------------------------------------------------------------- imports
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_stage_imports_in_an_instant_and_without_the_engines(name):
-    # torch may stand at the top, so the clock starts after it
-    code = f"""if {"torch" in imports(name)}: import torch
-import json, sys, time
-began = time.perf_counter()
-import {name[:-3]}
-seconds = time.perf_counter() - began
-print(json.dumps([seconds, [m for m in {HEAVY} if m in sys.modules]]))"""
+def test_every_room_imports_without_the_engines_and_without_a_word(name):
+    heavy = HEAVY + ["torch"] * (name in WITHOUT_TORCH)
+    code = f"import json, sys, {name[:-3]}; print(json.dumps([m for m in {heavy} if m in sys.modules]))"
     done = run("-W", "ignore", "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1, f"importing {name} prints"
-    seconds, heavy = json.loads(done.stdout)
-    assert not heavy, f"import {name[:-3]} pulls in {heavy}: import them inside the functions that use them"
-    assert seconds < 1, f"import {name[:-3]} takes {seconds:.2f} s"
+    assert json.loads(done.stdout) == [], f"import these inside the functions of {name} that use them"
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_help_works(name):
-    if "__main__" not in (ROOT / name).read_text(encoding="utf-8"):
+    if "__main__" not in text_of(name):
         pytest.skip(f"{name} is not a command")
     done = run("-W", "ignore", name, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
-    doc = ast.get_docstring(tree(name)).splitlines()
-    assert " ".join(doc[0].split()) in " ".join(done.stdout.split()), f"{name} --help does not say what its file says"
+    first = ast.get_docstring(tree(name)).splitlines()[0]
+    assert first in " ".join(done.stdout.split()), f"{name} --help does not say what its file says"
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_flag_says_what_it_is(name):
     for node in ast.walk(tree(name)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("add", "add_argument"):
-            flag = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
-            assert flag is None or "help" in {k.arg for k in node.keywords}, f"{name}:{node.lineno}: {flag} has no help"
+        called = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1]
+        if called in ("add", "add_argument") and node.args:
+            flag = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+            helped = "help" in {keyword.arg for keyword in node.keywords}
+            assert helped or flag is None, f"{name}:{node.lineno}: {flag} has no help"
 
 
-# ------------------------------------------------------------------------------------------------------------ style
+# ------------------------------------------------------------------------------------------ style
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -122,37 +152,52 @@ def test_nothing_dangerous_is_called(name):
     for node in ast.walk(tree(name)):
         where = f"{name}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in ("eval", "exec", "compile", "__import__"), f"{where}: {node.func.id}"
+            assert node.func.id not in ("eval", "exec", "compile", "__import__"), where
         if isinstance(node, ast.keyword):
-            assert node.arg not in ("trust_remote_code", "allow_pickle", "shell"), f"{where}: {node.arg}"
+            assert node.arg not in ("trust_remote_code", "allow_pickle", "shell"), where
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else "nothing named"
-            assert node.type and not re.search(r"\b(Base)?Exception\b", caught), f"{where}: catches {caught}"
-        if isinstance(node, ast.Global):
-            assert False, f"{where}: global"
+            broad = re.search(r"\b(Base)?Exception\b", caught)
+            assert node.type and not broad, f"{where}: catches {caught}"
+        assert not isinstance(node, ast.Global), where
     assert not imports(name) & {"pickle", "dill", "marshal", "shelve", "requests", "pandas"}, name
 
 
-@pytest.mark.parametrize("name", FILES + ["run.sh", "tests/conftest.py", "tests/test_house.py", "tests/test_run.py"])
+@pytest.mark.parametrize("name", [*FILES, "run.sh", "axes.sh"])
 def test_lines_fit_and_nothing_is_left_to_do(name):
-    for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1):
-        assert len(line) <= 120, f"{name}:{number}: {len(line)} columns"
-        assert not re.search(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b", line), f"{name}:{number}: {line.strip()}"
+    lines = text_of(name).splitlines()
+    wide = [number for number, line in enumerate(lines, 1) if len(line) > 100]
+    assert len(wide) <= 0.03 * len([line for line in lines if line.strip()]), f"{name}: {wide}"
+    for number, line in enumerate(lines, 1):
+        assert not re.search(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b", line), f"{name}:{number}"
         assert line == line.rstrip(), f"{name}:{number}: blanks at the end"
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_functions_are_short_and_say_what_they_do_at_the_top_of_the_file(name):
+def test_functions_are_short_and_the_file_says_what_it_is(name):
     assert ast.get_docstring(tree(name)), f"{name} does not say what it is"
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.FunctionDef):
             length = node.end_lineno - node.lineno + 1
-            # a table of flags is as long as it is; main is the method in code, and may be a little longer
+            # a table of flags is as long as it is; main is the method in code, a little longer
             limit = {"flags": 80, "main": 60}.get(node.name, 40)
             assert length <= limit, f"{name}:{node.lineno}: {node.name} has {length} lines"
 
 
-# ------------------------------------------------------------------------------------------------------------ twins
+def test_a_name_has_one_meaning_in_the_house():
+    # each stage has these of its own; twins share theirs, which other tests hold equal
+    own = {"flags", "main", "log", "learning_rate"}
+    twins = {"grpo.py": {"arpo.py", "sft.py"}, "sft.py": {"arpo.py"}}
+    seen = {}
+    for file in FILES:
+        for name in functions(file).keys() - own:
+            seen.setdefault(name, []).append(file)
+    for name, files in seen.items():
+        apart = [file for file in files if not any(file in twins.get(other, ()) for other in files)]
+        assert len(apart) == 1, f"{name} is defined in {files}"
+
+
+# ------------------------------------------------------------------------------------------ twins
 
 
 def test_sft_shares_its_machines_with_grpo():
@@ -165,19 +210,18 @@ def test_sft_shares_its_machines_with_grpo():
 
 def test_arpo_is_grpo_plus_forking():
     grpo, arpo = functions("grpo.py"), functions("arpo.py")
-    assert grpo.keys() <= arpo.keys()
-    assert arpo.keys() - grpo.keys() == ARPO_ADDS
+    assert arpo.keys() - grpo.keys() == ARPO_ADDS and grpo.keys() <= arpo.keys()
     for name in sorted(grpo.keys() - ARPO_CHANGES):
         assert grpo[name] == arpo[name], difference("grpo.py", "arpo.py", grpo[name], arpo[name])
-    assert [name for name in arpo if name in grpo] == list(grpo), "the same functions in the same order"
+    assert [name for name in arpo if name in grpo] == list(grpo), "the same functions in order"
 
 
 def test_arpo_is_a_small_diff():
-    grpo, arpo = ((ROOT / name).read_text(encoding="utf-8").splitlines() for name in ("grpo.py", "arpo.py"))
-    changed = [line for line in list(difflib.unified_diff(grpo, arpo, n=0))[2:] if line[0] in "+-"]
-    added = sum(line[0] == "+" for line in changed)
-    assert max(added, len(changed) - added) <= 120, f"{added} lines added, {len(changed) - added} removed"
+    grpo, arpo = text_of("grpo.py").splitlines(), text_of("arpo.py").splitlines()
+    diff = list(difflib.unified_diff(grpo, arpo, n=0))[2:]
+    assert sum(line[0] in "+-" for line in diff) <= 110
 
 
 def difference(one, other, a, b):
-    return "\n" + "\n".join(difflib.unified_diff(a.splitlines(), b.splitlines(), one, other, lineterm=""))
+    return "\n" + "\n".join(difflib.unified_diff(a.split("\n"), b.split("\n"), one, other,
+                                                 lineterm=""))

@@ -858,8 +858,9 @@ def check_sync(line, device, args):
     """Stop where engine and trainer give the same tokens different log-probabilities, or a NaN."""
     bound, gap = args.max_dlogp or (0.05 if device.type == "cuda" else 1e-4), line["dlogp_mean"]
     if not gap <= bound:
-        sys.exit(f"update {line['step']}: engine and trainer disagree, mean |dlogp| {gap:.1e}, bound "
-                 f"{bound:.0e}; weights did not arrive, or --max-dlogp if the dtype explains it")
+        sys.exit(f"update {line['step']}: engine and trainer disagree, mean |dlogp| {gap:.1e}, "
+                 f"bound {bound:.0e}; weights did not arrive, or --max-dlogp if the dtype "
+                 "explains it")
 
 
 def validate(llm, tokenizer, world, val, step, engine, rank, args):

@@ -460,8 +460,8 @@ def log(line, steps, out, rank):
     if rank == 0:
         speed = line["tokens"] / line["seconds"]
         print("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm "
-              "{gnorm:6.2f} | lr {lr:.2e} | {speed:6.0f} tokens/s".format(steps=steps, speed=speed, **line),
-              flush=True)
+              "{gnorm:6.2f} | lr {lr:.2e} | {speed:6.0f} tokens/s".format(
+                  steps=steps, speed=speed, **line), flush=True)
         with open(Path(out) / "log.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 

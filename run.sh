@@ -24,6 +24,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 usage() { sed -n '2,21s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
+print() { printf '%q ' "$@"; echo; }
 made() { [[ -e $1 && ! -e $1.unfinished ]]; }
 
 # stage NAME OUTPUT COMMAND...   a step, done when OUTPUT is there with no mark of a broken try
@@ -31,10 +32,7 @@ stage() {
     local name=$1 output=$2 mark=$2.unfinished began=$SECONDS more=FLAGS_${1//[^a-z0-9]/_}
     shift 2
     set -- "$@" ${!more:-}
-    if [[ -n ${DRY:-} ]]; then
-        printf '\n# %s -> %s\n%s\n' "$name" "$output" "$(printf '%q ' "$@")"
-        return
-    fi
+    if [[ -n ${DRY:-} ]]; then printf '\n# %s -> %s\n' "$name" "$output"; print "$@"; return; fi
     if made "$output"; then times+=("$name|done before"); return; fi
     if [[ $node != 0 && $1 != torchrun ]]; then  # what is not trained is made by the first node
         say "$name runs on node 0; waiting for $output"
@@ -43,8 +41,7 @@ stage() {
     fi
     say "$name: $*"
     if [[ $node == 0 ]]; then mkdir -p "$(dirname "$output")"; touch "$mark"; fi
-    "$@" || stop "stage $name failed, its words are above${lost:-}. What is done is kept:" \
-        "the same command goes on."
+    "$@" || stop "stage $name failed, see above${lost:-}. The same command goes on from here"
     [[ -e $output ]] || stop "stage $name ended without writing $output"
     rm -f "$mark"
     times+=("$name|$((SECONDS - began)) s")
@@ -53,8 +50,8 @@ stage() {
 # finish TABLE   the last words: the table, and what each stage took
 finish() {
     [[ -z ${DRY:-} ]] || exit 0
-    printf '\n%s\n\n%-40s %12s\n' "$(cat "$1")" stage time
-    times+=("all|$SECONDS s")
+    times=("stage|time" "${times[@]}" "all|$SECONDS s")
+    printf '\n%s\n\n' "$(cat "$1")"
     for row in "${times[@]}"; do printf '%-40s %12s\n' "${row%|*}" "${row#*|}"; done
     exit 0
 }
@@ -63,14 +60,15 @@ recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/nul
 
 # .venv, made once from exact pins, and again when their file changes
 environment() {
-    local pins=requirements.txt python torch pip=(.venv/bin/python -m pip install -q)
+    local pins=requirements.txt index=https://download.pytorch.org/whl/cpu python torch
+    local pip=(.venv/bin/python -m pip install -q)
     [[ $seen != 0 ]] || pins=requirements-cpu.txt
     export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
     # DeepSpeed's op, compiled once for each .venv: a build that was killed leaves a lock behind
     export TORCH_EXTENSIONS_DIR="$PWD/.venv/extensions"
-    [[ -z ${DRY:-} ]] || printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"
-    [[ $node == 0 || -n ${DRY:-} ]] || until cmp -s "$pins" .venv/installed.txt; do sleep 5; done
-    if [[ -n ${DRY:-} ]] || cmp -s "$pins" .venv/installed.txt; then return; fi
+    [[ -z ${DRY:-} ]] || { printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"; return; }
+    [[ $node == 0 ]] || until cmp -s "$pins" .venv/installed.txt; do sleep 5; done
+    if cmp -s "$pins" .venv/installed.txt; then return; fi
     for python in ${PYTHON:-python3 python3.11 python3.12 python3.13}; do
         ! recent "$python" || break
     done
@@ -83,28 +81,25 @@ environment() {
         command -v g++ >/dev/null || stop "DeepSpeed's op needs g++; on Debian: apt install g++"
         torch=$(grep ^torch== "$pins")  # first, by itself: the head of the file says why
         [[ $(uname) == Darwin ]] || torch+=+cpu
-        "${pip[@]}" --retries 1 --no-deps "$torch" \
-            --extra-index-url https://download.pytorch.org/whl/cpu ||
-            stop "no $torch in https://download.pytorch.org/whl/cpu; the same command tries again"
+        "${pip[@]}" --retries 1 --no-deps "$torch" --extra-index-url "$index" ||
+            stop "no $torch in $index; the same command tries again"
         pip+=(--no-deps)
     fi
     "${pip[@]}" -r "$pins" || stop "pip failed; the same command tries again"
-    .venv/bin/python -c 'import torch, vllm, deepspeed, transformers' ||
-        stop "the packages do not import; remove .venv"
+    .venv/bin/python -c 'import torch, vllm, deepspeed, transformers' || stop "remove .venv: broken"
     cp "$pins" .venv/installed.txt
     say ".venv is ready after $SECONDS s"
 }
 
 # must FIX COMMAND...   a check: where it fails, the last words say what mends it
 must() {
-    if [[ -n ${DRY:-} ]]; then printf '\n# check\n%s\n' "$(printf '%q ' "${@:2}")"; return; fi
+    if [[ -n ${DRY:-} ]]; then printf '\n# check\n'; print "${@:2}"; return; fi
     "${@:2}" || stop "preflight: $1"
 }
 
 # asks a teacher, URL=MODEL [KEYFILE]
 ask='import sys; from format_plan import chat; url, _, model = sys.argv[1].rpartition("=")
-key = open(sys.argv[2]).read().strip() if sys.argv[2:] else None
-sys.tracebacklimit = 0
+key, sys.tracebacklimit = open(sys.argv[2]).read().strip() if sys.argv[2:] else None, 0
 chat(url, model, [{"role": "user", "content": "Are you there?"}], retries=1, api_key=key)'
 
 # preflight   GPUs, model, memory, disk, teacher; then all ranks sync, play a turn and learn once
@@ -113,8 +108,8 @@ preflight() {
     if [[ $what != preflight && -z ${DRY:-} ]] && made "$output"; then return; fi
     if [[ $seen != 0 ]]; then
         must "this node has $seen GPUs, $GPUS are asked for: GPUS=$seen" test "$GPUS" -le "$seen"
-        gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -1)
-        gib=$((gib / 1024))
+        gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n |
+            awk 'NR == 1 {print int($1 / 1024)}')
     fi
     [[ -d $base ]] || must "no $base: MODEL=a folder, or a hub name that is cached or in reach" \
         hf download "$base" --include '*.json' --include '*.txt' --include '*.safetensors'
@@ -137,8 +132,7 @@ preflight() {
         --max-turns 1 --turn-tokens 16 --resume --out "$OUT/preflight"
     must "nothing was trained on: remove $OUT/preflight" \
         grep -q '"loss_tokens": [1-9]' "$OUT/preflight/log.jsonl"
-    [[ -n ${DRY:-} ]] || rm -f "$OUT"/preflight/*.safetensors
-    [[ -n ${DRY:-} ]] || say "preflight passed: $ranks ranks"
+    if [[ -z ${DRY:-} ]]; then rm -f "$OUT"/preflight/*.safetensors; say "preflight passed"; fi
     [[ $what != preflight ]] || exit 0
 }
 
@@ -150,8 +144,7 @@ seen=$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)
 case $size in
     tiny) base=$OUT/base algorithm=grpo reward=sum ;;  # its axes' reward
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 sft_epochs=6 algorithm=arpo reward=macro ;;
-    3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo \
-          reward=curriculum ;;
+    3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo reward=curriculum ;;
     7b)   base=Qwen/Qwen2.5-7B-Instruct millions=7616 sft_epochs=4 algorithm=grpo reward=sum ;;
     test) environment; exec python -m pytest -q "${@:2}" ;;
     *)    usage ;;
@@ -163,11 +156,11 @@ if [[ $size == tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-2} GPUS=${GPUS:-1}
 else
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
-    if [[ -n ${DRY:-} && $GPUS == 0 ]]; then GPUS=8; fi
+    [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=8
     [[ $GPUS != 0 ]] || stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
 fi
 # after SIGTERM ranks save a checkpoint at the end of the update; torchrun's own patience is 30 s
-trap 'stop "SIGTERM. What is saved is kept: the same command goes on."' TERM  # after the stage
+trap 'stop "SIGTERM. What is saved is kept: the same command goes on"' TERM
 meet=(--standalone)
 if [[ $NNODES != 1 ]]; then
     meet=(--nnodes "$NNODES" --node_rank "$node" --master_port "${MASTER_PORT:-29500}"
@@ -178,7 +171,7 @@ torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
 
 # -------------------------------------------------------------------------- what each size trains
-if [[ $size == tiny ]]; then  # all numbers [2]; docs/results.md says why two ranks, MACRO, 501 updates
+if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     export HF_HUB_OFFLINE=1
     [[ -z ${DRY:-} ]] || echo "export HF_HUB_OFFLINE=1"
     tasks=(python synth.py tasks --database $database --like tiny --days 3 --levels 4:3:3)
@@ -194,7 +187,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]; docs/results.md says why two ra
 else
     [[ -n ${DRY:-} || $axis == scale ]] || python sandbox.py check "$database" ||
         stop "see above, and database/README.md"
-    tasks=(python synth.py tasks --database "$database" --like paper --days 3,5,7)
+    tasks=(python synth.py tasks --database "$database" --like paper --days 3:5:7)
     # [1 app. D]: all but the clip, which is DAPO's (arXiv:2503.14476), and the saving
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32
@@ -205,10 +198,11 @@ else
     judge=(--tasks "$DATA/val.jsonl" --database "$database" --top-p 0.95 --max-context 32768
            --max-turns 60 --seed "$SEED")
 fi
-evaluate=(python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6 --out "$OUT/eval")
+evaluate=(python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6
+          --out "$OUT/eval")
 [[ $axis != scale ]] || source axes.sh
 
-# -------------------------------------------------------------------------------- data, base and SFT
+# ------------------------------------------------------------------------------ data, base and SFT
 if [[ $size == tiny ]]; then
     # held-out tasks share no pair of cities and no start date with what follows, and a fifth of
     # them go to cities that training never visits: --unseen 0.06 yields that share
@@ -217,8 +211,8 @@ if [[ $size == tiny ]]; then
     stage rl-tasks "$DATA/rl.jsonl" "${tasks[@]}" --split train --n 400 --seed 2 --prefix rl \
         --out "$DATA/rl.jsonl"
     # from many other worlds: in a single one, names would be learnt by heart
-    stage episodes "$DATA/sft.jsonl" python tiny.py drills --episodes --n 2400 --worlds 60 --seed 3 \
-        --out "$DATA/sft.jsonl"
+    stage episodes "$DATA/sft.jsonl" python tiny.py drills --episodes --n 2400 --worlds 60 \
+        --seed 3 --out "$DATA/sft.jsonl"
     if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown
         stage drills "$DATA/drills.jsonl" python tiny.py drills --n 6000 --worlds 48 --seed 5 \
             --out "$DATA/drills.jsonl"

@@ -503,8 +503,8 @@ class Sandbox:
 
 # ---------------------------------------------------------------- protocol
 
-PROMPT_FILE = Path(__file__).parent / "database" / "prompt.txt"
-SYSTEM_PROMPT = PROMPT_FILE.read_text(encoding="utf-8").replace(
+PROMPTS = Path(__file__).parent / "database" / "prompts"  # what models are told
+SYSTEM_PROMPT = (PROMPTS / "system.txt").read_text(encoding="utf-8").replace(
     "{tools}", "\n".join(map(json.dumps, TOOLS)))
 SHORT_PROMPT = (
     'You plan trips with tools. Reply <think>...</think><tool_call>{"name": ..., "arguments": '

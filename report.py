@@ -1,174 +1,49 @@
-"""Look at runs: the page, curves, axes, a trace, TensorBoard and wandb.
+"""
+Look at runs: one page of everything, or what a flag asks for instead.
+
+Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, also of jobs that run; changes none of them
+Writes  OUT/report.html, which fetches nothing: curves, scores, failures by check, every episode
+        with its plan, verdicts and turns; or OUT/curves.png, tensorboard/, AXIS.md, AXIS.png
+
+    python report.py out/tiny                      # also out/tiny/rl or out/tiny/eval alone
+    python report.py --trace out/tiny/eval/rl/episodes.jsonl:val-0001658
+    python report.py --axis reward --runs sum=out/a/eval/rl sum=out/b/eval/rl macro=out/c/eval/rl
 """
 import argparse
 import base64
+import contextlib
 import gzip
+import importlib.util
 import json
 import math
-import os
 import re
-from functools import partial
+from collections import Counter
 from pathlib import Path
 from statistics import median
 
-from constraints import COMMONSENSE, HARD
-from evaluate import COUNTS, STOPS, by_task, interval, mean, pass_at, read_jsonl, read_played, scan, span, task_rates
+from evaluate import LEVELS, STOPS, Help, interval, mean, pass_at, plays_of, replacing, run, span
 
-def log_rows(log):
-    """A training log's rows in the order of steps. A resumed run goes over some steps again: the last word counts."""
-    rows = {row["step"]: row for _, row in scan(log, True, **FINITE) if "step" in row}
-    return [rows[step] for step in sorted(rows)]
-
-
-def curves(log, picture):
-    """Draw success, reward, entropy and |dlogp| over the steps of a training log into a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, no window
-    from matplotlib import pyplot
-
-    rows = log_rows(log)
-    panels = {"success": ("success", "strict", "val_success"), "reward": ("reward",), "entropy": ("entropy",),
-              "|dlogp|, engine to trainer": ("dlogp_mean", "dlogp_max")}
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True)
-    for axis, (title, keys) in zip(axes.flat, panels.items()):
-        for key in keys:
-            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-            if points:
-                axis.plot(*zip(*points), label=key, marker="." if key == "val_success" else None)
-                axis.legend()
-        axis.set_title(title)
-        axis.grid(alpha=0.3)
-    axes[1][1].set_yscale("log")
-    for axis in axes[1]:
-        axis.set_xlabel("step")
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
-    pyplot.close(figure)
-
-
-def trace(spec):
-    """Print an episode as a dialogue. spec: an episodes.jsonl, or one and :ID."""
-    path, _, name = spec.partition(".jsonl:")
-    rows = read_jsonl(path + ".jsonl" if name else path)
-    rows = [row for row in rows if not name or row["task"].get("id") == name]
-    if not rows:
-        raise ValueError(f"{spec}: no such episode")
-    for message in rows[0]["messages"]:
-        print(f"--- {message['role']}\n{message['content']}\n")
-    print(f"--- stop: {rows[0]['stop']}")
-    for check, (passed, reason) in rows[0].get("score", {}).get("checks", {}).items():
-        print(f"{'-' if passed is None else 'ok' if passed else 'NO':3} {check}{': ' + reason if reason else ''}")
-
-
-# ---------------------------------------------------------------------------------------------------------------- axis
-
-# Success on TravelPlanner's test set in per cent, 1.5B / 3B / 7B, from the tables of STAR, arXiv:2603.21972, section 4:
-# rewards under GRPO; algorithms under MACRO, at 7B under SUM; data with 3B and the curriculum; scale at its best, which
-# is ARPO with MACRO, GRPO with the curriculum, GRPO with SUM. Of failing tools it says in words that up to 5% do no
-# harm and 10% do.
+# Success on TravelPlanner's test set in per cent, 1.5B / 3B / 7B [STAR, arXiv:2603.21972 sec. 4]:
+# rewards under GRPO; algorithms under MACRO, at 7B under SUM; data with 3B and the curriculum;
+# scale by the recipe of each size. Of failing tools it says that up to 5% do no harm and 10% do.
 PAPER = {
-    "reward": {"sft": "6.9 / 12.2 / 19.7", "sum": "33.1 / 47.0 / 62.8", "macro": "30.1 / 48.2 / 58.9",
-               "success": "33.8 / 46.6 / 60.9", "curriculum": "34.9 / 49.9 / 57.0"},
-    "algorithm": {"sft": "6.9 / 12.2 / 19.7", "grpo": "30.1 / 48.2 / 62.8", "dapo": "36.9 / 45.6 / 58.4",
-                  "arpo": "37.5 / 47.5 / 58.3"},
+    "reward": {"sft": "6.9 / 12.2 / 19.7", "sum": "33.1 / 47.0 / 62.8",
+               "macro": "30.1 / 48.2 / 58.9", "success": "33.8 / 46.6 / 60.9",
+               "curriculum": "34.9 / 49.9 / 57.0"},
+    "algorithm": {"sft": "6.9 / 12.2 / 19.7", "grpo": "30.1 / 48.2 / 62.8",
+                  "dapo": "36.9 / 45.6 / 58.4", "arpo": "37.5 / 47.5 / 58.3"},
     "data": {"sft": "- / 12.2 / -", "100-prompts": "- / 37.5 / -", "1000-prompts": "- / 49.9 / -",
-             "easy": "- / 45.3 / -", "medium": "- / 41.1 / -", "hard": "- / 25.9 / -", "mixed": "- / 49.9 / -"},
+             "easy": "- / 45.3 / -", "medium": "- / 41.1 / -", "hard": "- / 25.9 / -",
+             "mixed": "- / 49.9 / -"},
     "noise": {},
-    "scale": {"1.5b-sft": "6.9", "1.5b": "37.5", "3b-sft": "12.2", "3b": "49.9", "7b-sft": "19.7", "7b": "62.8"},
+    "scale": {"1.5b-sft": "6.9", "1.5b": "37.5", "3b-sft": "12.2", "3b": "49.9",
+              "7b-sft": "19.7", "7b": "62.8"},
 }
-# and its minutes per update, on 8, 8 and 16 A100-80G
-PAPER_MINUTES = {"grpo": "8.0 / 8.6 / 9.0", "dapo": "8.2 / 8.9 / 9.5", "arpo": "9.5 / 13.3 / 13.3"}
-UPDATE_SECONDS = ("sync_s", "play_s", "judge_s", "learn_s")
-
-
-def read_runs(specs):
-    """["NAME=OUT/eval/rl", ...] -> {NAME: [(episodes, updates)]}, a pair per seed: OUT/rl/log.jsonl's lines of RL."""
-    runs = {}
-    for spec in specs:
-        name, _, folder = spec.partition("=")
-        seeds, folder = runs.setdefault(name, []), Path(folder)
-        log = folder.parent.parent / folder.name / "log.jsonl"
-        lines = read_jsonl(log) if log.exists() else []
-        if (folder / "episodes.jsonl").exists():
-            seeds.append((read_played(folder / "episodes.jsonl"), [line for line in lines if "loss_tokens" in line]))
-        else:
-            print(f"{name}: {folder} holds no episodes.jsonl yet")
-    return runs
-
-
-def axis_row(seeds):
-    """Cells of one setting from its [(episodes, updates)]; the interval is over tasks, each the mean of its seeds."""
-    if not seeds:
-        return ["not run"] + [""] * 5
-    wins = [task_rates(rows) for rows, _ in seeds]
-    rows = [row for rows, _ in seeds for row in rows]
-    lines = [line for _, lines in seeds for line in lines]
-    tokens = mean(line["loss_tokens"] for line in lines)
-    seconds = median(sum(line[key] for key in UPDATE_SECONDS) for line in lines) if lines else 0
-    means = [mean(rates.values()) for rates in wins]
-    return [f"{100 * mean(means):.1f} ({', '.join(f'{100 * win:.1f}' for win in means)})",
-            span(*interval(list(task_rates(rows).values()))), f"{100 * mean(row['strict'] for row in rows):.1f}",
-            f"{tokens:,.0f}" if lines else "", f"{seconds:.1f}" if lines else "",
-            ", ".join(sorted({str(len(lines)) for _, lines in seeds}))]
-
-
-def axis_table(axis, runs):
-    """Markdown: the paper's number of each setting, and ours from {setting: [(episodes, updates)]}."""
-    lines = [["setting", "paper, test, 1.5B / 3B / 7B", "ours: mean (each seed)", "95% over tasks", "strict",
-              "trained policy tokens / update", "s / update, median", "updates"]]
-    settings = [*runs, *(name for name in PAPER[axis] if name not in runs)]  # what only the paper has stands below
-    lines += [[name, PAPER[axis].get(name, ""), *axis_row(runs.get(name, []))] for name in settings]
-    if axis == "algorithm":
-        lines = [[*line, PAPER_MINUTES.get(line[0], "")] for line in lines]
-        lines[0][-1] = "paper, min / update"
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
-def axis_curves(axis, runs, picture):
-    """Draw the success of the training plays over the updates: a colour per setting, seeds thin, their mean thick.
-
-    Both are means over the last 5 updates; plays of other tasks (axis data) or of failing tools (noise) differ.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, no window
-    from matplotlib import pyplot
-
-    trained = {name: [[line["success"] for line in lines] for _, lines in seeds if lines]
-               for name, seeds in runs.items()}
-    figure, plot = pyplot.subplots(figsize=(8, 5))
-    for color, name in enumerate(name for name in trained if trained[name]):
-        curves = [[100 * mean(c[max(0, i - 4) : i + 1]) for i in range(len(c))] for c in trained[name]]
-        for curve in curves:
-            plot.plot(range(1, len(curve) + 1), curve, color=f"C{color}", linewidth=0.6, alpha=0.6)
-        middle = [mean(points) for points in zip(*curves)]
-        plot.plot(range(1, len(middle) + 1), middle, color=f"C{color}", linewidth=2.2, label=name)
-    plot.set(xlabel="update", ylabel="success of the training plays, %", title=axis)
-    plot.grid(alpha=0.3)
-    plot.legend()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
-    pyplot.close(figure)
-
-
-def compare_runs(a):
-    """--axis: OUT/AXIS.md and OUT/AXIS.png of the --runs."""
-    runs = read_runs(a.runs)
-    Path(a.out).mkdir(parents=True, exist_ok=True)
-    axis_curves(a.axis, runs, Path(a.out) / f"{a.axis}.png")
-    text = axis_table(a.axis, runs)
-    (Path(a.out) / f"{a.axis}.md").write_text(text)
-    print(text)
-
-
-# ------------------------------------------------------------------------------------------------------ the report page
-# One HTML file of any folder of ours. Episodes are read line by line, and only what the page's list shows stays in
-# memory; each whole record goes from its place in the file into an element of its own, packed (5,000 long episodes are
-# else too much for a browser), and is read when it is opened.
-
-dumps = partial(json.dumps, separators=(",", ":"), allow_nan=False)
+AXIS_HEAD = ["setting", "paper, test, 1.5B / 3B / 7B", "ours: mean (each seed)", "95% over tasks",
+             "strict", "trained policy tokens / update", "s / update, median", "updates"]
+CURVES = {"success": ("success", "strict", "val_success"), "reward": ("reward",),
+          "entropy": ("entropy",), "|dlogp|, engine to trainer": ("dlogp_mean", "dlogp_max")}
+MEANS = ("success", "official", "strict", "reward", "turns", "calls", "tokens")
 
 
 def finite(text):
@@ -176,185 +51,329 @@ def finite(text):
     return float(text) if math.isfinite(float(text)) else None
 
 
-FINITE = {"parse_constant": finite, "parse_float": finite}
+def scan(path, start=0):
+    """(offset, record) of each whole line; a last one without its end is still being written."""
+    with open(path, "rb") as lines:
+        lines.seek(start)
+        for number, line in enumerate(lines, 1):
+            if line.strip() and line.endswith(b"\n"):
+                try:
+                    yield start, json.loads(line, parse_constant=finite, parse_float=finite)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+            start += len(line)
 
 
-def write_report(run, out, limit):
-    """Write OUT/report.html of a folder that holds log.jsonl, episodes.jsonl or rollouts/ anywhere below."""
-    logs, folders = find_records(Path(run))
-    entries = [entry for name, files in folders.items() for entry in gather(name, files)]
+def log_rows(log):
+    """{step: {key: number}} of a training log; of a step that was logged twice, the last."""
+    rows = {}
+    for _, row in scan(log):
+        numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
+        if "step" in numbers:
+            rows[numbers.pop("step")] = numbers
+    return rows
+
+
+@contextlib.contextmanager
+def drawing(picture, size, rows=1, columns=1):
+    """The panels of a figure, to draw on; it is then saved as a PNG."""
+    from matplotlib.figure import Figure  # not pyplot, which looks for a screen
+
+    figure = Figure(figsize=size)
+    figure.subplots(rows, columns, sharex=True)
+    yield figure.axes
+    for panel in figure.axes:
+        panel.grid(alpha=0.3)
+    figure.tight_layout()
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=120)
+
+
+def curves(log, picture):
+    """Draw success, reward, entropy and |dlogp| over the steps of a training log into a PNG."""
+    rows = log_rows(log)
+    with drawing(picture, (10, 6), 2, 2) as panels:
+        for panel, (title, keys) in zip(panels, CURVES.items(), strict=True):
+            panel.set_title(title)
+            for key in keys:
+                line = {step: row[key] for step, row in rows.items() if key in row}
+                if line:
+                    marker = "." if key == "val_success" else None
+                    panel.plot(line.keys(), line.values(), label=key, marker=marker)
+                    panel.legend()
+        panels[2].set(xlabel="step")
+        panels[3].set(xlabel="step", yscale="log")
+
+
+def export(log, to, folder):
+    """Write a training log as TensorBoard's events into FOLDER/tensorboard, or as a wandb run."""
+    if not importlib.util.find_spec(to):
+        raise ValueError(f"--to {to} needs a package that is not here: pip install {to}")
+    rows = log_rows(log).items()
+    if to == "wandb":
+        import wandb
+
+        with wandb.init(project="star", name=str(log.parent), dir=folder) as board:
+            for step, numbers in rows:
+                board.log(numbers, step=step)
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(folder / "tensorboard") as board:
+        for step, numbers in rows:
+            for key, value in numbers.items():
+                board.add_scalar(key, value, step)
+
+
+def trace(spec):
+    """Print an episode as a dialogue. spec: FILE.jsonl, which means its first, or FILE.jsonl:ID."""
+    path, colon, name = spec.partition(".jsonl:")
+    rows = (row for _, row in scan(f"{path}.jsonl" if colon else path))
+    episode = next((row for row in rows if not colon or str(row["task"].get("id")) == name), None)
+    if episode is None:
+        raise ValueError(f"{spec}: no such episode")
+    for message in episode["messages"]:
+        print(f"--- {message['role']}\n{message['content']}\n")
+    print(f"--- stop: {episode['stop']}")
+    marks = {True: "ok", False: "NO", None: "-"}
+    for check, (passed, reason) in episode.get("score", {}).get("checks", {}).items():
+        print(f"{marks[passed]:3} {check}{': ' if reason else ''}{reason or ''}")
+
+
+# ------------------------------------------------------------------------------------------- axes
+
+
+def read_runs(specs):
+    """["NAME=OUT/eval/rl", ..] -> {NAME: [(episodes, OUT/rl/log.jsonl's rows of RL) per seed]}."""
+    runs = {}
+    for spec in specs:
+        name, _, folder = spec.partition("=")
+        seeds, folder = runs.setdefault(name, []), Path(folder)
+        file, log = folder / "episodes.jsonl", folder.parent.parent / folder.name / "log.jsonl"
+        rows = [row for _, row in scan(file) if "score" in row] if file.exists() else []
+        logged = log_rows(log).values() if log.exists() else ()
+        updates = [row for row in logged if "loss_tokens" in row]
+        if rows:
+            seeds.append((rows, updates))
+        else:
+            print(f"{name}: {folder} holds no judged episodes yet")
+    return runs
+
+
+def task_means(rows):
+    """The success of each task, a mean over its plays."""
+    return [mean(plays) for plays in plays_of(rows).values()]
+
+
+def axis_row(seeds):
+    """A setting's cells behind the paper's; the interval is over tasks, each with all its plays."""
+    if not seeds:
+        return ["not run"] + [""] * 5
+    wins = [100 * mean(task_means(rows)) for rows, _ in seeds]
+    rows = [row for rows, _ in seeds for row in rows]
+    updates = [row for _, updates in seeds for row in updates]
+    tokens = mean(row["loss_tokens"] for row in updates)
+    took = [row["sync_s"] + row["play_s"] + row["judge_s"] + row["learn_s"] for row in updates]
+    return [f"{mean(wins):.1f} ({', '.join(f'{win:.1f}' for win in wins)})",
+            span(*interval(task_means(rows))),
+            f"{100 * mean(row['strict'] for row in rows):.1f}",
+            f"{tokens:,.0f}" if updates else "",
+            f"{median(took):.1f}" if updates else "",
+            ", ".join(sorted({str(len(updates)) for _, updates in seeds}))]
+
+
+def axis_table(axis, runs):
+    """Markdown: the paper's number of each setting, and ours from {setting: its seeds}."""
+    lines = [AXIS_HEAD, ["---"] * len(AXIS_HEAD)]
+    for name in runs | PAPER[axis]:  # what only the paper has stands below
+        lines.append([name, PAPER[axis].get(name, ""), *axis_row(runs.get(name, []))])
+    if axis == "algorithm":  # the paper's on 8, 8 and 16 A100-80G
+        minutes = {"setting": "paper, min / update", "---": "---", "grpo": "8.0 / 8.6 / 9.0",
+                   "dapo": "8.2 / 8.9 / 9.5", "arpo": "9.5 / 13.3 / 13.3"}
+        lines = [[*line, minutes.get(line[0], "")] for line in lines]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def axis_curves(axis, runs, picture):
+    """Draw the success of the training plays, means over 5 updates; seeds are drawn thin."""
+    # not alike on two axes: data trains on other tasks, noise plays with tools that fail
+    trained = 0
+    with drawing(picture, (8, 5)) as (plot,):
+        for name, seeds in runs.items():
+            wins = [[100 * row["success"] for row in updates] for _, updates in seeds if updates]
+            lines = [[mean(line[max(0, i - 4) : i + 1]) for i in range(len(line))] for line in wins]
+            middle = [mean(points) for points in zip(*lines, strict=False)]  # up to the shortest
+            color = f"C{trained}"
+            for line in lines:
+                plot.plot(range(1, len(line) + 1), line, color, linewidth=0.6, alpha=0.6)
+            if lines:
+                plot.plot(range(1, len(middle) + 1), middle, color, linewidth=2.2, label=name)
+                plot.legend()
+                trained += 1
+        plot.set(xlabel="update", ylabel="success of the training plays, %", title=axis)
+
+
+# --------------------------------------------------------------------------------------- the page
+
+
+def write_report(folder, out, limit):
+    """Write OUT/report.html of the logs and episodes anywhere below a folder."""
+    logs, sources = find_records(folder)
+    entries = [entry for name, files in sources.items() for entry in entries_of(name, files)]
     kept = choose(entries, limit)
-    sources, tasks, shown = list(folders), {}, []
-    for entry in kept:
-        place = tasks.setdefault((entry["id"], entry["level"], entry["query"]), len(tasks))
-        row = {key: entry[key] for key in ("key", "step", "stop", "success", "reward", "failed")}
-        shown.append(row | {"source": sources.index(entry["source"]), "task": place})
-    standings = [standing(name, [entry for entry in entries if entry["source"] == name]) for name in sources]
-    for one, files in zip(standings, folders.values()):
-        settings = files[0].with_name("settings.json")
-        one["temperature"] = json.loads(settings.read_text())["temperature"] if settings.exists() else None
-    index = {"run": str(run), "total": len(entries), "checks": [*COMMONSENSE, *HARD], "logs": logs,
-             "levels": ordered(("easy", "medium", "hard"), [entry["level"] for entry in entries]),
-             "stops": ordered(STOPS, [entry["stop"] for entry in entries]),
-             "sources": standings, "tasks": list(tasks), "episodes": shown}
+    index = page_index(sources, entries, kept) | {"run": str(folder), "logs": logs}
+    # in ASCII and without "<", so that no HTML parser mistakes it for anything else
+    index = json.dumps(index, separators=(",", ":")).replace("<", "\\u003c")
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     head, middle, tail = re.split("<!-- (?:index|episodes) -->", template)
-    page = Path(out) / "report.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    temporary = page.with_name(f".{page.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        # JSON that no HTML parser mistakes for anything else: ASCII, and without "<"
-        file.writelines([head, '<script type="application/json" id="index">', dumps(index).replace("<", "\\u003c"),
-                         "</script>", middle])
-        for i, entry in enumerate(kept):
-            packed = base64.b64encode(gzip.compress(dumps(reread(*entry["at"])).encode(), mtime=0)).decode()
-            file.write(f'<script type="text/plain" id="e{i}">{packed}</script>\n')
+    page = out / "report.html"
+    with replacing(page) as file:
+        file.write(f'{head}<script type="application/json" id="index">{index}</script>{middle}')
+        for number, entry in enumerate(kept):
+            _, record = next(scan(entry["file"], entry["offset"]))
+            # the page unpacks what is opened: 5,000 long episodes are too much for a browser
+            packed = gzip.compress(json.dumps(record).encode(), mtime=0)
+            packed = base64.b64encode(packed).decode()
+            file.write(f'<script type="text/plain" id="e{number}">{packed}</script>\n')
         file.write(tail)
-    os.replace(temporary, page)
     print(f"{page}: {len(kept)} of {len(entries)} episodes, {page.stat().st_size / 1e6:.1f} MB")
 
 
-def reread(path, offset):
-    """The record at an offset of a jsonl file."""
-    with open(path, "rb") as file:
-        file.seek(offset)
-        return json.loads(file.readline(), **FINITE)
-
-
-def find_records(run):
-    """([{name, columns: {key: [number per step]}}], {folder: its files of episodes}) below a folder."""
-    logs, folders = [], {}
-    for path in sorted(run.rglob("*.jsonl"), key=lambda path: (path.parent.parent, path.stat().st_mtime_ns, path)):
-        name = path.parent.relative_to(run).as_posix() if path.parent != run else run.resolve().name
+def find_records(folder):
+    """([{name, columns: {key: [number per step]}} of each log], {name: files of episodes})."""
+    logs, sources, paths = [], {}, list(folder.rglob("*.jsonl"))
+    paths.sort(key=lambda path: (path.parent.parent, path.stat().st_mtime_ns, path))
+    for path in paths:
+        name = path.parent.relative_to(folder).as_posix()
+        name = folder.resolve().name if name == "." else name
         if path.name == "log.jsonl":
             rows = log_rows(path)
-            keys = {key for row in rows for key, value in row.items() if isinstance(value, (int, float))}
-            logs.append({"name": name, "columns": {key: [row.get(key) for row in rows] for key in sorted(keys)}})
+            columns = {key: [row.get(key) for row in rows.values()]
+                       for key in sorted(set().union(*rows.values()))}
+            logs.append({"name": name, "columns": columns | {"step": list(rows)}})
         elif path.name == "episodes.jsonl" or path.parent.name == "rollouts":
-            folders.setdefault(name, []).append(path)
-    if not logs and not folders:
-        raise ValueError(f"{run} holds no log.jsonl, no episodes.jsonl and no rollouts/: name the folder of a run")
-    return logs, folders
+            sources.setdefault(name, []).append(path)
+    if not logs and not sources:
+        raise ValueError(f"{folder} holds no log.jsonl, no episodes.jsonl and no rollouts/")
+    return logs, sources
 
 
-def gather(source, files):
-    """What the page's list and tables say of each episode of a folder."""
-    seen = {}
+def entries_of(source, files):
+    """The records of a folder's episodes, cut down to what the page's list and tables say."""
+    seen = Counter()
     for path in files:
         step = "" if path.name == "episodes.jsonl" else path.stem
-        for offset, row in scan(path, True, **FINITE):
+        for offset, row in scan(path):
             task, score = row["task"], row.get("score") or {}
-            checks = score.get("checks") or {}
-            name = str(task.get("id", task.get("idx", "?")))
+            name, level = str(task.get("id", "?")), str(task.get("level") or "") or None
             key = "/".join(filter(None, (source, step, name))).encode("utf-8", "replace").decode()
-            seen[key] = seen.get(key, 0) + 1
-            entry = {key: row.get(key) for key in ("stop", "strict", *COUNTS)} | {
-                "key": key if seen[key] == 1 else f"{key} #{seen[key]}", "source": source, "step": step, "id": name,
-                "level": task.get("level"), "query": str(task.get("query", ""))[:1000], "at": (path, offset)}
-            entry["success"] = score.get("success", score.get("em"))  # em: question answering
-            entry["official"] = (row.get("official") or {}).get("success")
-            entry["judged"] = [check for check, verdict in checks.items() if verdict[0] is not None]
-            entry["failed"] = [check for check, verdict in checks.items() if verdict[0] is False]
+            seen[key] += 1
+            entry = {"source": source, "step": step, "file": path, "offset": offset}
+            entry["key"] = key if seen[key] == 1 else f"{key} #{seen[key]}"
+            entry["task"] = {"id": name, "level": level, "query": str(task.get("query", ""))[:1000]}
+            entry |= {name: row.get(name) for name in ("stop", *MEANS)}
+            entry["success"] = score.get("success", score.get("em"))  # em: of answered questions
+            older = row.get("official") or {}  # older records have a whole verdict there
+            entry["official"] = score.get("official", older.get("success"))
+            if entry["success"] is not None:
+                entry["score"] = {"success": entry["success"]}
+            entry["checks"] = {check: found[0] for check, found in score.get("checks", {}).items()}
             yield entry
 
 
 def choose(entries, limit):
-    """At most limit of them, tasks evenly spread and kept whole, so that what can be compared stays; rollouts last."""
-    kept = []
+    """At most limit of them: tasks evenly spread, each with all its plays; rollouts come last."""
+    units, kept = {}, []
+    for i, entry in enumerate(entries):
+        units.setdefault((entry["step"], entry["task"]["id"]), []).append(i)
     for training in (False, True):
-        units, room = {}, limit - len(kept)
-        for i, entry in enumerate(entries):
-            if bool(entry["step"]) == training:
-                units.setdefault((entry["step"], entry["id"]), []).append(i)
-        units = list(units.values())
-        number = len(units)
-        while sum(map(len, picked := [units[i * len(units) // number] for i in range(number)])) > room:
+        picked = part = [plays for (step, _), plays in units.items() if bool(step) == training]
+        number = len(part)
+        while sum(map(len, picked)) > limit - len(kept):
             number = number * 99 // 100
-        kept += [i for unit in picked for i in unit]
+            picked = [part[i * len(part) // number] for i in range(number)]
+        kept += [i for plays in picked for i in plays]
     return [entries[i] for i in sorted(kept)]
 
 
-def standing(name, rows):
+def page_index(sources, entries, kept):
+    """What the page shows besides logs: how each folder stands, and the list of episodes kept."""
+    checks = list(dict.fromkeys(check for entry in entries for check in entry["checks"]))
+    levels = {entry["task"]["level"] for entry in entries} - {None}
+    stops = {entry["stop"] for entry in entries}
+    standings, tasks, shown = [], {}, []
+    for name, files in sources.items():
+        settings = files[0].with_name("settings.json")
+        played = json.loads(settings.read_text()) if settings.exists() else {}
+        rows = [entry for entry in entries if entry["source"] == name]
+        told = {"name": name, "temperature": played.get("temperature")}
+        standings.append(told | standing(rows, checks))
+    for entry in kept:
+        row = {key: entry[key] for key in ("key", "step", "stop", "success", "reward")}
+        row["source"] = list(sources).index(entry["source"])
+        row["task"] = tasks.setdefault(tuple(entry["task"].values()), len(tasks))
+        row["failed"] = [check for check, passed in entry["checks"].items() if passed is False]
+        shown.append(row)
+    return {"total": len(entries), "sources": standings, "tasks": list(tasks), "episodes": shown,
+            "checks": checks, "stops": [stop for stop in STOPS if stop in stops],
+            "levels": [level for level in LEVELS if level in levels] + sorted(levels - {*LEVELS})}
+
+
+def standing(rows, checks):
     """A folder's line of the page's tables: means over all its episodes."""
-    plays = by_task((row["id"], row["success"]) for row in rows if row["success"] is not None)
-    tasks = [mean(values) for values in plays.values()]
-    levels, stops = ({row[key] for row in rows} - {None} for key in ("level", "stop"))
-    return {key: mean(row[key] for row in rows) for key in ("success", "official", "strict", *COUNTS)} | {
-        "name": name, "episodes": len(rows), "interval": interval(tasks) if tasks else None,
-        "levels": {level: mean(row["success"] for row in rows if row["level"] == level) for level in levels},
-        "stops": {stop: mean(row["stop"] == stop for row in rows) for stop in stops},
-        "checks": {check: [sum(check in row["failed"] for row in rows), sum(check in row["judged"] for row in rows)]
-                   for check in (*COMMONSENSE, *HARD)},
-        "pass": {} if any(row["step"] for row in rows) else pass_at(plays)}
-
-
-def ordered(first, found):
-    """The values that occur, those of first in its order, then others."""
-    return [value for value in first if value in found] + sorted(set(filter(None, found)) - set(first))
-
-
-def export(log, to, folder):
-    """Write a training log as TensorBoard's events into FOLDER/tensorboard, or as a run of wandb."""
-    rows = [(row.pop("step"), {key: value for key, value in row.items() if isinstance(value, (int, float))})
-            for row in log_rows(log)]
-    try:
-        if to == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-        else:
-            import wandb
-    except ImportError:
-        raise ValueError(f"--to {to} needs a package that is not here: pip install {to}") from None
-    if to == "tensorboard":
-        with SummaryWriter(Path(folder) / "tensorboard") as writer:
-            for step, numbers in rows:
-                for key, value in numbers.items():
-                    writer.add_scalar(key, value, step)
-        return
-    with wandb.init(project="star", name=str(Path(log).parent), dir=folder) as run:
-        for step, numbers in rows:
-            run.log(numbers, step=step)
-
-
-# ---------------------------------------------------------------------------------------------------------------- main
+    plays = plays_of(rows)
+    found = {key: mean(row[key] for row in rows) for key in MEANS}
+    found |= {"episodes": len(rows), "interval": interval(task_means(rows)) if plays else None}
+    found["pass"] = {} if any(row["step"] for row in rows) else pass_at(plays)
+    found["stops"] = {stop: mean(row["stop"] == stop for row in rows)
+                      for stop in {row["stop"] for row in rows}}
+    levels = {row["task"]["level"] for row in rows} - {None}
+    found["levels"] = {level: mean(row["success"] for row in rows if row["task"]["level"] == level)
+                       for level in levels}
+    found["checks"] = {}
+    for check in checks:
+        verdicts = [row["checks"].get(check) for row in rows]
+        found["checks"][check] = [verdicts.count(False), len(rows) - verdicts.count(None)]
+    return found
 
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = p.add_argument
-    add("run",           nargs="?", metavar="RUN_DIR", help="write OUT/report.html: all that is to be seen of this folder")
-    add("--out",         help="folder to write into [default: RUN_DIR]")
-    add("--episodes",    type=int, default=5000, help="most episodes in the page; of more, evenly chosen")
-    add("--curves",      action="store_true", help="draw RUN_DIR/log.jsonl into OUT/curves.png instead")
-    add("--to",          choices=("tensorboard", "wandb"), help="hand RUN_DIR/log.jsonl to it instead")
-    add("--trace",       metavar="EPISODES.jsonl[:ID]", help="print one episode as a dialogue instead")
-    add("--axis",        choices=PAPER, help="tabulate the --runs beside the paper's numbers: OUT/AXIS.md, AXIS.png")
-    add("--runs",        nargs="+", default=[], metavar="NAME=OUT/eval/rl", help="evaluated runs; a name per setting, "
-        "once for each seed; OUT/rl/log.jsonl tells of their training")
+    add("run", nargs="?", metavar="RUN_DIR", help="a folder with logs or episodes anywhere below")
+    add("--out", help="folder to write into; unset: RUN_DIR, with --axis out/eval")
+    add("--episodes", type=int, default=5000, help="most episodes in the page, evenly chosen")
+    add("--curves", action="store_true", help="draw RUN_DIR/log.jsonl into OUT/curves.png")
+    add("--to", choices=("tensorboard", "wandb"), help="send RUN_DIR/log.jsonl to it")
+    add("--trace", metavar="EPISODES.jsonl[:ID]", help="print the episode of task ID, or the first")
+    add("--axis", choices=PAPER, help="tabulate and draw the --runs beside the paper's numbers")
+    add("--runs", nargs="+", default=[], metavar="NAME=OUT/eval/rl",
+        help="evaluated runs, a NAME per setting, once for each seed; reads OUT/rl/log.jsonl too")
     return p.parse_args(argv)
 
 
-def look(a):
-    if a.trace:
-        return trace(a.trace)
-    if a.axis:
-        a.out = a.out or "out/eval"
-        return compare_runs(a)
-    if not a.run:
+def look(args):
+    out = Path(args.out or args.run or "out/eval")
+    if args.trace:
+        trace(args.trace)
+    elif args.axis:
+        runs = read_runs(args.runs)
+        axis_curves(args.axis, runs, out / f"{args.axis}.png")
+        text = axis_table(args.axis, runs)
+        (out / f"{args.axis}.md").write_text(text)
+        print(text)
+    elif not args.run:
         raise ValueError("name the folder of a run, or --trace or --axis; --help says more")
-    a.out = a.out or a.run
-    if a.to:
-        return export(Path(a.run) / "log.jsonl", a.to, a.out)
-    if a.curves:
-        Path(a.out).mkdir(parents=True, exist_ok=True)
-        return curves(Path(a.run) / "log.jsonl", Path(a.out) / "curves.png")
-    return write_report(a.run, a.out, a.episodes)
+    elif args.to:
+        export(Path(args.run, "log.jsonl"), args.to, out)
+    elif args.curves:
+        curves(Path(args.run, "log.jsonl"), out / "curves.png")
+    else:
+        write_report(Path(args.run), out, args.episodes)
 
 
 def main(argv=None):
-    try:
-        look(flags(argv))
-    except (KeyError, ValueError, FileNotFoundError) as error:
-        raise SystemExit(f"report.py: {error}") from None
+    run("report.py", look, flags(argv))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import copy
 import csv
 import gzip
-import importlib.util
 import json
 import subprocess
 import sys
@@ -664,28 +663,6 @@ def test_with_samples_success_is_of_plays_and_its_interval_of_tasks(trip, mini):
     assert report["final pass rate"] == 3 / 180, "the leaderboard sees the first play of each task"
 
 
-def test_curves_are_a_picture(tmp_path):
-    write_jsonl(tmp_path / "log.jsonl", [{"step": i, "success": i / 9, "reward": i, "entropy": 1 / (i + 1), "dlogp_mean": 1e-6,
-                                          "dlogp_max": 1e-5} for i in range(9)] + [{"step": 9, "val_success": 0.5}])
-    evaluate.curves(tmp_path / "log.jsonl", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_tensorboard_reads_the_log(tmp_path):
-    """Where TensorBoard is installed; elsewhere the command says what is missing."""
-    write_jsonl(tmp_path / "log.jsonl", [{"step": i, "reward": i / 2, "kind": "sum", "lr": None} for i in (1, 2, 2, 3)])
-    command = ["--curves", str(tmp_path), "--to", "tensorboard"]
-    if not importlib.util.find_spec("tensorboard"):
-        with pytest.raises(SystemExit, match="pip install tensorboard$"):
-            evaluate.main(command)
-        pytest.skip("tensorboard is not installed: only that its lack is said was tested")
-    evaluate.main(command)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["reward"]
-    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
-
-
 def test_what_the_user_can_mend_is_one_line(tmp_path, trip):
     (tmp_path / "empty.jsonl").write_text("")
     write_jsonl(tmp_path / "tasks.jsonl", [trip[0]])
@@ -702,7 +679,7 @@ def test_what_the_user_can_mend_is_one_line(tmp_path, trip):
         evaluate.engine(tmp_path / "model", 100)
 
 
-def test_a_checkpoint_is_played_and_a_killed_run_resumed(tmp_path, trip, mini, tiny_model, capfd):
+def test_a_checkpoint_is_played_and_a_killed_run_resumed(tmp_path, trip, mini, tiny_model):
     """The command in vLLM, after a run that was killed within its second episode."""
     tasks = [trip[0] | {"id": f"t{i}", "query": f"Trip {i}?"} for i in range(3)]
     write_jsonl(tmp_path / "tasks.jsonl", tasks)
@@ -721,8 +698,6 @@ def test_a_checkpoint_is_played_and_a_killed_run_resumed(tmp_path, trip, mini, t
     assert report["episodes"] == 3 and report["success"] == pytest.approx(1 / 3) and "m" in (tmp_path / "out" / "table.md").read_text()
     with pytest.raises(SystemExit, match="temperature was 0.6 and is 1.0"):
         evaluate.main([*command, "--temperature", "1.0"])
-    evaluate.main(["--trace", str(tmp_path / "out" / "m" / "episodes.jsonl") + ":t1"])
-    assert "Trip 1?" in capfd.readouterr().out
 
 
 def test_a_checkpoint_plays_official_queries_at_a_context_of_30k(test_data, tiny_model, root, tmp_path):

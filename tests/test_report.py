@@ -1,7 +1,10 @@
-"""The report is one file that fetches nothing, shows what happened and nothing else, and opens with 5,000 episodes."""
+"""The report is one file that fetches nothing, and it shows what happened and nothing else.
 
+Curves, tables, traces and exports are of the same records, which are read and never written.
+"""
 import base64
 import gzip
+import importlib.util
 import json
 import os
 import re
@@ -13,79 +16,104 @@ from urllib.parse import urlencode
 
 import pytest
 
-import evaluate
-from evaluate import write_jsonl, write_report
+import report
+from constraints import judge, reward, score
+from evaluate import read_jsonl, write_jsonl
 from sandbox import Episode, Sandbox
-from synth import solve
+from solver import solve
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-CALL = '<think>look around</think>\n<tool_call>{"name": "SearchCity", "arguments": {"state": "Nowhere"}}</tool_call>'
-HOSTILE = ["</script><script>document.title = 'owned'</script>", "<img src=x onerror=\"document.title = 'owned'\">", "<!--<script>",
-           "\u2028\u2029", "a\x00b", "\ud800 alone \udfff", "&lt;b&gt;", "${7 * 7}"]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
+CALL = ('<think>look around</think>\n<tool_call>{"name": "SearchCity", "arguments": '
+        '{"state": "Nowhere"}}</tool_call>')
+HOSTILE = ["</script><script>document.title = 'owned'</script>",
+           "<img src=x onerror=\"document.title = 'owned'\">", "<!--<script>", "\u2028\u2029",
+           "a\x00b", "\ud800 alone \udfff", "&lt;b&gt;", "${7 * 7}"]
 
 
-# ----------------------------------------------------------------------------------------------------------- the world
+# ---------------------------------------------------------------------------------------- records
 
 
 def trip(database):
     """(task, plan): the first three-day trip that the solver finds."""
+    asked = dict.fromkeys(("house rule", "cuisine", "room type", "transportation"))
     for org in database.cities:
         for dest in database.cities:
-            task = {"query": "?", "org": org, "dest": dest, "days": 3, "date": ["2022-03-10", "2022-03-11", "2022-03-12"],
-                    "visiting_city_number": 1, "people_number": 2, "budget": 99999, "level": "easy",
-                    "local_constraint": dict.fromkeys(("house rule", "cuisine", "room type", "transportation"))}
+            task = {"query": "?", "org": org, "dest": dest, "days": 3, "visiting_city_number": 1,
+                    "date": ["2022-03-10", "2022-03-11", "2022-03-12"], "people_number": 2,
+                    "budget": 99999, "level": "easy", "local_constraint": asked}
             if org != dest and (plan := solve(task, database)):
                 return task, plan
     raise AssertionError("the small world has no trip")
 
 
-def played(task, plan, database, final="<think>done</think>\n<answer>Day 1: ...</answer>", **more):
-    """A record: one call, then a last reply."""
+def played(task, plan, database, last=None, **more):
+    """A record: one call, then the plan as an answer, or another last reply."""
     episode = Episode(task, Sandbox(database), system_prompt="Plan trips.")
     episode.step(CALL)
-    episode.step(final)
-    return episode.record("m") | evaluate.verdicts(task, plan, database) | more
+    episode.step(last or f"<think>done</think>\n<answer>{json.dumps(plan)}</answer>")
+    found, verdict = judge(task, episode.answer, database)
+    assert found == (None if last else plan)
+    strict = verdict.pop("strict")
+    return episode.record("m") | {"plan": found, "score": verdict, "strict": strict,
+                                  "reward": reward(verdict, "sum")} | more
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, mini):
-    """A run: two evaluations of six tasks, two updates of rollouts with two groups of three, logs of RL and SFT."""
+    """Two evaluations of six tasks, two updates of rollouts, two tasks thrice; logs of RL, SFT."""
     folder, (task, plan) = tmp_path_factory.mktemp("run"), trip(mini)
-    tasks = [task | {"id": f"t{i}", "level": ("easy", "medium", "hard")[i % 3], "query": f"Trip number {i}, please."} for i in range(6)]
+    tasks = [task | {"id": f"t{i}", "level": ("easy", "medium", "hard")[i % 3],
+                     "query": f"Trip number {i}, please."} for i in range(6)]
     absent = json.loads(json.dumps(plan))
     absent[1]["dinner"] = f"Nowhere Diner, {absent[1]['current_city']}"
-    after = [played(t, plan, mini, tokens=100 + i) for i, t in enumerate(tasks)]
+    after = [played(task, plan, mini, tokens=100 + i) for i, task in enumerate(tasks)]
     after[1] = played(tasks[1], absent, mini, tokens=101)
     after[2] = played(tasks[2] | {"budget": 1}, plan, mini, tokens=102)
     after[3] = played(tasks[3], None, mini, "no format", tokens=103)
-    before = [played(t, None, mini, "no format") for t in tasks]
+    before = [played(task, None, mini, "no format") for task in tasks]
     write_jsonl(folder / "eval" / "before" / "episodes.jsonl", before)
     write_jsonl(folder / "eval" / "after" / "episodes.jsonl", after)
     (folder / "eval" / "after" / "settings.json").write_text('{"temperature": 0.6}')
     for step in (1, 2):
-        rows = [played(tasks[i] | {"id": f"r{i}"}, plan if k else None, mini, advantage=k - 1.0) for i in (0, 1) for k in range(3)]
+        rows = [played(tasks[i] | {"id": f"r{i}"}, plan if k else None, mini, advantage=k - 1.0)
+                for i in (0, 1) for k in range(3)]
         write_jsonl(folder / "rl" / "rollouts" / f"{step:05d}.jsonl", rows)
-    log = [{"step": i, "success": i / 9, "reward": float(i), "entropy": 1 / i, "format": 0.1, "overlength": 0.0, "dlogp_mean": 1e-6,
-            "dlogp_max": 1e-5, "kind": "sum"} for i in range(1, 9)]
-    again = [log[6] | {"reward": 70.0}, log[7] | {"val_success": 0.5, "entropy": float("nan")}]
-    write_jsonl(folder / "rl" / "log.jsonl", log + again)
+    log = [{"step": i, "success": i / 9, "reward": float(i), "entropy": 1 / i, "format": 0.1,
+            "overlength": 0.0, "dlogp_mean": 1e-6, "dlogp_max": 1e-5, "kind": "sum"}
+           for i in range(1, 9)]
+    log += [log[6] | {"reward": 70.0}, log[7] | {"val_success": 0.5, "entropy": float("nan")}]
+    write_jsonl(folder / "rl" / "log.jsonl", log)
     with open(folder / "rl" / "log.jsonl", "a") as file:
         file.write('{"step": 9, "rew')  # it is being written
-    write_jsonl(folder / "sft" / "log.jsonl", [{"step": i, "loss": 2 / i, "entropy": 1.0, "gnorm": 3.0} for i in range(1, 60)])
-    write_report(folder, folder, 5000)
+    steps = [{"step": i, "loss": 2 / i, "entropy": 1.0, "gnorm": 3.0} for i in range(1, 60)]
+    write_jsonl(folder / "sft" / "log.jsonl", steps)
+    report.main([str(folder)])
     return folder
 
 
 def contents(page):
-    """(index, [episode]) of a page, read as a browser would."""
+    """(index, [record]) of a page, read as a browser would."""
     text = page.read_text(encoding="utf-8")
-    index = json.loads(re.search(r'<script type="application/json" id="index">(.*?)</script>', text, re.S)[1])
+    index = re.search(r'<script type="application/json" id="index">(.*?)</script>', text, re.S)[1]
     packed = re.findall(r'<script type="text/plain" id="e(\d+)">(.*?)</script>', text)
+    index = json.loads(index)
     assert [int(number) for number, _ in packed] == list(range(len(index["episodes"])))
     return index, [json.loads(gzip.decompress(base64.b64decode(data))) for _, data in packed]
 
 
-# ----------------------------------------------------------------------------------------------------- what is in it
+def page_of(folder, *words, out=None):
+    """(index, [record]) of a folder."""
+    report.main([str(folder), "--out", str(out or folder), *words])
+    return contents((out or folder) / "report.html")
+
+
+def source(index, name):
+    """What the page's tables say of a folder."""
+    return next(source for source in index["sources"] if source["name"] == name)
+
+
+# ------------------------------------------------------------------------------ what is in a page
 
 
 def test_the_page_holds_every_episode_whole(run):
@@ -93,20 +121,24 @@ def test_the_page_holds_every_episode_whole(run):
     names = [source["name"] for source in index["sources"]]
     assert sorted(names) == ["eval/after", "eval/before", "rl/rollouts"]
     assert index["total"] == len(records) == 24
-    written = evaluate.read_jsonl(run / "eval" / "after" / "episodes.jsonl")
-    shown = [record for entry, record in zip(index["episodes"], records) if names[entry["source"]] == "eval/after"]
-    assert shown == written
+    shown = [record for entry, record in zip(index["episodes"], records, strict=True)
+             if names[entry["source"]] == "eval/after"]
+    assert shown == read_jsonl(run / "eval" / "after" / "episodes.jsonl")
     assert len({entry["key"] for entry in index["episodes"]}) == 24
 
 
 def test_the_standings_are_those_of_the_table(run):
     index, _ = contents(run / "report.html")
-    after = next(source for source in index["sources"] if source["name"] == "eval/after")
+    after = source(index, "eval/after")
     assert (after["episodes"], after["success"], after["temperature"]) == (6, 0.5, 0.6)
-    assert after["levels"] == {"easy": 0.5, "medium": 0.5, "hard": 0.5} and index["levels"] == ["easy", "medium", "hard"]
-    assert after["checks"]["is_valid_information_in_sandbox"] == [1, 5]  # the one without a plan was not judged
-    assert after["checks"]["valid_cost"] == [1, 4]  # nor did the one with the invented diner get so far
+    assert after["levels"] == {"easy": 0.5, "medium": 0.5, "hard": 0.5}
+    assert index["levels"] == ["easy", "medium", "hard"] and index["stops"] == ["answer", "format"]
+    # the one without a plan was not judged, nor did the one with the invented diner get so far
+    assert after["checks"]["is_valid_information_in_sandbox"] == [1, 5]
+    assert after["checks"]["valid_cost"] == [1, 4]
     assert after["stops"] == {"answer": 5 / 6, "format": 1 / 6} and after["tokens"] == 102.5
+    assert after["official"] == after["strict"] == 0.5
+    assert source(index, "rl/rollouts")["pass"] == {}, "the plays of a group are no evaluation"
     low, high = after["interval"]
     assert 0 <= low < 0.5 < high <= 1
 
@@ -114,48 +146,114 @@ def test_the_standings_are_those_of_the_table(run):
 def test_a_log_is_read_as_a_resumed_and_unfinished_run_left_it(run):
     index, _ = contents(run / "report.html")
     rl = next(log["columns"] for log in index["logs"] if log["name"] == "rl")
-    assert rl["step"] == list(range(1, 9)) and rl["reward"][6] == 70 and rl["val_success"] == [None] * 7 + [0.5]
+    assert rl["step"] == list(range(1, 9)) and rl["reward"][6] == 70
+    assert rl["val_success"] == [None] * 7 + [0.5]
     assert rl["entropy"][7] is None and "kind" not in rl
 
 
 def test_samples_are_told_apart_and_give_pass_at_k(run, tmp_path):
-    rows = evaluate.read_jsonl(run / "eval" / "after" / "episodes.jsonl")
-    write_jsonl(tmp_path / "m" / "episodes.jsonl", rows[:2] + [row | {"task": row["task"] | {"sample": 1}} for row in rows[:2]])
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "episodes.jsonl").write_text("")
-    write_report(tmp_path, tmp_path, 5000)
-    index, _ = contents(tmp_path / "report.html")
+    rows = read_jsonl(run / "eval" / "after" / "episodes.jsonl")[:2]
+    again = [row | {"task": row["task"] | {"sample": 1}} for row in rows]
+    write_jsonl(tmp_path / "m" / "episodes.jsonl", rows + again)
+    write_jsonl(tmp_path / "empty" / "episodes.jsonl", [])
+    index, _ = page_of(tmp_path)
     assert [entry["key"] for entry in index["episodes"]] == ["m/t0", "m/t1", "m/t0 #2", "m/t1 #2"]
-    assert {source["name"]: source["pass"] for source in index["sources"]} == {"m": {"pass@1": 0.5, "pass@2": 0.5}, "empty": {}}
+    assert source(index, "m")["pass"] == {"pass@1": 0.5, "pass@2": 0.5}
+    assert source(index, "empty")["pass"] == {}
 
 
-def test_any_folder_of_ours_makes_a_page(run, tmp_path):
-    for part, episodes, logs in (("rl", 12, 1), ("rl/rollouts", 12, 0), ("sft", 0, 1), ("eval", 12, 0), ("eval/after", 6, 0)):
-        evaluate.main(["--report", str(run / part), "--out", str(tmp_path / part)])
-        index, records = contents(tmp_path / part / "report.html")
-        assert (len(records), len(index["logs"])) == (episodes, logs), part
-    with pytest.raises(SystemExit, match="holds no log.jsonl"):
-        evaluate.main(["--report", str(tmp_path / "nothing")])
+@pytest.mark.parametrize("part, episodes, logs", [
+    ("rl", 12, 1), ("rl/rollouts", 12, 0), ("sft", 0, 1), ("eval", 12, 0), ("eval/after", 6, 0)])
+def test_any_folder_of_ours_makes_a_page(run, tmp_path, part, episodes, logs):
+    index, records = page_of(run / part, out=tmp_path / part)
+    assert (len(records), len(index["logs"])) == (episodes, logs)
+    names = [one["name"] for one in index["sources"] + index["logs"]]
+    assert part.split("/")[-1] in names or part == "eval"
 
 
-def test_of_too_many_episodes_whole_tasks_are_chosen_and_evaluations_first(run, tmp_path):
-    for limit, evaluated, trained in ((20, 12, 6), (14, 12, 0), (6, 6, 0)):
-        write_report(run, tmp_path, limit)
-        index, _ = contents(tmp_path / "report.html")
-        names = [index["sources"][entry["source"]]["name"] for entry in index["episodes"]]
-        assert (len(names) - names.count("rl/rollouts"), names.count("rl/rollouts")) == (evaluated, trained)
-        assert names.count("eval/after") == names.count("eval/before") and index["total"] == 24
-        after = next(source for source in index["sources"] if source["name"] == "eval/after")
-        assert after["episodes"] == 6, "the tables are of all episodes"
-    spread = {entry["step"] for entry in evaluate.choose(list(evaluate.gather("r", sorted((run / "rl" / "rollouts").iterdir()))), 6)}
-    assert spread == {"00001", "00002"}
+@pytest.mark.parametrize("limit, evaluated, trained", [(20, 12, 6), (14, 12, 0), (6, 6, 0)])
+def test_of_too_many_episodes_whole_tasks_are_chosen_and_evaluations_first(
+        run, tmp_path, limit, evaluated, trained):
+    index, _ = page_of(run, "--episodes", str(limit), out=tmp_path)
+    names = [index["sources"][entry["source"]]["name"] for entry in index["episodes"]]
+    assert names.count("rl/rollouts") == trained and len(names) == evaluated + trained
+    assert names.count("eval/after") == names.count("eval/before") and index["total"] == 24
+    assert source(index, "eval/after")["episodes"] == 6, "the tables are of all episodes"
+
+
+def test_rollouts_are_chosen_from_all_of_the_training(run, tmp_path):
+    index, _ = page_of(run / "rl", "--episodes", "6", out=tmp_path)
+    assert {entry["step"] for entry in index["episodes"]} == {"00001", "00002"}
+
+
+def test_a_running_job_is_read_and_left_alone(run, tmp_path, capsys):
+    """A file that another process appends to is never cut, whatever is asked for."""
+    text = (run / "eval" / "after" / "episodes.jsonl").read_text()
+    file = tmp_path / "eval" / "rl" / "episodes.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text(text + text[:99])
+    assert len(page_of(tmp_path)[1]) == 6
+    report.main(["--trace", str(file)])
+    report.main(["--axis", "noise", "--runs", f"0%={file.parent}", "--out", str(tmp_path)])
+    assert "| 0% |  | 50.0 (50.0) |" in capsys.readouterr().out
+    assert file.read_text() == text + text[:99]
+
+
+def test_records_of_before_are_shown_as_they_were(run, tmp_path, mini):
+    """Their verdict by the official rules was a whole one and stood beside the score."""
+    rows = read_jsonl(run / "eval" / "after" / "episodes.jsonl")
+    for row in rows:
+        del row["score"]["official"]
+        row["official"] = score(row["task"], row["plan"], mini, "official")
+    write_jsonl(tmp_path / "after" / "episodes.jsonl", rows)
+    index, records = page_of(tmp_path)
+    assert source(index, "after")["official"] == 0.5 and records == rows
+
+
+class Calculator:
+    """Another world's sandbox."""
+
+    tools = ("Add",)
+
+    def call(self, name, arguments):
+        return str(sum(arguments.values()))
+
+
+@pytest.fixture(scope="module")
+def calculator(tmp_path_factory):
+    """A page of two episodes of another world: it has numbers and no checks, a level or none."""
+    folder, rows = tmp_path_factory.mktemp("calculator"), []
+    tasks = {"id": 7, "level": 2, "query": "1 + 1?"}, {"query": "?" * 9999}
+    for task, right in zip(tasks, (1.0, 0.0), strict=True):
+        episode = Episode(task, Calculator())
+        episode.step('<think>.</think><tool_call>{"name": "Add", "arguments": {"a": 1, "b": 1}}'
+                     "</tool_call>")
+        episode.step("<think>.</think><answer>2</answer>")
+        verdict = {"digits": 0.25, "success": right}
+        rows.append(episode.record("m") | {"plan": "2", "score": verdict, "reward": right,
+                                           "strict": right, "tokens": None})
+    write_jsonl(folder / "sums" / "episodes.jsonl", rows)
+    report.main([str(folder)])
+    return folder
+
+
+def test_another_worlds_episodes_make_a_page(calculator, capsys):
+    index, records = contents(calculator / "report.html")
+    assert index["checks"] == [] and index["levels"] == ["2"]
+    assert index["tasks"] == [["7", "2", "1 + 1?"], ["?", None, "?" * 1000]]
+    assert [entry["key"] for entry in index["episodes"]] == ["sums/7", "sums/?"]
+    assert source(index, "sums")["success"] == 0.5 and source(index, "sums")["official"] is None
+    assert records[0]["score"] == {"digits": 0.25, "success": 1.0}
+    report.main(["--trace", f"{calculator}/sums/episodes.jsonl:7"])
+    assert capsys.readouterr().out.endswith("<answer>2</answer>\n\n--- stop: answer\n")
 
 
 def test_the_page_asks_for_nothing(run, root):
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in page and not re.search(r"https?://", page)
     code = (root / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\bsrc=|url\(|@import|\bfetch\b|\beval\b|import\(", code)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\bsrc=|url\(|@import"
+                         r"|\bfetch\b|\beval\b|import\(", code)
     assert all(len(line) <= 120 and line == line.rstrip() for line in code.splitlines())
 
 
@@ -165,15 +263,17 @@ def hostile(tmp_path_factory, mini):
     folder, (task, plan) = tmp_path_factory.mktemp("hostile"), trip(mini)
     said = "\n".join(HOSTILE)
     row = played(task | {"id": said, "query": said, "level": HOSTILE[0]}, plan, mini)
-    row["messages"] += [{"role": "assistant", "content": f"<think>{said}</think>{said}<answer>{said}"},
-                        {"role": "user", "content": "y" * 1_000_000},
-                        {"role": "assistant", "content": "<think>" * 100_000}, {"role": "assistant", "content": "<think></think>" * 9999}]
+    row["messages"] += [
+        {"role": "assistant", "content": f"<think>{said}</think>{said}<answer>{said}"},
+        {"role": "user", "content": "y" * 1_000_000},
+        {"role": "assistant", "content": "<think>" * 100_000},
+        {"role": "assistant", "content": "<think></think>" * 9999}]
     row["plan"][0]["dinner"], row["plan"][1]["lunch"] = said, ["no", {"text": 1e999}]
     row["score"]["checks"]["is_not_absent"] = [False, f"day 1: dinner: {said}"]
     path = folder / "<b>eval" / "episodes.jsonl"
     path.parent.mkdir()
     path.write_text(json.dumps(row) + "\n" + json.dumps(row)[:99], encoding="ascii")
-    write_report(folder, folder, 5000)
+    report.main([str(folder)])
     return folder
 
 
@@ -181,11 +281,12 @@ def test_hostile_text_is_inert_in_the_file(hostile):
     page = (hostile / "report.html").read_text(encoding="utf-8")
     assert page.count("<script") == page.count("</script") == 3
     index, (record,) = contents(hostile / "report.html")
-    assert index["tasks"][0][0] == "\n".join(HOSTILE) and record["messages"][-3]["content"] == "y" * 1_000_000
+    assert index["tasks"][0][0] == "\n".join(HOSTILE)
+    assert record["messages"][-3]["content"] == "y" * 1_000_000
     assert record["plan"][1]["lunch"] == ["no", {"text": None}]
 
 
-# ---------------------------------------------------------------------------------------------------- in a browser
+# ---------------------------------------------------------------------------------- in a browser
 
 
 class Browser:
@@ -194,20 +295,24 @@ class Browser:
     def __init__(self, profile):
         self.answers, theirs = os.pipe()
         ours, self.orders = os.pipe()
-        words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000", "--no-first-run",
-                 f"--user-data-dir={profile}", "--remote-debugging-pipe"]
-        self.process = subprocess.Popen(["bash", "-c", f'exec "$@" 3<&{ours} 4>&{theirs}', "bash", *words], pass_fds=(ours, theirs),
-                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        os.close(ours), os.close(theirs)
+        words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
+                 "--window-size=1400,1000", f"--user-data-dir={profile}", "--remote-debugging-pipe"]
+        self.process = subprocess.Popen(
+            ["bash", "-c", f'exec "$@" 3<&{ours} 4>&{theirs}', "bash", *words],
+            pass_fds=(ours, theirs), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        os.close(ours)
+        os.close(theirs)
         self.number, self.buffer, self.events, self.session = 0, b"", [], {}
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self.session = {"sessionId": self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        attached = self.ask("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = {"sessionId": attached["sessionId"]}
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
     def ask(self, method, **parameters):
         self.number += 1
-        os.write(self.orders, json.dumps({"id": self.number, "method": method, "params": parameters} | self.session).encode() + b"\0")
+        order = {"id": self.number, "method": method, "params": parameters} | self.session
+        os.write(self.orders, json.dumps(order).encode() + b"\0")
         return self.until(lambda message: message.get("id") == self.number)["result"]
 
     def until(self, wanted, seconds=600):
@@ -225,7 +330,7 @@ class Browser:
         raise AssertionError("Chromium does not answer")
 
     def open(self, page, **state):
-        """Go to a page afresh, with that state in its address, and wait until what it asks for is drawn."""
+        """Go to a page with that state in its address; wait until what it asks for is drawn."""
         self.ask("Page.navigate", url="about:blank")
         self.events.clear()
         self.ask("Page.navigate", url=f"{page.as_uri()}#{urlencode(state)}")
@@ -245,17 +350,24 @@ class Browser:
             time.sleep(0.1)
         raise AssertionError(f"never came true: {expression}")
 
+    def count(self, selector):
+        return self.js(f"document.querySelectorAll({json.dumps(selector)}).length")
+
     def texts(self, selector):
-        return self.js(f"[...document.querySelectorAll({json.dumps(selector)})].map(node => node.textContent)")
+        nodes = f"document.querySelectorAll({json.dumps(selector)})"
+        return self.js(f"[...{nodes}].map(node => node.textContent)")
 
     def keys(self):
         return self.js("[...document.querySelectorAll('#list a')].map(node => node.dataset.key)")
 
     def complaints(self):
         """Console messages, uncaught errors and requests other than for the page itself."""
-        seen = [e for e in self.events if e.get("method") in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")]
-        asked = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
-        return seen + [url for url in asked if not re.fullmatch(r"file:.*/report\.html(#.*)?|about:blank", url)]
+        kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+        seen = [event for event in self.events if event.get("method") in kinds]
+        asked = [event["params"]["request"]["url"] for event in self.events
+                 if event.get("method") == "Network.requestWillBeSent"]
+        page = r"file:.*/report\.html(#.*)?|about:blank"
+        return seen + [url for url in asked if not re.fullmatch(page, url)]
 
 
 @pytest.fixture(scope="module")
@@ -270,8 +382,9 @@ def browser(tmp_path_factory):
 
 
 def test_an_error_of_a_page_would_be_seen(browser, tmp_path):
-    (tmp_path / "report.html").write_text("<img src=nothing.png><script>console.error('so'); boom()</script>")
-    browser.open(tmp_path / "report.html")
+    page = tmp_path / "report.html"
+    page.write_text("<img src=nothing.png><script>console.error('so'); boom()</script>")
+    browser.open(page)
     assert len(browser.complaints()) >= 3
 
 
@@ -279,12 +392,12 @@ def test_curves_scores_and_failures_are_drawn(browser, run):
     browser.open(run / "report.html")
     assert browser.complaints() == []
     assert browser.texts("figcaption") == [
-        "success", "reward", "broken format and overlength", "entropy, nats", "|Δ logp|, engine to trainer", "loss per policy token",
-        "entropy, nats", "gradient norm"]
-    assert browser.js("document.querySelectorAll('figure path').length") == 2 + 1 + 2 + 1 + 2 + 3
+        "success", "reward", "broken format and overlength", "entropy, nats",
+        "|Δ logp|, engine to trainer", "loss per policy token", "entropy, nats", "gradient norm"]
+    assert browser.count("figure path") == 2 + 1 + 2 + 1 + 2 + 3
     assert browser.js("document.querySelector('figure circle').getAttribute('cx') > 0")
     assert browser.texts("figure .legend span")[:2] == ["success0.889", "val_success0.5"]
-    after = next(line for line in browser.texts("#means tr") if line.startswith("eval/after"))
+    after = next(row for row in browser.texts("#means tr") if row.startswith("eval/after"))
     assert "50.0" in after and "83.3" in after and "0.6" in after
     cost = next(row for row in browser.texts("#bars tr") if row.startswith("valid_cost"))
     assert "25.0" in cost
@@ -293,14 +406,18 @@ def test_curves_scores_and_failures_are_drawn(browser, run):
 
 def test_a_step_is_read_off_all_curves(browser, run):
     browser.open(run / "report.html", step=3)
-    assert browser.texts("figure .legend b")[:2] == ["0.333", "–"] and browser.texts("h2 .note")[0] == "rl · update 3"
-    browser.js("""(() => { const svg = document.querySelector('svg'), box = svg.getBoundingClientRect();
+    assert browser.texts("figure .legend b")[:2] == ["0.333", "–"]
+    assert browser.texts("h2 .note")[0] == "rl · update 3"
+    browser.js("""(() => { const svg = document.querySelector('svg');
+        const box = svg.getBoundingClientRect();
         svg.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 1})); })()""")
-    assert browser.texts("h2 .note")[0] == "rl · update 8" and browser.texts("figure .legend b")[2] == "8"
+    assert browser.texts("h2 .note")[0] == "rl · update 8"
+    assert browser.texts("figure .legend b")[2] == "8"
 
 
 AFTER, BEFORE = [f"eval/after/t{i}" for i in range(6)], [f"eval/before/t{i}" for i in range(6)]
-ROLLOUTS = [f"rl/rollouts/{step}/r{i}{play}" for step in ("00001", "00002") for i in (0, 1) for play in ("", " #2", " #3")]
+ROLLOUTS = [f"rl/rollouts/{step}/r{i}{play}" for step in ("00001", "00002") for i in (0, 1)
+            for play in ("", " #2", " #3")]
 
 
 @pytest.mark.parametrize("state, keys", [
@@ -319,101 +436,260 @@ ROLLOUTS = [f"rl/rollouts/{step}/r{i}{play}" for step in ("00001", "00002") for 
 def test_filters_show_exactly_those(browser, run, state, keys):
     browser.open(run / "report.html", **state)
     assert sorted(browser.keys()) == sorted(keys)
-    assert browser.texts("#shown")[0].startswith(f"{len(keys)} of 24 episodes") and browser.complaints() == []
+    assert browser.texts("#shown")[0].startswith(f"{len(keys)} of 24 episodes")
+    assert browser.complaints() == []
 
 
 def test_choosing_typing_and_walking_end_up_in_the_address(browser, run):
     browser.open(run / "report.html", view="episodes")
-    browser.js("(() => { const level = document.getElementById('level'); level.value = 'hard'; level.onchange({target: level}); })()")
-    browser.js("(() => { const q = document.getElementById('q'); q.value = 't'; q.oninput({target: q}); })()")
+    for name, value, event in (("level", "hard", "onchange"), ("q", "t", "oninput")):
+        browser.js(f"(() => {{ const node = document.getElementById('{name}'); "
+                   f"node.value = '{value}'; node.{event}({{target: node}}); }})()")
     assert len(browser.keys()) == 4 and "level=hard&q=t" in browser.js("location.hash")
     for key, at in (("j", 0), ("ArrowDown", 1), ("j", 2), ("k", 1)):
-        browser.js(f"document.body.dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}', bubbles: true}}))")
+        event = f"new KeyboardEvent('keydown', {{key: '{key}', bubbles: true}})"
+        browser.js(f"document.body.dispatchEvent({event})")
         assert browser.js("document.querySelector('#list .on').dataset.key") == browser.keys()[at]
-    browser.wait(f"document.querySelector('#view h3')?.textContent === {json.dumps(browser.keys()[1].split('/')[-1])}")
+    name = json.dumps(browser.keys()[1].split("/")[-1])
+    browser.wait(f"document.querySelector('#view h3')?.textContent === {name}")
     assert browser.complaints() == []
 
 
 def test_an_episode_shows_its_turns_verdicts_and_the_offending_cell(browser, run):
     browser.open(run / "report.html", ep="eval/after/t1")
-    assert browser.js("document.querySelectorAll('#view details').length") == 4  # system, query, two turns
-    assert browser.js("document.querySelectorAll('#view details[open]').length") == 0
-    turn = browser.texts("#view summary")[2]
-    assert turn.startswith("1 SearchCity(state=Nowhere) → ") and browser.texts("#view .text")[2] == "look around"
-    assert [cell.partition("there is")[0] for cell in browser.texts("td.off")] == [
-        f"Nowhere Diner, {json.loads((run / 'eval/after/episodes.jsonl').read_text().splitlines()[1])['plan'][1]['current_city']}"]
-    assert browser.js("document.querySelector('td.off small').dataset.check") == "is_valid_information_in_sandbox"
-    assert browser.js("document.querySelector('td.off').cellIndex") == 2 and browser.texts("th.off") == []
+    assert browser.count("#view details") == 4  # system, query, two turns
+    assert browser.count("#view details[open]") == 0
+    assert browser.texts("#view summary")[2].startswith("1 SearchCity(state=Nowhere) → ")
+    assert browser.texts("#view .text")[2] == "look around"
+    city = read_jsonl(run / "eval/after/episodes.jsonl")[1]["plan"][1]["current_city"]
+    (cell,) = browser.texts("td.off")
+    assert cell.partition("there is")[0] == f"Nowhere Diner, {city}"
+    mark = browser.js("document.querySelector('td.off small').dataset.check")
+    assert mark == "is_valid_information_in_sandbox"
+    assert browser.js("document.querySelector('td.off').cellIndex") == 2
+    assert browser.texts("th.off") == []
     verdicts = browser.texts("#view .checks > div")
-    assert "✓is_not_absent" in verdicts and any(line.startswith("✗is_valid_information_in_sandbox: day 2: dinner: ") for line in verdicts)
-    assert "–valid_cost" in verdicts and "reward" in browser.texts(".fact")[0]
+    assert "✓is_not_absent" in verdicts and "–valid_cost" in verdicts
+    why = "✗is_valid_information_in_sandbox: day 2: dinner: "
+    assert any(line.startswith(why) for line in verdicts)
+    assert "reward" in browser.texts(".fact")[0] and "official 0" in browser.texts(".fact")[0]
     assert browser.complaints() == []
 
 
-def test_marks_on_rows_days_and_the_whole_plan(browser, run):
+def test_the_whole_plan_is_marked_where_no_day_is_to_blame(browser, run):
     browser.open(run / "report.html", ep="eval/after/t2")
-    assert browser.texts("td.off") == [] and any("the budget is $1" in line for line in browser.texts(".plan > div"))
-    places = {"day 2: accommodation: X asks for 3 nights": [2, "accommodation", "X asks for 3 nights"], "meals: none serves": [0, "meals", "none serves"],
-              "day 3: no dinner": [3, "dinner", None], "day 1 has no lunch": [1, "lunch", None], "current_city: Ely is": [0, "current_city", "Ely is"],
-              "day 2: lunch repeats 'dinner'": [2, "lunch", None], "2 of 3 days are filled in": [0, None, None]}
-    for reason, place in places.items():
-        found = browser.js(f"(() => {{ const [, day, field, rest] = PLACE.exec({json.dumps(reason)}); return [+(day ?? 0), field ?? null, rest ?? null]; }})()")
-        assert found == place, reason
+    assert browser.texts("td.off") == []
+    assert any("the budget is $1" in line for line in browser.texts(".plan > div"))
+
+
+@pytest.mark.parametrize("reason, place", [
+    ("day 2: accommodation: X asks for 3 nights", [2, "accommodation", "X asks for 3 nights"]),
+    ("meals: none serves", [0, "meals", "none serves"]),
+    ("day 3: no dinner", [3, "dinner", None]),
+    ("day 1 has no lunch", [1, "lunch", None]),
+    ("current_city: Ely is", [0, "current_city", "Ely is"]),
+    ("day 2: lunch repeats 'dinner'", [2, "lunch", None]),
+    ("2 of 3 days are filled in", [0, None, None]),
+])
+def test_a_reason_names_day_and_field(browser, run, reason, place):
+    browser.open(run / "report.html", ep="eval/after/t2")
+    found = browser.js(f"(() => {{ const [, day, field, rest] = PLACE.exec({json.dumps(reason)}); "
+                       "return [+(day ?? 0), field ?? null, rest ?? null]; })()")
+    assert found == place
 
 
 def test_roles_are_shown_on_demand_with_no_invented_number(browser, run):
     browser.open(run / "report.html", ep="eval/after/t1")
-    assert browser.js("getComputedStyle(document.querySelector('.role')).display") == "none"
+    display = "getComputedStyle(document.querySelector('.role')).display"
+    assert browser.js(display) == "none"
     browser.js("document.querySelectorAll('#view label input')[1].click()")
     browser.wait("document.querySelector('.ribbon')")
-    assert browser.js("getComputedStyle(document.querySelector('.role')).display") != "none"
-    record = evaluate.read_jsonl(run / "eval" / "after" / "episodes.jsonl")[1]
-    said = {role: sum(len(m["content"]) for m in record["messages"] if (m["role"] == "assistant") == role) for role in (True, False)}
+    assert browser.js(display) != "none"
+    record = read_jsonl(run / "eval" / "after" / "episodes.jsonl")[1]
+    said = {True: 0, False: 0}
+    for message in record["messages"]:
+        said[message["role"] == "assistant"] += len(message["content"])
     note = browser.texts("#view p.note")[0]
-    assert f"{said[True]:,} characters" in note and f"{said[False]:,} characters" in note and "101 tokens, not by role" in note
-    assert "policy, mask 1" in browser.texts(".policy .role")[0] and "world, mask 0" in browser.texts(".world .role")[0]
+    assert all(f"{characters:,} characters" in note for characters in said.values())
+    assert "101 tokens, not by role" in note
+    assert "policy, mask 1" in browser.texts(".policy .role")[0]
+    assert "world, mask 0" in browser.texts(".world .role")[0]
     browser.open(run / "report.html", ep="eval/before/t1", roles=1)
     assert "token" not in browser.texts("#view p.note")[0], "the record counts none"
 
 
 def test_two_plays_of_a_task_stand_side_by_side(browser, run):
     browser.open(run / "report.html", ep="eval/after/t1", vs="eval/before/t1")
-    assert browser.texts(".fact h3") == ["eval/after", "eval/before"] and browser.js("document.querySelectorAll('.plan').length") == 2
+    assert browser.texts(".fact h3") == ["eval/after", "eval/before"]
+    assert browser.count(".plan") == 2
     assert browser.texts("#vs option")[1:] == ["✗ eval/before/t1"]
     browser.open(run / "report.html", ep="rl/rollouts/00001/r0 #2")
-    assert len(browser.texts("#vs option")) == 6, "the group's other plays, and the next update's"
+    others = len(browser.texts("#vs option")) - 1
+    assert others == 5, "the group's other plays, and the next update's"
     assert "advantage 0" in browser.texts(".fact")[0]
+
+
+def test_another_worlds_episode_is_shown_without_days_and_checks(browser, calculator):
+    browser.open(calculator / "report.html", level="2", ep="sums/7")
+    assert browser.keys() == ["sums/7"] and browser.count("#bars") == 0
+    assert browser.texts(".plan .text") == ["2"] and browser.count(".plan table") == 0
+    assert browser.texts(".checks > div") == ["digits 0.25", "success 1"]
+    assert browser.texts("#view summary")[2] == "1 Add(a=1, b=1) → 2"
+    assert browser.complaints() == []
 
 
 def test_hostile_text_stays_text(browser, hostile):
     browser.open(hostile / "report.html")
-    assert browser.texts("#means td:first-child, #means th")[-1:] != [] and browser.complaints() == []
+    assert browser.texts("#means td:first-child, #means th")[-1:] != []
+    assert browser.complaints() == []
     key = contents(hostile / "report.html")[0]["episodes"][0]["key"]
     browser.open(hostile / "report.html", ep=key, roles=1, open=1)
     assert browser.complaints() == [] and browser.js("document.title") == str(hostile)
-    assert browser.js("document.querySelectorAll('img, b b, #view script').length") == 0
-    said = browser.texts("#view .text")
+    assert browser.count("img, b b, #view script") == 0
+    lone = re.compile("[\ud800-\udfff\ufffd]")  # on their way here they are replaced
+    said = [lone.sub("?", part) for part in browser.texts("#view .text")]
     for text in HOSTILE:
-        lone = re.compile("[\ud800-\udfff\ufffd]")  # on their way here they are replaced
-        assert any(lone.sub("?", text) in lone.sub("?", part) for part in said), text
+        assert any(lone.sub("?", text) in part for part in said), text
     assert "show all 1,000,000 characters" in browser.texts("#view button")
-    assert browser.js("document.querySelector('#view').textContent.length") < 300_000
-    browser.js("[...document.querySelectorAll('#view button')].find(b => b.textContent.includes('1,000,000')).click()")
-    assert browser.js("document.querySelector('#view').textContent.length") > 1_000_000
+    characters = "document.querySelector('#view').textContent.length"
+    assert browser.js(characters) < 300_000
+    browser.js("[...document.querySelectorAll('#view button')]"
+               ".find(b => b.textContent.includes('1,000,000')).click()")
+    assert browser.js(characters) > 1_000_000
     assert browser.texts("td.off small")[0].startswith("</script>")
 
 
-def test_five_thousand_episodes_open(browser, tmp_path, mini, capsys):
+def test_five_thousand_episodes_open(browser, tmp_path, mini):
     task, plan = trip(mini)
     row = played(task, plan, mini)
-    row["messages"] = [row["messages"][i % len(row["messages"])] | {"content": f"{i} " * 100} for i in range(20)]
-    write_jsonl(tmp_path / "many" / "episodes.jsonl", (row | {"task": task | {"id": f"t{i}"}} for i in range(5000)))
-    write_report(tmp_path, tmp_path, 5000)
+    row["messages"] = [row["messages"][i % len(row["messages"])] | {"content": f"{i} " * 100}
+                       for i in range(20)]
+    rows = (row | {"task": task | {"id": f"t{i}"}} for i in range(5000))
+    write_jsonl(tmp_path / "many" / "episodes.jsonl", rows)
+    report.main([str(tmp_path)])
     browser.open(tmp_path / "report.html", ep="many/t4999")
     assert browser.texts("#shown")[0].startswith("5,000 of 5,000") and 0 < len(browser.keys()) < 60
     assert browser.texts("#view h3")[0] == "t4999" and browser.complaints() == []
     browser.js("document.getElementById('list').scrollTop = 46 * 2500")
-    browser.wait("[...document.querySelectorAll('#list a')].some(a => a.dataset.key === 'many/t2500')")
-    ready = browser.js("document.documentElement.dataset.readyMs")
-    with capsys.disabled():
-        print(f"\nreport.html, 5,000 episodes, {(tmp_path / 'report.html').stat().st_size / 1e6:.0f} MB: ready after {ready} ms")
+    browser.wait("[...document.querySelectorAll('#list a')]"
+                 ".some(a => a.dataset.key === 'many/t2500')")
+
+
+# ------------------------------------------------------------------------ logs, traces, axes
+
+
+def test_curves_are_a_picture(run, tmp_path):
+    report.main([str(run / "rl"), "--curves", "--out", str(tmp_path / "new")])
+    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("to", ["tensorboard", "wandb"])
+def test_an_export_without_its_package_says_what_to_install(run, to):
+    if importlib.util.find_spec(to):
+        pytest.skip(f"{to} is installed")
+    with pytest.raises(SystemExit, match=f"pip install {to}$"):
+        report.main([str(run / "rl"), "--to", to])
+
+
+def test_tensorboard_reads_the_log(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    log = [{"step": i, "reward": i / 2, "kind": "sum", "lr": None} for i in (1, 2, 2, 3)]
+    write_jsonl(tmp_path / "log.jsonl", log)
+    report.main([str(tmp_path), "--to", "tensorboard"])
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["reward"]
+    scalars = [(event.step, event.value) for event in events.Scalars("reward")]
+    assert scalars == [(1, 0.5), (2, 1.0), (3, 1.5)]
+
+
+@pytest.mark.parametrize("name, query, last", [
+    ("", "Trip number 0", "ok  valid_cost"),
+    (":t1", "Trip number 1", "NO  is_valid_information_in_sandbox: day 2: dinner: "),
+    (":t3", "Trip number 3", "--- stop: format\n-   is_not_absent\n"),
+])
+def test_a_trace_is_the_dialogue_and_its_verdicts(run, capsys, name, query, last):
+    report.main(["--trace", f"{run}/eval/after/episodes.jsonl{name}"])
+    said = capsys.readouterr().out
+    head = f"--- system\nPlan trips.\n\n--- user\n{query}, please.\n\n--- assistant\n<think>look"
+    assert said.startswith(head) and said.count("please.") == 1 and last in said
+
+
+@pytest.mark.parametrize("words, message", [
+    ([], "name the folder of a run"),
+    (["{run}/nothing"], "holds no log.jsonl"),
+    (["{run}/eval", "--curves"], "log.jsonl"),
+    (["--trace", "{run}/eval/after/episodes.jsonl:t9"], "no such episode"),
+    (["--trace", "{run}/nothing.jsonl"], "nothing.jsonl"),
+])
+def test_what_the_user_can_mend_is_one_line(run, words, message):
+    with pytest.raises(SystemExit, match=message) as stop:
+        report.main([word.format(run=run) for word in words])
+    assert str(stop.value).startswith("report.py: ") and "\n" not in str(stop.value)
+    assert not (run / "nothing").exists()
+
+
+def test_a_broken_line_within_a_file_is_named(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step"\n{"step": 2}\n')
+    with pytest.raises(SystemExit, match="log.jsonl, line 2: not JSON"):
+        report.main([str(tmp_path)])
+
+
+def evaluated(folder, wins, updates=()):
+    """OUT/eval/rl of a run: a task per number of wins; at most two pass strictly."""
+    rows = [{"task": {"id": f"t{i}"}, "score": {"success": win}, "strict": float(win and i < 2)}
+            for i, win in enumerate(wins)]
+    rows.append({"task": {"id": "t"}})  # was not judged
+    write_jsonl(folder / "eval" / "rl" / "episodes.jsonl", rows)
+    lines = [{"step": 0, "val_success": 0.1}]
+    for step, (success, tokens) in enumerate(updates, 1):
+        learn = 93.0 if tokens == 1000 else 3.0
+        lines.append({"step": step, "success": success, "loss_tokens": tokens, "sync_s": 1.0,
+                      "play_s": 2.0, "judge_s": 0.5, "learn_s": learn, "val_s": 99.0})
+    if updates:
+        write_jsonl(folder / "rl" / "log.jsonl", lines)
+    return folder / "eval" / "rl"
+
+
+def cells(text):
+    """The cells of a markdown table."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+
+
+def test_the_table_of_an_axis_by_hand(tmp_path, capsys):
+    one = evaluated(tmp_path / "a", [1.0, 1.0, 0.0, 1.0], [(0.1, 1000), (0.3, 3000)])
+    two = evaluated(tmp_path / "b", [1.0, 0.0, 0.0, 0.0], [(0.2, 2000), (0.4, 4000)])
+    sft = evaluated(tmp_path / "c", [0.0, 0.0, 0.0, 0.0])
+    none = tmp_path / "none" / "eval" / "rl"
+    runs = [f"sft={sft}", f"sum={one}", f"macro={none}", f"sum={two}"]
+    report.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs])
+    table = (tmp_path / "reward.md").read_text()
+    assert capsys.readouterr().out == f"macro: {none} holds no judged episodes yet\n{table}\n"
+    head, _, *lines = cells(table)
+    # what only the paper ran stands below
+    assert [line[0] for line in lines] == ["sft", "sum", "macro", "success", "curriculum"]
+    assert lines[3][:3] == ["success", "33.8 / 46.6 / 60.9", "not run"]
+    # 75% and 25%, mean 50; tasks 1.0 0.5 0.0 0.5; strict 2 and 1 of 4; 10,000 tokens in 4 updates
+    # of 6.5 s, one of which was held up
+    assert lines[1][:3] == ["sum", "33.1 / 47.0 / 62.8", "50.0 (75.0, 25.0)"]
+    assert lines[1][4:] == ["37.5", "2,500", "6.5", "2"]
+    low, high = map(float, lines[1][3].split(" to "))
+    assert low == pytest.approx(12.5, abs=6.3) and high == pytest.approx(87.5, abs=6.3)
+    assert lines[0][1:] == ["6.9 / 12.2 / 19.7", "0.0 (0.0)", "0.0 to 0.0", "0.0", "", "", "0"]
+    assert lines[2][1:] == ["30.1 / 48.2 / 58.9", "not run", "", "", "", "", ""]
+    assert {len(line) for line in lines} == {len(head)}
+
+
+def test_the_algorithms_stand_beside_the_papers_minutes(tmp_path):
+    one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000)])
+    report.main(["--axis", "algorithm", "--out", str(tmp_path), "--runs", f"arpo={one}"])
+    head, _, arpo, *_ = cells((tmp_path / "algorithm.md").read_text())
+    assert (arpo[0], arpo[-1]) == ("arpo", "9.5 / 13.3 / 13.3") and "min" in head[-1]
+
+
+def test_an_axis_is_a_table_and_a_picture(tmp_path, capsys):
+    one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000), (0.3, 3000)])
+    runs = [f"0%={one}", f"5%={tmp_path}/none/eval/rl"]
+    report.main(["--axis", "noise", "--runs", *runs, "--out", str(tmp_path / "axis")])
+    assert (tmp_path / "axis" / "noise.md").read_text() in capsys.readouterr().out
+    assert (tmp_path / "axis" / "noise.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

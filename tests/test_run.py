@@ -12,7 +12,6 @@ from threading import Thread
 import pytest
 
 from conftest import ROOT
-from evaluate import axis_row, axis_table, main, read_runs, write_jsonl
 
 SIZES = ("tiny", "1.5b", "3b", "7b")
 AXES = ("reward", "scale", "data", "algorithm", "noise")
@@ -261,47 +260,6 @@ def test_the_axis_of_scale_is_three_widths_of_tiny_or_the_three_sizes():
     assert arguments(stages[0][2])["--runs"] == [
         "1.5b-sft=runs/1.5b/eval/sft", "1.5b=runs/1.5b/eval/rl", "3b-sft=runs/3b/eval/sft", "3b=runs/3b/eval/rl",
         "7b-sft=runs/mine/eval/sft", "7b=runs/mine/eval/rl"]
-
-
-def evaluated(folder, wins, updates=()):
-    """OUT/eval/rl of an evaluated run: a task per number of `wins`, two tasks passed strictly at most."""
-    rows = [{"task": {"id": f"t{i}"}, "score": {"success": win}, "strict": float(win and i < 2)}
-            for i, win in enumerate(wins)]
-    write_jsonl(folder / "eval" / "rl" / "episodes.jsonl", rows)
-    if updates:
-        write_jsonl(folder / "rl" / "log.jsonl", [{"step": 0, "val_success": 0.1}] + [
-            {"step": i + 1, "success": success, "loss_tokens": tokens, "sync_s": 1.0, "play_s": 2.0, "judge_s": 0.5,
-             "learn_s": 93.0 if tokens == 1000 else 3.0, "val_s": 99.0} for i, (success, tokens) in enumerate(updates)])
-    return folder / "eval" / "rl"
-
-
-def test_the_table_of_an_axis_by_hand(tmp_path, capsys):
-    one = evaluated(tmp_path / "a", [1.0, 1.0, 0.0, 1.0], [(0.1, 1000), (0.3, 3000)])
-    two = evaluated(tmp_path / "b", [1.0, 0.0, 0.0, 0.0], [(0.2, 2000), (0.4, 4000)])
-    sft = evaluated(tmp_path / "c", [0.0, 0.0, 0.0, 0.0])
-    runs = read_runs([f"sft={sft}", f"sum={one}", f"macro={tmp_path}/none/eval/rl", f"sum={two}"])
-    assert capsys.readouterr().out == f"macro: {tmp_path}/none/eval/rl holds no episodes.jsonl yet\n"
-    text = axis_table("reward", runs)
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    # what only the paper ran stands below
-    assert [line[0] for line in lines] == ["setting", "---", "sft", "sum", "macro", "success", "curriculum"]
-    assert lines[5][:3] == ["success", "33.8 / 46.6 / 60.9", "not run"]
-    # 75% and 25%, mean 50; tasks 1.0 0.5 0.0 0.5; strict 2 and 1 of 4; 10,000 tokens in 4 updates of 6.5 s, one held up
-    assert lines[3][:3] == ["sum", "33.1 / 47.0 / 62.8", "50.0 (75.0, 25.0)"]
-    assert lines[3][4:] == ["37.5", "2,500", "6.5", "2"]
-    low, high = map(float, lines[3][3].split(" to "))
-    assert low == pytest.approx(12.5, abs=6.3) and high == pytest.approx(87.5, abs=6.3)
-    assert lines[2][1:] == ["6.9 / 12.2 / 19.7", "0.0 (0.0)", "0.0 to 0.0", "0.0", "", "", "0"]
-    assert lines[4][1:] == ["30.1 / 48.2 / 58.9", "not run", "", "", "", "", ""]
-    assert len(axis_row(runs["sum"])) == len(lines[0]) - 2
-    assert "9.5 / 13.3 / 13.3" in axis_table("algorithm", {"arpo": runs["sum"]}).splitlines()[2]
-
-
-def test_the_command_writes_table_and_picture(tmp_path, capsys):
-    one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000), (0.3, 3000)])
-    main(["--axis", "noise", "--runs", f"0%={one}", f"5%={tmp_path}/none/eval/rl", "--out", str(tmp_path / "axis")])
-    assert (tmp_path / "axis" / "noise.md").read_text() in capsys.readouterr().out
-    assert (tmp_path / "axis" / "noise.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 # ------------------------------------------------------------------------------------------------------- the chain

@@ -289,7 +289,7 @@ def wrong_cities(trip):
         visited.update(day.ends)
     visited.discard(need(trip.task, "org"))
     number = need(trip.task, "visiting_city_number")
-    return None if len(visited) == number else f"the trip visits {len(visited)} cities, not {number}"
+    return None if len(visited) == number else f"the trip is to {len(visited)} cities, not {number}"
 
 
 def wrong_start(trip, day):
@@ -764,8 +764,8 @@ def summary(checks):
 
 
 def reward(score, kind):
-    """A score as a number [STAR, section 3]: "sum" of all five parts, 0 to 5; "macro", 0 to 3, of the
-    all-or-nothing ones; "success", 0 or 1."""
+    """A score as a number [STAR, section 3]: "sum" of all five parts, 0 to 5; "macro" of the three
+    that are all or nothing, 0 to 3; "success", 0 or 1."""
     names = {"sum": SCORES, "macro": ("cs_macro", "hard_macro", "success"), "success": ("success",)}
     if kind not in names:
         raise ValueError(f"reward kind is {kind!r}; it must be one of {', '.join(names)}")

@@ -532,7 +532,11 @@ def show(line, value):
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is written, and behind each flag its default."""
+    """The docstring as it is written, and behind each flag its default, if it has one."""
+
+    def _get_help_string(self, action):
+        plain = action.default in (None, False, [])
+        return action.help if plain else super()._get_help_string(action)
 
 
 def flags(argv=None):
@@ -568,7 +572,7 @@ def flags(argv=None):
 
 
 def named_paths(specs):
-    """{name: path} of [NAME=]PATH; without a name, the end of the path that tells it from others."""
+    """{name: path} of [NAME=]PATH; without a name, the end of the path that sets it apart."""
     named = [re.fullmatch(r"(?:([\w.-]+)=)?(.*)", spec).groups() for spec in specs]
     parts = [[part for part in Path(path).parts if part not in "/."] for _, path in named]
     found = {}

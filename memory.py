@@ -117,9 +117,9 @@ def main(argv=None):
     print(f"{args.model}: {n:,} parameters on {args.gpus} GPUs, {tokens} tokens at a time\n"
           f"{'GiB on each GPU':30}" + "".join(f"{moment:>8}" for moment in moments))
     for what, size, where in rows:
-        cells = [f"{size / GIB:8.1f}" if size and moment in where else " " * 8 for moment in moments]
-        if "".join(cells).strip():
-            print(f"{what:30}" + "".join(cells))
+        if size and set(where) & set(moments):
+            sizes = (f"{size / GIB:.1f}" if moment in where else "" for moment in moments)
+            print(f"{what:30}" + "".join(f"{cell:>8}" for cell in sizes))
     totals = {moment: sum(size for _, size, where in rows if moment in where) / GIB
               for moment in moments}
     print(f"{f'of {args.gpu_gib:g} GiB':30}" + "".join(f"{size:8.1f}" for size in totals.values()))
@@ -128,8 +128,8 @@ def main(argv=None):
     fullest = max(totals, key=totals.get)
     if totals[fullest] > args.gpu_gib:
         over = totals[fullest] - args.gpu_gib
-        sys.exit(f"this does not fit: {over:.1f} GiB too many on each GPU at the moment {fullest!r}; "
-                 f"what lowers it: {MOMENTS[fullest]}")
+        sys.exit(f"this does not fit: {over:.1f} GiB too many on each GPU at the moment "
+                 f"{fullest!r}; what lowers it: {MOMENTS[fullest]}")
     if contexts < 1:
         sys.exit("this does not fit: the cache holds no whole context; what mends it: a higher "
                  "--gpu-memory, --tp, or a smaller --context")

@@ -3,20 +3,21 @@ import subprocess
 import sys
 
 import pytest
-
 from conftest import ROOT
+
 from evaluate import Travel, main, read_jsonl, write_jsonl
 
 FILE = ROOT / "tests" / "calculator.py"
-SHORT = """--env tests/calculator.py --max-turns 3 --group 4 --prompts 2 --context 400 --turn-tokens 24
-           --lr 1e-3 --no-checkpointing""".split()
+SHORT = ["--env", "tests/calculator.py", "--max-turns", "3", "--group", "4", "--prompts", "2",
+         "--context", "400", "--turn-tokens", "24", "--lr", "1e-3", "--no-checkpointing"]
+SUMS = {f"sum-{i}": i + i * i for i in range(6)}
 
 
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory):
     """A file of sums to be found."""
-    rows = [{"id": f"sum-{i}", "query": f"What is {i} + {i * i}?", "sum": i + i * i}
-            for i in range(6)]
+    rows = [{"id": name, "query": f"What makes {total}?", "sum": total}
+            for name, total in SUMS.items()]
     write_jsonl(tmp_path_factory.mktemp("sums") / "sums.jsonl", rows)
     return tmp_path_factory.getbasetemp() / "sums0" / "sums.jsonl"
 
@@ -39,17 +40,18 @@ def test_a_stage_trains_in_a_world_it_has_never_heard_of(stage, steps, tiny_mode
     assert not any("cs_micro" in line for line in log)
     for step, line in enumerate(log, 1):
         rows = read_jsonl(tmp_path / "rl" / "rollouts" / f"{step:05d}.jsonl")
-        assert len(rows) == 8 and {row["task"]["sum"] for row in rows} <= {i + i * i for i in range(6)}
+        assert len(rows) == 8
+        assert {row["task"]["sum"] for row in rows} <= set(SUMS.values())
         assert line["reward"] == pytest.approx(sum(row["reward"] for row in rows) / 8)
         assert line["loss_tokens"] > 0 and line["gnorm"] > 0 and line["dlogp_mean"] < 1e-4
 
 
 def test_an_agent_is_measured_in_it_and_the_table_has_its_numbers(tiny_model, sums, tmp_path):
-    words = f"""--env {FILE} --model tiny={tiny_model} --tasks {sums} --max-context 400 --max-turns 3
-                --max-tokens 24 --out {tmp_path}"""
-    main(words.split())
-    rows, table = read_jsonl(tmp_path / "tiny" / "episodes.jsonl"), (tmp_path / "table.md").read_text()
-    assert {row["task"]["id"] for row in rows} == {f"sum-{i}" for i in range(6)}
+    main(["--env", str(FILE), "--model", f"tiny={tiny_model}", "--tasks", str(sums),
+          "--max-context", "400", "--max-turns", "3", "--max-tokens", "24", "--out", str(tmp_path)])
+    rows = read_jsonl(tmp_path / "tiny" / "episodes.jsonl")
+    table = (tmp_path / "table.md").read_text()
+    assert {row["task"]["id"] for row in rows} == set(SUMS)
     assert all(row["reward"] == row["score"]["words"] for row in rows)
     for line in ("success", "success, strict", "called", "words", "stop: turns"):
         assert f"| {line} | " in table
@@ -57,7 +59,8 @@ def test_an_agent_is_measured_in_it_and_the_table_has_its_numbers(tiny_model, su
 
 
 def test_a_task_that_the_world_refuses_is_named_with_its_row(sums, tmp_path):
-    write_jsonl(tmp_path / "bad.jsonl", [*read_jsonl(sums), {"id": "odd", "query": "?", "sum": "3"}])
+    odd = {"id": "odd", "query": "?", "sum": "3"}
+    write_jsonl(tmp_path / "bad.jsonl", [*read_jsonl(sums), odd])
     with pytest.raises(SystemExit, match=r"bad.jsonl, row 7: 'sum' must be a whole number"):
         main(["--env", str(FILE), "--tasks", str(tmp_path / "bad.jsonl"), "--model", "x"])
 
@@ -74,7 +77,7 @@ def test_the_contract_is_what_both_worlds_have():
     assert len(lines) <= 60
 
 
-def test_a_reward_that_the_world_does_not_know_is_refused_with_those_it_knows(tiny_model, sums, tmp_path):
+def test_an_unknown_reward_is_refused_with_those_the_world_knows(tiny_model, sums, tmp_path):
     words = [*SHORT, "--reward", "macro", "--model", str(tiny_model), "--tasks", str(sums)]
     done = subprocess.run([sys.executable, "grpo.py", *words, "--out", str(tmp_path)], cwd=ROOT,
                           capture_output=True, text=True, timeout=60)

@@ -21,6 +21,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
+from operator import attrgetter
 
 from format_plan import parse_plan
 
@@ -225,7 +226,7 @@ def read_fields(texts, database, official):
 
 def read_day(number, item, database, official):
     """One item of a plan as a Day."""
-    texts = tuple([item.get(field) for field in PLACES])
+    texts = tuple(map(item.get, PLACES))
     try:
         told = read_fields(texts, database, official)
     except TypeError:  # a field that is a list or a table cannot be remembered
@@ -265,11 +266,12 @@ def is_not_absent(trip):
         complete += bool(told) and day.city != NOT_NEEDED
     if complete != length:
         return f"{complete} of {length} days are filled in"
-    reasons = [empty_field(trip, day, day.item) for day in trip.days]
     if trip.official or "visiting_city_number" in trip.task:
-        reasons.insert(0, wrong_cities(trip))
-    if any(reasons):
-        return next(filter(None, reasons))
+        if reason := wrong_cities(trip):
+            return reason
+    for day in trip.days:
+        if reason := empty_field(trip, day, day.item):
+            return reason
     values = [value for day in trip.days for value in day.item.values()]
     filled = len([value for value in values if value and value != "-"])
     enough = filled >= 3 * length  # B11
@@ -284,12 +286,14 @@ def wrong_cities(trip):
             return f"day {day.number}: current_city is not text"
         if trip.official and day.ends[0] is None:  # C8
             return f'day {day.number}: current_city must say "from A to B"'
-        if wrong_start(trip, day):
-            return wrong_start(trip, day)
+        if reason := wrong_start(trip, day):
+            return reason
         visited.update(day.ends)
     visited.discard(need(trip.task, "org"))
     number = need(trip.task, "visiting_city_number")
-    return None if len(visited) == number else f"the trip is to {len(visited)} cities, not {number}"
+    if len(visited) != number:
+        return f"the trip visits {len(visited)} cities, not {number}"
+    return None
 
 
 def wrong_start(trip, day):
@@ -343,10 +347,11 @@ def repeated(trip, part):
     seen = set()
     for day in trip.days:
         for venue in getattr(day, part):
-            if venue.name is None and part == "sights":
-                return f"day {day.number}: {venue.field} is not text"
-            if isinstance(venue.text, (list, dict)):
-                continue  # met by the sandbox check
+            if venue.name is None:
+                if part == "sights":
+                    return f"day {day.number}: {venue.field} is not text"
+                if isinstance(venue.text, (list, dict)):
+                    continue  # met by the sandbox check
             if venue.text in seen:
                 return f"day {day.number}: {venue.field} repeats {venue.text!r:.80}"
             seen.add(venue.text)
@@ -384,8 +389,8 @@ def is_reasonable_visiting_city(trip):
     for day in trip.days:
         if day.ends[0] is None:
             return f'day {day.number}: current_city must be a city or "from A to B"'
-        if wrong_start(trip, day):
-            return wrong_start(trip, day)
+        if reason := wrong_start(trip, day):
+            return reason
         stops += day.ends
     if len(stops) < 3 or stops[0] != stops[-1]:
         return "current_city: the trip does not come back to where it started"
@@ -458,13 +463,13 @@ def out_of_town(trip, day):
     for city in cities if move != "-" else ():
         if city not in move:
             return f"transportation does not name {city:.40}"
+    last = cities[-1] if cities else ""
     for venue in venues:
         if venue.name is None:
             return f"{venue.field} is not text"
-        for city in cities[-1:] if venue.field == "accommodation" else cities:
-            if city in venue.text:
-                break
-        else:
+        if last in venue.text:
+            continue
+        if venue.field == "accommodation" or not any([city in venue.text for city in cities]):
             return f"{venue.field} is not in {' or '.join(day.ends):.80}"
     return None
 
@@ -534,6 +539,9 @@ def valid_transportation(trip, wanted):
     return None
 
 
+cost_of = attrgetter("cost")
+
+
 def valid_cost(trip, _):
     """Everything stays within the budget (B25); of several rows of a name the dearest counts."""
     people, budget = need(trip.task, "people_number"), need(trip.task, "budget")
@@ -545,7 +553,7 @@ def valid_cost(trip, _):
             seat = day.ride.flight.price if day.ride.flight else 0
             total += seat * people + day.ride.car * cars + day.ride.taxi * taxis
         for venue in day.meals:
-            total += people * max([row.cost for row in rows_of(trip, venue)])
+            total += people * max(map(cost_of, rows_of(trip, venue)))
         for venue in day.bed:
             total += max([row.price * math.ceil(people / (row.maximum_occupancy or 1))
                           for row in rows_of(trip, venue)])
@@ -580,8 +588,7 @@ def strict_absent(trip):
         for field in FIELDS:
             if not isinstance(day.item[field], str):
                 return f"day {day.number}: {field} is not text"
-        reason = empty_field(trip, day, {field: day.item[field].strip() for field in FIELDS})
-        if reason:
+        if reason := empty_field(trip, day, {field: day.item[field].strip() for field in FIELDS}):
             return reason
     return None
 
@@ -589,8 +596,7 @@ def strict_absent(trip):
 def strict_sandbox(trip):
     """Names are whole names of rows (B4), flights fly on the day and at the times given (B13)."""
     for day in trip.days:
-        reason = wrong_flight(trip, day)
-        if reason:
+        if reason := wrong_flight(trip, day):
             return f"day {day.number}: transportation: {reason}"
         for venue in day.venues:
             if not venue.exact:
@@ -713,15 +719,15 @@ def score(task, plan, database, rules="star"):
         reason = check(trip)
         if strict and reason is None and name in STRICT:
             reason = STRICT[name](strict)
-        checks[name] = verdict_of(reason)
+        checks[name] = [True, None] if reason is None else failed(reason)
     if checks[GATE[0]][0] and checks[GATE[1]][0]:
         judge_hard(trip, strict, checks)
     return summary(checks)
 
 
-def verdict_of(reason):
-    """[True, None], or [False, reason on one line]; names in the tables may hold line breaks."""
-    return [True, None] if reason is None else [False, " ".join(reason.split())]
+def failed(reason):
+    """[False, reason on one line]; names in the tables may hold line breaks."""
+    return [False, " ".join(reason.split())]
 
 
 def judge_hard(trip, strict, checks):
@@ -744,7 +750,7 @@ def judge_hard(trip, strict, checks):
         reason = check(trip, wanted)
         if reason is None and strict:
             reason = check(strict, wanted)
-        checks[name] = verdict_of(reason)
+        checks[name] = [True, None] if reason is None else failed(reason)
 
 
 def summary(checks):

@@ -688,5 +688,63 @@ def main(argv=None):
     run("evaluate.py", evaluate, flags(argv))
 
 
+# ---------------------------------------------------------------- until evaluate.py is written anew
+# What qa_eval.py will find there; open_folder still serves this file's own calls as well.
+
+def recover_jsonl(path):
+    """The records that a killed run left, [] without a file; a line it did not finish is cut off."""
+    if not Path(path).exists():
+        return []
+    with open(path, "rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return read_jsonl(path)
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A text file under a temporary name, which takes the path's place once it is whole."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8", errors="replace") as out:
+            yield out
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def named_paths(specs):
+    """{name: path} of [NAME=]PATH arguments; a name is the end of a path that tells it apart."""
+    named = [spec.partition("=") if re.match(r"[\w.-]+=", spec) else ("", "", spec) for spec in specs]
+    parts = [[part for part in Path(path).parts if part not in "/."] for _, _, path in named]
+    found = {}
+    for (name, _, path), ends in zip(named, parts):
+        short = [n for n in range(1, len(ends)) if sum(other[-n:] == ends[-n:] for other in parts) == 1]
+        found[name or "-".join(ends[-short[0] :] if short else ends)] = path
+    if not named or len(found) < len(named):
+        raise ValueError("--model wants one or more checkpoints with different names")
+    return found
+
+
+open_own_folder = open_folder
+
+
+def open_folder(out, name, settings):  # noqa: F811
+    """OUT/name, which holds one way of playing: going on in another is refused."""
+    if not isinstance(settings, dict):
+        return open_own_folder(out, name, settings)
+    folder = Path(out) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "settings.json"
+    before = json.loads(file.read_text()) if file.exists() else settings
+    changed = [f"{key} was {before.get(key)!r} and is {settings[key]!r}" for key in settings
+               if before.get(key) != settings[key]]
+    if changed:
+        raise ValueError(f"{folder} was played otherwise ({'; '.join(changed)}): choose another --out or remove it")
+    file.write_text(json.dumps(settings, indent=1))
+    return folder
+
+
 if __name__ == "__main__":
     main()

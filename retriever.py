@@ -1,26 +1,48 @@
-"""Search over passages: BM25, exact E5, its index, /retrieve and its client.
 """
-import http.client
+Search over passages: BM25 in memory, exact search of E5 vectors, a server and its client.
+
+    (1) index    a folder with the vectors of a corpus; a build that was stopped goes on
+    (2) search   BM25 matches words; Dense scans all vectors, shared out over GPUs or CPU cores
+    (3) share    searches that arrive during a scan go together into the next one
+    (4) serve    POST /retrieve as Search-R1's own server answers it [1]; Remote asks such servers
+
+A retriever has search(queries, k) -> the hits of each query, best first. A hit is
+{"document": {"id", "contents"}, "score"}; contents is the quoted title, a new line, the text.
+[1] Search-R1, arXiv:2503.09516   [2] E5, arXiv:2212.03533
+
+Reads   a corpus: jsonl, {"id", "contents"} per line; the HF folder of an E5-style encoder [2]
+Writes  OUT/meta.json, OUT/starts.npy, OUT/matrix.f16
+
+    python retriever.py index --corpus wiki-18.jsonl --encoder intfloat/e5-base-v2 --out index
+    python retriever.py serve --retriever index --port 8000
+"""
+import argparse
+import asyncio
 import json
 import os
-import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from array import array
-from concurrent.futures import Future, ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import repeat
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
+
+# Shapes: n queries, N passages, D numbers in a vector, L tokens of a text, k hits.
 
 HTTP = ("http://", "https://")
-MAX_QUERIES = 64  # per scan of the matrix; a scan for one query takes nearly as long as for sixteen
-SPARE = 8  # candidates beyond k that are scored again in float64, so that float32 rounding cannot change the top k
-CHUNK = {"cpu": 2048, "cuda": 65536}  # passages turned into float32 at a time; on the CPU they have to fit the cache
+MAX_QUERIES = 64  # per scan; one for sixteen queries takes hardly longer than one for a single one
+SPARE = 8  # candidates beyond k, scored again in float64: float32 rounding cannot change the top k
+CHUNK = {"cpu": 2048, "cuda": 65536}  # passages made float32 at a time; has to fit a CPU's cache
+Batch = namedtuple("Batch", "queries ks hits")  # searches that share a scan: k of each, a Future
+
+
+# ---------------------------------------------------------------- search
+
 def load_document(line, where):
     """A corpus line -> {"id", "contents"}; FlashRAG's older form has title and text apart."""
     try:
@@ -34,344 +56,340 @@ def load_document(line, where):
     return {"id": str(row.get("id", "")), "contents": row["contents"]}
 
 
-# ---------------------------------------------------------------- retrieval
-
-
-class Corpus:
-    """Documents by row, read from the file when asked for: the text of 21M passages is 14 GB."""
-
-    def __init__(self, path, starts):
-        self.path, self.file = path, open(path, "rb")
-        self.starts = np.load(starts, mmap_mode="r")  # (N + 1,) byte offsets of the lines
-
-    def __len__(self):
-        return len(self.starts) - 1
-
-    def __getitem__(self, row):
-        start, end = int(self.starts[row]), int(self.starts[row + 1])
-        return load_document(os.pread(self.file.fileno(), end - start, start), f"{self.path}, line {row + 1}")
-
-
 class BM25:
     """Word matching in memory: for a laptop, and for corpora of up to about a million passages."""
 
     def __init__(self, path):
         import bm25s
         with open(path, encoding="utf-8") as file:
-            self.documents = [load_document(line, f"{path}, line {i}") for i, line in enumerate(file, 1)]
-        self.tokenize, self.index = bm25s.tokenize, bm25s.BM25()
+            lines = enumerate(file, 1)
+            self.documents = [load_document(line, f"{path}, line {i}") for i, line in lines]
+        self.words = partial(bm25s.tokenize, stopwords="en", show_progress=False)
+        self.index = bm25s.BM25()
         self.index.index(self.words([d["contents"] for d in self.documents]), show_progress=False)
-
-    def words(self, texts):
-        return self.tokenize(texts, stopwords="en", show_progress=False)
 
     def search(self, queries, k):
         """Hits of each query, best first; fewer than k when fewer share a word with it."""
         k = min(k, len(self.documents))
-        found = self.index.retrieve(self.words(queries), k=k, show_progress=False)  # rows and scores, (n, k) each
-        return [[{"document": self.documents[i], "score": float(s)} for i, s in zip(*hits) if s > 0]
-                for hits in zip(*found)]
+        found = self.index.retrieve(self.words(queries), k=k, show_progress=False)  # 2 x (n, k)
+        return [[{"document": self.documents[i], "score": float(s)}
+                 for i, s in zip(*hits, strict=True) if s > 0] for hits in zip(*found, strict=True)]
 
 
 class Dense:
-    """Exact search of an index folder: what the corpus says about the rows the matrix finds."""
+    """Exact search of an index folder."""
 
     def __init__(self, folder, devices=("cpu",), encoder=None):
         folder = Path(folder)
         meta = json.loads((folder / "meta.json").read_text())
-        self.corpus = Corpus(meta["corpus"], folder / "starts.npy")
-        size = (folder / "matrix.f16").stat().st_size // (2 * meta["dim"])
-        if size != len(self.corpus):
-            raise ValueError(f"{folder} has {size} of {len(self.corpus)} passages: run the same `index` command again")
-        self.matrix = Matrix(folder / "matrix.f16", size, meta["dim"], devices)
-        self.model, self.tokenizer = load_encoder(encoder or meta["encoder"], devices[0])
+        # passages are read when they are found: the text of 21M is 14 GB
+        self.path, self.corpus = meta["corpus"], os.open(meta["corpus"], os.O_RDONLY)
+        self.starts = np.load(folder / "starts.npy", mmap_mode="r")  # (N + 1,) offsets of the lines
+        total = len(self.starts) - 1
+        done = os.path.getsize(folder / "matrix.f16") // (2 * meta["dim"])
+        if done != total:
+            raise ValueError(f"{folder} has {done} of {total} passages: run the same `index` again")
+        self.matrix = Matrix(folder / "matrix.f16", total, meta["dim"], devices)
+        self.encoder = load_encoder(encoder or meta["encoder"], devices[0])
+
+    def document(self, row):
+        start, end = self.starts[row:row + 2].tolist()
+        line = os.pread(self.corpus, end - start, start)
+        return load_document(line, f"{self.path}, line {row + 1}")
 
     def search(self, queries, k):
-        """The k best hits of each query, best first."""
-        rows, scores = self.matrix.nearest(encode(queries, "query: ", self.model, self.tokenizer), k)
-        return [[{"document": self.corpus[i], "score": s} for i, s in zip(*hits)]
-                for hits in zip(rows.tolist(), scores.tolist())]
+        rows, scores = self.matrix.nearest(encode(queries, "query: ", self.encoder), k)
+        return [[{"document": self.document(i), "score": s} for i, s in zip(*hits, strict=True)]
+                for hits in zip(rows.tolist(), scores.tolist(), strict=True)]
 
 
 class Matrix:
-    """N vectors of D fp16 numbers, in shards: one per GPU, or memory-mapped and one per CPU core."""
+    """N vectors of D fp16 numbers in shards: one per GPU, or memory-mapped and one per CPU core."""
 
     def __init__(self, path, size, dim, devices=("cpu",)):
         threads = torch.get_num_threads()
-        devices = [one for device in devices for one in [device] * (threads if device == "cpu" else 1)]
+        places = [d for device in devices for d in [device] * (threads if device == "cpu" else 1)]
         matrix = torch.from_file(str(path), shared=False, size=size * dim, dtype=torch.float16)
-        share = -(-size // len(devices))
-        parts = matrix.view(size, dim).split(share)  # (share, D) each
-        self.shards = [(i * share, part.to(device)) for i, (part, device) in enumerate(zip(parts, devices))]
-        # a thread per shard, undivided: threads that meet after each small step wait for the slowest, 10 times as long
-        # on a busy machine. Started here, because torch hands the number set last to every new thread
-        self.pool = ThreadPoolExecutor(len(devices), initializer=torch.set_num_threads, initargs=(1,))
-        list(self.pool.map(time.sleep, [0.01] * len(devices)))
+        parts = matrix.view(size, dim).split(-(-size // len(places)))  # (N / places, D) each
+        self.shards = [part.to(place) for part, place in zip(parts, places, strict=False)]
+        self.firsts = range(0, size, len(parts[0]))
+        # A thread per shard, undivided: threads that meet after each step wait for the slowest, ten
+        # times as long on a busy machine. They start now, because torch hands the number of threads
+        # that was set last to every new thread.
+        self.pool = ThreadPoolExecutor(len(places), "scan", torch.set_num_threads, (1,))
+        list(self.pool.map(time.sleep, [0.01] * len(places)))
         torch.set_num_threads(threads)
 
     def nearest(self, q, k):
         """As nearest below, over all shards. (n, D) float32 -> (n, k) int64, (n, k) float64"""
-        found = list(self.pool.map(nearest_in_shard, self.shards, repeat(q), repeat(k)))
-        rows, scores = torch.cat([rows for rows, _ in found], 1), torch.cat([scores for _, scores in found], 1)
+        found = self.pool.map(nearest, repeat(q), self.shards, repeat(k), self.firsts)
+        rows, scores = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
         order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
         return rows.gather(1, order), scores.gather(1, order)
 
 
-def nearest_in_shard(shard, q, k):
-    """nearest in (first row, vectors), its rows counted from the start of the matrix."""
-    start, part = shard
-    rows, scores = nearest(q.to(part.device), part, k)
-    return rows.cpu() + start, scores.cpu()
-
-
 @torch.inference_mode()
-def nearest(q, matrix, k):
-    """Rows with the largest inner product, ties by row. (n, D) float32, (N, D) fp16 -> (n, k) int64, (n, k) float64"""
+def nearest(q, matrix, k, first=0):
+    """Rows with the largest inner product, ties by row; the matrix begins with row first.
+
+    (n, D) float32, (N, D) fp16 -> (n, k) int64, (n, k) float64, both on the CPU
+    """
+    q = q.to(matrix.device)
     step, keep, found = CHUNK[q.device.type], min(k + SPARE, len(matrix)), []
+    # reused for every chunk: fresh memory costs as much time as the product
     part = torch.empty((step, matrix.shape[1]), device=q.device)  # float32
-    scores = torch.empty((len(q), step), device=q.device)  # reused: fresh memory costs as much time as the product
+    scores = torch.empty((len(q), step), device=q.device)
     for start in range(0, len(matrix), step):
-        # fp16 products are slow on a CPU and round the scores everywhere, so a chunk becomes float32 first
+        # fp16 products are slow on a CPU and round the scores everywhere: first make it float32
         chunk = matrix[start:start + step]
         torch.mm(q, part[:len(chunk)].copy_(chunk).T, out=scores[:, :len(chunk)])
         best, where = scores[:, :len(chunk)].topk(min(keep, len(chunk)))  # (n, keep)
         found.append((best, where + start))
-    order = torch.cat([best for best, _ in found], 1).topk(keep).indices
-    rows = torch.cat([rows for _, rows in found], 1).gather(1, order).sort(dim=1).values
+    best, rows = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    rows = rows.gather(1, best.topk(keep).indices).sort(dim=1).values
     exact = torch.einsum("nd,nkd->nk", q.double(), matrix[rows].double())
     order = exact.argsort(dim=1, descending=True, stable=True)[:, :k]
-    return rows.gather(1, order), exact.gather(1, order)
+    return rows.gather(1, order).cpu() + first, exact.gather(1, order).cpu()
 
 
 class Remote:
-    """Client of a Search-R1 retrieval server."""
+    """Client of a Search-R1 retrieval server. Once it has given up, nobody waits for it again."""
 
     def __init__(self, url, tries=6, pause=1.0):
-        self.url, self.tries, self.pause = url.rstrip("/").removesuffix("/retrieve") + "/retrieve", tries, pause
+        import httpx2
+        self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
+        self.tries, self.pause = tries, pause  # pause: seconds before the second try; they double
+        self.client = httpx2.Client(timeout=120, headers={"Content-Type": "application/json"})
+        self.error, self.broken = httpx2.HTTPError, None
 
     def search(self, queries, k):
-        """Hits of each query; ConnectionError when the server refuses, or stays silent through all tries."""
+        """Hits of each query; ConnectionError when the server refuses, or all tries fail."""
+        if self.broken:
+            raise self.broken
         # Search-R1's own server fails without return_scores
-        body = json.dumps({"queries": queries, "topk": k, "return_scores": True}).encode()
-        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        for i in range(self.tries):
+        body = json.dumps({"queries": queries, "topk": k, "return_scores": True})
+        for attempt in range(self.tries):
+            time.sleep(self.pause * 2 ** (attempt - 1) if attempt else 0)
             try:
-                with urllib.request.urlopen(request, timeout=120) as response:
-                    reply = json.load(response)
-                break
-            except urllib.error.HTTPError as error:
-                if error.code < 500 and error.code != 429:  # the request is wrong: asking again will not help
-                    said = error.read(500).decode(errors="replace")
-                    raise ConnectionError(f"{self.url} refused the request: {error.code} {said}") from None
-                why = error
-            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-                why = error
-            if i + 1 == self.tries:
-                raise ConnectionError(f"the retriever {self.url} gave no answer in {self.tries} tries ({why}): "
-                                      "start it again, then repeat this command; finished episodes are kept")
-            time.sleep(self.pause * 2**i)
-        return read_hits(reply, len(queries), self.url)
+                reply = self.client.post(self.url, content=body)
+                if reply.status_code == 200:
+                    return read_hits(reply.json(), len(queries), self.url)
+                why = f"{reply.status_code} {reply.text[:300]}"
+                if reply.status_code < 500 and reply.status_code != 429:
+                    break  # the request is wrong: asking again will not help
+            except (self.error, ValueError) as error:  # ValueError: the reply is no JSON
+                why = repr(error)
+        self.broken = ConnectionError(f"{self.url}, try {attempt + 1} of {self.tries}: {why}; see "
+                                      "to it, then repeat this command: it goes on where it was")
+        raise self.broken
 
 
 def read_hits(reply, count, url):
     """The hits in a server's reply, checked once here so that nothing later stumbles over them."""
-    result = reply.get("result") if isinstance(reply, dict) else None
-    fits = isinstance(result, list) and len(result) == count and all(isinstance(hits, list) for hits in result)
-    if not fits or not all(isinstance(hit, dict) and isinstance(hit.get("document"), dict)
-                           and isinstance(hit["document"].get("contents"), str) for hits in result for hit in hits):
-        raise ConnectionError(f"{url} is no Search-R1 server: want {count} lists of hits, found {str(reply)[:200]}")
-    return result
+    try:
+        hits = reply["result"]
+        texts = [hit["document"]["contents"] for row in hits for hit in row]
+        if len(hits) == count and all(isinstance(text, str) for text in texts):
+            return hits
+    except (KeyError, TypeError):
+        pass
+    raise ConnectionError(f"{url} is no Search-R1 server: {str(reply)[:200]} for {count} queries")
 
 
 class Shared:
-    """One retriever for many threads: searches that arrive during a scan go together into the next one."""
+    """One retriever for many threads: searches that arrive during a scan share the next one."""
 
     def __init__(self, retriever):
-        self.retriever, self.waiting, self.broken = retriever, [], None
-        self.lock, self.scan = threading.Lock(), threading.Lock()
+        self.retriever, self.lock = retriever, threading.Lock()
+        self.worker = ThreadPoolExecutor(1)  # one scan after the other
+        self.waiting = []  # batches whose scan has not begun
 
     def search(self, queries, k):
         """As the retriever's own, from any thread."""
-        mine = Future()
+        scan, place = self.join(queries, k)
+        return [hits[:k] for hits in scan.result()[place]]
+
+    def join(self, queries, k):
+        """Put queries into a scan to come: the Future of its hits, and where theirs will be."""
         with self.lock:
-            self.waiting.append((queries, k, mine))
-        with self.scan:  # whoever gets in first searches for all who wait behind
-            while not mine.done():
-                self.search_waiting()
-        return mine.result()
+            if not self.waiting or len(self.waiting[-1].queries) + len(queries) > MAX_QUERIES:
+                self.waiting.append(Batch([], [], self.worker.submit(self.scan)))
+            batch = self.waiting[-1]
+            start = len(batch.queries)
+            batch.queries.extend(queries)
+            batch.ks.append(k)
+        return batch.hits, slice(start, start + len(queries))
 
-    def search_waiting(self):
-        """One call of the retriever for the requests in front of the queue, MAX_QUERIES at most unless one has more."""
+    def scan(self):
+        """The hits of the batch in front, which nobody can join any more."""
         with self.lock:
-            batch = [self.waiting.pop(0)]
-            while self.waiting and sum(len(b[0]) for b in [*batch, self.waiting[0]]) <= MAX_QUERIES:
-                batch.append(self.waiting.pop(0))
-        queries, most, hits = [q for b in batch for q in b[0]], max(k for _, k, _ in batch), []
-        try:
-            for i in range(0, 0 if self.broken else len(queries), MAX_QUERIES):
-                hits += self.retriever.search(queries[i:i + MAX_QUERIES], most)
-        except ConnectionError as error:  # it has given up: nobody else has to wait for the same
-            self.broken = error
-        finally:
-            for own, k, future in batch:
-                if len(hits) < len(own) or self.broken:
-                    future.set_exception(self.broken or RuntimeError("the search failed in another thread, see there"))
-                    continue
-                future.set_result([h[:k] for h in hits[:len(own)]])
-                hits = hits[len(own):]
+            queries, ks, _ = self.waiting.pop(0)
+        parts = [queries[i:i + MAX_QUERIES] for i in range(0, len(queries), MAX_QUERIES)]
+        return [hits for part in parts for hits in self.retriever.search(part, max(ks))]
 
 
-def find_retriever(a):
-    """Say at once, and not after an engine has started, that what --retriever names is not there."""
-    if a.retriever == "bm25":
-        if not Path(a.corpus).is_file():
-            raise FileNotFoundError(f"bm25 finds no {a.corpus}: --corpus names the jsonl of {{id, contents}} to search")
-    elif not a.retriever.startswith(HTTP) and not (Path(a.retriever) / "meta.json").exists():
-        raise FileNotFoundError(f"{a.retriever} is no index folder (no meta.json): make one with `qa_eval.py index`")
+def find_retriever(name, corpus):
+    """Say at once, and not after an engine has started, that --retriever's files are not there."""
+    needed = Path(corpus) if name == "bm25" else Path(name) / "meta.json"
+    if not name.startswith(HTTP) and not needed.is_file():
+        raise FileNotFoundError(f"{needed} is not there: see --corpus, or `retriever.py index`")
 
 
-def open_retriever(a):
-    """What --retriever names, ready to be shared by threads."""
-    if a.retriever.startswith(HTTP):
-        return Shared(Remote(a.retriever, a.tries))
-    return Shared(BM25(a.corpus) if a.retriever == "bm25" else Dense(a.retriever, a.devices, a.encoder))
+def open_retriever(name, corpus=None, devices=("cpu",), encoder=None, tries=6):
+    """bm25, an index folder or a server's address as a retriever for many threads."""
+    if name.startswith(HTTP):
+        return Shared(Remote(name, tries))
+    return Shared(BM25(corpus) if name == "bm25" else Dense(name, devices, encoder))
 
 
 # ---------------------------------------------------------------- index
-
 
 def load_encoder(folder, device):
     """An E5-style model (fp16 on GPUs) and its tokenizer."""
     from transformers import AutoModel, AutoTokenizer
     dtype = torch.float16 if torch.device(device).type == "cuda" else torch.float32
-    return AutoModel.from_pretrained(folder, dtype=dtype).to(device).eval(), AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, dtype=dtype).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
 
 
 @torch.inference_mode()
-def encode(texts, prefix, model, tokenizer):
-    """E5's unit vectors: prefix, at most 256 tokens, mean over the real ones. n texts -> (n, D) float32 on the CPU"""
-    texts = [prefix + text for text in texts]
-    batch = tokenizer(texts, max_length=256, truncation=True, padding=True, return_tensors="pt").to(model.device)
-    hidden = model(**batch).last_hidden_state.float()  # (n, L, D)
-    mask = batch["attention_mask"].unsqueeze(-1)  # (n, L, 1)
-    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1).cpu()
-
-
-def encode_share(batches, encoder):
-    """One device's batches, one after the other: a tokenizer serves only one thread."""
-    return [encode(texts, "passage: ", *encoder) for texts in batches]
-
-
-def encode_block(texts, encoders, batch):
-    """Passages -> (len(texts), D) fp16. Texts of like length share a batch; batches are dealt out over the devices."""
+def encode(texts, prefix, encoder, batch=512):
+    """E5's unit vectors, (n, D) float32 on the CPU; texts of like length share a batch."""
+    model, tokenizer = encoder
+    vectors = torch.empty((len(texts), model.config.hidden_size))
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    batches = [[texts[i] for i in order[j:j + batch]] for j in range(0, len(order), batch)]
-    devices = len(encoders)
-    with ThreadPoolExecutor(devices) as pool:
-        shares = list(pool.map(encode_share, [batches[d::devices] for d in range(devices)], encoders))
-    vectors = torch.cat([shares[j % devices][j // devices] for j in range(len(batches))])
-    return vectors[torch.tensor(order).argsort()].half()
+    for start in range(0, len(texts), batch):
+        rows = order[start:start + batch]
+        # half a surrogate pair, which JSON can hold, would make the tokenizer refuse all
+        part = [(prefix + texts[i]).encode("utf-8", "replace").decode() for i in rows]
+        tokens = tokenizer(part, max_length=256, truncation=True, padding=True, return_tensors="pt")
+        hidden = model(**tokens.to(model.device)).last_hidden_state.float()  # (rows, L, D)
+        mask = tokens["attention_mask"].unsqueeze(-1)  # (rows, L, 1)
+        mean = (hidden * mask).sum(1) / mask.sum(1)
+        vectors[rows] = torch.nn.functional.normalize(mean, dim=1).cpu()
+    return vectors
 
 
-def begin_index(a, out, dim):
-    """Note down what the index is made of and where each line of the corpus starts; refuse to mix two indexes."""
-    encoder = str(Path(a.encoder).resolve()) if Path(a.encoder).exists() else a.encoder  # or a name on the hub
-    meta = {"corpus": str(Path(a.corpus).resolve()), "bytes": Path(a.corpus).stat().st_size, "encoder": encoder,
-            "dim": dim, "batch": a.batch}
+def begin_index(args, out, dim):
+    """Note what the index is made of and where the corpus's lines start; never mix two indexes."""
+    encoder = str(Path(args.encoder).resolve()) if Path(args.encoder).exists() else args.encoder
+    meta = {"corpus": str(Path(args.corpus).resolve()), "bytes": os.path.getsize(args.corpus),
+            "encoder": encoder, "dim": dim, "batch": args.batch}
     if (out / "meta.json").exists():
         begun = json.loads((out / "meta.json").read_text())
         if begun != meta:
-            raise ValueError(f"{out} was begun with {begun}, not {meta}: repeat that command or choose another --out")
+            raise ValueError(f"{out} was begun with {begun}, not {meta}: choose another --out")
         return
     out.mkdir(parents=True, exist_ok=True)
-    starts = array("q", [0])
-    with open(a.corpus, "rb") as file:
-        for line in file:
-            starts.append(starts[-1] + len(line))
-    np.save(out / "starts.npy", np.asarray(starts))
-    (out / "meta.json").write_text(json.dumps(meta, indent=1))  # last: its presence says that starts.npy is whole
+    with open(args.corpus, "rb") as lines:
+        np.save(out / "starts.npy", np.fromiter(chain([0], map(len, lines)), np.int64).cumsum())
+    part = out / "meta.json.part"
+    part.write_text(json.dumps(meta, indent=1))
+    part.replace(out / "meta.json")  # last: where it is found, starts.npy is whole
 
 
-def build_index(a):
-    """Encode block by block and append; after a stop the whole blocks on disk count and the rest is encoded."""
-    if not (a.corpus and a.encoder):
-        raise ValueError("index wants --corpus FILE --encoder FOLDER --out INDEX_DIR")
-    encoders = [load_encoder(a.encoder, device) for device in a.devices]
-    out, row, block = Path(a.out), 2 * encoders[0][0].config.hidden_size, 64 * a.batch  # row: bytes of a passage
-    begin_index(a, out, row // 2)
-    corpus = Corpus(a.corpus, out / "starts.npy")
-    with open(out / "matrix.f16", "ab") as file:
-        size = file.tell() // row
-        done = first = size if size == len(corpus) else size // block * block
-        file.truncate(done * row)
-        clock = time.time()
-        while done < len(corpus):
-            texts = [corpus[i]["contents"] for i in range(done, min(done + block, len(corpus)))]
-            file.write(encode_block(texts, encoders, a.batch).numpy().tobytes())
+def build_index(args):
+    """Encode block by block and append; after a stop, whole blocks on disk are not done again."""
+    encoders = [load_encoder(args.encoder, device) for device in args.devices]
+    out, dim, block = Path(args.out), encoders[0][0].config.hidden_size, 64 * args.batch
+    begin_index(args, out, dim)
+    starts = np.load(out / "starts.npy", mmap_mode="r")
+    total, pool = len(starts) - 1, ThreadPoolExecutor(len(encoders))
+    with open(args.corpus, "rb") as lines, open(out / "matrix.f16", "ab") as file:
+        done = file.tell() // (2 * dim)
+        if done != total:
+            done -= done % block
+        file.truncate(2 * dim * done)
+        lines.seek(starts[done])
+        texts = (load_document(line, f"{args.corpus}, line {i}")["contents"]
+                 for i, line in enumerate(lines, done + 1))
+        bar = tqdm(desc="index", total=total, initial=done, unit=" passages")
+        # a block per device at a time, because a tokenizer serves only one thread
+        while any(blocks := [list(islice(texts, block)) for _ in encoders]):
+            parts = pool.map(encode, blocks, repeat("passage: "), encoders, repeat(args.batch))
+            for vectors in parts:
+                file.write(vectors.half().numpy().tobytes())
+                bar.update(len(vectors))
             file.flush()
             os.fsync(file.fileno())  # a block counts once it is on disk
-            done += len(texts)
-            progress("index", done, len(corpus), first, clock)
-    print(f"{out}: {len(corpus):,} passages of {row // 2} numbers")
-
-
-def progress(what, done, total, first, clock, more=""):
-    """One line on stderr: done of total, rate since this start, time left."""
-    rate = (done - first) / max(time.time() - clock, 1e-9)
-    left = (total - done) / max(rate, 1e-9)
-    print(f"{what} {done}/{total} | {rate:.1f}/s | {left / 60:.0f} min left{more}", file=sys.stderr, flush=True)
+        bar.close()
+    print(f"{out}: {total:,} passages of {dim} numbers")
 
 
 # ---------------------------------------------------------------- serve
 
+def make_app(retriever, topk=5):
+    """Search-R1's API for uvicorn: POST /retrieve {"queries", "topk", "return_scores"}."""
+    from fastapi import FastAPI, HTTPException, Request, Response
+    from pydantic import BaseModel, Field
 
-class Handler(BaseHTTPRequestHandler):
-    """Search-R1's API: POST /retrieve {"queries": [...], "topk": int or null, "return_scores": bool}"""
+    class Search(BaseModel):
+        queries: list
+        topk: int | None = Field(None, ge=1, le=100)
+        return_scores: bool = False
 
-    def do_POST(self):
-        length = self.headers.get("Content-Length", "")
-        if self.path.rstrip("/") != "/retrieve" or not length.isdecimal() or int(length) > 2**24:
-            return self.reply(400, {"error": "POST a body of at most 16 MiB, with its Content-Length, to /retrieve"})
+    app = FastAPI(openapi_url=None)
+
+    @app.post("/retrieve")
+    @app.post("/retrieve/")
+    async def retrieve(request: Request):
+        size = request.headers.get("content-length", "")
+        if not size.isdecimal() or int(size) > 2**24:
+            raise HTTPException(413, "want a Content-Length, of 16 MiB at most")
         try:
-            request = read_request(self.rfile.read(int(length)))
-        except ValueError as error:
-            return self.reply(400, {"error": str(error)})
-        hits = self.server.retriever.search(request["queries"], request.get("topk") or self.server.topk)
-        if not request.get("return_scores"):
-            hits = [[hit["document"] for hit in row] for row in hits]
-        self.reply(200, {"result": hits})
+            asked = Search.model_validate(json.loads(await request.body()))
+        except (ValueError, RecursionError) as error:  # pydantic writes details in brackets
+            raise HTTPException(400, " ".join(str(error).split("[")[0].split())) from None
+        k, texts = asked.topk or topk, [q for q in asked.queries if isinstance(q, str)]
+        scan, place = retriever.join(texts, k)
+        found = iter((await asyncio.wrap_future(scan))[place])
+        result = [next(found)[:k] if isinstance(q, str) else [] for q in asked.queries]
+        if not asked.return_scores:
+            result = [[hit["document"] for hit in hits] for hits in result]
+        return Response(json.dumps({"result": result}), media_type="application/json")
 
-    def reply(self, code, body):
-        body = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):  # one line per request would be the bulk of the log
-        pass
+    return app
 
 
-def read_request(body):
-    """The request, checked; ValueError says what is wrong with it."""
-    request = json.loads(body)
-    if not isinstance(request, dict) or not isinstance(request.get("queries"), list):
-        raise ValueError('want a JSON object with a list "queries"')
-    if not all(isinstance(query, str) and query.strip() for query in request["queries"]):
-        raise ValueError("every query must be a non-empty string")
-    topk, scores = request.get("topk"), request.get("return_scores", False)
-    if topk is not None and (type(topk) is not int or not 1 <= topk <= 100):
-        raise ValueError(f"topk must be a whole number from 1 to 100 or null, not {topk!r:.40}")
-    if not isinstance(scores, bool):
-        raise ValueError(f"return_scores must be true or false, not {scores!r:.40}")
-    return request
+def serve(args):
+    """Answer /retrieve until interrupted."""
+    import uvicorn
+    find_retriever(args.retriever, args.corpus)
+    app = make_app(open_retriever(args.retriever, args.corpus, args.devices), args.topk)
+    # backlog: clients that arrive at the same moment and have to wait, instead of being refused
+    uvicorn.run(app, host=args.host, port=args.port, access_log=False, backlog=2048)
 
 
-def serve(a):
-    """Answer /retrieve until interrupted; requests that arrive together share a scan."""
-    find_retriever(a)
-    server = ThreadingHTTPServer((a.host, a.port), Handler)
-    server.daemon_threads, server.topk, server.retriever = True, a.topk, open_retriever(a)
-    print(f"POST http://{a.host}:{server.server_port}/retrieve answers from {a.retriever}", flush=True)
-    server.serve_forever()
+def flags(argv=None):
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = p.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("index", help="make an index folder").add_argument
+    add("--corpus", required=True, help="jsonl file, {id, contents} per line")
+    add("--encoder", required=True, help="E5-style HF folder or hub name")
+    add("--out", required=True, help="folder of the index; a build that was stopped goes on there")
+    add("--batch", type=int, default=512, help="passages per forward pass of the encoder (512)")
+    add("--devices", nargs="+", help="torch devices that share the work (all GPUs, or cpu)")
+    add = commands.add_parser("serve", help="answer POST /retrieve").add_argument
+    add("--retriever", default="bm25", help="bm25, or an index folder (bm25)")
+    add("--corpus", default="database/qa/corpus.jsonl", help="jsonl for bm25 (%(default)s)")
+    add("--devices", nargs="+", help="torch devices that share the vectors (all GPUs, or cpu)")
+    add("--topk", type=int, default=5, help="passages per query where a request names no topk (5)")
+    add("--host", default="127.0.0.1", help="address to listen at (127.0.0.1); 0.0.0.0 is all")
+    add("--port", type=int, default=8000, help="port to listen at (8000); 0 takes a free one")
+    args = p.parse_args(argv)
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    args.devices = args.devices or gpus or ["cpu"]
+    return args
+
+
+def main(argv=None):
+    args = flags(argv)
+    try:
+        {"index": build_index, "serve": serve}[args.command](args)
+    except (OSError, ValueError) as error:  # what the user can mend is one line, not a traceback
+        raise SystemExit(f"retriever.py: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

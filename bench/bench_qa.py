@@ -1,16 +1,28 @@
 """
-Exact search of qa_eval.py over a million passages, against a plain numpy matmul on the same machine in the same run.
+Measures retriever.py beside other code in the same run, because a shared machine's speed drifts.
 
-    python tests/bench_qa.py                       1M x 768: 1.5 GB under --folder, deleted at the end; about 2 minutes
-    python tests/bench_qa.py --passages 100000     a quick look
+    python bench/bench_qa.py scan     exact search of a million vectors, beside a plain numpy matmul
+    python bench/bench_qa.py serve    requests per second of /retrieve over BM25
 
-Each round starts two processes, one after the other: ours maps the fp16 file and searches it as the server does, top 5;
-numpy holds the matrix in memory as float32, twice the size, and does nothing but q @ matrix.T. Printed are the medians
-over the rounds of queries per second, their ratio, and the peak memory of our process beyond the size of the file.
+With --before REV the code of that commit is measured too: ff1ec87 holds the search and the server
+as they stood in qa_eval.py, before retriever.py was made of them.
+
+scan   Scans of all contestants take turns. Ours map the fp16 file and search it as the server does,
+       top 5; numpy holds the matrix in memory as float32, twice the size, and does nothing but
+       q @ matrix.T. The peak memory is that of a process of its own. A million passages are 1.5 GB
+       under --folder, deleted at the end, and 3 GB of memory for numpy.
+serve  All servers stand side by side, and bursts of requests go to one after the other. A client
+       sends one query over a new connection, waits for its five hits, and begins again. On a
+       busy machine the processor time that a request costs a server says more than its speed.
 """
 import argparse
+import asyncio
+import contextlib
+import importlib
 import json
+import re
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -19,9 +31,37 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 
+ROOT = Path(__file__).resolve().parent.parent
 D, BATCHES = 768, (1, 16, 64)
 
+
+def script_of(code):
+    """The file that a folder of code has its retrieval in."""
+    names = ("retriever.py", "qa_eval.py")
+    return next(Path(code) / name for name in names if (Path(code) / name).exists())
+
+
+def check_out(revision, folder):
+    """The Python files of a commit, in a folder of their own."""
+    archive = ["git", "archive", revision]
+    files = subprocess.run(archive, cwd=ROOT, check=True, capture_output=True).stdout
+    folder.mkdir()
+    subprocess.run(["tar", "-x", "-C", folder], input=files, check=True)
+    return folder
+
+
+def print_medians(label, unit, speeds):
+    """A line of speeds, {contestant: one per round}, and how ours compare with the others'."""
+    medians = {name: statistics.median(runs) for name, runs in speeds.items()}
+    line = f"{label}: " + ", ".join(f"{name} {median:.2f}" for name, median in medians.items())
+    now = medians.pop("now")
+    ratios = ", ".join(f"{now / median:.2f} of {name}" for name, median in medians.items())
+    print(f"{line} {unit}" + (f"; now is {ratios}" if ratios else ""), flush=True)
+
+
+# ---------------------------------------------------------------- scan
 
 def make_matrix(path, passages):
     """Random unit vectors as fp16, written a piece at a time."""
@@ -29,68 +69,171 @@ def make_matrix(path, passages):
     with open(path, "wb") as file:
         for start in range(0, passages, 20_000):
             piece = draw.standard_normal((min(20_000, passages - start), D), dtype=np.float32)
-            file.write((piece / np.linalg.norm(piece, axis=1, keepdims=True)).astype(np.float16).tobytes())
+            piece /= np.linalg.norm(piece, axis=1, keepdims=True)
+            file.write(piece.astype(np.float16).tobytes())
 
 
-def queries(count):
+def draw_queries(count):
     q = np.random.default_rng(count).standard_normal((count, D), dtype=np.float32)
     return q / np.linalg.norm(q, axis=1, keepdims=True)
 
 
-def clock(search):
-    """Queries per second at each batch size: the faster of two scans, after a first one that warms the page cache."""
-    speeds = {}
-    search(queries(1))
-    for count in BATCHES:
-        q, times = queries(count), []
-        for _ in range(2):
-            start = time.perf_counter()
-            search(q)
-            times.append(time.perf_counter() - start)
-        speeds[count] = count / min(times)
-    return speeds
-
-
-def ours(path, passages):
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+def matrix_search(code, path, passages):
+    """The top 5 of a folder's own Matrix: q -> (rows, scores)"""
     import torch
 
-    import qa_eval
-    matrix = qa_eval.Matrix(path, passages, D)
-    return clock(lambda q: matrix.nearest(torch.from_numpy(q), 5))
+    sys.path.insert(0, str(code))
+    matrix = importlib.import_module(script_of(code).stem).Matrix(path, passages, D)
+    sys.path.remove(str(code))
+    return lambda q: matrix.nearest(torch.from_numpy(q), 5)
 
 
-def plain(path, passages):
+def numpy_search(path, passages):
+    """A bare matmul: q -> scores"""
     matrix = np.empty((passages, D), np.float32)
     matrix[:] = np.memmap(path, np.float16, "r", shape=(passages, D))
-    return clock(lambda q: q @ matrix.T)
+    return lambda q: q @ matrix.T
+
+
+def scan(args, codes, folder):
+    """Print how many queries a second exact search answers, and the memory that it takes."""
+    path = folder / "matrix.f16"
+    make_matrix(path, args.passages)
+    alone = [sys.executable, __file__, "alone", "--folder", path, "--passages", str(args.passages)]
+    peak = float(subprocess.run(alone, check=True, capture_output=True, text=True).stdout)
+    size = args.passages * D * 2 / 2**20
+    print(f"{args.passages:,} passages x {D}, top 5, medians of {args.rounds} rounds; peak memory "
+          f"{peak:,.0f} MiB = the fp16 matrix ({size:,.0f}) + {peak - size:,.0f} MiB")
+    searches = {name: matrix_search(code, path, args.passages) for name, code in codes.items()}
+    searches["numpy"] = numpy_search(path, args.passages)
+    for count in BATCHES:
+        q, speeds = draw_queries(count), {name: [] for name in searches}
+        for search in searches.values():
+            search(q)  # warm
+        for turn in range(args.rounds):
+            order = list(searches) if turn % 2 else list(searches)[::-1]
+            for name in order:
+                start = time.perf_counter()
+                searches[name](q)
+                speeds[name].append(count / (time.perf_counter() - start))
+        print_medians(f"batch {count:>2}", "queries/s", speeds)
+
+
+def scan_alone(args):
+    """Print the peak memory, in MiB, of a process that searches with our code and nothing else."""
+    search = matrix_search(ROOT, args.folder, args.passages)
+    for count in BATCHES:
+        search(draw_queries(count))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+# ---------------------------------------------------------------- serve
+
+def make_corpus(path, passages):
+    """Passages of a hundred words, which are as frequent as words are in a language."""
+    draw = np.random.default_rng(0)
+    with open(path, "w", encoding="utf-8") as file:
+        for i in range(passages):
+            words = " ".join(f"w{n}" for n in draw.zipf(1.3, 100) % 50_000)
+            file.write(json.dumps({"id": str(i), "contents": f'"Title {i}"\n{words}'}) + "\n")
+
+
+@contextlib.contextmanager
+def server(code, corpus, log):
+    """(port, process) of a server that is started from a folder of code."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, script_of(code), "serve", "--retriever", "bm25"]
+    with open(log, "w") as out, psutil.Popen(
+        [*command, "--corpus", corpus, "--port", str(port)], stdout=out, stderr=out
+    ) as process:
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.1)
+            yield port, process
+        finally:
+            process.terminate()
+
+
+async def ask(port, query):
+    """One request over a connection of its own, as a client without a pool sends it.
+
+    The server of ff1ec87 lets 5 connections wait. Of more than about 16 clients it resets some,
+    which ask again, or the kernel knocks again a second later: that is part of its speed.
+    """
+    body = json.dumps({"queries": [query], "topk": 5, "return_scores": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+                 b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    reply = await reader.read()
+    writer.close()
+    assert re.match(rb"HTTP/1.[01] 200 ", reply) and b'"result"' in reply, reply[:200]
+
+
+async def burst(port, clients, requests):
+    """Requests per second of so many clients at once."""
+    words = np.random.default_rng(clients).integers(2, 2000, (requests, 6))
+    queries = iter([" ".join(f"w{n}" for n in row) for row in words])
+
+    async def client():
+        for query in queries:  # all clients draw from one list
+            answered = False
+            while not answered:
+                with contextlib.suppress(ConnectionError):
+                    await ask(port, query)
+                    answered = True
+
+    start = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return requests / (time.perf_counter() - start)
+
+
+def serve(args, codes, folder):
+    """Print how many requests per second the servers answer, and what one costs them."""
+    corpus = folder / "corpus.jsonl"
+    make_corpus(corpus, args.passages)
+    print(f"BM25 over {args.passages:,} passages, one query a request, {args.requests:,} requests "
+          f"a burst, medians of {args.rounds} bursts")
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(server(code, corpus, folder / f"{name}.log"))
+                   for name, code in codes.items()}
+        for port, _ in servers.values():
+            asyncio.run(burst(port, 8, 200))  # warm
+        for clients in (1, 16, 32, 64):
+            speeds, costs = ({name: [] for name in servers} for _ in range(2))
+            for turn in range(args.rounds):
+                for name in list(servers) if turn % 2 else list(servers)[::-1]:
+                    port, process = servers[name]
+                    before = sum(process.cpu_times()[:2])
+                    speeds[name].append(asyncio.run(burst(port, clients, args.requests)))
+                    seconds = sum(process.cpu_times()[:2]) - before
+                    costs[name].append(1000 * seconds / args.requests)
+            print_medians(f"{clients:>2} clients", "requests/s", speeds)
+            print_medians("   of the CPU", "ms a request", costs)
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--passages", type=int, default=1_000_000, help="N")
-    p.add_argument("--rounds", type=int, default=3, help="of both, in turn")
-    p.add_argument("--folder", default=tempfile.gettempdir(), help="where the matrix lives meanwhile")
-    p.add_argument("--part", choices=("ours", "plain"), help=argparse.SUPPRESS)
-    a = p.parse_args()
-    if a.part:
-        speeds = {"ours": ours, "plain": plain}[a.part](a.folder, a.passages)
-        print(json.dumps({"speeds": speeds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("what", choices=("scan", "serve", "alone"), metavar="scan|serve",
+                   help="what to measure")
+    p.add_argument("--passages", type=int, help="N; default: a million for scan, 20,000 for serve")
+    p.add_argument("--rounds", type=int, default=5, help="measurements of each contestant, in turn")
+    p.add_argument("--requests", type=int, default=1000, help="requests per burst of serve")
+    p.add_argument("--before", metavar="REV", help="a commit whose code is measured as well")
+    p.add_argument("--folder", default=tempfile.gettempdir(), help="place for files while it runs")
+    args = p.parse_args()
+    args.passages = args.passages or {"serve": 20_000}.get(args.what, 1_000_000)
+    if args.what == "alone":
+        scan_alone(args)
         return
-    with tempfile.TemporaryDirectory(dir=a.folder) as folder:
-        path = f"{folder}/matrix.f16"
-        make_matrix(path, a.passages)
-        found = {"ours": [], "plain": []}
-        for _ in range(a.rounds):
-            for part, runs in found.items():
-                command = [sys.executable, __file__, "--part", part, "--folder", path, "--passages", str(a.passages)]
-                runs.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    size, peak = a.passages * D * 2 / 2**20, max(run["peak"] for run in found["ours"])
-    print(f"{a.passages:,} passages x {D}, top 5, medians of {a.rounds} rounds")
-    for count in map(str, BATCHES):
-        ours_, plain_ = (statistics.median(run["speeds"][count] for run in found[part]) for part in ("ours", "plain"))
-        print(f"batch {count:>2}: ours {ours_:6.2f} queries/s, numpy matmul {plain_:6.2f}, ratio {ours_ / plain_:.2f}")
-    print(f"peak memory {peak:,.0f} MiB = the fp16 matrix ({size:,.0f}) + {peak - size:,.0f} MiB")
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        codes = {"now": ROOT}
+        if args.before:
+            codes["before"] = check_out(args.before, Path(folder) / "before")
+        {"scan": scan, "serve": serve}[args.what](args, codes, Path(folder))
 
 
 if __name__ == "__main__":

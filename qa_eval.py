@@ -27,7 +27,6 @@ import string
 import sys
 from collections import Counter, namedtuple
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -56,36 +55,11 @@ BESIDE = (  # the table's lower rows: key in tax.json, label, form
     ("calls", "searches per question", "{:.1f}"),
 )
 Verdict = namedtuple("Verdict", "em sub_em f1 stop calls")  # of an episode
-DEFAULT_DATA = Path(__file__).parent / "database" / "qa"
+HERE = Path(__file__).parent / "database"
 # a folder of episodes holds one choice of these, of a model and of a retriever
 SETTINGS = ("corpus", "encoder", "topk", "max_turns", "max_context", "max_tokens", "temperature",
             "top_p", "system_prompt", "seed")
-TOOL = {"type": "function", "function": {
-    "name": "Search",
-    "description": "Find the passages of an encyclopedia that fit a query best.",
-    "parameters": {"type": "object", "required": ["query"], "properties": {
-        "query": {"type": "string", "description": "what to look for, in a few words"}}}}}
-QA_PROMPT = f"""You answer questions with the help of a search tool.
-
-A reply has one of two forms and holds nothing else.
-To search:
-<think>what is known, what is still missing</think>
-<tool_call>{{"name": "Search", "arguments": \
-{{"query": "river through the capital of Norway"}}}}</tool_call>
-To finish:
-<think>which passage settles the question</think>
-<answer>Akerselva</answer>
-
-<tools>
-{json.dumps(TOOL)}
-</tools>
-
-One search per reply; the passages come back between <tool_response> tags. \
-A question with several steps takes a search
-for each; where the passages do not help, search again with other words. \
-Believe the passages more than your memory.
-The answer is only the name, date, number, or yes or no that was asked for, \
-in as few words as possible."""
+QA_PROMPT = (HERE / "prompts" / "search.txt").read_text(encoding="utf-8").strip()
 PROMPTS = {"full": QA_PROMPT, "short": (
     'You answer questions with the tool Search(query). Reply <think>...</think><tool_call>{"name": '
     '..., "arguments": ...}</tool_call> or <think>...</think><answer>...</answer>.')}
@@ -284,11 +258,7 @@ def play_all(args):
         if missing and args.url:
             play_model(*work)
         elif missing:  # only the end of its process gives back all of an engine's memory
-            child = get_context("spawn").Process(target=run, args=(play_model, *work))
-            child.start()
-            child.join()
-            if child.exitcode:
-                raise SystemExit(f"qa_eval.py: {name} stopped early; the same command goes on")
+            evaluate.run_apart("qa_eval.py", play_model, *work)
     print(tax_table(args, list(folders.values()), tasks))
 
 
@@ -360,12 +330,8 @@ def tax_table(args, folders, tasks):
 
 # ---------------------------------------------------------------- main
 
-class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is written, and behind each flag its default."""
-
-
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=evaluate.Help)
     add = p.add_argument_group("agents and questions").add_argument
     add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
         help="HF folders, hub names, or models of --url; the table compares all with the first")
@@ -398,22 +364,14 @@ def flags(argv=None):
         help="play what OUT lacks; --no-resume deletes the models' episodes in OUT first")
     add("--rounds", type=int, default=1000, help="R, bootstrap rounds behind the 95%% intervals")
     args = p.parse_args(argv)
-    args.data = str(DEFAULT_DATA) if args.data == "default" else args.data
+    args.data = str(HERE / "qa") if args.data == "default" else args.data
     if args.retriever == "bm25":
         args.corpus = args.corpus or str(Path(args.data) / "corpus.jsonl")
     return args
 
 
-def run(function, *args):
-    """Call it; what the user can mend is one line and not a traceback."""
-    try:
-        function(*args)
-    except (evaluate.ChatError, OSError, ValueError) as error:
-        raise SystemExit(f"qa_eval.py: {error}") from None
-
-
 def main(argv=None):
-    run(play_all, flags(argv))
+    evaluate.run("qa_eval.py", play_all, flags(argv))
 
 
 if __name__ == "__main__":

@@ -28,10 +28,11 @@ MAY_IMPORT = {
     "leaderboard.py": {"sandbox", "constraints", "evaluate"},
 }
 LAYOUT = {
-    "README.md", "LICENSE", "pyproject.toml", "requirements.txt", "requirements-cpu.txt", "run.sh",
-    "axes.sh", "bench", "database", "docs", "tests", "sandbox.py", "format_plan.py",
-    "constraints.py", "solver.py", "evaluate.py", "report.py", "report.html", "leaderboard.py", "synth.py", "tiny.py",
-    "sft.py", "grpo.py", "arpo.py", "memory.py", "retriever.py", "qa_eval.py"}
+    "README.md", "LICENSE", "pyproject.toml", "requirements.txt", "requirements-cpu.txt",
+    "run.sh", "axes.sh", "bench", "database", "docs", "tests", "report.html", "sandbox.py",
+    "format_plan.py", "constraints.py", "solver.py", "evaluate.py", "report.py", "leaderboard.py",
+    "synth.py", "tiny.py", "sft.py", "grpo.py", "arpo.py", "memory.py", "retriever.py",
+    "qa_eval.py"}
 LIMITS = {  # lines
     "sandbox.py": 600, "constraints.py": 720, "format_plan.py": 650, "solver.py": 320,
     "evaluate.py": 650, "report.py": 400, "synth.py": 750, "tiny.py": 480, "sft.py": 430,

@@ -150,7 +150,7 @@ def test_live_episodes_of_an_engine_search_together():
 
 def test_the_default_questions_can_be_answered_from_the_default_corpus():
     tasks = qa_eval.load_questions(qa_eval.flags(["--data", "default"]))
-    bm25 = retriever.BM25(qa_eval.DEFAULT_DATA / "corpus.jsonl")
+    bm25 = retriever.BM25(Path(qa_eval.__file__).parent / "database" / "qa" / "corpus.jsonl")
     assert 40 <= len(bm25.documents) <= 60 <= len(tasks)
     world = qa_eval.normalise(" ".join(d["contents"] for d in bm25.documents))
     found = bm25.search([task["query"] for task in tasks], 5)

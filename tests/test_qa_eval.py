@@ -219,7 +219,7 @@ def test_a_bad_question_is_named(tmp_path, line, said):
     (["--data", "EMPTY", "--model", "x"], "holds no questions.jsonl"),
     (["--model", "x", "--retriever", "EMPTY"], "meta.json is not there"),
     (["--model", "x", "--corpus", "EMPTY/none.jsonl"], "none.jsonl is not there"),
-    (["--model", "a=x", "a=y"], "different names"), ([], "different names")])
+    (["--model", "a=x", "a=y"], "a name of its own"), ([], "a name of its own")])
 def test_what_the_user_can_mend_is_one_line(tmp_path, words, said):
     words = [word.replace("EMPTY", str(tmp_path)) for word in words]
     with pytest.raises(SystemExit, match=f"^qa_eval.py: .*{said}"):

@@ -1,169 +1,198 @@
 """
-Itinerary text -> plan: an agent's free-form answer becomes TravelPlanner's list of days, which evaluate.py can judge.
+Itinerary text -> plan: an agent's free-form answer becomes TravelPlanner's list of days.
 
     (1) text    JSON, tables and markdown unfold into plain lines
-    (2) days    "Day 2: ...", "**Day 2 (March 20th)**" or a bare date opens a day; notes and cost tables close it
-    (3) lines   a line is a field ("Lunch: ..."), prose with cues ("have lunch at ..., then visit ..."), an attribute of
-                the ride before it ("Departure: 08:10"), or nothing; what it says becomes events (slot, text, how)
-    (4) names   the longest name of the database's that stands at that place in the text, else the text as written
-    (5) plan    a day's events become its slots; what they leave open (its city, the next night of a stay) is taken
-                from the days before it
+    (2) days    "Day 2: ...", "**Day 2 (March 20th)**" or a bare date opens a day; notes and cost
+                tables close it
+    (3) lines   a field ("Lunch: ..."), prose with cues ("have lunch at ..., then visit ...") or a
+                detail of the ride before it ("Departure: 08:10") becomes events of its day
+    (4) names   an event means the database's longest name at that place, else what is written
+    (5) plan    events fill the day's slots; a city or night left open is that of the day before
 
-What the database does not know stays as it was written, so that the judge can call it a hallucination: a reader must
-not repair. Only the wording of rides is made uniform, since "Driving" escapes the official judge.
-
-parse_plan reads by rules: free, offline, the same every time; RL's reward uses it. format_plan asks an LLM, as the STAR
-paper did [1], through chat, the project's one HTTP client. [1] arXiv:2603.21972
+What the database does not know stays as it was written, so that the judge can call it a
+hallucination: a reader must not repair. Only rides are reworded, since "Driving" escapes the
+official judge. parse_plan reads by rules, offline and the same every time; RL's reward uses it.
+format_plan asks an LLM, as the STAR paper did (arXiv:2603.21972).
 
 Reads   FILE.jsonl: episodes (task, answer), or texts (text, and org as context)
 Writes  stdout: each line again with its "plan" (null where the text holds none), or the comparison
 
     python format_plan.py FILE.jsonl --database DIR > plans.jsonl
-    python format_plan.py FILE.jsonl --llm-url http://localhost:8000/v1 --llm-model M --cache cache/plans > plans.jsonl
-    python format_plan.py FILE.jsonl --compare --llm-url http://localhost:8000/v1 --llm-model M
+    python format_plan.py FILE.jsonl --llm-url http://localhost:8000/v1 --llm-model M [--compare]
 """
-import argparse, ast, hashlib, http.client, json, os, random, re, sys, time, urllib.error, urllib.request
+import argparse
+import ast
+import hashlib
+import json
+import re
+import time
+import uuid
+from collections import Counter, namedtuple
+from contextlib import suppress
 from functools import lru_cache
-from itertools import zip_longest
+from itertools import groupby, islice, zip_longest
 from pathlib import Path
 
 from sandbox import open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
-SLOTS = ("breakfast", "attraction", "lunch", "dinner", "accommodation")
-FIELDS = ("current_city", "transportation", *SLOTS)
-TABLES = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions", "accommodation": "hotels"}  # of Database
-LONGEST_TEXT, LONGEST_LINE = 200_000, 4_000  # characters; what is longer is no itinerary and is cut
+FIELDS = ("current_city", "transportation", "breakfast", "attraction", "lunch", "dinner",
+          "accommodation")
+TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
+            "accommodation": "hotels"}
+LONGEST_TEXT, LONGEST_LINE = 200_000, 4_000  # characters; what is longer is cut
+MOST_LINES = 2001  # out of JSON
+
+# What a line says of a slot, which is "?" if only a name can tell it. how: "field", "open" (a label
+# whose values are in the lines below), "prose", "check-in", or the time of day before a "?".
+Event = namedtuple("Event", "slot text how")
+DayText = namedtuple("DayText", "number last heading events")  # "Days 2-4": number 2, last 4
+Mention = namedtuple("Mention", "name city end")  # a venue in a text; end: where the text goes on
 
 
 # ---------------------------------------------------------------- grammar
 # Quantifiers over free text are bounded, so that no pattern is worse than linear in hostile text.
 
-def words(text):
-    """A pattern, written over several lines for the eye -> one compiled, case-blind pattern without the layout."""
+def pattern(text):
+    """Compile a pattern that ignores case; line breaks and indentation are for the eye alone."""
     return re.compile(re.sub(r"\n\s*", "", text), re.I)
 
 
-MONTH = (r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|"
-         r"oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\b\.?")
-WEEKDAY = r"(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?\b\.?"
-DATE = words(rf"""(?:\b{WEEKDAY},?\s*)?
-    (?:\b{MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?\b|\b\d{{1,2}}(?:st|nd|rd|th)?\s+{MONTH}|\b\d{{4}}-\d\d-\d\d\b|
-    \b\d{{1,2}}/\d{{1,2}}(?:/\d{{2,4}})?\b)(?:,?\s*20\d\d\b)?(?:,?\s*\(?{WEEKDAY}\)?(?!\s(?-i:[A-Z])))?""")
-CARDINALS = "one two three four five six seven eight nine ten".split()
-ORDINALS = "first second third fourth fifth sixth seventh".split()
+CARDINALS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh"]
 NUMBERS = {word: n for row in (CARDINALS, ORDINALS) for n, word in enumerate(row, 1)}
-DAY = words(rf"""(?:on\s+)?(?:the\s+)?(?:days?\s*#?\s*(\d{{1,2}}|{'|'.join(CARDINALS)})\b
+MONTH = r"""(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|
+    sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\b\.?"""
+WEEKDAY = r"(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?\b\.?"
+DATE = pattern(rf"""(?:\b{WEEKDAY},?\s*)?
+    (?:\b{MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?\b|\b\d{{1,2}}(?:st|nd|rd|th)?\s+{MONTH}|
+    \b\d{{4}}-\d\d-\d\d\b|\b\d{{1,2}}/\d{{1,2}}(?:/\d{{2,4}})?\b)
+    (?:,?\s*20\d\d\b)?(?:,?\s*\(?{WEEKDAY}\)?(?!\s(?-i:[A-Z])))?""")
+DAY = pattern(rf"""(?:on\s+)?(?:the\s+)?(?:days?\s*#?\s*(\d{{1,2}}|{'|'.join(CARDINALS)})\b
     (?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|[/-]))?|
     ({'|'.join(ORDINALS)})\s+day\b)\W{{0,3}}""")
 
 # a field: label, colon, value
 LABELS = {
     "city": r"current[ _]city|city|location|destination",
-    "transportation": r"transportation|transport|travel|getting (?:there|around|back|home)|return|departure|train|bus|"
-                      r"(?:rental )?car|flights?|flight (?:number|no\.?|details)|(?:self-?\s?)?driv(?:e|ing)|taxi",
-    "breakfast": r"breakfast|brunch", "lunch": r"lunch", "dinner": r"dinner|supper|dining",
-    "attraction": r"attractions?|activit(?:y|ies)|sightseeing|sights?|visits?|explore|"
-                  r"(?:places|things) to (?:visit|see|do)",
-    "accommodation": r"accommodations?|hotels?|lodging|stay|overnight(?: stay)?|check-?\s?in|where to stay|airbnb"}
-LABEL = words(rf"""(?:(?:early|late|mid|morning|midday|noon|afternoon|evening|night|optional|main|outbound|inbound|
-    return|first|second|third|additional|daily|suggested|recommended|planned|other|local|day)[\s-]+){{0,2}}
+    "transportation": r"""transport(?:ation)?|travel|getting (?:there|around|back|home)|return|
+        departure|train|bus|(?:rental )?car|flights?|flight (?:number|no\.?|details)|
+        (?:self-?\s?)?driv(?:e|ing)|taxi""",
+    "breakfast": "breakfast|brunch", "lunch": "lunch", "dinner": "dinner|supper|dining",
+    "attraction": r"""attractions?|activit(?:y|ies)|sightseeing|sights?|visits?|explore|
+        (?:places|things) to (?:visit|see|do)""",
+    "accommodation": r"""accommodations?|hotels?|lodging|stay|overnight(?: stay)?|check-?\s?in|
+        where to stay|airbnb"""}
+LABEL = pattern(rf"""(?:(?:early|late|mid|morning|midday|noon|afternoon|evening|night|optional|main|
+    outbound|inbound|return|first|second|third|additional|daily|suggested|recommended|planned|
+    other|local|day)[\s-]+){{0,2}}
     (?:{'|'.join(f'(?P<{slot}>{label})' for slot, label in LABELS.items())})
-    (?:\s+(?:visits?|spots?|details?|plan|time|venue|restaurant|for [\w ]{{1,30}}))?\s*#?\d{{0,2}}\s*
-    (?:\([^()]{{0,60}}\)\s*)?(?::|\s[-–—|]\s|=|$)\s*""")
-NEXT_FIELD = words(rf"\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)")
+    (?:\s+(?:visits?|spots?|details?|plan|time|venue|restaurant|for [\w ]{{1,30}}))?
+    \s*#?\d{{0,2}}\s*(?:\([^()]{{0,60}}\)\s*)?(?::|\s[-–—|]\s|=|$)\s*""")
+NEXT_FIELD = pattern(rf"\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)")
 
 # prose: what announces a slot in a sentence
-CUE = words(r"""(?<![\w'-])(?:
+CUE = pattern(r"""(?<![\w'-])(?:
     (?P<breakfast>breakfast|brunch)|(?P<lunch>lunch)|(?P<dinner>dinner|supper)|
     (?P<out>check(?:ing|s)?[ -]?out(?= (?:of|from|at|by)\b|:|$))|
-    (?P<accommodation>check(?:s|ing)?[ -]?in(?:to|\s+to|\s+at|\s*:)?|(?:stay(?:ing)?(?: overnight| the night| again)?|
-    overnight(?: stay)?|spend(?:ing)? the night|sleep(?:ing)?|accommodation) (?:at|in)|accommodation)|
-    (?P<transportation>self-?\s?driv(?:e|ing)|flights?|fly(?:ing)?|drive|driving|taxi|cab|train|bus)|
-    (?P<attraction>visit(?:ing)?|explor(?:e|ing)|tour(?:ing)?|see|stop (?:at|by)|stroll (?:through|along)|discover|
-    check out|head to))(?![\w'])""")
-AT_A_PLACE = words(r"""\s*(?:\([^()]{0,40}\)\s*)?(?::|-|–|(?:at|from|in|with|is)\b|
+    (?P<accommodation>check(?:s|ing)?[ -]?in(?:to|\s+to|\s+at|\s*:)?|
+    (?:stay(?:ing)?(?: overnight| the night| again)?|overnight(?: stay)?|spend(?:ing)? the night|
+    sleep(?:ing)?|accommodation) (?:at|in)|accommodation)|
+    (?P<transportation>(?:self-?\s?)?driv(?:e|ing)|flights?|fly(?:ing)?|taxi|cab|train|bus)|
+    (?P<attraction>visit(?:ing)?|explor(?:e|ing)|tour(?:ing)?|see|stop (?:at|by)|discover|
+    stroll (?:through|along)|check out|head to))(?![\w'])""")
+AT_A_PLACE = pattern(r"""\s*(?:\([^()]{0,40}\)\s*)?(?::|-|–|(?:at|from|in|with|is)\b|
     ,?\s*(?:head|go|try|visit|eat|we|stop|enjoy|dine|you)\b)""")
-BRIDGE = words(r"""(?:[\s,;]|
-    \b(?:and|then|before|after|followed|by|you|we|will|can|have|enjoy|eat|grab|take|a|your)\b){1,12}$""")
-LEAD = words(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|brunch|lunch|dinner|supper|meal|late|early|
-    quick|light|delicious|nice|your|our|a|an|the|night|with|for|check|checking|check-in|stay|staying|overnight|spend|
-    sleep|return|back|head|heading|go|going|continue|stop|finally|we|you|will)\s+){0,8}
-    (?:at|to|into|in|from|by|visit|visiting|explore|exploring|tour|see|is|try|enjoy)\b:?\s+|
+BRIDGE = pattern(r"""(?:[\s,;]|\b(?:and|then|before|after|followed|by|you|we|will|can|have|enjoy|
+    eat|grab|take|a|your)\b){1,12}$""")
+LEAD = pattern(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|brunch|lunch|dinner|
+    supper|meal|late|early|quick|light|delicious|nice|your|our|a|an|the|night|with|for|
+    check(?:ing|-in)?|stay(?:ing)?|overnight|spend|sleep|return|back|head(?:ing)?|go(?:ing)?|
+    continue|stop|finally|we|you|will)\s+){0,8}
+    (?:at|to|into|in|from|by|visit(?:ing)?|explor(?:e|ing)|tour|see|is|try|enjoy)\b:?\s+|
     [\s:;,.|)\]–—-]+|\d{1,2}[.)]\s*(?=\[)|(?:and|then|name:|finally|(?-i:the))\s+""")
-CLOCK = r"\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?(?:\s*(?:-|–|to)\s*\d{1,2}:?\d{0,2}\s*(?:[ap]\.?m\.?)?)?\)?"
-TIME = words(rf"""(?:(?:early |late |mid-?)?(?:morning|noon|midday|afternoon|evening|night)\b\s*(?:{CLOCK})?|
-    {CLOCK}(?=\s*[:|–—-]))(?:\s*[:|–—,-])?\s*""")
+CLOCK = r"""\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?
+    (?:\s*(?:-|–|to)\s*\d{1,2}:?\d{0,2}\s*(?:[ap]\.?m\.?)?)?\)?"""
+TIME = pattern(rf"""(?:(?:early |late |mid-?)?(?:morning|noon|midday|afternoon|evening|night)\b\s*
+    (?:{CLOCK})?|{CLOCK}(?=\s*[:|–—-]))(?:\s*[:|–—,-])?\s*""")
 
 # what is no venue
-NOTHING = words(r"""\W*$|-+\s*(?:\(|$|[.;|])|(?:none|n/?a|nil|null|nothing|tbd|there (?:is|are) no|skip(?:ped)?|
+NO_VENUE = pattern(r"""\W*$|-+\s*(?:\(|$|[.;|])|(?:none|n/?a|nil|null|nothing|tbd|
+    there (?:is|are) no|skip(?:ped)?|
     not (?:applicable|needed|required|planned|specified|available|provided|included)|
-    no (?:breakfast|lunch|dinner|meals?|attractions?|accommodations?|transportation|transport|travel|stay)|
-    on the (?:road|way|go|flight|plane)|in[- ]flight|in transit|en route|rest|leisure|relax(?:ation)?|
-    free (?:time|day|morning|afternoon|evening))\b(?!\s+(?-i:[A-Z])|\s*[&'])""")
-MONEY = words(r"(?:(?:approx\w*\.?|about|around|estimated(?: cost)?:?|avg\.?|average)\s*)?~?\$\s?[\d,.]+|free\W*$")
-ATTRIBUTE = words(r"""(?:depart(?:ure|s|ing)?|arriv(?:al|es|ing)|duration|distance|costs?|price|fare|route|from|to|
-    airline|flight (?:number|no\.?))(?: (?:time|city|date))?\s*:""")
-NOTE = words(r"""(?:\w+ ){0,2}(?:notes?|costs?|totals?|sub-?totals?|budget|price|address|phone|website|contact|rating|
-    cuisines?|room type|house rules?|minimum nights|max(?:imum)? occupancy|review|tips?|reason|remaining|description|
-    expenses?|date)\b[^:]{0,30}:""")
-SECTION = words(r"""(?:\w+ ){0,3}(?:costs?|budget|expenses?|expenditure|summary|breakdown|notes?|tips?|highlights?|
-    totals?|overview|reminders?|recommendations?|considerations?|constraints?|information|requirements?)\b
-    [^:.]{0,40}:?$|
-    (?:this|the) (?:plan|itinerary|trip|total|remaining|above|estimated)\b|(?:total|estimated|remaining|overall)\b|
-    (?:important |key )?notes?:|please note|note that|in (?:total|summary)\b|unfortunately|i hope|
-    enjoy your (?:\w+ )?(?:trip|stay|travels?|visit|vacation|journey|time)|safe travels|let me know|feel free""")
-SAME = words(r"""(?:(?:stay|return|back|overnight|at|to|in|the) ){0,6}
+    no (?:breakfast|lunch|dinner|meals?|attractions?|accommodations?|transport(?:ation)?|travel|
+    stay)|on the (?:road|way|go|flight|plane)|in[- ]flight|in transit|en route|rest|leisure|
+    relax(?:ation)?|free (?:time|day|morning|afternoon|evening))\b(?!\s+(?-i:[A-Z])|\s*[&'])""")
+MONEY = pattern(r"""(?:(?:approx\w*\.?|about|around|estimated(?: cost)?:?|avg\.?|average)\s*)?
+    ~?\$\s?[\d,.]+|free\W*$""")
+ATTRIBUTE = pattern(r"""(?:depart(?:ure|s|ing)?|arriv(?:al|es|ing)|duration|distance|costs?|price|
+    fare|route|from|to|airline|flight (?:number|no\.?))(?: (?:time|city|date))?\s*:""")
+NOTE = pattern(r"""(?:\w+ ){0,2}(?:notes?|costs?|(?:sub-?)?totals?|budget|price|address|phone|
+    website|contact|rating|cuisines?|room type|house rules?|minimum nights|max(?:imum)? occupancy|
+    review|tips?|reason|remaining|description|expenses?|date)\b[^:]{0,30}:""")
+SECTION = pattern(r"""(?:\w+ ){0,3}(?:costs?|budget|expenses?|expenditure|summary|breakdown|notes?|
+    tips?|highlights?|totals?|overview|reminders?|recommendations?|considerations?|constraints?|
+    information|requirements?)\b[^:.]{0,40}:?$|
+    (?:this|the) (?:plan|itinerary|trip|total|remaining|above|estimated)\b|
+    (?:total|estimated|remaining|overall)\b|(?:important |key )?notes?:|please note|note that|
+    in (?:total|summary)\b|unfortunately|i hope|safe travels|let me know|feel free|
+    enjoy your (?:\w+ )?(?:trip|stay|travels?|visit|vacation|journey|time)""")
+SAME = pattern(r"""(?:(?:stay|return|back|overnight|at|to|in|the) ){0,6}
     (?:same\b|as (?:above|before|day)|(?:previous|your|our|the) (?:hotel|accommodation)\b)""")
-FOR_NIGHTS = words(r"""(?:entire|whole) (?:stay|trip|visit|duration)|throughout|
+FOR_NIGHTS = pattern(r"""(?:entire|whole) (?:stay|trip|visit|duration)|throughout|
     (?:all|both|[2-9]|two|three|four) nights(?! min)""")
 
 # rides and ways
 MODES = {"flight": "Flight", "taxi": "Taxi", "car": "Self-driving"}
-MODE = words(r"""\b(?<!no )(?<!without )(?:(?P<flight>flights?\b|fly|airline)|(?P<taxi>(?:taxi|cab|uber|lyft)\b)|
-    (?P<car>self-?\s?driv\w*|driv\w+|(?:rental )?car\b))""")
-OTHER_MODE = words(r"\b(?:train|bus|ferry|walk(?:ing)?|boat|shuttle)\b")
-FLIGHT_NUMBER = words(r"""\b((?-i:F)\d{3,9})\b|\bflight\s*(?:number|no\.?|#)?:?\s*\[?((?-i:[A-Z]){1,3}\s?\d{2,7})\b""")
-DETAILS = {"duration": words(r"""duration:?\s*([^,;|$()]{1,40}?)\s*(?=[,;|()]|$)|
-                             \b(\d{1,2}\s*(?:hours?|hrs?|h)\b\s*(?:\d{1,2}\s*(?:min\w*|m)\b)?|\d{1,3}\s*min\w*)"""),
-           "distance": words(r"\b(\d[\d,]{0,8}(?:\.\d+)?\s*(?:km|kilometers|miles|mi)\b)"),
-           "cost": words(r"\$\s?(\d[\d,]{0,8}(?:\.\d+)?)|cost:?\s*~?(\d[\d,]{0,8}(?:\.\d+)?)")}
-FROM_TO = words(r"\bfrom:?\s+(\S[^|;]{0,60}?),?\s*(?:\bto\b|→|->):?\s+(\S[^|;]{0,60})")
-GUESS = words(r"\((?:[^()]{0,20}\b)?(?:assum|similar|based on|note|no )[^()]{0,200}\)")
-TO = words(r"\b(?:to|for|into|in)\s+$")
+MODE = pattern(r"""\b(?<!no )(?<!without )(?:(?P<flight>flights?\b|fly|airline)|
+    (?P<taxi>(?:taxi|cab|uber|lyft)\b)|(?P<car>self-?\s?driv\w*|driv\w+|(?:rental )?car\b))""")
+OTHER_MODE = pattern(r"\b(?:train|bus|ferry|walk(?:ing)?|boat|shuttle)\b")
+FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|
+    \bflight\s*(?:number|no\.?|#)?:?\s*\[?((?-i:[A-Z]){1,3}\s?\d{2,7})\b""")
+DETAILS = {
+    "duration": pattern(r"""duration:?\s*([^,;|$()]{1,40}?)\s*(?=[,;|()]|$)|
+        \b(\d{1,2}\s*(?:hours?|hrs?|h)\b\s*(?:\d{1,2}\s*(?:min\w*|m)\b)?|\d{1,3}\s*min\w*)"""),
+    "distance": pattern(r"\b(\d[\d,]{0,8}(?:\.\d+)?\s*(?:km|kilometers|miles|mi)\b)"),
+    "cost": pattern(r"\$\s?(\d[\d,]{0,8}(?:\.\d+)?)|cost:?\s*~?(\d[\d,]{0,8}(?:\.\d+)?)")}
+WAY = pattern(r"\bfrom:?\s+(\S[^|;]{0,60}?),?\s*(?:\bto\b|→|->):?\s+(\S[^|;]{0,60})")
+GUESS = pattern(r"\((?:[^()]{0,20}\b)?(?:assum|similar|based on|note|no )[^()]{0,200}\)")
+TO = pattern(r"\b(?:to|for|into|in)\s+$")
 ARROW = re.compile(r"\s*(?:to|→|->|➔|➡|➜|=>|–|—|-|>)\s*")
-MOVE = words(r"""travel|depart|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|self|road|move|relocat|
-    explor|back|trip""")
-TITLE = words(r"""\b(?:day|\w{3,6}day\b|explor|adventure|sight|cultur|free|relax|arriv|depart|final|tour|museum|morning|
-    local|discover|histor|fun|arts?\b|more|travel|return|home|rest|leisure|trip|nature|downtown|city)""")
+MOVE = pattern(r"""travel|depart|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|
+    self|road|move|relocat|explor|back|trip""")
+NO_CITY_TITLE = pattern(r"""\b(?:day|\w{3,6}day\b|explor|adventure|sight|cultur|free|relax|arriv|
+    depart|final|tour|museum|morning|local|discover|histor|fun|arts?\b|more|travel|return|home|rest|
+    leisure|trip|nature|downtown|city)""")
 
 # where names and cities end
-NAME_END = words(r"""\s*(?:$|[,;|)\]]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
+NAME_END = pattern(r"""\s*(?:$|[,;|)\]]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
     \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|until)\b)""")
-CITY_END = words(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|\s+(?:International |Intl )?Airport|$|
+CITY_END = pattern(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|
+    \s+(?:International |Intl )?Airport|$|
     \s(?:on|at|by|via|for|with|using|in|departing|and|then|departure|duration|flight|back)\b)""")
-WRITTEN_END = words(r"""\s*(?:[|;→\[]|\s[-–—]\s*(?=~?\$|avg|cost|price|cuisine|rating|(?-i:[a-z]))|:\s|
-    ,?\s*~?\$|[.!?]\s|$|\((?=[^)]{0,80}(?:[$\d:,]|cuisine|rat|cost|per|avg))|
+WRITTEN_END = pattern(r"""\s*(?:[|;→\[]|:\s|,?\s*~?\$|[.!?]\s|$|
+    \s[-–—]\s*(?=~?\$|avg|cost|price|cuisine|rating|(?-i:[a-z]))|
+    \((?=[^)]{0,80}(?:[$\d:,]|cuisine|rat|cost|per|avg))|
     \s(?:for|at|around|before|after|followed|where|which|then|and then)\s+(?=[$\d]|(?-i:[a-z])))""")
-ABOUT = words(r""",?\s*(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|contact|phone|website|
-    minimum|max\w*|review|house rules?)\b""")
+ABOUT = pattern(r""",?\s*(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|contact|
+    phone|website|minimum|max\w*|review|house rules?)\b""")
 REMARK = re.compile(r"\s+[-–—]\s|:\s")
 CITY_LEAD = re.compile(r"\s*,\s*|\s*\(|\s+in\s+|\s+[-–—]\s+")
+CITY_TAIL = re.compile(r"\s*\([^()]{0,40}\)|,\s*[A-Z]{2}\b(?:\s+\d{5})?|\)")  # ", UT 84532"
 LAST_CITY = re.compile(r",\s*([A-Z][\w.' -]{1,40}?)\s*(?:\([^()]{0,60}\)\s*)?\.?\s*(?:$|(?=;))")
 SENTENCE = re.compile(r"(?<!\bSt)(?<!\bMt)(?<!\bFt)[.!?]\s")
-STATE = re.compile(r"\s*\([^()]{0,40}\)|,\s*[A-Z]{2}\b(?:\s+\d{5})?|\)")
-NOT_A_CITY = words(r"""museum|zoo|garden|cent(?:er|re)\b|gallery|monument|memorial|theat|aquarium|tour|trail|mall|
-    market|bridge|\bpark$|church|historic|entire home|(?:private|shared) room|^(?:tea|cafe|bbq|bakery|american|italian|
-    mexican|indian|chinese|french|mediterranean|seafood|pizza|fast food|desserts)$""")
+NOT_A_CITY = pattern(r"""museum|zoo|garden|cent(?:er|re)\b|gallery|monument|memorial|theat|aquarium|
+    tour|trail|mall|market|bridge|\bpark$|church|historic|entire home|(?:private|shared) room|
+    ^(?:tea|cafe|bbq|bakery|american|italian|mexican|indian|chinese|french|mediterranean|seafood|
+    pizza|fast food|desserts)$""")
 
 
 # ---------------------------------------------------------------- text
-TYPOGRAPHY = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "\u00a0": " ", "\u202f": " ", "\t": " ", "\r": " ",
-                             "*": None, "`": None, "\0": None})
-BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]+\s+|\d{1,2}[.)]\s+|[^\w\s\[\]({\"'$#@&!?.,:;/\\|<>=+~^%-]\s*)+")
-NEW_DAY = words(rf"(?<=[.!?;])[ \t]+(?=(?:on )?(?:the )?(?:day \d|(?:{'|'.join(ORDINALS)}) day))")
+TYPOGRAPHY = str.maketrans("’‘“”\u00a0\u202f\t\r", "''\"\"    ", "*`\0")
+BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]+\s+|\d{1,2}[.)]\s+|"
+                    r"[^\w\s\[\]({\"'$#@&!?.,:;/\\|<>=+~^%-]\s*)*")
+NEW_DAY = pattern(rf"(?<=[.!?;]) +(?=(?:on )?(?:the )?(?:day \d|(?:{'|'.join(ORDINALS)}) day))")
 LINK = re.compile(r"\]\((?:https?:|www)[^()\s]{0,300}\)")
-DAY_KEYS = ("day", "days", "Day", "day number")
 
 
 def plain(text):
@@ -171,290 +200,293 @@ def plain(text):
     return text.translate(TYPOGRAPHY).replace("\n", " ").replace("|", "¦").strip()
 
 
-def unfold(text, database):
-    """(1) text -> [(kind, plain line)], kind "head", "bullet", "line" or "field" (out of JSON or a table)."""
+def unfold(text, names):
+    """(1) Yield (kind, plain line), kind "line", "bullet" or "field" (out of JSON or a table)."""
     text = text.translate(TYPOGRAPHY)
-    for name, key in awkward_names(database):
-        text = text.replace(name, key) if name in text else text
-    value, lines, rows = load_json(text), [], []
-    if value is not None:
-        unfold_json(value, "", lines)
-        return [("field", line.replace("\n", " ").strip()) for line in lines]
-    for raw in (LINK.sub("]", NEW_DAY.sub("\n", text)) + "\n").split("\n"):
-        line = raw[:LONGEST_LINE].strip()
-        if line.startswith("|"):
-            rows.append([cell.strip() for cell in line.replace("\\|", "¦").strip("|").split("|")])
+    for awkward, key in names.awkward:
+        text = text.replace(awkward, key)
+    if value := load_json(text):
+        for line in islice(json_lines(value), MOST_LINES):
+            yield "field", line.replace("\n", " ").strip()
+        return
+    raws = [raw[:LONGEST_LINE] for raw in LINK.sub("]", NEW_DAY.sub("\n", text)).split("\n")]
+    for is_table, block in groupby(raws, key=lambda raw: raw.lstrip().startswith("|")):
+        if is_table:
+            yield from (("field", line) for line in table_lines(block))
             continue
-        if rows:
-            lines += [("field", row) for row in unfold_table(rows)]
-            rows = []
-        mark = BULLET.match(line)
-        body = line[mark.end() if mark else 0:].strip("_ ")
-        if body:
-            lines.append(("head" if line[0] == "#" else "bullet" if mark or raw[0] in " \t" else "line", body))
-    return lines
+        for raw in block:
+            line = raw.strip()
+            bullet = BULLET.match(line).end()
+            listed = (bullet or raw.startswith(" ")) and not line.startswith("#")
+            yield "bullet" if listed else "line", line[bullet:].strip("_ ")
 
 
 def load_json(text):
-    """The dict, or the list of dicts, that a text holds as JSON or as a Python literal, or None."""
+    """What a text holds about days as JSON or as a Python literal, or None."""
     start = re.search(r"\[\s*\{|\{\s*[\"']", text)
     text = text[start.start():] if start else ""
     if not re.search(r"[\"'](?:days?|plan)[\"' _\d]", text[:4000], re.I):
         return None
-    try:
+    with suppress(ValueError, RecursionError):
         return json.JSONDecoder(strict=False).raw_decode(text)[0]
-    except (ValueError, RecursionError):
-        pass
-    try:
+    with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
         return ast.literal_eval(text[:max(text.rfind("]"), text.rfind("}")) + 1])
-    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-        return None
+    return None
 
 
-def unfold_json(value, key, lines, depth=0):
-    """Append what load_json gave as "Day N" and "key: value" lines."""
-    if depth > 8 or len(lines) > 2000 or value is None:
+def json_lines(value, key="", depth=0):
+    """Yield what load_json gave as lines: "Day N" and "key: value"."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        value = "; ".join(value)
+    if depth > 8 or value is None:
         return
-    if isinstance(value, list) and not all(isinstance(v, str) for v in value):
-        for v in value:
-            unfold_json(v, key, lines, depth + 1)
+    if isinstance(value, list):
+        for item in value:
+            yield from json_lines(item, key, depth + 1)
     elif not isinstance(value, dict):
-        lines.append(f"{key}: " + ("; ".join(value) if isinstance(value, list) else str(value)))
+        yield f"{key}: {value}"
     elif isinstance(value.get("name"), str):
-        lines.append(f"{key}: {value['name']}" + (f", {value['city']}" if isinstance(value.get("city"), str) else ""))
+        city = value.get("city")
+        yield f"{key}: {value['name']}" + (f", {city}" if isinstance(city, str) else "")
     elif "transport" in key or "flight" in key:
-        lines.append(f"{key}: " + ", ".join(f"{k}: {v}".replace("_", " ") for k, v in value.items()))
+        yield f"{key}: " + ", ".join(f"{k}: {v}".replace("_", " ") for k, v in value.items())
     else:
-        rest = {str(k).replace("_", " "): v for k, v in value.items()}
-        number = next((k for k in DAY_KEYS if isinstance(rest.get(k), (int, str))), None)
+        rest = {str(k).replace("_", " "): v for k, v in value.items() if k != "date"}
+        number = next((k for k in ("day", "days", "Day", "day number")
+                       if isinstance(rest.get(k), (int, str))), None)
         day = str(rest.pop(number)) if number else key
-        if number or DAY.match(key):
-            lines.append(day if DAY.match(day) else f"Day {day}")
+        if number or DAY.match(day):
+            yield day if DAY.match(day) else f"Day {day}"
         for k, v in rest.items():
-            if k != "date":
-                unfold_json(v, k, lines, depth + 1)
+            yield from json_lines(v, k, depth + 1)
 
 
-def unfold_table(rows):
-    """A markdown table's cells -> lines. Days may be its rows or its columns; else each row is a line of its own."""
+def table_lines(block):
+    """Yield a markdown table's lines. Its days may be rows or columns; else each row is a line."""
+    cells = [raw.strip().replace("\\|", "¦").strip("|").split("|") for raw in block]
+    rows = [[cell.strip() for cell in row] for row in cells]
     rows = [row for row in rows if not all(re.fullmatch(r":?-*:?", cell) for cell in row)]
-    head, body, lines = rows[0] if rows else [], rows[1:], []
-    if sum(bool(DAY.match(cell)) for cell in head) >= 2:
-        for i, day in enumerate(head):
-            if DAY.match(day):
-                lines += [day, *(f"{row[0]}: {row[i]}" for row in body if i < len(row))]
-        return lines
-    by_day = re.match("days?$", head[0], re.I) if head else None
-    if by_day and not any(LABEL.match(name + ":") for name in head[1:]):
-        return [f"Day {row[0]}: " + " ".join(row[1:]) for row in body]
-    for row in body if by_day or not any(DAY.match(cell) for cell in head) else rows:
-        if by_day or DAY.match(row[0]):
-            lines.append(row[0] if DAY.match(row[0]) else f"Day {row[0]}")
-            lines += [f"{name}: {cell}" for name, cell in zip(head[1:], row[1:]) if LABEL.match(name + ":")]
+    head = rows[0] if rows else [""]
+    days = [i for i, cell in enumerate(head) if DAY.match(cell)]
+    fields = [i for i, cell in enumerate(head) if i and LABEL.match(f"{cell}:")]
+    by_day = re.match("days?$", head[0], re.I)
+    if len(days) > 1:
+        for i in days:
+            yield head[i]
+            yield from (f"{row[0]}: {row[i]}" for row in rows[1:] if i < len(row))
+        return
+    for row in rows[1:] if by_day or not days else rows:
+        label = next((i for i, cell in enumerate(row) if LABEL.match(f"{cell}:")), None)
+        if by_day and not fields:
+            yield f"Day {row[0]}: " + " ".join(row[1:])
+        elif by_day or DAY.match(row[0]):
+            yield row[0] if DAY.match(row[0]) else f"Day {row[0]}"
+            yield from (f"{head[i]}: {row[i]}" for i in fields if i < len(row))
+        elif label is None:
+            yield " | ".join(row)
         else:
-            slot = next((i for i, cell in enumerate(row) if LABEL.match(cell + ":")), None)
-            lines.append(" | ".join(row) if slot is None else f"{row[slot]}: " + " | ".join(row[slot + 1:]))
-    return lines
+            yield f"{row[label]}: " + " | ".join(row[label + 1:])
 
 
 # ---------------------------------------------------------------- names
 FIRST = re.compile(r"\w+|\S")
 
 
-@lru_cache(maxsize=4096)
-def names_in(database, table, city):
-    """First word in lower case -> [(plain name in lower case, plain name, name as stored)], longest first."""
-    index = {}
-    for row in getattr(database, table)(city):
-        if key := plain(row.name):
-            index.setdefault(FIRST.match(key).group().lower(), {})[key] = row.name.strip()
-    return {word: [(key.lower(), key, found[key]) for key in sorted(found, key=len, reverse=True)]
-            for word, found in index.items()}
+class Names:
+    """The cities and venues of a database, and how a text writes them."""
 
+    def __init__(self, database):
+        self.database, cities, awkward = database, set(database.cities), set()
+        self.venues = {}  # {(table, first word): {city: [(lower case, plain, as stored), ...]}}
+        for table in ("hotels", "restaurants", "attractions"):
+            for city in getattr(database, f"{table[:-1]}_cities"):
+                cities.add(city)
+                rows = getattr(database, table)(city)
+                stored = {plain(row.name): row.name.strip() for row in rows}
+                for key in filter(None, stored):
+                    of_city = self.venues.setdefault((table, FIRST.match(key)[0].lower()), {})
+                    of_city.setdefault(city, []).append((key.lower(), key, stored[key]))
+                awkward |= {(name.translate(TYPOGRAPHY), key) for key, name in stored.items()}
+        # a line break or a pipe within a name would split the text
+        self.awkward = sorted(pair for pair in awkward if re.search(r"[\n|]", pair[0]))
+        initials = {}  # alternatives that differ in their first letter are searched fastest
+        for city in sorted(cities, key=len, reverse=True):
+            end = r"(?!\w)" if FIRST.fullmatch(city) else r"(?![^\W_])"
+            initials.setdefault(re.escape(city[0]), []).append(re.escape(city[1:]) + end)
+        self.cities = re.compile("|".join(rf"{initial}(?<!\w{initial})(?:{'|'.join(rest)})"
+                                          for initial, rest in initials.items()))
 
-@lru_cache(maxsize=16)
-def city_index(database):
-    """First word -> the city names that start with it, longest first."""
-    index = {}
-    for city in {*database.cities, *database.hotel_cities, *database.restaurant_cities, *database.attraction_cities}:
-        index.setdefault(FIRST.match(city).group(), []).append(city)
-    return {word: sorted(found, key=len, reverse=True) for word, found in index.items()}
+    def city(self, text):
+        """The city at the start of a text, as written, without "(State)" and what follows."""
+        text = text.strip(" :[\"'")
+        city = self.cities.match(text)
+        known = city and CITY_END.match(text, city.end())
+        return city[0] if known else text[:CITY_END.search(text).start()].strip(" .:]\"'")
 
+    def city_after(self, text, at):
+        """(city or "", end) where ", City", "(City)", " in City" or " - City(State)" follows."""
+        lead = CITY_LEAD.match(text, at)
+        city = lead and self.cities.match(text, lead.end())
+        if not city or not CITY_END.match(text, city.end()):
+            return "", at
+        return city[0], (CITY_TAIL.match(text, city.end()) or city).end()
 
-@lru_cache(maxsize=16)
-def awkward_names(database):
-    """[(name as stored without asterisks and the like, plain name)] where a line break or pipe would split the text."""
-    names = {row.name for kind in ("hotel", "restaurant", "attraction")
-             for city in getattr(database, f"{kind}_cities") for row in getattr(database, f"{kind}s")(city)}
-    return sorted((name.translate(TYPOGRAPHY), plain(name)) for name in names if "\n" in name or "|" in name)
+    def way(self, text):
+        """(from, to) of a text: ("", to) where it says only "to X", None where it says neither."""
+        if way := WAY.search(text):
+            start, end = self.city(way[1]), self.city(way[2])
+            if start[:1].islower() or MOVE.match(start) and not self.cities.match(start):
+                start = ""  # "from there", "Travel to X"
+            return (start, end) if end and not end[0].islower() else None
+        cities = list(self.cities.finditer(text, 0, 400))
+        for one, two in zip(cities, cities[1:], strict=False):
+            if one[0] != two[0] and ARROW.fullmatch(text, one.end(), two.start()):
+                return one[0], two[0]
+        for city in cities:
+            if TO.search(text, max(0, city.start() - 6), city.start()):
+                return "", city[0]
+        return None
 
+    def venue(self, text, at, table, cities):
+        """The longest name of a venue in these cities that stands at this place, or None."""
+        found, word = [], FIRST.match(text, at)
+        of_city = self.venues.get((table, word[0].lower())) if word else None
+        for city in cities if of_city else ():
+            for lower, key, name in of_city.get(city, ()):
+                end, written = at + len(key), text[at:at + len(key)]
+                if written.lower() == lower and NAME_END.match(text, end):
+                    found.append(Mention(name if written == key else written, city, end))
+        return max(found, key=lambda mention: mention.end) if found else None
 
-def city_at(text, at, database):
-    """The known city that stands at this place in the text, or ""."""
-    word = FIRST.match(text, at)
-    for city in city_index(database).get(word.group(), ()) if word else ():
-        if text.startswith(city, at) and not text[at + len(city):at + len(city) + 1].isalnum():
-            return city
-    return ""
+    def known(self, text, at, table, cities):
+        """The venue at this place, in one of these cities or in that behind its name, or None."""
+        start = at + (text[at] == "[")
+        venue = self.venue(text, at, table, cities) or self.venue(text, start, table, cities)
+        nearby = "" if venue or "," not in text[at:at + 160] else text[at:at + 160]
+        for city in self.cities.findall(nearby)[:3]:
+            there = None if city in cities else self.venue(text, start, table, [city])
+            end = there and there.end + text.startswith("]", there.end)
+            if there and self.city_after(text, end)[0] == city:
+                venue = there
+        if not venue:
+            return None
+        end = venue.end + (start > at and text.startswith("]", venue.end))
+        city, end = self.city_after(text, end)
+        stop = text.find("]", end) if start > at else -1
+        last = None if city else LAST_CITY.match(text, end, stop if stop > 0 else len(text))
+        listed = last and self.venue(text, last.start(1), table, cities)
+        if last and not listed and not NOT_A_CITY.search(last[1]):
+            city, end = last[1], last.end()  # a city that nobody knows stays wrong
+        return Mention(venue.name, city or venue.city, end)
 
+    def written(self, text, at, sights):
+        """The venue at this place as the text writes it; the database does not have it."""
+        if text[at] == "[" and "]" in text[at:at + 200]:
+            end = text.index("]", at) + 1
+            last = LAST_CITY.search(text, at, end - 1)
+            if last and self.cities.fullmatch(last[1]):
+                return Mention(text[at + 1:last.start()], last[1], end)
+            return Mention(text[at + 1:end - 1].strip(), *self.city_after(text, end))
+        stop = (text + ";").index(";", at) if sights else len(text)
+        last = LAST_CITY.search(text, at, stop)
+        if last and not ABOUT.search(text, at, last.start()):
+            city = self.cities.fullmatch(last[1])
+            if sights:
+                city = text.count(",", at, stop) == 1 and (city or not NOT_A_CITY.search(last[1]))
+            if city:
+                return Mention(text[at:last.start()].strip(' "'), last[1], stop)
+        end = WRITTEN_END.search(text, at, stop).start()
+        commas = [i for i in range(at, end) if text[i] == ","]
+        for comma in commas:
+            city, after = self.city_after(text, comma)
+            if city:
+                return Mention(text[at:comma].strip(' "'), city, after)
+        about = ABOUT.search(text, at + 1, end)
+        end = about.start() if about else end
+        last = None if sights else LAST_CITY.search(text, at, end)
+        if last and not NOT_A_CITY.search(last[1]):
+            return Mention(text[at:last.start()].strip(' "'), last[1], max(end, at + 1))
+        if commas and (sights or text[commas[-1] + 1:end].strip()[:1].islower()):
+            end = commas[0] if sights else commas[-1]  # a list or a remark goes on
+        return Mention(text[at:end].strip(' ,."'), "", max(end, at + 1))
 
-def cities_within(text, database):
-    """[(start, end, city)] of the known cities in a text, left to right."""
-    found, end, index = [], 0, city_index(database)
-    for word in FIRST.finditer(text):
-        if word.start() >= end and word.group() in index and (city := city_at(text, word.start(), database)):
-            end = word.start() + len(city)
-            found.append((word.start(), end, city))
-    return found
+    def venues_in(self, text, slot, cities, prose):
+        """Yield "Name, City" of a slot's text: all its attractions, or its first venue.
 
-
-def city_name(text, database):
-    """A city as it is written at the start of a text, without "(State)" and what follows."""
-    text = text.strip(" :[\"'")
-    if (city := city_at(text, 0, database)) and CITY_END.match(text, len(city)):
-        return city
-    return text[:CITY_END.search(text).start()].strip(" .:]\"'")
-
-
-def city_after(text, at, database):
-    """(city or "", end) of the known city that follows a name: ", City", "(City)", " in City", " - City(State)"."""
-    lead = CITY_LEAD.match(text, at)
-    city = city_at(text, lead.end(), database) if lead else ""
-    if not city or not CITY_END.match(text, lead.end() + len(city)):
-        return "", at
-    state = STATE.match(text, lead.end() + len(city))
-    return city, state.end() if state else lead.end() + len(city)
-
-
-def name_at(text, at, table, cities, database):
-    """(end, name, the cities that have it) of the longest name of the database that stands at this place, or None."""
-    word, best = FIRST.match(text, at), None
-    for city in cities if word else ():
-        for lower, key, name in names_in(database, table, city).get(word.group().lower(), ()):
-            end = at + len(key)
-            if text[at:end].lower() == lower and NAME_END.match(text, end):
-                if not best or end > best[0]:
-                    best = (end, name if text[at:end] == key else text[at:end], [city])
-                elif end == best[0]:
-                    best[2].append(city)
-                break
-    return best
-
-
-def venues(text, slot, cities, database, prose=False):
-    """["Name, City", ...] that a text names: all attractions, else the first. cities: the day's, the likelier first."""
-    text, at, found = text.split("|")[0], 0, []
-    for _ in range(60):  # more steps than an honest list needs
-        if at >= len(text):
-            break
-        name, city, at = known_venue(text, at, slot, cities, database)
-        if not name and text[at] != "[" and (lead := LEAD.match(text, at)):
-            at = lead.end()
-            continue
-        if not name:
-            if prose and not (text[at].isupper() or text[at].isdigit() or text[at] in "[$"):
-                break
+        cities: the day's, the likelier first; there lies a venue whose city the text leaves out.
+        """
+        text, at = text.split("|")[0], 0
+        for _ in range(60):  # more steps than an honest list needs
+            if at >= len(text):
+                return
+            known = self.known(text, at, TABLE_OF[slot], cities)
+            lead = None if known or text[at] == "[" else LEAD.match(text, at)
+            if lead:
+                at = lead.end()
+                continue
+            capital = text[at].isupper() or text[at].isdigit() or text[at] in "[$"
+            if prose and not known and not capital:
+                return
             sentence = SENTENCE.search(text, at) if prose else None
-            name, city, at = written_venue(text[:sentence.start()] if sentence else text, at, slot, database)
-            name = "" if MONEY.match(name) else name
-        if name:
-            found.append(f"{name}, {city or cities[0]}".replace("¦", "|"))
-        if slot != "attraction" or prose and text.startswith(". ", at):
-            break
-        if ABOUT.match(text, at) or REMARK.match(text, at):
-            at = text.find(";", at) if ";" in text[at:] else len(text)
-        elif text.startswith(" (", at) and ")" in text[at:at + 200]:
-            at = text.index(")", at) + 1
-    return found
+            rest = text[:sentence.start()] if sentence else text
+            name, city, at = known or self.written(rest, at, slot == "attraction")
+            if name and (known or not MONEY.match(name)):
+                yield f"{name}, {city or cities[0]}".replace("¦", "|")
+            if slot != "attraction" or prose and text.startswith(". ", at):
+                return
+            if ABOUT.match(text, at) or REMARK.match(text, at):
+                at = (text + ";").index(";", at)
+            elif text.startswith(" (", at) and ")" in text[at:at + 200]:
+                at = text.index(")", at) + 1
 
 
-def known_venue(text, at, slot, cities, database):
-    """(name, city, end) of a venue that the database has in the day's cities or in the one written behind it."""
-    bracket, table = text[at] == "[", TABLES[slot]
-    hit = name_at(text, at, table, cities, database) or bracket and name_at(text, at + 1, table, cities, database)
-    if not hit and "," in text[at:at + 160]:
-        for _, _, city in cities_within(text[at:at + 160], database)[:3]:
-            there = city not in cities and name_at(text, at + bracket, table, [city], database)
-            if there and city_after(text, there[0] + (text[there[0]:there[0] + 1] == "]"), database)[0] == city:
-                hit = there
-    if not hit:
-        return "", "", at
-    end = hit[0] + (bracket and text[hit[0]:hit[0] + 1] == "]")
-    city, end = city_after(text, end, database)
-    close = text.find("]", end) if bracket else -1
-    m = None if city else LAST_CITY.match(text, end, close if close > 0 else len(text))
-    if m and not NOT_A_CITY.search(m[1]) and not name_at(text, m.start(1), table, cities, database):
-        city, end = m[1], m.end()  # a city nobody knows stays wrong
-    return hit[1], city or hit[2][0], end
-
-
-def written_venue(text, at, slot, database):
-    """(name, city or "", end) of a venue that the database does not have, as it is written."""
-    stop = text.find(";", at) if slot == "attraction" and ";" in text[at:] else len(text)
-    if text[at] == "[" and "]" in text[at:at + 200]:
-        end = text.index("]", at) + 1
-        if (inside := LAST_CITY.search(text, at, end - 1)) and city_at(inside[1], 0, database) == inside[1]:
-            return text[at + 1:inside.start()], inside[1], end
-        return text[at + 1:end - 1].strip(), *city_after(text, end, database)
-    sights, last = slot == "attraction", LAST_CITY.search(text, at, stop)
-    if last and not ABOUT.search(text, at, last.start()) and (not sights or text.count(",", at, stop) == 1):
-        if city_at(last[1], 0, database) == last[1] or sights and not NOT_A_CITY.search(last[1]):
-            return text[at:last.start()].strip(" \""), last[1], stop
-    end = WRITTEN_END.search(text, at, stop).start()
-    commas = [i for i in range(at, end) if text[i] == ","]
-    for i in commas:
-        city, after = city_after(text, i, database)
-        if city:
-            return text[at:i].strip(" \""), city, after
-    about = ABOUT.search(text, at + 1, end)
-    end = about.start() if about else end
-    if not sights and (last := LAST_CITY.search(text, at, end)) and not NOT_A_CITY.search(last[1]):
-        return text[at:last.start()].strip(" \""), last[1], max(end, at + 1)  # a city nobody knows stays as it is
-    if commas and (sights or text[commas[-1] + 1:end].strip()[:1].islower()):
-        end = commas[0 if sights else -1]
-    return text[at:end].strip(" ,.\""), "", max(end, at + 1)
+names_of = lru_cache(maxsize=16)(Names)  # the names of a database are gathered once
 
 
 # ---------------------------------------------------------------- days and lines
-def read_days(lines, trip, database):
-    """(2) lines -> [[number, last number, heading, events]] in the order of the text; number 0 stands before day 1."""
+def read_days(lines, trip, names):
+    """(2) lines -> [DayText] in the order of the text. trip: the cities that the text is about."""
     dated = not any(DAY.match(line) for _, line in lines)
-    days, outside = [[0, 0, "", []]], False
+    days, outside = [DayText(0, 0, "", [])], False  # number 0 stands before day 1
     for kind, line in lines:
-        date = DATE.match(line) if dated and kind != "bullet" and len(line) < 160 else None
-        m = date or DAY.match(line)
-        if m and MONEY.match(line, m.end()):
+        day = days[-1]
+        opening = (DATE if dated else DAY).match(line)
+        if dated and (kind == "bullet" or len(line) >= 160):
+            opening = None
+        if opening and MONEY.match(line, opening.end()):
             continue  # a row of a cost table
-        if m:
-            now = days[-1][0]
-            number = now + 1 if date else NUMBERS.get((m[1] or m[3]).lower()) or int(m[1])
-            line = line[m.end():].lstrip(" :-–—,.")
-            if 0 < number <= 31 and (number > now or number < now and (not outside or number == 1)):
-                last = int(m[2]) if not date and m[2] else number
-                days.append([number, min(max(number, last), 31), line, []])
+        if opening:
+            first, last, ordinal = ("", "", "") if dated else opening.groups()
+            word = (first or ordinal).lower()
+            number = int(word) if word.isdecimal() else NUMBERS.get(word, day.number + 1)
+            line = line[opening.end():].lstrip(" :-–—,.")
+            again = number < day.number and (number == 1 or not outside)
+            if 0 < number <= 31 and (number > day.number or again):
+                day = DayText(number, min(max(number, int(last or 0)), 31), line, [])
+                days.append(day)
                 outside = False
                 if not (FLIGHT_NUMBER.search(line) or len(line) > 90 or LABEL.match(line)):
                     continue
                 line = DATE.sub("", line, 1).lstrip(" :-–—,.")
         if not line or outside:
             continue
-        awaited = days[-1][3] and days[-1][3][-1][1:] == ["", "open"] and kind == "bullet"
+        awaited = kind == "bullet" and day.events and day.events[-1][1:] == ("", "open")
         if SECTION.match(line) and not LABEL.match(line) and not awaited:
-            outside = days[-1][0] > 0 and (outside or kind in ("line", "head"))
+            outside = day.number > 0 and kind == "line"
         else:
             for part in NEXT_FIELD.split(line):
-                read_line(part, kind, days[-1][3], trip, database)
+                read_line(part, kind, day.events, trip, names)
     return days
 
 
-def read_line(line, kind, events, trip, database):
-    """(3) Append what a line says to a day's events: [slot, text, how], how "field", "open", "prose" or "check-in"."""
-    if events and events[-1][0] == "transportation" and ATTRIBUTE.match(line):
-        events[-1][1] += ", " + line
+def read_line(line, kind, events, trip, names):
+    """(3) Append what a line says to a day's events, or to the last of them."""
+    slot, text, how = events[-1] if events else ("", "", "")
+    if slot == "transportation" and ATTRIBUTE.match(line):
+        events[-1] = Event(slot, f"{text}, {line}", how)
         return
     if NOTE.match(line):
         return
-    listed = events and events[-1][2] == "open" and kind in ("bullet", "field")
     clock = TIME.match(line)
     start = clock.end() if clock else 0
     label = LABEL.match(line) or LABEL.match(line, start)
@@ -463,200 +495,198 @@ def read_line(line, kind, events, trip, database):
     if cue and cue.lastgroup in MEALS and AT_A_PLACE.match(value, cue.end()):
         label, line, start = None, value, 0  # "Activity: lunch at ..."
     if label:
-        slot = label.lastgroup
-        if slot == "transportation" and value and MODE.match(label[slot]):
+        if label.lastgroup == "transportation" and value and MODE.match(label["transportation"]):
             value = line[label.start():]  # the label says the mode
-        events.append([slot, value, "field" if value else "open"])
+        events.append(Event(label.lastgroup, value, "field" if value else "open"))
         return
-    said = prose_events(line[start:], trip, database)
-    if said and listed and said[0][0] == events[-1][0] and not CUE.match(line, start):
-        said = []  # an item of a list that holds a cue within its name
-    if said:
+    said, led = prose_events(line[start:], trip, names), CUE.match(line, start)
+    listed = how == "open" and kind != "line"
+    if said and (led or not listed or said[0].slot != slot):
         events += said
-    elif listed or events and events[-1][1:] == ["", "open"]:
-        events[-1][1] += ("; " if events[-1][1] else "") + line[start:]
+    elif listed or how == "open" and not text:  # an item of a list may hold a cue within its name
+        events[-1] = Event(slot, f"{text}; {line[start:]}" if text else line[start:], how)
     else:
-        events.append(["?", line[start:], clock.group() if clock else ""])
+        events.append(Event("?", line[start:], clock[0] if clock else ""))
 
 
-def prose_events(line, trip, database):
-    """The events that a sentence's cues announce; a word inside a city or a name of this trip's cities is no cue."""
-    cues = list(CUE.finditer(line))
-    spans = [(start, end) for start, end, _ in cities_within(line, database)]
-    spans += [(word.start(), hit[0]) for word in FIRST.finditer(line) for table in set(TABLES.values())
-              if (hit := name_at(line, word.start(), table, trip, database))] if cues else []
-    kept = []
-    for cue in cues:
-        rest = line[cue.end():cue.end() + 200]
-        if any(a <= cue.start() < b for a, b in spans):
-            continue
-        if cue.lastgroup in MEALS and not (AT_A_PLACE.match(rest) or line[:cue.start()].lower().endswith("for ")):
-            continue
-        if cue.lastgroup == "transportation" and not FLIGHT_NUMBER.search(cue[0] + rest) and not way_of(rest, database):
-            continue
-        if cue.lastgroup == "attraction" and kept and kept[-1].lastgroup in MEALS and cue.start() - kept[-1].end() < 6:
-            continue  # "for lunch, head to ..."
-        kept.append(cue)
+def prose_events(line, trip, names):
+    """The events that a sentence's cues announce; a word within a name is no cue."""
+    found = list(CUE.finditer(line))
+    spans = [city.span() for city in names.cities.finditer(line)] if found else []
+    for word in FIRST.finditer(line) if found else ():
+        venues = (names.venue(line, word.start(), table, trip) for table in set(TABLE_OF.values()))
+        spans += [(word.start(), venue.end) for venue in venues if venue]
+    cues = []
+    for cue in found:
+        within = any(start <= cue.start() < end for start, end in spans)
+        if not within and announces(cue, cues, line, names):
+            cues.append(cue)
     events = []
-    for cue, following in zip(kept, [*(cue.start() for cue in kept[1:]), len(line)]):
-        slot, said = cue.lastgroup, BRIDGE.sub("", line[cue.end():following])
-        if slot == "transportation":
-            said = line[cue.start():following]
-            if events and events[-1][0] == slot:
-                events[-1][1] += said
-                continue
-        events.append([slot, said, "check-in" if cue.group()[:5].lower() == "check" else "prose"])
+    for cue, following in zip_longest(cues, cues[1:]):
+        end = following.start() if following else len(line)
+        text = BRIDGE.sub("", line[cue.end():end])
+        if cue.lastgroup == "transportation":
+            goes_on = events and events[-1].slot == "transportation"
+            text = (events.pop().text if goes_on else "") + line[cue.start():end]
+        how = "check-in" if cue[0][:5].lower() == "check" else "prose"
+        events.append(Event(cue.lastgroup, text, how))
     return events
 
 
+def announces(cue, before, line, names):
+    """Does a cue announce an event? before: the cues that do so further left in the line."""
+    rest = line[cue.end():cue.end() + 200]
+    if cue.lastgroup in MEALS:
+        return AT_A_PLACE.match(rest) or line[:cue.start()].lower().endswith("for ")
+    if cue.lastgroup == "transportation":
+        return FLIGHT_NUMBER.search(cue[0] + rest) or names.way(rest)
+    if cue.lastgroup == "attraction" and before and before[-1].lastgroup in MEALS:
+        return cue.start() - before[-1].end() >= 6  # "for lunch, head to ..." is one event
+    return True
+
+
 def best_telling(days):
-    """A text may tell its days several times (overview, plan, cost table): the fullest telling, of equals the later."""
-    tellings = []
-    for day in days:
-        if tellings and day[0] > tellings[-1][-1][0]:
-            tellings[-1].append(day)
-        else:
-            tellings.append([day])
-    sizes = [sum(slot in FIELDS for day in run for slot, _, _ in day[3]) for run in tellings]
-    return max(zip(sizes, map(len, tellings), range(len(tellings)), tellings))[3] if tellings else []
+    """A text may tell its days several times: take the fullest telling, of equals the last."""
+    starts = [i for i, day in enumerate(days) if not i or day.number <= days[i - 1].number]
+    tellings = [days[i:j] for i, j in zip(starts, [*starts[1:], None], strict=False)]
+    sizes = [sum(event.slot in FIELDS for day in run for event in day.events) for run in tellings]
+    best = max(zip(sizes, map(len, tellings), starts, tellings, strict=True), default=[()])[-1]
+    return [day._replace(number=n) for day in best for n in range(day.number, day.last + 1)]
 
 
 # ---------------------------------------------------------------- plan
-def way_of(text, database):
-    """(from, to) that a text speaks of; from is "" where it says only "to X"; None where it says neither."""
-    if m := FROM_TO.search(text):
-        a, b = city_name(m[1], database), city_name(m[2], database)
-        nowhere = a[:1].islower() or MOVE.match(a) and not city_at(a, 0, database)  # "from there", "Travel to X"
-        return ("" if nowhere else a, b) if b and not b[:1].islower() else None
-    known = cities_within(text[:400], database)
-    for (_, end, a), (start, _, b) in zip(known, known[1:]):
-        if a != b and ARROW.fullmatch(text, end, start):
-            return a, b
-    return next((("", city) for start, _, city in known if TO.search(text, max(0, start - 6), start)), None)
+def ends_of_day(told, before, home, names):
+    """(start, end): a day's cities, equal on a day without travel. before: the day before's end.
 
-
-def ends_of_day(heading, events, before, home, database):
-    """(start, end): the cities of a day, equal on a day without travel. before: where the day before ended."""
-    ways = [way_of(text, database) for slot, text, _ in events if slot == "transportation"]
+    A way in the title counts for more than the rides, they for more than a city in the title.
+    """
+    ways = [names.way(event.text) for event in told.events if event.slot == "transportation"]
     rides = [way for way in ways if way and way[0] != way[1]]
-    ride = (rides[0][0] or before, rides[-1][1]) if rides else None
-    label = next((text for slot, text, _ in events if slot == "city" and text), "")
-    title = label or DATE.sub("", heading, 1).strip(" :-–—,.()|") if len(heading) < 90 else ""
-    way = way_of(title if "from " in title.lower() else f"from {title}", database)
-    if way:
-        start = way[0] or (ride or [before])[0]
-        return ride if ride and not way[0] and way[1] not in ride else (start, way[1])
-    known = [city if start else city_name(title, database) for start, _, city in cities_within(title, database)]
-    if label:
-        city = city_name(label, database)
-        return ride if ride and city in ride else (city, city)
-    if ride:
+    ride = (rides[0][0] or before, rides[-1][1]) if rides else None  # of the day as a whole
+    label = next((event.text for event in told.events if event.slot == "city" and event.text), "")
+    title = label or DATE.sub("", told.heading, 1).strip(" :-–—,.()|")
+    title = title if len(told.heading) < 90 else ""  # a paragraph is no title
+    stated = names.way(title if "from " in title.lower() else f"from {title}")
+    city = names.city(label)
+    if stated and stated[0]:
+        return stated
+    if stated and (not ride or stated[1] in ride):  # "to X"
+        return ride[0] if ride else before, stated[1]
+    if ride and (stated or not label or city in ride):
         return ride
-    if known:
+    if label:
+        return city, city
+    if known := list(names.cities.finditer(title)):
+        city = known[-1][0] if known[-1].start() else names.city(title)
         arrives = MOVE.match(title) and not title.lower().startswith(("depart", "explor"))
-        return before if arrives else known[-1], known[-1]
+        return before if arrives else city, city
     if ways and re.search(r"\b(?:return|home|back)\b", title, re.I):
         return before, home
-    if re.fullmatch(r"[A-Z][\w.'-]*(?: [A-Z][\w.'-]*){0,3}", title) and not TITLE.search(title):
-        return title, title  # a city nobody knows
-    return before, before
+    unknown = re.fullmatch(r"[A-Z][\w.'-]*(?: [A-Z][\w.'-]*){0,3}", title)
+    if unknown and not NO_CITY_TITLE.search(title):
+        return title, title
+    return before, before  # nothing tells, so the traveller stays
 
 
-def transportation(text, start, end, how, database):
+def transportation(text, start, end, how, names):
     """A ride in TravelPlanner's words; cities that the text leaves out are the day's."""
     text = GUESS.sub("", text).replace("¦", "|")
     number = FLIGHT_NUMBER.search(text)
-    way = number and way_of(text[number.start():], database) or way_of(text, database)
-    a, b = way or ("", "")
-    without = text.replace(a, "").replace(b, "")  # "from Taxi Falls" is no taxi
-    m = MODE.search(without)
-    mode = "Flight" if number else MODES[m.lastgroup] if m else ""
-    if not mode and (way or text[:4].lower() in ("from", "cost")) and not OTHER_MODE.search(without):
+    way = number and names.way(text[number.start():]) or names.way(text)
+    bare = text
+    for city in way or ():
+        bare = bare.replace(city, "")  # "from Taxi Falls" is no taxi
+    said = MODE.search(bare)
+    mode = "Flight" if number else MODES.get(said and said.lastgroup, "")
+    if not mode and (way or text[:4].lower() in ("from", "cost")) and not OTHER_MODE.search(bare):
         mode = "Self-driving"
-    if not mode or mode != "Flight" and not way and (how == "field" or start == end):  # nothing to complete
+    complete = mode != "Flight" and not way and (how == "field" or start == end)
+    if not mode or complete:
         text = text.replace("$", "").strip(" .")
-        return MODE.sub(lambda m: MODES[m.lastgroup], text, 1) if m or not mode else f"{mode}, {text}"
+        named = MODE.sub(lambda word: MODES[word.lastgroup], text, 1)
+        return f"{mode}, {text}" if mode and not said else named
     start, end = (way[0] or start, way[1]) if way else (start, end)
     if mode == "Flight":
-        row = database.flight(number[1]) if number and number[1] else None
+        row = names.database.flight(number[1]) if number and number[1] else None
+        stored = (row.departure, row.arrival) if row else ("-", "-")
         times = re.findall(r"\b\d{1,2}:\d\d\b(?:\s*[ap]\.?m\b)?", text, re.I)
-        leaves, lands = (*times, *((row.departure, row.arrival) if row else ("-", "-"))[len(times):])[:2]
-        number = (number[1] or number[2]) if number else "-"
-        return f"Flight Number: {number}, from {start} to {end}, Departure Time: {leaves}, Arrival Time: {lands}"
-    said = [(word, pattern.search(text)) for word, pattern in DETAILS.items()]
-    details = [f"{word}: {m[m.lastindex].strip()}" for word, m in said if m]
-    return ", ".join([f"{mode}, from {start} to {end}", *details])
+        leaves, lands = [*times, *stored[len(times):]][:2]
+        number = number[1] or number[2] if number else "-"
+        return (f"Flight Number: {number}, from {start} to {end}, "
+                f"Departure Time: {leaves}, Arrival Time: {lands}")
+    parts = [f"{mode}, from {start} to {end}"]
+    for word, detail in DETAILS.items():
+        if value := detail.search(text):
+            parts.append(f"{word}: {value[value.lastindex].strip()}")
+    return ", ".join(parts)
 
 
-def read_day(number, heading, events, before, home, database):
+def fill_day(told, before, home, names):
     """(5) One day's plan, and the city where it ends. before: where the day before ended."""
-    start, end = ends_of_day(heading, events, before, home, database)
+    start, end = ends_of_day(told, before, home, names)
     city = f"from {start} to {end}" if start != end else end
-    day = {"day": number, **dict.fromkeys(FIELDS, "-"), "current_city": city}
+    day = {"day": told.number, **dict.fromkeys(FIELDS, "-"), "current_city": city}
     cities = list(dict.fromkeys([start, end] if end == home else [end, start]))
     sights = []
-    for slot, text, how in events:
-        if slot == "transportation":
-            if day[slot] == "-" and not NOTHING.match(text) and not MONEY.match(text):
-                day[slot] = transportation(text, start, end, how, database)
-        elif slot == "?":
-            slot = slot_of(text, how, cities, database)
-        if slot not in TABLES or day[slot] != "-" and slot != "attraction":
+    for slot, text, how in told.events:
+        slot = slot_of(text, how, cities, names) if slot == "?" else slot
+        nothing, prose = NO_VENUE.match(text), how not in ("field", "open")
+        if slot == "transportation" and day[slot] == "-" and not nothing and not MONEY.match(text):
+            day[slot] = transportation(text, start, end, how, names)
+        if slot not in TABLE_OF or day[slot] != "-" and slot != "attraction":
             continue  # of two lunches the first
-        here, prose = [end] if slot == "accommodation" else cities, how not in ("field", "open")
-        nothing = NOTHING.match(text) and not name_at(text, 0, TABLES[slot], here, database)
-        if nothing or slot == "accommodation" and SAME.match(text):
+        here = [end] if slot == "accommodation" else cities
+        if nothing and not names.venue(text, 0, TABLE_OF[slot], here):
             continue
-        found = venues(text, slot, here, database, prose)
-        if slot == "attraction":  # prose may speak of one sight twice; a list that does so is at fault, and stays so
+        if slot == "accommodation" and SAME.match(text):
+            continue
+        found = list(names.venues_in(text, slot, here, prose))
+        if slot == "attraction":  # prose may come back to a sight; a list that does so is at fault
             sights += [sight for sight in found if not prose or sight not in sights]
-            day[slot] = ";".join(sights) + ";" if sights else "-"
-        elif found:
-            day[slot] = found[0]
+            found = [";".join(sights) + ";"] if sights else []
+        day[slot] = found[0] if found else "-"
     return day, end
 
 
-def slot_of(text, clock, cities, database):
-    """The slot of a line without label or cue that starts with a name: a sight, or a restaurant at a mealtime."""
-    if name_at(text, 0, "attractions", cities, database):
+def slot_of(text, clock, cities, names):
+    """The slot of a line that only a name tells: a sight, or a restaurant at a mealtime."""
+    if names.venue(text, 0, "attractions", cities):
         return "attraction"
-    if not clock or not name_at(text, 0, "restaurants", cities, database):
+    if not clock or not names.venue(text, 0, "restaurants", cities):
         return "?"
     if "morning" in clock.lower():
         return "breakfast"
     return "dinner" if re.search("evening|night", clock, re.I) else "lunch"
 
 
-def carry_stays(plan, telling):
-    """Nights that the text gives once: "same hotel", or a check-in that is never repeated."""
-    stays = [[text for slot, text, _ in day[3] if slot == "accommodation"] for day in telling]
-    hows = {how for day in telling for slot, text, how in day[3] if slot == "accommodation" and text.strip()}
+def carry_stays(plan, told):
+    """Fill nights whose hotel is told once: "same hotel", or a check-in that is not repeated."""
+    nights = [[event for event in day.events if event.slot == "accommodation"] for day in told]
+    lasting = {stay.how for night in nights for stay in night if stay.text.strip()} == {"check-in"}
     for i, day in enumerate(plan[1:], 1):
-        if day["accommodation"] == "-" and not day["current_city"].startswith("from "):
-            told = hows == {"check-in"} or any(FOR_NIGHTS.search(text) for night in stays[:i] for text in night)
-            if any(SAME.match(text) for text in stays[i]) or not stays[i] and told:
-                day["accommodation"] = plan[i - 1]["accommodation"]
+        lasting = lasting or any(FOR_NIGHTS.search(stay.text) for stay in nights[i - 1])
+        same = any(SAME.match(stay.text) for stay in nights[i]) or lasting and not nights[i]
+        if same and day["accommodation"] == "-" and not day["current_city"].startswith("from "):
+            day["accommodation"] = plan[i - 1]["accommodation"]
 
 
 def parse_plan(text, task, database):
-    """Itinerary text -> TravelPlanner's list of days, or None when the text holds no plan. No text makes it raise."""
+    """Itinerary text -> TravelPlanner's list of days, or None when it holds none; never raises."""
     if not isinstance(text, str):
         return None
-    lines, seen = unfold(text[:LONGEST_TEXT], database), {}
-    for _, line in lines:
-        for _, _, city in cities_within(line, database):
-            seen[city] = seen.get(city, 0) + 1
-    overview, *days = read_days(lines, sorted(seen, key=seen.get, reverse=True)[:8], database)
-    telling = [[n, n, *day[2:]] for day in best_telling(days) for n in range(day[0], day[1] + 1)]
-    if not any(slot == "accommodation" for day in telling for slot, _, _ in day[3]):
-        hotels = [event for event in overview[3] if event[0] == "accommodation"]  # named once, for the whole trip
-        telling = [[*day[:3], day[3] + hotels] for day in telling[:-1]] + telling[-1:]
-    plan, home = [], task.get("org") or ""
-    before = home
-    for number, _, heading, events in telling:
-        day, before = read_day(number, heading, events, before, home, database)
-        plan.append(day)
-    carry_stays(plan, telling)
+    names, home = names_of(database), task.get("org") or ""
+    lines = list(unfold(text[:LONGEST_TEXT], names))
+    cities = Counter(city for _, line in lines for city in names.cities.findall(line))
+    overview, *days = read_days(lines, [city for city, _ in cities.most_common(8)], names)
+    told = best_telling(days)
+    if not any(event.slot == "accommodation" for day in told for event in day.events):
+        hotels = [event for event in overview.events if event.slot == "accommodation"]
+        told[:-1] = [day._replace(events=day.events + hotels) for day in told[:-1]]
+    plan, end = [], home
+    for day in told:
+        filled, end = fill_day(day, end, home, names)
+        plan.append(filled)
+    carry_stays(plan, told)
     return plan if any(day[slot] != "-" for day in plan for slot in FIELDS[1:]) else None
 
 
@@ -679,171 +709,181 @@ def itinerary(plan):
 
 
 # ---------------------------------------------------------------- by an LLM
-PROMPT = """You turn travel itineraries into JSON. You get the traveller's request and the itinerary that an assistant
-wrote for it. Reply with a JSON list and nothing else: one object per day of the trip, in order, each with these keys,
-all strings but `day`.
+PROMPT = """You turn travel itineraries into JSON. You get the traveller's request and the itinerary
+that an assistant wrote for it. Reply with a JSON list and nothing else: one object per day of the
+trip, in order, each with these keys, all strings but `day`.
 
 day             the day's number, from 1
-current_city    the city of the day; on a day of travel "from A to B", A and B being cities without their state
+current_city    the city of the day; on a day of travel "from A to B", A and B without their state
 transportation  "Flight Number: F.., from A to B, Departure Time: .., Arrival Time: ..", or
-                "Self-driving, from A to B, duration: .., distance: .., cost: ..", or
-                "Taxi, from A to B, duration: .., distance: .., cost: .."; a rental car is self-driving; no "$"
+                "Self-driving, from A to B, duration: .., distance: .., cost: ..", or the same with
+                "Taxi"; a rental car is self-driving; no "$"
 breakfast, lunch, dinner    "Name, City"
 attraction      "Name, City;" once for each attraction of the day, one after the other
-accommodation   "Name, City" of where the night is spent
+accommodation   "Name, City" of where the night is spent, again for each night of a stay
 
-Write "-" where the itinerary has nothing for a key. Copy names exactly as the itinerary spells them, even where they
-look wrong; never add, correct or complete anything from your own knowledge. Of alternatives take the first. Leave out
-prices, cuisines, notes and cost tables.
-
-Example of an itinerary:
-Day 1, March 4: Taxi from Tulsa to Moab ($91). Dinner at Red Rock Diner (American, $12). Check into [Canyon Loft] | $80
-Day 2, March 5: Breakfast: Sunup Cafe. Morning: visit Rim Overlook, then Fossil Hall. Night: same hotel.
-Its JSON:
-[{"day": 1, "current_city": "from Tulsa to Moab", "transportation": "Taxi, from Tulsa to Moab, cost: 91",
-  "breakfast": "-", "attraction": "-", "lunch": "-", "dinner": "Red Rock Diner, Moab",
-  "accommodation": "Canyon Loft, Moab"},
- {"day": 2, "current_city": "Moab", "transportation": "-", "breakfast": "Sunup Cafe, Moab",
-  "attraction": "Rim Overlook, Moab;Fossil Hall, Moab;", "lunch": "-", "dinner": "-",
-  "accommodation": "Canyon Loft, Moab"}]"""
-LONGEST_PAUSE = 60  # seconds between two tries
+Write "-" where the itinerary has nothing for a key. Copy names exactly as the itinerary spells
+them, even where they look wrong; never add, correct or complete anything from your own knowledge.
+Of alternatives take the first. Leave out prices, cuisines, notes and cost tables. For example,
+"Day 1: Taxi from Tulsa to Moab ($91). Visit Rim Overlook, then Fossil Hall. Dinner at Red Rock
+Diner (American, $12). Check into [Canyon Loft] | $80" becomes
+[{"day": 1, "current_city": "from Tulsa to Moab", "breakfast": "-", "lunch": "-",
+  "transportation": "Taxi, from Tulsa to Moab, cost: 91", "dinner": "Red Rock Diner, Moab",
+  "attraction": "Rim Overlook, Moab;Fossil Hall, Moab;", "accommodation": "Canyon Loft, Moab"}]"""
 
 
 class ChatError(RuntimeError):
-    """An endpoint refused, or did not give a usable reply after all retries."""
+    """An endpoint refused, or gave no usable reply however often it was asked."""
 
 
-def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=300, retries=6, pause=1.0,
+@lru_cache(maxsize=64)
+def client_of(url, key, retries):
+    """The openai package's client of an endpoint; threads may share it."""
+    import openai
+
+    # a proxy of the environment leads out into the world, not to a server of one's own
+    web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"))
+    client = openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
+    # the organization, project and headers of the environment are nobody's business but OpenAI's
+    client.organization, client.project, client._custom_headers = None, None, {}
+    return client
+
+
+def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=300, retries=6,
          api_key=None):
     """The reply of an OpenAI-compatible endpoint, as text; ChatError when there is none.
 
-    Status 408, 409, 425, 429 and 5xx, time-outs, broken connections, cut JSON and empty replies are tried again after
-    pause x 1, 2, 4, ... seconds: half to all of it, by chance, so that many clients do not come back at once.
+    The openai package tries time-outs, broken connections and status 408, 409, 429 and 5xx again,
+    with growing pauses; a reply without text (empty, cut, no chat completion) is tried again here.
     """
-    url = url.rstrip("/")
-    url = url if url.endswith("/chat/completions") else url + "/chat/completions"
-    body = {"model": model, "messages": messages, "temperature": temperature, "top_p": top_p}
-    data = json.dumps({**body, "max_tokens": max_tokens} if max_tokens else body).encode()
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
-    for attempt in range(retries + 1):
-        wait = 0.0
+    import openai
+
+    base = url.rstrip("/").removesuffix("/chat/completions")
+    ask = client_of(base, api_key or "none", retries).chat.completions.with_raw_response.create
+    # half an emoji, with which a cut reply may end, cannot be sent
+    messages = json.loads(json.dumps(messages, ensure_ascii=False).encode(errors="replace"))
+    tries, problem = 0, "a reply without text"
+    while tries <= retries:
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout) as response:
-                text = json.loads(response.read())["choices"][0]["message"]["content"]
-            if isinstance(text, str) and text.strip():
+            reply = ask(model=model, messages=messages, temperature=temperature, top_p=top_p,
+                        max_tokens=max_tokens or openai.omit, timeout=timeout)
+        except openai.APIError as error:
+            tries += 1 + int(error.request.headers.get("x-stainless-retry-count", 0))
+            status = getattr(error, "status_code", 0)
+            problem = f"status {status}" if status else f"no connection: {error.__cause__ or error}"
+            if 400 <= status < 500 and status != 429:  # refused, and the server says why
+                problem += f" {error.response.text[:300]!r}"
+            break
+        tries += 1 + reply.retries_taken
+        with suppress(ValueError, LookupError, TypeError, AttributeError):
+            text = reply.http_response.json()["choices"][0]["message"]["content"]
+            if text.strip():
                 return text
-            problem = "an empty reply"
-        except urllib.error.HTTPError as error:
-            problem = f"status {error.code}"
-            if error.code not in (408, 409, 425, 429) and error.code < 500:
-                raise ChatError(f"{url}: {problem}, not tried again: {said_by(error)}") from None
-            after = error.headers.get("Retry-After", "")
-            wait = float(after) if after.isdigit() else 0.0
-        except (OSError, http.client.HTTPException) as error:  # time-outs, refused and broken connections
-            problem = f"no connection ({error})"
-        except (ValueError, KeyError, IndexError, TypeError):  # cut JSON, or JSON of another shape
-            problem = "a reply that is no chat completion"
-        if attempt < retries:
-            time.sleep(min(LONGEST_PAUSE, max(wait, pause * 2 ** attempt * random.uniform(0.5, 1))))
-    raise ChatError(f"{url}: {problem}, after {retries + 1} tries; last of model {model}") from None
+        time.sleep(min(8, 0.1 * 2 ** tries))
+    count = "1 try" if tries == 1 else f"{tries} tries"
+    raise ChatError(f"{url}: {problem}, after {count} of model {model}")
 
 
-def said_by(error):
-    """The start of an HTTP error's body, for a message to the user."""
-    try:
-        return " ".join(error.read(300).decode(errors="replace").split())
-    except (OSError, http.client.HTTPException):
-        return ""
-
-
-def format_plan(text, task, model, url, cache=None, retries=6, timeout=300, pause=1.0, api_key=None):
-    """Itinerary text -> plan, or None when the model finds none. cache: a folder; what it holds costs no request."""
+def format_plan(text, task, model, url, cache=None, retries=6, timeout=300, api_key=None):
+    """Itinerary text -> plan, or None when the model finds none. cache: a folder of its plans."""
     ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text}"
     key = hashlib.sha256(json.dumps([model, PROMPT, ask]).encode()).hexdigest()
     path = Path(cache) / f"{key}.json" if cache else None
     if path and path.exists():
         return json.loads(path.read_text())
     messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": ask}]
-    for _ in range(2):  # a reply without a list is asked for once more, and never cached
-        reply = chat(url, model, messages, 0.0, timeout=timeout, retries=retries, pause=pause, api_key=api_key)
+    for _ in range(2):  # a reply without a list is asked for once more, and never kept
+        reply = chat(url, model, messages, 0.0, timeout=timeout, retries=retries, api_key=api_key)
         days = load_json(reply)
         if isinstance(days, list):
-            plan = [tidy(day, i) for i, day in enumerate(days, 1) if isinstance(day, dict)] or None
+            plan = [clean_day(day, i) for i, day in enumerate(days, 1) if isinstance(day, dict)]
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                part = path.with_suffix(f".{os.getpid()}.part")
-                part.write_text(json.dumps(plan))
-                os.replace(part, path)
-            return plan
+                part = path.with_suffix(f".{uuid.uuid4().hex}")  # no other thread writes this one
+                part.write_text(json.dumps(plan or None))
+                part.replace(path)
+            return plan or None
     return None
 
 
-def tidy(day, number):
-    """A day as an LLM wrote it -> the eight fields, "City(State)" and the words for driving made uniform."""
-    out = {"day": number}
+def clean_day(day, number):
+    """A day as an LLM wrote it -> the eight fields, with cities and driving in uniform words."""
+    clean = {"day": number}
     for field in FIELDS:
-        value = day.get(field)
-        value = ";".join(map(str, value)) + ";" if isinstance(value, list) and value else str(value or "-").strip()
+        value = day.get(field) or "-"
+        value = ";".join(map(str, value)) + ";" if isinstance(value, list) else str(value).strip()
         if field in ("current_city", "transportation"):
             value = re.sub(r"\s*\([^()]{0,60}\)", "", value)
-        if field == "transportation" and "Flight Number" not in value and (m := MODE.match(value)):
-            value = MODES[m.lastgroup] + value[m.end():]
-        out[field] = value
-    return out
+        mode = MODE.match(value) if field == "transportation" else None
+        if mode and "Flight Number" not in value:
+            value = MODES[mode.lastgroup] + value[mode.end():]
+        clean[field] = value
+    return clean
 
 
 # ---------------------------------------------------------------- main
 def flags():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("file", help="episodes or texts, jsonl")
-    add("--database", help="folder whose names ground the rules (default: $STAR_DATABASE, else database/mini)")
-    add("--llm-url", help="OpenAI-compatible endpoint; with it an LLM reads the texts instead of the rules")
-    add("--llm-model", help="the endpoint's model")
+    add("file", help="jsonl file of episodes or texts")
+    add("--database", metavar="DIR", help="folder of the tables whose names the rules look for "
+        "(default: $STAR_DATABASE, else database/mini)")
+    add("--llm-url", metavar="URL", help="let an LLM at this OpenAI-compatible endpoint read")
+    add("--llm-model", metavar="NAME", help="the LLM's name at that endpoint")
     add("--llm-key", metavar="FILE", help="file that holds the endpoint's API key")
-    add("--cache", help="folder of the LLM's plans, by content hash (default: none)")
-    add("--compare", action="store_true", help="run both, print each slot where they differ, and the share that agrees")
+    add("--cache", metavar="DIR", help="folder that keeps the LLM's plans, so that the same text "
+        "is not sent twice (default: none)")
+    add("--compare", action="store_true", help="let both the rules and the LLM read; print the "
+        "slots where they differ, and the share of slots that agree")
     return parser
 
 
 def read_texts(path):
-    """[(line, task, text)] of a jsonl file of episodes or texts."""
-    rows = []
-    for number, line in enumerate(open(path, encoding="utf-8"), 1):
-        try:
-            row = json.loads(line)
-            rows.append((row, row.get("task") or row, row["answer"] if "answer" in row else row["text"]))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise SystemExit(f"{path}:{number}: needs a JSON object with an answer or a text ({error!r})") from None
-    return rows
+    """Yield (line, task, text) of a jsonl file of episodes or texts."""
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                yield row, row.get("task") or row, row["answer" if "answer" in row else "text"]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                problem = f"needs a JSON object with an answer or a text ({error!r})"
+                raise SystemExit(f"{path}:{number}: {problem}") from None
 
 
 def differences(rules, llm):
-    """([(day, field, by rules, by the LLM)] where two plans differ, blanks and case apart; slots compared)"""
-    pairs = [(number, field, (one or {}).get(field), (other or {}).get(field))
-             for number, (one, other) in enumerate(zip_longest(rules or [], llm or []), 1) for field in FIELDS]
-    bare = [[re.sub(r"[\s;.]+", " ", value or "-").strip().lower() for value in pair[2:]] for pair in pairs]
-    return [pair for pair, (one, other) in zip(pairs, bare) if one != other], len(pairs)
+    """([(day, field, by rules, by the LLM)] where plans differ, blanks and case apart; slots)"""
+    found, slots = [], 0
+    for number, days in enumerate(zip_longest(rules or [], llm or [], fillvalue={}), 1):
+        for field in FIELDS:
+            values = [day.get(field) for day in days]
+            bare = {re.sub(r"[\s;.]+", " ", value or "-").strip().lower() for value in values}
+            found += [(number, field, *values)] if len(bare) > 1 else []
+            slots += 1
+    return found, slots
 
 
-def main():
-    a = flags().parse_args()
-    if a.compare and not a.llm_url or a.llm_url and not a.llm_model:
+def main(argv=None):
+    args = flags().parse_args(argv)
+    if (args.compare and not args.llm_url) or (args.llm_url and not args.llm_model):
         raise SystemExit("an LLM needs --llm-url and --llm-model")
-    database, key = open_database(a.database), Path(a.llm_key).read_text().strip() if a.llm_key else None
-    agree = total = 0
-    for number, (row, task, text) in enumerate(read_texts(a.file), 1):
-        rules = parse_plan(text, task, database) if a.compare or not a.llm_url else None
-        asked = a.llm_url and text
-        llm = format_plan(text, task, a.llm_model, a.llm_url, a.cache, api_key=key) if asked else None
-        if not a.compare:
-            print(json.dumps({**row, "plan": llm if a.llm_url else rules}, ensure_ascii=False))
+    database, agree, total = open_database(args.database), 0, 0
+    key = Path(args.llm_key).read_text().strip() if args.llm_key else None
+    for number, (row, task, text) in enumerate(list(read_texts(args.file)), 1):
+        rules = llm = None
+        if args.compare or not args.llm_url:
+            rules = parse_plan(text, task, database)
+        if args.llm_url and text:
+            llm = format_plan(text, task, args.llm_model, args.llm_url, args.cache, api_key=key)
+        if not args.compare:
+            print(json.dumps({**row, "plan": rules or llm}, ensure_ascii=False))
             continue
         found, slots = differences(rules, llm)
         agree, total = agree + slots - len(found), total + slots
         for day, field, one, other in found:
-            print(f"{task.get('id', f'line {number}')} day {day} {field}\n  rules  {one}\n  llm    {other}")
-    if a.compare:
+            print(f"{task.get('id', f'line {number}')} day {day} {field}")
+            print(f"  rules  {one}\n  llm    {other}")
+    if args.compare:
         print(f"{agree} of {total} slots agree ({agree / max(total, 1):.1%})")
 
 
@@ -851,4 +891,4 @@ if __name__ == "__main__":
     try:
         main()
     except (ChatError, OSError) as error:
-        sys.exit(f"format_plan.py: {error}")
+        raise SystemExit(f"format_plan.py: {error}") from None

@@ -15,10 +15,10 @@ official judge. parse_plan reads by rules, offline and the same every time; RL's
 format_plan asks an LLM, as the STAR paper did (arXiv:2603.21972).
 
 Reads   FILE.jsonl: episodes (task, answer), or texts (text, and org as context)
-Writes  stdout: each line again with its "plan" (null where the text holds none), or the comparison
+Writes  stdout: each line again with its "plan" (null where the text holds none)
 
     python format_plan.py FILE.jsonl --database DIR > plans.jsonl
-    python format_plan.py FILE.jsonl --llm-url http://localhost:8000/v1 --llm-model M [--compare]
+    python format_plan.py FILE.jsonl --llm-url http://localhost:8000/v1 --llm-model M
 """
 import argparse
 import ast
@@ -36,6 +36,7 @@ from pathlib import Path
 from sandbox import open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
+SLOTS = ("breakfast", "attraction", "lunch", "dinner", "accommodation")
 FIELDS = ("current_city", "transportation", "breakfast", "attraction", "lunch", "dinner",
           "accommodation")
 TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
@@ -709,27 +710,7 @@ def itinerary(plan):
 
 
 # ---------------------------------------------------------------- by an LLM
-PROMPT = """You turn travel itineraries into JSON. You get the traveller's request and the itinerary
-that an assistant wrote for it. Reply with a JSON list and nothing else: one object per day of the
-trip, in order, each with these keys, all strings but `day`.
-
-day             the day's number, from 1
-current_city    the city of the day; on a day of travel "from A to B", A and B without their state
-transportation  "Flight Number: F.., from A to B, Departure Time: .., Arrival Time: ..", or
-                "Self-driving, from A to B, duration: .., distance: .., cost: ..", or the same with
-                "Taxi"; a rental car is self-driving; no "$"
-breakfast, lunch, dinner    "Name, City"
-attraction      "Name, City;" once for each attraction of the day, one after the other
-accommodation   "Name, City" of where the night is spent, again for each night of a stay
-
-Write "-" where the itinerary has nothing for a key. Copy names exactly as the itinerary spells
-them, even where they look wrong; never add, correct or complete anything from your own knowledge.
-Of alternatives take the first. Leave out prices, cuisines, notes and cost tables. For example,
-"Day 1: Taxi from Tulsa to Moab ($91). Visit Rim Overlook, then Fossil Hall. Dinner at Red Rock
-Diner (American, $12). Check into [Canyon Loft] | $80" becomes
-[{"day": 1, "current_city": "from Tulsa to Moab", "breakfast": "-", "lunch": "-",
-  "transportation": "Taxi, from Tulsa to Moab, cost: 91", "dinner": "Red Rock Diner, Moab",
-  "attraction": "Rim Overlook, Moab;Fossil Hall, Moab;", "accommodation": "Canyon Loft, Moab"}]"""
+PROMPTS = Path(__file__).parent / "database" / "prompts"
 
 
 class ChatError(RuntimeError):
@@ -743,10 +724,7 @@ def client_of(url, key, retries):
 
     # a proxy of the environment leads out into the world, not to a server of one's own
     web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"))
-    client = openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
-    # the organization, project and headers of the environment are nobody's business but OpenAI's
-    client.organization, client.project, client._custom_headers = None, None, {}
-    return client
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
 
 
 def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=300, retries=6,
@@ -762,36 +740,36 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     ask = client_of(base, api_key or "none", retries).chat.completions.with_raw_response.create
     # half an emoji, with which a cut reply may end, cannot be sent
     messages = json.loads(json.dumps(messages, ensure_ascii=False).encode(errors="replace"))
-    tries, problem = 0, "a reply without text"
-    while tries <= retries:
+    for tried in range(1, retries + 2):
         try:
             reply = ask(model=model, messages=messages, temperature=temperature, top_p=top_p,
                         max_tokens=max_tokens or openai.omit, timeout=timeout)
-        except openai.APIError as error:
-            tries += 1 + int(error.request.headers.get("x-stainless-retry-count", 0))
-            status = getattr(error, "status_code", 0)
-            problem = f"status {status}" if status else f"no connection: {error.__cause__ or error}"
-            if 400 <= status < 500 and status != 429:  # refused, and the server says why
-                problem += f" {error.response.text[:300]!r}"
+        except openai.APIStatusError as error:
+            problem = f"status {error.status_code}"
+            if error.status_code < 500 and error.status_code != 429:  # refused: the server says why
+                raise ChatError(f"{url}: {problem} {error.response.text[:300]!r}") from None
             break
-        tries += 1 + reply.retries_taken
+        except openai.APIError as error:
+            problem = f"no connection: {error.__cause__ or error}"
+            break
         with suppress(ValueError, LookupError, TypeError, AttributeError):
             text = reply.http_response.json()["choices"][0]["message"]["content"]
             if text.strip():
                 return text
-        time.sleep(min(8, 0.1 * 2 ** tries))
-    count = "1 try" if tries == 1 else f"{tries} tries"
-    raise ChatError(f"{url}: {problem}, after {count} of model {model}")
+        problem = "a reply without text"
+        time.sleep(min(8, 0.1 * 2 ** tried))
+    raise ChatError(f"{url}: {problem}, after {retries} retries, from model {model}")
 
 
 def format_plan(text, task, model, url, cache=None, retries=6, timeout=300, api_key=None):
     """Itinerary text -> plan, or None when the model finds none. cache: a folder of its plans."""
+    prompt = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8")
     ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text}"
-    key = hashlib.sha256(json.dumps([model, PROMPT, ask]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([model, prompt, ask]).encode()).hexdigest()
     path = Path(cache) / f"{key}.json" if cache else None
     if path and path.exists():
         return json.loads(path.read_text())
-    messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": ask}]
+    messages = [{"role": "system", "content": prompt}, {"role": "user", "content": ask}]
     for _ in range(2):  # a reply without a list is asked for once more, and never kept
         reply = chat(url, model, messages, 0.0, timeout=timeout, retries=retries, api_key=api_key)
         days = load_json(reply)
@@ -834,8 +812,6 @@ def flags():
     add("--llm-key", metavar="FILE", help="file that holds the endpoint's API key")
     add("--cache", metavar="DIR", help="folder that keeps the LLM's plans, so that the same text "
         "is not sent twice (default: none)")
-    add("--compare", action="store_true", help="let both the rules and the LLM read; print the "
-        "slots where they differ, and the share of slots that agree")
     return parser
 
 
@@ -851,40 +827,18 @@ def read_texts(path):
                 raise SystemExit(f"{path}:{number}: {problem}") from None
 
 
-def differences(rules, llm):
-    """([(day, field, by rules, by the LLM)] where plans differ, blanks and case apart; slots)"""
-    found, slots = [], 0
-    for number, days in enumerate(zip_longest(rules or [], llm or [], fillvalue={}), 1):
-        for field in FIELDS:
-            values = [day.get(field) for day in days]
-            bare = {re.sub(r"[\s;.]+", " ", value or "-").strip().lower() for value in values}
-            found += [(number, field, *values)] if len(bare) > 1 else []
-            slots += 1
-    return found, slots
-
-
 def main(argv=None):
     args = flags().parse_args(argv)
-    if (args.compare and not args.llm_url) or (args.llm_url and not args.llm_model):
+    if args.llm_url and not args.llm_model:
         raise SystemExit("an LLM needs --llm-url and --llm-model")
-    database, agree, total = open_database(args.database), 0, 0
+    database = open_database(args.database)
     key = Path(args.llm_key).read_text().strip() if args.llm_key else None
-    for number, (row, task, text) in enumerate(list(read_texts(args.file)), 1):
-        rules = llm = None
-        if args.compare or not args.llm_url:
-            rules = parse_plan(text, task, database)
+    for row, task, text in list(read_texts(args.file)):  # all are looked at before one is paid
         if args.llm_url and text:
-            llm = format_plan(text, task, args.llm_model, args.llm_url, args.cache, api_key=key)
-        if not args.compare:
-            print(json.dumps({**row, "plan": rules or llm}, ensure_ascii=False))
-            continue
-        found, slots = differences(rules, llm)
-        agree, total = agree + slots - len(found), total + slots
-        for day, field, one, other in found:
-            print(f"{task.get('id', f'line {number}')} day {day} {field}")
-            print(f"  rules  {one}\n  llm    {other}")
-    if args.compare:
-        print(f"{agree} of {total} slots agree ({agree / max(total, 1):.1%})")
+            plan = format_plan(text, task, args.llm_model, args.llm_url, args.cache, api_key=key)
+        else:
+            plan = parse_plan(text, task, database)
+        print(json.dumps({**row, "plan": plan}, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -351,33 +351,14 @@ def open_database(path=None):
 
 # ---------------------------------------------------------------- tools
 
-def tool(name, description, **arguments):
-    """The JSON schema of a tool. A mode may be left out, all other arguments may not."""
-    properties = {key: {"type": "string", "description": text} for key, text in arguments.items()}
-    return {"type": "function", "function": {
-        "name": name, "description": description, "parameters": {
-            "type": "object", "required": [key for key in arguments if key != "mode"],
-            "properties": properties}}}
-
-
-TOOLS = [
-    tool("SearchCity", "List the cities of a state that a trip can visit.",
-         state="Name of the state"),
-    tool("SearchFlight", "List the flights between two cities on a day.",
-         departure="City the flight leaves from", destination="City the flight goes to",
-         date="Day of the flight, as YYYY-MM-DD"),
-    tool("GoogleDistanceMatrix", "Look up time, distance and cost of the road between two cities.",
-         departure="City to start from", destination="City to reach",
-         mode="driving (assumed if left out) or taxi"),
-    tool("SearchRestaurant", "List a city's restaurants: cost per person, cuisines, rating.",
-         city="Name of the city"),
-    tool("SearchAttraction", "List a city's attractions: website, address, phone.",
-         city="Name of the city"),
-    tool("SearchAccommodation",
-         "List a city's places to stay: price per room and night, room type, house rules, "
-         "minimum nights, occupancy, rating.", city="Name of the city"),
-]
-PARAMETERS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
+ARGUMENTS = {  # tool: what a call must name. Models read the schemas in database/prompts/system.txt
+    "SearchCity": ("state",),
+    "SearchFlight": ("departure", "destination", "date"),
+    "GoogleDistanceMatrix": ("departure", "destination"),  # and mode, driving if it is left out
+    "SearchRestaurant": ("city",),
+    "SearchAttraction": ("city",),
+    "SearchAccommodation": ("city",),
+}
 ASKED = {"SearchFlight": "departure, destination and date",
          "GoogleDistanceMatrix": "departure, destination and mode",
          "SearchCity": "state"}  # the others ask for a city
@@ -411,7 +392,7 @@ def compare(value, rows):
 class Sandbox:
     """The six tools, for one episode. failure_rate: the probability that a call is made to fail."""
 
-    tools = frozenset(PARAMETERS)
+    tools = frozenset(ARGUMENTS)
 
     def __init__(self, database, failure_rate=0.0, seed=0):
         self.database, self.failure_rate, self.seed = database, failure_rate, seed
@@ -421,15 +402,15 @@ class Sandbox:
         """The observation of a tool call. Never raises: it says what is wrong with a call."""
         if not isinstance(name, str) or name not in self.tools:
             shown = name[:80] if isinstance(name, str) else type(name).__name__
-            return f"Error: there is no tool {shown!r}. The tools are {', '.join(PARAMETERS)}."
+            return f"Error: there is no tool {shown!r}. The tools are {', '.join(ARGUMENTS)}."
         if self.failure_rate and self._fails():
             return f"Error: Current tool {name} is not available."
         try:
             # as the reference does it: `in` and [] on whatever came, and Python's own words where
             # they do not work
-            if not all(argument in arguments for argument in PARAMETERS[name]["required"]):
+            if not all(argument in arguments for argument in ARGUMENTS[name]):
                 return f"Invalid parameters. Please provide {ASKED.get(name, 'city')}."
-            values = [arguments[argument] for argument in PARAMETERS[name]["required"]]
+            values = [arguments[argument] for argument in ARGUMENTS[name]]
             if name == "GoogleDistanceMatrix":
                 return self._distance(*values, arguments.get("mode", "driving"))
             if name in LISTS:
@@ -504,8 +485,7 @@ class Sandbox:
 # ---------------------------------------------------------------- protocol
 
 PROMPTS = Path(__file__).parent / "database" / "prompts"  # what models are told
-SYSTEM_PROMPT = (PROMPTS / "system.txt").read_text(encoding="utf-8").replace(
-    "{tools}", "\n".join(map(json.dumps, TOOLS)))
+SYSTEM_PROMPT = (PROMPTS / "system.txt").read_text(encoding="utf-8")
 SHORT_PROMPT = (
     'You plan trips with tools. Reply <think>...</think><tool_call>{"name": ..., "arguments": '
     '{...}}</tool_call> or <think>...</think><answer>...</answer>.')

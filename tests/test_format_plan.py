@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, __file__.rpartition("/")[0])
 import nl_styles
 
-from format_plan import FIELDS, ChatError, chat, differences, format_plan, main, parse_plan
+from format_plan import FIELDS, ChatError, chat, format_plan, main, parse_plan
 
 EMPTY = dict.fromkeys(FIELDS, "-")
 
@@ -324,24 +324,24 @@ def test_chat_takes_either_address_and_says_what_cannot_be_said(endpoint):
 
 
 @pytest.mark.parametrize("script, retries, problem, tries", [
-    ([503], 2, "status 503", 3),
-    (["empty", 503], 2, "status 503", 4),
-    (["empty"], 2, "a reply without text", 3),
-    (["shapeless"], 0, "a reply without text", 1),
-    ([(401, "wrong key")], 6, "status 401.*wrong key", 1),  # trying again would not help
-    ([(400, "the context is too long")], 6, "status 400.*context", 1),
-    ([(504, "context deadline exceeded")], 1, "status 504, ", 2)])  # is not about the messages
-def test_chat_gives_up_with_address_cause_and_tries(endpoint, script, retries, problem, tries):
+    ([503], 2, "status 503, after 2 retries, from model m", 3),
+    (["empty", 503], 2, "status 503, after 2 retries, from model m", 4),
+    (["empty"], 2, "a reply without text, after 2 retries, from model m", 3),
+    (["shapeless"], 0, "a reply without text, after 0 retries, from model m", 1),
+    ([(401, "wrong key")], 6, "status 401 .*wrong key.*", 1),  # trying again would not help
+    ([(400, "the context is too long")], 6, "status 400 .*context.*", 1),
+    # is not about the messages
+    ([(504, "context deadline exceeded")], 1, "status 504, after 1 retries, from model m", 2)])
+def test_chat_gives_up_with_address_and_cause(endpoint, script, retries, problem, tries):
     url, play = endpoint
     asked = play(*script)
-    count = "1 try" if tries == 1 else f"{tries} tries"
-    with pytest.raises(ChatError, match=rf"^{url}: {problem}.*after {count} of model m$"):
+    with pytest.raises(ChatError, match=rf"^{url}: {problem}$"):
         chat(url, "m", HELLO, retries=retries)
     assert len(asked) == tries
 
 
 def test_chat_says_that_nobody_is_there():
-    with pytest.raises(ChatError, match=r"http://127.0.0.1:9: no connection: .*, after 2 tries"):
+    with pytest.raises(ChatError, match=r"http://127.0.0.1:9: no connection: .*, after 1 retries"):
         chat("http://127.0.0.1:9", "m", HELLO, retries=1)
 
 
@@ -355,9 +355,8 @@ def test_a_third_of_bad_answers_loses_nothing(endpoint):
 
 def test_what_the_environment_says_of_openai_stays_here(endpoint, monkeypatch):
     url, play = endpoint
-    for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID", "WEBHOOK_SECRET"):
+    for name in ("API_KEY", "ADMIN_KEY", "WEBHOOK_SECRET"):
         monkeypatch.setenv(f"OPENAI_{name}", "secret")
-    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Gateway: secret\nAuthorization: secret")
     for name in ("OPENAI_BASE_URL", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9/secret")
     asked = play("Good day")
@@ -409,7 +408,7 @@ def test_driving_is_uniform_and_flights_stay(endpoint):
         assert day["transportation"] == kept
 
 
-def test_the_command_line_writes_plans_and_compares(endpoint, tmp_path, root, trip, capsys):
+def test_the_command_line_writes_plans(endpoint, tmp_path, root, trip, capsys):
     url, play = endpoint
     city, eat = trip["names"]["city"], trip["names"]["eat"][0]
     file, key = tmp_path / "texts.jsonl", tmp_path / "key"
@@ -429,18 +428,8 @@ def test_the_command_line_writes_plans_and_compares(endpoint, tmp_path, root, tr
     assert [json.loads(line)["plan"][0]["dinner"]
             for line in capsys.readouterr().out.split("\n")[:-1]] == ["Other, X"] * 2
     assert asked[0][2]["Authorization"] == "Bearer k"
-    main([*command, "--compare"])
-    out = capsys.readouterr().out
-    assert "t1 day 1 dinner\n" in out
-    assert "11 of 14 slots agree" in out
     file.write_text(json.dumps(episode) + "\n{}\n")
     with pytest.raises(SystemExit, match=r"texts.jsonl:2:"):
         main(command)
     with pytest.raises(SystemExit, match="--llm-model"):
         main([*command[:3], "--llm-url", url])
-
-
-def test_differences_name_day_and_field():
-    one = [{**EMPTY, "day": 1, "lunch": "X, A"}]
-    assert differences(one, [{**EMPTY, "day": 1, "lunch": "x,  A"}]) == ([], 7)
-    assert differences(one, None) == ([(1, "lunch", "X, A", None)], 7)

@@ -16,12 +16,11 @@
 #   ENDPOINT  URL=MODEL of a teacher, ENDPOINT_KEY the file of its key; unset: the solver, for free
 #   QA      folder of FlashRAG's data sets, with RETRIEVER: questions after a real size's evaluation
 #   PYTHON  what .venv is made with                STAR_DATABASE  the full database
-#
 # Sources: [1] STAR, arXiv:2603.21972, sections 3-4, appendices C-D   [2] ours, measured here
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,21s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '2,20s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 print() { printf '%q ' "$@"; echo; }
@@ -33,7 +32,7 @@ stage() {
     shift 2
     set -- "$@" ${!more:-}
     if [[ -n ${DRY:-} ]]; then printf '\n# %s -> %s\n' "$name" "$output"; print "$@"; return; fi
-    if made "$output"; then times+=("$name|done before"); return; fi
+    if made "$output"; then times+=("$name" "done before"); return; fi
     if [[ $node != 0 && $1 != torchrun ]]; then  # what is not trained is made by the first node
         say "$name runs on node 0; waiting for $output"
         until made "$output"; do sleep 5; done
@@ -44,15 +43,15 @@ stage() {
     "$@" || stop "stage $name failed, see above${lost:-}. The same command goes on from here"
     [[ -e $output ]] || stop "stage $name ended without writing $output"
     rm -f "$mark"
-    times+=("$name|$((SECONDS - began)) s")
+    times+=("$name" "$((SECONDS - began)) s")
 }
 
 # finish TABLE   the last words: the table, and what each stage took
 finish() {
-    [[ -z ${DRY:-} ]] || exit 0
-    times=("stage|time" "${times[@]}" "all|$SECONDS s")
-    printf '\n%s\n\n' "$(cat "$1")"
-    for row in "${times[@]}"; do printf '%-40s %12s\n' "${row%|*}" "${row#*|}"; done
+    if [[ -z ${DRY:-} ]]; then
+        printf '\n%s\n\n' "$(cat "$1")"
+        printf '%-40s %12s\n' stage time "${times[@]}" all "$SECONDS s"
+    fi
     exit 0
 }
 
@@ -60,8 +59,7 @@ recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/nul
 
 # .venv, made once from exact pins, and again when their file changes
 environment() {
-    local pins=requirements.txt index=https://download.pytorch.org/whl/cpu python torch
-    local pip=(.venv/bin/python -m pip install -q)
+    local pins=requirements.txt python torch pip=(.venv/bin/python -m pip install -q)
     [[ $seen != 0 ]] || pins=requirements-cpu.txt
     export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
     # DeepSpeed's op, compiled once for each .venv: a build that was killed leaves a lock behind
@@ -81,14 +79,13 @@ environment() {
         command -v g++ >/dev/null || stop "DeepSpeed's op needs g++; on Debian: apt install g++"
         torch=$(grep ^torch== "$pins")  # first, by itself: the head of the file says why
         [[ $(uname) == Darwin ]] || torch+=+cpu
-        "${pip[@]}" --retries 1 --no-deps "$torch" --extra-index-url "$index" ||
-            stop "no $torch in $index; the same command tries again"
+        "${pip[@]}" --retries 1 --no-deps "$torch" \
+            --extra-index-url https://download.pytorch.org/whl/cpu || stop "no $torch: try again"
         pip+=(--no-deps)
     fi
     "${pip[@]}" -r "$pins" || stop "pip failed; the same command tries again"
     .venv/bin/python -c 'import torch, vllm, deepspeed, transformers' || stop "remove .venv: broken"
     cp "$pins" .venv/installed.txt
-    say ".venv is ready after $SECONDS s"
 }
 
 # must FIX COMMAND...   a check: where it fails, the last words say what mends it
@@ -159,7 +156,6 @@ else
     [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=8
     [[ $GPUS != 0 ]] || stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
 fi
-# after SIGTERM ranks save a checkpoint at the end of the update; torchrun's own patience is 30 s
 trap 'stop "SIGTERM. What is saved is kept: the same command goes on"' TERM
 meet=(--standalone)
 if [[ $NNODES != 1 ]]; then
@@ -167,6 +163,7 @@ if [[ $NNODES != 1 ]]; then
           --master_addr "${MASTER_ADDR:?several nodes need MASTER_ADDR, the first node}")
     lost="; where a connection was closed or reset, another node is gone: start all $NNODES again"
 fi
+# after SIGTERM ranks save a checkpoint at the end of the update; torchrun's own patience is 30 s
 torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
 
@@ -210,7 +207,6 @@ if [[ $size == tiny ]]; then
         --seed 1 --prefix val --out "$DATA/val.jsonl"
     stage rl-tasks "$DATA/rl.jsonl" "${tasks[@]}" --split train --n 400 --seed 2 --prefix rl \
         --out "$DATA/rl.jsonl"
-    # from many other worlds: in a single one, names would be learnt by heart
     stage episodes "$DATA/sft.jsonl" python tiny.py drills --episodes --n 2400 --worlds 60 \
         --seed 3 --out "$DATA/sft.jsonl"
     if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown
@@ -226,7 +222,7 @@ if [[ $size == tiny ]]; then
         --data "$DATA/sft.jsonl" --epochs 0.835 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 \
         --cutoff 1024 "${train[@]}" --out "$OUT/sft"
 else
-    # 180 held-out queries choose the checkpoint [1]: put the published ones there to compare
+    # 180 held-out queries choose the checkpoint [1]: the published ones may be put there
     stage val-tasks "$DATA/val.jsonl" "${tasks[@]}" --split val --n 180 --levels 1:1:1 --seed 1 \
         --prefix val --out "$DATA/val.jsonl"
     # 1,000 queries for RL, easy:medium:hard 4:3:3; SFT's are others, as [1]'s teacher solved them
@@ -252,8 +248,6 @@ fi
 stage rl "$OUT/rl/config.json" "${rl[@]}"
 stage eval "$OUT/eval/table.md" "${evaluate[@]}"
 if [[ $size == tiny ]]; then
-    stage eval-t1 "$OUT/eval-t1/table.md" python evaluate.py --model "${models[@]:1}" \
-        "${judge[@]}" --temperature 1.0 --out "$OUT/eval-t1"
     stage qa "$OUT/qa/tax.md" python qa_eval.py --model "${models[@]}" --system-prompt short \
         --topk 2 --max-turns 5 --max-context 512 --max-tokens 64 --seed "$SEED" --out "$OUT/qa"
 elif [[ -n ${QA:-} ]]; then  # out of domain [1 sec. 4]: top 5, 60 calls, 32K tokens

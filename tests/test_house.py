@@ -37,7 +37,7 @@ LIMITS = {  # lines
     "sandbox.py": 600, "constraints.py": 720, "format_plan.py": 650, "solver.py": 320,
     "evaluate.py": 650, "report.py": 400, "synth.py": 750, "tiny.py": 480, "sft.py": 430,
     "grpo.py": 800, "arpo.py": 900, "memory.py": 150, "retriever.py": 360, "qa_eval.py": 420,
-    "run.sh": 230, "axes.sh": 130, "README.md": 173}
+    "run.sh": 236, "axes.sh": 130, "README.md": 173}
 # sft.py and grpo.py write these each for themselves; all else they share is equal
 OWN_WORDS = {"flags", "main", "log", "learning_rate"}
 # the functions that may differ between the twins ARE the algorithm; all else is word for word equal

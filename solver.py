@@ -228,7 +228,7 @@ def solve_report(task, database):
     """What the solver knows about a task."""
     costs, cities = least_costs(task, database)
     cost, mode, route = cheapest_route(costs, cities)
-    if cost > task["budget"]:
+    if cost == math.inf or cost > task["budget"]:
         return Report(None, cost, 0, explain(task, database, cost))
     within = np.argwhere(np.minimum.reduce(list(costs.values())) <= task["budget"])
     choices = len({frozenset(visited) for visited in within.tolist()})
@@ -266,8 +266,8 @@ def legs(task, route, nights):
 def cheapest_journey(task, database, mode, route):
     """The journey of least cost along a route."""
     trips = trip_costs(task, database, mode, route, stay_costs(task, database, route))
-    first = range(len(route))  # of all orders of these cities, the one of the route
-    _, nights, masks = min((costs[*first], nights, masks) for nights, masks, costs in trips)
+    _, nights, masks = min((costs[*range(len(route))], nights, masks)  # the cities in their order
+                           for nights, masks, costs in trips)
     stays = []
     for city, n, mask in zip(route, nights, masks, strict=True):
         bed = next(bed for bed in lodgings(task, database, city) if bed.nights <= n)
@@ -323,9 +323,8 @@ def way_searches(task, mode, a, b, date, flies):
     if mode == "air" or free and a == task["org"]:
         steps.append(Search(f"flight from {a} to {b}", "SearchFlight", pair | {"date": date}))
     if not flies:
-        name = "driving" if mode == "road" else "taxi"
-        arguments = pair | {"mode": name}
-        steps.append(Search(f"{name} from {a} to {b}", "GoogleDistanceMatrix", arguments))
+        pair["mode"] = "driving" if mode == "road" else "taxi"
+        steps.append(Search(f"{pair['mode']} from {a} to {b}", "GoogleDistanceMatrix", pair))
     return steps
 
 

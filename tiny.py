@@ -99,8 +99,8 @@ def to_csv(head, rows):
 
 
 def make_map(rng):
-    """14 states of 3 or 4 cities on a plane: {state: [city]}, {city: (x, y) in km}. A noun names two
-    cities of different states, so that training meets a reserved city's words all the same."""
+    """14 states of 3 or 4 cities on a plane: {state: [city]}, {city: (x, y) in km}. Each noun names
+    two cities of different states: training meets the words of a reserved city all the same."""
     nouns = rng.sample(POOLS["nouns"], 24)
     sizes, names = [4] * 6 + [3] * 8, []  # 48 cities
     rng.shuffle(sizes)
@@ -491,9 +491,13 @@ def make_tiny(corpus, out, seed, width=192, vocabulary=2048):
         tie_word_embeddings=False,  # tied weights go stale in vLLM's CPU build
         rope_parameters={"rope_theta": 1e6, "rope_type": "default"}, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
-    rendered = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks[:3000]]
+    rows = []
+    for talk in talks[:3000]:
+        asks = talk[-1]["role"] == "user"
+        text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=asks)
+        rows.append(tokenizer.encode(text if asks else text.removesuffix("\n")))
     with torch.no_grad():
-        embed_classes(lm, [tokenizer.encode(text.removesuffix("\n")) for text in rendered])
+        embed_classes(lm, rows)
         wire_induction(lm)
     lm.save_pretrained(out)
     tokenizer.save_pretrained(out)

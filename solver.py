@@ -1,50 +1,45 @@
 """
 Exact plans of least cost: `solve` finds a task's cheapest honest plan, or proves there is none.
 
-A trip is a route of cities, a split of the nights, and a mode: by road, or by air and taxi. Given
-these, each city costs its cheapest allowed hotel for the whole stay and the cheapest set of meals
-that serves its share of the wanted cuisines. So all routes are summed up at once, as arrays with an
-axis per city. Honest plans leave on the first day, return on the last and pass `strict`.
+    (1) price   what a city's hotels and meals cost, and the ways from city to city
+    (2) sum     for each split of the nights and share of the cuisines, the costs of all routes at
+                once, in arrays with an axis for each city of the route
+    (3) plan    the names behind the least of these costs, laid out day by day
+    (4) play    as an agent: the searches that a plan is made of, then the plan as the answer
 
-As an agent the solver makes the searches that its plan is made of, and then gives it as its answer.
+Honest plans leave on the first day, return on the last, and pass `strict`. One hotel per city is
+enough: no two are cheaper than the cheapest one whose minimum nights the whole stay meets.
 """
 import itertools
 import json
 import math
+from collections import namedtuple
 from functools import cache, lru_cache, partial
-from typing import NamedTuple
 
 import numpy as np
 
 from constraints import ROOM_TYPES
-from format_plan import itinerary
+from format_plan import FIELDS, MEALS, itinerary
 
-SLOTS = ("transportation", "breakfast", "attraction", "lunch", "dinner", "accommodation")
-SEARCHES = {  # table: its tool, its lines of an itinerary
-    "hotels": ("SearchAccommodation", ("Accommodation",)),
-    "restaurants": ("SearchRestaurant", ("Breakfast", "Lunch", "Dinner")),
-    "attractions": ("SearchAttraction", ("Attraction",)),
-}
+SEARCHES = {"hotels": "SearchAccommodation", "restaurants": "SearchRestaurant",
+            "attractions": "SearchAttraction"}  # table: its tool
 
-
-class Report(NamedTuple):
-    """What the solver knows about a task."""
-    plan: list | None  # a plan of least cost that passes `strict`; None when there is none
-    cost: float  # dollars of the cheapest honest plan, budget or not; inf when there is none
-    choices: int  # sets of cities to visit for which a plan within the budget exists
-    reason: str  # why there is no plan, "" when there is one
-
-
-class Meal(NamedTuple):
-    cost: float  # dollars a person
-    mask: int  # bit i: it serves the i-th wanted cuisine
-    name: str
+Lodging = namedtuple("Lodging", "cost nights name")  # dollars a night for all; nights at least
+Meal = namedtuple("Meal", "cost mask name")  # dollars a person; bit i: serves the i-th cuisine
+Road = namedtuple("Road", "km words")
+Way = namedtuple("Way", "cost words a b date flies")  # dollars for all; in the plan's words
+Stay = namedtuple("Stay", "city nights bed meals sights")  # a sight a full day, three meals or more
+Journey = namedtuple("Journey", "mode route stays ways")  # all that a plan is made of
+Search = namedtuple("Search", "thought tool arguments")  # a tool call, and the thought before it
+# journey: of least cost, None where the reason says why; cost: dollars of the cheapest, budget or
+# not, inf where there is none; choices: how many sets of cities allow one within the budget
+Report = namedtuple("Report", "journey cost choices reason")
 
 
-# ---------------------------------------------------------------- what a city and a way cost
+# ---------------------------------------------------------------- (1) price
 
 @cache
-def venues(database, table, city):
+def places(database, table, city):
     """{name: rows} of the hotels, restaurants or attractions an honest plan may use, in file order.
 
     The rows are all that a judge may read the name as: those of that name, and `star`'s own choice,
@@ -62,41 +57,44 @@ def venues(database, table, city):
 
 
 def lodgings(task, database, city):
-    """The allowed hotels: [(dollars a night, minimum nights, name)], cheapest first."""
+    """The allowed hotels, cheapest first."""
     wish, people, found = task["local_constraint"], task["people_number"], []
     rule, room = wish.get("house rule"), wish.get("room type")
-    for name, rows in venues(database, "hotels", city).items():
+    for name, rows in places(database, "hotels", city).items():
         types = {row.room_type for row in rows}
-        if rule and any(f"No {rule}" in row.house_rules for row in rows):
-            continue
-        if room == "not shared room" and "Shared room" in types:
-            continue
-        if room in ROOM_TYPES and types != {ROOM_TYPES[room]}:
-            continue
-        cost = max(row.price * math.ceil(people / max(1, row.maximum_occupancy)) for row in rows)
-        found.append((cost, max(row.minimum_nights for row in rows), name))
+        banned = rule and any(f"No {rule}" in row.house_rules for row in rows)
+        shared = room == "not shared room" and "Shared room" in types
+        other = room in ROOM_TYPES and types != {ROOM_TYPES[room]}
+        if not (banned or shared or other):
+            rooms = [row.price * math.ceil(people / max(1, row.maximum_occupancy)) for row in rows]
+            found.append(Lodging(max(rooms), max(row.minimum_nights for row in rows), name))
     return sorted(found)
+
+
+def cuisines(task):
+    """The wanted cuisines; a set of them is a mask, with a bit for each."""
+    return tuple(task["local_constraint"].get("cuisine") or ())
 
 
 @lru_cache(maxsize=4096)
 def menu(database, city, wanted):
-    """The city's meals, cheapest first; `wanted` is a tuple of cuisines."""
+    """The city's meals, cheapest first."""
     meals = []
-    for name, rows in venues(database, "restaurants", city).items():
+    for name, rows in places(database, "restaurants", city).items():
         mask = sum(1 << i for i, cuisine in enumerate(wanted)
                    if all(cuisine in row.cuisines for row in rows))
         meals.append(Meal(max(row.cost for row in rows), mask, name))
     return sorted(meals)
 
 
-def cheapest_meals(meals, need):
-    """For every set of cuisines (a mask) the cheapest `need` or more meals that serve it:
-    {mask: (cost, meals)}.
+@lru_cache(maxsize=4096)
+def cheapest_meals(database, city, wanted, need):
+    """{mask: (cost, meals)}: the cheapest `need` or more meals that serve this set of cuisines.
 
     Such a choice is a cover in which every meal adds a cuisine and is the cheapest of its mask,
     filled up with the cheapest of the others; so it is enough to go through those covers.
     """
-    kinds, best = {}, {}
+    meals, kinds, best = menu(database, city, wanted), {}, {}
     for meal in meals:
         kinds.setdefault(meal.mask, meal)
     covers = [((), 0)]
@@ -105,58 +103,44 @@ def cheapest_meals(meals, need):
     for cover, have in covers:
         others = [meal for meal in meals[:need + len(cover)] if meal not in cover]
         picks = (*cover, *others[:max(0, need - len(cover))])
-        if len(picks) >= need:
-            cost = sum(meal.cost for meal in picks)
-            for mask in submasks(have):
-                if mask not in best or cost < best[mask][0]:
-                    best[mask] = (cost, picks)
+        cost = sum(meal.cost for meal in picks) if len(picks) >= need else math.inf
+        for mask in range(have + 1):
+            if mask & have == mask and cost < best.get(mask, (math.inf,))[0]:
+                best[mask] = (cost, picks)
     return best
-
-
-def submasks(mask):
-    return [m for m in range(mask + 1) if m & mask == m]
-
-
-def cuisines(task):
-    return tuple(task["local_constraint"].get("cuisine") or ())
 
 
 @lru_cache(maxsize=1 << 17)
 def drive(database, a, b):
-    """The distance row of a pair that can be driven within a day, else None."""
+    """The road from a to b, None where there is none that can be driven within a day."""
     row = database.distance(a, b)
-    known = row and row.duration and row.km is not None
-    return row if known and "day" not in row.duration else None
-
-
-def ways(task, database, mode, a, b, date):
-    """[(dollars, the plan's words)] from a to b, cheapest first: "road" is self-driving, "air" a
-    flight or, as judges allow, a taxi."""
-    row, people, found = drive(database, a, b), task["people_number"], []
-    if mode == "air":
-        for flight in database.flights(a, b, date):
-            found.append((flight.price * people,
-                          f"Flight Number: {flight.number}, from {a} to {b}, Departure Time: "
-                          f"{flight.departure}, Arrival Time: {flight.arrival}"))
-    if row:
-        word, per_km, seats = ("Self-driving", 0.05, 5) if mode == "road" else ("Taxi", 1, 4)
-        cost = int(row.km * per_km)  # dollars a car
-        found.append((cost * math.ceil(people / seats),
-                      f"{word}, from {a} to {b}, duration: {row.duration}, "
-                      f"distance: {row.distance}, cost: {cost}"))
-    return sorted(found)
-
-
-def leg_cost(*leg):
-    return next((cost for cost, _ in ways(*leg)), math.inf)
+    if not row or not row.duration or row.km is None or "day" in row.duration:
+        return None
+    return Road(row.km, f"from {a} to {b}, duration: {row.duration}, distance: {row.distance}")
 
 
 def modes(task):
-    """A trip is by air (with taxis) or by road, which judges forbid to mix. Driving is never dearer
-    than a taxi."""
+    """Air (or taxi) and road, which judges forbid to mix; driving is never dearer than a taxi."""
     wish = task["local_constraint"].get("transportation")
     return {"no flight": ("road",), "no self-driving": ("air",)}.get(wish, ("air", "road"))
 
+
+def ways(task, database, mode, a, b, date):
+    """The ways of a day, cheapest first: by road self-driving, by air a flight or else a taxi."""
+    road, people, found = drive(database, a, b), task["people_number"], []
+    for flight in database.flights(a, b, date) if mode == "air" else ():
+        words = (f"Flight Number: {flight.number}, from {a} to {b}, Departure Time: "
+                 f"{flight.departure}, Arrival Time: {flight.arrival}")
+        found.append(Way(flight.price * people, words, a, b, date, True))
+    if road:
+        name, per_km, seats = ("Self-driving", 0.05, 5) if mode == "road" else ("Taxi", 1, 4)
+        cost = int(road.km * per_km)  # dollars a car
+        words = f"{name}, {road.words}, cost: {cost}"
+        found.append(Way(cost * math.ceil(people / seats), words, a, b, date, False))
+    return sorted(found)
+
+
+# ---------------------------------------------------------------- (2) sum
 
 def stop_cities(task, database):
     """The cities a trip may visit: dest itself on 3 days, else those of the state dest."""
@@ -164,7 +148,19 @@ def stop_cities(task, database):
     return [city for city in cities if city in database.cities and city != task["org"]]
 
 
-# ---------------------------------------------------------------- all routes at once
+def splits(task):
+    """All ways to split the nights among the cities of a route, at least one for each."""
+    total, number = task["days"] - 1, task["visiting_city_number"]
+    counts = itertools.product(range(1, total + 1), repeat=number)
+    return [nights for nights in counts if sum(nights) == total]
+
+
+def shares(task):
+    """All ways to share the cuisines out among the cities of a route, a mask for each city."""
+    cities = range(task["visiting_city_number"])
+    for owners in itertools.product(cities, repeat=len(cuisines(task))):
+        yield [sum(1 << i for i, owner in enumerate(owners) if owner == c) for c in cities]
+
 
 def stay_costs(task, database, cities):
     """(nights + 1, 2^cuisines, cities): dollars of so many nights in a city, with three meals and a
@@ -173,113 +169,93 @@ def stay_costs(task, database, cities):
     longest = task["days"] - task["visiting_city_number"]
     costs = np.full((longest + 1, 1 << len(wanted), len(cities)), np.inf)
     for c, city in enumerate(cities):
-        hotels, meals = lodgings(task, database, city), menu(database, city, wanted)
-        sights = len(venues(database, "attractions", city))
-        for nights in range(1, longest + 1):
-            hotel = next((cost for cost, least, _ in hotels if least <= nights), math.inf)
-            if hotel < math.inf and sights >= nights - 1:
-                for mask, (meal, _) in cheapest_meals(meals, 3 * (nights - 1)).items():
-                    costs[nights, mask, c] = nights * hotel + people * meal
+        beds, sights = lodgings(task, database, city), len(places(database, "attractions", city))
+        for n in range(1, min(longest, sights + 1) + 1):
+            bed = min((bed.cost for bed in beds if bed.nights <= n), default=math.inf)
+            for mask, (meal, _) in cheapest_meals(database, city, wanted, 3 * (n - 1)).items():
+                costs[n, mask, c] = n * bed + people * meal
     return costs
 
 
-def route_costs(task, database, mode, cities, stay):
-    """(cities,) * number: the least cost of a trip to these cities in this order, budget or not.
+def fares(task, database, mode, origins, goals, day):
+    """(origins, goals): dollars of the cheapest way on a day; inf from a city to itself."""
+    def fare(a, b):
+        found = ways(task, database, mode, a, b, task["date"][day]) if a != b else ()
+        return found[0].cost if found else math.inf
 
-    Peel off the last city. After k cities, n nights and the cuisines m the least cost is
-        best_1[n, m][a]        = way(home, a) + stay[n, m, a]
-        best_k[n, m][.., a, b] = min over n' < n and m' within m of
-                                 best_{k-1}[n', m'][.., a] + way(a, b) + stay[n - n', m - m', b]
-    and a trip costs best_number[all nights, all cuisines][.., z] + way(z, home).
-    """
-    dates, number, full = task["date"], task["visiting_city_number"], stay.shape[1] - 1
-    total = task["days"] - 1  # nights
-    way = partial(leg_cost, task, database, mode)
-    out = np.array([way(task["org"], city, dates[0]) for city in cities])
-    home = np.array([way(city, task["org"], dates[total]) for city in cities])
-    best = {(n, mask): out + stay[n, mask]
-            for n in range(1, total - number + 2) for mask in range(full + 1)}
-    for k in range(2, number + 1):
-        longer, hops = {}, {}
-        for (spent, had), here in best.items():
-            if spent not in hops:
-                hops[spent] = np.array([[way(a, b, dates[spent]) if a != b else math.inf
-                                         for b in cities] for a in cities])
-            arrived, left = here[..., None] + hops[spent], total - spent
-            for n in range(1, left - (number - k) + 1) if k < number else [left]:
-                for mask in submasks(full & ~had) if k < number else [full & ~had]:
-                    key, trip = (spent + n, had | mask), arrived + stay[n, mask]
-                    longer[key] = np.minimum(longer[key], trip) if key in longer else trip
-        best = longer
-    trips = best[total, full] + home
-    if number == 3:
-        trips[np.arange(len(cities)), :, np.arange(len(cities))] = np.inf  # no city twice
-    return trips
+    return np.array([[fare(a, b) for b in goals] for a in origins])
+
+
+def trip_costs(task, database, mode, cities, stay):
+    """(nights, masks, costs) for each split of the nights and share of the cuisines. costs: without
+    the way home, which is the same for all; an axis over `cities` for each city of the route."""
+    ride = partial(fares, task, database, mode)
+    out = ride([task["org"]], cities, 0)[0]
+    hops = {day: ride(cities, cities, day) for day in range(1, task["days"] - 1)}
+    for nights, masks in itertools.product(splits(task), shares(task)):
+        day, costs = nights[0], out + stay[nights[0], masks[0]]
+        for n, mask in zip(nights[1:], masks[1:], strict=True):
+            costs = costs[..., None] + (hops[day] + stay[n, mask])
+            day += n
+        yield nights, masks, costs
 
 
 def least_costs(task, database):
-    """{mode: array over routes} and the cities its axes stand for."""
+    """{mode: the least cost of each route, an axis for each of its cities} and the axes' cities."""
     cities, number = stop_cities(task, database), task["visiting_city_number"]
     most = min(3, len(cities), task["days"] - 1)
     if task["org"] not in database.cities or not 1 <= number <= most:
         return {mode: np.empty(0) for mode in modes(task)}, cities
-    stay = stay_costs(task, database, cities)
-    return {mode: route_costs(task, database, mode, cities, stay) for mode in modes(task)}, cities
+    stay, found, every = stay_costs(task, database, cities), {}, np.arange(len(cities))
+    for mode in modes(task):
+        best = np.full((len(cities),) * number, np.inf)
+        for _, _, costs in trip_costs(task, database, mode, cities, stay):
+            np.minimum(best, costs, out=best)
+        if number == 3:
+            best[every, :, every] = np.inf  # no city twice
+        found[mode] = best + fares(task, database, mode, cities, [task["org"]], -1)[:, 0]
+    return found, cities
 
 
 def cheapest_route(costs, cities):
     """(dollars, mode, route) of least cost; (inf, ...) where no route can be gone."""
-    mode = min(costs, key=lambda name: costs[name].min(initial=math.inf))
-    cost = float(costs[mode].min(initial=math.inf))
+    cost, mode = min((costs[mode].min(initial=math.inf), mode) for mode in costs)
     best = np.unravel_index(costs[mode].argmin(), costs[mode].shape) if cost < math.inf else ()
-    return cost, mode, [cities[i] for i in best]
+    return float(cost), mode, [cities[i] for i in best]
 
 
 def solve_report(task, database):
-    """Exact over honest plans. One hotel per city is enough: no two are cheaper than the cheapest
-    one whose minimum nights the whole stay meets."""
+    """What the solver knows about a task."""
     costs, cities = least_costs(task, database)
     cost, mode, route = cheapest_route(costs, cities)
     if cost == math.inf or cost > task["budget"]:
         return Report(None, cost, 0, explain(task, database, cost))
     within = np.argwhere(np.minimum.reduce(list(costs.values())) <= task["budget"])
-    choices = {frozenset(route) for route in within.tolist()}
-    return Report(cheapest_plan(task, database, mode, route), cost, len(choices), "")
+    choices = len({frozenset(visited) for visited in within.tolist()})
+    return Report(cheapest_journey(task, database, mode, route), cost, choices, "")
 
 
 def solve(task, database):
     """A plan of least cost that scores success under `star` and `strict`, or None: none exists."""
-    return solve_report(task, database).plan
+    journey = solve_report(task, database).journey
+    return lay_out(task, journey) if journey else None
 
 
 def explain(task, database, cost):
     """Why no plan exists, in a few words."""
     if cost < math.inf:
         return f"least cost {cost:.0f} is over the budget {task['budget']}"
-    cities, org, dest, dates = stop_cities(task, database), task["org"], task["dest"], task["date"]
-    number = task["visiting_city_number"]
-    if org not in database.cities:
-        return f"{org} is not among the cities of {database.folder}"
+    cities, number, dest = stop_cities(task, database), task["visiting_city_number"], task["dest"]
     if len(cities) < number:
         return f"{dest} has {len(cities)} cities to visit, {number} are asked for"
-    for a, b, date in ((org, None, dates[0]), (None, org, dates[-1])):
-        if not any(ways(task, database, mode, a or city, b or city, date)
-                   for mode in modes(task) for city in cities):
-            return f"no way from {a or dest} to {b or dest} on {date}"
     for name, wish in task["local_constraint"].items():
-        eased = {**task, "local_constraint": {**task["local_constraint"], name: None}}
+        eased = task | {"local_constraint": task["local_constraint"] | {name: None}}
         if wish and cheapest_route(*least_costs(eased, database))[0] < math.inf:
             return f"no plan with {name} {wish}"
-    return f"too few places or ways in {dest} for all that is asked"
+    return f"too few places in {dest}, or ways from {task['org']} and back, for all that is asked"
 
 
-# ---------------------------------------------------------------- the plan
-
-def splits(total, parts):
-    """All ways to cut `total` nights into `parts` stays of at least one night."""
-    for cuts in itertools.combinations(range(1, total), parts - 1):
-        yield [b - a for a, b in zip((0, *cuts), (*cuts, total), strict=True)]
-
+# ---------------------------------------------------------------- (3) plan
 
 def legs(task, route, nights):
     """[(from, to, date)] of a trip."""
@@ -287,115 +263,84 @@ def legs(task, route, nights):
     return [(stops[i], stops[i + 1], task["date"][day]) for i, day in enumerate(days)]
 
 
-def cheapest_plan(task, database, mode, route):
-    """The least cost plan along a route, of all splits of nights and all places for cuisines."""
-    wanted, cities = cuisines(task), range(len(route))
-    stay, best = stay_costs(task, database, route), (math.inf,)
-    for nights in splits(task["days"] - 1, len(route)):
-        travel = sum(leg_cost(task, database, mode, *leg) for leg in legs(task, route, nights))
-        for owners in itertools.product(cities, repeat=len(wanted)):
-            masks = [sum(1 << i for i, owner in enumerate(owners) if owner == c) for c in cities]
-            cost = travel + sum(stay[nights[c], masks[c], c] for c in cities)
-            best = min(best, (cost, nights, masks))
-    _, nights, masks = best
-    hotels, meals, sights = [], [], []
+def cheapest_journey(task, database, mode, route):
+    """The journey of least cost along a route."""
+    trips = trip_costs(task, database, mode, route, stay_costs(task, database, route))
+    _, nights, masks = min((costs[*range(len(route))], nights, masks)  # the cities in their order
+                           for nights, masks, costs in trips)
+    stays = []
     for city, n, mask in zip(route, nights, masks, strict=True):
-        hotels.append(next(name for _, least, name in lodgings(task, database, city) if least <= n))
-        menus = cheapest_meals(menu(database, city, wanted), 3 * (n - 1))
-        meals.append([meal.name for meal in menus[mask][1]])
-        sights.append(list(venues(database, "attractions", city))[:n - 1])
-    rides = [ways(task, database, mode, *leg)[0][1] for leg in legs(task, route, nights)]
-    return lay_out(task, route, nights, rides, hotels, meals, sights)
+        bed = next(bed for bed in lodgings(task, database, city) if bed.nights <= n)
+        _, meals = cheapest_meals(database, city, cuisines(task), 3 * (n - 1))[mask]
+        sights = list(places(database, "attractions", city))
+        stays.append(Stay(city, n, bed, meals, sights[:n - 1]))
+    cheapest = [ways(task, database, mode, *leg)[0] for leg in legs(task, route, nights)]
+    return Journey(mode, route, stays, cheapest)
 
 
-def lay_out(task, route, nights, rides, hotels, meals, sights):
-    """The plan's days. Meals beyond three for every full day go to the day of arrival, then to that
-    of leaving."""
-    plan = [dict.fromkeys(SLOTS, "-") for _ in task["date"]]
-    start, home = 0, task["org"]
-    for c, city in enumerate(route):
-        end, full = start + nights[c], range(start + 1, start + nights[c])
-        places = [(day, slot) for day in full for slot in ("breakfast", "lunch", "dinner")]
-        places += [(start, slot) for slot in ("dinner", "lunch", "breakfast")]
-        places += [(end, slot) for slot in ("breakfast", "lunch", "dinner")]
-        for (day, slot), name in zip(places, meals[c], strict=False):
-            plan[day][slot] = f"{name}, {city}"
-        for day in range(start, end):
-            plan[day]["accommodation"] = f"{hotels[c]}, {city}"
-        for i, day in enumerate(full):
-            shown = sights[c][i::len(full)]
-            plan[day]["attraction"] = "".join(f"{name}, {city};" for name in shown)
-            plan[day]["current_city"] = city
-        plan[start]["current_city"] = f"from {([home] + route)[c]} to {city}"
-        plan[start]["transportation"] = rides[c]
-        start = end
-    plan[start]["current_city"] = f"from {route[-1]} to {home}"
-    plan[start]["transportation"] = rides[-1]
-    return [{"day": number, "current_city": day.pop("current_city"), **day}
-            for number, day in enumerate(plan, 1)]
+def lay_out(task, journey):
+    """The plan. Meals beyond three a full day go to the day of arrival, then to that of leaving."""
+    plan = [{"day": day, **dict.fromkeys(FIELDS, "-")} for day in range(1, task["days"] + 1)]
+    starts = [0, *itertools.accumulate(stay.nights for stay in journey.stays)]
+    for start, way in zip(starts, journey.ways, strict=True):
+        plan[start] |= {"current_city": f"from {way.a} to {way.b}", "transportation": way.words}
+    for start, (city, nights, bed, meals, sights) in zip(starts, journey.stays, strict=False):
+        arrival, *full, leaving = plan[start:start + nights + 1]
+        slots = [(day, slot) for day in full for slot in MEALS]
+        slots += [(arrival, slot) for slot in MEALS[::-1]] + [(leaving, slot) for slot in MEALS]
+        for (day, slot), meal in zip(slots, meals, strict=False):
+            day[slot] = f"{meal.name}, {city}"
+        for day, sight in zip(full, sights, strict=True):
+            day |= {"current_city": city, "attraction": f"{sight}, {city};"}
+        for day in arrival, *full:
+            day["accommodation"] = f"{bed.name}, {city}"
+    return plan
 
 
-# ---------------------------------------------------------------- the solver as an agent
+# ---------------------------------------------------------------- (4) play
 
-def mode_of(plan):
-    return "road" if plan[0]["transportation"].startswith("Self-driving") else "air"
+def searches(task, journey):
+    """The searches that tell all a plan is made of, in the order an agent would ask."""
+    steps = [state_search(task["dest"])] if len(journey.stays) > 1 else []
+    for way in journey.ways:
+        steps += way_searches(task, journey.mode, way.a, way.b, way.date, way.flies)
+    return steps + [step for stay in journey.stays for step in city_searches(stay.city)]
 
 
-def ends(day):
-    return day["current_city"].removeprefix("from ").split(" to ")
-
-
-def searches(task, plan):
-    """[(thought, tool, arguments)] that tell all a plan is made of, in the order an agent would
-    ask."""
-    mode = mode_of(plan)
-    travel = [day for day in plan if day["transportation"] != "-"]
-    route, steps = [ends(day)[1] for day in travel[:-1]], []
-    if len(route) > 1:
-        steps.append((f"cities in {task['dest']}", "SearchCity", {"state": task["dest"]}))
-    for day in travel:
-        date = task["date"][day["day"] - 1]
-        steps += way_searches(task, mode, *ends(day), date, day["transportation"])
-    return steps + [step for city in route for step in city_searches(city)]
+def state_search(state):
+    return Search(f"cities in {state}", "SearchCity", {"state": state})
 
 
 def city_searches(city):
-    return [(f"{table} in {city}", tool, {"city": city}) for table, (tool, _) in SEARCHES.items()]
+    return [Search(f"{table} in {city}", tool, {"city": city}) for table, tool in SEARCHES.items()]
 
 
-def way_searches(task, mode, a, b, date, way):
+def way_searches(task, mode, a, b, date, flies):
     """Flights first, unless the wish is not to fly or the way out has shown that the trip goes by
-    road; then a road."""
-    steps, free = [], not task["local_constraint"].get("transportation")
+    road; then a road, unless the way is a flight."""
+    steps, pair = [], {"departure": a, "destination": b}
+    free = not task["local_constraint"].get("transportation")
     if mode == "air" or free and a == task["org"]:
-        arguments = {"departure": a, "destination": b, "date": date}
-        steps.append((f"flight from {a} to {b}", "SearchFlight", arguments))
-    if not way.startswith("Flight"):
-        word = "driving" if mode == "road" else "taxi"
-        arguments = {"departure": a, "destination": b, "mode": word}
-        steps.append((f"{word} from {a} to {b}", "GoogleDistanceMatrix", arguments))
+        steps.append(Search(f"flight from {a} to {b}", "SearchFlight", pair | {"date": date}))
+    if not flies:
+        pair["mode"] = "driving" if mode == "road" else "taxi"
+        steps.append(Search(f"{pair['mode']} from {a} to {b}", "GoogleDistanceMatrix", pair))
     return steps
 
 
 def turn(thought, tool, arguments):
-    """The reply that thinks this and makes this call."""
-    words = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
-    return f"<think>{thought}</think>\n<tool_call>{words}</tool_call>"
+    call = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
+    return f"<think>{thought}</think>\n<tool_call>{call}</tool_call>"
 
 
 def final_turn(thought, answer):
-    """The reply that thinks this and gives this answer."""
     return f"<think>{thought}</think>\n<answer>\n{answer}\n</answer>"
 
 
 def solver_replies(task, database):
     """The turns of the solver as an agent: its least cost plan, or the reason why there is none."""
-    report = solve_report(task, database)
-    if not report.plan:
-        return [final_turn(report.reason, f"No plan: {report.reason}")]
-    calls = [turn(*step) for step in searches(task, report.plan)]
-    return [*calls, final_turn("the plan", itinerary(report.plan))]
-
-
-def replies(steps, last, plan):
-    return [*(turn(*step) for step in steps), final_turn(last, itinerary(plan))]
+    journey, _, _, reason = solve_report(task, database)
+    if reason:
+        return [final_turn(reason, f"No plan: {reason}")]
+    answer = itinerary(lay_out(task, journey))
+    return [*(turn(*step) for step in searches(task, journey)), final_turn("the plan", answer)]

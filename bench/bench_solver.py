@@ -1,0 +1,59 @@
+"""
+What the exact solver takes on the official database, in milliseconds of this process.
+
+    STAR_TEST_DATA=../shared python bench/bench_solver.py            about a minute
+    STAR_TEST_DATA=../shared python bench/bench_solver.py --n 100    a quick look
+
+Draws --n tasks as the paper does, solves them and then the 147 official queries, and prints median,
+99th percentile and slowest by the number of days. One solve comes first that is not counted: it
+fills what later ones find in memory.
+"""
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import solver  # noqa: E402, the repository's
+import synth  # noqa: E402
+from evaluate import load_tasks  # noqa: E402
+
+
+def seconds(task, database):
+    began = time.process_time()
+    solver.solve(task, database)
+    return time.process_time() - began
+
+
+def table(name, tasks, database):
+    """Print a line per number of days."""
+    seconds(tasks[0], database)
+    for days in sorted({task["days"] for task in tasks}):
+        times = sorted(1000 * seconds(task, database) for task in tasks if task["days"] == days)
+        print(f"{name:18} {days:4} {len(times):6} {statistics.median(times):8.2f} "
+              f"{times[len(times) * 99 // 100]:8.2f} {times[-1]:8.2f}")
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--n", type=int, default=1000, help="tasks that are drawn")
+    p.add_argument("--seed", type=int, default=0, help="of the draws")
+    args = p.parse_args()
+    folder = Path(os.environ["STAR_TEST_DATA"]) / "travelplanner"
+    words = f"tasks --like paper --seed {args.seed} --database {folder / 'database'} --out -"
+    settings = synth.flags(words.split())
+    drawn = (synth.make_task(settings, index) for index in itertools.count())
+    tasks = list(itertools.islice(filter(None, drawn), args.n))
+    official = load_tasks(folder / "train_45.jsonl") + load_tasks(folder / "val_102.jsonl")
+    print(f"{'milliseconds':18} days  tasks   median      p99  slowest")
+    database = synth.open_once(settings.database)
+    table("like the paper's", tasks, database)
+    table("official queries", official, database)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The laptop's world: tables byte for byte, drills that can be copied, a model wired for copying.
+
+    python -m pytest tests/test_tiny.py
+"""
+import csv
+import io
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+import synth
+import tiny
+from evaluate import read_jsonl, score
+from sandbox import parse
+
+SEED = int(os.environ.get("TEST_SEED", "0"))
+TABLES = {"clean_accommodations_2022.csv": ("NAME", "city"),
+          "clean_restaurant_2022.csv": ("Name", "City"), "attractions.csv": ("Name", "City")}
+
+
+def made(path, *words):
+    """The rows that a command wrote."""
+    tiny.main([str(word) for word in (*words, "--out", path)])
+    return read_jsonl(path)
+
+
+@pytest.fixture(scope="module")
+def drills(tmp_path_factory):
+    """(shown, said) of 200 exercises out of two worlds."""
+    path = tmp_path_factory.mktemp("drills") / "drills.jsonl"
+    made(path, "drills", "--worlds", 2, "--n", 200, "--seed", SEED)
+    return [[each["content"] for each in row["messages"]] for row in read_jsonl(path)]
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory):
+    """780 episodes out of 13 worlds."""
+    path = tmp_path_factory.mktemp("episodes") / "episodes.jsonl"
+    return made(path, "drills", "--episodes", "--worlds", 13, "--n", 780, "--seed", SEED)
+
+
+def rows(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+# ---------------------------------------------------------------- world
+
+def test_the_small_world_that_ships_is_seed_0_byte_for_byte(root, tmp_path):
+    tiny.main(["world", "--out", str(tmp_path)])
+    written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == {*map(type(tmp_path), tiny.make_world(0))}
+    for name in written:
+        assert (root / "database" / "mini" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_no_word_means_two_kinds_of_place():
+    assert max(Counter(word for pool in tiny.POOLS.values() for word in pool).values()) == 1
+
+
+@pytest.fixture(params=range(3))
+def world(request):
+    """The tables of a world, and {city: state}."""
+    world = tiny.make_world(request.param + 1000 * SEED)
+    lines = world["background/citySet_with_states.txt"].split("\n")
+    return world, dict(line.split("\t") for line in lines)
+
+
+def test_no_two_places_of_a_kind_in_a_state_share_their_first_word(world):
+    tables, state = world
+    for table, (name, city) in TABLES.items():
+        words = Counter((state[row[city]], row[name].split()[0]) for row in rows(tables[table]))
+        assert max(words.values()) == 1, table
+
+
+def test_every_noun_names_two_cities_so_that_no_reserved_city_has_a_word_of_its_own(world):
+    _, state = world
+    cities = {}
+    for city in state:
+        cities.setdefault(city.split()[1], []).append(city)
+    assert {len(same) for same in cities.values()} == {2}
+
+
+def test_flights_shown_together_differ_in_the_first_digits_of_their_numbers(world):
+    blocks, flights = {}, rows(world[0]["clean_Flights_2022.csv"])
+    for row in flights:
+        key = row["OriginCityName"], row["DestCityName"], row["FlightDate"]
+        blocks.setdefault(key, []).append(row["Flight Number"][:3])
+    assert all(len(set(found)) == len(found) for found in blocks.values())
+    numbers = [row["Flight Number"] for row in flights]
+    assert numbers == sorted(set(numbers))
+    assert all(re.fullmatch(r"F\d{4}", number) for number in numbers)
+
+
+def test_a_small_world_has_the_quirks_of_the_official_one(world):
+    tables, state = world
+    assert "" in {row["house_rules"] for row in rows(tables["clean_accommodations_2022.csv"])}
+    roads = rows(tables["distance.csv"])
+    pairs = [(row["origin"], row["destination"]) for row in roads]
+    assert len(pairs) > len(set(pairs)) and len(set(pairs)) < 48 * 47
+    times = {re.sub(r"\d+ ", "", row["duration"]) for row in roads}
+    assert times >= {"", "day hours", "hours mins"}
+    flown = {(row["OriginCityName"], row["DestCityName"]): set()
+             for row in rows(tables["clean_Flights_2022.csv"])}
+    for row in rows(tables["clean_Flights_2022.csv"]):
+        flown[row["OriginCityName"], row["DestCityName"]].add(row["FlightDate"])
+    assert all(0 < len(dates) < 31 for dates in flown.values())
+
+
+# ---------------------------------------------------------------- drills
+
+@pytest.mark.parametrize("more", [(), ("--episodes",)])
+def test_the_same_seed_gives_the_same_drills_with_any_number_of_workers(more, tmp_path):
+    words = "drills", "--worlds", 3, "--n", 40, "--seed", SEED, *more
+    one, two = (made(tmp_path / str(n), *words, "--workers", n) for n in (1, 2))
+    assert one == two and len(one) == 40
+
+
+def test_what_a_drill_says_can_be_copied_from_what_it_shows(drills):
+    assert len(drills) == 200
+    for shown, said in drills:
+        assert all(name in shown for name in re.findall(r"(?:\d+\. )?\[[^\]]+\]", said))
+        assert "<tool_response>" in shown or parse(said).kind == "call"
+
+
+def test_a_drill_shows_the_way_out_when_it_asks_for_the_way_back_by_air_and_by_road(drills):
+    back = set()
+    for shown, said in drills:
+        if (call := parse(said)).kind == "call":
+            query, *seen = shown.split("<tool_response>")
+            here, there = call.arguments["departure"], call.arguments["destination"]
+            if re.search(rf" from {there} to {here}\b", query):
+                back.add(call.name)
+                assert re.search(rf" {there} to {here}\b", seen[-1])
+            else:
+                assert re.search(rf" from {here} to {there}\b", query)
+    assert back == {"SearchFlight", "GoogleDistanceMatrix"}
+
+
+def test_a_drill_names_a_hotel_for_two_nights_at_most_out_of_lists_that_hold_others_too(drills):
+    named = others = 0
+    for shown, said in drills:
+        found = re.findall(r"\[([^\]]+)\] \$.*Minimum Nights: ([\d.]+)", shown)
+        nights = {name: float(least) for name, least in found}
+        if choice := re.search(r"Accommodation: (?:\d+\. )?\[([^\]]+)\]", said):
+            assert nights[choice[1]] <= 2
+            named, others = named + 1, others + (max(nights.values()) > 2)
+        else:
+            assert not nights or min(nights.values()) > 2
+    assert named > 40 and others > 20
+
+
+def test_episodes_are_successes_in_the_short_form(episodes):
+    assert len(episodes) == 780
+    for row in episodes:
+        assert row["stop"] == "answer" and row["score"]["success"] == 1
+        assert re.search(r"(?m)^Breakfast: \d+\. \[", row["answer"])
+
+
+def test_worlds_to_learn_from_differ_in_their_month_so_that_trips_start_on_all_its_days(episodes):
+    starts = [row["task"]["date"][0] for row in episodes]
+    months = {f"{month:02d}": 60 + 60 * (month == 1) for month in range(1, 13)}
+    assert Counter(start[5:7] for start in starts) == months
+    assert {start[-2:] for start in starts} >= {f"{day:02d}" for day in range(1, 28)}
+
+
+def test_episodes_to_learn_from_keep_clear_of_what_is_held_out(episodes, mini):
+    held_out = {date for date in synth.MARCH if synth.stable_draw(f"from {date}") % 5 == 0}
+    assert held_out and held_out.isdisjoint(row["task"]["date"][0] for row in episodes)
+    for row in episodes:
+        assert synth.reserved(mini).isdisjoint((row["task"]["org"], row["task"]["dest"]))
+
+
+# ---------------------------------------------------------------- model
+
+@pytest.fixture(scope="module")
+def model(drills, tmp_path_factory):
+    """(folder, tokenizer) of a model made from the drills."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    talks = [{"messages": [{"role": "user", "content": shown},
+                           {"role": "assistant", "content": said}]} for shown, said in drills]
+    lines = "".join(json.dumps(talk) + "\n" for talk in talks)
+    (folder / "drills.jsonl").write_text(lines, encoding="utf-8")
+    tiny.main(["model", "--corpus", str(folder / "drills.jsonl"), "--out", str(folder / "model")])
+    return folder / "model", AutoTokenizer.from_pretrained(folder / "model")
+
+
+def test_a_name_is_the_same_tokens_wherever_it_stands(model, drills):
+    _, tokenizer = model
+    for shown, said in drills[:50]:
+        for text, name in itertools.product((shown, said), re.findall(r"\[([^\]]+)\]", said)):
+            if f" [{name}]" in text:
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                part = tokenizer.encode(f" [{name}]", add_special_tokens=False)[1:-1]
+                assert any(ids[i:i + len(part)] == part for i in range(len(ids)))
+
+
+def test_what_is_tokenised_comes_back(model, drills):
+    _, tokenizer = model
+    for text in itertools.chain(*drills[:50]):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_a_random_model_has_heads_that_look_back_and_heads_that_find_what_followed(model):
+    """100 random tokens, then 50 of them again: one head of each key is wired, in both layers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(model[0], attn_implementation="eager")
+    torch.manual_seed(SEED)
+    ids = torch.randperm(len(model[1]))[None, :100]
+    with torch.no_grad():
+        seen = lm(torch.cat([ids, ids[:, :50]], dim=1), output_attentions=True).attentions
+    wired, others = [0, 3], [1, 2, 4, 5]
+    before = seen[0][0, :, torch.arange(1, 150), torch.arange(149)].mean(-1)
+    assert before[wired].min() > 0.8 > 0.2 > before[others].max()
+    again = torch.arange(50)
+    followed = seen[1][0, :, 100 + again, 1 + again].mean(-1)
+    assert followed[wired].min() > 3 * followed[others].max()
+
+
+@pytest.mark.parametrize("name", ["solver", "synth", "tiny"])
+def test_importing_it_pulls_in_neither_torch_nor_an_engine(name, root):
+    heavy = "{'torch', 'transformers', 'tokenizers', 'vllm', 'openai'}"
+    code = f"import sys, {name}; sys.exit(bool({heavy} & {{*sys.modules}}))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
+
+
+def test_the_tasks_of_a_small_world_can_be_solved(tmp_path):
+    tiny.write_world(tmp_path, SEED)
+    synth.main(["tasks", "--database", str(tmp_path), "--n", "30", "--seed", str(SEED),
+                "--out", str(tmp_path / "tasks.jsonl")])
+    database = synth.open_once(str(tmp_path))
+    for task in read_jsonl(tmp_path / "tasks.jsonl"):
+        assert score(task, synth.solve(task, database), database, "strict")["success"] == 1

@@ -1,53 +1,63 @@
-"""The sandbox: tools word for word, an index that cannot answer wrongly, a protocol that nothing can break.
-
-    python -m pytest tests/test_sandbox.py      (STAR_TEST_DATA=../shared for the recorded answers of the reference)
-"""
-import csv, hashlib, json, os, random, shutil, subprocess, sys, time
+"""Tools word for word, an index that damage does not make lie, a protocol that nothing breaks."""
+import csv
+import hashlib
+import json
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from multiprocessing import get_context
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from conftest import ROOT, SEED
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import sandbox
-from sandbox import (MISSING, PARAMETERS, SHORT_PROMPT, SYSTEM_PROMPT, TABLES, TOOLS, Database, Episode, Sandbox,
-                     find_sources, open_database, parse)
+from sandbox import MISSING, TABLES, Database, Episode, Sandbox, between, find_sources, parse
 
 TASK = {"id": "t", "query": "Plan a trip."}
-CALL = '<think>x</think><tool_call>{"name": "SearchCity", "arguments": {"state": "Nowhere"}}</tool_call>'
+CALL = ('<think>x</think><tool_call>{"name": "SearchCity", "arguments": {"state": "Nowhere"}}'
+        '</tool_call>')
 ANSWER = "<think>x</think><answer>Day 1: home</answer>"
-BROKEN = "I would rather talk."
-FILES = {
-    "clean_Flights_2022.csv": (
-        "Flight Number,Price,DepTime,ArrTime,ActualElapsedTime,FlightDate,OriginCityName,DestCityName,Distance\n"
-        "F1,420,12:14,13:56,1 hours 42 minutes,2022-03-03,Ash,Elm,907.0\n"
-        "F2,99,08:00,09:00,1 hours 0 minutes,2022-03-03,Ash,Elm,907\n"
-        "F3,80,12:00,13:00,1 hours 0 minutes,2022-03-01,Ash,Elm,907.0\n"
-        "F4,70,12:00,13:00,1 hours 0 minutes,2022-03-04,Ash,Oak,100.0\n"),
-    "clean_accommodations_2022.csv": (
-        ",NAME,room type,price,minimum nights,review rate number,house_rules,maximum occupancy,city\n"
-        '0,"Big, bright",Private room,131.0,1.0,2.0,No pets,1,Elm\n'
-        "1,No rules known,Private room,131.0,1.0,2.0,,1,Elm\n"
-        "2,Nest,Shared room,60,3,4,No parties & No pets,2,Elm\n"),
-    "clean_restaurant_2022.csv": (
-        ",Name,City,Cuisines,Average Cost,Aggregate Rating\n"
-        '0,Chez Ann,Elm,"Tea, Indian",46,4.8\n'),
-    "attractions.csv": (
-        "Name,Latitude,Longitude,Address,Phone,Website,City\n"
-        "Old Mill,1.5,2.5,1 Mill Rd,555,http://mill,Elm\n"),
-    "distance.csv": (
-        "origin,destination,cost,duration,distance\nAsh,Elm,,1 hour 4 mins,98.6 km\nAsh,Elm,,9 hours,999 km\n"
-        'Elm,Oak,,1 day 3 hours,"3,022 km"\nOak,Elm,,,\n'),
-    "background/citySet_with_states.txt": "Ash\tNorth\nElm\tSouth\nOak\tSouth",
-}
-CALLS = [("SearchFlight", {"departure": "Ash", "destination": "Elm", "date": "2022-03-03"}),
-         ("SearchFlight", {"departure": "Ash", "destination": "Oak", "date": "2022-03-04"}),
-         ("SearchAccommodation", {"city": "Elm"}), ("SearchRestaurant", {"city": "Elm"}),
-         ("SearchAttraction", {"city": "Elm"}), ("SearchCity", {"state": "South"}),
-         *[("GoogleDistanceMatrix", dict(zip(("departure", "destination"), pair.split())))
-           for pair in ("Ash Elm", "Elm Oak", "Oak Elm", "Oak Ash")]]
+DOZEN = ROOT / "tests" / "dozen"  # a world of a dozen rows
+CALLS = [
+    ("SearchFlight", {"departure": "Ash", "destination": "Elm", "date": "2022-03-03"}),
+    ("SearchAccommodation", {"city": "Elm"}), ("SearchRestaurant", {"city": "Elm"}),
+    ("SearchAttraction", {"city": "Elm"}), ("SearchCity", {"state": "South"}),
+    *[("GoogleDistanceMatrix", dict(zip(("departure", "destination"), pair.split(), strict=True)))
+      for pair in ("Ash Elm", "Elm Oak", "Oak Elm", "Oak Ash")]]
+SAID = [
+    "A SearchFlight for Ash to Elm on 2022-03-03 found the following 2 flights:\n"
+    "1. [F1] $420. Departure: 12:14, Arrival: 13:56, Actual Elapsed Time: 1 hours 42 minutes, "
+    "Distance: 907.0 miles\n\n"
+    "2. [F2] $99. Departure: 08:00, Arrival: 09:00, Actual Elapsed Time: 1 hours 0 minutes, "
+    "Distance: 907.0 miles\n",
+    "A SearchAccommodation for Elm found the following 2 accommodations:\n"
+    "1. [Big, bright] $131.0. Room Type: Private room, House Rules: No pets, Minimum Nights: 1.0, "
+    "Maximum Occupancy: 1, Review Rate Number: 2.0\n\n"
+    "2. [Nest] $60.0. Room Type: Shared room, House Rules: No parties & No pets, "
+    "Minimum Nights: 3.0, Maximum Occupancy: 2, Review Rate Number: 4.0\n",
+    "A SearchRestaurant for city Elm found the following 1 restaurants:\n"
+    "1. [Chez Ann] Avg. Cost $46. Cuisines: Tea, Indian. Rating: 4.8\n",
+    "A SearchAttraction for city Elm found the following 1 attractions:\n"
+    "1. [Old Mill](http://mill) Address: 1 Mill Rd. Contact: 555\n",
+    "A SearchCity for state South found the following 2 cities:\nElm, Oak",
+    "A GoogleDistanceMatrix found the following information:\n"
+    "driving, from Ash to Elm, duration: 1 hour 4 mins, distance: 98.6 km, cost: $4",
+    "The required time exceeds a single day, we cannot provide the cost. "
+    "Please consider an alternative transportation instead.",
+    "Sorry, we cannot find the distance between Oak and Elm.",
+    "No valid information found. Please rethink your distance search and try again."]
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
-values = plain | st.lists(plain | st.lists(plain), max_size=3) | st.dictionaries(st.text(max_size=8), plain, max_size=3)
-names = st.sampled_from([*PARAMETERS, "city", "state", "departure", "destination", "date", "mode"])
+values = plain | st.lists(plain | st.lists(plain), max_size=3)
+values |= st.dictionaries(st.text(max_size=8), plain, max_size=3)
+keys = "city", "state", "departure", "destination", "date", "mode"
+names = st.sampled_from([*Sandbox.tools, *keys])
 
 
 @pytest.fixture(autouse=True)
@@ -60,98 +70,76 @@ def home(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def world(tmp_path):
-    """A folder with a world of a dozen rows."""
-    return write_world(tmp_path / "world")
-
-
-def write_world(folder):
-    for name, text in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-    return folder
+    return shutil.copytree(DOZEN, tmp_path / "world")
 
 
 def answers(database):
-    """Everything the little world says."""
+    """What the little world says."""
     world = Sandbox(database)
-    return [world.call(*call) for call in CALLS] + [database.flight(f"F{i}") for i in range(6)]
+    return [world.call(*call) for call in CALLS] + [
+        database.flights_from("Ash"), database.flight("F4"), database.flight("F5"),
+        database.flight_dates("Ash", "Elm"), database.flight_destinations("Ash"),
+        database.hotel_cities, database.restaurant_cities, database.attraction_cities]
 
 
-def kept_rows(database, table):
-    """The rows of a table as dicts, read plainly: the test's own reading of the CSV."""
-    with open(find_sources(database.folder)[table], newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if table == "distances" or MISSING.isdisjoint(row.values())]
+# ------------------------------------------------------------------------------------------ tools
 
-
-# ---------------------------------------------------------------- tools
 
 def test_every_recorded_call_of_the_reference_is_answered_byte_for_byte(official, test_data):
     wrong = []
     with open(test_data / "parity" / "tool_outputs.jsonl", encoding="utf-8") as file:
-        for line in file:
-            case = json.loads(line)
+        for case in map(json.loads, file):
             said = Sandbox(official).call(case["tool"], case["arguments"])
-            if hashlib.sha256(said.encode()).hexdigest() != case["sha256"]:
-                if not (case["pandas_dependent"] and said[:20] == case["head"][:20]):
-                    wrong.append((case["tool"], case["arguments"], said[:200], case["head"]))
+            same = hashlib.sha256(said.encode()).hexdigest() == case["sha256"]
+            if not same and not (case["pandas_dependent"] and said[:20] == case["head"][:20]):
+                wrong.append((case["tool"], case["arguments"], said[:200], case["head"]))
     assert not wrong, f"{len(wrong)} differ, the first ones: {wrong[:3]}"
 
 
-def test_each_tool_words_a_known_row(world):
-    flights, _, hotels, meals, sights, cities, road, days, unknown, nothing = answers(Database(world))[:10]
-    assert flights == ("A SearchFlight for Ash to Elm on 2022-03-03 found the following 2 flights:\n"
-                       "1. [F1] $420. Departure: 12:14, Arrival: 13:56, Actual Elapsed Time: 1 hours 42 minutes, "
-                       "Distance: 907.0 miles\n\n"
-                       "2. [F2] $99. Departure: 08:00, Arrival: 09:00, Actual Elapsed Time: 1 hours 0 minutes, "
-                       "Distance: 907.0 miles\n")
-    assert hotels == ("A SearchAccommodation for Elm found the following 2 accommodations:\n"
-                      "1. [Big, bright] $131.0. Room Type: Private room, House Rules: No pets, Minimum Nights: 1.0, "
-                      "Maximum Occupancy: 1, Review Rate Number: 2.0\n\n"
-                      "2. [Nest] $60.0. Room Type: Shared room, House Rules: No parties & No pets, "
-                      "Minimum Nights: 3.0, Maximum Occupancy: 2, Review Rate Number: 4.0\n")
-    assert meals == ("A SearchRestaurant for city Elm found the following 1 restaurants:\n"
-                     "1. [Chez Ann] Avg. Cost $46. Cuisines: Tea, Indian. Rating: 4.8\n")
-    assert sights == ("A SearchAttraction for city Elm found the following 1 attractions:\n"
-                      "1. [Old Mill](http://mill) Address: 1 Mill Rd. Contact: 555\n")
-    assert cities == "A SearchCity for state South found the following 2 cities:\nElm, Oak"
-    assert road == ("A GoogleDistanceMatrix found the following information:\n"
-                    "driving, from Ash to Elm, duration: 1 hour 4 mins, distance: 98.6 km, cost: $4")
-    assert days.startswith("The required time exceeds a single day") and unknown.startswith("Sorry, we cannot find")
-    assert nothing.startswith("No valid information found")
+def test_each_tool_words_what_it_finds_and_what_it_does_not(world):
+    assert answers(Database(world))[:len(SAID)] == SAID
+
+
+def kept_rows(database, table):
+    """{key: rows} of a table, read plainly: the test's own reading of the CSV."""
+    spec, rows = TABLES[table], {}
+    with open(find_sources(database.folder)[table], newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if table == "distances" or MISSING.isdisjoint(row.values()):
+                key = tuple(row[column] for column in spec.key)
+                fields = tuple(kind(row[column]) for column, kind in spec.columns.items())
+                rows.setdefault(key, []).append(fields + key)
+    return rows
 
 
 @pytest.mark.parametrize("which", ["mini", "official"])
 def test_the_index_says_what_a_plain_reading_of_the_csv_says(which, request):
     database = request.getfixturevalue(which)
-    for table, cities, rows_of in (("hotels", database.hotel_cities, database.hotels),
-                                   ("restaurants", database.restaurant_cities, database.restaurants),
-                                   ("attractions", database.attraction_cities, database.attractions)):
-        spec, plain = TABLES[table], {}
-        for row in kept_rows(database, table):
-            plain.setdefault(row[spec.key[0]], []).append(
-                tuple(kind(row[column]) for column, kind in spec.columns.items()) + (row[spec.key[0]],))
-        assert {city: [tuple(row) for row in rows_of(city)] for city in cities} == plain
-    flights, dates, destinations, roads = {}, {}, {}, {}
-    for row in kept_rows(database, "flights"):
-        key = tuple(row[column] for column in TABLES["flights"].key)
-        flights.setdefault(key, []).append(tuple(kind(row[c]) for c, kind in TABLES["flights"].columns.items()) + key)
-        dates.setdefault(key[:2], set()).add(key[2])
-        destinations.setdefault(key[0], set()).add(key[1])
-    assert all([tuple(row) for row in database.flights(*key)] == rows for key, rows in flights.items())
-    assert all(database.flight(row[0]) == row for rows in flights.values() for row in rows)
-    assert all(list(database.flight_dates(*pair)) == sorted(days) for pair, days in dates.items())
-    assert all(sorted(database.flight_destinations(origin)) == sorted(ends) for origin, ends in destinations.items())
-    for row in kept_rows(database, "distances"):
-        roads.setdefault((row["origin"], row["destination"]), (row["duration"], row["distance"]))
-    assert all(database.distance(*pair)[:2] == road for pair, road in roads.items())
+    for table in ("hotels", "restaurants", "attractions"):
+        cities, rows_of = getattr(database, f"{table[:-1]}_cities"), getattr(database, table)
+        assert {(city,): list(rows_of(city)) for city in cities} == kept_rows(database, table)
+    flights, roads = kept_rows(database, "flights"), kept_rows(database, "distances")
+    assert all(list(database.flights(*key)) == rows for key, rows in flights.items())
+    every = [row for rows in flights.values() for row in rows]
+    every.sort(key=lambda row: int(row[0].removeprefix("F")))  # the order of the file
+    assert all(database.flight(row[0]) == row for row in every)
+    for origin in {key[0] for key in flights}:
+        assert database.flights_from(origin) == [row for row in every if row[6] == origin]
+        ends = {key[1] for key in flights if key[0] == origin}
+        assert sorted(database.flight_destinations(origin)) == sorted(ends)
+        for end in ends:
+            dates = sorted(key[2] for key in flights if key[:2] == (origin, end))
+            assert list(database.flight_dates(origin, end)) == dates
+    assert all(database.distance(*pair) == rows[0] for pair, rows in roads.items())
 
 
-def test_unknown_names_find_nothing(mini):
-    city = mini.hotel_cities[0]
-    assert mini.hotels("Atlantis") == mini.restaurants("") == mini.flights(city, city, "never") == ()
-    assert mini.flight_dates("Atlantis", city) == mini.flight_dates(city, "Atlantis") == ()
-    assert mini.flight_destinations("Atlantis") == mini.attractions("\ud800") == ()
-    assert mini.flight("F") is mini.flight("\ud800") is mini.distance(city, "Atlantis") is None
+@pytest.mark.parametrize("name", ["Atlantis", "", "\ud800", "\x00", "Ash\x00", "%", "' OR 1=1 --"])
+def test_a_name_that_is_unknown_however_hostile_finds_nothing(world, name):
+    database = Database(world)
+    assert database.hotels(name) == database.restaurants(name) == database.attractions(name) == ()
+    assert database.flights("Ash", "Elm", name) == database.flight_dates(name, "Elm") == ()
+    assert database.flight_destinations(name) == () and database.flights_from(name) == []
+    assert database.flight(name) is database.distance("Ash", name) is None
 
 
 @settings(max_examples=300, deadline=None)
@@ -166,19 +154,21 @@ def test_numbers_too_long_to_print_and_lists_too_deep_come_back_as_text(mini):
         deep = [deep]
     for value in 10 ** 5000, [deep], {"city": deep}, float("nan"):
         assert isinstance(Sandbox(mini).call("SearchRestaurant", {"city": value}), str)
-        given = {"departure": value, "destination": value, "date": value}
-        assert isinstance(Sandbox(mini).call("SearchFlight", given), str)
-
-
-def test_an_unknown_tool_is_told_which_tools_exist(mini):
-    assert all(name in Sandbox(mini).call("searchcity", {}) for name in PARAMETERS)
+        ends = {"departure": value, "destination": value, "date": value}
+        assert isinstance(Sandbox(mini).call("SearchFlight", ends), str)
 
 
 def test_the_prompt_lists_exactly_the_tools_that_exist(mini):
-    inside = SYSTEM_PROMPT.split("<tools>\n")[1].split("\n</tools>")[0]
-    assert [json.loads(line) for line in inside.split("\n")] == TOOLS
-    assert {each["function"]["name"] for each in TOOLS} == Sandbox.tools
-    assert not any("no tool" in Sandbox(mini).call(name, {}) for name in Sandbox.tools)
+    inside = sandbox.SYSTEM_PROMPT.split("<tools>\n")[1].split("\n</tools>")[0]
+    schemas = [json.loads(line)["function"] for line in inside.split("\n")]
+    assert {each["name"] for each in schemas} == Sandbox.tools
+    for each in schemas:
+        wanted = dict.fromkeys(each["parameters"]["required"], "?")
+        assert "Invalid parameters" not in Sandbox(mini).call(each["name"], wanted)
+        for key in wanted:
+            some = {other: "?" for other in wanted if other != key}
+            assert Sandbox(mini).call(each["name"], some).startswith("Invalid parameters")
+        assert each["name"] in Sandbox(mini).call("searchcity", {}), "there is no such tool"
 
 
 def test_failures_follow_their_own_seed_and_are_counted(mini):
@@ -188,60 +178,77 @@ def test_failures_follow_their_own_seed_and_are_counted(mini):
         marks = [text == "Error: Current tool SearchCity is not available." for text in said]
         assert sum(marks) == world.failures
         return marks
-    random.seed(1)
-    first = failed(5)
-    random.seed(2)
-    assert failed(5) == first != failed(6)
-    assert 30 < sum(first) < 90 and not any(failed(5, 0.0)) and all(failed(5, 1.0))
+
+    first = failed(SEED)
+    random.seed(SEED + 1)  # which nothing of this draws from
+    assert failed(SEED) == first != failed(SEED + 1)
+    assert 20 < sum(first) < 100 and not any(failed(SEED, 0.0)) and all(failed(SEED, 1.0))
 
 
-# ---------------------------------------------------------------- index
+# ------------------------------------------------------------------------------------------ index
+
 
 def test_both_published_layouts_say_the_same(world, tmp_path):
-    nested = tmp_path / "nested"
-    for table in TABLES.values():
-        place = world / table.file if (world / table.file).exists() else world / table.subfolder / table.file
-        (nested / table.subfolder).mkdir(parents=True)
-        shutil.copy(place, nested / table.subfolder)
-    assert answers(Database(nested)) == answers(Database(world))
+    for name, path in find_sources(world).items():
+        (tmp_path / "nested" / TABLES[name].subfolder).mkdir(parents=True)
+        shutil.copy(path, tmp_path / "nested" / TABLES[name].subfolder)
+    assert answers(Database(tmp_path / "nested")) == answers(Database(world))
 
 
-def test_a_changed_csv_is_read_again(world):
-    before = Database(world)
-    text = (world / "clean_restaurant_2022.csv").read_text()
-    (world / "clean_restaurant_2022.csv").write_text(text.replace("Chez Ann", "Chez Bob"))
-    os.utime(world / "clean_restaurant_2022.csv", (1, 1))  # the same size; clocks may be coarse
+def test_a_second_opening_reads_no_csv_and_a_changed_one_is_read_again(world):
+    before, file = Database(world), world / "clean_restaurant_2022.csv"
+    built, changed = before.index.stat().st_ino, file.stat().st_mtime_ns
+    file.write_text(file.read_text().replace("Chez Ann", "Chez Bob"))  # of the same size
+    os.utime(file, ns=(changed, changed))
+    assert Database(world).restaurants("Elm")[0].name == "Chez Ann"
+    assert before.index.stat().st_ino == built
+    os.utime(file, (1, 1))
     assert Database(world).restaurants("Elm")[0].name == "Chez Bob"
-    assert before.restaurants("Elm")[0].name == "Chez Ann"  # who has the old index open keeps it whole
+    # who has the old index open keeps it whole
+    assert before.attractions("Elm") and answers(before)[:len(SAID)] == SAID
 
 
-def test_a_second_opening_reads_no_csv(world, monkeypatch):
-    expected = answers(Database(world))
-    monkeypatch.setattr(sandbox, "write_index", None)
-    assert answers(Database(world)) == expected
-
-
-def test_no_damaged_byte_of_the_index_changes_an_answer(world, capsys):
-    expected, index = answers(Database(world)), world / "sandbox.index"
+def spots(index):
+    """(byte, how many) of each text of rows, and of what the index is about."""
     whole = index.read_bytes()
-    for at in range(0, len(whole), 11):
-        index.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1:])
-        assert answers(Database(world)) == expected, f"byte {at} of {len(whole)}"
-    capsys.readouterr()
+    with closing(sqlite3.connect(index)) as base:
+        tables = ["about", *(name for name in TABLES if name != "cities")]
+        texts = [text for name in tables for text, in base.execute(f"SELECT rows FROM {name}")]
+    return [(whole.index(text.encode()), len(text.encode())) for text in texts]
 
 
-@pytest.mark.parametrize("part", [0, 1, 19, 20, 0.3, 0.9, 0.999])
-def test_a_half_written_index_is_built_again(world, part):
-    expected, index = answers(Database(world)), world / "sandbox.index"
-    whole = index.read_bytes()
-    index.write_bytes(whole[:part if isinstance(part, int) else int(len(whole) * part)])
-    assert answers(Database(world)) == expected
-    index.write_bytes(whole + b"more")
-    assert answers(Database(world)) == expected
+def test_no_damaged_byte_of_what_is_stored_or_of_the_head_changes_an_answer(world):
+    database, rng = Database(world), random.Random(SEED)
+    expected, whole = answers(database), database.index.read_bytes()
+    head = [(at, 1) for at in range(100)]  # SQLite's own
+    for start, length in spots(database.index) * 4 + head:
+        at, mask = start + rng.randrange(length), rng.randrange(1, 256)
+        database.index.write_bytes(whole[:at] + bytes([whole[at] ^ mask]) + whole[at + 1:])
+        assert answers(Database(world)) == expected, f"byte {at} ^ {mask}"
+
+
+def test_an_index_that_is_cut_off_or_overwritten_is_built_again(world):
+    database, rng = Database(world), random.Random(SEED)
+    expected, whole, page = answers(database), database.index.read_bytes(), 4096
+    cut = [whole[:rng.randrange(len(whole))] for _ in range(8)] + [whole[:-page], whole[:page], b""]
+    zeroed = [whole[:at] + bytes(page) + whole[at + page:] for at in range(0, len(whole), page)]
+    for damaged in [*cut, *zeroed, rng.randbytes(len(whole)), b"garbage", whole + b"more"]:
+        database.index.write_bytes(damaged)
+        assert answers(Database(world)) == expected
+
+
+def test_damage_to_an_open_index_is_found_by_the_lookup_that_meets_it(world, capsys):
+    database = Database(world)
+    expected, whole, spot = answers(database), database.index.read_bytes(), spots(database.index)[1]
+    opened = Database(world)
+    database.index.write_bytes(whole[:spot[0]] + b"?" * spot[1] + whole[sum(spot):])
+    assert answers(opened) == expected
+    assert capsys.readouterr().err.count("is damaged, building it again") == 1
 
 
 def test_a_build_that_fails_leaves_nothing_behind(world):
-    (world / "distance.csv").write_text("origin,destination,cost,duration,distance\nAsh,Elm,,1 hour,a long way\n")
+    file = world / "distance.csv"
+    file.write_text(file.read_text().replace("98.6 km", "a long way"))
     with pytest.raises(ValueError, match="a long way"):
         Database(world)
     assert not list(world.glob("sandbox.index*"))
@@ -251,128 +258,149 @@ def test_a_folder_without_write_permission_gets_its_index_in_the_cache(world, ho
     world.chmod(0o555)
     try:
         database = Database(world)
-        assert database.index.parent == home / ".cache" / "star" and not (world / "sandbox.index").exists()
+        assert database.index.parent == home / ".cache" / "star"
+        assert not (world / "sandbox.index").exists()
+        built = database.index.stat().st_ino
         assert answers(Database(world)) == answers(database)
+        assert database.index.stat().st_ino == built
     finally:
         world.chmod(0o755)
 
 
+@pytest.mark.parametrize("name", ["a b", "a#b", "a?mode=memory", "100%41", "ä+&;", "'\""])
+def test_a_folder_may_have_any_name(tmp_path, name):
+    database = Database(shutil.copytree(DOZEN, tmp_path / name))
+    assert answers(database)[:len(SAID)] == SAID
+    assert database.index == tmp_path / name / "sandbox.index" and database.index.exists()
+
+
 def open_and_answer(folder, barrier, queue):
     barrier.wait()
-    queue.put(answers(Database(folder)))
+    database = Database(folder)
+    queue.put((answers(database), database.index.stat().st_ino))
 
 
-def test_processes_that_build_at_once_all_answer_rightly(world, tmp_path):
-    expected, context = answers(Database(write_world(tmp_path / "other"))), get_context("spawn")
+def test_processes_that_build_at_once_share_one_index(world, tmp_path):
+    expected = answers(Database(shutil.copytree(world, tmp_path / "other")))
+    context = get_context("spawn")
     barrier, queue = context.Barrier(3), context.Queue()
-    started = [context.Process(target=open_and_answer, args=(world, barrier, queue)) for _ in range(3)]
+    started = [context.Process(target=open_and_answer, args=(world, barrier, queue))
+               for _ in range(3)]
     for process in started:
         process.start()
-    assert [queue.get(timeout=60) for _ in started] == [expected] * 3
+    found = [queue.get(timeout=60) for _ in started]
     for process in started:
         process.join()
+    assert found == [(expected, (world / "sandbox.index").stat().st_ino)] * 3
     assert [path.name for path in world.glob("sandbox.index*")] == ["sandbox.index"]
 
 
+def test_threads_share_a_database(mini):
+    keys = [(row.origin, row.destination, row.date) for origin in mini.cities
+            for row in mini.flights_from(origin)]
+    expected = [mini.flights(*key) for key in keys]
+    shared = Database(mini.folder)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda key: shared.flights(*key), keys * 3, chunksize=1))
+    assert found == expected * 3
+
+
 @pytest.mark.parametrize("file, old, new, said", [
-    ("attractions.csv", "Phone", "Fone", "line 1: no column 'Phone'"),
-    ("attractions.csv", "http://mill,", "", "line 2: 6 fields where the header has 7"),
-    ("attractions.csv", "1 Mill Rd", '"1 Mill Rd', "after line 1: unexpected end of data"),
-    ("clean_Flights_2022.csv", "F3,80", "F3,eighty", "line 4: 'eighty' in column 'Price' is no int"),
-    ("distance.csv", "98.6 km", "98.6 miles", "line 2: '98.6 miles' in column 'distance' is no kilometres"),
-    ("clean_restaurant_2022.csv", "Chez", "Ch\x1fez", "control characters"),
-    ("background/citySet_with_states.txt", "\tNorth", " North", "line 1: expected a city, a tab and a state"),
+    ("attractions.csv", "Phone", "Fone", "line 1: there is no column 'Phone'"),
+    ("attractions.csv", "http://mill,", "", "line 2: the row has not 7 fields"),
+    ("attractions.csv", "1 Mill Rd", '"1 Mill Rd', "unexpected end of data"),
+    ("attractions.csv", None, "", "there is no column 'Name'"),
+    ("attractions.csv", "Mill,", "\udcff,", "'utf-8' codec can't decode"),
+    ("clean_Flights_2022.csv", "F3,80", "F3,eighty", "line 4: invalid literal for int() with base "
+     "10: 'eighty'"),
+    ("distance.csv", "98.6 km", "98.6 miles", "line 2: '98.6 miles' is no distance in km"),
+    ("background/citySet_with_states.txt", "\tNorth", " North", "line 1: the row has not 2 fields"),
 ])
 def test_a_malformed_table_is_one_line_that_names_file_line_and_help(world, file, old, new, said):
     text = (world / file).read_text()
-    assert old in text
-    (world / file).write_text(text.replace(old, new))
+    text = text.replace(text if old is None else old, new)
+    (world / file).write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ValueError) as error:
         Database(world)
-    assert file in str(error.value) and said in str(error.value) and "database/README.md" in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_table_that_is_not_utf8_or_empty_is_named(world):
-    (world / "attractions.csv").write_bytes(FILES["attractions.csv"].encode() + b"\xff\xfe,1,1,a,b,c,Elm\n")
-    with pytest.raises(ValueError, match=r"attractions.csv, after line 1: 'utf-8' codec"):
-        Database(world)
-    (world / "attractions.csv").write_text("")
-    with pytest.raises(ValueError, match=r"attractions.csv, line 1: no column 'Name'"):
-        Database(world)
+    assert f"{file}, line " in str(error.value) and said in str(error.value)
+    assert "database/README.md" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_missing_files_are_named_all_at_once(world):
     (world / "attractions.csv").unlink()
     (world / "distance.csv").unlink()
-    with pytest.raises(FileNotFoundError, match="no attractions.csv, no distance.csv; database/README.md"):
+    told = "no attractions.csv, no distance.csv; database/README.md"
+    with pytest.raises(FileNotFoundError, match=told):
         Database(world)
 
 
 def test_a_byte_order_mark_and_empty_lines_do_no_harm(world):
     expected = answers(Database(world))
     for file in ("attractions.csv", "distance.csv"):
-        (world / file).write_bytes(b"\xef\xbb\xbf" + FILES[file].replace("\n", "\r\n\r\n").encode())
+        text = (world / file).read_text().replace("\n", "\r\n\r\n")
+        (world / file).write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert answers(Database(world)) == expected
 
 
-def test_the_database_is_the_argument_then_the_environment_then_the_small_world(world, root, monkeypatch):
-    assert open_database().folder == root / "database" / "mini"
+def test_the_database_is_the_argument_then_the_environment_then_the_small_world(world, monkeypatch):
+    small = ROOT / "database" / "mini"
+    assert sandbox.open_database().folder == small
     monkeypatch.setenv("STAR_DATABASE", str(world))
-    assert open_database().folder == world
-    assert open_database(root / "database" / "mini").folder == root / "database" / "mini"
+    assert sandbox.open_database().folder == world
+    assert sandbox.open_database(small).folder == small
 
 
-# ---------------------------------------------------------------- protocol
+# --------------------------------------------------------------------------------------- protocol
 
-@pytest.mark.parametrize("reply", [ANSWER, f"\n {ANSWER} \n", "<think></think>\n\n<answer></answer>",
-                                   "<think>a < b and <b> are fine</think><answer>x > y</answer>"])
+
+@pytest.mark.parametrize("reply", [
+    ANSWER, f"\n {ANSWER} \n", "<think></think>\n\n<answer></answer>",
+    "<think>a < b and <b> are fine</think><answer>x > y</answer>"])
 def test_a_thought_and_a_closed_answer_is_an_answer(reply):
     assert parse(reply).kind == "answer"
 
 
 def test_a_thought_and_one_call_is_a_call():
-    action = parse('<think>x</think>\n<tool_call>\n{"name": "Tool", "arguments": {"a": [1, "\\u6771"]}}\n</tool_call>')
+    action = parse('<think>x</think>\n<tool_call>\n{"name": "Tool", "arguments": '
+                   '{"a": [1, "\\u6771"]}}\n</tool_call>')
     assert (action.kind, action.name, action.arguments) == ("call", "Tool", {"a": [1, "東"]})
 
 
-@pytest.mark.parametrize("reply", [
-    "", "\x00", BROKEN, None, 5, ANSWER * 2, CALL * 2, CALL + ANSWER, ANSWER + CALL, "x" + ANSWER, ANSWER + "x",
-    "<answer>no thought</answer>", "<think>open<answer>a</answer>", "<think>x</think>", "<think>x</think><answer>open",
-    "<think>x</think><answer>twice</answer></answer>", "<think><think>x</think></think><answer>a</answer>",
-    "<think>x</think>between<answer>a</answer>", "</think><think><answer>a</answer>",
-    "</think>x<think></answer>y<answer>",
-    "<think>x<answer>a</answer></think>", "<think>x</think><answer><tool_call>a</tool_call></answer>",
-    "<think>x</think><tool_call>{}</tool_call>", '<think>x</think><tool_call>{"name": "A", "arguments": {}</tool_call>',
-    '<think>x</think><tool_call>{"name": 5, "arguments": {}}</tool_call>', "<think>x</think><tool_call>[]</tool_call>",
-    '<think>x</think><tool_call>{"name": "A"}</tool_call>', "<think>x</think><tool_call></tool_call>",
-    '<think>x</think><tool_call>{"name": "A", "arguments": {}} {"name": "B", "arguments": {}}</tool_call>',
-    '<think>x</think><tool_call>{"name": "A", "arguments": {"city": "\\ud800"}}</tool_call>',
-    '<think>x</think><tool_call>{"name": "A", "arguments": %s}</tool_call>' % ("9" * 10_000),
-    "<think>x</think><tool_call>" + "[" * 100_000 + "]" * 100_000 + "</tool_call>",
-    '<think>x</think><tool_call>{"name": "A", "arguments": ' + '{"a":' * 100_000 + "1" + "}" * 100_001 + "</tool_call>",
-], ids=range(33))
+CALLED = [  # what is no call
+    "{}", "[]", "", '{"name": "A"}', '{"name": 5, "arguments": {}}', '{"name": "A", "arguments": ',
+    '{"name": "A", "arguments": {}} {"name": "B", "arguments": {}}',
+    '{"name": "A", "arguments": {"city": "\\ud800"}}', "[" * 100_000 + "]" * 100_000,
+    f'{{"name": "A", "arguments": {"9" * 10_000}}}',
+    '{"name": "A", "arguments": ' + '{"a":' * 100_000 + "1" + "}" * 100_001]
+BROKEN = [
+    "", "\x00", "I would rather talk.", None, 5, ANSWER * 2, CALL * 2, CALL + ANSWER, ANSWER + CALL,
+    "x" + ANSWER, ANSWER + "x", "<answer>no thought</answer>", "<think>open<answer>a</answer>",
+    "<think>x</think>", "<think>x</think><answer>open", "<think>x<answer>a</answer></think>",
+    "<think>x</think><answer>twice</answer></answer>", "</think><think><answer>a</answer>",
+    "<think><think>x</think></think><answer>a</answer>", "</think>x<think></answer>y<answer>",
+    "<think>x</think>between<answer>a</answer>",
+    "<think>x</think><answer><tool_call>a</tool_call></answer>",
+    *(f"<think>x</think><tool_call>{text}</tool_call>" for text in CALLED),
+    *((text * 1_000_000)[:1_000_000] for text in (  # in linear time, or this would take for ever
+        "<think>", "</think>", "<think>x</think><tool_call>{", "<", '{"a":', "\\"))]
+
+
+@pytest.mark.parametrize("reply", BROKEN, ids=range(len(BROKEN)))
 def test_anything_else_is_an_error_that_says_why(reply):
     action = parse(reply)
     assert action.kind == "error" and action.why and len(action.why) < 300
 
 
-@pytest.mark.parametrize("garbage", ["<think>", "</think>", "<think>x</think><tool_call>{", "<", '{"a":', "\x00", "\\"])
-def test_a_megabyte_of_garbage_takes_no_time(garbage):
-    start = time.perf_counter()
-    assert parse((garbage * 1_000_000)[:1_000_000]).kind == "error"
-    assert time.perf_counter() - start < 0.5
-
-
 pieces = st.text(max_size=10) | st.sampled_from([
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>", CALL, ANSWER, "[[[", "NaN",
-    '{"name": "SearchCity", "arguments": {"state": "Texas"}}', '{"name": ', "\\ud800", "\x00"])
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>", CALL, ANSWER,
+    '{"name": "SearchCity", "arguments": {"state": "Texas"}}', '{"name": ', "\\ud800", "[[["])
+turns = st.lists(st.lists(pieces, max_size=8).map("".join), max_size=6)
 
 
 @settings(max_examples=1000, deadline=None)
-@given(replies=st.lists(st.lists(pieces, max_size=8).map("".join), max_size=6), strict=st.booleans())
+@given(replies=turns, strict=st.booleans())
 def test_no_reply_breaks_an_episode(mini, replies, strict):
-    episode = Episode(TASK, Sandbox(mini, 0.2), max_turns=4, strict=strict)
+    episode = Episode(TASK, Sandbox(mini, 0.2, SEED), max_turns=4, strict=strict)
     for reply in replies:
         said = episode.step(reply)
         assert (said is None) == bool(episode.stop)
@@ -387,109 +415,98 @@ def test_an_answer_ends_the_episode(mini):
     episode = Episode(TASK, Sandbox(mini))
     said = "There is no city in Nowhere. Please rethink your city search and try again."
     assert episode.step(CALL) == said
-    assert episode.messages[-1] == {"role": "user", "content": f"<tool_response>\n{said}</tool_response>"}
-    assert episode.step(ANSWER) is None
-    assert (episode.stop, episode.answer, episode.turns, episode.calls) == ("answer", "Day 1: home", 2, 1)
-    assert episode.step(CALL) is None and len(episode.messages) == 5
+    assert episode.messages[-1] == {
+        "role": "user", "content": f"<tool_response>\n{said}</tool_response>"}
+    assert episode.step(ANSWER) is None and episode.step(CALL) is None
+    assert (episode.stop, episode.answer, len(episode.messages)) == ("answer", "Day 1: home", 5)
+    assert (episode.turns, episode.calls) == (2, 1)
 
 
-@pytest.mark.parametrize("reply", [BROKEN, CALL.replace("SearchCity", "BookHotel")])
+@pytest.mark.parametrize("reply", ["no protocol", CALL.replace("SearchCity", "BookHotel")])
 def test_a_broken_protocol_or_an_unknown_tool_ends_training_but_not_evaluation(mini, reply):
-    strict, patient = Episode(TASK, Sandbox(mini)), Episode(TASK, Sandbox(mini), strict=False)
+    strict, patient = (Episode(TASK, Sandbox(mini), strict=strict) for strict in (True, False))
     assert strict.step(reply) is None and strict.stop == "format" and strict.answer is None
-    assert patient.step(reply).startswith("Error: ") and patient.stop == "" and patient.calls == 0
+    assert patient.step(reply).startswith("Error: ") and not patient.stop and not patient.calls
     assert patient.step(ANSWER) is None and patient.stop == "answer"
 
 
-def test_the_turn_limit_stops_with_turns(mini):
-    episode = Episode(TASK, Sandbox(mini), max_turns=3)
+def test_the_turn_limit_stops_with_turns_and_the_last_turn_may_still_answer(mini):
+    episode, last = (Episode(TASK, Sandbox(mini), max_turns=turns) for turns in (3, 1))
     assert [episode.step(CALL) is None for _ in range(3)] == [False, False, True]
-    assert episode.stop == "turns" and episode.calls == 2 and episode.messages[-1]["role"] == "assistant"
-    last = Episode(TASK, Sandbox(mini), max_turns=1)
-    last.step(ANSWER)
-    assert last.stop == "answer"  # the last turn may still answer
+    assert (episode.stop, episode.calls, episode.messages[-1]["role"]) == ("turns", 2, "assistant")
+    assert last.step(ANSWER) is None and last.stop == "answer"
 
 
-def test_a_fork_goes_its_own_way_and_draws_the_failures_its_original_would_have(mini):
-    episode = Episode(TASK, Sandbox(mini, 0.5, seed=3), max_turns=100)
+def test_a_fork_shares_the_past_and_draws_what_comes_from_a_seed_of_its_own(mini):
+    episode = Episode(TASK, Sandbox(mini, 0.5, SEED), max_turns=200)
     for _ in range(5):
         episode.step(CALL)
-    fork, before = episode.fork(), episode.record()
-    said = [fork.step(CALL) for _ in range(20)]
-    assert episode.record() == before and len(episode.messages) == 12 and fork.calls == 25
-    assert [episode.step(CALL) for _ in range(20)] == said and episode.failures == fork.failures > 0
+    same, other, before = episode.fork(SEED), episode.fork(SEED + 1), episode.record()
+    said = [same.step(CALL) for _ in range(90)]
+    assert episode.record() == before and len(episode.messages) == 12 and same.calls == 95
+    assert [other.step(CALL) for _ in range(90)] != said
+    assert other.messages[:12] == same.messages[:12] == episode.messages
+    assert [episode.step(CALL) for _ in range(90)] == said
 
 
 def test_a_record_is_a_line_of_jsonl_with_the_task_inside(mini):
-    episode = Episode(TASK, Sandbox(mini), system_prompt=SHORT_PROMPT)
+    episode = Episode(TASK, Sandbox(mini), system_prompt="Be brief.")
     episode.step(ANSWER)
     record = json.loads(json.dumps(episode.record("model")))
-    assert list(record) == ["task", "model", "messages", "answer", "stop", "calls", "turns", "failures"]
-    assert record["task"] == TASK and record["messages"][0]["content"] == SHORT_PROMPT and record["model"] == "model"
+    assert list(record) == ["task", "model", "messages", "answer", "stop", "calls", "turns",
+                            "failures"]
+    assert record["task"] == TASK and record["messages"][0]["content"] == "Be brief."
 
 
-class Echo:
-    """Another world: one tool, no database."""
+def test_between_two_replies_stands_the_message_and_an_end_that_was_not_said():
+    text = "\n<|im_start|>user\nhm<|im_end|>\n<|im_start|>assistant\n"
+    message = {"role": "user", "content": "hm"}
+    assert between(message) == between(message, closed=True) == text
+    assert between(message, closed=False) == "<|im_end|>" + text
 
-    def call(self, name, arguments):
-        return f"{name} {arguments}"
+
+def test_a_system_prompt_is_full_or_short_or_a_file(tmp_path):
+    (tmp_path / "mine.txt").write_text("Träum was.", encoding="utf-8")
+    assert sandbox.system_prompt() == sandbox.SYSTEM_PROMPT
+    assert sandbox.system_prompt("short") == sandbox.SHORT_PROMPT
+    assert sandbox.system_prompt(str(tmp_path / "mine.txt")) == "Träum was."
 
 
 def test_an_episode_plays_in_another_world():
+    class Echo:
+        def call(self, name, arguments):
+            return f"{name} {arguments}"
+
     episode = Episode(TASK, Echo())
-    assert episode.step(CALL) == "SearchCity {'state': 'Nowhere'}" and episode.failures == 0
-    assert episode.fork().step(CALL) and episode.calls == 1
+    assert episode.step(CALL) == "SearchCity {'state': 'Nowhere'}"
+    assert episode.fork(SEED).step(CALL) and (episode.calls, episode.record()["failures"]) == (1, 0)
 
 
-# ---------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------------ check
 
-def run(*arguments, typed=""):
-    return subprocess.run([sys.executable, sandbox.__file__, *map(str, arguments)], input=typed, capture_output=True,
-                          text=True, env=os.environ)
+
+def check(folder):
+    return subprocess.run([sys.executable, ROOT / "sandbox.py", "check", folder], text=True,
+                          capture_output=True)
 
 
 def test_check_counts_the_tables_and_shows_sample_calls(world):
-    done = run("check", world)
-    assert done.returncode == 0 and "off" in done.stdout and all(f"\n{name}(" in done.stdout for name in PARAMETERS)
-    assert "3,827,361" in done.stdout and "A SearchFlight for" in done.stdout
+    done = check(world)
+    assert done.returncode == 0 and not done.stderr and done.stdout.count("  off: ") == 6
+    assert "3,827,361" in done.stdout
+    for tool in ("SearchRestaurant", "SearchAttraction", "SearchAccommodation"):
+        assert f"\n{tool}(Ash)\n" in done.stdout
 
 
 def test_check_of_a_folder_with_a_file_missing_says_where_it_goes_and_fails(world):
     (world / "distance.csv").unlink()
-    done = run("check", world)
-    assert done.returncode == 1 and "missing: put distance.csv into" in done.stdout and not done.stderr
+    done = check(world)
+    assert done.returncode == 1 and "missing: put distance.csv into" in done.stdout
+    assert not done.stderr
 
 
 def test_check_of_a_malformed_table_is_one_line_and_fails(world):
     (world / "attractions.csv").write_text("Name\nx\n")
-    done = run("check", world)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "no column 'Website'" in done.stderr
-
-
-def test_a_person_can_play(world):
-    typed = ("SearchFlight(Ash, Elm, 2022-03-03)\nwhat?\n<think>x\ny</think>\n<tool_call>\n"
-             '{"name": "SearchCity", "arguments": {"state": "South"}}\n</tool_call>\n<answer>Day 1\nDay 2</answer>\n')
-    done = run("play", "--database", world, typed=typed)
-    assert done.returncode == 0 and not done.stderr
-    assert "[F2] $99" in done.stdout and "Error: " in done.stdout and "Elm, Oak" in done.stdout
-    assert "stop: answer, 4 turns, 2 calls, 0 failed" in done.stdout
-    assert "stop: left, 0 turns" in run("play", "--database", world).stdout
-
-
-@pytest.mark.parametrize("text, number, said", [
-    ("", 1, "has 0 tasks"), ('{"query": "go"}\n', 2, "has 1 tasks"), ("{", 1, "line 1: a task is"), ("[]", 1, "line 1"),
-])
-def test_a_bad_task_file_is_one_line(world, tmp_path, text, number, said):
-    (tmp_path / "tasks.jsonl").write_text(text)
-    done = run("play", "--database", world, "--tasks", tmp_path / "tasks.jsonl", "--number", number)
+    done = check(world)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "tasks.jsonl" in done.stderr and said in done.stderr
-
-
-def test_check_says_when_a_table_has_the_published_rows_but_other_bytes(official, tmp_path):
-    shutil.copytree(official.folder, tmp_path / "copy")
-    cities = tmp_path / "copy" / "background" / "citySet_with_states.txt"
-    cities.chmod(0o644)
-    cities.write_text(cities.read_text().replace("Buffalo", "Bufalo"))
-    done = run("check", tmp_path / "copy")
-    assert [line[:6] for line in done.stdout.splitlines() if "off:" in line] == ["flight", "cities"]
+    assert "attractions.csv, line 1: there is no column 'Website'" in done.stderr

@@ -1,0 +1,530 @@
+"""The judge says what the references say, and strict closes the holes that they leave open."""
+import copy
+import gzip
+import json
+import math
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, witness
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import constraints
+from constraints import COMMONSENSE, FIELDS, HARD, MEALS, RULES, SCORES, judge, reward, score
+from format_plan import itinerary
+
+# ----------------------------------------------------------------------------------------- parity
+
+
+@cache
+def cases(folder):
+    with gzip.open(folder / "parity" / "cases.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def scored(case, database, rules):
+    """Our verdict, or None where the task lacks a key, which is then what the error says."""
+    try:
+        return score(case["task"], case["plan"], database, rules)
+    except KeyError as error:
+        assert "\n" not in str(error) and "has no" in str(error)
+        return None
+
+
+def five(rules, scores, hard):
+    if rules == "star":
+        keys = ("commonsense_micro", "commonsense_macro", "hard_micro", "hard_macro")
+        return [scores[f"{key}_score"] or 0 for key in keys] + [scores["success_pass"] or 0]
+    asked = sum(passed is not None for passed in hard.values()) or 1
+    return [scores["commonsense_true"] / 8, scores["commonsense_macro"],
+            scores["hard_true"] / asked, scores["hard_macro"], scores["final_pass"]]
+
+
+@pytest.mark.parametrize("rules", ["star", "official"])
+def test_every_recorded_verdict_is_reproduced(test_data, official, rules):
+    compared = 0
+    for case in cases(test_data):
+        recorded, ours = case[rules], scored(case, official, rules)
+        if "raised" in recorded:  # ours judges, and what would not run does not succeed
+            assert ours is None or ours["success"] == 0, case["id"]
+            continue
+        hard = recorded["hard"] or dict.fromkeys(HARD)
+        theirs = (recorded["commonsense"] or dict.fromkeys(COMMONSENSE)) | hard
+        assert {name: passed for name, (passed, _) in ours["checks"].items()} == theirs, case["id"]
+        assert [ours[name] for name in SCORES] == five(rules, recorded["scores"], hard), case["id"]
+        compared += 1
+    assert compared > 3400
+
+
+def test_a_false_check_has_a_reason_and_no_other_has(test_data, official):
+    for case in cases(test_data):
+        for rules in RULES:
+            verdict = scored(case, official, rules) or {"checks": {}}
+            for passed, reason in verdict["checks"].values():
+                assert (passed is False) == bool(reason) and "\n" not in (reason or "")
+
+
+def test_strict_never_passes_what_star_fails(test_data, official):
+    gauge = 0
+    for case in cases(test_data):
+        star, strict = (scored(case, official, rules) for rules in ("star", "strict"))
+        if star and strict:
+            assert all(strict[name] <= star[name] for name in SCORES), case["id"]
+            for name, (passed, _) in strict["checks"].items():
+                assert not passed or star["checks"][name][0], case["id"]
+            gauge += star["success"] - strict["success"]
+    assert gauge > 100
+
+
+def test_strict_passes_the_human_plans_that_star_passes(test_data, official):
+    rows = [case for case in cases(test_data) if case["id"].startswith("r/annotated")]
+    assert len(rows) >= 20
+    for case in rows:
+        star, strict = (scored(case, official, rules) for rules in ("star", "strict"))
+        assert strict["success"] == star["success"]
+
+
+# ---------------------------------------------------------------- changes to a trip that all pass
+# A change is {place: value}: "2 lunch" is a field of the second day, "task dest" a key of the task,
+# "wish cuisine" one of its local_constraint. names_of says what stands in the braces.
+
+GONE = object()  # the key is taken away
+UNSAID = {f"{day} {field}": None for day in (1, 3) for field in (*MEALS, "attraction")}
+HOLES = {  # what star lets pass: what is changed, the check that strict fails
+    "B15 a last attraction": (
+        {"2 attraction": "{sights}Nowhere Palace, {city}"}, "is_valid_information_in_sandbox"),
+    "B4 any name": ({"2 lunch": ", {city}"}, "is_valid_information_in_sandbox"),
+    "B4 part of a hotel": (
+        {"1 accommodation": "{part of hotel}, {city}",
+         "2 accommodation": "{part of hotel}, {city}"}, "is_valid_information_in_sandbox"),
+    "B13 another date": (
+        {"1 transportation": "Flight Number: {other flight}, from {org} to {city}"},
+        "is_valid_information_in_sandbox"),
+    "B13 another time": (
+        {"1 transportation": "Flight Number: {flight}, from {org} to {city}, Arrival Time: 0:01"},
+        "is_valid_information_in_sandbox"),
+    "B20 the wrong way": ({"1 transportation": "{way back}"},
+                          "is_valid_information_in_current_city"),
+    "B18 another destination": ({"task dest": "{far}"}, "is_reasonable_visiting_city"),
+    "B8 a trip that starts where it goes": (
+        {"1 current_city": "{city}", "3 current_city": "{city}"} | UNSAID,
+        "is_reasonable_visiting_city"),
+    "B9 no meal": ({"2 breakfast": None}, "is_not_absent"),
+    "B6 a blank sight": ({"2 attraction": " "}, "is_not_absent"),
+    "B16 spelled twice": ({"2 dinner": "{lunch},  {city}"}, "is_valid_restaurants"),
+    "B3 the name of the city": ({"2 lunch": "{lunch at home} from {city}\n{lunch at home}, {org}"},
+                                "is_valid_information_in_current_city"),
+    "B5 cheaper than a taxi": ({"2 transportation": "Self-driving {road}, cheaper than a taxi"},
+                               "valid_transportation"),
+}
+BREAKS = {  # what is changed, the one check of star that fails
+    "B10 no dinner": ({"2 dinner": "-"}, "is_not_absent"),
+    "B4 an invented restaurant": (
+        {"2 dinner": "Nowhere Diner, {city}"}, "is_valid_information_in_sandbox"),
+    "B20 a meal elsewhere": ({"2 dinner": "{lunch at home}, {org}"},
+                             "is_valid_information_in_current_city"),
+    "B16 a meal twice": ({"2 dinner": "{lunch}, {city}"}, "is_valid_restaurants"),
+    "B16 a sight twice": ({"2 attraction": "{sights}{sights}"}, "is_valid_attractions"),
+    "B19 a drive in between": ({"2 transportation": "Self-driving {road}",
+                                "wish transportation": None}, "is_valid_transportation"),
+    "B17 a stay too short": (
+        {"1 accommodation": "{two nights}, {city}", "2 accommodation": "{one night}, {city}"},
+        "is_valid_accommodation"),
+    "B25 too dear": ({"task budget": 1}, "valid_cost"),
+    "B23 a house rule": (
+        {"1 accommodation": "{ruled}, {city}", "2 accommodation": "{ruled}, {city}",
+         "wish house rule": "{rule}"}, "valid_room_rule"),
+    "B22 another room": ({"wish room type": "{other room}"}, "valid_room_type"),
+    "B21 what nobody serves": ({"wish cuisine": ["Martian"]}, "valid_cuisine"),
+    "B24 a flight unwished": ({"wish transportation": "no flight"}, "valid_transportation"),
+}
+NO_DAYS = {"1 day": 0, "2 day": 0, "3 day": 0}
+NO_MEALS = {"2 breakfast": None, "2 lunch": None, "2 dinner": None}
+HOME_FIRST = {"wish cuisine": ["{cuisine}"], "3 breakfast": "{lunch at home}, {org}",
+              "3 lunch": "{rare meal}, {city}"}
+CORNERS = [  # mark, rules, what is changed, the check, then: its verdict, or words of its reason
+    ("B1", "star", {"4 dinner": "Nowhere Diner, {city}"}, "sandbox", True),
+    ("B7", "star", {"2 current_city": constraints.NOT_NEEDED}, "absent", "2 of 3 days"),
+    ("B8", "star", {"task visiting_city_number": 2}, "absent", "1 cities, not 2"),
+    ("B8", "star", {"task org": "{far}"}, "absent", "starts at {org}, not at {far}"),
+    ("B8", "star", {"1 current_city": "{far}"}, "absent", "2 cities, not 1"),
+    ("B9", "star", {"2 dinner": GONE}, "absent", "day 2 has no dinner"),
+    ("B10", "star", {"1 transportation": "-"}, "absent", "no transportation on a day of travel"),
+    ("B10", "star", {"1 accommodation": ""}, "absent", "no accommodation for the night"),
+    ("B10", "star", {"3 accommodation": "", "3 lunch": "", "2 transportation": ""}, "absent", True),
+    ("B10", "star", {"2 current_city": "to {city}", "task visiting_city_number": 2}, "absent",
+     "day 2: no transportation"),
+    ("B11", "star", NO_DAYS | NO_MEALS, "absent", "only 8 of 18 places"),
+    ("B11", "star", NO_DAYS | NO_MEALS | {"1 note": "any"}, "absent", True),
+    ("B12", "star", {"1 transportation": "Flight Number: {flight}"}, "sandbox", True),
+    ("B12", "star", {"1 transportation": "Flight Number: {flight}, from {city} to {org}"},
+     "sandbox", "flight {flight} goes from {org} to {city}"),
+    ("B13", "star", {"1 transportation": "Flight F1, from {org} to {city}"}, "sandbox", "needs"),
+    ("B13", "star", {"1 transportation": "Flight Number: F0, from {org} to {city}"}, "sandbox",
+     "there is no flight F0"),
+    ("B14", "star", {"2 transportation": "Taxi {road}"}, "sandbox", True),
+    ("B14", "star", {"2 transportation": "Taxi {long road}"}, "sandbox", "more than a day"),
+    ("B14", "star", {"2 transportation": "Taxi, around {city}"}, "sandbox", "no road is known"),
+    ("B15", "star", {"2 attraction": "Nowhere Palace, {city};"}, "sandbox", "no 'Nowhere Palace'"),
+    ("B18", "star", {"2 current_city": "{far}"}, "visiting", "only passes through {city}"),
+    ("B18", "star", {"3 current_city": "from {city} to {far}"}, "visiting", "does not come back"),
+    ("B19", "star", {"1 transportation": "-"}, "is_valid_transportation", "day 1: no"),
+    ("B19", "star", {"2 transportation": "walk"}, "is_valid_transportation", "driving and flight"),
+    ("B19", "star", {"2 transportation": "taxi"}, "is_valid_transportation", True),
+    ("B20", "star", {"1 transportation": "Flight from {org}"}, "in_current", "not name {city}"),
+    ("B20", "star", {"3 lunch": "{lunch at home}, {org}"}, "in_current", True),
+    ("B20", "strict", {"3 lunch": "{rare meal}, {city}"}, "in_current", True),
+    ("B20", "star", {"3 accommodation": "Inn, {city}"}, "in_current", "accommodation is not in"),
+    ("B21", "star", HOME_FIRST, "cuisine", True),
+    ("B21", "star", {"wish cuisine": ["{home cuisine}"], "3 lunch": "{lunch at home}, {org}"},
+     "cuisine", "none serves {home cuisine}"),
+    ("B22", "star", {"wish room type": "castle"}, "room_type", True),
+    ("B23", "star", {"wish house rule": "dancing"}, "room_rule", True),
+    ("B24", "star", {"2 transportation": "a walk {road}"}, "valid_transportation", "day 2: "),
+    ("C5", "official", {"2 dinner": "{lunch at home}, {org}"}, "in_current", True),
+    ("C6", "star", {"2 transportation": ""}, "in_current", "transportation does not name {city}"),
+    ("C6", "official", {"2 transportation": ""}, "in_current", True),
+    ("C7", "official", {"2 transportation": GONE}, "sandbox", "day 2 has no transportation"),
+    ("C7", "official", {"2 current_city": ""}, "absent", "2 cities, not 1"),
+    ("C7", "official", {"2 current_city": "{city} to rest", "2 attraction": "-", "task "
+                        "visiting_city_number": 2, "2 transportation": "Taxi"}, "absent", True),
+    ("C8", "official", {"2 current_city": "from nowhere"}, "absent", 'must say "from A to B"'),
+    ("C8", "official", {"task days": 0}, "absent", "the task has 0 days"),
+    ("C8", "official", {"3 accommodation": None}, "accommodation", "is not text"),
+    ("C9", "official", {"wish house rule": ""}, "room_rule", True),
+    ("C9", "star", {"wish house rule": ""}, "room_rule", None),
+    ("C10", "official", HOME_FIRST, "cuisine", "none serves {cuisine}"),
+    ("C10", "official", {"wish cuisine": ["{cuisine}"] * 2}, "cuisine", "names one twice"),
+    ("C12", "official", {"task dest": GONE}, "visiting", True),
+]
+
+
+def names_of(task, plan, city, database):
+    """What stands in the braces above."""
+    org, rows, hotels = task["org"], database.restaurants(city), database.hotels(city)
+    lunch, dinner, breakfast, bed = (plan[1][field].rpartition(", ")[0] for field in
+                                     ("lunch", "dinner", "breakfast", "accommodation"))
+    served = [row.cuisines for row in rows if row.name in (lunch, dinner, breakfast)]
+    rare, cuisine = unserved(rows, served)
+    home, home_cuisine = unserved(database.restaurants(org), served)
+    ruled = next(row for row in hotels if row.house_rules and row.minimum_nights <= 2)
+    private = next(row.room_type for row in hotels if row.name == bed) == "Private room"
+    dates = [date for date in database.flight_dates(org, city) if date != task["date"][0]]
+    return {
+        "org": org, "city": city, "lunch": lunch, "part of hotel": bed[:-2],
+        "far": next(name for name in database.cities if name not in (city, org)),
+        "flight": re.search(r"F\d+", plan[0]["transportation"])[0],
+        "other flight": database.flights(org, city, dates[0])[0].number,
+        "way back": plan[2]["transportation"], "sights": plan[1]["attraction"],
+        "one night": next(row.name for row in hotels if row.minimum_nights == 1),
+        "two nights": next(row.name for row in hotels if row.minimum_nights == 2),
+        "ruled": ruled.name, "rule": ruled.house_rules.split(" & ")[0].removeprefix("No "),
+        "other room": "entire room" if private else "private room",
+        "rare meal": rare, "cuisine": cuisine, "lunch at home": home, "home cuisine": home_cuisine,
+        "road": "from {} to {}, {}".format(*road(database), city),
+        "long road": "from {} to {}, {}".format(*road(database, long=True), city)}
+
+
+def unserved(rows, served):
+    """(name, cuisine) of a restaurant with a cuisine that is not among those served."""
+    return next((row.name, cuisine) for row in rows for cuisine in row.cuisines.split(", ")
+                if not any(cuisine in cuisines for cuisines in served))
+
+
+def road(database, long=False):
+    """Two cities with less than a day between them, or with more."""
+    pairs = ((a, b) for a in database.cities for b in database.cities)
+    return next((a, b) for a, b in pairs if (row := database.distance(a, b)) and row.duration
+                and ("day" in row.duration) == long)
+
+
+def fill(value, names):
+    """The value with the names in its braces; of a list each item."""
+    if isinstance(value, list):
+        return [fill(item, names) for item in value]
+    return value.format(**names) if isinstance(value, str) else value
+
+
+def change(trip, changes, database):
+    """Make the changes, and return the names in the braces."""
+    task, plan, city = trip
+    names = names_of(task, plan, city, database)
+    for place, value in changes.items():
+        where, key = place.split(" ", 1)
+        plan.extend({} for _ in range(len(plan), int(where) if where.isdigit() else 0))
+        table = {"task": task, "wish": task["local_constraint"]}
+        table = table[where] if where in table else plan[int(where) - 1]
+        table[key] = fill(value, names)
+        if value is GONE:
+            del table[key]
+    return names
+
+
+def failed(verdict):
+    return {name for name, (passed, _) in verdict["checks"].items() if passed is False}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_a_hole_of_star_is_closed_in_strict(trip, mini, hole):
+    task, plan, _ = trip
+    changes, check = HOLES[hole]
+    assert all(score(task, plan, mini, rules)["success"] == 1 for rules in RULES)
+    change(trip, changes, mini)
+    assert score(task, plan, mini)["success"] == 1
+    assert check in failed(score(task, plan, mini, "strict"))
+
+
+@pytest.mark.parametrize("wrong", BREAKS)
+def test_breaking_one_constraint_fails_exactly_that_check(trip, mini, wrong):
+    task, plan, _ = trip
+    changes, check = BREAKS[wrong]
+    change(trip, changes, mini)
+    verdict = score(task, plan, mini)
+    assert failed(verdict) == {check} and verdict["success"] == 0
+    assert verdict["cs_micro"] == (7 / 8 if check in COMMONSENSE else 1)
+
+
+@pytest.mark.parametrize("mark, rules, changes, check, told", CORNERS,
+                         ids=[f"{row[0]}-{i}" for i, row in enumerate(CORNERS)])
+def test_a_corner_is_as_its_mark_says(trip, mini, mark, rules, changes, check, told):
+    names = change(trip, changes, mini)
+    checks = score(trip[0], trip[1], mini, rules)["checks"]
+    passed, reason = checks.get(check) or next(checks[name] for name in checks if check in name)
+    if isinstance(told, str):
+        assert passed is False and fill(told, names) in reason
+    else:
+        assert (passed, reason) == (told, None)
+
+
+def test_b18_a_long_trip_stays_in_the_state_asked_for(mini):
+    task, plan = copy.deepcopy(witness(mini, 5))
+    assert score(task, plan, mini, "strict")["success"] == 1
+    task["dest"] = next(state for state in mini.states if state != task["dest"])
+    assert failed(score(task, plan, mini)) == {"is_reasonable_visiting_city"}
+
+
+def test_b2_a_route_is_the_first_from_to_up_to_a_comma():
+    assert constraints.from_to("fly from A  to B to C, from D to E", False) == ("A", "B to C")
+    assert constraints.from_to("from A(X) to B", False) == ("A(X)", "B")
+    for text in ("From A to B", "from A", "to B", ""):
+        assert constraints.from_to(text, False) == (None, None)
+
+
+def test_c1_a_state_in_brackets_is_cut_and_a_blank_before_it_stays():
+    assert constraints.from_to("from A(X) to B (Y)", True) == ("A", "B ")
+
+
+@pytest.mark.parametrize("text, name, city", [
+    ("The Inn, at Sea, Elm", "The Inn, at Sea", "Elm"), ("so says\nThe Inn, Elm", "The Inn", "Elm"),
+    ("The Inn", "-", "-"), ("The Inn,", "-", "-"), (", Elm", "", "Elm")])
+def test_b3_the_last_comma_parts_a_name_from_its_city(mini, text, name, city):
+    venue = constraints.read_venue(text, "lunch", mini, False)
+    assert (venue.name, venue.city) == (name, city)
+
+
+def test_b4_a_name_stands_for_every_row_that_contains_it_and_in_strict_for_its_own(mini):
+    city = mini.hotel_cities[0]
+    rows = mini.hotels(city)
+    for name, found, exact in ((rows[0].name[1:-1], rows[:1], ()), ("", rows, ()),
+                               (rows[0].name.upper(), (), rows[:1])):
+        venue = constraints.read_venue(f"{name}, {city}", "accommodation", mini, False)
+        assert (venue.rows, venue.exact) == (found, exact)
+
+
+class Twins:
+    """A database in which every hotel has a twin of a longer name that costs a million."""
+
+    def __init__(self, database, first):
+        self.database, self.first = database, first
+
+    def __getattr__(self, name):
+        return getattr(self.database, name)
+
+    def hotels(self, city):
+        rows = self.database.hotels(city)
+        twins = tuple(row._replace(name=f"{row.name} II", price=1e6) for row in rows)
+        return twins + rows if self.first else rows + twins
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_b4_of_the_rows_that_contain_a_name_the_first_counts_and_in_strict_its_own(
+        trip, mini, first):
+    task, plan, _ = trip
+    assert score(task, plan, Twins(mini, first))["success"] == (not first)
+    change(trip, {"task budget": 10**9}, mini)
+    assert score(task, plan, Twins(mini, first), "strict")["success"] == 1
+
+
+def test_b17_minimum_nights_hold_where_one_row_matches_and_in_strict_everywhere(trip, mini):
+    task, plan, _ = trip
+    change(trip, BREAKS["B17 a stay too short"][0], mini)
+    check, twins = "is_valid_accommodation", Twins(mini, False)
+    assert check not in failed(score(task, plan, twins))
+    assert "asks for 2 nights" in score(task, plan, twins, "strict")["checks"][check][1]
+
+
+@pytest.mark.parametrize("text, star, c2, c3_fault, c4", [
+    ("Flight or taxi", "flight", "taxi", "no road", ("no flight",)),
+    ("taxi to my flight", "flight", "taxi", "no road", ()),
+    ("flight, then self-driving", "flight", "driving", "no road", ()),
+    ("Self-driving, no taxi", "taxi", "taxi", "no road", ("no self-driving",)),
+    ("flight number F0", "flight", "flight", 'needs "Flight Number: "', ()),
+    ("Driving", "driving", "", "", ()), ("a train", "driving", "", "", ()),
+    ("by plane", "driving", "", "", ()), ("by flight", "flight", "flight", "", ())])
+def test_b5_c2_c3_c4_what_a_ride_is_taken_for(mini, text, star, c2, c3_fault, c4):
+    ours = constraints.read_ride(text, None, mini, False)
+    theirs = constraints.read_ride(text, None, mini, True)
+    assert (ours.mode, theirs.mode, theirs.breaks) == (star, c2, c4)
+    assert c3_fault in theirs.fault and bool(theirs.fault) == bool(c3_fault)
+    assert ours.fault and theirs.car == theirs.taxi == 0
+
+
+@pytest.mark.parametrize("ride, share, cars", [
+    ("", 0, 0), ("Self-driving", 0.05, 5), ("Taxi", 1, 6)])
+def test_b25_a_trip_costs_its_seats_cars_meals_and_rooms(trip, mini, ride, share, cars):
+    """For 21: five cars for five, six taxis for four."""
+    task, plan, city = trip
+    numbers = [re.search(r"F\d+", plan[day]["transportation"])[0] for day in (0, 2)]
+    meals = [plan[1][meal] for meal in ("breakfast", "lunch", "dinner")]
+    total = sum(21 * mini.flight(number).price for number in numbers)
+    total += sum(21 * row.cost for row in mini.restaurants(city) if f"{row.name}, {city}" in meals)
+    total += sum(row.price * math.ceil(21 / row.maximum_occupancy) for row in mini.hotels(city)
+                 for day in plan[:2] if f"{row.name}, {city}" == day["accommodation"])
+    total += cars * int(mini.distance(*road(mini)).km * share)
+    change(trip, {"task people_number": 21, "wish transportation": None}, mini)
+    change(trip, {"2 transportation": f"{ride} {{road}}"} if ride else {}, mini)
+    for task["budget"], told in ((total, None), (total - 1, f"the plan costs ${total:g}")):
+        assert (score(task, plan, mini)["checks"]["valid_cost"][1] or "").startswith(told or "")
+        assert score(task, plan, mini)["checks"]["valid_cost"][0] is (told is None)
+
+
+def test_b26_an_unreached_check_counts_for_neither_side(trip, mini):
+    task, plan, city = trip
+    plan[1]["dinner"] = "-"
+    verdict = score(task, plan, mini)
+    assert all(verdict["checks"][name] == [None, None] for name in HARD)
+    assert [verdict[name] for name in ("cs_micro", "hard_micro", "hard_macro")] == [7 / 8, 0, 0]
+
+
+@pytest.mark.parametrize("plan", [None, [], {}, 0, ""])
+def test_b26_no_plan_scores_nothing(trip, mini, plan):
+    verdict = score(trip[0], plan, mini)
+    assert [verdict[name] for name in SCORES] == [0] * 5
+    assert set(map(tuple, verdict["checks"].values())) == {(None, None)}
+
+
+def test_b27_constraints_in_a_string_are_read_and_never_run(trip, mini):
+    task, plan, _ = trip
+    asked = task["local_constraint"] | {"transportation": "no flight"}
+    task["local_constraint"] = str(asked)
+    assert failed(score(task, plan, mini)) == {"valid_transportation"}
+    task["local_constraint"] = "[].append(1/0)"
+    assert "valid_transportation" in failed(score(task, plan, mini))
+
+
+@pytest.mark.parametrize("rules, place", [
+    *[("star", f"task {key}") for key in ("days", "org", "people_number", "budget")],
+    ("strict", "task dest"), ("official", "task local_constraint"),
+    *[("official", f"wish {key}") for key in ("house rule", "room type", "cuisine")]])
+def test_c9_a_key_the_task_lacks_is_named(trip, mini, rules, place):
+    task, plan, _ = trip
+    change(trip, {place: GONE}, mini)
+    with pytest.raises(KeyError, match=place.split(" ", 1)[1]):
+        score(task, plan, mini, rules)
+
+
+def marks(text):
+    """The marks in a text, "B12 to B15" spread out."""
+    found = re.findall(r"\b([BC])(\d+)(?: to [BC](\d+))?", text)
+    return {f"{letter}{number}" for letter, first, last in found
+            for number in range(int(first), int(last or first) + 1)}
+
+
+def test_every_mark_has_a_row_in_the_rules_and_every_row_a_test():
+    rows = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
+    told = marks("\n".join(re.findall(r"^\| ([BC]\d+.*?) \|", rows, re.MULTILINE)))
+    tests = "".join((Path(__file__).parent / f"test_{name}.py").read_text(encoding="utf-8")
+                    for name in ("constraints", "leaderboard"))
+    named = re.findall(r"def (test_\w+)", tests)
+    held = marks(" ".join([*HOLES, *BREAKS, *(row[0] for row in CORNERS)]))
+    held |= {mark.upper() for name in named for mark in re.findall(r"_([bc]\d+)(?=_)", name)}
+    for name in ("constraints.py", "leaderboard.py"):
+        assert marks((ROOT / name).read_text(encoding="utf-8")) <= told, f"{name} has a mark more"
+    assert held == {*marks("B1 to B27"), *marks("C1 to C12")} <= told
+
+
+# ----------------------------------------------------------------------------------------- scores
+
+
+@pytest.mark.parametrize("scores, rewards", [
+    ((1, 1, 1, 1, 1), (5, 3, 1)),
+    ((0.875, 0, 1, 1, 0), (2.875, 1, 0)),
+    ((0.5, 0, 0, 0, 0), (0.5, 0, 0)),
+    ((1, 1, 0.75, 0, 0), (2.75, 1, 0)),
+    ((0, 0, 0, 0, 0), (0, 0, 0)),
+])
+def test_rewards_by_hand(scores, rewards):
+    verdict = dict(zip(SCORES, scores, strict=True))
+    assert tuple(reward(verdict, kind) for kind in ("sum", "macro", "success")) == rewards
+    with pytest.raises(ValueError, match="curriculum"):
+        reward(verdict, "curriculum")
+
+
+def test_judge_gives_the_plan_of_a_text_and_the_verdicts_of_all_rule_sets(trip, mini):
+    task, plan, city = trip
+    for answer in (None, "no plan here"):
+        found, verdict = judge(task, answer, mini)
+        assert found is None and verdict["success"] == verdict["strict"] == 0
+    found, verdict = judge(task, itinerary(plan), mini)
+    assert verdict == score(task, found, mini) | {"official": 1.0, "strict": 1.0}
+    change(trip, {"task dest": "{far}"}, mini)
+    verdict = judge(task, itinerary(plan), mini)[1]
+    assert (verdict["success"], verdict["official"], verdict["strict"]) == (1, 1, 0)
+
+
+def test_rules_that_do_not_exist_are_refused(trip, mini):
+    with pytest.raises(ValueError, match="star, official, strict"):
+        score(trip[0], trip[1], mini, "lenient")
+
+
+# ------------------------------------------------------------------------------------------- fuzz
+
+SMALL = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+SMALL |= st.sampled_from([
+    "", "-", " ", "from", "from a to b", "from  to ,", "Flight Number: ", "taxi", ";", ";;", "a,",
+    "Flight Number: F1, from A to B", ", a", ",", "a;b, c;", "\n,\n", "\x00", "\ud800", "(" * 9999,
+    "from " * 999, " " * 9999, "from" + " " * 9999, "x" * 99999, json.loads("[" * 300 + "]" * 300)])
+JSON = st.recursive(SMALL, max_leaves=6, extend=lambda inner: st.lists(inner, max_size=3)
+                    | st.dictionaries(st.text(max_size=5), inner, max_size=3))
+CHANGE = st.tuples(st.integers(0, 2), st.sampled_from(["current_city", "day", *FIELDS]), JSON,
+                   st.sampled_from(["set", "drop", "whole", "join"]))
+
+
+def check_fuzzed(task, plan, database):
+    star, strict = (score(task, plan, database, rules) for rules in ("star", "strict"))
+    score(task, plan, database, "official")
+    assert all(0 <= strict[name] <= star[name] <= 1 for name in SCORES)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(JSON)
+def test_any_json_is_judged(mini, plan):
+    check_fuzzed(witness(mini)[0], plan, mini)
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(CHANGE, min_size=1, max_size=4))
+def test_a_plan_with_a_few_wild_values_is_judged(mini, changes):
+    task, plan = copy.deepcopy(witness(mini))
+    for at, field, value, how in changes:
+        if how == "whole":
+            plan[at] = value
+        elif isinstance(plan[at], dict) and how == "drop":
+            plan[at].pop(field, None)
+        elif isinstance(plan[at], dict):
+            join = how == "join" and isinstance(value, str)
+            plan[at][field] = f"{plan[at].get(field)}{value}" if join else value
+    check_fuzzed(task, plan, mini)

@@ -1,0 +1,106 @@
+"""The leaderboard's rates are over its own denominators, and its file is in its own words."""
+import copy
+
+import pytest
+
+import leaderboard
+from constraints import judge
+from evaluate import read_jsonl, write_jsonl
+from format_plan import itinerary
+from leaderboard import official_rates, submission, submission_faults
+
+
+def rows_of(trip, mini, wins):
+    """Judged episodes, the i-th successful if wins[i]."""
+    task, plan, _ = trip
+    rows = []
+    for i, win in enumerate(wins):
+        found, verdict = judge(task, itinerary(plan) if win else None, mini)
+        rows.append({"task": task | {"id": str(i), "idx": i}, "plan": found, "score": verdict})
+    return rows
+
+
+def test_c11_the_rates_are_over_all_plans_of_the_split_and_all_constraints_asked(trip, mini):
+    rates = official_rates(rows_of(trip, mini, [1, 1, 1, 0]), "validation", mini)
+    assert rates == {
+        "delivery rate": 3 / 180, "commonsense micro rate": 3 * 8 / 1440,
+        "commonsense macro rate": 3 / 180, "hard micro rate": 3 * 2 / 420,
+        "hard macro rate": 3 / 180, "final pass rate": 3 / 180}
+
+
+def test_c11_a_plan_whose_hard_constraints_were_not_reached_counts_as_failed(trip, mini):
+    rows = rows_of(trip, mini, [1, 1])
+    rows[0]["plan"][1]["dinner"] = "Nowhere Diner, Nowhere"
+    rates = official_rates(rows, "train", mini)
+    assert rates["hard macro rate"] == rates["final pass rate"] == 1 / 45
+    assert rates["hard micro rate"] == 2 / 105
+
+
+def test_rates_are_the_leaderboards_own_whatever_star_says(trip, mini):
+    """"City(State)" is a city for the leaderboard, and none for star."""
+    rows = rows_of(trip, mini, [1])
+    rows[0]["plan"][1]["dinner"] += "(Anywhere)"
+    rows[0]["score"]["success"] = 0.0
+    assert official_rates(rows, "train", mini)["final pass rate"] == 1 / 45
+
+
+def test_of_the_test_split_only_the_delivery_is_known(mini):
+    rows = [{"task": {"id": str(i), "idx": i, "query": "?"}, "plan": plan}
+            for i, plan in enumerate([None, [{"day": 1}]])]
+    assert official_rates(rows, "test", mini) == {"delivery rate": 1 / 1000}
+    assert [line["plan"] for line in submission(rows)] == [None, [{"day": 1}]]
+
+
+def test_the_lines_are_in_the_order_of_the_queries():
+    rows = [{"task": {"id": name, "query": name}, "plan": None} for name in ("10", "9", "0")]
+    assert submission(rows) == [{"idx": i, "query": str(i), "plan": None} for i in (0, 9, 10)]
+
+
+@pytest.mark.parametrize("field, ours, theirs", [
+    ("current_city", "from Reno(Nevada) to Ely (Nevada)", "from Reno to Ely"),
+    ("transportation", "Driving, from Reno(Nevada) to Ely, cost: 9",
+     "Self-driving, from Reno to Ely, cost: 9"),
+    ("transportation", "from Ely to Reno", "Self-driving, from Ely to Reno"),
+    ("transportation", "Taxi, from Ely to Reno", "Taxi, from Ely to Reno"),
+    ("transportation", "-", "-"),
+    ("lunch", "Bar (The Old One), Ely(Nevada)", "Bar (The Old One), Ely"),
+    ("attraction", "Pit, Ely(Nevada);Rim (East), Ely;", "Pit, Ely;Rim (East), Ely;"),
+    ("note", "Ely(Nevada)", "Ely(Nevada)"), ("day", 1, 1)])
+def test_a_field_is_put_in_the_leaderboards_words(field, ours, theirs):
+    assert leaderboard.leaderboard_field(field, ours) == theirs
+
+
+@pytest.mark.parametrize("change, fault", [
+    ({}, None), ({"lunch": None}, "lunch: it must be text"),
+    ({"current_city": "from here"}, 'current_city: it must say "from A to B"'),
+    ({"transportation": "flight number F1"}, "transportation: a flight is written"),
+    ({"transportation": "Flight Number: F1", "current_city": "Ely"}, "the flight has no cities"),
+    ({"transportation": "by car"}, "it would go unjudged")])
+def test_a_day_that_the_leaderboard_would_refuse_is_named_with_its_field(trip, change, fault):
+    plan = copy.deepcopy(trip[1])
+    plan[1] |= change
+    faults = submission_faults([{"idx": 0, "query": "?", "plan": [*plan, {}]}])
+    assert len(faults) == bool(fault)
+    assert all(each.startswith("line 1, day 2, ") and fault in each for each in faults)
+
+
+def test_lines_that_are_too_few_or_out_of_order_are_named(trip):
+    lines = [{"idx": idx, "query": "?", "plan": None} for idx in (0, 1, 9)]
+    faults = submission_faults(lines, "validation")
+    assert len(faults) == 2 and "has 3 lines, not the split's 180" in faults[0]
+    assert "line 3: idx is 9" in faults[1]
+    assert not submission_faults(lines[:2])
+    assert len(submission_faults([{"idx": 1}, {"idx": 2}], "train")) == 1  # train counts from 1
+
+
+def test_the_command_hands_in_the_first_plays_and_prints_faults_and_rates(
+        trip, mini, tmp_path, capsys):
+    rows = rows_of(trip, mini, [1, 0])
+    again = copy.deepcopy(rows[0])
+    again["task"]["sample"] = 1
+    write_jsonl(tmp_path / "episodes.jsonl", [*rows, again])
+    leaderboard.main([str(tmp_path), "--split", "train", "--database", str(mini.folder)])
+    assert read_jsonl(tmp_path / "submission.jsonl") == submission(rows)
+    said = capsys.readouterr().out
+    assert "has 2 lines, not the split's 45" in said
+    assert f"final pass rate {100 / 45:14.1f}" in said

@@ -1,49 +1,64 @@
 """
 What GRPO's machinery costs beside the bare work, as ratios measured in one run.
 
-    loss     peak memory of a forward and backward with log-probabilities of --tokens tokens over a vocabulary of
-             152K, over that of the same small model without them, above what the imports take
-    learn    tokens/s of learn() under ZeRO-3 with its optimiser step, over a plain forward and backward of the
-             transformers model on the same micro-batches: logits of the policy tokens, log_softmax, autograd
+    loss     peak memory of a forward and backward with log-probabilities of --tokens tokens over a
+             vocabulary of 152K, over that of the same small model without them, above what the
+             imports take
+    learn    tokens/s of learn() under ZeRO-3 with its optimiser step, over a plain forward and
+             backward of the transformers model on the same micro-batches: logits of the policy
+             tokens, log_softmax, autograd
     padding  share of the learned rows that is padding
-    play     tokens/s of the multi-turn rollout, over plain single-turn `generate` of the same tokens: each prompt as
-             long as an episode's prompt and observations, each reply as long as its replies, as many in flight
+    play     tokens/s of the multi-turn rollout, over plain single-turn `generate` of the same
+             tokens: each prompt as long as an episode's prompt and observations, each reply as long
+             as its replies, as many in flight
+    against  tokens/s of play and learn of whole runs of grpo.py, here over those of another
+             checkout, update by update, in which both play and learn the same
 
-Both sides of a ratio take turns, and medians are printed. Ratios of CPU time stand beside those of the clock: other
-work on the machine disturbs them less. Goals: loss at most 1.3, learn and play at least 0.85, padding below 10%.
+Both sides of a ratio take turns, and medians are printed. Ratios of CPU time stand beside those of
+the clock: other work on the machine disturbs them less. Goals: loss at most 1.3, learn and play at
+least 0.85, padding below 10%, against at least 0.98.
 
-    python tests/bench_grpo.py --model out/tiny/sft --tasks out/tiny/data/rl.jsonl
+    python bench/bench_grpo.py --model out/tiny/sft --tasks out/tiny/data/rl.jsonl
+    python bench/bench_grpo.py --only against --against DIR --model ... --tasks ...
 """
 import argparse
 import math
+import os
 import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import torch  # noqa: E402, the path comes first
 
-import grpo
-from sandbox import open_database
+import grpo  # noqa: E402
+from evaluate import Travel, read_jsonl  # noqa: E402
+from sandbox import open_database  # noqa: E402
 
 VOCABULARY = 151936  # Qwen2.5's
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}  # what torchrun sets for a single rank
 
 
 def flags():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
     add("--only", nargs="+", default=["loss", "play", "learn"], help="parts to measure")
     add("--model", help="a tiny model that plays, from run.sh tiny")
     add("--tasks", help="tasks for it")
-    add("--plays", type=int, default=64, help="episodes, in groups of 8")
+    add("--plays", type=int, default=64, help="episodes of an update, in groups of 8")
     add("--rounds", type=int, default=5, help="repetitions; medians are printed")
     add("--pack-tokens", type=int, default=4096, help="of learn()")
     add("--tokens", type=int, default=32768, help="of the loss's memory measurement")
-    add("--logp-chunk", type=int, nargs="+", default=[1024, 128], help="of the loss's memory; 1024: grpo.py's own")
-    add("--memory", choices=["hidden", "logps"], help="(inner use) print the peak of one variant and stop")
+    add("--against", metavar="DIR", help="another checkout of this repository")
+    add("--memory", choices=["own", "loss"], help="(inner use) print one peak and stop")
     return p.parse_args()
 
 
@@ -58,135 +73,192 @@ def ratio(seconds, others):
     return f"{wall:.2f} (CPU time {cpu:.2f})"
 
 
-# ---------------------------------------------------------------------------------------------------------- memory
+def settings(args):
+    """The flags of grpo.py that all parts share."""
+    return f"""--model {args.model} --tasks {args.tasks} --context 1024 --max-turns 10 --lr 0
+        --turn-tokens 256 --system-prompt short --concurrency {args.plays} --no-checkpointing
+        --pack-tokens {args.pack_tokens} --prompts {args.plays // 8}""".split()
 
 
-def peak_memory(variant, tokens, chunk):
-    """MiB that one forward and backward of a small model with the real vocabulary adds at its peak."""
+# ----------------------------------------------------------------------------------------- memory
+
+
+def resident():
+    """MiB that this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def peak_memory(variant, tokens):
+    """MiB that a forward and backward of a small model with the real vocabulary adds at its peak.
+
+    own: without log-probabilities.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    resident = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     before = resident()
     policy = grpo.Policy(Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=False, max_position_embeddings=tokens)), chunk)
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False,
+        max_position_embeddings=tokens)))
     ids = torch.randint(0, VOCABULARY, (tokens // 1024, 1024))
     positions, keep = torch.arange(1024).expand_as(ids), torch.ones_like(ids, dtype=torch.bool)
-    if variant == "logps":
+    if variant == "loss":
         policy(ids, positions, keep)[0].sum().backward()
     else:
-        hidden = policy.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        hidden = policy.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         (hidden.sum() + policy.lm.lm_head.weight.sum()).backward()
     return resident() - before
 
 
-def bench_memory(a):
-    run = lambda variant, chunk: float(subprocess.run(
-        [sys.executable, __file__, "--memory", variant, "--tokens", str(a.tokens), "--logp-chunk", str(chunk)],
-        stdout=subprocess.PIPE, text=True, check=True).stdout)
-    hidden = run("hidden", 1)
-    for chunk in a.logp_chunk:
-        logps = run("logps", chunk)
-        print(f"loss: {logps:.0f} MiB with log-probabilities of {a.tokens} tokens, {chunk} at a time, "
-              f"{hidden:.0f} MiB without: {logps / hidden:.2f} x", flush=True)
+def bench_memory(args):
+    own, loss = (float(subprocess.run(
+        [sys.executable, __file__, "--memory", variant, "--tokens", str(args.tokens)],
+        stdout=subprocess.PIPE, text=True, check=True).stdout) for variant in ("own", "loss"))
+    chunk = min(1024, grpo.LOGITS // VOCABULARY)
+    print(f"loss: {loss:.0f} MiB with log-probabilities of {args.tokens} tokens, {chunk} at a "
+          f"time, {own:.0f} MiB without: {loss / own:.2f} x", flush=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- play
+# ------------------------------------------------------------------------------------------- play
 
 
-def bench_play(llm, tokenizer, database, tasks, a, rounds):
-    """Print play's figures. -> samples of the last round"""
+def bench_play(llm, tokenizer, world, tasks, args, rounds):
+    """Print play's figures -> samples of the last round"""
     from vllm import SamplingParams
 
     ours, theirs, speeds = [], [], []
     for i in range(rounds + 1):  # the first one warms up
         llm.reset_prefix_cache()
         began = clocks()
-        samples = grpo.rollout(llm, tokenizer, database, tasks, f"bench/{i}", a.group, 1.0, 1.0, a)
+        samples = grpo.rollout(llm, tokenizer, world, tasks, f"bench/{i}", args.group, 1.0, 1.0,
+                               args)
         ours.append(clocks() - began)
-        speeds.append(sum(sum(s.mask) for s in samples) / ours[-1][0].item())
+        speeds.append(sum(map(grpo.sampled, samples)) / ours[-1][0].item())
         llm.reset_prefix_cache()
-        prompts = [{"prompt_token_ids": [t for t, m in zip(s.ids, s.mask) if not m]} for s in samples]
-        params = [SamplingParams(temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True, max_tokens=sum(s.mask),
-                                 seed=j) for j, s in enumerate(samples)]
+        prompts = [{"prompt_token_ids": [t for t, m in zip(s.ids, s.mask, strict=True) if not m]}
+                   for s in samples]
+        params = [SamplingParams(temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True,
+                                 max_tokens=sum(s.mask), seed=j) for j, s in enumerate(samples)]
         began = clocks()
         llm.generate(prompts, params, use_tqdm=False)
         theirs.append(clocks() - began)
         turns = sum(s.episode.turns for s in samples)
-        grpo.judge_all(samples, database, "sum")
+        grpo.judge_all(samples, world, "sum")
     if rounds:
-        print(f"play: {sorted(speeds[1:])[rounds // 2]:.0f} policy tokens/s in {turns} turns, "
-              f"{ratio(ours[1:], theirs[1:])} of single-turn generate over the same tokens, {len(samples)} in flight",
-              flush=True)
+        print(f"play: {median(speeds[1:]):.0f} policy tokens/s in {turns} turns, "
+              f"{ratio(ours[1:], theirs[1:])} of single-turn generate over the same tokens, "
+              f"{len(samples)} in flight", flush=True)
     return samples
 
 
-# ------------------------------------------------------------------------------------------------------------ learn
+# ------------------------------------------------------------------------------------------ learn
 
 
 def bare(lm, ids, positions, keep):
-    """Forward and backward of the plain model: logits of the policy tokens, log_softmax, autograd."""
+    """Forward and backward of the plain model: policy tokens' logits, log_softmax, autograd."""
     hidden = lm.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-    logps = lm.lm_head(hidden[:, :-1][keep[:, 1:]]).log_softmax(-1).gather(-1, ids[:, 1:][keep[:, 1:]][:, None])
-    logps.mean().backward()
+    logps = lm.lm_head(hidden[:, :-1][keep[:, 1:]]).log_softmax(-1)
+    logps.gather(-1, ids[:, 1:][keep[:, 1:]][:, None]).mean().backward()
 
 
-def bench_learn(engine, lm, samples, device, a, rounds, what):
-    weighted = grpo.token_weights(grpo.group_advantages(samples, a), a)
-    micros = grpo.cut([len(s.ids) for s, _ in weighted], 1, a.pack_tokens, False)[0]
-    batches = [grpo.collate([vars(weighted[i][0]) for i in micro], False, device) for micro in micros]
-    tokens, rows = sum(len(s.ids) for s, _ in weighted), sum(ids.numel() for ids, _, _ in batches)
-    ours, theirs = [], []
+def bench_learn(engine, lm, samples, device, args, rounds, what):
+    weighted = grpo.token_weights(grpo.group_advantages(samples), args)
+    sizes = [len(s.ids) for s, _ in weighted]
+    micros = grpo.pack(sizes, args.pack_tokens, False)
+    batches = [grpo.collate([weighted[i][0] for i in micro], False, device) for micro in micros]
+    rows, ours, theirs = sum(ids.numel() for ids, _, _ in batches), [], []
     for _ in range(rounds + 1):  # the first one warms up
         began = clocks()
-        grpo.learn(engine, weighted, False, 0, 1, device, a)
+        grpo.learn(engine, weighted, False, 0, 1, device, args)
         ours.append(clocks() - began)
         began = clocks()
         for batch in batches:
             bare(lm, *batch)
         theirs.append(clocks() - began)
         lm.zero_grad()
-    speed = tokens / torch.stack(ours[1:]).median(0).values[0].item()
-    sizes = [len(s.ids) for s, _ in weighted]
-    print(f"learn, lengths {what} ({min(sizes)} to {max(sizes)}): {speed:.0f} tokens/s, {ratio(ours[1:], theirs[1:])} "
-          f"of a bare forward and backward of {len(micros)} micro-batches; padding {1 - tokens / rows:.1%}", flush=True)
+    speed = sum(sizes) / torch.stack(ours[1:]).median(0).values[0].item()
+    print(f"learn, lengths {what} ({min(sizes)} to {max(sizes)}): {speed:.0f} tokens/s, "
+          f"{ratio(ours[1:], theirs[1:])} of a bare forward and backward of {len(micros)} "
+          f"micro-batches; padding {1 - sum(sizes) / rows:.1%}", flush=True)
 
 
 def spread(samples, deviation):
-    """The samples at lengths of a log-normal of median 500 and that log-deviation within 200..1000, turns repeated."""
+    """The samples at lengths of a log-normal of median 500 and that log-deviation within 200 to
+    1000: cut, or their turns repeated."""
     draw = random.Random(0)
     for s in samples:
         wanted, prompt = 0, s.mask.index(1)
         while not 200 <= wanted <= 1000:
             wanted = round(500 * math.exp(draw.gauss(0, deviation)))
         times = math.ceil(wanted / (len(s.ids) - prompt))
-        s.ids, s.mask, s.logps = ((x[:prompt] + x[prompt:] * times)[:wanted] for x in (s.ids, s.mask, s.logps))
+        s.ids, s.mask, s.logps = ((x[:prompt] + x[prompt:] * times)[:wanted]
+                                  for x in (s.ids, s.mask, s.logps))
     return samples
 
 
-def main():
-    a = flags()
-    if a.memory:
-        return print(peak_memory(a.memory, a.tokens, a.logp_chunk[0]))
-    if "loss" in a.only:
-        bench_memory(a)
-    if not a.model or not set(a.only) & {"play", "learn"}:
-        return
-    sys.argv = f"""grpo.py --model {a.model} --tasks {a.tasks} --context 1024 --max-turns 10 --turn-tokens 256
-        --system-prompt short --concurrency {a.plays} --pack-tokens {a.pack_tokens} --no-checkpointing --lr 0""".split()
-    b = grpo.flags()
-    rank, world, device = grpo.setup()
-    tokenizer, policy, _ = grpo.load(b, device)
-    engine, llm = grpo.zero3(policy, b, world, device), grpo.load_engine(b, device)
-    database, tasks = open_database("database/mini"), grpo.load_tasks(b.tasks)[: a.plays // 8]
-    samples = bench_play(llm, tokenizer, database, tasks, b, a.rounds if "play" in a.only else 0)
-    if "learn" in a.only:
+def bench_here(args):
+    """Play and learn beside the bare work, in this process."""
+    os.environ.update(ALONE)
+    sys.argv = ["grpo.py", *settings(args)]
+    own = grpo.flags()
+    rank, ranks, device = grpo.setup()
+    tokenizer, policy, _ = grpo.load(own, device)
+    engine, llm = grpo.zero3(policy, own.lr, ranks, device), grpo.load_engine(own, device)
+    world, rounds = Travel(open_database("database/mini")), args.rounds
+    tasks = grpo.load_tasks(own.tasks)[: own.prompts]
+    samples = bench_play(llm, tokenizer, world, tasks, own, rounds * ("play" in args.only))
+    if "learn" in args.only:
         from transformers import AutoModelForCausalLM
 
-        lm = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float32, attn_implementation="sdpa").train()
-        bench_learn(engine, lm, samples, device, b, a.rounds, "as played")
+        lm = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
+        bench_learn(engine, lm, samples, device, own, rounds, "as played")
         for deviation in (0.3, 0.5):
-            bench_learn(engine, lm, spread(samples, deviation), device, b, a.rounds, f"log-normal {deviation}")
+            bench_learn(engine, lm, spread(samples, deviation), device, own, rounds,
+                        f"log-normal {deviation}")
+
+
+# ---------------------------------------------------------------------------------------- against
+
+
+def whole_run(checkout, args, out):
+    """The log of a run of a checkout's grpo.py, and its CPU seconds."""
+    words = [*settings(args), "--database", ROOT / "database" / "mini", "--steps", 4, "--out", out]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    subprocess.run([sys.executable, "grpo.py", *map(str, words)], cwd=checkout, check=True,
+                   env=os.environ | ALONE | {"PYTHONPATH": str(checkout)}, capture_output=True)
+    cpu = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    return read_jsonl(out / "log.jsonl"), cpu
+
+
+def bench_against(args):
+    """Whole runs of both checkouts in turns, the other first in every second round."""
+    sides, ratios = {"here": ROOT, "there": Path(args.against).resolve()}, []
+    args.model, args.tasks = (Path(path).resolve() for path in (args.model, args.tasks))
+    for i in range(args.rounds):
+        logs, cpu = {}, {}
+        with tempfile.TemporaryDirectory() as folder:
+            for side in [*sides][:: -1 if i % 2 else 1]:
+                logs[side], cpu[side] = whole_run(sides[side], args, Path(folder) / side)
+        pairs = [*zip(logs["here"], logs["there"], strict=True)]
+        assert all(a["reward"] == b["reward"] and a["tokens"] == b["tokens"] for a, b in pairs)
+        for a, b in pairs[1:]:  # the first update warms up
+            ratios.append([a["play_tps"] / b["play_tps"], a["learn_tps"] / b["learn_tps"]])
+        play, learn = map(median, zip(*ratios, strict=True))
+        print(f"against {args.against}: play {play:.3f}, learn {learn:.3f} of its tokens/s, median "
+              f"of {len(ratios)} updates; CPU seconds of this round's runs {cpu['here']:.1f} here, "
+              f"{cpu['there']:.1f} there", flush=True)
+
+
+def main():
+    args = flags()
+    if args.memory:
+        return print(peak_memory(args.memory, args.tokens))
+    if "loss" in args.only:
+        bench_memory(args)
+    if args.model and {"play", "learn"} & {*args.only}:
+        bench_here(args)
+    if args.against:
+        bench_against(args)
 
 
 if __name__ == "__main__":

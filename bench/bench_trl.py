@@ -1,26 +1,33 @@
 """
-GRPO's update step here and in TRL's GRPOTrainer: the same model, samples and advantages, tokens/s side by side.
+GRPO's update step here and in TRL's GRPOTrainer: the same model, samples and advantages, side by
+side in tokens/s.
 
-An update is one batch of plays: forward, log-probabilities and entropy, loss, backward, clipping, AdamW. Ours is
-learn() through the DeepSpeed engine that grpo.py makes. Theirs is GRPOTrainer.train() in TRL's own environment, from
-on_step_begin to on_step_end less the time in which it takes in and scores the plays, which enter by its rollout_func.
-Both run float32 on one rank without gradient checkpointing and take turns, a round each. Tokens are those of the
-samples, padding not counted. The learning rate is 0, so that each round makes the same update; the first round warms
-up and compares the gradients. Seconds are the clock's and, in brackets, of CPU time: other work disturbs them less.
+An update is one batch of plays: forward, log-probabilities and entropy, loss, backward, clipping,
+AdamW. Ours is learn() through the DeepSpeed engine that grpo.py makes. Theirs is
+GRPOTrainer.train() in TRL's own environment, from on_step_begin to on_step_end less the time in
+which it takes in and scores the plays, which enter by its rollout_func. Both run float32 on one
+rank without gradient checkpointing and take turns, a round each. Tokens are those of the samples,
+padding not counted. Rewards are drawn at random: were those of a group equal, as they often are,
+learn() would leave the group out and TRL would compute it in vain. The learning rate is 0, so that
+each round makes the same update; the first round warms up and compares the gradients. Seconds are
+the clock's and, in brackets, of CPU time: other work disturbs them less.
 
-    shipped  GRPOTrainer as it runs on a CPU: every row as long as the batch's longest prompt and longest completion
-             together, the head applied to all positions
-    compact  with the head applied to the completions' positions only, as it is on GPUs: the one to compare with
+    shipped  GRPOTrainer as it runs on a CPU: every row as long as the batch's longest prompt and
+             longest completion together, the head applied to all positions
+    compact  with the head applied to the completions' positions only, as it is on GPUs: the one to
+             compare with
     vllm     compact, with the old log-probabilities that it recomputes when vLLM plays (its default)
 
-Lengths: `played`, those of the rollouts; else a log-normal of median 500 and that log-deviation within 200..1000.
-0.3 is the spread of direct plays of the 102 official queries (14K to 40K characters); 0.5 adds what stops early or
-wanders.
+Lengths: `played`, those of the rollouts; else a log-normal of median 500 and that log-deviation
+within 200 to 1000. 0.3 is the spread of direct plays of the 102 official queries (14K to 40K
+characters); 0.5 adds what stops early or wanders.
 
     python3 -m venv /tmp/trl && /tmp/trl/bin/pip install --no-deps torch==2.13.0+cpu \\
         --extra-index-url https://download.pytorch.org/whl/cpu
-    /tmp/trl/bin/pip install trl==1.16.0 transformers==5.19.0 accelerate datasets setuptools sympy networkx jinja2
-    python tests/bench_trl.py --model out/tiny/sft --rollouts out/tiny/rl/rollouts/00032.jsonl --trl /tmp/trl/bin/python
+    /tmp/trl/bin/pip install trl==1.16.0 transformers==5.19.0 accelerate datasets setuptools \\
+        sympy networkx jinja2
+    python bench/bench_trl.py --model out/tiny/sft --rollouts out/tiny/rl/rollouts/00032.jsonl \\
+        --trl /tmp/trl/bin/python
 """
 import argparse
 import json
@@ -37,15 +44,19 @@ from types import SimpleNamespace
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+GROUP = 8  # plays of a query
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29502"}  # what torchrun sets for a single rank
 
 
 def flags():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
     add("--model", default="out/tiny/sft", help="HF folder of the policy")
-    add("--rollouts", default="out/tiny/rl/rollouts/00032.jsonl", help="plays of it, groups in order")
+    add("--rollouts", default="out/tiny/rl/rollouts/00032.jsonl", help="plays, groups in order")
     add("--trl", help="python of an environment with TRL")
-    add("--lengths", nargs="+", default=["0.3", "0.5"], help="played, or the log-deviation of a log-normal")
+    add("--lengths", nargs="+", default=["0.3", "0.5"], help="played, or a log-deviation")
     add("--variants", nargs="+", default=["shipped", "compact", "vllm"], help="of TRL, see above")
     add("--plays", type=int, default=64, help="samples of an update, in groups of 8")
     add("--batch", type=int, default=4, help="TRL's per_device_train_batch_size")
@@ -57,25 +68,24 @@ def flags():
 
 
 def samples_of(path, tokenizer, lengths, n):
-    """The first n plays of `path`, tokenised -> [{"ids", "mask", "prompt", "query", "reward"}], `prompt` in tokens.
-
-    A play is cut, or its turns are repeated, to the length drawn for it. Queries are groups of 8.
-    """
-    sys.path.insert(0, str(ROOT))
+    """The first n plays of `path` in tokens -> [{"ids", "mask", "prompt", "query", "reward"}], with
+    the number of tokens of the prompt. A play is cut to the length drawn for it, or its turns are
+    repeated."""
     import sft
     from evaluate import read_jsonl
 
     draw, samples = random.Random(0), []
     for i, row in enumerate(read_jsonl(path)[:n]):
         ids, mask = sft.render(row["messages"], tokenizer)
-        prompt = mask.index(1)
+        prompt, wanted = mask.index(1), len(ids)
         if lengths != "played":
             wanted = 0
             while not 200 <= wanted <= 1000:
                 wanted = round(500 * math.exp(draw.gauss(0, float(lengths))))
-            times = math.ceil(wanted / (len(ids) - prompt))
-            ids, mask = ((x[:prompt] + x[prompt:] * times)[:wanted] for x in (ids, mask))
-        samples.append({"ids": ids, "mask": mask, "prompt": prompt, "query": i // 8, "reward": row["reward"]})
+        times = math.ceil((wanted - prompt) / (len(ids) - prompt))
+        ids, mask = ((x[:prompt] + x[prompt:] * times)[:wanted] for x in (ids, mask))
+        samples.append({"ids": ids, "mask": mask, "prompt": prompt, "query": i // GROUP,
+                        "reward": draw.random()})
     return samples
 
 
@@ -84,69 +94,77 @@ def clocks():
     return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
 
 
-# ------------------------------------------------------------------------------------------------------------ ours
+# ------------------------------------------------------------------------------------------- ours
 
 
 class Ours:
     """grpo.py's update of the samples, behind update() -> seconds, CPU seconds."""
 
-    def __init__(self, a):
-        sys.path.insert(0, str(ROOT))
+    def __init__(self, args):
         import grpo
 
-        sys.argv = f"""grpo.py --model {a.model} --no-checkpointing --pack-tokens {a.pack_tokens} --lr 0 --no-std
-            --loss-norm batch""".split()
-        self.grpo, self.a = grpo, grpo.flags()
-        self.rank, self.world, self.device = grpo.setup()
-        self.tokenizer, policy, self.packed = grpo.load(self.a, self.device)
-        self.engine = grpo.zero3(policy, self.a, self.world, self.device)
+        os.environ.update(ALONE)
+        sys.argv = f"""grpo.py --model {args.model} --no-checkpointing --lr 0 --loss-norm batch
+            --pack-tokens {args.pack_tokens}""".split()
+        self.grpo, self.args = grpo, grpo.flags()
+        self.rank, self.ranks, self.device = grpo.setup()
+        self.tokenizer, policy, self.packed = grpo.load(self.args, self.device)
+        self.engine = grpo.zero3(policy, self.args.lr, self.ranks, self.device)
 
     @torch.no_grad()
     def take(self, samples):
-        """Samples with the log-probabilities of the model itself, as an engine reports them."""
+        """Samples with the log-probabilities of the model itself, as an engine reports them, and
+        TRL's plainest advantages: the reward less the mean of its group."""
         self.engine.optimizer.optimizer.state.clear()
         self.samples = []
         for i, s in enumerate(samples):
-            flat, _ = self.engine(*self.grpo.collate([s], False, self.device))
-            logps, values = [0.0] * len(s["ids"]), iter(flat.tolist())
-            s["logps"] = [next(values) if m else zero for m, zero in zip(s["mask"], logps)]
-            self.samples.append(self.grpo.Sample(None, s["query"], f"{i:03}", s["ids"], s["mask"], s["logps"],
-                                                 stop="answer", reward=s["reward"]))
+            taken = self.grpo.Sample(None, s["query"], f"{i:03}", s["ids"], s["mask"],
+                                     stop="answer", reward=s["reward"])
+            flat, _ = self.engine(*self.grpo.collate([taken], False, self.device))
+            values = iter(flat.tolist())
+            s["logps"] = taken.logps = [next(values) if m else 0.0 for m in s["mask"]]
+            self.samples.append(taken)
+        for group in self.grpo.by_query(self.samples).values():
+            for s in group:
+                s.advantage = s.reward - sum(t.reward for t in group) / len(group)
 
     def update(self):
         began = clocks()
-        weighted = self.grpo.token_weights(self.grpo.group_advantages(self.samples, self.a), self.a)
-        self.line = self.grpo.learn(self.engine, weighted, self.packed, self.rank, self.world, self.device, self.a)
+        weighted = self.grpo.token_weights(self.grpo.by_query(self.samples), self.args)
+        assert len(weighted) == len(self.samples), "tokens that are counted but not trained on"
+        self.grpo.learn(self.engine, weighted, self.packed, self.rank, self.ranks, self.device,
+                        self.args)
         return clocks() - began
 
     def padding(self):
         """The share of our rows that is padding."""
         sizes = [len(s.ids) for s in self.samples]
         rows = sum(len(micro) * max(sizes[i] for i in micro)
-                   for micro in self.grpo.cut(sizes, 1, self.a.pack_tokens, self.packed)[0])
+                   for micro in self.grpo.pack(sizes, self.args.pack_tokens, self.packed))
         return 1 - sum(sizes) / rows
 
     def gradient(self):
-        """{name: clipped gradient} of the only update since take(): AdamW's first moment / (1 - beta1)"""
+        """{name: clipped gradient} of the only update since take(): AdamW's first moment, which is
+        the gradient times 1 - beta1."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         return {name.removeprefix("lm."): safe_get_full_optimizer_state(p, "exp_avg") / 0.1
                 for name, p in self.engine.module.named_parameters()}
 
 
-# ------------------------------------------------------------------------------------------------------------- TRL
+# -------------------------------------------------------------------------------------------- TRL
 
 
 class Theirs:
     """A process of the other environment, which makes an update when told to."""
 
-    def __init__(self, a, data):
-        ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")  # setup()'s
+    def __init__(self, args, data):
+        ours = {*ALONE, "DS_ACCELERATOR", "PYTHONPATH"}
+        words = ["--side", data, "--model", args.model, "--plays", args.plays, "--batch",
+                 args.batch, "--threads", torch.get_num_threads()]
         self.process = subprocess.Popen(
-            [a.trl, __file__, "--side", data, "--model", a.model, "--plays", str(a.plays), "--batch", str(a.batch),
-             "--threads", str(torch.get_num_threads())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={name: value for name, value in os.environ.items() if name not in ours})
+            [args.trl, __file__, *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env={name: v for name, v in os.environ.items() if name not in ours})
 
     def update(self, variant):
         """-> seconds, CPU seconds; the clipped gradient is in FOLDER/variant."""
@@ -157,13 +175,14 @@ class Theirs:
         raise RuntimeError("TRL's side ended, its words are above")
 
 
-def trl_side(a):
-    """GRPOTrainer.train() over the samples of FOLDER/samples.json; before each update stdin names its variant."""
+def trl_side(args):
+    """GRPOTrainer.train() over the samples of FOLDER/samples.json; before each update stdin names
+    its variant."""
+    import trl
     from safetensors.torch import save_file
     from transformers import TrainerCallback
-    import trl
 
-    torch.set_num_threads(a.threads)
+    torch.set_num_threads(args.threads)
     outside = torch.zeros(2, dtype=torch.float64)  # what is not the update's
 
     class Timed(trl.GRPOTrainer):
@@ -183,7 +202,8 @@ def trl_side(a):
     class Turns(TrainerCallback):
         def on_step_begin(self, *_, **__):
             self.variant = sys.stdin.readline().strip() or sys.exit()
-            trl.trainer.utils._use_triton = lambda device: self.variant != "shipped"  # whether to leave positions out
+            # whether to leave positions out
+            trl.trainer.utils._use_triton = lambda device: self.variant != "shipped"
             trainer.use_vllm = self.variant == "vllm"
             outside.zero_()
             self.began = clocks()
@@ -193,43 +213,51 @@ def trl_side(a):
 
         def on_step_end(self, *_, **__):
             seconds = clocks() - self.began - outside
-            save_file(self.gradient, f"{a.side}/{self.variant}")
+            save_file(self.gradient, f"{args.side}/{self.variant}")
             print("# seconds", *seconds.tolist(), flush=True)
 
-    trainer = trl_trainer(Timed, Turns(), a)
-    trainer.vllm_generation, trainer._last_loaded_step = SimpleNamespace(sync_weights=lambda: None), -1
+    trainer = trl_trainer(Timed, Turns(), args)
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    trainer._last_loaded_step = -1
     trainer.train()
 
 
-def trl_trainer(kind, callback, a):
-    """A GRPOTrainer whose update is ours: DAPO's loss norm, no KL term, one optimiser step per batch of plays."""
+def trl_trainer(kind, callback, args):
+    """A GRPOTrainer whose update is ours: DAPO's loss norm, no KL term, one optimiser step per
+    batch of plays."""
+    import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    import trl
 
     def rollout(prompts, trainer):
         """All samples, in the order in which the sampler asks for their groups."""
-        samples = json.loads((Path(a.side) / "samples.json").read_text())
-        places = {q: iter([s for s in samples if str(s["query"]) == q]) for q in set(prompts)}
-        batch = [next(places[q]) for q in prompts]
-        rest = lambda key: [s[key][s["prompt"]:] for s in batch]
-        return {"prompt_ids": [s["ids"][:s["prompt"]] for s in batch], "completion_ids": rest("ids"),
-                "logprobs": rest("logps"), "env_mask": rest("mask"), "reward": [s["reward"] for s in batch]}
+        samples = json.loads((Path(args.side) / "samples.json").read_text())
+        places = {query: iter([s for s in samples if str(s["query"]) == query])
+                  for query in set(prompts)}
+        batch = [next(places[query]) for query in prompts]
+        columns = {"prompt_ids": [s["ids"][: s["prompt"]] for s in batch],
+                   "reward": [s["reward"] for s in batch]}
+        for name, key in (("completion_ids", "ids"), ("logprobs", "logps"), ("env_mask", "mask")):
+            columns[name] = [s[key][s["prompt"] :] for s in batch]
+        return columns
 
     config = trl.GRPOConfig(
-        output_dir=f"{a.side}/trl", use_cpu=True, bf16=False, gradient_checkpointing=False, learning_rate=0.0,
-        per_device_train_batch_size=a.batch, gradient_accumulation_steps=a.plays // a.batch, num_generations=8,
-        max_steps=10**6, beta=0.0, loss_type="dapo", scale_rewards="none", epsilon=0.2, epsilon_high=0.28,
-        max_grad_norm=1.0, weight_decay=0.0, report_to="none", save_strategy="no", logging_strategy="no",
-        disable_tqdm=True)
+        output_dir=f"{args.side}/trl", use_cpu=True, bf16=False, gradient_checkpointing=False,
+        learning_rate=0.0, per_device_train_batch_size=args.batch,
+        gradient_accumulation_steps=args.plays // args.batch, num_generations=GROUP,
+        max_steps=10**6, beta=0.0, loss_type="dapo", scale_rewards="none", epsilon=0.2,
+        epsilon_high=0.28, max_grad_norm=1.0, weight_decay=0.0, report_to="none",
+        save_strategy="no", logging_strategy="no", disable_tqdm=True)
     return kind(
-        model=AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float32, attn_implementation="sdpa"),
-        reward_funcs=lambda reward, **_: reward, args=config, rollout_func=rollout, callbacks=[callback],
-        train_dataset=Dataset.from_list([{"prompt": str(q)} for q in range(a.plays // 8)]),
-        processing_class=AutoTokenizer.from_pretrained(a.model))
+        model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32,
+                                                   attn_implementation="sdpa"),
+        reward_funcs=lambda reward, **_: reward, args=config, rollout_func=rollout,
+        callbacks=[callback], processing_class=AutoTokenizer.from_pretrained(args.model),
+        train_dataset=Dataset.from_list([{"prompt": str(query)}
+                                         for query in range(args.plays // GROUP)]))
 
 
-# ------------------------------------------------------------------------------------------------------------ main
+# ------------------------------------------------------------------------------------------- main
 
 
 def compare(ours, path):
@@ -238,43 +266,56 @@ def compare(ours, path):
 
     theirs = load_file(path)
     assert ours.keys() == theirs.keys()
-    a, b = (torch.cat([g[name].double().flatten() for name in sorted(ours)]) for g in (ours, theirs))
+    a, b = (torch.cat([side[name].double().flatten() for name in sorted(ours)])
+            for side in (ours, theirs))
     return torch.dot(a, b).item() / (a.norm() * b.norm()).item(), (a.norm() / b.norm()).item()
 
 
-def measure(ours, theirs, lengths, folder, a):
-    """Print tokens/s of both sides over samples of these lengths, and how far their gradients agree."""
-    samples = samples_of(a.rollouts, ours.tokenizer, lengths, a.plays)
+def describe_samples(samples, ours, lengths):
+    sizes, prompts = ([len(s["ids"]) for s in samples], [s["prompt"] for s in samples])
+    widest = max(prompts) + max(n - prompt for n, prompt in zip(sizes, prompts, strict=True))
+    said = sum(sum(s["mask"]) for s in samples) / sum(sizes)
+    print(f"lengths {lengths}: {len(sizes)} samples, {sum(sizes)} tokens, {min(sizes)} to "
+          f"{max(sizes)}, {said:.0%} the policy's; {1 - sum(sizes) / len(sizes) / widest:.0%} of "
+          f"TRL's rows is padding, {ours.padding():.0%} of ours; {torch.get_num_threads()} threads",
+          flush=True)
+    return sum(sizes)
+
+
+def measure(ours, theirs, lengths, folder, args):
+    """Print tokens/s of both sides over samples of these lengths, and how far their gradients
+    agree."""
+    samples = samples_of(args.rollouts, ours.tokenizer, lengths, args.plays)
     ours.take(samples)
     (Path(folder) / "samples.json").write_text(json.dumps(samples))
-    sizes = [len(s["ids"]) for s in samples]
-    rows = len(sizes) * (max(s["prompt"] for s in samples) + max(len(s["ids"]) - s["prompt"] for s in samples))
-    print(f"lengths {lengths}: {len(sizes)} samples, {sum(sizes)} tokens, {min(sizes)} to {max(sizes)}, "
-          f"{sum(sum(s['mask']) for s in samples) / sum(sizes):.0%} the policy's; {1 - sum(sizes) / rows:.0%} of TRL's "
-          f"rows is padding, {ours.padding():.0%} of ours; {torch.get_num_threads()} threads", flush=True)
-    seconds = {name: [] for name in ["ours", *a.variants]}
-    for i in range(a.rounds + 1):
+    tokens = describe_samples(samples, ours, lengths)
+    seconds = {name: [] for name in ["ours", *args.variants]}
+    for i in range(args.rounds + 1):
         for name in seconds:
             seconds[name].append(ours.update() if name == "ours" else theirs.update(name))
             if i == 0 and name != "ours":
                 cosine, norm = compare(ours.gradient(), f"{folder}/{name}")
-                print(f"  ours against {name}: cosine of the gradients {cosine:.7f}, norm {norm:.5f} x", flush=True)
+                print(f"  ours against {name}: cosine of the gradients {cosine:.7f}, norm "
+                      f"{norm:.5f} x", flush=True)
     for name in seconds:
         times = torch.stack(seconds[name][1:])
-        ratio = (times / torch.stack(seconds["ours"][1:])).median(0).values.tolist()
-        print(f"  {name:8} {sum(sizes) / times.median(0).values[0]:6.0f} tokens/s, ours is {ratio[0]:.2f} x (CPU time "
-              f"{ratio[1]:.2f} x); seconds {' '.join(f'{wall:.2f} ({cpu:.2f})' for wall, cpu in times)}", flush=True)
+        wall, cpu = (times / torch.stack(seconds["ours"][1:])).median(0).values.tolist()
+        speed = tokens / times.median(0).values[0]
+        each = " ".join(f"{wall:.2f} ({cpu:.2f})" for wall, cpu in times)
+        print(f"  {name:8} {speed:6.0f} tokens/s, ours is {wall:.2f} x (CPU time {cpu:.2f} x); "
+              f"seconds {each}", flush=True)
 
 
 def main():
-    a = flags()
-    if a.side:
-        return trl_side(a)
-    ours = Ours(a)
+    args = flags()
+    if args.side:
+        return trl_side(args)
+    sys.path.insert(0, str(ROOT))
+    ours = Ours(args)
     with tempfile.TemporaryDirectory() as folder:
-        theirs = Theirs(a, folder)
-        for lengths in a.lengths:
-            measure(ours, theirs, lengths, folder, a)
+        theirs = Theirs(args, folder)
+        for lengths in args.lengths:
+            measure(ours, theirs, lengths, folder, args)
         theirs.process.stdin.close()
         theirs.process.wait()
 

@@ -6,12 +6,17 @@ unset. TEST_SEED is the seed of whatever a test draws; the tests pass for every 
 """
 import copy
 import json
+import math
 import os
 import random
+import socket
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -144,5 +149,201 @@ def tiny_model(tmp_path_factory):
     texts = [SHORT_PROMPT] + [path.read_text(encoding="utf-8")[:20_000] for path in tables]
     rows = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in texts]
     (folder / "corpus.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    make_tiny([folder / "corpus.jsonl"], folder / "model", seed=0, vocabulary=1024)
+    make_tiny([folder / "corpus.jsonl"], folder / "model", seed=SEED, vocabulary=1024)
     return folder / "model"
+
+
+# ------------------------------------------------------------------------------------------ stages
+# What grpo, arpo, sft and memory share. No outcome hangs on what a tiny model happens to say: the
+# world of babble.py takes any reply, and Replies is an engine that says what a test tells it to.
+
+SFT = "--batch 4 --steps 16 --lr 1e-3 --save-every 1 --resume --pack-tokens 400"
+BABBLE = """--env tests/babble.py --prompts 2 --group 8 --steps 8 --lr 3e-4 --decay 0.5 --resume
+            --context 200 --max-turns 3 --turn-tokens 16 --concurrency 16 --save-every 1"""
+
+
+def flags_of(stage, words=""):
+    """The flags of a stage for these words; what they leave out has its default."""
+    with patch.object(sys, "argv", ["stage", *words.split()]):
+        return stage.flags()
+
+
+def train(stage, out, *words, ranks=1, status=0):
+    """Run a stage as a user does -> all it says. words: its flags, in any number of strings.
+
+    A single rank is started as torchrun starts it, without torchrun's own two seconds.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    command, variables = [*command, str(ranks)], dict(os.environ)
+    if ranks == 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable]
+        variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command += [*stage.split(), *" ".join(map(str, words)).split(), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True,
+                          timeout=900)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def train_broken(stage, out, *words):
+    """A run that is asked to leave in its third update; then one that goes on, and is killed in the
+    middle of saving after the sixth; then one that goes on to the end. Words: --save-every 1."""
+    said = train(f"tests/signal_at.py TERM 2 {stage}", out, *words, status=1)
+    assert "saved after update 3; the same command with --resume goes on" in said
+    train(f"tests/signal_at.py KILL 3 {stage}", out, *words, status=-9)
+    assert json.loads((out / "checkpoints" / "last.json").read_text())["step"] == 5
+    assert (out / "checkpoints" / "step-6").exists()
+    return train(stage, out, *words)
+
+
+def weights(folder):
+    """{name: tensor} of a model's folder."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def said(tokenizer, reply, doubt=0.8, closed=True):
+    """What an engine hands over when it has said `reply`.
+
+    Of each token it reports two: what it said with probability 1 - doubt / 2, and another token.
+    """
+    ids = tokenizer.encode(reply, add_special_tokens=False) + [tokenizer.eos_token_id] * closed
+    one, two = (SimpleNamespace(logprob=math.log(max(p, 1e-9))) for p in (1 - doubt / 2, doubt / 2))
+    return SimpleNamespace(token_ids=ids, logprobs=[{i: one, -1: two} for i in ids],
+                           stop_reason=None)
+
+
+class Replies:
+    """An engine that says script(name of the request, prompt's text) -> (reply, doubt), and whose
+    requests end in a random order."""
+
+    def __init__(self, tokenizer, script):
+        self.llm_engine, self.tokenizer, self.script = self, tokenizer, script
+        self.draw, self.running, self.asked = random.Random(SEED), {}, {}
+
+    def add_request(self, name, prompt, params):
+        assert name not in self.asked, f"{name} is asked for twice"
+        self.running[name] = self.asked[name] = prompt["prompt_token_ids"], params
+
+    def step(self):
+        name = self.draw.choice(sorted(self.running))
+        ids, _ = self.running.pop(name)
+        reply = said(self.tokenizer, *self.script(name, self.tokenizer.decode(ids)))
+        return [SimpleNamespace(finished=True, request_id=name, outputs=[reply])]
+
+
+class Plain:
+    """As much of DeepSpeed's engine as an update needs, on one rank; it keeps the gradient."""
+
+    def __init__(self, policy):
+        self.module = policy
+        policy.zero_grad()
+
+    def __call__(self, *batch):
+        return self.module(*batch)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        """The weights stay."""
+
+    def gradient(self):
+        from torch import cat
+
+        return cat([p.grad.flatten() for p in self.module.parameters()])
+
+    def get_global_grad_norm(self):
+        return self.gradient().norm()
+
+
+@pytest.fixture
+def one_rank():
+    """This process as the only rank: the collectives and the counters of a stage's functions."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def policy(tiny_model):
+    """The tiny model as stages train it. It is shared: what moves its weights takes a copy."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import sft
+
+    torch.manual_seed(SEED)
+    return sft.Policy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
+
+
+@pytest.fixture(scope="session")
+def episodes(tmp_path_factory):
+    """A file of episodes of two replies, three digits each, which a tiny model learns at once."""
+    from babble import Babble
+
+    from evaluate import write_jsonl
+
+    draw, rows = random.Random(SEED), []
+    for i in range(48):
+        task = {"query": f"Go on, {i}.", "turns": 2}
+        episode = Babble().episode(task, "", SimpleNamespace(max_turns=3))
+        while not episode.stop:
+            episode.step(" ".join(draw.choices("0123456789", k=3)))
+        rows.append({"messages": episode.messages})
+    write_jsonl(tmp_path_factory.mktemp("episodes") / "episodes.jsonl", rows)
+    return tmp_path_factory.getbasetemp() / "episodes0" / "episodes.jsonl"
+
+
+@pytest.fixture(scope="session")
+def student(tiny_model, episodes, tmp_path_factory):
+    """What sft.py makes of the tiny model: it says digits."""
+    out = tmp_path_factory.mktemp("student") / "sft"
+    train("sft.py", out, SFT, "--model", tiny_model, "--data", episodes)
+    return out
+
+
+@pytest.fixture(scope="session")
+def babble(student):
+    """The flags of a run in which the student learns high digits."""
+    from evaluate import write_jsonl
+
+    tasks = student.parent / "tasks.jsonl"
+    write_jsonl(tasks, [{"id": f"b{i}", "query": f"Go on, {i}.", "turns": 1 + i % 3, "success": 0.5}
+                        for i in range(6)])
+    return f"{BABBLE} --model {student} --tasks {tasks}"
+
+
+@pytest.fixture(scope="session")
+def trained(babble, student, tmp_path_factory):
+    """trained(name) -> the folder of one of three runs, which learn the same: "grpo", "broken" on
+    its way, and "arpo" with nothing to fork. Each has a core, and all go on while tests wait."""
+    folder, cores = tmp_path_factory.mktemp("trained"), sorted(os.sched_getaffinity(0))
+    # a thread's affinity is handed down to what it starts
+    pool = ThreadPoolExecutor(len(cores), "", lambda: os.sched_setaffinity(0, {cores.pop()}))
+    words = babble, "--val-every 4 --val", student.parent / "tasks.jsonl"
+    runs = {"grpo": pool.submit(train, "grpo.py", folder / "grpo", *words),
+            "broken": pool.submit(train_broken, "grpo.py", folder / "broken", *words),
+            "arpo": pool.submit(train, "arpo.py", folder / "arpo", *words, "--start 8")}
+    yield lambda name: runs[name].result() and folder / name
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def unbroken(trained):
+    """The folder of a run of grpo.py."""
+    return trained("grpo")

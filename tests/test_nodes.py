@@ -1,8 +1,9 @@
-"""Two nodes run the RL stage of run.sh 7b; one is lost, or asked to leave, and the other stops; the pair goes on.
+"""Two nodes run the RL stage of run.sh 7b; one is lost, or asked to leave, and the pair goes on.
 
-The nodes are two torchrun agents on this machine, a rank each, over gloo, with a tiny model: run.sh's own commands and
-waiting, the trainer's sharding and the engine's play, all as on two machines. A node is lost as when its power goes:
-every process of it, its ranks too, gets SIGKILL (torchrun starts them in sessions of their own).
+The nodes are two torchrun agents on this machine, each with a core, a rank and a tiny model, over
+gloo: run.sh's own commands and waiting, the trainer's sharding and the engine's play, all as on two
+machines. A node is lost as when its power goes: every process of it, its ranks too, gets SIGKILL
+(torchrun starts them in sessions of their own).
 """
 import json
 import os
@@ -15,25 +16,27 @@ import time
 from pathlib import Path
 
 import pytest
-
 from conftest import ROOT
+
 from evaluate import read_jsonl
 
 STEPS = 6
-FLAGS = (f"--steps {STEPS} --prompts 2 --group 2 --context 1024 --max-turns 3 --turn-tokens 64 --concurrency 4 "
-         "--system-prompt short --save-every 1 --no-checkpointing --pack-tokens 4096")
+FLAGS = f"""--steps {STEPS} --prompts 2 --group 2 --context 1024 --max-turns 3 --turn-tokens 64
+    --concurrency 4 --system-prompt short --save-every 1 --no-checkpointing --pack-tokens 4096"""
+PATIENCE = 600  # seconds; what takes longer hangs
 
 
 @pytest.fixture(scope="module")
 def disk(tiny_model, tmp_path_factory):
-    """The nodes' shared disk: the repository, its environment, and the output of every stage but rl."""
+    """The nodes' shared disk: repository, environment, and the output of every stage but rl."""
     disk = tmp_path_factory.mktemp("disk")
-    for name in ("run.sh", "database", "requirements.txt", "requirements-cpu.txt", *ROOT.glob("*.py")):
+    pins = ("requirements.txt", "requirements-cpu.txt")
+    for name in ("run.sh", "database", *pins, *ROOT.glob("*.py")):
         (disk / Path(name).name).symlink_to(ROOT / name)
     (disk / ".venv").mkdir()
     (disk / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
-    gpu = subprocess.run(["bash", "-c", "nvidia-smi -L"], capture_output=True).returncode == 0
-    shutil.copy(ROOT / ("requirements.txt" if gpu else "requirements-cpu.txt"), disk / ".venv" / "installed.txt")
+    no_gpu = subprocess.run(["bash", "-c", "nvidia-smi -L"], capture_output=True).returncode != 0
+    shutil.copy(ROOT / pins[no_gpu], disk / ".venv" / "installed.txt")
     words = f"synth.py tasks --database database/mini --n 4 --days 3 --out {disk}/data/rl.jsonl"
     subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, capture_output=True)
     for name in ("val", "sft-tasks", "sft"):
@@ -52,28 +55,32 @@ class Pair:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.screens, self.nodes, self.disk = [disk / f"node{n}.txt" for n in range(2)], [], disk
+        settings = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                    "GPUS": "1", "OUT": "out", "DATA": "data", "MODEL": "out/sft",
+                    "STAR_DATABASE": "database/mini", "FLAGS_rl": FLAGS}
+        self.screens, self.nodes = [disk / f"node{number}.txt" for number in range(2)], []
+        cores = 2 * sorted(os.sched_getaffinity(0))
         for number, screen in enumerate(self.screens):
-            settings = dict(NNODES="2", NODE_RANK=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GPUS="1",
-                            OUT="out", DATA="data", STAR_DATABASE="database/mini", MODEL="out/sft", FLAGS_rl=FLAGS)
-            self.nodes.append(subprocess.Popen(["bash", "run.sh", "7b"], cwd=disk, env=os.environ | settings,
-                                               stdout=screen.open("w"), stderr=subprocess.STDOUT,
-                                               start_new_session=True))
+            with screen.open("w") as out:
+                self.nodes.append(subprocess.Popen(
+                    ["taskset", "-c", str(cores[number]), "bash", "run.sh", "7b"], cwd=disk,
+                    env=os.environ | settings | {"NODE_RANK": str(number)}, stdout=out,
+                    stderr=subprocess.STDOUT, start_new_session=True))
 
     def wait_for(self, update):
         began = time.time()
         while f"step {update:4d}/{STEPS} " not in self.said(0):
-            assert time.time() < began + 600 and all(node.poll() is None for node in self.nodes), \
-                self.said(0) + self.said(1)
+            runs = all(node.poll() is None for node in self.nodes)
+            assert runs and time.time() < began + PATIENCE, self.said(0) + self.said(1)
             time.sleep(0.1)
 
     def lose(self, number):
         for process in family(self.nodes[number].pid):
             os.kill(process, signal.SIGKILL)
 
-    def end(self, number, seconds):
-        """Exit code of a node that ends in time."""
-        return self.nodes[number].wait(timeout=seconds)
+    def end(self):
+        """The exit codes of the nodes."""
+        return [node.wait(timeout=PATIENCE) for node in self.nodes]
 
     def said(self, number):
         return self.screens[number].read_text()[-8000:]
@@ -81,10 +88,11 @@ class Pair:
 
 def family(process):
     """A process and all that descend from it."""
-    pairs = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout.split()
-    found, children = [process], list(zip(map(int, pairs[::2]), map(int, pairs[1::2])))
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
+    numbers, found = [*map(int, table.stdout.split())], [process]
     for parent in found:
-        found += [child for child, of in children if of == parent]
+        found += [child for child, of in zip(numbers[::2], numbers[1::2], strict=True)
+                  if of == parent]
     return found
 
 
@@ -101,25 +109,29 @@ def pair(disk):
 
 
 def test_a_node_is_lost_then_one_is_asked_to_leave_and_the_pair_goes_on_to_the_end(pair, disk):
-    saved = lambda: json.loads((disk / "out" / "rl" / "checkpoints" / "last.json").read_text())["step"]
-    # node 1 is lost: node 0 stops with a clear word within a minute
+    out = disk / "out" / "rl"
+
+    def saved():
+        return json.loads((out / "checkpoints" / "last.json").read_text())["step"]
+
+    # node 1 is lost: node 0 stops with a clear word
     first = pair()
     first.wait_for(2)
     first.lose(1)
-    assert first.end(0, 60) == 1
-    assert "another node is gone: start all 2 again" in first.said(0).splitlines()[-1], first.said(0)
-    # the same commands go on from the last checkpoint; node 0 gets a SIGTERM: the update ends, both save and leave
+    assert first.end()[0] == 1
+    assert "another node is gone: start all 2 again" in first.said(0).splitlines()[-1]
+    # the same commands go on; node 0 gets SIGTERM: the update ends, then both save and leave
     began = saved()
     second = pair()
     second.wait_for(began + 1)
     os.killpg(second.nodes[0].pid, signal.SIGTERM)
-    assert second.end(0, 60) == second.end(1, 60) == 1
-    assert f"stopped and saved after update {saved()}" in second.said(0) and began < saved() < STEPS
-    assert "SIGTERM. What is saved is kept: the same command goes on." in second.said(0).splitlines()[-1]
-    # and once more, to the end
+    assert second.end() == [1, 1]
+    assert f"stopped and saved after update {saved()}" in second.said(0) and saved() > began
+    assert "SIGTERM. What is saved is kept" in second.said(0).splitlines()[-1]
+    # and once more, to the end; what was done is not done again
     third = pair()
-    assert third.end(0, 600) == third.end(1, 60) == 0, third.said(0)
-    assert f"step {began + 1:4d}/" not in third.said(0), "what was done is not done again"
-    updates = [line["step"] for line in read_jsonl(disk / "out" / "rl" / "log.jsonl") if "reward" in line]
-    assert updates == list(range(1, STEPS + 1)), "the log reads as of one unbroken run"
-    assert (disk / "out" / "rl" / "best" / "config.json").exists() and (disk / "out" / "rl" / "config.json").exists()
+    assert third.end() == [0, 0], third.said(0)
+    assert f"step {began + 1:4d}/" not in third.said(0)
+    lines = [line for line in read_jsonl(out / "log.jsonl") if "reward" in line]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert (out / "best" / "config.json").exists() and (out / "config.json").exists()

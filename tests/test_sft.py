@@ -1,23 +1,18 @@
-"""Supervised fine-tuning: what is trained on, and that the gradient is the same however the work is cut and interrupted."""
-
+"""SFT: what is trained on, and the same gradient and weights however the work is cut or broken."""
 import copy
-import json
 import math
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from argparse import Namespace
 
 import pytest
 import torch
+from conftest import SEED, SFT, Plain, train, train_broken, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sft
-from evaluate import load_task, read_jsonl, write_jsonl
+from evaluate import load_task, play_solver, read_jsonl, write_jsonl
+from sandbox import Episode, Sandbox
 
 EPISODE = [
     {"role": "system", "content": "You plan trips."},
@@ -29,65 +24,40 @@ EPISODE = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def policy(tiny_model):
-    from transformers import AutoModelForCausalLM
-
-    lm = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="sdpa")
-    return sft.Policy(lm, chunk=64)
-
-
-@pytest.fixture(scope="module")
 def samples():
-    rng = random.Random(0)
-    lengths = [rng.randint(8, 60) for _ in range(9)]
-    return [
-        {
-            "ids": [rng.randrange(300) for _ in range(n)],
-            "mask": [0] * 3 + [rng.randrange(2) for _ in range(n - 4)] + [1],
-        }
-        for n in lengths
-    ]
+    """Nine episodes of random tokens."""
+    draw, made = random.Random(SEED), []
+    for _ in range(9):
+        n = draw.randint(8, 60)
+        ids, mask = ([draw.randrange(top) for _ in range(n)] for top in (300, 2))
+        made.append(sft.Rendered(ids, [0, 0, 0, *mask[3:-1], 1]))
+    return made
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Twelve short episodes whose replies can be learnt."""
-    path = tmp_path_factory.mktemp("sft") / "episodes.jsonl"
-    write_jsonl(
-        path, [{"messages": EPISODE[:3] + [{"role": "user", "content": f"{i}" * i}, EPISODE[4]]} for i in range(1, 13)]
-    )
-    return path
-
-
-# ------------------------------------------------------------------------------------------------------------ data
+# ------------------------------------------------------------------------------------------- data
 
 
 def test_rendered_ids_are_the_chat_templates(tokenizer):
     ids, _ = sft.render(EPISODE, tokenizer)
-    whole = tokenizer.encode(tokenizer.apply_chat_template(EPISODE, tokenize=False), add_special_tokens=False)
+    text = tokenizer.apply_chat_template(EPISODE, tokenize=False)
+    whole = tokenizer.encode(text, add_special_tokens=False)
     assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]) == "\n"
 
 
-def test_mask_covers_replies_and_their_end_token_and_nothing_else(tokenizer):
+def test_the_mask_covers_replies_and_their_end_token_and_nothing_else(tokenizer):
     ids, mask = sft.render(EPISODE, tokenizer)
-    trained = tokenizer.decode([t for t, m in zip(ids, mask) if m])
-    assert trained == "".join(m["content"] + "<|im_end|>" for m in EPISODE if m["role"] == "assistant")
+    trained = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    replies = [m["content"] for m in EPISODE if m["role"] == "assistant"]
+    assert trained == "".join(f"{reply}<|im_end|>" for reply in replies)
 
 
-def test_an_episode_over_the_cutoff_is_dropped_whole(tokenizer, data):
-    lengths = [len(sft.render(e["messages"], tokenizer)[0]) for e in read_jsonl(data)]
-    cutoff = sorted(lengths)[6]
-    samples, too_long = sft.load_samples(data, tokenizer, cutoff)
-    assert [len(s["ids"]) for s in samples] == [n for n in lengths if n <= cutoff] and too_long == sum(
-        n > cutoff for n in lengths
-    ) > 0
+def test_an_episode_over_the_cutoff_is_dropped_whole(tokenizer, tmp_path):
+    rows = [{"messages": [*EPISODE[:4], {"role": "assistant", "content": "7" * n}]}
+            for n in (1, 9, 30, 50)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    lengths = [len(sft.render(row["messages"], tokenizer).ids) for row in rows]
+    kept, dropped = sft.load_samples(tmp_path / "rows.jsonl", tokenizer, lengths[1])
+    assert [len(sample.ids) for sample in kept] == lengths[:2] and dropped == 2
 
 
 def test_a_line_without_messages_is_named(tokenizer, tmp_path):
@@ -97,173 +67,136 @@ def test_a_line_without_messages_is_named(tokenizer, tmp_path):
 
 
 def test_every_epoch_visits_every_episode_once_in_another_order():
-    drawn = [i for step in range(15) for i in sft.batch_of(step, 10, 4, seed=1)]
+    drawn = [i for step in range(15) for i in sft.batch_of(step, 10, 4, SEED)]
     epochs = [drawn[i : i + 10] for i in range(0, 60, 10)]
-    assert all(sorted(e) == list(range(10)) for e in epochs) and len(set(map(tuple, epochs))) == 6
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.integers(1, 5000), min_size=1, max_size=70), st.integers(1, 9), st.integers(100, 9000), st.booleans()
-)
-def test_a_cut_deals_every_sample_once_within_the_budget_and_evenly(lengths, world, budget, packed):
-    ranks = sft.cut(lengths, world, budget, packed)
-    assert sorted(i for r in ranks for m in r for i in m) == list(range(len(lengths)))
-    assert len(ranks) == world and len({len(r) for r in ranks}) == 1
-    for micro in (m for r in ranks for m in r if len(m) > 1):
-        cost = sum(lengths[i] for i in micro) if packed else len(micro) * max(lengths[i] for i in micro)
-        assert cost <= budget
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=70), st.integers(1, 9),
+       st.integers(100, 9000), st.booleans())
+def test_every_sample_is_dealt_once_within_the_budget_and_ranks_get_as_many_micro_batches(
+        lengths, ranks, budget, packed):
+    hands = sft.deal(lengths, ranks, budget, packed)
+    assert sorted(i for hand in hands for micro in hand for i in micro) == [*range(len(lengths))]
+    assert len(hands) == ranks and len({len(hand) for hand in hands}) == 1
+    for micro in (micro for hand in hands for micro in hand if len(micro) > 1):
+        sizes = [lengths[i] for i in micro]
+        assert (sum(sizes) if packed else len(micro) * max(sizes)) <= budget
 
 
-def test_learning_rate_warms_up_and_follows_a_cosine():
-    a = Namespace(lr=1.0, warmup=0.1, min_lr=0.0)
-    rates = [sft.learning_rate(step, 100, a) for step in range(100)]
-    assert rates[:10] == [pytest.approx((i + 1) / 10) for i in range(10)]
-    assert rates[55] == pytest.approx(0.5) and rates[99] == pytest.approx(0.5 * (1 + math.cos(math.pi * 89 / 90)))
+def test_the_learning_rate_warms_up_and_follows_a_cosine():
+    args = Namespace(lr=1.0, warmup=0.1, min_lr=0.0)
+    rates = [sft.learning_rate(step, 100, args) for step in range(100)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    cosine = 0.5 * (1 + math.cos(math.pi * 89 / 90))
+    assert rates[55] == pytest.approx(0.5) and rates[99] == pytest.approx(cosine)
 
 
-# ------------------------------------------------------------------------------------------------------------ loss
+# ------------------------------------------------------------------------------------------- loss
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 def test_chunked_logps_entropy_and_gradients_are_those_of_whole_logits(chunk):
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
-    targets, g, t = torch.tensor([0, 3, 10, 3, 2, 7, 7]), torch.randn(7), 0.7
+    targets, grad, t = torch.tensor([0, 3, 10, 3, 2, 7, 7]), torch.randn(7), 0.7
     logps, entropy = sft.ChunkedLogps.apply(hidden, weight, targets, t, chunk)
-    (logps * g).sum().backward()
-    got = hidden.grad.clone(), weight.grad.clone()
-    hidden.grad = weight.grad = None
+    found = torch.autograd.grad((logps * grad).sum(), (hidden, weight))
     whole = torch.log_softmax(hidden @ weight.T / t, -1)
-    (whole.gather(-1, targets[:, None]).squeeze(-1) * g).sum().backward()
-    torch.testing.assert_close(logps, whole.gather(-1, targets[:, None]).squeeze(-1))
+    chosen = whole.gather(-1, targets[:, None]).squeeze(-1)
+    torch.testing.assert_close(logps, chosen)
     torch.testing.assert_close(entropy, -(whole.exp() * whole).sum(-1))
-    torch.testing.assert_close(got, (hidden.grad, weight.grad))
+    torch.testing.assert_close(found, torch.autograd.grad((chosen * grad).sum(), (hidden, weight)))
 
 
 def gradient(policy, samples, micros, packed):
-    policy.zero_grad()
+    """Of the loss of these micro-batches, added up."""
+    engine = Plain(policy)
     for micro in micros:
-        logps, _ = policy(*sft.collate([samples[i] for i in micro], packed, "cpu"))
-        (-logps.sum() * bool(micro) / 100).backward()
-    return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        logps, _ = engine(*sft.collate([samples[i] for i in micro], packed, "cpu"))
+        engine.backward(-logps.sum() * bool(micro) / 100)
+    return engine.gradient()
+
+
+@pytest.fixture(scope="module")
+def alone(policy, samples):
+    """The gradient of the samples one by one."""
+    return gradient(policy, samples, [[i] for i in range(len(samples))], False)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("budget", [1, 120, 10_000])
-def test_gradient_depends_neither_on_micro_batches_nor_on_packing(policy, samples, packed, budget):
-    alone = gradient(policy, samples, [[i] for i in range(len(samples))], False)
-    micros = sft.cut([len(s["ids"]) for s in samples], 1, budget, packed)[0]
-    gradients = gradient(policy, samples, micros, packed)
-    assert (gradients - alone).norm() <= 5e-6 * alone.norm()  # float32 keeps seven digits of each sum
-    torch.testing.assert_close(gradients, alone, rtol=1e-4, atol=4e-6 * alone.abs().max().item())
+@pytest.mark.parametrize("budget", [120, 10_000])
+def test_the_gradient_depends_neither_on_micro_batches_nor_on_packing(
+        policy, samples, alone, packed, budget):
+    micros = sft.pack([len(sample.ids) for sample in samples], budget, packed)
+    found = gradient(policy, samples, micros, packed)
+    assert (found - alone).norm() <= 5e-6 * alone.norm()  # float32 keeps seven digits of each sum
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=4e-6 * alone.abs().max().item())
 
 
 def test_a_rank_without_work_makes_its_forward_and_adds_nothing(policy, samples):
-    with_work = gradient(policy, samples, [[0, 1]], False)
-    torch.testing.assert_close(gradient(policy, samples, [[0, 1], []], False), with_work, rtol=0, atol=0)
+    worked = gradient(policy, samples, [[0, 1]], False)
+    assert torch.equal(gradient(policy, samples, [[0, 1], []], False), worked)
 
 
-def test_gradient_checkpointing_changes_no_gradient(tiny_model, policy, samples):
+def test_gradient_checkpointing_changes_no_gradient(policy, samples):
     plain = gradient(policy, samples, [[0, 1, 2]], False)
-    saver = copy.deepcopy(policy)
-    saver.lm.lm_head.forward = sft.Policy(saver.lm, 64).lm.lm_head.forward
+    saver = sft.Policy(copy.deepcopy(policy.lm))
     saver.lm.gradient_checkpointing_enable()
     saver.lm.train()
     torch.testing.assert_close(gradient(saver, samples, [[0, 1, 2]], False), plain)
 
 
-# ---------------------------------------------------------------------------------------------------- whole processes
+# -------------------------------------------------------------------------------------- processes
 
 
-def command(model, data, out, ranks=1, *more):
-    words = f"""-m torch.distributed.run --standalone --nproc_per_node {ranks} sft.py --model {model} --data {data}
-        --out {out} --batch 4 --steps 8 --lr 1e-3 --save-every 2 --resume --pack-tokens 400"""
-    return [sys.executable, *words.split(), *more]
+def test_a_tiny_model_learns_all_that_there_is_to_learn(student):
+    losses = [line["loss"] for line in read_jsonl(student / "log.jsonl")]
+    floor = 3 * math.log(10) / 6  # three of a reply's six tokens are digits drawn at random
+    assert len(losses) == 16 and losses[0] > 4 and floor - 0.1 < losses[-1] < floor + 0.6
 
 
-def run(root, *args):
-    done = subprocess.run(command(*args), cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+def test_two_ranks_learn_what_one_learns(tiny_model, episodes, student, tmp_path):
+    train("sft.py", tmp_path / "sft", SFT, "--model", tiny_model, "--data", episodes, ranks=2)
+    one, two = (read_jsonl(out / "log.jsonl") for out in (student, tmp_path / "sft"))
+    for key, digits in (("loss", 1e-3), ("gnorm", 1e-2)):
+        assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=digits)
 
 
-def weights(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def unbroken(tiny_model, data, root, tmp_path_factory):
-    out = tmp_path_factory.mktemp("unbroken")
-    run(root, tiny_model, data, out)
-    return out
+def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
+        tiny_model, episodes, student, tmp_path):
+    train_broken("sft.py", tmp_path / "sft", SFT, "--model", tiny_model, "--data", episodes)
+    one, two = weights(student), weights(tmp_path / "sft")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    one, two = ([[line["step"], line["loss"]] for line in read_jsonl(out / "log.jsonl")]
+                for out in (student, tmp_path / "sft"))
+    assert one == two
 
 
-def test_training_lowers_the_loss(unbroken):
-    losses = [line["loss"] for line in read_jsonl(unbroken / "log.jsonl")]
-    assert len(losses) == 8 and losses[-1] < losses[0] - 1
+def test_an_existing_run_is_not_overwritten(student):
+    with pytest.raises(SystemExit, match="holds a run already: --resume goes on with it"):
+        sft.restore(None, student, False, 0)
 
 
-def test_two_ranks_learn_what_one_learns(tiny_model, data, root, unbroken, tmp_path):
-    run(root, tiny_model, data, tmp_path, 2)
-    for one, two in zip(read_jsonl(unbroken / "log.jsonl"), read_jsonl(tmp_path / "log.jsonl")):
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4) and two["gnorm"] == pytest.approx(
-            one["gnorm"], rel=1e-3
-        )
+def test_a_checkpoint_of_other_ranks_is_refused_in_one_sentence(one_rank, tmp_path):
+    write_jsonl(tmp_path / "checkpoints" / "last.json", [{"step": 8, "world": 2, "log_bytes": 0}])
+    with pytest.raises(SystemExit, match="saved by 2 ranks, .*; start 2 ranks, not 1$"):
+        sft.restore(None, tmp_path, True, 0)
 
 
-def kill_after(root, lines, out, args):
-    """Start a run and SIGKILL it with all its ranks once its log has that many lines."""
-    with open(out / "killed.txt", "w") as screen:
-        process = subprocess.Popen(command(*args), cwd=root, stdout=screen, stderr=screen, start_new_session=True)
-        log = out / "log.jsonl"
-        while process.poll() is None and (not log.exists() or log.read_text().count("\n") < lines):
-            time.sleep(0.02)
-        assert process.poll() is None, (out / "killed.txt").read_text()[-3000:]
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def test_a_stage_that_torchrun_did_not_start_says_so(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="start it with torchrun"):
+        sft.setup()
 
 
-def test_a_killed_run_resumes_to_the_same_weights(tiny_model, data, root, unbroken, tmp_path):
-    kill_after(root, 3, tmp_path, (tiny_model, data, tmp_path))
-    run(root, tiny_model, data, tmp_path)
-    whole, resumed = weights(unbroken), weights(tmp_path)
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert [l["step"] for l in read_jsonl(tmp_path / "log.jsonl")] == list(range(1, 9))
-
-
-def test_an_existing_run_is_not_overwritten(tiny_model, data, root, unbroken):
-    words = [w for w in command(tiny_model, data, unbroken) if w != "--resume"]
-    done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0 and "already holds a run: add --resume" in done.stderr
-
-
-def test_a_checkpoint_of_other_ranks_is_refused_in_one_sentence(tiny_model, data, root, unbroken):
-    done = subprocess.run(
-        command(tiny_model, data, unbroken, 2, "--steps", "9"), cwd=root, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode != 0 and "saved by 1 ranks" in done.stderr
-    assert json.loads((unbroken / "checkpoints" / "last.json").read_text())["step"] == 8
-
-
-def test_official_episodes_at_a_context_of_30k_take_a_step(test_data, tiny_model, root, tmp_path):
-    database = test_data / "travelplanner" / "database"
-    write_jsonl(tmp_path / "tasks.jsonl", [load_task(row) for row in read_jsonl(test_data / "travelplanner" / "val_102.jsonl")[:2]])
-    words = f"synth.py episodes --database {database} --like paper --tasks {tmp_path}/tasks.jsonl --out {tmp_path}/sft.jsonl"
-    subprocess.run([sys.executable, *words.split()], cwd=root, check=True, capture_output=True)
-    more = ("--batch", "2", "--steps", "1", "--cutoff", "30000", "--pack-tokens", "30000")
-    run(root, tiny_model, tmp_path / "sft.jsonl", tmp_path / "out", 1, *more)
-    line = read_jsonl(tmp_path / "out" / "log.jsonl")[0]
+def test_an_official_episode_takes_a_step_whole(official, test_data, tiny_model, tmp_path):
+    task = load_task(read_jsonl(test_data / "travelplanner" / "val_102.jsonl")[0])
+    episode = play_solver(official, Episode(task, Sandbox(official)))
+    write_jsonl(tmp_path / "solved.jsonl", [episode.record()])
+    train("sft.py", tmp_path / "sft", "--model", tiny_model, "--data", tmp_path / "solved.jsonl",
+          "--batch 1 --steps 1 --no-checkpointing")
+    (line,) = read_jsonl(tmp_path / "sft" / "log.jsonl")
     assert line["tokens"] > 5000 and math.isfinite(line["loss"])
-
-
-def test_the_plan_knows_no_engine_and_goes_by_the_cutoff(tiny_model, root):
-    words = ["sft.py", "--plan", "--model", tiny_model, "--gpus", "4", "--cutoff", "30000"]
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    first, head, *rows = done.stdout.splitlines()
-    assert "on 4 GPUs, 30000 tokens at a time" in first and head.split()[-3:] == ["logits", "layer", "step"]
-    assert not any("engine" in row for row in rows)
-    done = subprocess.run([sys.executable, *map(str, words), "--gpu-gib", "1"], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 1 and "does not fit" in done.stderr

@@ -1,0 +1,61 @@
+"""A world in which any reply will do, so that what happens in it hangs on no model: --env FILE
+
+A task {"id", "query", "turns", "success"} lasts so many replies, of which the last is the answer.
+What is rewarded is high digits, and two plays get the same only if they are the same word for word.
+"""
+import string
+import zlib
+
+from sandbox import Action, Episode
+
+
+class Echo:
+    """The only tool, for one episode."""
+    tools = ("Echo",)
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def call(self, name, arguments):
+        return f"You said {len(arguments)} characters."
+
+
+class Chat(Episode):
+    """An episode whose last reply is the answer, and all others are calls."""
+
+    def step(self, reply):
+        last = self.turns + 1 == self.task["turns"]
+        action = Action("answer", text=reply) if last else Action("call", "Echo", reply)
+        self.parse = lambda _: action
+        return super().step(reply)
+
+
+class Babble:
+    kinds = ("digits", "apart")
+    parts = ("success", "digits")
+    stops = tuple(string.ascii_letters)  # one of them, or the end token, comes soon
+    slow = False
+
+    def load_task(self, row):
+        return row
+
+    def episode(self, task, seed, args):
+        return Chat(task, Echo(seed), args.max_turns, "Say digits.")
+
+    def verdict(self, episode):
+        said = "/".join(m["content"] for m in episode.messages if m["role"] == "assistant")
+        digits = [int(c) for c in said if c in string.digits] or [0]
+        answered = episode.answer is not None
+        score = {"success": episode.task["success"], "digits": answered * sum(digits) / len(digits),
+                 "apart": zlib.crc32(said.encode()) / 2**32}
+        return episode.answer, score, 0.0
+
+    def reward(self, score, kind):
+        return score["apart"] / 100 + score["digits"] / 9 * (kind == "digits")
+
+    def close(self):
+        print("babble: closed")
+
+
+def open_world(args):
+    return Babble()

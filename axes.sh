@@ -1,7 +1,7 @@
-# The paper's five axes [1 sec. 4], run from the recipe: bash run.sh SIZE axis NAME. Sourced by run.sh
-# where the SFT checkpoint is made; goes on from there with the recipe's own rl and evaluate commands,
-# other flags at their end, for every setting and seed, and ends with a table beside the paper's
-# numbers. AXIS_STEPS: updates of each run; AXIS_TASKS: held-out tasks each is judged by.
+# The paper's five axes [1 sec. 4], run from the recipe: bash run.sh SIZE axis NAME. Sourced by
+# run.sh where the SFT checkpoint is made; goes on from there with the recipe's own rl and evaluate
+# commands, other flags at their end, for every setting and seed, and ends with a table beside the
+# paper's numbers. AXIS_STEPS: updates of each run; AXIS_TASKS: held-out tasks each is judged by.
 
 if [[ $size == tiny ]]; then  # [2]
     AXIS_STEPS=${AXIS_STEPS:-32} AXIS_TASKS=${AXIS_TASKS:-320} apart=$DATA/val.jsonl best=''
@@ -30,9 +30,15 @@ settings() {
     echo sft sft
     case $axis in
         crossing)  echo "grpo grpo $reward $tasks fail-00" ;;
-        reward)    for x in sum macro success curriculum; do echo "$x grpo $x $tasks fail-00"; done ;;
-        algorithm) for x in grpo dapo arpo arpo-released; do echo "$x $x $plain $tasks fail-00"; done ;;
-        noise)     for x in 00 05 10; do echo "${x#0}% grpo $reward $tasks fail-$x"; done ;;
+        reward)    for x in sum macro success curriculum; do
+                       echo "$x grpo $x $tasks fail-00"
+                   done ;;
+        algorithm) for x in grpo dapo arpo arpo-released; do
+                       echo "$x $x $plain $tasks fail-00"
+                   done ;;
+        noise)     for x in 00 05 10; do
+                       echo "${x#0}% grpo $reward $tasks fail-$x"
+                   done ;;
         data)      for x in ${amounts//,/ }; do
                        echo "$x-prompts grpo $reward mixed-$x fail-00"
                    done
@@ -52,8 +58,8 @@ train() {
     esac
     words=("${rl[@]/#[ag]rpo.py/$script}")
     # as many updates for all: fewer tasks come back more often [1]
-    change --reward "$4" --tasks "$DATA/subsets/$5.jsonl" --failure-rate "0.${6#fail-}" "${more[@]}" \
-        --steps "$AXIS_STEPS" --seed "$1" --save-every 10 --out "$2/rl"
+    change --reward "$4" --tasks "$DATA/subsets/$5.jsonl" --failure-rate "0.${6#fail-}" \
+        "${more[@]}" --steps "$AXIS_STEPS" --seed "$1" --save-every 10 --out "$2/rl"
     stage "rl-${2##*/}" "$2/rl/config.json" "${words[@]}"
 }
 
@@ -61,8 +67,8 @@ train() {
 study() {
     local seed label made run model
     words=("${tasks[@]}")
-    change --levels 1:1:1 --split train --n $((3 * alone)) --seed 6 --prefix pool --exclude "$apart" \
-        --out "$DATA/pool.jsonl"
+    change --levels 1:1:1 --split train --n $((3 * alone)) --seed 6 --prefix pool \
+        --exclude "$apart" --out "$DATA/pool.jsonl"
     stage pool "$DATA/pool.jsonl" "${words[@]}"
     stage subsets "$DATA/subsets/hard-$alone.jsonl" python synth.py subsets \
         --tasks "$DATA/pool.jsonl" --sizes "$amounts" --alone "$alone" --seed 7 --out "$DATA/subsets"
@@ -83,10 +89,10 @@ study() {
     done
 }
 
-# the axis of scale: three widths of tiny, each with its own base, sft and rl; or what the folders of
-# 1.5b, 3b and 7b hold
+# the axis of scale: three widths of tiny, each with its own base, sft and rl; or what the folders
+# of 1.5b, 3b and 7b hold
 scale() {
-    local x seed folder
+    local x seed folder made
     for x in $scales; do
         if [[ $size == tiny ]]; then
             folder=$OUT/axis/scale/width-$x
@@ -94,7 +100,8 @@ scale() {
             MODEL='' FLAGS_init="--width $x" OUT=$folder DATA=$DATA bash run.sh tiny axis crossing
             for seed in $SEEDS; do
                 runs+=("width-$x-sft=$folder/axis/runs/sft-s$seed/eval/sft")
-                runs+=("width-$x=$folder/axis/runs/grpo-$reward-mixed-$full-fail-00-s$seed/eval/rl")
+                made=grpo-$reward-mixed-$full-fail-00-s$seed
+                runs+=("width-$x=$folder/axis/runs/$made/eval/rl")
             done
         else
             folder=$(dirname "$OUT")/$x
@@ -106,7 +113,8 @@ scale() {
 
 if [[ $axis == scale ]]; then scale; else study; fi
 [[ $axis != crossing ]] || exit 0
-[[ -n ${DRY:-} || $node != 0 ]] || rm -f "$OUT/axis/$axis.md"  # made anew: there may be another seed
+# made anew: there may be another seed
+[[ -n ${DRY:-} || $node != 0 ]] || rm -f "$OUT/axis/$axis.md"
 stage "axis-$axis" "$OUT/axis/$axis.md" python report.py --axis "$axis" --runs "${runs[@]}" \
     --out "$OUT/axis"
 finish "$OUT/axis/$axis.md"

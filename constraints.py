@@ -266,9 +266,9 @@ def is_not_absent(trip):
         complete += bool(told) and day.city != NOT_NEEDED
     if complete != length:
         return f"{complete} of {length} days are filled in"
-    if trip.official or "visiting_city_number" in trip.task:
-        if reason := wrong_cities(trip):
-            return reason
+    counted = trip.official or "visiting_city_number" in trip.task
+    if counted and (reason := wrong_cities(trip)):
+        return reason
     for day in trip.days:
         if reason := empty_field(trip, day, day.item):
             return reason
@@ -469,7 +469,7 @@ def out_of_town(trip, day):
             return f"{venue.field} is not text"
         if last in venue.text:
             continue
-        if venue.field == "accommodation" or not any([city in venue.text for city in cities]):
+        if venue.field == "accommodation" or not any(city in venue.text for city in cities):
             return f"{venue.field} is not in {' or '.join(day.ends):.80}"
     return None
 

@@ -33,7 +33,7 @@ from functools import lru_cache
 from itertools import groupby, islice, zip_longest
 from pathlib import Path
 
-from sandbox import open_database
+from sandbox import PROMPTS, open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
 SLOTS = ("breakfast", "attraction", "lunch", "dinner", "accommodation")
@@ -692,7 +692,7 @@ def parse_plan(text, task, database):
 
 
 def itinerary(plan):
-    """The plan as an agent's answer: names and flight numbers in brackets, the cities once a day."""
+    """The plan as an agent's answer: names and flight numbers in brackets, cities once a day."""
     lines = []
     for day in plan:
         where, way = day["current_city"].removeprefix("from "), day["transportation"]
@@ -710,8 +710,6 @@ def itinerary(plan):
 
 
 # ---------------------------------------------------------------- by an LLM
-PROMPTS = Path(__file__).parent / "database" / "prompts"
-
 
 class ChatError(RuntimeError):
     """An endpoint refused, or gave no usable reply however often it was asked."""

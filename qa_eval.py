@@ -60,7 +60,7 @@ HERE = Path(__file__).parent / "database"
 SETTINGS = ("corpus", "encoder", "topk", "max_turns", "max_context", "max_tokens", "temperature",
             "top_p", "system_prompt", "seed")
 QA_PROMPT = (HERE / "prompts" / "search.txt").read_text(encoding="utf-8").strip()
-PROMPTS = {"full": QA_PROMPT, "short": (
+QA_PROMPTS = {"full": QA_PROMPT, "short": (
     'You answer questions with the tool Search(query). Reply <think>...</think><tool_call>{"name": '
     '..., "arguments": ...}</tool_call> or <think>...</think><answer>...</answer>.')}
 
@@ -217,7 +217,7 @@ def play_model(args, folder, path, tasks):
     """Play the tasks that OUT lacks and append each episode as it ends; memory holds live ones."""
     done = read_verdicts(folder / "episodes.jsonl")
     left = [task for task in tasks if task["id"] not in done]
-    prompt = PROMPTS.get(args.system_prompt) or Path(args.system_prompt).read_text("utf-8")
+    prompt = QA_PROMPTS.get(args.system_prompt) or Path(args.system_prompt).read_text("utf-8")
     play_here = choose_player(args, path)
     # after the engine: vLLM 0.32.0 does not start once numba is imported, and bm25s imports it
     retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder, args.tries)

@@ -40,7 +40,7 @@ import evaluate
 import solver
 from evaluate import LEVELS, append_jsonl, load_tasks, mean, recover_jsonl, write_jsonl
 from format_plan import ChatError, itinerary
-from sandbox import open_database
+from sandbox import PROMPTS, open_database
 from solver import solve as solve  # handed on
 
 # what tasks are drawn from; in another order a seed would give other tasks
@@ -59,115 +59,17 @@ STATED = {
     "entire room": "entire|whole (room|pla|ap|ho|un)", "private room": "private",
     "shared room": f"^(?!.*({NOT_SHARED})).*shar", "not shared room": NOT_SHARED,
     "no flight": "fl(ight|y)|air", "no self-driving": "driv|behind the wheel"}
-PARAPHRASE = """\
-You are a traveller who writes to a travel agent. Put the elements below into one natural request of
-two to five sentences. State every one: origin, destination, number of days, both dates with the
-month, number of people, number of cities if more than one, budget in $, and each constraint that is
-not null ("house rule" is what the accommodation must allow). Name the cuisines exactly. Add nothing
-that is not there. Answer with the request only.
-
-"""
-# The grammars: of the forms between slashes one is drawn; 1 and 2 stand for one and for more.
-# BRIEF is for a tiny model: short, with dates as the tools want them. ROUND takes many forms.
-BRIEF = """
-ask: Plan / Please plan / Help me plan / I need / Can you plan / We would like
-trip: a {days}-day trip / {days} days / a trip of {days} days
-who 1: 1 person / one person
-who 2: {n} people / a group of {n}
-place 1: {dest}
-place 2: {cities} cities in {dest}
-dates: {first} to {last}
-money: Budget ${budget}. / The budget is ${budget}. / At most ${budget}. / We have ${budget}.
-frame: {ask} {trip} from {org} to {place}, {dates}, for {who}. / {ask} {trip} for {who} from {org}
-    to {place}, {dates}. / {ask} {trip} from {org} to {place} for {who}. Dates: {dates}.
-pets: We bring pets. / Pets must be allowed.
-smoking: Smoking must be allowed. / We need a room for smoking.
-children under 10: We bring children under 10. / Children under 10 must be allowed.
-parties: Parties must be allowed. / We want to hold parties.
-visitors: Visitors must be allowed. / We expect visitors.
-cuisine: We want {wish} food. / Meals: {wish}. / We like {wish} cuisine.
-entire room: We want an entire room. / Entire room only.
-private room: We want a private room. / Private room only.
-shared room: We want a shared room. / Shared room only.
-not shared room: We want a room that is not shared. / Not a shared room.
-no flight: No flight. / We do not fly: no flight.
-no self-driving: No self-driving. / We do not drive: no self-driving.
-end:"""
-ROUND = """
-ask: Could you plan / Could you put together / Can you help me arrange / Would you design /
-    Can you draw up / Could you map out / Would you mind preparing / Could you work out /
-    Can you organize / Could you sketch / Could you assist with / Can you come up with /
-    Would you help me set up / Can you put into place
-trip: a {days}-day trip / a {days}-day itinerary / a travel plan of {days} days /
-    a {days_word}-day journey / a {days_word}-day travel plan /
-    a complete itinerary for {days} days / a getaway of {days_word} days
-who 1: one person / a single traveler / a solo traveler / just 1 person
-who 2: {n} people / a group of {n} / a party of {n} / {n_word} travelers / {n_word} of us /
-    a family of {n}
-place 1: {dest} / the city of {dest} / {dest} and nowhere else
-place 2: {cities} cities in {dest} / {cities_word} different cities in {dest} /
-    {cities_word} cities of {dest} / {dest}, with stops in {cities} cities there
-dates: from {first:%B} {first_th} to {last:%B} {last_th}, {first.year} / between {first:%B}
-    {first.day} and {last:%B} {last.day}, {first.year} / from the {first_th} of {first:%B} to the
-    {last_th} of {last:%B} {first.year} / from {first} until {last} / starting on {first:%B}
-    {first_th} and ending on {last:%B} {last_th}, {first.year} / over {first:%B} {first.day} -
-    {last:%B} {last.day}, {first.year}
-money: The budget is ${budget:,}. / All in all it should cost no more than ${budget:,}. / There is
-    ${budget} to spend. / Please keep the total within ${budget:,}. / We cannot go beyond ${budget}
-    in total. / The budget for everything is set at ${budget:,}. / A total of ${budget:,} is
-    available. / Spending must stay below ${budget:,}. / ${budget:,} has to cover the whole trip. /
-    Our wallet allows ${budget:,} at most. / Costs should add up to ${budget:,} or less.
-frame: {ask} {trip} for {who} from {org} to {place}, {dates}? / {ask} {trip} for {who}, {dates},
-    leaving {org} for {place}? / {ask} {trip} {dates}? It is for {who}, who will set out from {org}
-    and visit {place}. / There will be {who} traveling from {org} to {place} {dates}. {ask} {trip}
-    for that? / We are thinking of {trip}, {dates}, to {place}. The trip starts in {org} and is for
-    {who}. / I am looking for {trip} that takes {who} from {org} to {place} {dates}. / Starting in
-    {org}, I need {trip} to {place}. Make it for {who}, {dates}. / Please plan {trip} to {place} for
-    {who}. Departure is from {org}, and the dates are {dates}. / {ask} {trip}? The details: {who},
-    {dates}, departing from {org}, going to {place}. / Help me with {trip}: {who}, from {org} to
-    {place}, {dates}. / {place} is where {who} would like to go. {ask} {trip} from {org}, {dates}? /
-    How would {trip} from {org} to {place} look for {who}, {dates}? / Our plan is to leave {org} and
-    see {place} {dates}. {ask} {trip} for {who}? / We have never been to {place}. {ask} {trip} there
-    from {org}, {dates}, for {who}? / Time off is booked, now for {trip} {dates}: {who}, out of
-    {org}, bound for {place}.
-pets: We travel with our pets, so the lodging has to accept them. /
-    Pets must be welcome where we stay. / The accommodation should be pet-friendly. /
-    Our pets are coming along and need to be allowed.
-smoking: Smoking should be allowed where we stay. / We need accommodations that permit smoking. /
-    Some of us smoke, so the rooms must allow smoking. / The lodging has to be fine with smoking.
-children under 10: We bring children under 10, who must be welcome at the accommodation. /
-    The place we stay has to accept children under 10. /
-    We have kids under 10 with us, and they need to be allowed.
-parties: We would like to hold parties, so they must be allowed where we stay. /
-    The accommodation should permit parties. / Lodgings that allow parties are a must.
-visitors: We expect visitors, so the lodging has to allow them. /
-    Visitors must be allowed at our stay. / The accommodation should let us receive visitors.
-cuisine: We would love to try {wish} cuisine. / For meals, we are keen on {wish} food. /
-    Along the way, {wish} dishes should be on the table. / Our tastes run to {wish} cooking. /
-    Please include restaurants serving {wish} cuisine. / What we want to eat is {wish}. /
-    No trip is complete without {wish} meals for us.
-entire room: We want entire rooms to ourselves. / The stay should be an entire room. /
-    Entire rooms only.
-private room: We would like private rooms. / We are after private rooms. / Book private rooms only.
-shared room: A shared room is what we want. / We look for shared rooms. /
-    Choose a shared room for us.
-not shared room: The rooms must not be shared. / We would rather not stay in a shared room. /
-    Any room will do if it is not shared.
-no flight: We do not want to fly, so please no flights. / No flight, please: other transport only. /
-    Flights are not an option for us. / We would rather avoid any flight.
-no self-driving: We will not be driving ourselves. / Self-driving is not an option for us. /
-    Please leave out self-driving. / We would rather avoid self-driving altogether.
-end: / / Thank you! / Thanks in advance. / Please take care of all meals, sights and stays. / I look
-    forward to your plan."""
 
 
-def entries(text):
-    """{name: text} of lines "name: text"; an indented line goes on with the one before."""
-    lines = re.sub(r"\n +", " ", text.strip()).split("\n")
+def entries(path):
+    """{name: text} of a file's lines "name: text"; an indented line goes on with the one before."""
+    lines = re.sub(r"\n +", " ", path.read_text(encoding="utf-8").strip()).split("\n")
     return dict(line.split(":", 1) for line in lines)
 
 
-GRAMMARS = {"tiny": entries(BRIEF), "paper": entries(ROUND)}
+# Of the forms between slashes one is drawn; 1 and 2 stand for one and for more. A tiny model's are
+# short, with dates as the tools want them.
+GRAMMARS = {like: entries(PROMPTS / f"queries-{like}.txt") for like in ("tiny", "paper")}
 
 
 # ---------------------------------------------------------------- tasks
@@ -437,7 +339,7 @@ def say(args, task):
     followed by another."""
     ours = ("id", "level", "query", "tightness", "unseen")
     elements = {key: value for key, value in task.items() if key not in ours}
-    text = PARAPHRASE + json.dumps(elements, ensure_ascii=False)
+    text = (PROMPTS / "paraphrase.txt").read_text() + "\n" + json.dumps(elements, ensure_ascii=False)
     for attempt in range(args.tries):
         _, generate = teacher(args, f"{task['id']}/{attempt}")
         try:

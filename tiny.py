@@ -34,32 +34,11 @@ from evaluate import LEVELS, Help, read_jsonl, run, write_jsonl
 from sandbox import Sandbox, observation_message, open_database
 from solver import SEARCHES, drive, legs, modes, places, turn, way_searches
 
+WORDS = Path(__file__).parent / "database" / "words"
 # The word pools of the small worlds. They share no word, so that a word says what kind of place it
 # names, and every world draws on the same ones: a tiny model that can copy them copies the names of
 # cities it has never seen.
-POOLS = """
-prefixes: Port Lake Fort North South East West Mount Old Glen
-nouns: Marble Fern Harbor Cedar Stone Raven Willow Copper Falcon Maple Ridge Salmon Pepper Anchor
-    Birch Canyon Thunder Meadow Saddle Bishop Hollow Juniper Lantern Orchard Badger Prairie Timber
-    Violet Walnut Beacon Cobble Dover Ember Foster Garnet Hazel Iron Jasper Keller Linden Mason
-    Nutmeg Otter Parker Quarry Rocket Summit Tanner Union Vernon Weaver Yarrow Acorn Barrel Candle
-    Dagger Elder Fiddle Ginger Marlin
-states: Norland Westmark Ardenia Calvara Dorwin Estora Falmont Galdor Helmsey Istmark Jorvale
-    Kelvany Lorwick Mandova Navarra Orvale Pelham Quillon Rosmere Sundal
-hotel words: Quiet Cozy Sunny Royal Modern Rustic Grand Humble Charming Elegant Spacious Peaceful
-    Secluded Historic Urban Simple Bright Shady Lofty Snug Tidy Gentle Noble Stately Breezy Comfy
-    Dreamy Homely Mellow Pretty Restful Serene Tranquil Upscale Vintage Welcome Leafy Placid
-    Polished Regal
-hotel nouns: Inn Lodge House Suites Loft Cabin Hotel Manor Villa Rooms
-meal words: Amber Golden Spicy Smoky Salty Sweet Hungry Lucky Crispy Rusty Savory Tasty Zesty
-    Buttery Creamy Toasted Roasted Grilled Juicy Peppery Saucy Steamy Sizzling Tangy Velvet Crimson
-    Scarlet Jolly Merry Happy Hearty Busy Plump Cheery Fresh Frosty Honey Garlic Sesame Basil
-meal nouns: Grill Kitchen Cafe Diner Bistro Tavern Table Spoon Oven Plate
-sight words: Silver Ancient Crystal Emerald Hidden Sacred Marine Floral Botanic Solar Lunar Cosmic
-    Civic Coastal Arctic Alpine Tropical Wild Giant Tiny Famous Mystic Misty Mossy Sandy Rocky Windy
-    Snowy Starry Stormy Painted Carved Wooden Bronze Ivory Sapphire Cobalt Indigo Jade Pearl
-sight nouns: Park Museum Tower Garden Bridge Zoo Gallery Fountain Market Theatre"""
-POOLS = {name: words.split() for name, words in synth.entries(POOLS).items()}
+POOLS = {name: words.split() for name, words in synth.entries(WORDS / "names.txt").items()}
 FILLERS = ("Tea", "BBQ", "Seafood", "Cafe", "Pizza", "Bakery")
 MONTHS = [[f"2022-{month:02d}-{day + 1:02d}" for day in range(calendar.monthrange(2022, month)[1])]
           for month in range(1, 13)]
@@ -358,31 +337,10 @@ def drill_lists(rng, city, database):
 # What the tools and the protocol say over and over, and the pairs of digits: a token each, so that
 # episodes are short. " [" stands before every name, in observations and answers alike: there
 # induction heads find all names at once. "@" and the ends of lines stand between phrases.
-PHRASES = """
-system@user@assistant
-<think>@</think>@<tool_call>@</tool_call>@<tool_response>@</tool_response>@<answer>@</answer>@"}}
-{"name": "SearchFlight", "arguments": {"departure": "
-{"name": "SearchAccommodation", "arguments": {"city": "
-{"name": "SearchRestaurant", "arguments": {"city": "
-{"name": "SearchAttraction", "arguments": {"city": "
-{"name": "SearchCity", "arguments": {"state": "
-{"name": "GoogleDistanceMatrix", "arguments": {"departure": "
-", "destination": "@", "date": "@", "mode": "
-A SearchFlight for@A SearchAccommodation for
-A SearchRestaurant for city@A SearchAttraction for city
-There is no available flight from@found the following @ flights:@ accommodations:@ restaurants:
- attractions:@. Please rethink your flight search and try again.
-A GoogleDistanceMatrix found the following information:@, duration: @, distance: @, cost: $
-. Departure: @, Arrival: @, Actual Elapsed Time: @ hours @ minutes, Distance: @.0 miles
-.0. Room Type: @Entire home/apt@Private room@Shared room@, House Rules: @, Minimum Nights:
-.0, Maximum Occupancy:@, Review Rate Number:
-No pets@No smoking@No parties@No visitors@No children under 10
-] Avg. Cost $@. Cuisines: @. Rating: @) Address: @. Contact: @] $@ [@](
-Flight from@Self-driving from@Taxi from@Breakfast:@Attraction:@Lunch:@Dinner:@Accommodation:"""
 PHRASES = [
     *(f"{i:02d}" for i in range(100)),
     *(f"{to}2022-{month:02d}-" for to in ("", " to ") for month in range(1, 13)),
-    *re.split("[@\n]", PHRASES.strip("\n"))]
+    *re.split("[@\n]", (WORDS / "phrases.txt").read_text().strip("\n"))]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' "
     "}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")

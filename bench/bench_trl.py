@@ -16,7 +16,7 @@ the clock's and, in brackets, of CPU time: other work disturbs them less.
              longest completion together, the head applied to all positions
     compact  with the head applied to the completions' positions only, as it is on GPUs: the one to
              compare with
-    vllm     compact, with the old log-probabilities that it recomputes when vLLM plays (its default)
+    vllm     compact, with the old log-probabilities it recomputes when vLLM plays (its default)
 
 Lengths: `played`, those of the rollouts; else a log-normal of median 500 and that log-deviation
 within 200 to 1000. 0.3 is the spread of direct plays of the 102 official queries (14K to 40K

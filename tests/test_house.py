@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "sandbox.py": set(), "format_plan.py": {"sandbox"}, "constraints.py": {"format_plan"},
     "solver.py": {"constraints", "format_plan"}, "evaluate.py": set(FLOOR),
     "synth.py": {"sandbox", "evaluate", "constraints", "solver", "format_plan"},
-    "tiny.py": {"sandbox", "evaluate", "solver", "synth"},
+    "tiny.py": {"sandbox", "evaluate", "constraints", "solver", "synth"},
     "qa_eval.py": {"sandbox", "evaluate", "retriever"}, "retriever.py": set(),
     "memory.py": {"evaluate", "sft"}, "report.py": {"evaluate"},
     "leaderboard.py": {"sandbox", "constraints", "evaluate"},

@@ -120,7 +120,6 @@ def flags():
 
 # ---------------------------------------------------------------------------------------- rollout
 
-
 @dataclass
 class Sample:
     """One play of one query: exactly the tokens the engine saw and said."""
@@ -324,7 +323,6 @@ def batch_of(step, n, size, seed):
 
 
 # ------------------------------------------------------------------------------------------- loss
-
 
 def by_query(samples):
     """{query: its samples}, a group each."""
@@ -588,7 +586,6 @@ def deal(lengths, ranks, budget, packed):
 
 # --------------------------------------------------------------------------------------- machines
 
-
 def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
@@ -768,7 +765,6 @@ def watch_sigterm():
 
 
 # ------------------------------------------------------------------------------------------- main
-
 
 def main():
     args = flags()

@@ -100,7 +100,6 @@ def replacing(path):
 
 # ------------------------------------------------------------------------------------------ tasks
 
-
 def load_task(row):
     """A published record (TravelPlanner's or STAR's) as our task; errors name the key."""
     if not isinstance(row, dict):
@@ -194,7 +193,6 @@ def name_of(task):
 
 # ------------------------------------------------------------------------------------------ world
 
-
 class Travel:
     """The travel world as the stages see it: another world has these members and needs no more."""
 
@@ -243,7 +241,6 @@ def open_world(args):
 
 
 # ----------------------------------------------------------------------------------------- agents
-
 
 def play(generate, episodes, concurrency=8):
     """Play text-level episodes with generate(messages) -> reply; yields each as it ends.
@@ -422,7 +419,6 @@ def take_turn(episode, ids, output, tokenizer, max_context):
 
 # ----------------------------------------------------------------------------------------- report
 
-
 def mean(values):
     """The mean of numbers, None of nothing."""
     values = [value for value in values if value is not None]
@@ -529,7 +525,6 @@ def show(line, value):
 
 
 # ------------------------------------------------------------------------------------------- main
-
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     """The docstring as it is written, and behind each flag its default, if it has one."""

@@ -33,6 +33,7 @@ from functools import lru_cache
 from itertools import groupby, islice, zip_longest
 from pathlib import Path
 
+import wording as w  # w.DAY, w.LABEL, ...: the patterns
 from sandbox import PROMPTS, open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
@@ -51,149 +52,8 @@ DayText = namedtuple("DayText", "number last heading events")  # "Days 2-4": num
 Mention = namedtuple("Mention", "name city end")  # a venue in a text; end: where the text goes on
 
 
-# ---------------------------------------------------------------- grammar
-# Quantifiers over free text are bounded, so that no pattern is worse than linear in hostile text.
-
-def pattern(text):
-    """Compile a pattern that ignores case; line breaks and indentation are for the eye alone."""
-    return re.compile(re.sub(r"\n\s*", "", text), re.I)
-
-
-CARDINALS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh"]
-NUMBERS = {word: n for row in (CARDINALS, ORDINALS) for n, word in enumerate(row, 1)}
-MONTH = r"""(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|
-    sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\b\.?"""
-WEEKDAY = r"(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?\b\.?"
-DATE = pattern(rf"""(?:\b{WEEKDAY},?\s*)?
-    (?:\b{MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?\b|\b\d{{1,2}}(?:st|nd|rd|th)?\s+{MONTH}|
-    \b\d{{4}}-\d\d-\d\d\b|\b\d{{1,2}}/\d{{1,2}}(?:/\d{{2,4}})?\b)
-    (?:,?\s*20\d\d\b)?(?:,?\s*\(?{WEEKDAY}\)?(?!\s(?-i:[A-Z])))?""")
-DAY = pattern(rf"""(?:on\s+)?(?:the\s+)?(?:days?\s*#?\s*(\d{{1,2}}|{'|'.join(CARDINALS)})\b
-    (?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|[/-]))?|
-    ({'|'.join(ORDINALS)})\s+day\b)\W{{0,3}}""")
-
-# a field: label, colon, value
-LABELS = {
-    "city": r"current[ _]city|city|location|destination",
-    "transportation": r"""transport(?:ation)?|travel|getting (?:there|around|back|home)|return|
-        departure|train|bus|(?:rental )?car|flights?|flight (?:number|no\.?|details)|
-        (?:self-?\s?)?driv(?:e|ing)|taxi""",
-    "breakfast": "breakfast|brunch", "lunch": "lunch", "dinner": "dinner|supper|dining",
-    "attraction": r"""attractions?|activit(?:y|ies)|sightseeing|sights?|visits?|explore|
-        (?:places|things) to (?:visit|see|do)""",
-    "accommodation": r"""accommodations?|hotels?|lodging|stay|overnight(?: stay)?|check-?\s?in|
-        where to stay|airbnb"""}
-LABEL = pattern(rf"""(?:(?:early|late|mid|morning|midday|noon|afternoon|evening|night|optional|main|
-    outbound|inbound|return|first|second|third|additional|daily|suggested|recommended|planned|
-    other|local|day)[\s-]+){{0,2}}
-    (?:{'|'.join(f'(?P<{slot}>{label})' for slot, label in LABELS.items())})
-    (?:\s+(?:visits?|spots?|details?|plan|time|venue|restaurant|for [\w ]{{1,30}}))?
-    \s*#?\d{{0,2}}\s*(?:\([^()]{{0,60}}\)\s*)?(?::|\s[-–—|]\s|=|$)\s*""")
-NEXT_FIELD = pattern(rf"\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)")
-
-# prose: what announces a slot in a sentence
-CUE = pattern(r"""(?<![\w'-])(?:
-    (?P<breakfast>breakfast|brunch)|(?P<lunch>lunch)|(?P<dinner>dinner|supper)|
-    (?P<out>check(?:ing|s)?[ -]?out(?= (?:of|from|at|by)\b|:|$))|
-    (?P<accommodation>check(?:s|ing)?[ -]?in(?:to|\s+to|\s+at|\s*:)?|
-    (?:stay(?:ing)?(?: overnight| the night| again)?|overnight(?: stay)?|spend(?:ing)? the night|
-    sleep(?:ing)?|accommodation) (?:at|in)|accommodation)|
-    (?P<transportation>(?:self-?\s?)?driv(?:e|ing)|flights?|fly(?:ing)?|taxi|cab|train|bus)|
-    (?P<attraction>visit(?:ing)?|explor(?:e|ing)|tour(?:ing)?|see|stop (?:at|by)|discover|
-    stroll (?:through|along)|check out|head to))(?![\w'])""")
-AT_A_PLACE = pattern(r"""\s*(?:\([^()]{0,40}\)\s*)?(?::|-|–|(?:at|from|in|with|is)\b|
-    ,?\s*(?:head|go|try|visit|eat|we|stop|enjoy|dine|you)\b)""")
-BRIDGE = pattern(r"""(?:[\s,;]|\b(?:and|then|before|after|followed|by|you|we|will|can|have|enjoy|
-    eat|grab|take|a|your)\b){1,12}$""")
-LEAD = pattern(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|brunch|lunch|dinner|
-    supper|meal|late|early|quick|light|delicious|nice|your|our|a|an|the|night|with|for|
-    check(?:ing|-in)?|stay(?:ing)?|overnight|spend|sleep|return|back|head(?:ing)?|go(?:ing)?|
-    continue|stop|finally|we|you|will)\s+){0,8}
-    (?:at|to|into|in|from|by|visit(?:ing)?|explor(?:e|ing)|tour|see|is|try|enjoy)\b:?\s+|
-    [\s:;,.|)\]–—-]+|\d{1,2}[.)]\s*(?=\[)|(?:and|then|name:|finally|(?-i:the))\s+""")
-CLOCK = r"""\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?
-    (?:\s*(?:-|–|to)\s*\d{1,2}:?\d{0,2}\s*(?:[ap]\.?m\.?)?)?\)?"""
-TIME = pattern(rf"""(?:(?:early |late |mid-?)?(?:morning|noon|midday|afternoon|evening|night)\b\s*
-    (?:{CLOCK})?|{CLOCK}(?=\s*[:|–—-]))(?:\s*[:|–—,-])?\s*""")
-
-# what is no venue
-NO_VENUE = pattern(r"""\W*$|-+\s*(?:\(|$|[.;|])|(?:none|n/?a|nil|null|nothing|tbd|
-    there (?:is|are) no|skip(?:ped)?|
-    not (?:applicable|needed|required|planned|specified|available|provided|included)|
-    no (?:breakfast|lunch|dinner|meals?|attractions?|accommodations?|transport(?:ation)?|travel|
-    stay)|on the (?:road|way|go|flight|plane)|in[- ]flight|in transit|en route|rest|leisure|
-    relax(?:ation)?|free (?:time|day|morning|afternoon|evening))\b(?!\s+(?-i:[A-Z])|\s*[&'])""")
-MONEY = pattern(r"""(?:(?:approx\w*\.?|about|around|estimated(?: cost)?:?|avg\.?|average)\s*)?
-    ~?\$\s?[\d,.]+|free\W*$""")
-ATTRIBUTE = pattern(r"""(?:depart(?:ure|s|ing)?|arriv(?:al|es|ing)|duration|distance|costs?|price|
-    fare|route|from|to|airline|flight (?:number|no\.?))(?: (?:time|city|date))?\s*:""")
-NOTE = pattern(r"""(?:\w+ ){0,2}(?:notes?|costs?|(?:sub-?)?totals?|budget|price|address|phone|
-    website|contact|rating|cuisines?|room type|house rules?|minimum nights|max(?:imum)? occupancy|
-    review|tips?|reason|remaining|description|expenses?|date)\b[^:]{0,30}:""")
-SECTION = pattern(r"""(?:\w+ ){0,3}(?:costs?|budget|expenses?|expenditure|summary|breakdown|notes?|
-    tips?|highlights?|totals?|overview|reminders?|recommendations?|considerations?|constraints?|
-    information|requirements?)\b[^:.]{0,40}:?$|
-    (?:this|the) (?:plan|itinerary|trip|total|remaining|above|estimated)\b|
-    (?:total|estimated|remaining|overall)\b|(?:important |key )?notes?:|please note|note that|
-    in (?:total|summary)\b|unfortunately|i hope|safe travels|let me know|feel free|
-    enjoy your (?:\w+ )?(?:trip|stay|travels?|visit|vacation|journey|time)""")
-SAME = pattern(r"""(?:(?:stay|return|back|overnight|at|to|in|the) ){0,6}
-    (?:same\b|as (?:above|before|day)|(?:previous|your|our|the) (?:hotel|accommodation)\b)""")
-FOR_NIGHTS = pattern(r"""(?:entire|whole) (?:stay|trip|visit|duration)|throughout|
-    (?:all|both|[2-9]|two|three|four) nights(?! min)""")
-
-# rides and ways
-MODES = {"flight": "Flight", "taxi": "Taxi", "car": "Self-driving"}
-MODE = pattern(r"""\b(?<!no )(?<!without )(?:(?P<flight>flights?\b|fly|airline)|
-    (?P<taxi>(?:taxi|cab|uber|lyft)\b)|(?P<car>self-?\s?driv\w*|driv\w+|(?:rental )?car\b))""")
-OTHER_MODE = pattern(r"\b(?:train|bus|ferry|walk(?:ing)?|boat|shuttle)\b")
-FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|
-    \bflight\s*(?:number|no\.?|#)?:?\s*\[?((?-i:[A-Z]){1,3}\s?\d{2,7})\b""")
-DETAILS = {
-    "duration": pattern(r"""duration:?\s*([^,;|$()]{1,40}?)\s*(?=[,;|()]|$)|
-        \b(\d{1,2}\s*(?:hours?|hrs?|h)\b\s*(?:\d{1,2}\s*(?:min\w*|m)\b)?|\d{1,3}\s*min\w*)"""),
-    "distance": pattern(r"\b(\d[\d,]{0,8}(?:\.\d+)?\s*(?:km|kilometers|miles|mi)\b)"),
-    "cost": pattern(r"\$\s?(\d[\d,]{0,8}(?:\.\d+)?)|cost:?\s*~?(\d[\d,]{0,8}(?:\.\d+)?)")}
-WAY = pattern(r"\bfrom:?\s+(\S[^|;]{0,60}?),?\s*(?:\bto\b|→|->):?\s+(\S[^|;]{0,60})")
-GUESS = pattern(r"\((?:[^()]{0,20}\b)?(?:assum|similar|based on|note|no )[^()]{0,200}\)")
-TO = pattern(r"\b(?:to|for|into|in)\s+$")
-ARROW = re.compile(r"\s*(?:to|→|->|➔|➡|➜|=>|–|—|-|>)\s*")
-MOVE = pattern(r"""travel|depart|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|
-    self|road|move|relocat|explor|back|trip""")
-NO_CITY_TITLE = pattern(r"""\b(?:day|\w{3,6}day\b|explor|adventure|sight|cultur|free|relax|arriv|
-    depart|final|tour|museum|morning|local|discover|histor|fun|arts?\b|more|travel|return|home|rest|
-    leisure|trip|nature|downtown|city)""")
-
-# where names and cities end
-NAME_END = pattern(r"""\s*(?:$|[,;|)\]]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
-    \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|until)\b)""")
-CITY_END = pattern(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|
-    \s+(?:International |Intl )?Airport|$|
-    \s(?:on|at|by|via|for|with|using|in|departing|and|then|departure|duration|flight|back)\b)""")
-WRITTEN_END = pattern(r"""\s*(?:[|;→\[]|:\s|,?\s*~?\$|[.!?]\s|$|
-    \s[-–—]\s*(?=~?\$|avg|cost|price|cuisine|rating|(?-i:[a-z]))|
-    \((?=[^)]{0,80}(?:[$\d:,]|cuisine|rat|cost|per|avg))|
-    \s(?:for|at|around|before|after|followed|where|which|then|and then)\s+(?=[$\d]|(?-i:[a-z])))""")
-ABOUT = pattern(r""",?\s*(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|contact|
-    phone|website|minimum|max\w*|review|house rules?)\b""")
-REMARK = re.compile(r"\s+[-–—]\s|:\s")
-CITY_LEAD = re.compile(r"\s*,\s*|\s*\(|\s+in\s+|\s+[-–—]\s+")
-CITY_TAIL = re.compile(r"\s*\([^()]{0,40}\)|,\s*[A-Z]{2}\b(?:\s+\d{5})?|\)")  # ", UT 84532"
-LAST_CITY = re.compile(r",\s*([A-Z][\w.' -]{1,40}?)\s*(?:\([^()]{0,60}\)\s*)?\.?\s*(?:$|(?=;))")
-SENTENCE = re.compile(r"(?<!\bSt)(?<!\bMt)(?<!\bFt)[.!?]\s")
-NOT_A_CITY = pattern(r"""museum|zoo|garden|cent(?:er|re)\b|gallery|monument|memorial|theat|aquarium|
-    tour|trail|mall|market|bridge|\bpark$|church|historic|entire home|(?:private|shared) room|
-    ^(?:tea|cafe|bbq|bakery|american|italian|mexican|indian|chinese|french|mediterranean|seafood|
-    pizza|fast food|desserts)$""")
-
-
 # ---------------------------------------------------------------- text
 TYPOGRAPHY = str.maketrans("’‘“”\u00a0\u202f\t\r", "''\"\"    ", "*`\0")
-BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]+\s+|\d{1,2}[.)]\s+|"
-                    r"[^\w\s\[\]({\"'$#@&!?.,:;/\\|<>=+~^%-]\s*)*")
-NEW_DAY = pattern(rf"(?<=[.!?;]) +(?=(?:on )?(?:the )?(?:day \d|(?:{'|'.join(ORDINALS)}) day))")
-LINK = re.compile(r"\]\((?:https?:|www)[^()\s]{0,300}\)")
 
 
 def plain(text):
@@ -210,14 +70,14 @@ def unfold(text, names):
         for line in islice(json_lines(value), MOST_LINES):
             yield "field", line.replace("\n", " ").strip()
         return
-    raws = [raw[:LONGEST_LINE] for raw in LINK.sub("]", NEW_DAY.sub("\n", text)).split("\n")]
+    raws = [raw[:LONGEST_LINE] for raw in w.LINK.sub("]", w.NEW_DAY.sub("\n", text)).split("\n")]
     for is_table, block in groupby(raws, key=lambda raw: raw.lstrip().startswith("|")):
         if is_table:
             yield from (("field", line) for line in table_lines(block))
             continue
         for raw in block:
             line = raw.strip()
-            bullet = BULLET.match(line).end()
+            bullet = w.BULLET.match(line).end()
             listed = (bullet or raw.startswith(" ")) and not line.startswith("#")
             yield "bullet" if listed else "line", line[bullet:].strip("_ ")
 
@@ -256,8 +116,8 @@ def json_lines(value, key="", depth=0):
         number = next((k for k in ("day", "days", "Day", "day number")
                        if isinstance(rest.get(k), (int, str))), None)
         day = str(rest.pop(number)) if number else key
-        if number or DAY.match(day):
-            yield day if DAY.match(day) else f"Day {day}"
+        if number or w.DAY.match(day):
+            yield day if w.DAY.match(day) else f"Day {day}"
         for k, v in rest.items():
             yield from json_lines(v, k, depth + 1)
 
@@ -268,8 +128,8 @@ def table_lines(block):
     rows = [[cell.strip() for cell in row] for row in cells]
     rows = [row for row in rows if not all(re.fullmatch(r":?-*:?", cell) for cell in row)]
     head = rows[0] if rows else [""]
-    days = [i for i, cell in enumerate(head) if DAY.match(cell)]
-    fields = [i for i, cell in enumerate(head) if i and LABEL.match(f"{cell}:")]
+    days = [i for i, cell in enumerate(head) if w.DAY.match(cell)]
+    fields = [i for i, cell in enumerate(head) if i and w.LABEL.match(f"{cell}:")]
     by_day = re.match("days?$", head[0], re.I)
     if len(days) > 1:
         for i in days:
@@ -277,11 +137,11 @@ def table_lines(block):
             yield from (f"{row[0]}: {row[i]}" for row in rows[1:] if i < len(row))
         return
     for row in rows[1:] if by_day or not days else rows:
-        label = next((i for i, cell in enumerate(row) if LABEL.match(f"{cell}:")), None)
+        label = next((i for i, cell in enumerate(row) if w.LABEL.match(f"{cell}:")), None)
         if by_day and not fields:
             yield f"Day {row[0]}: " + " ".join(row[1:])
-        elif by_day or DAY.match(row[0]):
-            yield row[0] if DAY.match(row[0]) else f"Day {row[0]}"
+        elif by_day or w.DAY.match(row[0]):
+            yield row[0] if w.DAY.match(row[0]) else f"Day {row[0]}"
             yield from (f"{head[i]}: {row[i]}" for i in fields if i < len(row))
         elif label is None:
             yield " | ".join(row)
@@ -321,30 +181,30 @@ class Names:
         """The city at the start of a text, as written, without "(State)" and what follows."""
         text = text.strip(" :[\"'")
         city = self.cities.match(text)
-        known = city and CITY_END.match(text, city.end())
-        return city[0] if known else text[:CITY_END.search(text).start()].strip(" .:]\"'")
+        known = city and w.CITY_END.match(text, city.end())
+        return city[0] if known else text[:w.CITY_END.search(text).start()].strip(" .:]\"'")
 
     def city_after(self, text, at):
         """(city or "", end) where ", City", "(City)", " in City" or " - City(State)" follows."""
-        lead = CITY_LEAD.match(text, at)
+        lead = w.CITY_LEAD.match(text, at)
         city = lead and self.cities.match(text, lead.end())
-        if not city or not CITY_END.match(text, city.end()):
+        if not city or not w.CITY_END.match(text, city.end()):
             return "", at
-        return city[0], (CITY_TAIL.match(text, city.end()) or city).end()
+        return city[0], (w.CITY_TAIL.match(text, city.end()) or city).end()
 
     def way(self, text):
         """(from, to) of a text: ("", to) where it says only "to X", None where it says neither."""
-        if way := WAY.search(text):
+        if way := w.WAY.search(text):
             start, end = self.city(way[1]), self.city(way[2])
-            if start[:1].islower() or MOVE.match(start) and not self.cities.match(start):
+            if start[:1].islower() or w.MOVE.match(start) and not self.cities.match(start):
                 start = ""  # "from there", "Travel to X"
             return (start, end) if end and not end[0].islower() else None
         cities = list(self.cities.finditer(text, 0, 400))
         for one, two in zip(cities, cities[1:], strict=False):
-            if one[0] != two[0] and ARROW.fullmatch(text, one.end(), two.start()):
+            if one[0] != two[0] and w.ARROW.fullmatch(text, one.end(), two.start()):
                 return one[0], two[0]
         for city in cities:
-            if TO.search(text, max(0, city.start() - 6), city.start()):
+            if w.TO.search(text, max(0, city.start() - 6), city.start()):
                 return "", city[0]
         return None
 
@@ -355,7 +215,7 @@ class Names:
         for city in cities if of_city else ():
             for lower, key, name in of_city.get(city, ()):
                 end, written = at + len(key), text[at:at + len(key)]
-                if written.lower() == lower and NAME_END.match(text, end):
+                if written.lower() == lower and w.NAME_END.match(text, end):
                     found.append(Mention(name if written == key else written, city, end))
         return max(found, key=lambda mention: mention.end) if found else None
 
@@ -374,9 +234,9 @@ class Names:
         end = venue.end + (start > at and text.startswith("]", venue.end))
         city, end = self.city_after(text, end)
         stop = text.find("]", end) if start > at else -1
-        last = None if city else LAST_CITY.match(text, end, stop if stop > 0 else len(text))
+        last = None if city else w.LAST_CITY.match(text, end, stop if stop > 0 else len(text))
         listed = last and self.venue(text, last.start(1), table, cities)
-        if last and not listed and not NOT_A_CITY.search(last[1]):
+        if last and not listed and not w.NOT_A_CITY.search(last[1]):
             city, end = last[1], last.end()  # a city that nobody knows stays wrong
         return Mention(venue.name, city or venue.city, end)
 
@@ -384,28 +244,28 @@ class Names:
         """The venue at this place as the text writes it; the database does not have it."""
         if text[at] == "[" and "]" in text[at:at + 200]:
             end = text.index("]", at) + 1
-            last = LAST_CITY.search(text, at, end - 1)
+            last = w.LAST_CITY.search(text, at, end - 1)
             if last and self.cities.fullmatch(last[1]):
                 return Mention(text[at + 1:last.start()], last[1], end)
             return Mention(text[at + 1:end - 1].strip(), *self.city_after(text, end))
         stop = (text + ";").index(";", at) if sights else len(text)
-        last = LAST_CITY.search(text, at, stop)
-        if last and not ABOUT.search(text, at, last.start()):
+        last = w.LAST_CITY.search(text, at, stop)
+        if last and not w.ABOUT.search(text, at, last.start()):
             city = self.cities.fullmatch(last[1])
             if sights:
-                city = text.count(",", at, stop) == 1 and (city or not NOT_A_CITY.search(last[1]))
+                city = text.count(",", at, stop) == 1 and (city or not w.NOT_A_CITY.search(last[1]))
             if city:
                 return Mention(text[at:last.start()].strip(' "'), last[1], stop)
-        end = WRITTEN_END.search(text, at, stop).start()
+        end = w.WRITTEN_END.search(text, at, stop).start()
         commas = [i for i in range(at, end) if text[i] == ","]
         for comma in commas:
             city, after = self.city_after(text, comma)
             if city:
                 return Mention(text[at:comma].strip(' "'), city, after)
-        about = ABOUT.search(text, at + 1, end)
+        about = w.ABOUT.search(text, at + 1, end)
         end = about.start() if about else end
-        last = None if sights else LAST_CITY.search(text, at, end)
-        if last and not NOT_A_CITY.search(last[1]):
+        last = None if sights else w.LAST_CITY.search(text, at, end)
+        if last and not w.NOT_A_CITY.search(last[1]):
             return Mention(text[at:last.start()].strip(' "'), last[1], max(end, at + 1))
         if commas and (sights or text[commas[-1] + 1:end].strip()[:1].islower()):
             end = commas[0] if sights else commas[-1]  # a list or a remark goes on
@@ -421,21 +281,21 @@ class Names:
             if at >= len(text):
                 return
             known = self.known(text, at, TABLE_OF[slot], cities)
-            lead = None if known or text[at] == "[" else LEAD.match(text, at)
+            lead = None if known or text[at] == "[" else w.LEAD.match(text, at)
             if lead:
                 at = lead.end()
                 continue
             capital = text[at].isupper() or text[at].isdigit() or text[at] in "[$"
             if prose and not known and not capital:
                 return
-            sentence = SENTENCE.search(text, at) if prose else None
+            sentence = w.SENTENCE.search(text, at) if prose else None
             rest = text[:sentence.start()] if sentence else text
             name, city, at = known or self.written(rest, at, slot == "attraction")
-            if name and (known or not MONEY.match(name)):
+            if name and (known or not w.MONEY.match(name)):
                 yield f"{name}, {city or cities[0]}".replace("¦", "|")
             if slot != "attraction" or prose and text.startswith(". ", at):
                 return
-            if ABOUT.match(text, at) or REMARK.match(text, at):
+            if w.ABOUT.match(text, at) or w.REMARK.match(text, at):
                 at = (text + ";").index(";", at)
             elif text.startswith(" (", at) and ")" in text[at:at + 200]:
                 at = text.index(")", at) + 1
@@ -447,35 +307,35 @@ names_of = lru_cache(maxsize=16)(Names)  # the names of a database are gathered 
 # ---------------------------------------------------------------- days and lines
 def read_days(lines, trip, names):
     """(2) lines -> [DayText] in the order of the text. trip: the cities that the text is about."""
-    dated = not any(DAY.match(line) for _, line in lines)
+    dated = not any(w.DAY.match(line) for _, line in lines)
     days, outside = [DayText(0, 0, "", [])], False  # number 0 stands before day 1
     for kind, line in lines:
         day = days[-1]
-        opening = (DATE if dated else DAY).match(line)
+        opening = (w.DATE if dated else w.DAY).match(line)
         if dated and (kind == "bullet" or len(line) >= 160):
             opening = None
-        if opening and MONEY.match(line, opening.end()):
+        if opening and w.MONEY.match(line, opening.end()):
             continue  # a row of a cost table
         if opening:
             first, last, ordinal = ("", "", "") if dated else opening.groups()
             word = (first or ordinal).lower()
-            number = int(word) if word.isdecimal() else NUMBERS.get(word, day.number + 1)
+            number = int(word) if word.isdecimal() else w.NUMBERS.get(word, day.number + 1)
             line = line[opening.end():].lstrip(" :-–—,.")
             again = number < day.number and (number == 1 or not outside)
             if 0 < number <= 31 and (number > day.number or again):
                 day = DayText(number, min(max(number, int(last or 0)), 31), line, [])
                 days.append(day)
                 outside = False
-                if not (FLIGHT_NUMBER.search(line) or len(line) > 90 or LABEL.match(line)):
+                if not (w.FLIGHT_NUMBER.search(line) or len(line) > 90 or w.LABEL.match(line)):
                     continue
-                line = DATE.sub("", line, 1).lstrip(" :-–—,.")
+                line = w.DATE.sub("", line, 1).lstrip(" :-–—,.")
         if not line or outside:
             continue
         awaited = kind == "bullet" and day.events and day.events[-1][1:] == ("", "open")
-        if SECTION.match(line) and not LABEL.match(line) and not awaited:
+        if w.SECTION.match(line) and not w.LABEL.match(line) and not awaited:
             outside = day.number > 0 and kind == "line"
         else:
-            for part in NEXT_FIELD.split(line):
+            for part in w.NEXT_FIELD.split(line):
                 read_line(part, kind, day.events, trip, names)
     return days
 
@@ -483,24 +343,24 @@ def read_days(lines, trip, names):
 def read_line(line, kind, events, trip, names):
     """(3) Append what a line says to a day's events, or to the last of them."""
     slot, text, how = events[-1] if events else ("", "", "")
-    if slot == "transportation" and ATTRIBUTE.match(line):
+    if slot == "transportation" and w.ATTRIBUTE.match(line):
         events[-1] = Event(slot, f"{text}, {line}", how)
         return
-    if NOTE.match(line):
+    if w.NOTE.match(line):
         return
-    clock = TIME.match(line)
+    clock = w.TIME.match(line)
     start = clock.end() if clock else 0
-    label = LABEL.match(line) or LABEL.match(line, start)
+    label = w.LABEL.match(line) or w.LABEL.match(line, start)
     value = line[label.end():] if label else ""
-    cue = CUE.search(value[:30]) if label and label.lastgroup == "attraction" else None
-    if cue and cue.lastgroup in MEALS and AT_A_PLACE.match(value, cue.end()):
+    cue = w.CUE.search(value[:30]) if label and label.lastgroup == "attraction" else None
+    if cue and cue.lastgroup in MEALS and w.AT_A_PLACE.match(value, cue.end()):
         label, line, start = None, value, 0  # "Activity: lunch at ..."
     if label:
-        if label.lastgroup == "transportation" and value and MODE.match(label["transportation"]):
+        if label.lastgroup == "transportation" and value and w.MODE.match(label["transportation"]):
             value = line[label.start():]  # the label says the mode
         events.append(Event(label.lastgroup, value, "field" if value else "open"))
         return
-    said, led = prose_events(line[start:], trip, names), CUE.match(line, start)
+    said, led = prose_events(line[start:], trip, names), w.CUE.match(line, start)
     listed = how == "open" and kind != "line"
     if said and (led or not listed or said[0].slot != slot):
         events += said
@@ -512,7 +372,7 @@ def read_line(line, kind, events, trip, names):
 
 def prose_events(line, trip, names):
     """The events that a sentence's cues announce; a word within a name is no cue."""
-    found = list(CUE.finditer(line))
+    found = list(w.CUE.finditer(line))
     spans = [city.span() for city in names.cities.finditer(line)] if found else []
     for word in FIRST.finditer(line) if found else ():
         venues = (names.venue(line, word.start(), table, trip) for table in set(TABLE_OF.values()))
@@ -525,7 +385,7 @@ def prose_events(line, trip, names):
     events = []
     for cue, following in zip_longest(cues, cues[1:]):
         end = following.start() if following else len(line)
-        text = BRIDGE.sub("", line[cue.end():end])
+        text = w.BRIDGE.sub("", line[cue.end():end])
         if cue.lastgroup == "transportation":
             goes_on = events and events[-1].slot == "transportation"
             text = (events.pop().text if goes_on else "") + line[cue.start():end]
@@ -538,9 +398,9 @@ def announces(cue, before, line, names):
     """Does a cue announce an event? before: the cues that do so further left in the line."""
     rest = line[cue.end():cue.end() + 200]
     if cue.lastgroup in MEALS:
-        return AT_A_PLACE.match(rest) or line[:cue.start()].lower().endswith("for ")
+        return w.AT_A_PLACE.match(rest) or line[:cue.start()].lower().endswith("for ")
     if cue.lastgroup == "transportation":
-        return FLIGHT_NUMBER.search(cue[0] + rest) or names.way(rest)
+        return w.FLIGHT_NUMBER.search(cue[0] + rest) or names.way(rest)
     if cue.lastgroup == "attraction" and before and before[-1].lastgroup in MEALS:
         return cue.start() - before[-1].end() >= 6  # "for lunch, head to ..." is one event
     return True
@@ -565,7 +425,7 @@ def ends_of_day(told, before, home, names):
     rides = [way for way in ways if way and way[0] != way[1]]
     ride = (rides[0][0] or before, rides[-1][1]) if rides else None  # of the day as a whole
     label = next((event.text for event in told.events if event.slot == "city" and event.text), "")
-    title = label or DATE.sub("", told.heading, 1).strip(" :-–—,.()|")
+    title = label or w.DATE.sub("", told.heading, 1).strip(" :-–—,.()|")
     title = title if len(told.heading) < 90 else ""  # a paragraph is no title
     stated = names.way(title if "from " in title.lower() else f"from {title}")
     city = names.city(label)
@@ -579,32 +439,32 @@ def ends_of_day(told, before, home, names):
         return city, city
     if known := list(names.cities.finditer(title)):
         city = known[-1][0] if known[-1].start() else names.city(title)
-        arrives = MOVE.match(title) and not title.lower().startswith(("depart", "explor"))
+        arrives = w.MOVE.match(title) and not title.lower().startswith(("depart", "explor"))
         return before if arrives else city, city
     if ways and re.search(r"\b(?:return|home|back)\b", title, re.I):
         return before, home
     unknown = re.fullmatch(r"[A-Z][\w.'-]*(?: [A-Z][\w.'-]*){0,3}", title)
-    if unknown and not NO_CITY_TITLE.search(title):
+    if unknown and not w.NO_CITY_TITLE.search(title):
         return title, title
     return before, before  # nothing tells, so the traveller stays
 
 
 def transportation(text, start, end, how, names):
     """A ride in TravelPlanner's words; cities that the text leaves out are the day's."""
-    text = GUESS.sub("", text).replace("¦", "|")
-    number = FLIGHT_NUMBER.search(text)
+    text = w.GUESS.sub("", text).replace("¦", "|")
+    number = w.FLIGHT_NUMBER.search(text)
     way = number and names.way(text[number.start():]) or names.way(text)
     bare = text
     for city in way or ():
         bare = bare.replace(city, "")  # "from Taxi Falls" is no taxi
-    said = MODE.search(bare)
-    mode = "Flight" if number else MODES.get(said and said.lastgroup, "")
-    if not mode and (way or text[:4].lower() in ("from", "cost")) and not OTHER_MODE.search(bare):
+    said = w.MODE.search(bare)
+    mode = "Flight" if number else w.MODES.get(said and said.lastgroup, "")
+    if not mode and (way or text[:4].lower() in ("from", "cost")) and not w.OTHER_MODE.search(bare):
         mode = "Self-driving"
     complete = mode != "Flight" and not way and (how == "field" or start == end)
     if not mode or complete:
         text = text.replace("$", "").strip(" .")
-        named = MODE.sub(lambda word: MODES[word.lastgroup], text, 1)
+        named = w.MODE.sub(lambda word: w.MODES[word.lastgroup], text, 1)
         return f"{mode}, {text}" if mode and not said else named
     start, end = (way[0] or start, way[1]) if way else (start, end)
     if mode == "Flight":
@@ -616,7 +476,7 @@ def transportation(text, start, end, how, names):
         return (f"Flight Number: {number}, from {start} to {end}, "
                 f"Departure Time: {leaves}, Arrival Time: {lands}")
     parts = [f"{mode}, from {start} to {end}"]
-    for word, detail in DETAILS.items():
+    for word, detail in w.DETAILS.items():
         if value := detail.search(text):
             parts.append(f"{word}: {value[value.lastindex].strip()}")
     return ", ".join(parts)
@@ -631,15 +491,16 @@ def fill_day(told, before, home, names):
     sights = []
     for slot, text, how in told.events:
         slot = slot_of(text, how, cities, names) if slot == "?" else slot
-        nothing, prose = NO_VENUE.match(text), how not in ("field", "open")
-        if slot == "transportation" and day[slot] == "-" and not nothing and not MONEY.match(text):
+        nothing, prose = w.NO_VENUE.match(text), how not in ("field", "open")
+        nothing_or_price = nothing or w.MONEY.match(text)
+        if slot == "transportation" and day[slot] == "-" and not nothing_or_price:
             day[slot] = transportation(text, start, end, how, names)
         if slot not in TABLE_OF or day[slot] != "-" and slot != "attraction":
             continue  # of two lunches the first
         here = [end] if slot == "accommodation" else cities
         if nothing and not names.venue(text, 0, TABLE_OF[slot], here):
             continue
-        if slot == "accommodation" and SAME.match(text):
+        if slot == "accommodation" and w.SAME.match(text):
             continue
         found = list(names.venues_in(text, slot, here, prose))
         if slot == "attraction":  # prose may come back to a sight; a list that does so is at fault
@@ -665,8 +526,8 @@ def carry_stays(plan, told):
     nights = [[event for event in day.events if event.slot == "accommodation"] for day in told]
     lasting = {stay.how for night in nights for stay in night if stay.text.strip()} == {"check-in"}
     for i, day in enumerate(plan[1:], 1):
-        lasting = lasting or any(FOR_NIGHTS.search(stay.text) for stay in nights[i - 1])
-        same = any(SAME.match(stay.text) for stay in nights[i]) or lasting and not nights[i]
+        lasting = lasting or any(w.FOR_NIGHTS.search(stay.text) for stay in nights[i - 1])
+        same = any(w.SAME.match(stay.text) for stay in nights[i]) or lasting and not nights[i]
         if same and day["accommodation"] == "-" and not day["current_city"].startswith("from "):
             day["accommodation"] = plan[i - 1]["accommodation"]
 
@@ -790,9 +651,9 @@ def clean_day(day, number):
         value = ";".join(map(str, value)) + ";" if isinstance(value, list) else str(value).strip()
         if field in ("current_city", "transportation"):
             value = re.sub(r"\s*\([^()]{0,60}\)", "", value)
-        mode = MODE.match(value) if field == "transportation" else None
+        mode = w.MODE.match(value) if field == "transportation" else None
         if mode and "Flight Number" not in value:
-            value = MODES[mode.lastgroup] + value[mode.end():]
+            value = w.MODES[mode.lastgroup] + value[mode.end():]
         clean[field] = value
     return clean
 

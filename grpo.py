@@ -109,7 +109,6 @@ def flags():
 
 # ---------------------------------------------------------------------------------------- rollout
 
-
 @dataclass
 class Sample:
     """One play of one query: exactly the tokens the engine saw and said."""
@@ -259,7 +258,6 @@ def batch_of(step, n, size, seed):
 
 
 # ------------------------------------------------------------------------------------------- loss
-
 
 def by_query(samples):
     """{query: its samples}, a group each."""
@@ -510,7 +508,6 @@ def deal(lengths, ranks, budget, packed):
 
 # --------------------------------------------------------------------------------------- machines
 
-
 def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
@@ -690,7 +687,6 @@ def watch_sigterm():
 
 
 # ------------------------------------------------------------------------------------------- main
-
 
 def main():
     args = flags()

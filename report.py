@@ -142,7 +142,6 @@ def trace(spec):
 
 # ------------------------------------------------------------------------------------------- axes
 
-
 def read_runs(specs):
     """["NAME=OUT/eval/rl", ..] -> {NAME: [(episodes, OUT/rl/log.jsonl's rows of RL) per seed]}."""
     runs = {}
@@ -214,7 +213,6 @@ def axis_curves(axis, runs, picture):
 
 
 # --------------------------------------------------------------------------------------- the page
-
 
 def write_report(folder, out, limit):
     """Write OUT/report.html of the logs and episodes anywhere below a folder."""

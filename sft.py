@@ -73,7 +73,6 @@ def flags():
 
 # ------------------------------------------------------------------------------------------- data
 
-
 class Rendered(NamedTuple):
     """An episode as tokens."""
     ids: list  # prompt, replies, observations
@@ -134,7 +133,6 @@ def batch_of(step, n, size, seed):
 
 
 # ------------------------------------------------------------------------------------------- loss
-
 
 class ChunkedLogps(torch.autograd.Function):
     """log pi and entropy of given tokens from hidden states, without ever holding (N, V) logits.
@@ -263,7 +261,6 @@ def learning_rate(step, steps, args):
 
 
 # --------------------------------------------------------------------------------------- machines
-
 
 def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
@@ -410,7 +407,6 @@ def watch_sigterm():
 
 
 # ------------------------------------------------------------------------------------------- main
-
 
 def main():
     args = flags()

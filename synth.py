@@ -339,7 +339,8 @@ def say(args, task):
     followed by another."""
     ours = ("id", "level", "query", "tightness", "unseen")
     elements = {key: value for key, value in task.items() if key not in ours}
-    text = (PROMPTS / "paraphrase.txt").read_text() + "\n" + json.dumps(elements, ensure_ascii=False)
+    prompt = (PROMPTS / "paraphrase.txt").read_text(encoding="utf-8")
+    text = f"{prompt}\n{json.dumps(elements, ensure_ascii=False)}"
     for attempt in range(args.tries):
         _, generate = teacher(args, f"{task['id']}/{attempt}")
         try:

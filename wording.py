@@ -1,0 +1,146 @@
+"""
+How itineraries are worded: the patterns by which format_plan.py reads them.
+
+Quantifiers over free text are bounded, so that no pattern is worse than linear in hostile text.
+"""
+import re
+
+
+def pattern(text):
+    """Compile a pattern that ignores case; line breaks and indentation are for the eye alone."""
+    return re.compile(re.sub(r"\n\s*", "", text), re.I)
+
+
+CARDINALS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh"]
+NUMBERS = {word: n for row in (CARDINALS, ORDINALS) for n, word in enumerate(row, 1)}
+MONTH = r"""(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|
+    sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\b\.?"""
+WEEKDAY = r"(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?\b\.?"
+DATE = pattern(rf"""(?:\b{WEEKDAY},?\s*)?
+    (?:\b{MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?\b|\b\d{{1,2}}(?:st|nd|rd|th)?\s+{MONTH}|
+    \b\d{{4}}-\d\d-\d\d\b|\b\d{{1,2}}/\d{{1,2}}(?:/\d{{2,4}})?\b)
+    (?:,?\s*20\d\d\b)?(?:,?\s*\(?{WEEKDAY}\)?(?!\s(?-i:[A-Z])))?""")
+DAY = pattern(rf"""(?:on\s+)?(?:the\s+)?(?:days?\s*#?\s*(\d{{1,2}}|{'|'.join(CARDINALS)})\b
+    (?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|[/-]))?|
+    ({'|'.join(ORDINALS)})\s+day\b)\W{{0,3}}""")
+
+# a field: label, colon, value
+LABELS = {
+    "city": r"current[ _]city|city|location|destination",
+    "transportation": r"""transport(?:ation)?|travel|getting (?:there|around|back|home)|return|
+        departure|train|bus|(?:rental )?car|flights?|flight (?:number|no\.?|details)|
+        (?:self-?\s?)?driv(?:e|ing)|taxi""",
+    "breakfast": "breakfast|brunch", "lunch": "lunch", "dinner": "dinner|supper|dining",
+    "attraction": r"""attractions?|activit(?:y|ies)|sightseeing|sights?|visits?|explore|
+        (?:places|things) to (?:visit|see|do)""",
+    "accommodation": r"""accommodations?|hotels?|lodging|stay|overnight(?: stay)?|check-?\s?in|
+        where to stay|airbnb"""}
+LABEL = pattern(rf"""(?:(?:early|late|mid|morning|midday|noon|afternoon|evening|night|optional|main|
+    outbound|inbound|return|first|second|third|additional|daily|suggested|recommended|planned|
+    other|local|day)[\s-]+){{0,2}}
+    (?:{'|'.join(f'(?P<{slot}>{label})' for slot, label in LABELS.items())})
+    (?:\s+(?:visits?|spots?|details?|plan|time|venue|restaurant|for [\w ]{{1,30}}))?
+    \s*#?\d{{0,2}}\s*(?:\([^()]{{0,60}}\)\s*)?(?::|\s[-–—|]\s|=|$)\s*""")
+NEXT_FIELD = pattern(rf"\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)")
+
+# prose: what announces a slot in a sentence
+CUE = pattern(r"""(?<![\w'-])(?:
+    (?P<breakfast>breakfast|brunch)|(?P<lunch>lunch)|(?P<dinner>dinner|supper)|
+    (?P<out>check(?:ing|s)?[ -]?out(?= (?:of|from|at|by)\b|:|$))|
+    (?P<accommodation>check(?:s|ing)?[ -]?in(?:to|\s+to|\s+at|\s*:)?|
+    (?:stay(?:ing)?(?: overnight| the night| again)?|overnight(?: stay)?|spend(?:ing)? the night|
+    sleep(?:ing)?|accommodation) (?:at|in)|accommodation)|
+    (?P<transportation>(?:self-?\s?)?driv(?:e|ing)|flights?|fly(?:ing)?|taxi|cab|train|bus)|
+    (?P<attraction>visit(?:ing)?|explor(?:e|ing)|tour(?:ing)?|see|stop (?:at|by)|discover|
+    stroll (?:through|along)|check out|head to))(?![\w'])""")
+AT_A_PLACE = pattern(r"""\s*(?:\([^()]{0,40}\)\s*)?(?::|-|–|(?:at|from|in|with|is)\b|
+    ,?\s*(?:head|go|try|visit|eat|we|stop|enjoy|dine|you)\b)""")
+BRIDGE = pattern(r"""(?:[\s,;]|\b(?:and|then|before|after|followed|by|you|we|will|can|have|enjoy|
+    eat|grab|take|a|your)\b){1,12}$""")
+LEAD = pattern(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|brunch|lunch|dinner|
+    supper|meal|late|early|quick|light|delicious|nice|your|our|a|an|the|night|with|for|
+    check(?:ing|-in)?|stay(?:ing)?|overnight|spend|sleep|return|back|head(?:ing)?|go(?:ing)?|
+    continue|stop|finally|we|you|will)\s+){0,8}
+    (?:at|to|into|in|from|by|visit(?:ing)?|explor(?:e|ing)|tour|see|is|try|enjoy)\b:?\s+|
+    [\s:;,.|)\]–—-]+|\d{1,2}[.)]\s*(?=\[)|(?:and|then|name:|finally|(?-i:the))\s+""")
+CLOCK = r"""\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?
+    (?:\s*(?:-|–|to)\s*\d{1,2}:?\d{0,2}\s*(?:[ap]\.?m\.?)?)?\)?"""
+TIME = pattern(rf"""(?:(?:early |late |mid-?)?(?:morning|noon|midday|afternoon|evening|night)\b\s*
+    (?:{CLOCK})?|{CLOCK}(?=\s*[:|–—-]))(?:\s*[:|–—,-])?\s*""")
+
+# what is no venue
+NO_VENUE = pattern(r"""\W*$|-+\s*(?:\(|$|[.;|])|(?:none|n/?a|nil|null|nothing|tbd|
+    there (?:is|are) no|skip(?:ped)?|
+    not (?:applicable|needed|required|planned|specified|available|provided|included)|
+    no (?:breakfast|lunch|dinner|meals?|attractions?|accommodations?|transport(?:ation)?|travel|
+    stay)|on the (?:road|way|go|flight|plane)|in[- ]flight|in transit|en route|rest|leisure|
+    relax(?:ation)?|free (?:time|day|morning|afternoon|evening))\b(?!\s+(?-i:[A-Z])|\s*[&'])""")
+MONEY = pattern(r"""(?:(?:approx\w*\.?|about|around|estimated(?: cost)?:?|avg\.?|average)\s*)?
+    ~?\$\s?[\d,.]+|free\W*$""")
+ATTRIBUTE = pattern(r"""(?:depart(?:ure|s|ing)?|arriv(?:al|es|ing)|duration|distance|costs?|price|
+    fare|route|from|to|airline|flight (?:number|no\.?))(?: (?:time|city|date))?\s*:""")
+NOTE = pattern(r"""(?:\w+ ){0,2}(?:notes?|costs?|(?:sub-?)?totals?|budget|price|address|phone|
+    website|contact|rating|cuisines?|room type|house rules?|minimum nights|max(?:imum)? occupancy|
+    review|tips?|reason|remaining|description|expenses?|date)\b[^:]{0,30}:""")
+SECTION = pattern(r"""(?:\w+ ){0,3}(?:costs?|budget|expenses?|expenditure|summary|breakdown|notes?|
+    tips?|highlights?|totals?|overview|reminders?|recommendations?|considerations?|constraints?|
+    information|requirements?)\b[^:.]{0,40}:?$|
+    (?:this|the) (?:plan|itinerary|trip|total|remaining|above|estimated)\b|
+    (?:total|estimated|remaining|overall)\b|(?:important |key )?notes?:|please note|note that|
+    in (?:total|summary)\b|unfortunately|i hope|safe travels|let me know|feel free|
+    enjoy your (?:\w+ )?(?:trip|stay|travels?|visit|vacation|journey|time)""")
+SAME = pattern(r"""(?:(?:stay|return|back|overnight|at|to|in|the) ){0,6}
+    (?:same\b|as (?:above|before|day)|(?:previous|your|our|the) (?:hotel|accommodation)\b)""")
+FOR_NIGHTS = pattern(r"""(?:entire|whole) (?:stay|trip|visit|duration)|throughout|
+    (?:all|both|[2-9]|two|three|four) nights(?! min)""")
+
+# rides and ways
+MODES = {"flight": "Flight", "taxi": "Taxi", "car": "Self-driving"}
+MODE = pattern(r"""\b(?<!no )(?<!without )(?:(?P<flight>flights?\b|fly|airline)|
+    (?P<taxi>(?:taxi|cab|uber|lyft)\b)|(?P<car>self-?\s?driv\w*|driv\w+|(?:rental )?car\b))""")
+OTHER_MODE = pattern(r"\b(?:train|bus|ferry|walk(?:ing)?|boat|shuttle)\b")
+FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|
+    \bflight\s*(?:number|no\.?|#)?:?\s*\[?((?-i:[A-Z]){1,3}\s?\d{2,7})\b""")
+DETAILS = {
+    "duration": pattern(r"""duration:?\s*([^,;|$()]{1,40}?)\s*(?=[,;|()]|$)|
+        \b(\d{1,2}\s*(?:hours?|hrs?|h)\b\s*(?:\d{1,2}\s*(?:min\w*|m)\b)?|\d{1,3}\s*min\w*)"""),
+    "distance": pattern(r"\b(\d[\d,]{0,8}(?:\.\d+)?\s*(?:km|kilometers|miles|mi)\b)"),
+    "cost": pattern(r"\$\s?(\d[\d,]{0,8}(?:\.\d+)?)|cost:?\s*~?(\d[\d,]{0,8}(?:\.\d+)?)")}
+WAY = pattern(r"\bfrom:?\s+(\S[^|;]{0,60}?),?\s*(?:\bto\b|→|->):?\s+(\S[^|;]{0,60})")
+GUESS = pattern(r"\((?:[^()]{0,20}\b)?(?:assum|similar|based on|note|no )[^()]{0,200}\)")
+TO = pattern(r"\b(?:to|for|into|in)\s+$")
+ARROW = re.compile(r"\s*(?:to|→|->|➔|➡|➜|=>|–|—|-|>)\s*")
+MOVE = pattern(r"""travel|depart|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|
+    self|road|move|relocat|explor|back|trip""")
+NO_CITY_TITLE = pattern(r"""\b(?:day|\w{3,6}day\b|explor|adventure|sight|cultur|free|relax|arriv|
+    depart|final|tour|museum|morning|local|discover|histor|fun|arts?\b|more|travel|return|home|rest|
+    leisure|trip|nature|downtown|city)""")
+
+# where names and cities end
+NAME_END = pattern(r"""\s*(?:$|[,;|)\]]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
+    \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|until)\b)""")
+CITY_END = pattern(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|
+    \s+(?:International |Intl )?Airport|$|
+    \s(?:on|at|by|via|for|with|using|in|departing|and|then|departure|duration|flight|back)\b)""")
+WRITTEN_END = pattern(r"""\s*(?:[|;→\[]|:\s|,?\s*~?\$|[.!?]\s|$|
+    \s[-–—]\s*(?=~?\$|avg|cost|price|cuisine|rating|(?-i:[a-z]))|
+    \((?=[^)]{0,80}(?:[$\d:,]|cuisine|rat|cost|per|avg))|
+    \s(?:for|at|around|before|after|followed|where|which|then|and then)\s+(?=[$\d]|(?-i:[a-z])))""")
+ABOUT = pattern(r""",?\s*(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|contact|
+    phone|website|minimum|max\w*|review|house rules?)\b""")
+REMARK = re.compile(r"\s+[-–—]\s|:\s")
+CITY_LEAD = re.compile(r"\s*,\s*|\s*\(|\s+in\s+|\s+[-–—]\s+")
+CITY_TAIL = re.compile(r"\s*\([^()]{0,40}\)|,\s*[A-Z]{2}\b(?:\s+\d{5})?|\)")  # ", UT 84532"
+LAST_CITY = re.compile(r",\s*([A-Z][\w.' -]{1,40}?)\s*(?:\([^()]{0,60}\)\s*)?\.?\s*(?:$|(?=;))")
+SENTENCE = re.compile(r"(?<!\bSt)(?<!\bMt)(?<!\bFt)[.!?]\s")
+NOT_A_CITY = pattern(r"""museum|zoo|garden|cent(?:er|re)\b|gallery|monument|memorial|theat|aquarium|
+    tour|trail|mall|market|bridge|\bpark$|church|historic|entire home|(?:private|shared) room|
+    ^(?:tea|cafe|bbq|bakery|american|italian|mexican|indian|chinese|french|mediterranean|seafood|
+    pizza|fast food|desserts)$""")
+
+# the lines of a text
+BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]+\s+|\d{1,2}[.)]\s+|"
+                    r"[^\w\s\[\]({\"'$#@&!?.,:;/\\|<>=+~^%-]\s*)*")
+NEW_DAY = pattern(rf"(?<=[.!?;]) +(?=(?:on )?(?:the )?(?:day \d|(?:{'|'.join(ORDINALS)}) day))")
+LINK = re.compile(r"\]\((?:https?:|www)[^()\s]{0,300}\)")

@@ -19,9 +19,9 @@ from evaluate import Help
 from sft import LOGITS
 
 MOMENTS = {  # of an update: what lowers it
-    "play": "a lower --gpu-memory, --tp, or more GPUs",
-    "logits": "a smaller --pack-tokens or --context, no --no-checkpointing, or more GPUs",
-    "layer": "a smaller --pack-tokens or --context, no --no-checkpointing, or more GPUs",
+    "play": "a lower --gpu-memory, or more GPUs",
+    "logits": "a smaller --pack-tokens or {longest}, no --no-checkpointing, or more GPUs",
+    "layer": "a smaller --pack-tokens or {longest}, no --no-checkpointing, or more GPUs",
     "step": "more GPUs",
 }
 GIB = 2**30
@@ -105,6 +105,7 @@ def flags(argv=None):
 def main(argv=None):
     args = flags(argv)
     config, n = load_shape(args.model)
+    flag = "--cutoff" if args.stage == "sft" else "--context"
     longest = args.cutoff if args.stage == "sft" else args.context
     tokens = max(args.pack_tokens or (20480 if args.stage == "sft" else 32768), longest)
     rows, contexts = training(config, n, args, tokens), math.inf
@@ -129,7 +130,7 @@ def main(argv=None):
     if totals[fullest] > args.gpu_gib:
         over = totals[fullest] - args.gpu_gib
         sys.exit(f"this does not fit: {over:.1f} GiB too many on each GPU at the moment "
-                 f"{fullest!r}; what lowers it: {MOMENTS[fullest]}")
+                 f"{fullest!r}; what lowers it: {MOMENTS[fullest].format(longest=flag)}")
     if contexts < 1:
         sys.exit("this does not fit: the cache holds no whole context; what mends it: a higher "
                  "--gpu-memory, --tp, or a smaller --context")

@@ -161,16 +161,12 @@ def plan(tmp_path, capsys):
     return plan
 
 
-untrue = pytest.mark.xfail(strict=True, reason="memory.py names a flag that lowers nothing there")
-
-
 @pytest.mark.parametrize("words, moment, remedy, changed", [
     ("grpo --gpus 2", "play", "GPUs", "grpo --gpus 4"),
     ("arpo --gpu-memory 0.9", "play", "--gpu-memory", "arpo --gpu-memory 0.7"),
-    pytest.param("grpo --gpus 2", "play", "--tp", "grpo --gpus 2 --tp 2", marks=untrue),
     ("grpo --pack-tokens 150000", "layer", "--pack-tokens", "grpo --pack-tokens 9000"),
     ("grpo --context 150000", "layer", "--context", "grpo --context 40000"),
-    pytest.param("sft --cutoff 150000", "layer", "--cutoff", "sft", marks=untrue),
+    ("sft --cutoff 150000", "layer", "--cutoff", "sft"),
     ("sft --no-checkpointing", "logits", "--no-checkpointing", "sft"),
     ("sft --gpus 1 --cutoff 512 --pack-tokens 512", "step", "GPUs",
      "sft --gpus 2 --cutoff 512 --pack-tokens 512")])

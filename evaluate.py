@@ -36,8 +36,9 @@ from pathlib import Path
 
 from constraints import SCORES, judge, literal, need, reward, score  # noqa: F401, handed on
 from format_plan import ChatError, chat, parse_plan
-from sandbox import Episode, Sandbox, between, open_database, parse, system_prompt
+from sandbox import Episode, Sandbox, open_database, parse, system_prompt
 from solver import solver_replies
+from template import Template, check_weights, load_template  # noqa: F401, handed on
 
 LEVELS = ("easy", "medium", "hard")
 STOPS = ("answer", "format", "turns", "context")
@@ -317,19 +318,15 @@ def engine_settings(max_context, concurrency, tp, gpu_memory):
 
 
 def engine(path, max_context, concurrency=64, tp=1, gpu_memory=0.9):
-    """(vLLM engine, tokenizer) of a checkpoint folder or hub name."""
-    files = [Path(path) / name for name in ("tokenizer.json", "vocab.json", "tokenizer.model")]
-    if Path(path).exists() and not any(file.exists() for file in files):
-        raise ValueError(f"{path} has no tokenizer; copy tokenizer.json and tokenizer_config.json "
-                         "of its base there")
+    """(vLLM engine, Template) of a checkpoint folder or hub name."""
+    template = load_template(path)
     settings = engine_settings(max_context, concurrency, tp, gpu_memory)
     from vllm import LLM
 
-    llm = LLM(str(path), **settings)
-    return llm, llm.get_tokenizer()
+    return LLM(str(path), **settings), template
 
 
-def play_vllm(llm, tokenizer, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
+def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
               max_tokens=None, concurrency=64, stops=(), slow=True):
     """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.
 
@@ -338,14 +335,14 @@ def play_vllm(llm, tokenizer, episodes, max_context, temperature=0.6, top_p=0.95
     else is playing. slow: tools answer in threads and hold up neither engine nor other episodes.
     """
     live, turns, numbers, episodes = {}, {}, count(), iter(episodes)
-    ask = partial(request, llm.llm_engine, tokenizer, max_context, max_tokens,
+    ask = partial(request, llm.llm_engine, template, max_context, max_tokens,
                   {"temperature": temperature, "top_p": top_p}, stops, seed)
     with ThreadPoolExecutor(concurrency) as pool:
         start = pool.submit if slow else call_now
         while True:
             for episode in islice(episodes, concurrency - len(live)):
                 number = str(next(numbers))
-                live[number] = episode, prompt_ids(episode, tokenizer, max_context)
+                live[number] = episode, prompt_ids(episode, template, max_context)
                 ask(number, *live[number])
             if not live:
                 return
@@ -353,7 +350,7 @@ def play_vllm(llm, tokenizer, episodes, max_context, temperature=0.6, top_p=0.95
             for output in llm.llm_engine.step() if stepping else ():
                 if output.finished:
                     turns[output.request_id] = start(
-                        take_turn, *live[output.request_id], output.outputs[0], tokenizer,
+                        take_turn, *live[output.request_id], output.outputs[0], template,
                         max_context)
             wait(turns.values(), timeout=0.001)  # seconds; most tools take microseconds
             answered = [number for number, turn in turns.items() if turn.done()]
@@ -376,11 +373,9 @@ def call_now(function, *args):
     return future
 
 
-def prompt_ids(episode, tokenizer, max_context):
+def prompt_ids(episode, template, max_context):
     """The ids of system prompt, query and the head of the first reply."""
-    text = tokenizer.apply_chat_template(episode.messages, tokenize=False,
-                                         add_generation_prompt=True)
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = template.prompt(episode.messages)
     if len(ids) >= max_context:
         name = episode.task.get("id", "?")
         raise ValueError(f"task {name}: its prompt has {len(ids)} tokens; "
@@ -388,7 +383,7 @@ def prompt_ids(episode, tokenizer, max_context):
     return ids
 
 
-def request(engine, tokenizer, max_context, max_tokens, sampling, stops, seed, number, episode,
+def request(engine, template, max_context, max_tokens, sampling, stops, seed, number, episode,
             ids):
     """Ask the engine for the next reply of an episode."""
     from vllm import SamplingParams
@@ -397,22 +392,21 @@ def request(engine, tokenizer, max_context, max_tokens, sampling, stops, seed, n
     room, name = max_context - len(ids), f"{seed}/{name_of(episode.task)}/{episode.turns}"
     engine.add_request(number, {"prompt_token_ids": list(ids)}, SamplingParams(
         **sampling, max_tokens=min(room, max_tokens or room), stop=list(stops),
-        stop_token_ids=[tokenizer.eos_token_id], detokenize=bool(stops),
+        stop_token_ids=sorted(template.ends), detokenize=bool(stops),
         output_kind=RequestOutputKind.FINAL_ONLY, seed=random.Random(name).getrandbits(31)))
 
 
-def take_turn(episode, ids, output, tokenizer, max_context):
+def take_turn(episode, ids, output, template, max_context):
     """Play a reply's tokens and append them, and the observation's, to the episode's ids."""
     said = list(output.token_ids)
-    closed = said[-1:] == [tokenizer.eos_token_id]
-    reply = tokenizer.decode(said[:-1] if closed else said)
+    reply, closed = template.reply(said)
     ids += said
     if not closed and len(ids) >= max_context:
         episode.messages.append({"role": "assistant", "content": reply})
         episode.stop = "context"
         return
     if episode.step(reply) is not None:
-        ids += tokenizer.encode(between(episode.messages[-1], closed), add_special_tokens=False)
+        ids += template.between(episode.messages[-1], closed)
         if len(ids) >= max_context:
             episode.stop = "context"
 
@@ -632,15 +626,15 @@ def player(args, path, world, tasks):
         return play(api_generate(args.url, path, **sampling), episodes, args.concurrency)
     if not tasks:
         return ()
-    llm, tokenizer = engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
-    return play_vllm(llm, tokenizer, episodes, args.max_context, **sampling, seed=args.seed,
+    llm, template = engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
+    return play_vllm(llm, template, episodes, args.max_context, **sampling, seed=args.seed,
                      concurrency=args.concurrency, stops=world.stops, slow=world.slow)
 
 
 def run(program, function, *args):
     """Call it; what the user can mend is one line and not a traceback."""
     try:
-        function(*args)
+        return function(*args)
     except (KeyError, ValueError, OSError, ChatError) as error:
         text = error.args[0] if isinstance(error, KeyError) else error
         raise SystemExit(f"{program}: {text}") from None

@@ -41,8 +41,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from evaluate import Help, engine_settings, load_tasks, open_world, read_jsonl, write_jsonl
-from sandbox import Episode, between
+from evaluate import (
+    Help,
+    check_weights,
+    engine_settings,
+    load_tasks,
+    load_template,
+    open_world,
+    read_jsonl,
+    run,
+    write_jsonl,
+)
+from sandbox import Episode
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary. A rollout is a flat list of P * G samples.
@@ -126,12 +136,10 @@ class Sample:
     old_logps: torch.Tensor = None  # with --recompute: the trainer's log pi of the policy tokens
 
 
-def new_sample(task, query, name, world, tokenizer, args):
+def new_sample(task, query, name, world, template, args):
     """A fresh play, its prompt in tokens. ValueError where the prompt alone fills the context."""
     s = Sample(world.episode(task, f"failures/{name}", args), query, name)
-    prompt = tokenizer.apply_chat_template(s.episode.messages, tokenize=False,
-                                           add_generation_prompt=True)
-    append(s, tokenizer.encode(prompt, add_special_tokens=False))
+    append(s, template.prompt(s.episode.messages))
     if len(s.ids) >= args.context:
         raise ValueError(f"task {task['id']}: its prompt has {len(s.ids)} tokens; "
                          f"raise --context above {args.context}")
@@ -145,7 +153,7 @@ def append(s, ids, logps=None):
     s.logps += logps or [0.0] * len(ids)
 
 
-def submit(engine, s, world, tokenizer, temperature, top_p, args):
+def submit(engine, s, world, template, temperature, top_p, args):
     """Ask the engine for the sample's next reply."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -155,32 +163,30 @@ def submit(engine, s, world, tokenizer, temperature, top_p, args):
         temperature=temperature, top_p=top_p, logprobs=0,
         seed=random.Random(f"{args.seed}/{name}").getrandbits(31),
         max_tokens=min(args.turn_tokens, args.context - len(s.ids)),
-        stop=list(world.stops), stop_token_ids=[tokenizer.eos_token_id],
+        stop=list(world.stops), stop_token_ids=sorted(template.ends),
         detokenize=bool(world.stops), output_kind=RequestOutputKind.FINAL_ONLY))
     return name
 
 
-def play_turn(s, output, tokenizer, args):
+def play_turn(s, output, template, args):
     """Take in a finished reply and answer it. True when the engine is to speak again."""
     ids = list(output.token_ids)
     reported = zip(ids, output.logprobs, strict=True)
     append(s, ids, [likeliest[token].logprob for token, likeliest in reported])
-    closed = ids[-1:] == [tokenizer.eos_token_id]
-    reply = tokenizer.decode(ids[:-1] if closed else ids)
+    reply, closed = template.reply(ids)
     if not closed and not isinstance(output.stop_reason, str):  # cut short: it has no end
         s.episode.messages.append({"role": "assistant", "content": reply})
         s.episode.stop = "context" if len(s.ids) >= args.context else "format"
         return False
     if s.episode.step(reply) is None:
         return False
-    text = between(s.episode.messages[-1], closed)
-    append(s, tokenizer.encode(text, add_special_tokens=False))
+    append(s, template.between(s.episode.messages[-1], closed))
     if len(s.ids) >= args.context:
         s.episode.stop = "context"
     return not s.episode.stop
 
 
-def rollout(llm, tokenizer, world, tasks, name, group, temperature, top_p, args):
+def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
     """(1) Play each task `group` times -> this engine's samples; groups are whole, in any order.
 
     Engines draw the next query from one counter, so that none idles while another has a queue.
@@ -192,18 +198,18 @@ def rollout(llm, tokenizer, world, tasks, name, group, temperature, top_p, args)
     room = max(group, min(args.concurrency, fair))
 
     def ask(s):
-        live[submit(engine, s, world, tokenizer, temperature, top_p, args)] = s
+        live[submit(engine, s, world, template, temperature, top_p, args)] = s
 
     while True:
         while len(live) + group <= room and (query := next(queries, None)) is not None:
             for g in range(group):
-                ask(new_sample(tasks[query], query, f"{name}/{query}/{g}", world, tokenizer, args))
+                ask(new_sample(tasks[query], query, f"{name}/{query}/{g}", world, template, args))
         if not live:
             return done if leads(args) else []
         for output in engine.step():
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]
-                if play_turn(s, reply, tokenizer, args):
+                if play_turn(s, reply, template, args):
                     ask(s)
                 else:
                     done.append(s)
@@ -533,21 +539,22 @@ def setup():
 
 
 def load(args, device):
-    """--model -> tokenizer, Policy in float32 on a CPU, bfloat16 on a GPU, whether to pack rows"""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """--model -> template, Policy in float32 on a CPU, bfloat16 on a GPU, whether to pack rows"""
+    from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    template = load_template(args.model)
     attn = args.attn
     if attn == "auto":
         attn = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         attn_implementation=attn)
+    check_weights(lm, template)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
-    return tokenizer, Policy(lm), attn == "flash_attention_2"
+    return template, Policy(lm), attn == "flash_attention_2"
 
 
 def zero3(policy, lr, ranks, device):
@@ -599,8 +606,17 @@ def sync_weights(llm, engine, device):
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_weights(engine)})
     if device.type == "cuda":
         llm.wake_up(tags=["kv_cache"])
+    else:
+        llm.apply_model(renew_head)
     if not llm.reset_prefix_cache():  # cached keys and values belong to the old weights
         raise RuntimeError("the engine still holds cache blocks of the old weights")
+
+
+def renew_head(model):
+    """vLLM's CPU build multiplies by a packed copy of the head, which a reload leaves as it was
+    where the head is tied to the embedding."""
+    head = getattr(model, "lm_head", None) or model.model.embed_tokens
+    head.quant_method.process_weights_after_loading(head)
 
 
 def full_weights(engine):
@@ -612,7 +628,7 @@ def full_weights(engine):
             yield name, parameter.data
 
 
-def save_model(engine, tokenizer, out, rank):
+def save_model(engine, template, out, rank):
     """Write a plain HF folder, whole or not at all. Every rank takes part."""
     state = {}
     for name, tensor in full_weights(engine):
@@ -622,7 +638,7 @@ def save_model(engine, tokenizer, out, rank):
         part = Path(f"{out}.part")
         shutil.rmtree(part, ignore_errors=True)
         engine.module.lm.save_pretrained(part, state_dict=state)
-        tokenizer.save_pretrained(part)
+        template.tokenizer.save_pretrained(part)
         Path(out).mkdir(parents=True, exist_ok=True)
         # config.json goes last and marks the folder as whole
         for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
@@ -694,10 +710,10 @@ def main():
     kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) > 2)]
     if args.reward and args.reward not in kinds:
         sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
-    tasks = load_tasks(args.tasks, world.load_task)
-    val = load_tasks(args.val, world.load_task) if args.val else []
+    tasks = run(sys.argv[0], load_tasks, args.tasks, world.load_task)
+    val = run(sys.argv[0], load_tasks, args.val, world.load_task) if args.val else []
     rank, ranks, device = setup()
-    tokenizer, policy, packed = load(args, device)
+    template, policy, packed = run(sys.argv[0], load, args, device)
     engine = zero3(policy, args.lr, ranks, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
     start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
@@ -712,13 +728,13 @@ def main():
         sync_weights(llm, engine, device)
         clock.append(time.time())
         if val and (step % args.val_every == 0 or step == steps):
-            log(validate(llm, tokenizer, world, val, step, engine, rank, args), rank, args)
+            log(validate(llm, template, world, val, step, engine, rank, args), rank, args)
         if step == steps:
             break
         clock.append(time.time())
         # (1) (2) play and judge
         kind = reward_kind(args.reward, world.kinds, step / steps)
-        samples, judged = play_batch(llm, tokenizer, world, tasks, step, steps, kind, args)
+        samples, judged = play_batch(llm, template, world, tasks, step, steps, kind, args)
         if device.type == "cuda":
             llm.sleep(level=2)
         clock.append(time.time())
@@ -744,11 +760,11 @@ def main():
         if last:
             sys.exit(f"stopped and saved after update {step + 1}; the same command with --resume "
                      "goes on")
-    save_model(engine, tokenizer, args.out, rank)
+    save_model(engine, template, args.out, rank)
     world.close()
 
 
-def play_batch(llm, tokenizer, world, tasks, step, steps, kind, args):
+def play_batch(llm, template, world, tasks, step, steps, kind, args):
     """(1) (2) The judged plays of update `step` -> samples of all ranks, seconds of judging
 
     With --refill [3]: more batches until --prompts groups have unequal rewards; what is played
@@ -758,7 +774,7 @@ def play_batch(llm, tokenizer, world, tasks, step, steps, kind, args):
     for more in range(args.refill + 1):
         places = batch_of(step + more * steps, len(tasks), args.prompts, args.seed)
         name = f"play/{step}" + f"+{more}" * (more > 0)
-        played = rollout(llm, tokenizer, world, [tasks[i] for i in places], name, args.group,
+        played = rollout(llm, template, world, [tasks[i] for i in places], name, args.group,
                          args.temperature, 1.0, args)
         began = time.time()
         judge_all(played, world, kind)
@@ -781,9 +797,9 @@ def check_sync(line, device, args):
                  "explains it")
 
 
-def validate(llm, tokenizer, world, val, step, engine, rank, args):
+def validate(llm, template, world, val, step, engine, rank, args):
     """Play the validation tasks once each; the highest success so far is kept in OUT/best."""
-    samples = rollout(llm, tokenizer, world, val, f"val/{step}", 1, 0.6, 0.95, args)  # as in [1]
+    samples = rollout(llm, template, world, val, f"val/{step}", 1, 0.6, 0.95, args)  # as in [1]
     judge_all(samples, world, world.kinds[0])
     scores = [s.record["score"]["success"] for s in gather(samples)]
     success = sum(scores) / len(scores)
@@ -791,7 +807,7 @@ def validate(llm, tokenizer, world, val, step, engine, rank, args):
     before = [row["val_success"] for row in rows if "val_success" in row]
     dist.barrier()
     if success > max(before, default=-1):
-        save_model(engine, tokenizer, Path(args.out) / "best", rank)
+        save_model(engine, template, Path(args.out) / "best", rank)
     return {"step": step, "val_success": success}
 
 

@@ -238,9 +238,9 @@ def choose_player(args, path):
     if args.url:
         generate = evaluate.api_generate(args.url, path, **sampling)
         return partial(evaluate.play, generate, concurrency=args.concurrency)
-    llm, tokenizer = evaluate.engine(path, args.max_context, args.concurrency, args.tp,
-                                     args.gpu_memory)
-    return partial(evaluate.play_vllm, llm, tokenizer, max_context=args.max_context,
+    llm, template = evaluate.engine(path, args.max_context, args.concurrency, args.tp,
+                                    args.gpu_memory)
+    return partial(evaluate.play_vllm, llm, template, max_context=args.max_context,
                    seed=args.seed, concurrency=args.concurrency, **sampling)
 
 

@@ -596,16 +596,6 @@ def observation_message(observation):
     return {"role": "user", "content": f"<tool_response>\n{observation}</tool_response>"}
 
 
-def between(message, closed=True):
-    """The text from the end of a reply to where the next one begins, in ChatML.
-
-    closed: the reply brought its own end token; where it did not, the text begins with it.
-    """
-    end = "" if closed else "<|im_end|>"
-    return (f"{end}\n<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
-            "<|im_start|>assistant\n")
-
-
 # ---------------------------------------------------------------- main
 
 def check(folder):

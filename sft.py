@@ -36,8 +36,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from evaluate import Help, read_jsonl, write_jsonl
-from sandbox import between
+from evaluate import Help, check_weights, load_template, read_jsonl, run, write_jsonl
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary.
@@ -79,7 +78,7 @@ class Rendered(NamedTuple):
     mask: list  # 1 on the policy's tokens
 
 
-def render(messages, tokenizer):
+def render(messages, template):
     """Messages -> (ids, mask), token for token what an engine sees and says when it plays them.
 
     Replies are tokenised on their own, as sampled tokens are, and never across a template boundary.
@@ -88,32 +87,29 @@ def render(messages, tokenizer):
         <|im_start|>assistant\n  think  call  <|im_end|>  \n<|im_start|>user\n ...
               0                    1     1        1            0
     """
-    def encode(text):
-        return tokenizer.encode(text, add_special_tokens=False)
-
     roles = [message["role"] for message in messages]
     first = roles.index("assistant") if "assistant" in roles else len(messages)
-    prompt = tokenizer.apply_chat_template(messages[:first], tokenize=False,
-                                           add_generation_prompt=True)
-    rendered = Rendered(encode(prompt), [])
+    rendered = Rendered(template.prompt(messages[:first]), [])
     rendered.mask.extend([0] * len(rendered.ids))
     for message in messages[first:]:
         said = message["role"] == "assistant"
-        text = message["content"] if said else between(message)
-        tokens = encode(text) + [tokenizer.eos_token_id] * said
+        if said:
+            tokens = [*template.encode(message["content"]), template.end]
+        else:
+            tokens = template.between(message)
         rendered.ids.extend(tokens)
         rendered.mask.extend([int(said)] * len(tokens))
     return rendered
 
 
-def load_samples(path, tokenizer, cutoff):
+def load_samples(path, template, cutoff):
     """Episodes -> rendered ones, and how many were dropped: over `cutoff` tokens, or no reply."""
     samples, dropped = [], 0
     for line, episode in enumerate(read_jsonl(path), 1):
         if not isinstance(episode.get("messages"), list):
             sys.exit(f"{path}:{line}: no 'messages' list; each line must be an episode as synth.py "
                      "writes them")
-        sample = render(episode["messages"], tokenizer)
+        sample = render(episode["messages"], template)
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1
         else:
@@ -287,21 +283,22 @@ def setup():
 
 
 def load(args, device):
-    """--model -> tokenizer, Policy in float32 on a CPU, bfloat16 on a GPU, whether to pack rows"""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """--model -> template, Policy in float32 on a CPU, bfloat16 on a GPU, whether to pack rows"""
+    from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    template = load_template(args.model)
     attn = args.attn
     if attn == "auto":
         attn = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         attn_implementation=attn)
+    check_weights(lm, template)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
-    return tokenizer, Policy(lm), attn == "flash_attention_2"
+    return template, Policy(lm), attn == "flash_attention_2"
 
 
 def zero3(policy, lr, ranks, device):
@@ -332,7 +329,7 @@ def full_weights(engine):
             yield name, parameter.data
 
 
-def save_model(engine, tokenizer, out, rank):
+def save_model(engine, template, out, rank):
     """Write a plain HF folder, whole or not at all. Every rank takes part."""
     state = {}
     for name, tensor in full_weights(engine):
@@ -342,7 +339,7 @@ def save_model(engine, tokenizer, out, rank):
         part = Path(f"{out}.part")
         shutil.rmtree(part, ignore_errors=True)
         engine.module.lm.save_pretrained(part, state_dict=state)
-        tokenizer.save_pretrained(part)
+        template.tokenizer.save_pretrained(part)
         Path(out).mkdir(parents=True, exist_ok=True)
         # config.json goes last and marks the folder as whole
         for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
@@ -411,9 +408,9 @@ def watch_sigterm():
 def main():
     args = flags()
     rank, ranks, device = setup()
-    tokenizer, policy, packed = load(args, device)
+    template, policy, packed = run(sys.argv[0], load, args, device)
     # (1) episodes into ids and masks
-    samples, dropped = load_samples(args.data, tokenizer, args.cutoff)
+    samples, dropped = load_samples(args.data, template, args.cutoff)
     engine = zero3(policy, args.lr, ranks, device)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
     start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
@@ -448,7 +445,7 @@ def main():
         if last:
             sys.exit(f"sft: SIGTERM, saved after update {step + 1}; the same command with --resume "
                      "goes on")
-    save_model(engine, tokenizer, args.out, rank)
+    save_model(engine, template, args.out, rank)
 
 
 def log(line, steps, out, rank):

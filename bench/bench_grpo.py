@@ -122,7 +122,7 @@ def bench_memory(args):
 # ------------------------------------------------------------------------------------------- play
 
 
-def bench_play(llm, tokenizer, world, tasks, args, rounds):
+def bench_play(llm, template, world, tasks, args, rounds):
     """Print play's figures -> samples of the last round"""
     from vllm import SamplingParams
 
@@ -130,7 +130,7 @@ def bench_play(llm, tokenizer, world, tasks, args, rounds):
     for i in range(rounds + 1):  # the first one warms up
         llm.reset_prefix_cache()
         began = clocks()
-        samples = grpo.rollout(llm, tokenizer, world, tasks, f"bench/{i}", args.group, 1.0, 1.0,
+        samples = grpo.rollout(llm, template, world, tasks, f"bench/{i}", args.group, 1.0, 1.0,
                                args)
         ours.append(clocks() - began)
         speeds.append(sum(map(grpo.sampled, samples)) / ours[-1][0].item())
@@ -202,11 +202,11 @@ def bench_here(args):
     sys.argv = ["grpo.py", *settings(args)]
     own = grpo.flags()
     rank, ranks, device = grpo.setup()
-    tokenizer, policy, _ = grpo.load(own, device)
+    template, policy, _ = grpo.load(own, device)
     engine, llm = grpo.zero3(policy, own.lr, ranks, device), grpo.load_engine(own, device)
     world, rounds = Travel(open_database("database/mini")), args.rounds
     tasks = grpo.load_tasks(own.tasks)[: own.prompts]
-    samples = bench_play(llm, tokenizer, world, tasks, own, rounds * ("play" in args.only))
+    samples = bench_play(llm, template, world, tasks, own, rounds * ("play" in args.only))
     if "learn" in args.only:
         from transformers import AutoModelForCausalLM
 

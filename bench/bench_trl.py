@@ -67,7 +67,7 @@ def flags():
     return p.parse_args()
 
 
-def samples_of(path, tokenizer, lengths, n):
+def samples_of(path, template, lengths, n):
     """The first n plays of `path` in tokens -> [{"ids", "mask", "prompt", "query", "reward"}], with
     the number of tokens of the prompt. A play is cut to the length drawn for it, or its turns are
     repeated."""
@@ -76,7 +76,7 @@ def samples_of(path, tokenizer, lengths, n):
 
     draw, samples = random.Random(0), []
     for i, row in enumerate(read_jsonl(path)[:n]):
-        ids, mask = sft.render(row["messages"], tokenizer)
+        ids, mask = sft.render(row["messages"], template)
         prompt, wanted = mask.index(1), len(ids)
         if lengths != "played":
             wanted = 0
@@ -108,7 +108,7 @@ class Ours:
             --pack-tokens {args.pack_tokens}""".split()
         self.grpo, self.args = grpo, grpo.flags()
         self.rank, self.ranks, self.device = grpo.setup()
-        self.tokenizer, policy, self.packed = grpo.load(self.args, self.device)
+        self.template, policy, self.packed = grpo.load(self.args, self.device)
         self.engine = grpo.zero3(policy, self.args.lr, self.ranks, self.device)
 
     @torch.no_grad()
@@ -285,7 +285,7 @@ def describe_samples(samples, ours, lengths):
 def measure(ours, theirs, lengths, folder, args):
     """Print tokens/s of both sides over samples of these lengths, and how far their gradients
     agree."""
-    samples = samples_of(args.rollouts, ours.tokenizer, lengths, args.plays)
+    samples = samples_of(args.rollouts, ours.template, lengths, args.plays)
     ours.take(samples)
     (Path(folder) / "samples.json").write_text(json.dumps(samples))
     tokens = describe_samples(samples, ours, lengths)

@@ -98,7 +98,8 @@ def trip(mini):
 class Letters:
     """A tokenizer of one token a character; the end of a turn is one token, 0."""
 
-    eos_token_id = 0
+    eos_token_id, chat_template = 0, "ChatML"
+    added_tokens_decoder = {0: SimpleNamespace(content="<|im_end|>")}
 
     def encode(self, text, add_special_tokens=False):
         return [0 if c == "\0" else ord(c) for c in text.replace("<|im_end|>", "\0")]
@@ -115,12 +116,15 @@ class Scripted:
     """An engine that says a token a step, of script(the text so far) what max_tokens allows."""
 
     def __init__(self, script):
-        self.llm_engine, self.script, self.tokenizer = self, script, Letters()
+        from template import Template
+
+        self.llm_engine, self.script = self, script
+        self.template = Template(Letters(), "letters")
         self.running, self.steps, self.asked = {}, 0, []  # asked: (ids, reply's ids, params)
 
     def add_request(self, name, prompt, params):
         ids = prompt["prompt_token_ids"]
-        said = self.tokenizer.encode(self.script(self.tokenizer.decode(ids)))[:params.max_tokens]
+        said = self.template.encode(self.script(Letters().decode(ids)))[:params.max_tokens]
         self.running[name] = [len(said), said]
         self.asked.append((ids, said, params))
 
@@ -135,7 +139,7 @@ class Scripted:
     def play(self, episodes, max_context=4000, **options):
         from evaluate import play_vllm
 
-        return play_vllm(self, self.tokenizer, episodes, max_context, **options)
+        return play_vllm(self, self.template, episodes, max_context, **options)
 
 
 @pytest.fixture(scope="session")
@@ -207,12 +211,12 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def said(tokenizer, reply, doubt=0.8, closed=True):
+def said(template, reply, doubt=0.8, closed=True):
     """What an engine hands over when it has said `reply`.
 
     Of each token it reports two: what it said with probability 1 - doubt / 2, and another token.
     """
-    ids = tokenizer.encode(reply, add_special_tokens=False) + [tokenizer.eos_token_id] * closed
+    ids = template.encode(reply) + [template.end] * closed
     one, two = (SimpleNamespace(logprob=math.log(max(p, 1e-9))) for p in (1 - doubt / 2, doubt / 2))
     return SimpleNamespace(token_ids=ids, logprobs=[{i: one, -1: two} for i in ids],
                            stop_reason=None)
@@ -222,8 +226,8 @@ class Replies:
     """An engine that says script(name of the request, prompt's text) -> (reply, doubt), and whose
     requests end in a random order."""
 
-    def __init__(self, tokenizer, script):
-        self.llm_engine, self.tokenizer, self.script = self, tokenizer, script
+    def __init__(self, template, script):
+        self.llm_engine, self.template, self.script = self, template, script
         self.draw, self.running, self.asked = random.Random(SEED), {}, {}
 
     def add_request(self, name, prompt, params):
@@ -233,7 +237,7 @@ class Replies:
     def step(self):
         name = self.draw.choice(sorted(self.running))
         ids, _ = self.running.pop(name)
-        reply = said(self.tokenizer, *self.script(name, self.tokenizer.decode(ids)))
+        reply = said(self.template, *self.script(name, self.template.tokenizer.decode(ids)))
         return [SimpleNamespace(finished=True, request_id=name, outputs=[reply])]
 
 
@@ -273,10 +277,11 @@ def one_rank():
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tiny_model):
-    from transformers import AutoTokenizer
+def template(tiny_model):
+    """The tiny model's tokenizer and chat template."""
+    from template import load_template
 
-    return AutoTokenizer.from_pretrained(tiny_model)
+    return load_template(tiny_model)
 
 
 @pytest.fixture(scope="session")

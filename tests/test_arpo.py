@@ -102,14 +102,14 @@ def test_the_papers_entropy_is_a_mean_and_the_released_codes_a_sum_of_the_first_
 
 
 @pytest.fixture
-def play(one_rank, tokenizer, world):
+def play(one_rank, template, world):
     """play(script, flags) -> {name: sample} of three tasks, the engine that played them."""
     numbers = itertools.count()
 
     def play(script, words, tasks=3):
-        args, llm = flags(words), Replies(tokenizer, script)
+        args, llm = flags(words), Replies(template, script)
         rows = [{"id": f"t{i}", "query": f"Where to, traveller {i}?"} for i in range(tasks)]
-        samples = arpo.rollout(llm, tokenizer, world, rows, f"play/{next(numbers)}", args.group,
+        samples = arpo.rollout(llm, template, world, rows, f"play/{next(numbers)}", args.group,
                                1.0, 1.0, args)
         return {s.name: s for s in samples}, llm
     return play
@@ -160,9 +160,9 @@ def test_forks_share_their_past_token_for_token_and_go_their_own_way(law, play):
     assert forks > 0
 
 
-def test_a_fork_inherits_the_failures_so_far_and_draws_its_own_later(tokenizer, world):
+def test_a_fork_inherits_the_failures_so_far_and_draws_its_own_later(template, world):
     args = flags("--failure-rate 0.5 --branch released --weight 9")
-    s = arpo.new_sample({"id": "t", "query": "q"}, 0, "play/0/0/0", world, tokenizer, args)
+    s = arpo.new_sample({"id": "t", "query": "q"}, 0, "play/0/0/0", world, template, args)
     for _ in range(4):
         s.episode.step(CALL)
     s.baseline = 0.0

@@ -37,22 +37,22 @@ def task(mini):
 
 
 @pytest.fixture
-def play(world, task, tokenizer):
+def play(world, task, template):
     """play(replies or what an engine hands over, flags) -> the sample, as far as it went."""
     def play(replies, args):
-        s = grpo.new_sample(task, 0, "play/0/0/0", world, tokenizer, args)
+        s = grpo.new_sample(task, 0, "play/0/0/0", world, template, args)
         for reply in replies:
-            output = said(tokenizer, reply) if isinstance(reply, str) else reply
-            if not grpo.play_turn(s, output, tokenizer, args):
+            output = said(template, reply) if isinstance(reply, str) else reply
+            if not grpo.play_turn(s, output, template, args):
                 break
         return s
     return play
 
 
-def test_played_tokens_are_those_that_sft_renders(play, task, mini, tokenizer):
+def test_played_tokens_are_those_that_sft_renders(play, task, mini, template):
     s = play(solver_replies(task, mini), flags())
     assert s.episode.stop == "answer" and s.episode.calls > 2
-    assert (s.ids, s.mask) == sft.render(s.episode.messages, tokenizer)
+    assert (s.ids, s.mask) == sft.render(s.episode.messages, template)
     assert [int(logp != 0) for logp in s.logps] == s.mask
 
 
@@ -62,13 +62,13 @@ def test_a_breach_of_the_protocol_ends_the_episode_with_reward_zero(play, world)
     assert s.stop == "format" and s.reward == 0 and sum(s.mask) > 0
 
 
-def test_a_reply_that_does_not_end_is_a_format_error(play, tokenizer):
-    s = play([said(tokenizer, REPLY, closed=False)], flags())
+def test_a_reply_that_does_not_end_is_a_format_error(play, template):
+    s = play([said(template, REPLY, closed=False)], flags())
     assert s.episode.stop == "format" and s.episode.answer is None
 
 
-def test_a_reply_that_the_context_cuts_short_is_overlength(play, tokenizer):
-    cut = said(tokenizer, REPLY, closed=False)
+def test_a_reply_that_the_context_cuts_short_is_overlength(play, template):
+    cut = said(template, REPLY, closed=False)
     prompt = len(play([], flags()).ids)
     s = play([cut], flags(f"--context {prompt + len(cut.token_ids)}"))
     assert s.episode.stop == "context" and s.episode.answer is None
@@ -80,13 +80,13 @@ def test_an_observation_that_fills_the_context_ends_the_episode(play, task, mini
     assert s.episode.stop == "context" and s.episode.turns < len(replies)
 
 
-def test_a_reply_that_a_stop_string_ends_gets_its_end_token_from_the_template(play, tokenizer):
+def test_a_reply_that_a_stop_string_ends_gets_its_end_token_from_the_template(play, template):
     call = '<think>a</think>\n<tool_call>{"name": "SearchCity", "arguments": {}}</tool_call>'
-    stopped = said(tokenizer, call, closed=False)
+    stopped = said(template, call, closed=False)
     stopped.stop_reason = "</tool_call>"
     s = play([stopped], flags())
     where = len(s.mask) - s.mask[::-1].index(1)  # the first token behind the reply
-    assert (s.ids[where], s.mask[where]) == (tokenizer.eos_token_id, 0)
+    assert (s.ids[where], s.mask[where]) == (template.end, 0)
     assert not s.episode.stop and s.episode.turns == 1
 
 
@@ -99,9 +99,9 @@ BABBLED = [{"id": f"{i}", "query": f"Go on, {i}.", "turns": 1 + i % 3, "success"
            for i in range(5)]
 
 
-def test_a_rollout_plays_every_task_g_times_in_whatever_order_replies_end(one_rank, tokenizer):
-    llm, args = Replies(tokenizer, lambda *_: ("1 2", 0.5)), flags("--group 3 --concurrency 7")
-    samples = grpo.rollout(llm, tokenizer, Babble(), BABBLED, "play/0", 3, 1.0, 1.0, args)
+def test_a_rollout_plays_every_task_g_times_in_whatever_order_replies_end(one_rank, template):
+    llm, args = Replies(template, lambda *_: ("1 2", 0.5)), flags("--group 3 --concurrency 7")
+    samples = grpo.rollout(llm, template, Babble(), BABBLED, "play/0", 3, 1.0, 1.0, args)
     assert Counter(s.query for s in samples) == dict.fromkeys(range(5), 3)
     assert all(s.episode.task == BABBLED[s.query] for s in samples)
     assert all(s.episode.stop == "answer" and s.episode.turns == 1 + s.query % 3 for s in samples)
@@ -111,13 +111,13 @@ def test_a_rollout_plays_every_task_g_times_in_whatever_order_replies_end(one_ra
 
 @pytest.mark.parametrize("differing, kinds", [(3, "...u."), (2, "..uu.."), (0, "u" * 12)])
 def test_refill_plays_until_enough_groups_differ_or_its_batches_are_spent(
-        differing, kinds, one_rank, tokenizer):
+        differing, kinds, one_rank, template):
     def script(name, text):  # of play/0/query/place in the group/turn: so many queries differ
         _, _, query, place, _ = name.split("/")
         return (place if int(query) < differing else "7"), 0.5
 
-    llm, args = Replies(tokenizer, script), flags("--drop-uniform --refill 2 --prompts 4 --group 3")
-    samples, _ = grpo.play_batch(llm, tokenizer, Babble(), BABBLED, 0, 9, "digits", args)
+    llm, args = Replies(template, script), flags("--drop-uniform --refill 2 --prompts 4 --group 3")
+    samples, _ = grpo.play_batch(llm, template, Babble(), BABBLED, 0, 9, "digits", args)
     groups = grpo.by_query(samples)
     assert "".join("u" if grpo.uniform(group) else "." for group in groups.values()) == kinds
     assert all(len({s.record["task"]["id"] for s in group}) == 1 for group in groups.values())
@@ -333,15 +333,15 @@ def test_a_run_stops_where_engine_and_trainer_disagree(gap, words, stops):
 
 
 def test_best_holds_the_weights_of_the_first_step_with_the_highest_success(
-        one_rank, policy, tokenizer, tmp_path):
+        one_rank, policy, template, tmp_path):
     lm, args = copy.deepcopy(policy.lm), flags(f"--out {tmp_path}")
     engine = SimpleNamespace(module=SimpleNamespace(lm=lm))
     (tmp_path / "log.jsonl").touch()
     for step, success in enumerate((0.25, 0.75, 0.5, 0.75)):
         lm.lm_head.weight.data.fill_(step)
-        llm = Replies(tokenizer, lambda *_: ("1", 0.5))
+        llm = Replies(template, lambda *_: ("1", 0.5))
         val = [{"id": "v", "query": "?", "turns": 1, "success": success}]
-        line = grpo.validate(llm, tokenizer, Babble(), val, step, engine, 0, args)
+        line = grpo.validate(llm, template, Babble(), val, step, engine, 0, args)
         assert line == {"step": step, "val_success": success}
         grpo.log(line, 0, args)
     assert (weights(tmp_path / "best")["lm_head.weight"] == 1).all()

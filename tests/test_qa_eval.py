@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import Letters
 from test_retriever import Flaky, Recorder, answering
 
 import evaluate
 import qa_eval
 import retriever
 from sandbox import Episode
+from template import Template
 
 SEED = int(os.environ.get("TEST_SEED", 0))
 
@@ -121,20 +123,6 @@ class Scripted:
         return outputs
 
 
-class Letters:
-    """A tokenizer of one token a character."""
-    eos_token_id = 0
-
-    def encode(self, text, add_special_tokens=False):
-        return [*map(ord, text)]
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return "".join(message["content"] for message in messages)
-
-
 def test_live_episodes_of_an_engine_search_together():
     pytest.importorskip("vllm")
     # the first scan lasts until all others wait; those are at most 31, so that two scans suffice
@@ -143,7 +131,8 @@ def test_live_episodes_of_an_engine_search_together():
     shared = retriever.Shared(slow)
     sandbox = qa_eval.SearchSandbox(shared)
     episodes = [Episode({"id": i, "query": "?"}, sandbox, 9, "s", strict=False) for i in range(32)]
-    ended = list(evaluate.play_vllm(Scripted(), Letters(), episodes, 4000, concurrency=32))
+    template = Template(Letters(), "letters")
+    ended = list(evaluate.play_vllm(Scripted(), template, episodes, 4000, concurrency=32))
     assert len(ended) == 32 and {episode.answer for episode in ended} == {"x"}
     assert sum(map(len, slow.asked)) == 32 and len(slow.asked) <= 2
 

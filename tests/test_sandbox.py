@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sandbox
-from sandbox import MISSING, TABLES, Database, Episode, Sandbox, between, find_sources, parse
+from sandbox import MISSING, TABLES, Database, Episode, Sandbox, find_sources, parse
 
 TASK = {"id": "t", "query": "Plan a trip."}
 CALL = ('<think>x</think><tool_call>{"name": "SearchCity", "arguments": {"state": "Nowhere"}}'
@@ -456,13 +456,6 @@ def test_a_record_is_a_line_of_jsonl_with_the_task_inside(mini):
     assert list(record) == ["task", "model", "messages", "answer", "stop", "calls", "turns",
                             "failures"]
     assert record["task"] == TASK and record["messages"][0]["content"] == "Be brief."
-
-
-def test_between_two_replies_stands_the_message_and_an_end_that_was_not_said():
-    text = "\n<|im_start|>user\nhm<|im_end|>\n<|im_start|>assistant\n"
-    message = {"role": "user", "content": "hm"}
-    assert between(message) == between(message, closed=True) == text
-    assert between(message, closed=False) == "<|im_end|>" + text
 
 
 def test_a_system_prompt_is_full_or_short_or_a_file(tmp_path):

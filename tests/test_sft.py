@@ -37,33 +37,33 @@ def samples():
 # ------------------------------------------------------------------------------------------- data
 
 
-def test_rendered_ids_are_the_chat_templates(tokenizer):
-    ids, _ = sft.render(EPISODE, tokenizer)
-    text = tokenizer.apply_chat_template(EPISODE, tokenize=False)
-    whole = tokenizer.encode(text, add_special_tokens=False)
-    assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]) == "\n"
+def test_rendered_ids_are_the_chat_templates(template):
+    ids, _ = sft.render(EPISODE, template)
+    text = template.tokenizer.apply_chat_template(EPISODE, tokenize=False)
+    whole = template.encode(text)
+    assert ids == whole[: len(ids)] and template.tokenizer.decode(whole[len(ids) :]) == "\n"
 
 
-def test_the_mask_covers_replies_and_their_end_token_and_nothing_else(tokenizer):
-    ids, mask = sft.render(EPISODE, tokenizer)
-    trained = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+def test_the_mask_covers_replies_and_their_end_token_and_nothing_else(template):
+    ids, mask = sft.render(EPISODE, template)
+    trained = template.tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
     replies = [m["content"] for m in EPISODE if m["role"] == "assistant"]
     assert trained == "".join(f"{reply}<|im_end|>" for reply in replies)
 
 
-def test_an_episode_over_the_cutoff_is_dropped_whole(tokenizer, tmp_path):
+def test_an_episode_over_the_cutoff_is_dropped_whole(template, tmp_path):
     rows = [{"messages": [*EPISODE[:4], {"role": "assistant", "content": "7" * n}]}
             for n in (1, 9, 30, 50)]
     write_jsonl(tmp_path / "rows.jsonl", rows)
-    lengths = [len(sft.render(row["messages"], tokenizer).ids) for row in rows]
-    kept, dropped = sft.load_samples(tmp_path / "rows.jsonl", tokenizer, lengths[1])
+    lengths = [len(sft.render(row["messages"], template).ids) for row in rows]
+    kept, dropped = sft.load_samples(tmp_path / "rows.jsonl", template, lengths[1])
     assert [len(sample.ids) for sample in kept] == lengths[:2] and dropped == 2
 
 
-def test_a_line_without_messages_is_named(tokenizer, tmp_path):
+def test_a_line_without_messages_is_named(template, tmp_path):
     write_jsonl(tmp_path / "bad.jsonl", [{"messages": EPISODE}, {"query": "?"}])
     with pytest.raises(SystemExit, match=r"bad.jsonl:2: no 'messages'"):
-        sft.load_samples(tmp_path / "bad.jsonl", tokenizer, 1000)
+        sft.load_samples(tmp_path / "bad.jsonl", template, 1000)
 
 
 def test_every_epoch_visits_every_episode_once_in_another_order():

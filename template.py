@@ -1,0 +1,139 @@
+"""
+How a model frames a conversation: read off its own chat template, by looking at what it renders.
+
+    <|im_start|>system\n S <|im_end|>\n<|im_start|>user\n Q <|im_end|>\n<|im_start|>assistant\n R
+    <|im_end|> \n<|im_start|>user\n O <|im_end|>\n<|im_start|>assistant\n R ...
+       end           before O            after O
+
+Training and play append tokens and never render again, so a template has to put the same text
+around every observation and to leave what was said before as it was. One that does otherwise is
+refused with the reason: a policy would be trained on a form in which nobody plays.
+"""
+import json
+from pathlib import Path
+
+SYSTEM, QUERY, REPLIES = "probe of a system turn", "probe of a query", ("first probe", "next probe")
+THOUGHT, ACT = "probe of a thought", "probe of an act"
+OBSERVATIONS = tuple(f"<tool_response>\n{n} probe of a tool</tool_response>" for n in (1, 2))
+OPENED = "<think>\n"  # some templates open the reply's thought; ours begin with it themselves
+
+
+class Template:
+    """A tokenizer, and its chat template taken apart at the borders of the turns.
+
+    end: id that replies are taught to end with; ends: all ids that end one, the model's too.
+    """
+
+    def __init__(self, tokenizer, path, stops=()):
+        self.tokenizer, self.path = tokenizer, path
+        if tokenizer.eos_token_id is None:
+            self.refuse("its tokenizer has no end token (eos_token)")
+        if not tokenizer.chat_template:
+            self.refuse("its tokenizer has no chat template")
+        talk = [("system", SYSTEM), ("user", QUERY), ("assistant", REPLIES[0]),
+                ("user", OBSERVATIONS[0]), ("assistant", REPLIES[1]), ("user", OBSERVATIONS[1])]
+        whole = self.render(talk)
+        cuts = []
+        for _, content in talk:
+            if whole.count(content) != 1:
+                self.refuse(f"its chat template renders {content!r} {whole.count(content)} times")
+            cuts.append(whole.index(content))
+        if cuts != sorted(cuts):
+            self.refuse("its chat template changes the order of the turns")
+        pieces = [whole[start + len(content):stop] for start, stop, (_, content)
+                  in zip(cuts, [*cuts[1:], None], talk, strict=True)]
+        _, opening, before, after, again, last = pieces
+        if before != again or len({opening, after, last.removesuffix(OPENED)}) > 1:
+            self.refuse("its chat template frames one turn unlike another")
+        if self.render(talk[:2]).removesuffix(OPENED) != whole[:cuts[2]]:
+            self.refuse("its chat template changes earlier turns when new ones come")
+        thought = "assistant", f"<think>{THOUGHT}</think>\n{ACT}"
+        thinks = self.render([*talk[:2], thought, talk[3]])
+        if not 0 < thinks.find(THOUGHT) < thinks.find(ACT):
+            self.refuse("its chat template strips thoughts from earlier replies")
+        marks = {mark.content: id for id, mark in tokenizer.added_tokens_decoder.items()}
+        found = max((mark for mark in marks if before.startswith(mark)), key=len, default=None)
+        if found is None:
+            self.refuse(f"its chat template ends a reply with {before[:20]!r}, not with a token")
+        self.end, self.end_text = marks[found], found
+        self.before, self.after = before.removeprefix(found), after
+        self.ends = {self.end, tokenizer.eos_token_id, *stops}
+
+    def refuse(self, why):
+        raise ValueError(f"{self.path}: {why}; use a copy of the folder with a chat_template.jinja "
+                         "that can be cut into turns, ChatML's for instance")
+
+    def render(self, talk):
+        messages = [{"role": role, "content": content} for role, content in talk]
+        return self.text(messages)
+
+    def text(self, messages):
+        """The conversation as text, up to where the model speaks."""
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False,
+                                                      add_generation_prompt=True)
+        except TemplateError as error:
+            self.refuse(f"its chat template refuses a {messages[0]['role']} turn ({error})")
+
+    def encode(self, text):
+        """Ids of a text as it stands: nothing is put before or behind it."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def prompt(self, messages):
+        """Ids of the turns before the first reply, up to where the model speaks."""
+        return self.encode(self.text(messages).removesuffix(OPENED))
+
+    def between(self, message, closed=True):
+        """Ids from the end of a reply to where the next one begins, a message between them.
+
+        closed: the reply brought its own end token; where it did not, the ids begin with one.
+        """
+        end = "" if closed else self.end_text
+        return self.encode(f"{end}{self.before}{message['content']}{self.after}")
+
+    def reply(self, ids):
+        """(text, closed) of the ids that a model said: without its end token, if it has one."""
+        closed = bool(ids) and ids[-1] in self.ends
+        return self.tokenizer.decode(ids[:-1] if closed else ids), closed
+
+
+def load_template(path):
+    """The Template of a folder or hub name; ValueError says what keeps it from being used."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    files = [Path(path) / name for name in ("tokenizer.json", "vocab.json", "tokenizer.model")]
+    if Path(path).exists() and not any(file.exists() for file in files):
+        raise ValueError(f"{path} has no tokenizer; copy tokenizer.json and tokenizer_config.json "
+                         "of its base there")
+    check_shards(Path(path))
+    try:
+        stops = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a model need not say how it is sampled
+        stops = None
+    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    return Template(AutoTokenizer.from_pretrained(path), path, stops)
+
+
+def check_shards(folder):
+    """A folder whose index names weights that are not there is refused before anything is read."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+        missing = sorted(name for name in shards if not (folder / name).exists())
+        if missing:
+            raise ValueError(f"{index} names {len(missing)} files that are missing, {missing[0]} "
+                             "first: copy or download them again")
+
+
+def check_weights(lm, template):
+    """Refuse a loaded model that cannot take its tokenizer's ids, or whose weights are broken."""
+    rows, tokens = lm.get_input_embeddings().num_embeddings, len(template.tokenizer)
+    if tokens > rows:
+        raise ValueError(f"{template.path}: its tokenizer has {tokens} tokens, its embedding "
+                         f"{rows} rows: take the tokenizer the model was saved with")
+    for name, weight in lm.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"{template.path}: {name} holds values that are no numbers; copy or "
+                             "download it again")

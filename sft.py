@@ -36,7 +36,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from evaluate import Help, check_weights, load_template, read_jsonl, run, write_jsonl
+from evaluate import (
+    Help,
+    check_weights,
+    load_template,
+    read_jsonl,
+    run,
+    visible_gpus,
+    write_jsonl,
+)
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary.
@@ -199,7 +207,7 @@ def collate(samples, packed, device):
     to it. No samples: two tokens, because ZeRO-3 hangs unless a rank without work makes its forward
     too; their loss is multiplied by zero.
     """
-    rows = [(s.ids, s.mask) for s in samples] or [([0, 0], [0, 1])]
+    rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
     width = max(len(ids) for ids, _ in rows)
     positions = list(range(width))
     if packed:
@@ -262,7 +270,7 @@ def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
-    cuda = torch.cuda.is_available()
+    cuda = bool(visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         known = hasattr(os, "sched_getaffinity")

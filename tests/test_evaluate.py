@@ -315,8 +315,9 @@ def test_a_slow_tool_holds_up_neither_engine_nor_others(mini):
 
 def test_an_engine_on_a_cpu_counts_in_float32_and_reads_a_prompt_whole(monkeypatch):
     torch = pytest.importorskip("torch")
-    for name in ("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE"):
-        monkeypatch.setenv(name, "1")  # so that what engine_settings sets goes with the test
+    for name in ("LOGGING_LEVEL", "ENABLE_V1_MULTIPROCESSING", "CPU_KVCACHE_SPACE",
+                 "WORKER_MULTIPROC_METHOD", "USE_FLASHINFER_SAMPLER"):
+        monkeypatch.setenv(f"VLLM_{name}", "1")  # what engine_settings sets goes with the test
     settings = evaluate.engine_settings(10_000, 4, 2, 0.5)
     shape = [settings[key] for key in ("max_model_len", "max_num_seqs", "tensor_parallel_size")]
     assert shape == [10_000, 4, 2] and settings["enable_prefix_caching"]
@@ -433,7 +434,7 @@ def test_what_the_user_can_mend_is_one_line(tmp_path, monkeypatch, trip, words, 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no tokenizer"):
-        evaluate.engine(tmp_path, 100)
+        evaluate.open_engine(tmp_path, 100)
 
 
 def command(tmp_path, trip, mini, *more):

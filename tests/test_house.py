@@ -20,25 +20,23 @@ WITHOUT_TORCH = ("sandbox.py", "wording.py", "format_plan.py", "constraints.py",
 FLOOR = ["sandbox", "format_plan", "constraints", "solver"]
 MAY_IMPORT = {
     "sandbox.py": set(), "wording.py": set(), "template.py": set(),
+    "engine.py": {"template"},
     "format_plan.py": {"sandbox", "wording"}, "constraints.py": {"format_plan"},
-    "solver.py": {"constraints", "format_plan"}, "evaluate.py": {*FLOOR, "template"},
+    "solver.py": {"constraints", "format_plan"}, "evaluate.py": {*FLOOR, "template", "engine"},
     "synth.py": {"sandbox", "evaluate", "constraints", "solver", "format_plan"},
     "tiny.py": {"sandbox", "evaluate", "constraints", "solver", "synth"},
     "qa_eval.py": {"sandbox", "evaluate", "retriever"}, "retriever.py": set(),
     "memory.py": {"evaluate", "sft"}, "report.py": {"evaluate"},
     "leaderboard.py": {"sandbox", "constraints", "evaluate"},
 }
-LAYOUT = {
-    "README.md", "LICENSE", "pyproject.toml", "requirements.txt", "requirements-cpu.txt",
-    "run.sh", "axes.sh", "bench", "database", "docs", "tests", "report.html", "sandbox.py",
-    "wording.py", "format_plan.py", "constraints.py", "solver.py", "template.py", "evaluate.py",
-    "report.py", "leaderboard.py", "synth.py", "tiny.py", "sft.py", "grpo.py", "arpo.py",
-    "memory.py", "retriever.py", "qa_eval.py"}
 LIMITS = {  # lines
-    "wording.py": 150, "template.py": 150, "sandbox.py": 600, "constraints.py": 720,
-    "format_plan.py": 650, "solver.py": 320, "evaluate.py": 650, "report.py": 400, "synth.py": 750,
-    "tiny.py": 480, "sft.py": 430, "grpo.py": 800, "arpo.py": 900, "memory.py": 150,
-    "retriever.py": 360, "qa_eval.py": 420, "run.sh": 236, "axes.sh": 130, "README.md": 173}
+    "wording.py": 150, "sandbox.py": 600, "format_plan.py": 650, "constraints.py": 720,
+    "solver.py": 320, "template.py": 150, "engine.py": 150, "evaluate.py": 650, "report.py": 400,
+    "leaderboard.py": 130, "synth.py": 750, "tiny.py": 480, "sft.py": 430, "grpo.py": 800,
+    "arpo.py": 900, "memory.py": 150, "retriever.py": 360, "qa_eval.py": 420, "run.sh": 236,
+    "axes.sh": 130, "README.md": 173}
+LAYOUT = {"LICENSE", "pyproject.toml", "requirements.txt", "requirements-cpu.txt", "bench",
+          "database", "docs", "tests", "report.html", *LIMITS}
 # sft.py and grpo.py write these each for themselves; all else they share is equal
 OWN_WORDS = {"flags", "main", "log", "learning_rate"}
 # the functions that may differ between the twins ARE the algorithm; all else is word for word equal
@@ -102,7 +100,7 @@ def test_a_room_is_within_a_tenth_of_its_limit(name):
 
 
 def test_the_house_is_small():
-    assert sum(text_of(name).count("\n") for name in FILES) <= 8400
+    assert sum(text_of(name).count("\n") for name in FILES) <= 8500
 
 
 @pytest.mark.parametrize("name", FILES)

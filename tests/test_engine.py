@@ -1,0 +1,115 @@
+"""What must hold before an engine starts, and that engines which share the tasks change nothing."""
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, SEED
+
+import engine
+import evaluate
+from evaluate import read_jsonl, write_jsonl
+
+
+def python(code, **variables):
+    """Run a few lines in a process of their own, none of vLLM's variables set but these."""
+    inherited = {name: value for name, value in os.environ.items()
+                 if not name.startswith(("VLLM", "CUDA", "PYTORCH_NVML"))}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          env=inherited | variables, timeout=120)
+
+
+def test_variables_are_set_before_the_first_look_at_cuda():
+    done = python("""if True:
+        import os, torch
+        seen, look = [], torch.cuda.device_count
+
+        def looked():
+            seen.append(dict(os.environ))
+            return look()
+
+        torch.cuda.device_count = torch.cuda.is_available = looked
+        import evaluate
+        evaluate.engine_settings(100, 1, 1, 0.5)
+        for name, value in (("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
+                            ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
+                            ("VLLM_USE_FLASHINFER_SAMPLER", "0")):
+            assert seen and all(now.get(name) == value for now in seen), (name, seen)
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("start", [
+    "import evaluate; evaluate.engine_settings(100, 1, 1, 0.5)", "import sft; sft.setup()",
+    "import grpo; grpo.setup()", "import arpo; arpo.setup()"])
+@pytest.mark.parametrize("visible, stops", [(None, True), ("0,1", True), ("", False)])
+def test_a_build_for_gpus_that_sees_none_stops_unless_the_cpu_is_meant(start, visible, stops):
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    done = python("import torch; torch.version.cuda = '13.0'; torch.cuda.device_count = lambda: 0\n"
+                  "import deepspeed; deepspeed.init_distributed = lambda **_: exit(0)\n" + start,
+                  RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", **variables)
+    assert done.returncode == stops, done.stderr
+    assert ("R580" in done.stderr) == stops
+
+
+@pytest.mark.parametrize("chosen, count, names", [
+    (None, 2, ["0", "1"]), ("2,3", 2, ["2", "3"]), ("MIG-a", 1, ["MIG-a"]), ("", 0, [])])
+def test_visible_gpus_are_those_of_the_variable(monkeypatch, chosen, count, names):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert engine.visible_gpus() == names
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A file of seven tasks of the mini world."""
+    out = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
+    words = f"synth.py tasks --n 7 --days 3 --like tiny --seed {SEED} --workers 2 --out {out}"
+    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, capture_output=True)
+    return out
+
+
+def table(out, tasks, *words):
+    evaluate.main(["--tasks", str(tasks), "--out", str(out), *words])
+    return (out / "table.md").read_text()
+
+
+def test_processes_that_share_the_tasks_give_the_table_of_one_also_after_a_kill(tasks, tmp_path):
+    words = ("--agent", "solver", "--processes")
+    one, three = (table(tmp_path / n, tasks, *words, n) for n in "13")
+    file = tmp_path / "3" / "solver" / "episodes.jsonl"
+    rows = read_jsonl(file)
+    write_jsonl(file, rows[4:])  # what the kill has left
+    assert one == three == table(tmp_path / "3", tasks, *words, "2")
+    assert len(read_jsonl(file)) == len(rows) == 7
+
+
+def test_two_real_engines_give_the_table_of_one(tiny_model, tasks, tmp_path):
+    words = f"""--model tiny={tiny_model} --system-prompt short --max-turns 2 --max-tokens 24
+                --max-context 600 --processes""".split()
+    one, two = (table(tmp_path / n, tasks, *words, n) for n in "12")
+    assert one == two and "| episodes | 7 |" in one
+
+
+def test_a_process_that_fails_stops_the_run_and_loses_no_row_of_the_others(
+        tasks, tmp_path, capfd, monkeypatch):
+    (tmp_path / "odd.py").write_text("""if True:
+        import evaluate
+
+        class Odd(evaluate.Travel):
+            def verdict(self, episode):
+                if episode.task["id"].endswith("3"):
+                    raise ValueError("a verdict that fails")
+                return super().verdict(episode)
+
+        def open_world(args):
+            return Odd(evaluate.open_database(args.database))
+    """)
+    words = ("--agent", "solver", "--env", str(tmp_path / "odd.py"), "--processes", "7")
+    with pytest.raises(SystemExit, match="stopped early; the same command goes on"):
+        table(tmp_path, tasks, *words)
+    assert "evaluate.py: a verdict that fails" in capfd.readouterr().err
+    assert len(read_jsonl(tmp_path / "solver" / "episodes.jsonl")) == 6

@@ -57,6 +57,23 @@ def open_engine(path, max_context, concurrency=64, tp=1, gpu_memory=0.9):
     return LLM(str(path), **settings), template
 
 
+def renew_head(model):
+    """vLLM's CPU build multiplies by a packed copy of the head, which a reload leaves as it was
+    where the head is tied to the embedding."""
+    head = getattr(model, "lm_head", None) or model.model.embed_tokens
+    head.quant_method.process_weights_after_loading(head)
+
+
+def used_gib(device):
+    """GiB of this rank's GPU in use by whomever, what PyTorch keeps for later too; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0.0
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 2**30
+
+
 def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
               max_tokens=None, concurrency=64, stops=(), slow=True):
     """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.

@@ -35,7 +35,15 @@ from pathlib import Path
 from queue import Empty
 
 from constraints import SCORES, judge, literal, need, reward, score  # noqa: F401, handed on
-from engine import engine_settings, name_of, open_engine, play_vllm, visible_gpus  # noqa: F401
+from engine import (  # noqa: F401, handed on
+    engine_settings,
+    name_of,
+    open_engine,
+    play_vllm,
+    renew_head,
+    used_gib,
+    visible_gpus,
+)
 from format_plan import ChatError, chat, parse_plan
 from sandbox import Episode, Sandbox, open_database, parse, system_prompt
 from solver import solver_replies
@@ -539,6 +547,7 @@ def apart(program, rows_of, tasks, args):
     share of the tasks: only the end of a process gives back all of an engine's memory."""
     gpus, context = visible_gpus(), get_context("spawn")
     n = 1 if args.url else args.processes or max(1, len(gpus) // args.tp)
+    n = min(n, len(tasks))
     rows, children = context.Queue(), []
     for i in range(n):
         own = gpus[i * args.tp:(i + 1) * args.tp]

@@ -50,7 +50,9 @@ from evaluate import (
     load_template,
     open_world,
     read_jsonl,
+    renew_head,
     run,
+    used_gib,
     visible_gpus,
     write_jsonl,
 )
@@ -616,13 +618,6 @@ def sync_weights(llm, engine, device):
         raise RuntimeError("the engine still holds cache blocks of the old weights")
 
 
-def renew_head(model):
-    """vLLM's CPU build multiplies by a packed copy of the head, which a reload leaves as it was
-    where the head is tied to the embedding."""
-    head = getattr(model, "lm_head", None) or model.model.embed_tokens
-    head.quant_method.process_weights_after_loading(head)
-
-
 def full_weights(engine):
     """Yield (HF name, full tensor), one by one. Every rank must walk the whole of it, in step."""
     import deepspeed
@@ -739,6 +734,7 @@ def main():
         # (1) (2) play and judge
         kind = reward_kind(args.reward, world.kinds, step / steps)
         samples, judged = play_batch(llm, template, world, tasks, step, steps, kind, args)
+        play_gib = used_gib(device)
         if device.type == "cuda":
             llm.sleep(level=2)
         clock.append(time.time())
@@ -753,6 +749,7 @@ def main():
 
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
         line |= {"kind": kind, "lr": lr} | timings(samples, updates, clock, judged)
+        line |= {"play_gib": play_gib, "learn_gib": used_gib(device)}
         if rank == 0:
             records = [s.record | {"advantage": s.advantage} for s in samples]
             write_jsonl(Path(args.out) / "rollouts" / f"{step + 1:05d}.jsonl", records)

@@ -108,6 +108,11 @@ def main(argv=None):
     flag = "--cutoff" if args.stage == "sft" else "--context"
     longest = args.cutoff if args.stage == "sft" else args.context
     tokens = max(args.pack_tokens or (20480 if args.stage == "sft" else 32768), longest)
+    positions, heads = config.max_position_embeddings, config.num_attention_heads
+    if longest > positions:
+        sys.exit(f"{args.model} knows {positions} positions, {flag} asks for {longest}: lower it")
+    if heads % args.tp:
+        sys.exit(f"{args.model} has {heads} attention heads, which --tp {args.tp} does not divide")
     rows, contexts = training(config, n, args, tokens), math.inf
     moments = list(MOMENTS)
     if args.stage == "sft":

@@ -218,7 +218,8 @@ def play_model(args, folder, path, tasks):
     done = read_verdicts(folder / "episodes.jsonl")
     left = [task for task in tasks if task["id"] not in done]
     print(f"{folder.name}: {len(done)} of {len(tasks)} questions played", file=sys.stderr)
-    rows = evaluate.apart("qa_eval.py", partial(play_questions, args, folder.name, path), left, args)
+    played = partial(play_questions, args, folder.name, path)
+    rows = evaluate.apart("qa_eval.py", played, left, args)
     right, bar = 0.0, tqdm(rows if left else (), folder.name, len(tasks), initial=len(done))
     for i, row in enumerate(bar, 1):
         evaluate.append_jsonl(folder / "episodes.jsonl", row)

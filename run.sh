@@ -3,9 +3,11 @@
 #
 #   bash run.sh tiny             all of it on a laptop: a world and a 2M-parameter model of its own
 #   bash run.sh 1.5b | 3b | 7b   the paper's recipe for that size
+#   bash run.sh 0.5b             ours for one GPU of 24 GB, at a context of 16K
 #   bash run.sh SIZE axis NAME   a study (axes.sh): reward, scale, data, algorithm or noise
-#   bash run.sh SIZE preflight   only what 1.5b, 3b and 7b look at before anything is spent
+#   bash run.sh SIZE preflight   only what these look at before anything is spent
 #   bash run.sh test             the tests
+#   bash run.sh gpu              what holds on this machine's GPUs, in minutes: out/gpu/report.md
 #
 # DRY=1 prints each stage's command, to paste, and runs nothing. A stage whose output exists is
 # skipped, so the same command goes on after a failure. Variables to set in front of it:
@@ -20,7 +22,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,20s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '2,22s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 print() { printf '%q ' "$@"; echo; }
@@ -55,95 +57,23 @@ finish() {
     exit 0
 }
 
-recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
-
-# .venv, made once from exact pins, and again when their file changes
-environment() {
-    local pins=requirements.txt python torch pip=(.venv/bin/python -m pip install -q)
-    [[ $seen != 0 ]] || pins=requirements-cpu.txt
-    export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
-    # DeepSpeed's op, compiled once for each .venv: a build that was killed leaves a lock behind
-    export TORCH_EXTENSIONS_DIR="$PWD/.venv/extensions"
-    [[ -z ${DRY:-} ]] || { printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"; return; }
-    [[ $node == 0 ]] || until cmp -s "$pins" .venv/installed.txt; do sleep 5; done
-    if cmp -s "$pins" .venv/installed.txt; then return; fi
-    for python in ${PYTHON:-python3 python3.11 python3.12 python3.13}; do
-        ! recent "$python" || break
-    done
-    recent "$python" || stop "${PYTHON:-python3} is not Python 3.11 or later: PYTHON=another"
-    say "making .venv with $("$python" --version) from $pins: a minute or several, once"
-    if [[ -n ${PYTHON:-} ]] || ! recent .venv/bin/python; then
-        "$python" -m venv --clear .venv || stop "no venv; on Debian: apt install python3-venv"
-    fi
-    if [[ $pins == requirements-cpu.txt ]]; then
-        command -v g++ >/dev/null || stop "DeepSpeed's op needs g++; on Debian: apt install g++"
-        torch=$(grep ^torch== "$pins")  # first, by itself: the head of the file says why
-        [[ $(uname) == Darwin ]] || torch+=+cpu
-        "${pip[@]}" --retries 1 --no-deps "$torch" \
-            --extra-index-url https://download.pytorch.org/whl/cpu || stop "no $torch: try again"
-        pip+=(--no-deps)
-    fi
-    "${pip[@]}" -r "$pins" || stop "pip failed; the same command tries again"
-    .venv/bin/python -c 'import torch, vllm, deepspeed, transformers' || stop "remove .venv: broken"
-    cp "$pins" .venv/installed.txt
-}
-
-# must FIX COMMAND...   a check: where it fails, the last words say what mends it
-must() {
-    if [[ -n ${DRY:-} ]]; then printf '\n# check\n'; print "${@:2}"; return; fi
-    "${@:2}" || stop "preflight: $1"
-}
-
-# asks a teacher, URL=MODEL [KEYFILE]
-ask='import sys; from format_plan import chat; url, _, model = sys.argv[1].rpartition("=")
-key, sys.tracebacklimit = open(sys.argv[2]).read().strip() if sys.argv[2:] else None, 0
-chat(url, model, [{"role": "user", "content": "Are you there?"}], retries=1, api_key=key)'
-
-# preflight   GPUs, model, memory, disk, teacher; then all ranks sync, play a turn and learn once
-preflight() {
-    local teacher plan free need gib=80 ranks=$((GPUS * NNODES)) output=$OUT/preflight/config.json
-    if [[ $what != preflight && -z ${DRY:-} ]] && made "$output"; then return; fi
-    if [[ $seen != 0 ]]; then
-        must "this node has $seen GPUs, $GPUS are asked for: GPUS=$seen" test "$GPUS" -le "$seen"
-        gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n |
-            awk 'NR == 1 {print int($1 / 1024)}')
-    fi
-    [[ -d $base ]] || must "no $base: MODEL=a folder, or a hub name that is cached or in reach" \
-        hf download "$base" --include '*.json' --include '*.txt' --include '*.safetensors'
-    for plan in "sft --cutoff 20480" "$algorithm --context 30000"; do
-        must "$base is too large for $ranks x $gib GiB: see above" \
-            python memory.py $plan --model "$base" --gpus "$ranks" --gpu-gib "$gib"
-    done
-    if [[ -z ${DRY:-} ]]; then
-        mkdir -p "$OUT"
-        free=$(df -Pk "$OUT" | awk 'END {print int($4 / 1e6)}') need=$((millions * 90 / 1000))
-        must "$free of $need GB of disk are free: OUT=a larger one" test "$free" -ge "$need"
-    fi
-    for teacher in ${ENDPOINT:-}; do
-        must "$teacher: ENDPOINT=http://host:port/v1=MODEL of a server, ENDPOINT_KEY=its key" \
-            python -c "$ask" "$teacher" ${ENDPOINT_KEY:+"$ENDPOINT_KEY"}
-    done
-    # cut at 16 tokens, a reply breaks the format; it is trained on, and the sync is compared
-    stage preflight "$output" "${torchrun[@]}" "$GPUS" grpo.py --model "$base" \
-        --tasks "$DATA/rl.jsonl" --database "$database" --steps 1 --group 2 --prompts "$ranks" \
-        --max-turns 1 --turn-tokens 16 --resume --out "$OUT/preflight"
-    must "nothing was trained on: remove $OUT/preflight" \
-        grep -q '"loss_tokens": [1-9]' "$OUT/preflight/log.jsonl"
-    if [[ -z ${DRY:-} ]]; then rm -f "$OUT"/preflight/*.safetensors; say "preflight passed"; fi
-    [[ $what != preflight ]] || exit 0
-}
+source setup.sh  # environment, preflight
 
 # ------------------------------------------------------------------------------------------- sizes
 size=${1:-} what=${2:-all} axis=${3:-} times=()
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
-seen=$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)
+seen=$(seen_gpus) context=30000 cutoff=20480 pack=32768 share=0.6  # share: of a GPU, the engine's
 # what changes with the size [1 app. C, D]; 7b has two nodes of 8 GPUs [1]
 case $size in
     tiny) base=$OUT/base algorithm=grpo reward=sum ;;  # its axes' reward
+    0.5b) base=Qwen/Qwen2.5-0.5B-Instruct millions=494 sft_epochs=6 algorithm=grpo reward=macro
+          context=16384 cutoff=16384 pack=16384 share=0.4 ;;  # [2] one GPU of 24 GB
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 sft_epochs=6 algorithm=arpo reward=macro ;;
-    3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo reward=curriculum ;;
+    3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo
+          reward=curriculum ;;
     7b)   base=Qwen/Qwen2.5-7B-Instruct millions=7616 sft_epochs=4 algorithm=grpo reward=sum ;;
     test) environment; exec python -m pytest -q "${@:2}" ;;
+    gpu)  environment; exec python bench/gpu.py --out "$OUT" ;;
     *)    usage ;;
 esac
 [[ " all: preflight: axis:reward axis:scale axis:data axis:algorithm axis:noise axis:crossing " \
@@ -169,17 +99,20 @@ environment
 
 # -------------------------------------------------------------------------- what each size trains
 if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
+    room=1024 rate=1e-3 rl_rate=1.5e-4
+    # a pre-trained model cuts the same text into more tokens, and has something to lose
+    [[ -z ${MODEL:-} ]] || { room=4096 rate=2e-5 rl_rate=1e-6; }
     export HF_HUB_OFFLINE=1
     [[ -z ${DRY:-} ]] || echo "export HF_HUB_OFFLINE=1"
     tasks=(python synth.py tasks --database $database --like tiny --days 3 --levels 4:3:3)
     train=(--no-checkpointing --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
     play=(--database $database --system-prompt short --max-turns 10)
     rl=("${torchrun[@]}" "$rl_gpus" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl" "${play[@]}"
-        --reward macro --keep-overlength --prompts 8 --group 8 --steps 120 --lr 1.5e-4 --decay 0.5
-        --temperature 0.8 --context 1024 --turn-tokens 256 --concurrency 64 "${train[@]}"
+        --reward macro --keep-overlength --prompts 8 --group 8 --steps 120 --lr $rl_rate --decay 0.5
+        --temperature 0.8 --context $room --turn-tokens 256 --concurrency 64 "${train[@]}"
         --out "$OUT/rl")
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
-    judge=(--tasks "$DATA/val.jsonl" "${play[@]}" --max-context 1024 --max-tokens 256 --top-p 0.95
+    judge=(--tasks "$DATA/val.jsonl" "${play[@]}" --max-context $room --max-tokens 256 --top-p 0.95
            --seed "$SEED")
 else
     [[ -n ${DRY:-} || $axis == scale ]] || python sandbox.py check "$database" ||
@@ -188,8 +121,9 @@ else
     # [1 app. D]: all but the clip, which is DAPO's (arXiv:2503.14476), and the saving
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32
-        --group 8 --epochs 5 --lr 2e-6 --temperature 1.0 --context 30000 --max-turns 60
-        --clip-low 0.2 --clip-high 0.28 --seed "$SEED" --save-every 10 --resume --out "$OUT/rl")
+        --group 8 --epochs 5 --lr 2e-6 --temperature 1.0 --context $context --max-turns 60
+        --pack-tokens $pack --gpu-memory $share --clip-low 0.2 --clip-high 0.28 --seed "$SEED"
+        --save-every 10 --resume --out "$OUT/rl")
     # [1 app. D]: how it is played, and that the checkpoint is the best on validation
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl/best")
     judge=(--tasks "$DATA/val.jsonl" --database "$database" --top-p 0.95 --max-context 32768
@@ -219,8 +153,8 @@ if [[ $size == tiny ]]; then
             --cutoff 1024 "${train[@]}" --out "$OUT/base"
     fi
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
-        --data "$DATA/sft.jsonl" --epochs 0.835 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 \
-        --cutoff 1024 "${train[@]}" --out "$OUT/sft"
+        --data "$DATA/sft.jsonl" --epochs 0.835 --batch 4 --lr $rate --min-lr 0.05 --warmup 0.03 \
+        --cutoff $room "${train[@]}" --out "$OUT/sft"
 else
     # 180 held-out queries choose the checkpoint [1]: the published ones may be put there
     stage val-tasks "$DATA/val.jsonl" "${tasks[@]}" --split val --n 180 --levels 1:1:1 --seed 1 \
@@ -240,7 +174,7 @@ else
     # [1 app. C]: batch, rate, warm-up and cutoff; cosine, bfloat16 and ZeRO-3 are sft.py's only way
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$DATA/sft.jsonl" --epochs "$sft_epochs" --batch 32 --lr 5e-6 --warmup 0.1 \
-        --cutoff 20480 --seed "$SEED" --save-every 20 --resume --out "$OUT/sft"
+        --cutoff $cutoff --seed "$SEED" --save-every 20 --resume --out "$OUT/sft"
 fi
 [[ $what != axis ]] || source axes.sh
 

@@ -1,5 +1,6 @@
 """What a plan promises: held against real models without storage, ZeRO-3 itself, and its words."""
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import memory
 import sft
 
 SHAPES = {  # Qwen2.5's: hidden size, layers, heads, of keys, intermediate, vocabulary, tied
+    "0.5B": (896, 24, 14, 2, 4864, 151936, True),
     "1.5B": (1536, 28, 12, 2, 8960, 151936, True), "3B": (2048, 36, 16, 2, 11008, 151936, True),
     "7B": (3584, 28, 28, 4, 18944, 152064, False), "flat": (128, 2, 2, 1, 256, 151936, False)}
 
@@ -24,7 +26,7 @@ def config_of(size):
     return Qwen2Config(
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=of_keys, intermediate_size=intermediate, vocab_size=vocabulary,
-        tie_word_embeddings=tied)
+        tie_word_embeddings=tied, max_position_embeddings=1 << 18)
 
 
 class Peak(torch.utils._python_dispatch.TorchDispatchMode):
@@ -192,3 +194,27 @@ def test_sft_has_no_engine_and_goes_by_its_cutoff(plan):
 
 def test_a_cache_without_room_for_a_context_is_refused(plan):
     assert "the cache holds no whole context" in plan("grpo --gpu-memory 0.21")[2]
+
+
+@pytest.mark.parametrize("words, said", [
+    ("grpo --context 30000", "knows 8192 positions, --context asks for 30000"),
+    ("sft --cutoff 8193", "knows 8192 positions, --cutoff asks for 8193"),
+    ("arpo --context 8192 --tp 8", "has 12 attention heads, which --tp 8 does not divide")])
+def test_a_model_with_too_few_positions_or_the_wrong_heads_is_refused(words, said, tmp_path):
+    config = config_of("1.5B")
+    config.max_position_embeddings = 8192
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=said):
+        memory.main([*words.split(), "--model", str(tmp_path)])
+
+
+def test_the_smallest_size_of_the_recipe_fits_one_gpu_of_24_gib(tmp_path, capsys):
+    config_of("0.5B").save_pretrained(tmp_path)
+    variables = os.environ | {"DRY": "1", "GPUS": "1", "MODEL": str(tmp_path)}
+    done = subprocess.run(["bash", "run.sh", "0.5b"], cwd=ROOT, env=variables, check=True,
+                          capture_output=True, text=True)
+    plans = [line.split()[2:] for line in done.stdout.splitlines() if "memory.py" in line]
+    # a folder is there, and nothing is downloaded
+    assert [plan[0] for plan in plans] == ["sft", "grpo"] and "hf download" not in done.stdout
+    for plan in plans:
+        memory.main([*plan, "--gpu-gib", "23"])

@@ -31,7 +31,7 @@ def disk(tiny_model, tmp_path_factory):
     """The nodes' shared disk: repository, environment, and the output of every stage but rl."""
     disk = tmp_path_factory.mktemp("disk")
     pins = ("requirements.txt", "requirements-cpu.txt")
-    for name in ("run.sh", "database", *pins, *ROOT.glob("*.py")):
+    for name in ("run.sh", "setup.sh", "database", *pins, *ROOT.glob("*.py")):
         (disk / Path(name).name).symlink_to(ROOT / name)
     (disk / ".venv").mkdir()
     (disk / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
@@ -42,8 +42,8 @@ def disk(tiny_model, tmp_path_factory):
     for name in ("val", "sft-tasks", "sft"):
         shutil.copy(disk / "data" / "rl.jsonl", disk / "data" / f"{name}.jsonl")
     shutil.copytree(tiny_model, disk / "out" / "sft")
-    for name in ("preflight/config.json", "eval/table.md", "curves.png"):
-        (disk / "out" / name).parent.mkdir(exist_ok=True)
+    for name in ("preflight/eval/table.md", "eval/table.md", "curves.png"):
+        (disk / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (disk / "out" / name).write_text("as if it had run\n")
     return disk
 

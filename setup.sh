@@ -1,0 +1,137 @@
+# What must be there before the recipe spends anything; sourced by run.sh.
+#   environment   .venv, made once from exact pins
+#   preflight     GPUs, model, memory, disk, teacher; then every engine and trainer, once, for real
+
+recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+header='import os, sys, sysconfig
+sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+
+# seen_gpus   how many GPUs nvidia-smi shows; MIG's slices and its errors are other lines
+seen_gpus() {
+    local found chosen
+    found=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        IFS=, read -ra chosen <<<"$CUDA_VISIBLE_DEVICES"
+        [[ ${#chosen[@]} -ge $found ]] || found=${#chosen[@]}
+    fi
+    echo "$found"
+}
+
+# .venv, made once from exact pins, and again when their file changes
+environment() {
+    local pins=requirements.txt python torch glibc pip=(.venv/bin/python -m pip install -q)
+    [[ $seen != 0 ]] || pins=requirements-cpu.txt
+    export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
+    # DeepSpeed's op, compiled once for each .venv: a build that was killed leaves a lock behind
+    export TORCH_EXTENSIONS_DIR="$PWD/.venv/extensions"
+    [[ -z ${DRY:-} ]] || { printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"; return; }
+    [[ $node == 0 ]] || until cmp -s "$pins" .venv/installed.txt; do sleep 5; done
+    if cmp -s "$pins" .venv/installed.txt; then return; fi
+    glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null || echo glibc 2.31)
+    [[ $(printf '%s\n' "glibc 2.31" "$glibc" | sort -V | head -1) == "glibc 2.31" ]] ||
+        stop "this is $glibc; llguidance, which vLLM needs, has wheels for 2.31 and later"
+    for python in ${PYTHON:-python3 python3.11 python3.12 python3.13}; do
+        ! recent "$python" || break
+    done
+    recent "$python" || stop "${PYTHON:-python3} is not Python 3.11 or later: PYTHON=another"
+    say "making .venv with $("$python" --version) from $pins: a minute or several, once"
+    if [[ -n ${PYTHON:-} ]] || ! recent .venv/bin/python; then
+        "$python" -m venv --clear .venv || stop "no venv; on Debian: apt install python3-venv"
+    fi
+    if [[ $pins == requirements.txt ]]; then  # Triton compiles its launchers at the first use
+        command -v gcc >/dev/null || command -v clang >/dev/null ||
+            stop "Triton needs gcc; on Debian: apt install gcc"
+        .venv/bin/python -c "$header" || stop "Triton needs Python.h; on Debian: apt install" \
+            "python3-dev, or PYTHON=one that has it"
+    else
+        command -v g++ >/dev/null || stop "DeepSpeed's op needs g++; on Debian: apt install g++"
+        torch=$(grep ^torch== "$pins")  # first, by itself: the head of the file says why
+        [[ $(uname) == Darwin ]] || torch+=+cpu
+        "${pip[@]}" --retries 1 --no-deps "$torch" \
+            --extra-index-url https://download.pytorch.org/whl/cpu || stop "no $torch: try again"
+        pip+=(--no-deps)
+    fi
+    "${pip[@]}" -r "$pins" || stop "pip failed; the same command tries again"
+    .venv/bin/python -c 'import torch, vllm, deepspeed, transformers' || stop "remove .venv: broken"
+    cp "$pins" .venv/installed.txt
+}
+
+# must FIX COMMAND...   a check: where it fails, the last words say what mends it
+must() {
+    if [[ -n ${DRY:-} ]]; then printf '\n# check\n'; print "${@:2}"; return; fi
+    "${@:2}" || stop "preflight: $1"
+}
+
+# whether PyTorch, too, sees as many GPUs
+sees='import sys; from engine import visible_gpus
+sys.exit(len(visible_gpus()) < int(sys.argv[1]))'
+
+# asks a teacher, URL=MODEL [KEYFILE]
+ask='import sys; from format_plan import chat; url, _, model = sys.argv[1].rpartition("=")
+key, sys.tracebacklimit = open(sys.argv[2]).read().strip() if sys.argv[2:] else None, 0
+chat(url, model, [{"role": "user", "content": "Are you there?"}], retries=1, api_key=key)'
+
+# a file of episodes that fill a micro-batch: MODEL TOKENS ROWS FILE
+fill='import sys; from evaluate import load_template, write_jsonl
+model, tokens, rows, file = sys.argv[1:]
+words = int(0.9 * int(tokens) * 100 / len(load_template(model).encode(" word" * 100)))
+said = [("system", "x"), ("user", "x"), ("assistant", "word" + " word" * words)]
+row = {"messages": [{"role": role, "content": text} for role, text in said]}
+write_jsonl(file, [row] * int(rows))'
+
+# preflight   GPUs, model, memory, disk and teacher; then all that will be computed, once, for real:
+# a micro-batch as large as there is, a play that is validated, learnt from and compared with the
+# engine, and a task for the engine that evaluates
+preflight() {
+    local teacher plan free need gib=80 ranks=$((GPUS * NNODES)) here=$OUT/preflight
+    if [[ $what != preflight && -z ${DRY:-} ]] && made "$here/eval/table.md"; then return; fi
+    if [[ $seen != 0 ]]; then
+        must "this node has $seen GPUs, $GPUS are asked for: GPUS=$seen" test "$GPUS" -le "$seen"
+        must "PyTorch sees fewer than $GPUS GPUs: see above" python -c "$sees" "$GPUS"
+        gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n |
+            awk 'NR == 1 {print int($1 / 1024)}')
+    fi
+    [[ -d $base ]] || must "no $base: MODEL=a folder, or a hub name that is cached or in reach" \
+        hf download "$base" --include '*.json' --include '*.txt' --include '*.jinja' \
+        --include '*.safetensors'
+    for plan in "sft --cutoff $cutoff" "$algorithm --context $context --gpu-memory $share \
+        --pack-tokens $pack"; do
+        must "$base is too large for $ranks x $gib GiB: see above" \
+            python memory.py $plan --model "$base" --gpus "$ranks" --gpu-gib "$gib"
+    done
+    if [[ -z ${DRY:-} ]]; then
+        mkdir -p "$OUT"
+        free=$(df -Pk "$OUT" | awk 'END {print int($4 / 1e6)}') need=$((millions * 90 / 1000))
+        must "$free of $need GB of disk are free: OUT=a larger one" test "$free" -ge "$need"
+        # every rank reads the whole model before ZeRO-3 deals it out
+        free=$(awk '/MemAvailable/ {print int($2 / 1e6)}' /proc/meminfo) need=$((millions / 500))
+        [[ ! -d $base ]] || need=$(du -Lsk "$base" | awk '{print int($1 / 1e6)}')
+        need=$((GPUS * need + 8))
+        must "$free of $need GB of the host's memory are free: a smaller GPUS" \
+            test "$free" -ge "$need"
+    fi
+    for teacher in ${ENDPOINT:-}; do
+        must "$teacher: ENDPOINT=http://host:port/v1=MODEL of a server, ENDPOINT_KEY=its key" \
+            python -c "$ask" "$teacher" ${ENDPOINT_KEY:+"$ENDPOINT_KEY"}
+    done
+    [[ $node != 0 ]] || must "no episode to fill a micro-batch with: see above" \
+        python -c "$fill" "$base" "$pack" "$ranks" "$here/full.jsonl"
+    stage preflight-full "$here/full/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
+        --data "$here/full.jsonl" --steps 1 --batch "$ranks" --cutoff "$pack" \
+        --pack-tokens "$pack" --resume --out "$here/full"
+    # cut at 16 tokens, a reply breaks the format; it is trained on, and the sync is compared
+    stage preflight "$here/rl/config.json" "${torchrun[@]}" "$GPUS" $algorithm.py --model "$base" \
+        --tasks "$DATA/rl.jsonl" --val "$DATA/val.jsonl" --database "$database" --steps 1 \
+        --group 2 --prompts "$ranks" --max-turns 1 --turn-tokens 16 --context "$context" \
+        --gpu-memory "$share" --pack-tokens "$pack" --resume --out "$here/rl"
+    must "nothing was trained on: remove $here" grep -q '"loss_tokens": [1-9]' "$here/rl/log.jsonl"
+    stage preflight-eval "$here/eval/table.md" python evaluate.py --model "base=$base" --limit 1 \
+        --tasks "$DATA/val.jsonl" --database "$database" --max-turns 1 --max-tokens 16 \
+        --out "$here/eval"
+    if [[ -z ${DRY:-} ]]; then
+        rm -f "$here"/*/*.safetensors "$here"/rl/best/*.safetensors
+        say "preflight passed"
+    fi
+    [[ $what != preflight ]] || exit 0
+}

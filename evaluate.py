@@ -545,9 +545,11 @@ def run(program, function, *args):
 def apart(program, rows_of, tasks, args):
     """Yield what rows_of(tasks) yields in processes of their own, --processes of them, each over a
     share of the tasks: only the end of a process gives back all of an engine's memory."""
+    if args.url:  # no engine here
+        yield from rows_of(tasks)
+        return
     gpus, context = visible_gpus(), get_context("spawn")
-    n = 1 if args.url else args.processes or max(1, len(gpus) // args.tp)
-    n = min(n, len(tasks))
+    n = min(args.processes or max(1, len(gpus) // args.tp), len(tasks))
     rows, children = context.Queue(), []
     for i in range(n):
         own = gpus[i * args.tp:(i + 1) * args.tp]

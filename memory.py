@@ -15,7 +15,7 @@ import argparse
 import math
 import sys
 
-from evaluate import Help
+from evaluate import Help, load_template, write_jsonl
 from sft import LOGITS
 
 MOMENTS = {  # of an update: what lowers it
@@ -99,7 +99,17 @@ def flags(argv=None):
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
     add("--tp", type=int, default=1, help="grpo, arpo: ranks that share an engine's weights")
     add("--gpu-memory", type=float, default=0.6, help="grpo, arpo: share that the engine may fill")
+    add("--out", metavar="FILE", help="write an episode per GPU that fills the plan's micro-batch, "
+        "for sft.py to try")
     return p.parse_args(argv)
+
+
+def write_full(args, tokens):
+    """--out: episodes of nearly so many tokens."""
+    per_word = len(load_template(args.model).encode(" word" * 100)) / 100
+    said = [("system", "x"), ("user", "x"), ("assistant", " word" * int(0.9 * tokens / per_word))]
+    row = {"messages": [{"role": role, "content": text} for role, text in said]}
+    write_jsonl(args.out, [row] * args.gpus)
 
 
 def main(argv=None):
@@ -139,6 +149,8 @@ def main(argv=None):
     if contexts < 1:
         sys.exit("this does not fit: the cache holds no whole context; what mends it: a higher "
                  "--gpu-memory, --tp, or a smaller --context")
+    if args.out:
+        write_full(args, tokens)
 
 
 if __name__ == "__main__":

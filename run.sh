@@ -72,7 +72,8 @@ case $size in
     3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo
           reward=curriculum ;;
     7b)   base=Qwen/Qwen2.5-7B-Instruct millions=7616 sft_epochs=4 algorithm=grpo reward=sum ;;
-    test) environment; exec python -m pytest -q "${@:2}" ;;
+    test) environment
+          OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec python -m pytest -q -n 2 "${@:2}" ;;
     gpu)  environment; exec python bench/gpu.py --out "$OUT" ;;
     *)    usage ;;
 esac

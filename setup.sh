@@ -72,14 +72,6 @@ ask='import sys; from format_plan import chat; url, _, model = sys.argv[1].rpart
 key, sys.tracebacklimit = open(sys.argv[2]).read().strip() if sys.argv[2:] else None, 0
 chat(url, model, [{"role": "user", "content": "Are you there?"}], retries=1, api_key=key)'
 
-# a file of episodes that fill a micro-batch: MODEL TOKENS ROWS FILE
-fill='import sys; from evaluate import load_template, write_jsonl
-model, tokens, rows, file = sys.argv[1:]
-words = int(0.9 * int(tokens) * 100 / len(load_template(model).encode(" word" * 100)))
-said = [("system", "x"), ("user", "x"), ("assistant", "word" + " word" * words)]
-row = {"messages": [{"role": role, "content": text} for role, text in said]}
-write_jsonl(file, [row] * int(rows))'
-
 # preflight   GPUs, model, memory, disk and teacher; then all that will be computed, once, for real:
 # a micro-batch as large as there is, a play that is validated, learnt from and compared with the
 # engine, and a task for the engine that evaluates
@@ -115,8 +107,8 @@ preflight() {
         must "$teacher: ENDPOINT=http://host:port/v1=MODEL of a server, ENDPOINT_KEY=its key" \
             python -c "$ask" "$teacher" ${ENDPOINT_KEY:+"$ENDPOINT_KEY"}
     done
-    [[ $node != 0 ]] || must "no episode to fill a micro-batch with: see above" \
-        python -c "$fill" "$base" "$pack" "$ranks" "$here/full.jsonl"
+    stage preflight-fill "$here/full.jsonl" python memory.py sft --model "$base" --gpus "$ranks" \
+        --gpu-gib "$gib" --cutoff "$pack" --out "$here/full.jsonl"
     stage preflight-full "$here/full/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$here/full.jsonl" --steps 1 --batch "$ranks" --cutoff "$pack" \
         --pack-tokens "$pack" --resume --out "$here/full"

@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder of two tasks of the mini world and the solver's episodes of them."""
+    """A folder of two tasks of the mini world and how the solver's episodes of them begin."""
     folder = tmp_path_factory.mktemp("data")
     words = f"synth.py tasks --n 6 --days 3 --levels 1:0:0 --like tiny --out {folder}/tasks.jsonl"
     more = f"synth.py episodes --tasks {folder}/tasks.jsonl --like tiny --out {folder}/all.jsonl"
@@ -42,7 +42,8 @@ def data(tmp_path_factory):
                        capture_output=True)
     episodes = read_jsonl(folder / "all.jsonl")
     episodes.sort(key=lambda row: sum(len(message["content"]) for message in row["messages"]))
-    write_jsonl(folder / "sft.jsonl", episodes[:2])
+    cut = [row | {"messages": row["messages"][:5]} for row in episodes[:2]]  # two replies each
+    write_jsonl(folder / "sft.jsonl", cut)
     write_jsonl(folder / "rl.jsonl", [row["task"] for row in episodes[:2]])
     return folder
 
@@ -74,11 +75,11 @@ def test_trainer_and_engine_agree_at_every_update_of_a_real_model(
 
 
 def test_it_is_measured_on_trips_and_on_questions(model, data, tmp_path):
-    short = "--system-prompt short --max-turns 2 --max-context 1400 --max-tokens 24 --limit 1"
-    evaluate.main([*f"--model smol={model} --tasks {data}/rl.jsonl --out {tmp_path}/eval".split(),
-                   *short.split()])
+    short = "--system-prompt short --max-turns 2 --max-context 1400 --max-tokens 24"
+    words = f"--model smol={model} --tasks {data}/rl.jsonl --limit 1 --out {tmp_path}/eval {short}"
+    evaluate.main(words.split())
     row, = read_jsonl(tmp_path / "eval" / "smol" / "episodes.jsonl")
     assert row["turns"] >= 1 and row["messages"][2]["content"]
-    subprocess.run([sys.executable, "qa_eval.py", "--model", f"smol={model}", *short.split(),
-                    "--out", tmp_path / "qa"], cwd=ROOT, check=True, capture_output=True)
+    words = f"qa_eval.py --model smol={model} --sample 1 --out {tmp_path}/qa {short}"
+    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, capture_output=True)
     assert (tmp_path / "qa" / "tax.md").exists()

@@ -444,7 +444,8 @@ def test_preflight_comes_before_anything_is_spent_and_plans_what_is_run(size):
     spent = ("sft-tasks", "episodes", "sft", "rl")
     assert list(stages).index("preflight") < min(map(list(stages).index, spent))
     text = printed(size, "preflight", NNODES="2", MASTER_ADDR="a")
-    plans = [shlex.split(line) for line in text.splitlines() if " memory.py " in line]
+    plans = [shlex.split(line) for line in text.splitlines() if " memory.py " in line
+             and "--out" not in line]
     for words, stage, flag in zip(plans, ("sft", "rl"), ("--cutoff", "--context"), strict=True):
         plan = arguments(words)
         assert f"{plan.pop('')[0]}.py" == script(stages[stage][1])[0] and plan["--gpus"] == ["16"]
@@ -476,9 +477,10 @@ def test_preflight_passes_once_and_leaves_no_weights(station):
     assert "sft.py" in again and "memory.py" not in again and "out/7b/preflight" not in again
     # what evaluates is tried too, and so are the largest micro-batch and the validation
     tried = [line for line in said.splitlines() if "out/7b/preflight/" in line and ".py" in line]
-    assert [re.search(r"(\w+)\.py", line)[1] for line in tried] == ["sft", "grpo", "evaluate"]
-    assert "--pack-tokens 32768" in tried[0] and "--cutoff 32768" in tried[0]
-    assert "--val data/full/val.jsonl" in tried[1] and "--context 30000" in tried[1]
+    scripts = [re.search(r"(\w+)\.py", line)[1] for line in tried]
+    assert scripts == ["memory", "sft", "grpo", "evaluate"]
+    assert "--pack-tokens 32768" in tried[1] and "--cutoff 32768" in tried[1]
+    assert "--val data/full/val.jsonl" in tried[2] and "--context 30000" in tried[2]
 
 
 @pytest.mark.parametrize("broken, variables, fix", [
@@ -487,7 +489,7 @@ def test_preflight_passes_once_and_leaves_no_weights(station):
     ("memory.py grpo --context 30000", {}, "model is too large for 2 x 79 GiB"),
     ("Are you there", {"ENDPOINT": "http://a/v1=m"}, "http://a/v1=m: ENDPOINT=http://host:port/v1"),
     ("download", {"MODEL": "Qwen/none"}, "no Qwen/none: MODEL=a folder, or a hub name"),
-    ("preflight/full.jsonl 2", {}, "no episode to fill a micro-batch with"),
+    ("--out out/7b/preflight/full.jsonl", {}, "stage preflight-fill failed, see above"),
     ("sft.py --model model --data out/7b/preflight", {}, "stage preflight-full failed, see above"),
     ("out/7b/preflight/rl", {}, "stage preflight failed, see above"),
     ("out/7b/preflight/eval", {}, "stage preflight-eval failed, see above"),

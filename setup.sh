@@ -4,7 +4,7 @@
 
 recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
-header='import os, sys, sysconfig
+python_h='import os, sys, sysconfig
 sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
 
 # seen_gpus   how many GPUs nvidia-smi shows; MIG's slices and its errors are other lines
@@ -42,7 +42,7 @@ environment() {
     if [[ $pins == requirements.txt ]]; then  # Triton compiles its launchers at the first use
         command -v gcc >/dev/null || command -v clang >/dev/null ||
             stop "Triton needs gcc; on Debian: apt install gcc"
-        .venv/bin/python -c "$header" || stop "Triton needs Python.h; on Debian: apt install" \
+        .venv/bin/python -c "$python_h" || stop "Triton needs Python.h; on Debian: apt install" \
             "python3-dev, or PYTHON=one that has it"
     else
         command -v g++ >/dev/null || stop "DeepSpeed's op needs g++; on Debian: apt install g++"

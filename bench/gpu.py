@@ -201,7 +201,7 @@ def check_generate(report, out, args):
 
         if __name__ == "__main__":
             llm, template = open_engine({str(out / 'model')!r}, {args.context}, 256)
-            ids = template.encode(" word" * 300)
+            ids = template.encode(" word" * 300)[:{args.context // 4}]
             wanted = SamplingParams(max_tokens={args.context // 8}, ignore_eos=True, seed=0)
             asked = [{{"prompt_token_ids": [*ids, i]}} for i in range(256)]
             llm.generate(asked[:8], wanted, use_tqdm=False)

@@ -559,11 +559,16 @@ def apart(program, rows_of, tasks, args):
                                         args=(program, rows_of, tasks[i::n], own, rows)))
         children[-1].start()
     alive = True
-    while alive:
-        alive = any(child.is_alive() for child in children)
-        with contextlib.suppress(Empty):
-            while True:
-                yield rows.get(timeout=0.5)
+    try:
+        while alive:
+            alive = any(child.is_alive() for child in children)
+            with contextlib.suppress(Empty):
+                while True:
+                    yield rows.get(timeout=0.5)
+    finally:  # a caller that fails, for want of disk say, does not wait for those who still play
+        for child in children:
+            child.terminate()
+            child.join()
     if any(child.exitcode for child in children):
         raise SystemExit(f"{program}: stopped early; the same command goes on where it was")
 

@@ -1,7 +1,9 @@
 """What must hold before an engine starts, and that engines which share the tasks change nothing."""
+import multiprocessing
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from conftest import ROOT, SEED
@@ -113,3 +115,13 @@ def test_a_process_that_fails_stops_the_run_and_loses_no_row_of_the_others(
         table(tmp_path, tasks, *words)
     assert "evaluate.py: a verdict that fails" in capfd.readouterr().err
     assert len(read_jsonl(tmp_path / "solver" / "episodes.jsonl")) == 6
+
+
+def test_a_caller_that_stops_early_leaves_no_process_behind(tasks, tmp_path):
+    words = f"--agent solver --tasks {tasks} --out {tmp_path} --processes 3"
+    args = evaluate.flags(words.split())
+    rows = evaluate.apart("evaluate.py", partial(evaluate.play_rows, args, "solver", None),
+                          evaluate.load_tasks(tasks), args)
+    assert next(rows)["score"]["success"] == 1
+    rows.close()
+    assert not multiprocessing.active_children()

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from engine import visible_gpus  # noqa: E402
-from evaluate import read_jsonl, replacing, write_jsonl  # noqa: E402
+from evaluate import read_jsonl, replacing  # noqa: E402
 
 DENSE = {  # bfloat16 FLOP/s without sparsity, of the makers' data sheets
     "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "A10G": 70e12, "L4": 121e12,
@@ -74,15 +74,13 @@ def make_model(folder, shape):
 
 def make_data(out, model, tokens):
     """tasks.jsonl of the mini world, and an SFT file per number of tokens, one row filling each."""
-    from evaluate import load_template
+    import memory
 
     words = f"synth.py tasks --n 64 --days 3 --like tiny --out {out}/tasks.jsonl"
     subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
-    per_word = len(load_template(model).encode(" word" * 100)) / 100
     for n in tokens:
-        said = [("system", "x"), ("user", "x"), ("assistant", " word" * int(0.95 * n / per_word))]
-        row = {"messages": [{"role": role, "content": text} for role, text in said]}
-        write_jsonl(out / f"{n}.jsonl", [row] * 4)
+        four = argparse.Namespace(model=model, gpus=4, out=out / f"{n}.jsonl")
+        memory.write_full(four, n)
 
 
 def torchrun(ranks, stage, words, log, kill_after=0):

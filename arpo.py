@@ -47,9 +47,11 @@ import torch
 import torch.distributed as dist
 
 from evaluate import (
+    Calls,
     Help,
+    add_request,
     check_weights,
-    engine_settings,
+    load_engine,
     load_tasks,
     load_template,
     open_world,
@@ -147,6 +149,7 @@ class Sample:
     shared: int = 0
     depth: int = 0
     streak: int = 0  # its last decisions in a row that forked
+    heard: list = field(default_factory=list)  # entropies of its last reply
     baseline: float = None  # entropy of its first reply
     decisions: list = field(default_factory=list)  # (entropy, dE) of each
     entropies: list = field(default_factory=list)  # in nats, with --entropy-advantage of all tokens
@@ -178,21 +181,15 @@ def append(s, ids, logps=None):
 
 def submit(engine, s, world, template, temperature, top_p, args):
     """Ask the engine for the sample's next reply."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     name = f"{s.name}/{s.episode.turns}"
-    engine.add_request(name, {"prompt_token_ids": list(s.ids)}, SamplingParams(
-        temperature=temperature, top_p=top_p, logprobs=TOP,
-        seed=random.Random(f"{args.seed}/{name}").getrandbits(31),
-        max_tokens=min(args.turn_tokens, args.context - len(s.ids)),
-        stop=list(world.stops), stop_token_ids=sorted(template.ends),
-        detokenize=bool(world.stops), output_kind=RequestOutputKind.FINAL_ONLY))
+    add_request(engine, name, s.ids, template, world.stops, f"{args.seed}/{name}",
+                max_tokens=min(args.turn_tokens, args.context - len(s.ids)),
+                temperature=temperature, top_p=top_p, logprobs=TOP)
     return name
 
 
-def play_turn(s, output, template, args):
-    """Take in a finished reply and answer it. True when the engine is to speak again."""
+def take_reply(s, output, template, args):
+    """Take in a finished reply -> the Action that waits for an observation, or None at the end."""
     ids = list(output.token_ids)
     reported = zip(ids, output.logprobs, strict=True)
     append(s, ids, [likeliest[token].logprob for token, likeliest in reported])
@@ -200,10 +197,16 @@ def play_turn(s, output, template, args):
     if not closed and not isinstance(output.stop_reason, str):  # cut short: it has no end
         s.episode.messages.append({"role": "assistant", "content": reply})
         s.episode.stop = "context" if len(s.ids) >= args.context else "format"
+        return None
+    return s.episode.begin(reply)
+
+
+def take_observation(s, observation, template, args):
+    """Hand the play an observation, if one came. True when the engine is to speak again."""
+    if observation is None:
         return False
-    if s.episode.step(reply) is None:
-        return False
-    append(s, template.between(s.episode.messages[-1], closed))
+    s.episode.finish(observation)
+    append(s, template.between(s.episode.messages[-1], closed=s.ids[-1] in template.ends))
     if len(s.ids) >= args.context:
         s.episode.stop = "context"
     return not s.episode.stop
@@ -216,14 +219,14 @@ def entropy(logprobs, args):
     return [-sum(math.exp(logp) * logp for logp in row if logp > -math.inf) for row in reported]
 
 
-def branch(s, entropies, log_v, names, args):
+def branch(s, log_v, names, args):
     """(1) The fork of a play where it stands, or None. names: plays of its query yet to be begun.
 
     The paper's probe, the first tokens after an observation, is the beginning of the reply; the
     decision comes when that has ended. A probe by itself would cost each turn a request; so a fork
     costs one, and hits the prefix cache.
     """
-    probe, paper = entropies[:PROBE], args.branch == "paper"
+    probe, paper = s.heard[:PROBE], args.branch == "paper"
     now = sum(probe) / log_v / (max(len(probe), 1) if paper else 1)  # the released one is a sum
     s.baseline = now if s.baseline is None else s.baseline
     if not names or paper and s.episode.turns == s.depth:
@@ -242,6 +245,14 @@ def branch(s, entropies, log_v, names, args):
                    baseline=s.baseline if paper else None)
 
 
+def unforked(query, plays, left, args):
+    """Names of a query's plays that are left, once none of its plays can fork any more."""
+    if any(s.query == query and s.episode.turns + 1 < args.max_turns for s in plays):
+        return []
+    names, left[query] = left[query], []
+    return names
+
+
 def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
     """(1) Play each task `group` times -> this engine's samples; groups are whole, in any order.
 
@@ -249,39 +260,44 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
     """
     engine, live, done = llm.llm_engine, {}, []
     queries = shared_counter(name, len(tasks), args)
-    engines = int(os.environ.get("WORLD_SIZE", 1)) // args.tp
-    fair = math.ceil(len(tasks) / engines) * group  # the first may not take all at once
-    room = max(group, min(args.concurrency, fair))
     start, log_v = min(args.start or (group + 1) // 2, group), math.log(len(template.tokenizer))
     left = {}  # {query: names of its plays that are yet to be begun}
+    calls = Calls(world.slow, seats(len(tasks), group, args), leads(args), args.tp > 1 and agreed)
 
     def ask(s):
         live[submit(engine, s, world, template, temperature, top_p, args)] = s
 
     while True:
-        while len(live) + start <= room and (query := next(queries, None)) is not None:
+        while calls.free(live) >= start and (query := next(queries, None)) is not None:
             left[query] = [f"{name}/{query}/{g}" for g in range(start, group)]
             for g in range(start):
                 ask(new_sample(tasks[query], query, f"{name}/{query}/{g}", world, template, args))
-        if not live:
+        if not live and not calls:
+            calls.close()
             return done if leads(args) else []
-        for output in engine.step():
+        for output in engine.step() if live else ():
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]
-                entropies, names = entropy(reply.logprobs, args), left[s.query]
-                before = args.branch == "paper" and branch(s, entropies, log_v, names, args)
-                s.entropies += entropies
-                goes_on = play_turn(s, reply, template, args)
-                behind = goes_on and args.branch == "released" and branch(
-                    s, entropies, log_v, names, args)
-                begun = [fork for fork in (before, behind) if fork]
-                (begun if goes_on else done).append(s)
-                if not any(t.query == s.query and t.episode.turns + 1 < args.max_turns
-                           for t in [*begun, *live.values()]):  # nothing left to fork
-                    task, left[s.query] = tasks[s.query], []
-                    begun += [new_sample(task, s.query, n, world, template, args) for n in names]
-                for t in begun:
-                    ask(t)
+                s.heard = entropy(reply.logprobs, args)
+                if fork := args.branch == "paper" and branch(s, log_v, left[s.query], args):
+                    ask(fork)
+                s.entropies += s.heard
+                calls.start(s, s.episode, take_reply(s, reply, template, args))
+        for s, observation in calls.ready(block=not live):
+            if take_observation(s, observation, template, args):
+                ask(s)
+                if fork := args.branch == "released" and branch(s, log_v, left[s.query], args):
+                    ask(fork)
+            else:
+                done.append(s)
+                for n in unforked(s.query, [*live.values(), *calls.plays()], left, args):
+                    ask(new_sample(tasks[s.query], s.query, n, world, template, args))
+
+
+def seats(n, group, args):
+    """Plays that an engine takes at a time; the first engine may not take those of all queries."""
+    engines = int(os.environ.get("WORLD_SIZE", 1)) // args.tp
+    return max(group, min(args.concurrency, math.ceil(n / engines) * group))
 
 
 def leads(args):
@@ -289,18 +305,19 @@ def leads(args):
     return int(os.environ.get("RANK", 0)) % args.tp == 0
 
 
-def shared_counter(name, n, args):
-    """Yield 0 .. n-1, each number to one engine only: whoever is free takes the next.
+def agreed(value):
+    """With --tp: what its engine's first rank has. All must ask for the same turns in one order."""
+    from vllm.distributed import get_tp_group
 
-    With --tp all ranks of an engine get what its first one drew: they must ask for the same turns
-    in the same order.
-    """
+    return get_tp_group().broadcast_object(value)
+
+
+def shared_counter(name, n, args):
+    """Yield 0 .. n-1, each number to one engine only: whoever is free takes the next."""
     store = dist.distributed_c10d._get_default_store()
     while True:
         i = leads(args) and store.add(name, 1) - 1
-        if args.tp > 1:
-            from vllm.distributed import get_tp_group
-            i = get_tp_group().broadcast_object(i)
+        i = agreed(i) if args.tp > 1 else i
         if i >= n:
             return
         yield i
@@ -658,24 +675,6 @@ def zero3(policy, lr, ranks, device):
         "gradient_clipping": 1.0, "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
-
-
-def load_engine(args, device):
-    """The vLLM engine of this rank, or with --tp its part of one, beside the trainer."""
-    cuda = device.type == "cuda"
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights go over in memory
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer has the cores too
-    settings = engine_settings(args.context, args.concurrency, args.tp, args.gpu_memory)
-    if cuda:
-        settings["enable_sleep_mode"] = True
-    from vllm import LLM
-
-    llm = LLM(args.model, **settings, seed=args.seed,
-              logprobs_mode="processed_logprobs",  # log pi at the sampling temperature
-              distributed_executor_backend="external_launcher")
-    if cuda:
-        llm.sleep(level=2)  # its weights are sent again before every play
-    return llm
 
 
 def sync_weights(llm, engine, device):

@@ -4,13 +4,16 @@ The vLLM engine: its settings on GPUs and on a CPU, and text-level episodes play
 Tokens in, tokens out: what an engine said is never tokenised again, and no episode waits for
 another. The trainers share the settings, and write their own rollouts.
 """
+import contextlib
 import os
 import random
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import count, islice
 
 from template import load_template
+
+MOST_THREADS = 512
+WAITING = 4  # times as many episodes may be in flight as the engine has places
 
 
 def visible_gpus():
@@ -57,6 +60,24 @@ def open_engine(path, max_context, concurrency=64, tp=1, gpu_memory=0.9):
     return LLM(str(path), **settings), template
 
 
+def load_engine(args, device):
+    """A trainer's own vLLM engine, or with --tp this rank's part of one."""
+    cuda = device.type == "cuda"
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights go over in memory
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer has the cores too
+    settings = engine_settings(args.context, args.concurrency, args.tp, args.gpu_memory)
+    if cuda:
+        settings["enable_sleep_mode"] = True
+    from vllm import LLM
+
+    llm = LLM(args.model, **settings, seed=args.seed,
+              logprobs_mode="processed_logprobs",  # log pi at the sampling temperature
+              distributed_executor_backend="external_launcher")
+    if cuda:
+        llm.sleep(level=2)  # its weights are sent again before every play
+    return llm
+
+
 def renew_head(model):
     """vLLM's CPU build multiplies by a packed copy of the head, which a reload leaves as it was
     where the head is tied to the embedding."""
@@ -74,51 +95,96 @@ def used_gib(device):
     return (total - free) / 2**30
 
 
+class Calls:
+    """Plays between a reply and its observation. Tools answer in threads, so that neither the
+    engine nor another play waits for them; or, where a world answers in microseconds, at once.
+
+    slow: whether in threads; places: plays that the engine has room for. With --tp, leads: whether
+    this rank calls the tools, so that nobody pays twice; agreed: what hands its answers on.
+    """
+
+    def __init__(self, slow, places, leads=True, agreed=None):
+        self.pool = ThreadPoolExecutor(min(WAITING * places, MOST_THREADS)) if slow else None
+        self.places, self.leads, self.agreed = places, leads, agreed if slow else None
+        self.waiting, self.numbers = {}, count()  # {number: (play, Future)}
+
+    def __len__(self):
+        return len(self.waiting)
+
+    def plays(self):
+        return [play for play, _ in self.waiting.values()]
+
+    def free(self, live):
+        """Plays that may begin beside those that live in the engine: who waits holds no place."""
+        return min(self.places, WAITING * self.places - len(self)) - len(live)
+
+    def start(self, play, episode, action):
+        """Have an action answered; a play without one has ended, and comes back with None."""
+        future = Future()
+        if action and self.pool and self.leads:
+            future = self.pool.submit(episode.act, action)
+        elif not (action and self.pool):
+            future.set_result(episode.act(action) if action else None)
+        self.waiting[next(self.numbers)] = play, future
+
+    def ready(self, block):
+        """Yield (play, observation) of those that are answered; block: give the tools a moment."""
+        if self.pool and block and self.leads:
+            wait([future for _, future in self.waiting.values()], 0.05, FIRST_COMPLETED)
+        done = [number for number, (_, future) in self.waiting.items() if future.done()]
+        # a failure is raised when all others are handed over
+        done.sort(key=lambda number: self.waiting[number][1].exception() is not None)
+        if self.agreed:
+            told = self.agreed([(number, self.waiting[number][1].result()) for number in done])
+            yield from [(self.waiting.pop(number)[0], text) for number, text in told]
+            return
+        for number in done:
+            play, future = self.waiting.pop(number)
+            yield play, future.result()
+
+    def close(self):
+        """Wait for the threads, each of which ends by its tool's deadline."""
+        if self.pool:
+            self.pool.shutdown()
+
+
 def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
               max_tokens=None, concurrency=64, stops=(), slow=True):
     """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.
 
-    Tokens in, tokens out: what the engine said is never tokenised again, and the answer to a turn
-    joins the very next step. Every reply has a seed of its own (seed, task, sample, turn), whoever
-    else is playing. slow: tools answer in threads and hold up neither engine nor other episodes.
+    Tokens in, tokens out: what the engine said is never tokenised again. Every reply has a seed of
+    its own (seed, task, sample, turn), whoever else is playing. slow: tools answer in threads, and
+    who waits for one holds no place in the engine.
     """
-    live, turns, numbers, episodes = {}, {}, count(), iter(episodes)
-    ask = partial(request, llm.llm_engine, template, max_context, max_tokens,
-                  {"temperature": temperature, "top_p": top_p}, stops, seed)
-    with ThreadPoolExecutor(concurrency) as pool:
-        start = pool.submit if slow else call_now
+    live, numbers, episodes = {}, count(), iter(episodes)
+
+    def ask(play):
+        episode, ids = play
+        number, room = str(next(numbers)), max_context - len(ids)
+        live[number] = play
+        add_request(llm.llm_engine, number, ids, template, stops,
+                    f"{seed}/{name_of(episode.task)}/{episode.turns}", temperature=temperature,
+                    top_p=top_p, max_tokens=min(room, max_tokens or room))
+
+    with contextlib.closing(Calls(slow, concurrency)) as calls:
         while True:
-            for episode in islice(episodes, concurrency - len(live)):
-                number = str(next(numbers))
-                live[number] = episode, prompt_ids(episode, template, max_context)
-                ask(number, *live[number])
-            if not live:
+            for episode in islice(episodes, max(calls.free(live), 0)):
+                ask((episode, prompt_ids(episode, template, max_context)))
+            if not live and not calls:
                 return
-            stepping = len(live) > len(turns)  # nothing to step while all wait for tools
-            for output in llm.llm_engine.step() if stepping else ():
+            for output in llm.llm_engine.step() if live else ():
                 if output.finished:
-                    turns[output.request_id] = start(
-                        take_turn, *live[output.request_id], output.outputs[0], template,
-                        max_context)
-            wait(turns.values(), timeout=0.001)  # seconds; most tools take microseconds
-            answered = [number for number, turn in turns.items() if turn.done()]
-            answered.sort(key=lambda number: turns[number].exception() is not None)  # failures last
-            for number in answered:
-                turns.pop(number).result()
-                episode, ids = live[number]
+                    play = live.pop(output.request_id)
+                    action = play_reply(*play, output.outputs[0], template, max_context)
+                    calls.start(play, play[0], action)
+            for (episode, ids), observation in calls.ready(block=not live):
+                if observation is not None:
+                    play_observation(episode, ids, observation, template, max_context)
                 if not episode.stop:
-                    ask(number, episode, ids)
+                    ask((episode, ids))
                     continue
-                del live[number]
                 episode.tokens = len(ids)
                 yield episode
-
-
-def call_now(function, *args):
-    """As a pool's submit, but without a thread."""
-    future = Future()
-    future.set_result(function(*args))
-    return future
 
 
 def prompt_ids(episode, template, max_context):
@@ -131,32 +197,37 @@ def prompt_ids(episode, template, max_context):
     return ids
 
 
-def request(engine, template, max_context, max_tokens, sampling, stops, seed, number, episode,
-            ids):
-    """Ask the engine for the next reply of an episode."""
+def add_request(engine, number, ids, template, stops, seed, **sampling):
+    """Ask an engine for the reply that follows these tokens. seed: a text of its own, so that the
+    reply does not depend on who else is playing."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    room, name = max_context - len(ids), f"{seed}/{name_of(episode.task)}/{episode.turns}"
     engine.add_request(number, {"prompt_token_ids": list(ids)}, SamplingParams(
-        **sampling, max_tokens=min(room, max_tokens or room), stop=list(stops),
-        stop_token_ids=sorted(template.ends), detokenize=bool(stops),
-        output_kind=RequestOutputKind.FINAL_ONLY, seed=random.Random(name).getrandbits(31)))
+        **sampling, stop=list(stops), stop_token_ids=sorted(template.ends),
+        detokenize=bool(stops), output_kind=RequestOutputKind.FINAL_ONLY,
+        seed=random.Random(seed).getrandbits(31)))
 
 
-def take_turn(episode, ids, output, template, max_context):
-    """Play a reply's tokens and append them, and the observation's, to the episode's ids."""
+def play_reply(episode, ids, output, template, max_context):
+    """Append a reply's tokens to the episode's and play it -> the Action to be answered, or None.
+    """
     said = list(output.token_ids)
     reply, closed = template.reply(said)
     ids += said
     if not closed and len(ids) >= max_context:
         episode.messages.append({"role": "assistant", "content": reply})
         episode.stop = "context"
-        return
-    if episode.step(reply) is not None:
-        ids += template.between(episode.messages[-1], closed)
-        if len(ids) >= max_context:
-            episode.stop = "context"
+        return None
+    return episode.begin(reply)
+
+
+def play_observation(episode, ids, observation, template, max_context):
+    """Append an observation's tokens to the episode's: what the agent sees next."""
+    episode.finish(observation)
+    ids += template.between(episode.messages[-1], closed=ids[-1] in template.ends)
+    if len(ids) >= max_context:
+        episode.stop = "context"
 
 
 def name_of(task):

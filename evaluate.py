@@ -36,7 +36,9 @@ from queue import Empty
 
 from constraints import SCORES, judge, literal, need, reward, score  # noqa: F401, handed on
 from engine import (  # noqa: F401, handed on
-    engine_settings,
+    Calls,
+    add_request,
+    load_engine,
     name_of,
     open_engine,
     play_vllm,

@@ -506,7 +506,7 @@ class Action(NamedTuple):
     why: str = ""
 
 
-def parse(reply):
+def parse(reply, load=json.loads):
     """Read a reply by the turn protocol -> Action. Never raises; takes linear time."""
     if not isinstance(reply, str):
         return Action("error", why="the reply is no text")
@@ -524,12 +524,12 @@ def parse(reply):
         return Action("error", why="nothing may stand beside <think>...</think> and "
                                    f"<{tag}>...</{tag}>, in this order")
     text = rest[len(tag) + 2:-len(tag) - 3].strip()
-    return Action("answer", text=text) if tag == "answer" else parse_call(text)
+    return Action("answer", text=text) if tag == "answer" else parse_call(text, load)
 
 
-def parse_call(text):
+def parse_call(text, load):
     try:
-        call = json.loads(text)
+        call = load(text)
         if "\\u" in text:  # half a surrogate pair could be neither tokenised nor written to a file
             json.dumps(call, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -553,6 +553,11 @@ class Episode:
 
     def step(self, reply):
         """Play one reply -> the observation to hand back, or None when the episode has ended."""
+        action = self.begin(reply)
+        return None if action is None else self.finish(self.act(action))
+
+    def begin(self, reply):
+        """Take in a reply -> the Action that waits for an observation, or None at the end."""
         if self.stop:
             return None
         self.messages.append({"role": "assistant", "content": reply})
@@ -568,12 +573,18 @@ class Episode:
             self.stop = "turns"  # nobody would read the observation
         if self.stop:
             return None
+        self.calls += action.kind == "call" and known
+        return action
+
+    def act(self, action):
+        """The observation of an action. It may take long, in a thread: the play is not touched."""
         if action.kind == "error":
-            observation = (f"Error: {action.why}. "
-                           "Reply with one thought, then one tool call or the answer.")
-        else:
-            self.calls += known
-            observation = self.sandbox.call(action.name, action.arguments)
+            return (f"Error: {action.why}. "
+                    "Reply with one thought, then one tool call or the answer.")
+        return self.sandbox.call(action.name, action.arguments)
+
+    def finish(self, observation):
+        """Hand an observation to the agent."""
         self.messages.append(observation_message(observation))
         return observation
 

@@ -30,6 +30,7 @@ import signal
 import sys
 import time
 import warnings
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,10 +100,11 @@ def render(messages, template):
     first = roles.index("assistant") if "assistant" in roles else len(messages)
     rendered = Rendered(template.prompt(messages[:first]), [])
     rendered.mask.extend([0] * len(rendered.ids))
-    for message in messages[first:]:
+    for message, after in zip_longest(messages[first:], messages[first + 1:]):
         said = message["role"] == "assistant"
         if said:
-            tokens = [*template.encode(message["content"]), template.end]
+            goes_on = after and after["role"] == "result"  # the reply, behind the result
+            tokens = template.encode(message["content"]) + [template.end] * (not goes_on)
         else:
             tokens = template.between(message)
         rendered.ids.extend(tokens)

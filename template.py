@@ -10,6 +10,7 @@ around every observation and to leave what was said before as it was. One that d
 refused with the reason: a policy would be trained on a form in which nobody plays.
 """
 import json
+import re
 from pathlib import Path
 
 SYSTEM, QUERY, REPLIES = "probe of a system turn", "probe of a query", ("first probe", "next probe")
@@ -56,6 +57,10 @@ class Template:
         if found is None:
             self.refuse(f"its chat template ends a reply with {before[:20]!r}, not with a token")
         self.end, self.end_text = marks[found], found
+        # what tells turns apart, in an observation: no page or program may end a turn or open one
+        special = [mark.content for mark in tokenizer.added_tokens_decoder.values() if mark.special]
+        literals = "|".join(re.escape(text[1:]) for text in {found, *special} if text[0] == "<")
+        self.forged = re.compile(f"<(?={literals or '$^'})")
         self.before, self.after = before.removeprefix(found), after
         self.ends = {self.end, tokenizer.eos_token_id, *stops}
 
@@ -90,8 +95,11 @@ class Template:
 
         closed: the reply brought its own end token; where it did not, the ids begin with one.
         """
+        content = self.forged.sub("‹", message["content"])
+        if message["role"] == "result":  # stands within a reply, which goes on behind it
+            return self.encode(content)
         end = "" if closed else self.end_text
-        return self.encode(f"{end}{self.before}{message['content']}{self.after}")
+        return self.encode(f"{end}{self.before}{content}{self.after}")
 
     def reply(self, ids):
         """(text, closed) of the ids that a model said: without its end token, if it has one."""

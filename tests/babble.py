@@ -23,11 +23,11 @@ class Echo:
 class Chat(Episode):
     """An episode whose last reply is the answer, and all others are calls."""
 
-    def step(self, reply):
+    def begin(self, reply):
         last = self.turns + 1 == self.task["turns"]
         action = Action("answer", text=reply) if last else Action("call", "Echo", reply)
         self.parse = lambda _: action
-        return super().step(reply)
+        return super().begin(reply)
 
 
 class Babble:

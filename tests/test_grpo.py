@@ -43,7 +43,8 @@ def play(world, task, template):
         s = grpo.new_sample(task, 0, "play/0/0/0", world, template, args)
         for reply in replies:
             output = said(template, reply) if isinstance(reply, str) else reply
-            if not grpo.play_turn(s, output, template, args):
+            action = grpo.take_reply(s, output, template, args)
+            if not action or not grpo.take_observation(s, s.episode.act(action), template, args):
                 break
         return s
     return play

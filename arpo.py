@@ -77,8 +77,8 @@ def flags():
     add("--model", default="out/sft", help="HF folder or hub name to start from")
     add("--tasks", default="data/rl.jsonl", help="queries to play, one task per line")
     add("--val", help="tasks to validate on; the most successful checkpoint is kept in OUT/best")
-    add("--env", default="travel", help="travel, or a Python module or file with open_world(args)")
-    add("--database", help="folder of the world's data; unset: $STAR_DATABASE, else database/mini")
+    add("--env", default="travel", help="travel, tools, or a module or file with open_world(args)")
+    add("--database", help="folder of the world's data; unset: $STAR_DATABASE, else what ships")
     add("--out", default="out/rl", help="folder of the model, its log, rollouts and checkpoints")
     add = p.add_argument_group("play").add_argument
     add("--prompts", type=int, default=32, help="P, queries per update, all ranks together [1]")

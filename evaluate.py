@@ -236,11 +236,12 @@ class Travel:
 
 
 def open_world(args):
-    """The world of --env: travel, or what open_world(args) of a Python module or file returns."""
+    """The world of --env: travel, tools, or what open_world(args) of a module or file returns."""
     if args.env == "travel":
         return Travel(open_database(args.database))
     if not args.env.endswith(".py"):
-        return importlib.import_module(args.env).open_world(args)
+        name = "toolstar.tools" if args.env == "tools" else args.env
+        return importlib.import_module(name).open_world(args)
     spec = importlib.util.spec_from_file_location(Path(args.env).stem, args.env)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -437,8 +438,8 @@ def flags(argv=None):
     add = p.add_argument_group("tasks").add_argument
     add("--tasks", metavar="FILE|DIR|HUB_ID", help="tasks, ours or as published; with --split a "
         "folder of SPLIT.csv or SPLIT.jsonl, or a data set on the hub (osunlp/TravelPlanner)")
-    add("--env", default="travel", help="travel, or a Python module or file with open_world(args)")
-    add("--database", help="folder of the world's data; unset: $STAR_DATABASE, else database/mini")
+    add("--env", default="travel", help="travel, tools, or a module or file with open_world(args)")
+    add("--database", help="folder of the world's data; unset: $STAR_DATABASE, else what ships")
     add("--limit", type=int, help="play only the first so many tasks")
     add("--samples", type=int, default=1, help="plays per task; several add pass@k")
     add("--split", choices=("train", "validation", "test"), help="which part of a data set")

@@ -1,0 +1,577 @@
+"""
+The tools world: one policy that searches, runs programs and browses while it reasons [1].
+
+    (1) settings  DATABASE/tools.json, each key checked: tools, grammar, budget, limits
+    (2) call      Search in passages (retriever.py), Python in a jail (jail.py), Browse a page
+                  (browse.py); a cache on disk, shared by all ranks, remembers what was found
+    (3) observe   a result is cut to size, and cannot forge a tag of the grammar; a tool that fails
+                  is told from a program that fails, and where tools fail often the run stops
+    (4) judge     by verdict.py, from the calls that were made and not from the text alone
+
+Two grammars. "turns", ours: one thought and one JSON call or the answer in a reply, the result in a
+turn of its own. "tags", Tool-Star's: one message, in which <search>, <python> or <browse> stop the
+engine and a <result> follows; for the published checkpoints and data.
+[1] Tool-Star, arXiv:2505.16410
+
+Reads   DATABASE/tools.json and the corpus that it names
+Writes  DATABASE/cache.sqlite, or where tools.json says
+
+    python -m toolstar.tools check --database database/tools
+    python -m toolstar.tools play --database database/tools --tasks data/val.jsonl
+    torchrun --standalone grpo.py --env tools --database database/tools --tasks data/rl.jsonl
+"""
+import argparse
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import sys
+import threading
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+from sandbox import PROMPTS, Action, Episode, Sandbox, parse
+from toolstar import verdict
+from toolstar.verdict import math_equal, qa_metrics, reward  # noqa: F401, handed on
+
+SETTINGS = {  # keys of tools.json: kind and default
+    "grammar": (str, "turns"),  # or tags
+    "tools": (list, ["Search", "Python", "Browse"]),
+    "max_calls": (int, 6),  # of an episode; one more is refused, the next one ends it
+    "show_budget": (bool, False),  # whether results say how many calls are left
+    "retriever": (str, "bm25"),  # or an index folder, or a server's address (retriever.py)
+    "corpus": (str, "corpus.jsonl"),  # of bm25, beside tools.json
+    "top_k": (int, 5),  # passages of a search
+    "python": (str, "jail"),  # or the address of a /run_code (jail.Remote)
+    "unsafe_python": (bool, False),  # without a jail: programs can do whatever you can
+    "workers": (int, 0),  # programs that run at once; 0: one for each core of this rank
+    "seconds": (float, 5.0),  # of a program
+    "memory": (int, 512),  # MiB of a program
+    "output": (int, 400),  # characters of a program's output that are shown, both ends of it
+    "allow": (list, []),  # "host:port" that Browse may visit although it is no public address
+    "page": (int, 2000),  # characters of a page that are shown
+    "cache": (str, "cache.sqlite"),  # beside tools.json; "" for none
+    "cache_python": (bool, False),  # for programs that depend on nothing but themselves
+    "cache_mib": (int, 1024),
+    "ordered": (bool, False),  # call tools one after another: slow, and the same batches each time
+}
+DECLARED = {  # for the prompt: what it does, its arguments with whether they are needed
+    "Search": ("Find passages that answer a query.", {"query": "A few words"}),
+    "Python": ("Run a Python program, numpy and sympy at hand; what it prints comes back.",
+               {"code": "The program"}),
+    "Browse": ("Read the parts of a web page that fit a query.",
+               {"url": "Address of the page", "query": "What to look for"}),
+}
+OPTIONAL = {"query"}  # of Browse
+TAGS = {"search": "Search", "python": "Python", "browse": "Browse"}
+TAG_OF = {name: tag for tag, name in TAGS.items()}
+# what could pass for the grammar's own, or a chat template's, in what a tool says
+FORGED = re.compile(r"<(?=\||/?(?:think|tool_call|tool_response|answer|result|search|python|browse)"
+                    r"\b)")
+MOST_BROKEN, IN_A_ROW, OF_LAST = 10, 20, 1000  # calls: more, and the run stops
+MISSED = 600  # seconds that an error of the network is remembered
+GONE = "Error: Current tool {} is not available."  # as injected failures read
+SHORT = {"turns": 'You answer questions with tools. Reply <think>...</think><tool_call>{"name": '
+                  '..., "arguments": {...}}</tool_call> or <think>...</think><answer>...</answer>.',
+         "tags": "You answer questions with <search>, <python> and <browse>. End with <answer>."}
+
+
+# ---------------------------------------------------------------- settings
+
+def read_settings(folder):
+    """DATABASE/tools.json as a namespace, defaults filled in. ValueError names file and key."""
+    path = Path(folder) / "tools.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is not there: --database names a folder with tools.json, like "
+                         "database/tools") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: want one object of settings")
+    settings = {key: default for key, (_, default) in SETTINGS.items()}
+    for key, value in found.items():
+        if key not in SETTINGS:
+            raise ValueError(f"{path}: no setting is called {key!r}; there are {list(SETTINGS)}")
+        kind = SETTINGS[key][0]
+        whole = kind is float and type(value) is int
+        if type(value) is not kind and not whole:
+            raise ValueError(f"{path}: {key} is {value!r:.80}, want {kind.__name__}")
+        settings[key] = value
+    chosen = SimpleNamespace(**settings, folder=Path(folder))
+    for key, known in ("grammar", ("turns", "tags")), ("tools", tuple(DECLARED)):
+        for value in [settings[key]] if key == "grammar" else settings[key]:
+            if value not in known:
+                raise ValueError(f"{path}: {key} knows {', '.join(known)}, not {value!r:.80}")
+    if min(chosen.max_calls, chosen.top_k, chosen.seconds, chosen.memory, chosen.output) <= 0:
+        raise ValueError(f"{path}: max_calls, top_k, seconds, memory and output must be above 0")
+    return chosen
+
+
+def system_prompt(name, settings):
+    """The text behind --system-prompt: full, short, or the content of a file."""
+    if name == "short":
+        return SHORT[settings.grammar]
+    file = {"turns": "tools.txt", "tags": "tags.txt"}[settings.grammar]
+    text = (PROMPTS / file if name == "full" else Path(name)).read_text(encoding="utf-8").strip()
+    declare = declare_call if settings.grammar == "turns" else declare_tag
+    tools = "\n".join(declare(name) for name in settings.tools)
+    return text.replace("{tools}", tools).replace("{calls}", str(settings.max_calls))
+
+
+def declare_call(name):
+    what, arguments = DECLARED[name]
+    fields = {key: {"type": "string", "description": text} for key, text in arguments.items()}
+    needed = [key for key in arguments if len(arguments) == 1 or key not in OPTIONAL]
+    parameters = {"type": "object", "required": needed, "properties": fields}
+    function = {"name": name, "description": what, "parameters": parameters}
+    return json.dumps({"type": "function", "function": function})
+
+
+def declare_tag(name):
+    what, arguments = DECLARED[name]
+    inside = "\n".join(text.lower() for text in arguments.values())
+    return f"<{TAG_OF[name]}>{inside}</{TAG_OF[name]}> {what}"
+
+
+# ---------------------------------------------------------------- grammars
+
+# a program's line breaks may stand in the JSON as they are
+parse_turn = partial(parse, load=partial(json.loads, strict=False))
+
+
+def parse_tags(reply):
+    """What a segment of Tool-Star's message does -> Action. Never raises; takes linear time."""
+    text = reply.rstrip()  # a stop may end inside a token, with blanks behind it
+    if "<result>" in text or "</result>" in text:
+        return Action("error", why="results are written by the tools alone")
+    for tag, name in TAGS.items():
+        if text.endswith(f"</{tag}>"):
+            before, opening, inside = text[:-len(tag) - 3].rpartition(f"<{tag}>")
+            if not opening:
+                return Action("error", why=f"</{tag}> has no <{tag}>")
+            return Action("call", name, arguments_of(name, inside.strip()))
+    if text.count("<answer>") == text.count("</answer>") == 1 and text.endswith("</answer>"):
+        return Action("answer", text=text[:-9].rpartition("<answer>")[2].strip())
+    return Action("error", why="a message ends with one <answer>...</answer>")
+
+
+def arguments_of(name, inside):
+    """The arguments in a tag. Browse: the address in the first line, the query in the others."""
+    if name == "Browse":
+        url, _, query = inside.partition("\n")
+        return {"url": url.strip(), "query": query.strip()}
+    return {next(iter(DECLARED[name][1])): inside}
+
+
+def as_tags(messages):
+    """An episode's replies and results as Tool-Star's one message, whatever grammar it is in."""
+    return "".join(map(one_as_tags, messages[2:]))
+
+
+def one_as_tags(message):
+    text = message["content"]
+    if message["role"] == "user":
+        text = text.removeprefix("<tool_response>\n").removesuffix("</tool_response>")
+        return f" <result>\n{text}\n</result>"
+    action = parse_turn(text) if message["role"] == "assistant" else Action("error")
+    if action.kind == "error":
+        return text
+    thought = text.partition("</think>")[0].strip() + "</think>\n"
+    if action.kind == "answer":
+        boxed = action.text if "\\boxed" in action.text else f"\\boxed{{{action.text}}}"
+        return f"{thought}<answer>{boxed}</answer>"
+    tag, values = TAG_OF.get(action.name, action.name), action.arguments
+    inside = "\n".join(map(str, values.values())) if isinstance(values, dict) else str(values)
+    return f"{thought}<{tag}>{inside}</{tag}>"
+
+
+# ---------------------------------------------------------------- cache
+
+class Cache:
+    """What tools answered, in a SQLite file that ranks share: (status, text) by what was asked.
+
+    Over `most` bytes the answers longest unused go. A damaged file is put aside; one that breaks
+    while it is used is done without, and said.
+    """
+
+    def __init__(self, path, most):
+        self.path, self.most, self.lock = path, most, threading.Lock()
+        try:
+            self.open()
+        except sqlite3.OperationalError as error:
+            raise ValueError(f'{path}: {error}; "cache" in tools.json names another place, or "" '
+                             "for none") from None
+        except sqlite3.DatabaseError:
+            os.replace(path, f"{path}.damaged")
+            print(f"{path} was damaged, and is {path}.damaged now", file=sys.stderr)
+            self.open()
+
+    def open(self):
+        self.file = sqlite3.connect(self.path, timeout=30, check_same_thread=False,
+                                    isolation_level=None)
+        self.file.execute("PRAGMA journal_mode = WAL")
+        self.file.execute("PRAGMA synchronous = OFF")  # a lost answer is asked for again
+        self.file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, status TEXT, "
+                          "text TEXT, used REAL, until REAL)")
+
+    def ask(self, query, *values):
+        with self.lock:
+            if self.file is None:
+                return []
+            try:
+                return self.file.execute(query, values).fetchall()
+            except sqlite3.DatabaseError as error:
+                print(f"{self.path}: {error}; the run goes on without it", file=sys.stderr)
+                self.file.close()
+                self.file = None
+                return []
+
+    def get(self, key):
+        rows = self.ask("SELECT status, text, until FROM answers WHERE key = ?", key)
+        now = time.time()
+        if not rows or rows[0][2] < now:
+            return None
+        self.ask("UPDATE answers SET used = ? WHERE key = ?", now, key)
+        return rows[0][:2]
+
+    def put(self, key, status, text, until):
+        text = text.encode("utf-8", "replace").decode()
+        self.ask("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", key, status, text,
+                 time.time(), until)
+        while (self.ask("SELECT total(length(text)) FROM answers") or [(0,)])[0][0] > self.most:
+            self.ask("DELETE FROM answers WHERE key IN (SELECT key FROM answers ORDER BY used "
+                     "LIMIT max(1, (SELECT count(*) FROM answers) / 10))")
+
+    def close(self):
+        with self.lock:
+            if self.file:
+                self.file.close()
+            self.file = None
+
+
+# ---------------------------------------------------------------- tools
+
+class Faults:
+    """Counts calls whose tool failed, and stops the run where that is no accident any more: an
+    agent that learns from broken tools learns not to use them, and nobody would see it."""
+
+    def __init__(self):
+        self.lock, self.last, self.row = threading.Lock(), deque(maxlen=OF_LAST), 0
+
+    def note(self, name, cause):
+        """cause: "" of a call that the tool answered. SystemExit where it is too much."""
+        with self.lock:
+            self.last.append(bool(cause))
+            self.row = self.row + 1 if cause else 0
+            count = sum(self.last) if cause else 0
+        if count > MOST_BROKEN or self.row >= IN_A_ROW:
+            raise SystemExit(f"{name} has failed in {count} of the last {len(self.last)} calls, "
+                             f"{self.row} in a row: {cause}. Repair it; --resume goes on")
+
+
+class ToolSandbox(Sandbox):
+    """The tools, for one episode. calls: a record of each, which verdict.py judges by."""
+
+    def __init__(self, world, failure_rate=0.0, seed=0):
+        super().__init__(None, failure_rate, seed)
+        self.world, self.tools, self.calls = world, frozenset(world.settings.tools), []
+
+    def call(self, name, arguments):
+        """The observation of a call. Raises nothing but the SystemExit of Faults."""
+        if name not in self.tools:
+            return f"Error: there is no tool {name!r:.80}. The tools are {', '.join(self.tools)}."
+        began = time.monotonic()
+        if self.failure_rate and self._fails():
+            status, text, cached = "injected", GONE.format(name), False
+        else:
+            status, text, cached = self.world.answer(name, arguments)
+        text, escaped = FORGED.subn("‹", text)
+        made = [(call["name"], call["arguments"]) for call in self.calls]
+        self.calls.append({
+            "name": name, "arguments": arguments, "status": status, "empty": not text.strip(),
+            "repeated": (name, arguments) in made, "cached": cached, "escaped": escaped,
+            "seconds": round(time.monotonic() - began, 4)})
+        return text if text.strip() else "(no output)"
+
+
+class ToolEpisode(Episode):
+    """A play of a question, in either grammar. Too many calls end it with the stop "calls"."""
+
+    def __init__(self, task, sandbox, max_turns, prompt):
+        settings = sandbox.world.settings
+        self.tags, self.most, self.show = (settings.grammar == "tags", settings.max_calls,
+                                           settings.show_budget)
+        super().__init__(task, sandbox, max_turns, prompt,
+                         parse=parse_tags if self.tags else parse_turn)
+
+    def begin(self, reply):
+        self.strict = self.strict or self.tags  # within a message nobody can be told of an error
+        action = super().begin(reply)
+        if not action or action.kind != "call" or self.calls <= self.most:
+            return action
+        if self.calls > self.most + 1:
+            self.stop = "calls"
+            return None
+        return Action("over")
+
+    def act(self, action):
+        if action.kind == "over":
+            return f"Error: all {self.most} calls are spent. Answer with what is known."
+        return super().act(action)
+
+    def finish(self, observation):
+        if self.show:
+            observation += f"\n({max(0, self.most - self.calls)} calls are left)"
+        if not self.tags:
+            return super().finish(observation)
+        self.messages.append({"role": "result", "content": f" <result>\n{observation}\n</result>"})
+        return observation
+
+    def fork(self, seed):
+        twin = super().fork(seed)
+        twin.sandbox.calls = list(self.sandbox.calls)
+        return twin
+
+    def record(self, model=""):
+        return super().record(model) | {"tools": self.sandbox.calls}
+
+
+# ---------------------------------------------------------------- world
+
+class Tools:
+    """The world as the stages see it (evaluate.Travel)."""
+
+    kinds = ("strict", "paper", "released", "needed", "answer")
+
+    def __init__(self, settings):
+        self.settings, self.faults = settings, Faults()
+        self.slow = not settings.ordered
+        self.stops = tuple(f"</{TAG_OF[name]}>" for name in settings.tools
+                           if settings.grammar == "tags")
+        self.lock, self.retriever, self.cache = threading.Lock(), None, None
+        self.jail = self.browser = None
+        chosen = {key: getattr(settings, key) for key in SETTINGS if key != "cache"}
+        self.identity = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:12]
+        self.parts = verdict.PARTS + ("tool_seconds", "cached") + (
+            ("unsafe",) if settings.unsafe_python else ())
+        if settings.cache:
+            self.cache = Cache(settings.folder / settings.cache, settings.cache_mib * 2**20)
+        if "Search" in settings.tools:
+            self.find_corpus()
+        if "Python" in settings.tools:
+            self.open_python()
+        if "Browse" in settings.tools:
+            self.open_browser()
+
+    def find_corpus(self):
+        """Look for the retriever's files, or ask its server for a word, before anything is spent.
+        """
+        from retriever import HTTP, find_retriever, open_retriever
+
+        chosen, corpus = self.settings.retriever, self.settings.folder / self.settings.corpus
+        if chosen.startswith(HTTP):
+            open_retriever(chosen, tries=2).search(["a"], 1)
+        else:
+            chosen = chosen if chosen == "bm25" else str(self.settings.folder / chosen)
+            find_retriever(chosen, corpus)
+            size, when = os.stat(corpus).st_size, os.stat(corpus).st_mtime_ns
+            self.identity += f"/{size}/{when}"
+        # opened by the first search: vLLM 0.32.0 does not start once numba is imported, by bm25s
+        self.open_search = partial(open_retriever, chosen, corpus)
+
+    def open_python(self):
+        from toolstar.jail import Jail, Remote
+
+        chosen = self.settings
+        if chosen.python != "jail":
+            self.jail = Remote(chosen.python, seconds=chosen.seconds)
+            return
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        workers = chosen.workers or max(1, len(os.sched_getaffinity(0)) // ranks)
+        self.jail = Jail(workers, chosen.unsafe_python, seconds=chosen.seconds,
+                           memory=chosen.memory)
+
+    def open_browser(self):
+        from toolstar.browse import Browser
+        from toolstar.jail import Jail
+
+        jail = Jail(1, self.settings.unsafe_python, ("trafilatura",), output=2**22)
+        self.browser = Browser(jail, self.settings.allow, passages=self.settings.page)
+
+    def close(self):
+        """Give back workers and files."""
+        for held in self.jail, self.browser and self.browser.jail, self.browser, self.cache:
+            if held:
+                held.close()
+
+    def load_task(self, row):
+        """A question {id, query, golds, check, needs?, family?}; ValueError names what is wrong."""
+        if not isinstance(row, dict):
+            raise ValueError(f"a task is a table of keys, not a {type(row).__name__}")
+        for key in ("query", "golds", "check"):
+            if key not in row:
+                raise ValueError(f"a task of this world has a {key!r}; this one: {list(row)}")
+        golds = row["golds"]
+        if not (isinstance(golds, list) and golds and all(isinstance(g, str) for g in golds)):
+            raise ValueError(f"'golds' must be a list of texts that are right, not {golds!r:.60}")
+        if row["check"] not in ("math", "qa"):
+            raise ValueError(f"'check' must be math or qa, not {row['check']!r:.60}")
+        needs = row.get("needs", [])
+        if not (isinstance(needs, list) and set(needs) <= set(TAGS)):
+            raise ValueError(f"'needs' must be some of {list(TAGS)}, not {needs!r:.60}")
+        return row | {"id": str(row.get("id", row.get("idx", "?")))}
+
+    def episode(self, task, seed, args):
+        """An Episode, ready to be played."""
+        prompt = system_prompt(args.system_prompt, self.settings)
+        return ToolEpisode(task, ToolSandbox(self, args.failure_rate, seed), args.max_turns, prompt)
+
+    def verdict(self, episode):
+        """(answer, score, strict success): right, in a whole form, and by tools that worked."""
+        calls, stop = episode.sandbox.calls, episode.stop
+        score = verdict.score(episode.task, episode.answer or "", calls, stop == "answer",
+                              stop in ("turns", "context"), as_tags(episode.messages))
+        score["tool_seconds"] = sum(call["seconds"] for call in calls)
+        score["cached"] = sum(call["cached"] for call in calls) / max(1, len(calls))
+        if self.settings.unsafe_python:
+            score["unsafe"] = 1.0  # in every log and table
+        broken = any(call["status"] == "broken" for call in calls)
+        return episode.answer, score, score["success"] * (stop == "answer" and not broken)
+
+    def reward(self, score, kind):
+        """The score as a number, by one of the kinds."""
+        return verdict.reward_of(score, kind)
+
+    # ------------------------------------------------------------ calls
+
+    def answer(self, name, arguments):
+        """(status, text, whether from the cache) of a call.
+
+        status: ok; error, timeout, memory, output, killed: the agent's own; broken: the tool's.
+        """
+        wrong = check_arguments(name, arguments)
+        if wrong:
+            return "error", wrong, False
+        kept = self.cache and (name != "Python" or self.settings.cache_python)
+        key = json.dumps([name, arguments, self.identity], sort_keys=True)
+        if kept and (found := self.cache.get(key)):
+            return *found, True
+        status, text = getattr(self, name.lower())(**arguments)
+        self.faults.note(name, text if status == "broken" else "")
+        if status == "broken":
+            return status, GONE.format(name), False
+        if kept and status in ("ok", "error"):
+            missed = status == "error" and name == "Browse"
+            self.cache.put(key, status, text, time.time() + MISSED if missed else 2.0**40)
+        return status, text, False
+
+    def search(self, query):
+        with self.lock:
+            self.retriever = self.retriever or self.open_search()
+        try:
+            hits = self.retriever.search([query], self.settings.top_k)[0]
+        except ConnectionError as error:
+            return "broken", str(error)
+        return "ok", "\n".join(f"Doc {i} {hit['document']['contents'].strip()}"
+                               for i, hit in enumerate(hits, 1))
+
+    def python(self, code):
+        done, chosen = self.jail.run(code), self.settings
+        if done.status == "broken":
+            return "broken", done.error
+        why = {"ok": "", "error": done.error,
+               "timeout": f"Error: the program took more than {chosen.seconds:g} s",
+               "memory": f"Error: the program took more than {chosen.memory} MiB",
+               "output": "Error: the program printed too much"}.get(
+                   done.status, f"Error: the program was ended ({done.error})")
+        shown = verdict.truncate(done.stdout.strip("\n"), chosen.output)
+        why = verdict.truncate(why, chosen.output)
+        return done.status, "\n".join(filter(None, (shown, why)))
+
+    def browse(self, url, query=""):
+        from toolstar.browse import BrowserBroken, PageError
+
+        try:
+            return "ok", self.browser.read(url, query)
+        except PageError as error:
+            return "error", f"Error: {error}"
+        except BrowserBroken as error:
+            return "broken", str(error)
+
+
+def check_arguments(name, arguments):
+    """What is wrong with a call's arguments, "" if nothing is."""
+    wanted = DECLARED[name][1]
+    needed = {key for key in wanted if len(wanted) == 1 or key not in OPTIONAL}
+    whole = isinstance(arguments, dict) and needed <= arguments.keys() <= wanted.keys()
+    if not whole or not all(isinstance(value, str) for value in arguments.values()):
+        return f"Error: {name} takes texts: {', '.join(wanted)}."
+    empty = [key for key in needed if not arguments[key].strip()]
+    return f"Error: {name} needs a {empty[0]}." if empty else ""
+
+
+def open_world(args):
+    """The world of --database, a folder with tools.json; database/tools unless it is set."""
+    folder = args.database or Path(__file__).resolve().parent.parent / "database" / "tools"
+    return Tools(read_settings(folder))
+
+
+# ---------------------------------------------------------------- main
+
+TRIED = {"Search": {"query": "the tallest tower"}, "Python": {"code": "print(6 * 7)"},
+         "Browse": {"url": "http://127.0.0.1:9/"}}  # refused, which takes no network
+
+
+def check(args):
+    """Print what the settings say and what each tool answers -> exit status."""
+    world = open_world(args)
+    for key in SETTINGS:
+        print(f"{key:15} {getattr(world.settings, key)!r}")
+    level = getattr(world.jail, "level", None)
+    print(f"\nPython runs {level or 'elsewhere'}")
+    for what, outcome in getattr(world.jail, "proof", {}).items():
+        print(f"    {what:40} {outcome}")
+    statuses = []
+    for name in world.settings.tools:
+        status, text, cached = world.answer(name, TRIED[name])
+        statuses.append(status)
+        print(f"\n{name} {json.dumps(TRIED[name])} -> {status}{', cached' * cached}\n{text}")
+    world.close()
+    return int("broken" in statuses)
+
+
+def flags(argv=None):
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = p.add_subparsers(dest="command", required=True)
+    for name, what in (("check", "call each tool once; exits with 1 where one is broken"),
+                       ("play", "you are the agent: answer a file's questions in the terminal")):
+        add = commands.add_parser(name, help=what).add_argument
+        add("--database", help="folder with tools.json (database/tools)")
+        if name == "play":
+            add("--tasks", required=True, help="questions, one per line")
+            add("--out", default="out/play", help="folder of the episodes (out/play)")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = flags(argv)
+    if args.command == "play":
+        import evaluate
+
+        words = ["--env", "tools", "--agent", "person", "--tasks", args.tasks, "--out", args.out]
+        return evaluate.main(words + (["--database", args.database] if args.database else []))
+    try:
+        return check(args)
+    except (OSError, ValueError) as error:  # what the user can mend is one line, not a traceback
+        raise SystemExit(f"toolstar.tools: {error}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

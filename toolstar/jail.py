@@ -32,7 +32,6 @@ import ctypes
 import gc
 import importlib
 import json
-import linecache
 import os
 import re
 import resource
@@ -46,11 +45,10 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import types
 from collections import deque
 from concurrent.futures import Future
-from errno import EPERM, ENOSYS
+from errno import ENOSYS, EPERM
 from pathlib import Path
 from queue import SimpleQueue
 from subprocess import DEVNULL, Popen
@@ -86,41 +84,39 @@ class Result(NamedTuple):
 # ---------------------------------------------------------------- inside: the program
 
 class Ending:
-    """Whatever ends the program stops here: shown on stderr as Python shows it, made a code."""
-    code = 0
+    """Whatever ends the program ends here, shown as Python shows it; `code` is its exit code."""
+    code = 70
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
         if kind is None:
+            self.code = 0
             return True
-        # what a program took of the memory it still holds: the report needs some more
+        # the program still holds all the memory that it took: showing the error needs some more
         resource.setrlimit(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)[1:] * 2)
-        if issubclass(kind, SystemExit):
-            plain = error.code is None or isinstance(error.code, int)
-            self.code = (error.code or 0) & 0xff if plain else 1
-            lines = [] if plain else [f"{error.code}\n"]
+        self.code = 1
+        if issubclass(kind, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            self.code = (error.code or 0) & 0xff
+        elif issubclass(kind, SystemExit):
+            print(error.code, file=sys.stderr)
         else:
-            self.code = 1
             while trace and trace.tb_frame.f_code.co_filename != NAME:
                 trace = trace.tb_next  # our own frames
-            lines = traceback.format_exception(kind, error, trace)
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.flush()
-        view = memoryview("".join(lines).encode("utf-8", "backslashreplace"))
-        while view:
-            view = view[os.write(2, view):]
+            sys.excepthook(kind, error.with_traceback(trace), trace)
         return True
 
 
-def play(source, display):
+def play(fd, display):
     """Run a program as `python program.py` would; show the value of a last bare expression.
 
     The one place of the house that compiles and executes text.
     """
+    with open(fd, "rb") as file:
+        source = file.read()
+    Path(NAME).write_bytes(source)  # tracebacks quote it
     program = source.decode("utf-8-sig", "surrogatepass")
-    linecache.cache[NAME] = len(program), None, program.splitlines(True), NAME
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__file__ = NAME
     tree = ast.parse(program, NAME)
@@ -167,33 +163,28 @@ def bind_filter(code):
 
 def run_fork(frame, fds, settings):
     """The whole life of a fork; never returns."""
-    code = 70
+    ending, late = Ending(), Ending()
     try:
         os.setsid()
-        program, *streams = fds
-        for target, fd in enumerate(streams):
+        for target, fd in enumerate(fds):
             os.dup2(fd, target)
-        with open(program, "rb", closefd=False) as file:
-            source = file.read()
-        os.closerange(3, 256)  # among them the socket of the frames
-        sys.path[0] = os.getcwd()
-        sys.argv = [NAME]
+        os.closerange(len(fds), 256)  # among them the socket of the frames
+        sys.path[0], sys.argv = os.getcwd(), [NAME]
         for name in "random", "numpy.random", "sympy.core.random":
             if name in sys.modules:
                 sys.modules[name].seed(0)
         set_limits(frame, settings)
         bind_filter(bytes.fromhex(settings["filter"]))
-        with Ending() as ending:
-            play(source, settings["display"])
-        with Ending() as late:  # as an interpreter that ends: atexit, then the globals' __del__
+        with ending:
+            play(len(fds) - 1, settings["display"])
+        with late:  # as an interpreter ends: atexit, then what the globals' __del__ do
             atexit._run_exitfuncs()
             sys.modules["__main__"].__dict__.clear()
-            for stream in sys.stdout, sys.__stdout__:
+            for stream in sys.stdout, sys.stderr, sys.__stdout__:
                 if stream is not None and not stream.closed:
                     stream.flush()
-        code = ending.code or late.code
     finally:
-        os._exit(code)
+        os._exit(ending.code or late.code)
 
 
 # ---------------------------------------------------------------- inside: the worker
@@ -302,22 +293,18 @@ ALLOWED = """
     getegid getgroups getpgid getpgrp getsid getresuid getresgid getpriority sched_getaffinity
     sched_yield uname sysinfo getcpu getrandom futex set_robust_list get_robust_list set_tid_address
     rseq arch_prctl membarrier exit exit_group wait4 waitid getrlimit recvfrom sendto shutdown
-    getsockopt getsockname getpeername""".split()
+    getsockopt getsockname getpeername"""
 DENIED = """
     clone fork vfork execve execveat socket socketpair connect bind listen accept accept4 sendmsg
-    recvmsg sendmmsg recvmmsg setsockopt kill tkill rt_sigqueueinfo rt_tgsigqueueinfo ptrace
-    process_vm_readv process_vm_writev process_madvise pidfd_open pidfd_getfd pidfd_send_signal
-    mount umount2 pivot_root chroot unshare setns open_tree move_mount fsopen fsmount bpf
-    io_uring_setup io_uring_enter io_uring_register perf_event_open userfaultfd keyctl add_key
-    request_key memfd_create memfd_secret personality seccomp prctl prlimit64 setrlimit
-    sched_setaffinity sched_setscheduler setpriority ioprio_set chown fchown lchown fchownat mknod
-    mknodat setuid setgid setgroups setreuid setregid setresuid setresgid setfsuid setfsgid capset
-    setpgid setsid sethostname setdomainname swapon swapoff reboot init_module finit_module
-    delete_module kexec_load acct quotactl syslog fanotify_init inotify_init1 name_to_handle_at
-    open_by_handle_at settimeofday clock_settime adjtimex setxattr shmget semget msgget""".split()
-# a worker is allowed these besides: to start, to fork and to end forks
-WORKERS = ("clone", "fork", "execve", "kill", "prctl", "seccomp", "sendmsg", "recvmsg",
-           "pidfd_open", "prlimit64", "setsid")
+    recvmsg setsockopt kill tkill ptrace process_vm_readv process_vm_writev pidfd_open pidfd_getfd
+    pidfd_send_signal mount umount2 pivot_root chroot unshare setns bpf io_uring_setup
+    perf_event_open userfaultfd keyctl add_key request_key memfd_create personality seccomp prctl
+    prlimit64 setrlimit sched_setaffinity sched_setscheduler setpriority chown fchown lchown
+    fchownat mknod mknodat setuid setgid setgroups setreuid setregid setresuid setresgid setpgid
+    setsid"""
+# a worker is allowed these of them: to start, to fork and to end forks
+WORKERS = """
+    clone fork execve kill prctl seccomp sendmsg recvmsg pidfd_open prlimit64 setsid"""
 
 
 def write_filter(threads=None):
@@ -335,23 +322,25 @@ def write_filter(threads=None):
         with contextlib.suppress(OSError):  # this architecture has no such call
             rules.add_rule(action, name, *[seccomp.Arg(*each) for each in conditions])
 
-    denied = [name for name in DENIED if threads is not None or name not in WORKERS]
-    for name in ALLOWED + (list(WORKERS) if threads is None else []):
-        add(seccomp.ALLOW, name)
     # asyncio wakes itself through a pair of sockets; a program may lower its own limits
-    special = {"socketpair": [((0, seccomp.EQ, socket.AF_UNIX),
-                               (1, seccomp.MASKED_EQ, 15, socket.SOCK_STREAM))]}
-    if threads is not None:
-        special["prlimit64"] = [((0, seccomp.EQ, 0),)]
-        special["kill"] = [((0, seccomp.MASKED_EQ, 2**31, 0),)]  # no process but it is in reach
-        special["clone"] = [((0, seccomp.MASKED_EQ, 2**16, 2**16),)] if threads else []
+    special = {"socketpair": [(0, seccomp.EQ, socket.AF_UNIX),
+                              (1, seccomp.MASKED_EQ, 15, socket.SOCK_STREAM)]}
+    free = ALLOWED.split()
+    if threads is None:
+        free += WORKERS.split()
+    else:
+        special["prlimit64"] = [(0, seccomp.EQ, 0)]
+        special["kill"] = [(0, seccomp.MASKED_EQ, 2**31, 0)]  # who is in reach but the program?
+    if threads:
+        special["clone"] = [(0, seccomp.MASKED_EQ, 2**16, 2**16)]  # CLONE_THREAD
+    for name in free:
+        add(seccomp.ALLOW, name)
+    for name, conditions in special.items():
+        add(seccomp.ALLOW, name, *conditions)
     for request in 0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451:  # is it a terminal? and the like
         add(seccomp.ALLOW, "ioctl", (1, seccomp.EQ, request))
-    for name in denied:
-        for conditions in special.get(name, ()):
-            add(seccomp.ALLOW, name, *conditions)
-        if not special.get(name):
-            add(seccomp.ERRNO(EPERM), name)
+    for name in {*DENIED.split()} - {*free, *special}:
+        add(seccomp.ERRNO(EPERM), name)
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
         file.seek(0)
@@ -402,7 +391,7 @@ class Worker:
         self.settings, self.calls, self.fit = settings, 0, True
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self.log = tempfile.TemporaryFile()  # what bubblewrap, or an import, complains about
+        self.log = os.memfd_create("log")  # what bubblewrap, or an import, complains about
         jailed, threads = settings["jailed"], str(settings["threads"] or 1)
         clean = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
                  "PYTHONIOENCODING": "utf-8:strict", "LD_LIBRARY_PATH": f"{sys.base_prefix}/lib",
@@ -441,9 +430,8 @@ class Worker:
         except OSError as error:
             said, kept = b"", str(error)
         if not said:
+            words = os.pread(self.log, MIB, 0).decode(errors="replace").strip() or str(kept)
             self.close()
-            self.log.seek(0)
-            words = self.log.read().decode(errors="replace").strip() or str(kept)
             raise JailError(explain(words.splitlines()[-1]))
         self.pid = struct.unpack("3i", kept[0][2][:12])[0]  # as seen from here
         self.control.settimeout(None)
@@ -462,12 +450,12 @@ class Worker:
                  "memory": space + self.settings["memory"] * MIB}
         streams, theirs = {}, []
         try:
-            for text in program, stdin:
-                theirs.append(memory_file(text))
+            theirs.append(memory_file(stdin))
             for _ in "out", "err":
                 end, write_end = os.pipe()
                 streams[end] = bytearray()
                 theirs.append(write_end)
+            theirs.append(memory_file(program))
             socket.send_fds(self.control, [json.dumps(frame).encode()], theirs)
             while theirs:
                 os.close(theirs.pop())  # theirs alone now: when they have ended, so have the pipes
@@ -517,6 +505,7 @@ class Worker:
         self.process.kill()
         self.process.wait()
         self.control.close()
+        os.close(self.log)
         if self.scratch:
             self.scratch.cleanup()
 

@@ -29,9 +29,12 @@ import re
 import string
 from collections import Counter
 
+from toolstar.expression import TEXT
 from toolstar.mathematics import is_mathematics, math_equal
 
 KINDS = ("strict", "paper", "released", "needed", "answer")
+PARTS = ("success", "f1", "em", "format_ok", "python", "search", "browse", "both", "errors",
+         "decorative", "gap")  # whose means are logged
 END, BONUS, UNNEEDED = "<|im_end|>", 0.1, 0.05
 HEADER = "<|im_start|>assistant\n"  # where the reference ends a response
 ENOUGH = 0.9  # accuracy that earns the strict bonus
@@ -39,7 +42,6 @@ VERDICTS = ("yes", "no", "noanswer")  # count only as a whole in token F1
 WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-RESULT = re.compile(r"<result>.*?</result>", re.DOTALL)
 
 
 # ---------------------------------------------------------------- text
@@ -218,3 +220,115 @@ def released(text, golds, end=END):
     best = token_f1(answer, golds)
     both = "</search>" in text and "</python>" in text
     return best + BONUS if best > 0 and both else best
+
+
+# ---------------------------------------------------------------- score and rewards
+
+def is_right(answer, task):
+    """Does this answer hit a gold of the task, by the task's check? -> bool"""
+    golds = texts(task["golds"])
+    if task["check"] == "math":
+        return any(math_equal(answer, gold) for gold in golds)
+    said = normalize(answer)
+    # a gold that normalizes to nothing, the choice A say, is compared as it stands
+    return any(said == normalize(gold) if normalize(gold) else
+               answer.strip(" .()").lower() == gold.strip(" .()").lower() for gold in golds)
+
+
+def score(task, answer, calls, format_ok, cut, tags_text):
+    """What an episode is worth, as numbers whose means can be logged.
+
+    task: golds (list of text), check ("math" or "qa"), needs (tools in lower case; may be missing).
+    answer: text or None. calls: records {name, status, empty, repeated} of what the environment
+    ran, the policy's own claims are none. cut: did a limit end the episode? tags_text: the
+    episode in the tags grammar, which the released reward reads.
+    """
+    said = bare(answer or "")
+    if task["check"] == "qa":
+        said = TEXT.sub(r" \1 ", said).strip()
+    right = bool(said) and is_right(said, task)
+    metrics = qa_metrics(said, task["golds"]) if said else dict.fromkeys(("em", "f1", "acc"), 0.0)
+    row = {
+        "success": float(right),
+        "em": metrics["em"],
+        "f1": metrics["f1"],
+        "acc": float(right) if task["check"] == "math" else max(metrics["f1"], float(right)),
+        "format_ok": float(bool(format_ok)),
+        "cut": float(bool(cut)),
+        "released": released(tags_text, task["golds"]),
+        **count_calls(calls, task.get("needs")),
+    }
+    row["gap"] = row["released"] - reward_of(row, "strict")
+    return row
+
+
+def count_calls(calls, needs):
+    """The part of a score that tells of calls. needs: the tools a task needs; None: unknown."""
+    names = [call["name"].lower() for call in calls]
+    done = [call["status"] == "ok" for call in calls]
+    worked = Counter(name for name, ok in zip(names, done, strict=True) if ok)
+    gave = {name for name, ok, call in zip(names, done, calls, strict=True)
+            if ok and not call["empty"] and not call["repeated"]}
+    unneeded = 0 if needs is None else sum(name not in needs for name in names)
+    return {
+        "calls": float(len(calls)),
+        "errors": float(done.count(False)),
+        **{name: float(worked[name]) for name in ("python", "search", "browse")},
+        "both": float({"search", "python"} <= worked.keys()),
+        "called": float({"search", "python"} <= {*names}),  # whatever came of it
+        "earned": float({"search", "python"} <= gave),
+        "needs_known": float(needs is not None),
+        "needed": float(needs is not None and len({*needs}) >= 2 and {*needs} <= gave),
+        "unneeded": float(unneeded),
+        "decorative": float(unneeded > 0),
+    }
+
+
+def reward_of(score, kind):
+    """The reward of one of KINDS for a score."""
+    if kind not in KINDS:
+        raise ValueError(f"--reward {kind}: there are {', '.join(KINDS)}")
+    if kind == "released":
+        return score["released"]
+    accuracy = score["acc"]
+    if kind == "answer":
+        return accuracy
+    if score["cut"] or not score["format_ok"]:
+        return -1.0
+    if kind == "paper":
+        return accuracy + BONUS * (accuracy > 0 and score["called"])
+    if kind == "strict" or not score["needs_known"]:
+        return accuracy + BONUS * (accuracy >= ENOUGH and score["earned"])
+    return accuracy + BONUS * (accuracy >= ENOUGH and score["needed"]) \
+        - UNNEEDED * score["unneeded"]
+
+
+def reward(text, golds, kind, check=None):
+    """The reward of a response alone, for the kinds that need no record of calls.
+
+    kind: "released", "paper" or "answer". check: "math" or "qa"; None: mathematics where every
+    gold is mathematics. `paper` takes tags outside of results for calls.
+    """
+    if kind not in ("released", "paper", "answer"):
+        raise ValueError(f"a text alone has no reward {kind!r}: released, paper or answer")
+    text = text or ""
+    if kind == "released":
+        return released(text, golds)
+    golds = aliases(golds)
+    check = check or ("math" if golds and all(map(is_mathematics, golds)) else "qa")
+    said = without_results(text)
+    calls = [{"name": name, "status": "ok", "empty": False, "repeated": False}
+             for name in ("search", "python") if f"<{name}>" in said and f"</{name}>" in said]
+    row = score({"golds": golds, "check": check}, answer_of(text), calls, released_format(text),
+                False, text)
+    return reward_of(row, kind)
+
+
+def without_results(text):
+    """What the policy said of a text: its results are left out."""
+    said, rest = [], text
+    while "</result>" in rest and "<result>" in rest:
+        before, _, rest = rest.partition("<result>")
+        said.append(before)
+        rest = rest.partition("</result>")[2]
+    return "".join(said) + rest

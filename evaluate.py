@@ -327,6 +327,8 @@ def lines_of(row):
                   for level in LEVELS}
         found |= {name: value for name, value in score.items()
                   if isinstance(value, float) and name not in ("success", "official")}
+        found |= {f"{name} per episode": value for name, value in score.items()
+                  if type(value) is int}
         found |= {name: passed for name, (passed, _) in score.get("checks", {}).items()}
     return found | {f"stop: {stop}": row["stop"] == stop for stop in STOPS}
 
@@ -408,7 +410,7 @@ def show(line, value):
     """A number of the table as text: shares in percent."""
     if value is None:
         return "-"
-    if line in COUNTS:
+    if line in COUNTS or line.endswith(" per episode"):
         return f"{value:.1f}"
     return str(value) if line == "episodes" else f"{100 * value:.1f}"
 

@@ -99,7 +99,7 @@ class Letters:
     """A tokenizer of one token a character; the end of a turn is one token, 0."""
 
     eos_token_id, chat_template = 0, "ChatML"
-    added_tokens_decoder = {0: SimpleNamespace(content="<|im_end|>")}
+    added_tokens_decoder = {0: SimpleNamespace(content="<|im_end|>", special=True)}
 
     def encode(self, text, add_special_tokens=False):
         return [0 if c == "\0" else ord(c) for c in text.replace("<|im_end|>", "\0")]

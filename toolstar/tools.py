@@ -75,6 +75,8 @@ FORGED = re.compile(r"<(?=\||/?(?:think|tool_call|tool_response|answer|result|se
 MOST_BROKEN, IN_A_ROW, OF_LAST = 10, 20, 1000  # calls: more, and the run stops
 MISSED = 600  # seconds that an error of the network is remembered
 GONE = "Error: Current tool {} is not available."  # as injected failures read
+PARTS = ("success", "f1", "em", "format_ok", "python", "search", "browse", "both", "errors",
+         "decorative", "gap", "cached", "tool_seconds")
 SHORT = {"turns": 'You answer questions with tools. Reply <think>...</think><tool_call>{"name": '
                   '..., "arguments": {...}}</tool_call> or <think>...</think><answer>...</answer>.',
          "tags": "You answer questions with <search>, <python> and <browse>. End with <answer>."}
@@ -358,8 +360,7 @@ class Tools:
         self.jail = self.browser = None
         chosen = {key: getattr(settings, key) for key in SETTINGS if key != "cache"}
         self.identity = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:12]
-        self.parts = verdict.PARTS + ("tool_seconds", "cached") + (
-            ("unsafe",) if settings.unsafe_python else ())
+        self.parts = PARTS + ("unsafe",) * settings.unsafe_python
         if settings.cache:
             self.cache = Cache(settings.folder / settings.cache, settings.cache_mib * 2**20)
         if "Search" in settings.tools:

@@ -301,7 +301,8 @@ class Browser:
             kind, charset = kind.strip(), re.search(r"charset=[\"']?([\w.:-]+)", rest)
             if kind not in PAGES and not PLAIN.fullmatch(kind):
                 raise wrong(gate.url, f"is no text: {kind}")
-            if headers.get("content-encoding", "identity") != "identity":  # perhaps a bomb
+            packed = headers.get("content-encoding", "").strip().lower()
+            if packed not in ("", "identity"):  # perhaps a bomb
                 raise wrong(gate.url, "comes packed, although it was asked for as it is")
             data = bytearray()
             for chunk in response.iter_stream():

@@ -1,0 +1,332 @@
+"""
+The browser of the second world: GET of a URL that a language model wrote; text comes back.
+
+    (1) check_url  http or https, a host, no user name; redirects pass through here again
+    (2) Gate       opens every connection: the host is resolved once, all its addresses are judged,
+                   and the connection goes to one of them, so that a name server's next answer
+                   counts for nothing; Host and SNI stay the name's; one deadline binds all waiting
+    (3) fetch      headers, redirects, and a body that is counted while it comes, never packed
+    (4) extract    HTML, text and PDF are parsed by a fixed program inside the jail, never here
+    (5) passages   the paragraphs that match the query best, by BM25
+
+This is the file to read for what a model can reach. httpcore2, the wire below httpx2, knows no
+proxies, no cookies and no environment variables. Scripts are not run, <meta refresh> is not
+followed. What comes back is somebody else's text: the caller escapes it.
+
+Reads   the network, within the rules above     Writes  nothing
+
+    jail = toolstar.jail.Jail(preload=("trafilatura",))
+    browser = toolstar.browse.Browser(jail, allow=["127.0.0.1:8123"])
+    browser.read("http://127.0.0.1:8123/lakes.html", "how deep is Lake Mol?")
+"""
+import base64
+import ipaddress
+import json
+import math
+import re
+import socket
+import textwrap
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; STAR)", "Accept": "text/html,text/plain,*/*",
+           "Accept-Encoding": "identity", "Connection": "close"}
+HOST = re.compile(r"[0-9a-z_][0-9a-z_.-]*|[0-9a-f:.]+")  # a name, or the inside of [IPv6]
+PORTS = (80, 443)
+REDIRECTS = (301, 302, 303, 307, 308)
+PAGES = ("text/html", "application/xhtml+xml", "application/pdf")
+PLAIN = re.compile(r"text/.*|application/(json|xml)|application/.*\+(json|xml)")
+LOOKUPS = 64  # at a time; a name server that is down holds as many threads and no more
+
+# IANA's special-purpose registries, written out, because what Python's ipaddress calls private
+# differs between its versions. 168.63.129.16 looks public and answers Azure's own machines alone.
+FORBIDDEN = [ipaddress.ip_network(network) for network in (
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
+    "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15",
+    "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4", "168.63.129.16/32",
+    # IPv4 in disguise: the dead tunnels Teredo (in the first) and 6to4 (in the second)
+    "2001::/23", "2002::/16", "2001:db8::/32", "3fff::/20")]
+# IPv6 outside of it: loopback, IPv4-compatible, link-local, unique local, multicast, unassigned
+UNICAST = ipaddress.ip_network("2000::/3")
+NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
+
+
+class PageError(ValueError):
+    """What is wrong with a page, a URL or a host: one line, fit to be shown to a model."""
+
+
+class BrowserBroken(RuntimeError):
+    """Our side is broken: the jail that reads pages is. No fault of the page; callers count it."""
+
+
+def wrong(url, words):
+    """A PageError of one line; a URL may be a server's own words, or as long as a novel."""
+    line = "".join(c if c.isprintable() else " " for c in f"{url[:200]} {words[:200]}")
+    return PageError(" ".join(line.split()))
+
+
+# ---------------------------------------------------------------- what may be reached
+
+def check_url(url, base=None):
+    """A model's or a redirect's URL -> httpx2.URL, absolute. PageError for what is no web page."""
+    import httpx2
+    try:
+        found = base.join(url) if base else httpx2.URL(url.strip())
+    except (httpx2.InvalidURL, ValueError):  # ValueError: characters that have no UTF-8
+        raise wrong(url, "is not a URL: write it as http://host/path") from None
+    if found.scheme not in ("http", "https") or not HOST.fullmatch(found.raw_host.decode("ascii")):
+        raise wrong(url, "is not a web page: write it as http://host/path")
+    if found.userinfo:
+        raise wrong(url, "holds a user name: leave out what stands before the @")
+    return found
+
+
+def is_public(text):
+    """Whether a numeric address belongs to the internet at large; what is no address does not."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    if address.version == 6:
+        if address.scope_id:  # a zone means this link, whatever the number
+            return False
+        if address.ipv4_mapped:
+            address = address.ipv4_mapped
+        elif address in NAT64:
+            address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        elif address not in UNICAST:
+            return False
+    return not any(address in network for network in FORBIDDEN)
+
+
+class Gate:
+    """The only way out, a network backend of httpcore2: opens the connections of one read."""
+
+    def __init__(self, browser, url):
+        self.browser, self.url = browser, url
+        self.end = time.monotonic() + browser.seconds
+
+    def left(self):
+        """Seconds until the deadline; PageError when it has passed."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise wrong(self.url, f"took longer than {self.browser.seconds:g} seconds")
+        return left
+
+    def addresses(self, host, port):
+        """The numeric addresses of a host that may be connected to, or PageError."""
+        pair = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        allowed = pair in self.browser.allow
+        if not allowed and port not in PORTS:
+            raise wrong(self.url, f"is on port {port}: only 80 and 443 can be read")
+        left, lookups = self.left(), self.browser.lookups
+        asked = lookups.submit(self.browser.resolve, host, port, type=socket.SOCK_STREAM)
+        try:
+            found = list(dict.fromkeys(entry[4][0] for entry in asked.result(left)))
+        except TimeoutError:
+            asked.cancel()
+            raise wrong(self.url, f"has a host that is not found in time: {host}") from None
+        except (OSError, ValueError):  # ValueError: no possible name
+            raise wrong(self.url, f"has a host that does not exist: {host}") from None
+        # One forbidden address refuses the host: its owner chooses which is tried first. The
+        # address is not named, because what names mean inside our network is not for a model.
+        if not allowed and not all(map(is_public, found)):
+            raise wrong(self.url, f"has a host that is not on the public internet: {host}")
+        return found
+
+    def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
+        """A Wire to the first address that answers; httpcore2 calls it for every connection."""
+        import httpcore2
+        addresses = self.addresses(host, port)
+        for tried, address in enumerate(addresses):
+            share = self.left() / (len(addresses) - tried)
+            try:
+                return Wire(httpcore2.SyncBackend().connect_tcp(address, port, share), self)
+            except (httpcore2.ConnectError, httpcore2.ConnectTimeout):
+                continue
+        raise wrong(self.url, f"has a host that does not answer: {host}")
+
+
+class Wire:
+    """A stream of httpcore2 whose every wait ends at its gate's deadline."""
+
+    def __init__(self, stream, gate):
+        self.stream, self.gate = stream, gate
+        self.close, self.get_extra_info = stream.close, stream.get_extra_info
+
+    def read(self, max_bytes, timeout=None):
+        return self.stream.read(max_bytes, self.gate.left())
+
+    def write(self, buffer, timeout=None):
+        self.stream.write(buffer, self.gate.left())
+
+    def start_tls(self, ssl_context, server_hostname=None, timeout=None):
+        left = self.gate.left()
+        return Wire(self.stream.start_tls(ssl_context, server_hostname, left), self.gate)
+
+
+# ---------------------------------------------------------------- pages
+
+# Runs in the jail. UTF-8 is tried before what a page says of itself: other encodings hardly ever
+# pass for it, and many pages name a wrong one. Of what is printed a jail keeps 64 KiB: 48,000 bytes
+# fit, however many of them JSON escapes.
+READER = r"""
+import base64, io, json, re, sys, trafilatura
+from trafilatura.utils import decode_file
+page = json.load(sys.stdin)
+data = base64.b64decode(page["data"])
+title, text, fault = "", "", ""
+
+def decode():
+    said = re.search(rb"charset=[\"']?([\w-]+)", data[:1024])
+    for name in ("utf-8", page["charset"], said[1].decode() if said else ""):
+        try:
+            return data.decode(name)
+        except (LookupError, ValueError):
+            pass
+    return decode_file(data)
+
+def clean(text):
+    text = re.sub(r"[^\S\n]+", " ", text)
+    return "".join(c for c in text if c == "\n" or c.isprintable()).strip()
+
+if data.startswith(b"%PDF-"):
+    try:
+        import pypdf
+        for sheet in pypdf.PdfReader(io.BytesIO(data)).pages:
+            text = text[:page["text"]] + sheet.extract_text() + "\n"
+    except ImportError:
+        fault = "is a PDF, which cannot be read here"
+else:
+    text = decode()
+    if 10 * len(re.findall(r"[\x00-\x08\x0e-\x1f\ufffd]", text)) > len(text):
+        fault = "is no text: binary data"
+    elif page["html"]:
+        text = text if "<html" in text.lower() else f"<html><body>{text}</body></html>"
+        tree = trafilatura.load_html(text)
+        title = "" if tree is None else tree.findtext(".//title") or ""
+        # fast: no second opinion, whose word lists take 0.2 s to load in every fork
+        found = trafilatura.extract(tree, fast=True, favor_recall=True, include_comments=False)
+        text = found or trafilatura.html2txt(text)
+title = " ".join(clean(title).split())[:200]
+text = clean(text)[:page["text"]].encode()[:48_000].decode(errors="ignore")
+print(json.dumps({"title": title, "text": text, "fault": fault}, ensure_ascii=False))
+"""
+
+
+def choose_passages(text, query, limit):
+    """The paragraphs that match a query best, in page order, at most `limit` characters in all.
+
+    BM25 (k1 1.2, b 0.75) over paragraphs, long ones cut at a quarter of the limit. Equals go by
+    place, so that without a query, or without a match, the page's beginning comes back.
+    """
+    parts = [part for line in text.splitlines()
+             for part in textwrap.wrap(line, max(limit // 4 - 3, 1), break_on_hyphens=False)]
+    bags = [Counter(re.findall(r"\w+", part.lower())) for part in parts]
+    mean = sum(bag.total() for bag in bags) / max(len(bags), 1) or 1
+    scores = [0.0] * len(parts)
+    for word in sorted(set(re.findall(r"\w+", query.lower()))):
+        holding = sum(word in bag for bag in bags)
+        rarity = math.log(1 + (len(bags) - holding + 0.5) / (holding + 0.5))
+        for i, bag in enumerate(bags):
+            length = 0.25 + 0.75 * bag.total() / mean
+            scores[i] += rarity * bag[word] * 2.2 / (bag[word] + 1.2 * length)
+    # what follows a heading that matches is meant as well
+    scores = [score + before / 2 for score, before in zip(scores, [0.0, *scores], strict=False)]
+    chosen = set()
+    for i in sorted(range(len(parts)), key=lambda i: -scores[i]):
+        limit -= len(parts[i]) + 3  # the line's end, and perhaps the mark of a gap
+        if limit < 0:
+            break
+        chosen.add(i)
+    return "\n".join(parts[i] if i - 1 in chosen or not i else "…\n" + parts[i]
+                     for i in sorted(chosen))
+
+
+class Browser:
+    """Reads pages for a language model, from any number of threads.
+
+    jail       a Jail whose workers have trafilatura; the caller closes it
+    allow      exact "host:port" pairs that no rule on ports or addresses binds, for pages of one's
+               own; anybody's page may redirect there
+    seconds    for names, connections, redirects, the body and the reading of it together
+    max_bytes  of a body
+    text, passages  characters that are kept of a page, and that come back
+    resolve    answers as socket.getaddrinfo does
+    """
+
+    def __init__(self, jail, allow=(), seconds=10.0, max_bytes=5_000_000, redirects=5, text=20_000,
+                 passages=2_000, resolve=socket.getaddrinfo):
+        import httpx2
+        self.jail, self.allow = jail, frozenset(pair.lower() for pair in allow)
+        self.seconds, self.max_bytes, self.redirects = seconds, max_bytes, redirects
+        self.text, self.passages, self.resolve = text, passages, resolve
+        self.lookups = ThreadPoolExecutor(LOOKUPS, "lookup")
+        self.tls = httpx2.create_ssl_context(trust_env=False)
+
+    def close(self):
+        self.lookups.shutdown(wait=False, cancel_futures=True)
+
+    def read(self, url, query=""):
+        """Title and passages of a page. PageError: the page's fault; BrowserBroken: ours."""
+        gate = Gate(self, url)
+        title, text = self.extract(self.fetch(gate), gate)
+        return f"{title}\n\n{choose_passages(text, query, self.passages)}".strip()
+
+    def fetch(self, gate):
+        """The page behind the gate's URL and its redirects, as READER wants it."""
+        import httpcore2
+        faults = httpcore2.TimeoutException, httpcore2.NetworkError, httpcore2.ProtocolError
+        where = check_url(gate.url)
+        for _ in range(self.redirects + 1):
+            try:
+                location, page = self.request(where, gate)
+            except faults as error:
+                gate.left()  # says so where the deadline is the cause
+                raise wrong(gate.url, f"cannot be read: {error}") from None
+            if page:
+                return page
+            where = check_url(location, where)
+        raise wrong(gate.url, f"redirects more than {self.redirects} times")
+
+    def request(self, where, gate):
+        """One GET -> (where it redirects to, None) or (None, page)."""
+        import httpcore2
+        url = httpcore2.URL(scheme=where.raw_scheme, host=where.raw_host, port=where.port,
+                            target=where.raw_path)
+        line = httpcore2.HTTPConnection(url.origin, ssl_context=self.tls, network_backend=gate)
+        with line, line.stream("GET", url, headers={"Host": where.netloc, **HEADERS}) as response:
+            headers = {name.decode("latin-1").lower(): value.decode("latin-1")
+                       for name, value in response.headers}
+            if response.status in REDIRECTS and "location" in headers:
+                return headers["location"], None
+            if not 200 <= response.status < 300:
+                raise wrong(gate.url, f"is not there: status {response.status}")
+            kind, _, rest = headers.get("content-type", "text/html").lower().partition(";")
+            kind, charset = kind.strip(), re.search(r"charset=[\"']?([\w.:-]+)", rest)
+            if kind not in PAGES and not PLAIN.fullmatch(kind):
+                raise wrong(gate.url, f"is no text: {kind}")
+            packed = headers.get("content-encoding", "").strip().lower()
+            if packed not in ("", "identity"):  # perhaps a bomb
+                raise wrong(gate.url, "comes packed, although it was asked for as it is")
+            data = bytearray()
+            for chunk in response.iter_stream():
+                data += chunk
+                gate.left()
+                if len(data) > self.max_bytes:
+                    raise wrong(gate.url, f"is larger than {self.max_bytes:,} bytes")
+        return None, {"data": base64.b64encode(data).decode(), "html": kind in PAGES,
+                      "charset": charset[1] if charset else "", "text": self.text}
+
+    def extract(self, page, gate):
+        """(title, text) of a page, read in the jail."""
+        done = self.jail.run(READER, stdin=json.dumps(page), seconds=gate.left())
+        if done.status == "broken" or "ModuleNotFoundError" in f"{done.error}{done.stderr}":
+            raise BrowserBroken(f"the jail cannot read pages: {done.error or done.stderr}")
+        if done.status != "ok":
+            raise wrong(gate.url, f"cannot be read: its text ends in {done.status}")
+        found = json.loads(done.stdout)
+        if found["fault"] or not found["text"]:
+            raise wrong(gate.url, found["fault"] or "holds no text")
+        return found["title"], found["text"]

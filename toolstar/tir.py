@@ -78,7 +78,7 @@ def draw_fact(rng, attribute, held_out):
     """A value as text: a number in the attribute's range, or the name of a person."""
     if attribute in RANGES:
         return str(draw_until(lambda: rng.randint(*RANGES[attribute]), held_out))
-    pools = POOLS["nouns"], POOLS["states"]
+    pools = POOLS["meal words"], POOLS["states"]  # of words in no place's name
     return draw_until(lambda: " ".join(map(rng.choice, pools)), held_out)
 
 
@@ -293,7 +293,7 @@ def solution(task):
     known, values = "", []  # known: what was read last, for the next thought to begin with
     for name, attribute in task["asks"]:
         query = f"{attribute} of {name}"
-        seen = yield turn(f"{known}search the {query}", "Search", {"query": query})
+        seen = yield turn(f"{known}search the {query}", "Search", {"query": name})
         # a passage begins with its quoted title and ends where the next one is numbered
         passage = re.split(r"\n\s*Doc \d+ ", seen.partition(f'"{name}"\n')[2])[0]
         value, link = find_fact(passage, name, attribute), re.search(r"http://\S+\.html", passage)

@@ -94,7 +94,7 @@ def draw_name(rng, names):
     return " ".join(words)
 
 
-def make_places(rng, n, held_out, taken):
+def draw_places(rng, n, held_out, taken):
     """The n places of a world, whose names are not among those taken; a sixth of them leave one
     attribute to their page."""
     places, names = [], []
@@ -145,7 +145,7 @@ def write_page(rng, place, before, after):
     return PAGE.format(title=place.name, links=" ".join(links), text=text)
 
 
-def write_world(rng, folder, worlds, port):
+def write_folder(rng, folder, worlds, port):
     """Write the folder of one or more worlds: a corpus, pages, settings of the tools."""
     passages = [write_passage(rng, place, places, port) for places in worlds for place in places]
     rng.shuffle(passages)
@@ -259,8 +259,8 @@ def facts(args):
         raise ValueError("names run out above 12,000 places to train on (--worlds times --places) "
                          "and above 2,000 of --held-out")
     out, rng, taken = Path(args.out), random.Random(f"tools/{args.seed}"), set()
-    train = [make_places(rng, args.places, False, taken) for _ in range(args.worlds)]
-    val = [make_places(rng, args.held_out, True, taken)]
+    train = [draw_places(rng, args.places, False, taken) for _ in range(args.worlds)]
+    val = [draw_places(rng, args.held_out, True, taken)]
     cut, asked, tasks = 2 * args.worlds // 3, set(), {}
     for part, worlds in ("sft", train[:cut]), ("rl", train[cut:]), ("val", val):
         places = [place for world in worlds for place in world]
@@ -268,8 +268,8 @@ def facts(args):
     programs = [task for task in tasks["sft"] if "python" in task["needs"]]
     for task in programs[:args.sft // 10]:
         task["slip"] = rng.choice(SLIPS)
-    write_world(rng, out / "train", train, args.port)
-    write_world(rng, out / "val", val, args.port)
+    write_folder(rng, out / "train", train, args.port)
+    write_folder(rng, out / "val", val, args.port)
     for part, file in ("sft", "sft-tasks"), ("rl", "rl"), ("val", "val"):
         write_jsonl(out / f"{file}.jsonl", tasks[part])
         print(f"{out / file}.jsonl: {len(tasks[part])} tasks")

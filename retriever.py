@@ -174,7 +174,7 @@ class Remote:
                 reply = self.client.post(self.url, content=body)
                 if reply.status_code == 200:
                     return read_hits(reply.json(), len(queries), self.url)
-                why = f"{reply.status_code} {reply.text[:300]}"
+                why = " ".join(f"{reply.status_code} {reply.text[:300]}".split())
                 if reply.status_code < 500 and reply.status_code != 429:
                     break  # the request is wrong: asking again will not help
             except (self.error, ValueError) as error:  # ValueError: the reply is no JSON

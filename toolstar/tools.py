@@ -418,6 +418,8 @@ class Tools:
         for key in ("query", "golds", "check"):
             if key not in row:
                 raise ValueError(f"a task of this world has a {key!r}; this one: {list(row)}")
+        if not isinstance(row["query"], str):
+            raise ValueError(f"'query' must be a text, not {row['query']!r:.60}")
         golds = row["golds"]
         if not (isinstance(golds, list) and golds and all(isinstance(g, str) for g in golds)):
             raise ValueError(f"'golds' must be a list of texts that are right, not {golds!r:.60}")

@@ -257,11 +257,10 @@ def test_a_call_that_breaks_two_workers_is_broken():
     need("bubblewrap", shutil.which("bwrap"))
     with Jail(1, preload=(), seconds=20) as one, ThreadPoolExecutor(1) as pool:
         wait_for(lambda: len(one.idle) == 2)
-        first, second = one.idle[-1], one.idle[0]
+        calls = {worker: worker.calls for worker in reversed(one.idle)}
         call = pool.submit(one.run, "import time\ntime.sleep(20)")
-        for worker in first, second:
-            called = worker.calls
-            wait_for(lambda worker=worker, called=called: worker.calls > called)
+        for worker, before in calls.items():
+            wait_for(lambda worker=worker, before=before: worker.calls > before)
             time.sleep(0.2)
             kill(worker)
         result = call.result(DEADLINE)

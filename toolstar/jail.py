@@ -795,7 +795,7 @@ def write_reply(result):
         return {"status": "SandboxError", "message": result.error}
     good, late = result.status == "ok", result.status == "timeout"
     # what is no traceback, such as a kill, is said all the same
-    told = result.stderr if result.status in ("ok", "error", "memory") else result.error
+    told = result.error if result.status in ("killed", "output") else result.stderr
     return {"status": "Success" if good else "Failed", "message": "", "run_result": {
         "status": "TimeLimitExceeded" if late else "Finished", "execution_time": result.seconds,
         "return_code": None if late else int(not good), "stdout": result.stdout, "stderr": told}}

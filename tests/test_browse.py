@@ -700,7 +700,7 @@ MONSTERS = {
 def test_a_monster_of_a_page_ends_within_the_deadline(reader, what):
     body = MONSTERS[what]().encode()
     with serving(lambda head: page(body)) as server:
-        browser, begun = reader(server, seconds=2), time.monotonic()
+        browser, begun = reader(server, seconds=1), time.monotonic()
         with contextlib.suppress(PageError):
             assert len(browser.read(server.url, "deep")) <= 2300
         assert time.monotonic() - begun < 30

@@ -1,0 +1,494 @@
+"""The interpreter: what programs get, what they cannot, and what becomes of a broken worker."""
+import gzip
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import hostile
+import pytest
+from conftest import ROOT
+
+from toolstar.jail import Jail, JailError, Remote, prove, read_reply
+
+DEADLINE = 60  # seconds; guards against hanging
+
+
+def need(what, found):
+    if not found:
+        assert not os.environ.get("CI"), f"{what} is missing"
+        pytest.skip(f"{what} is missing")
+
+
+@pytest.fixture(scope="module")
+def jail():
+    need("bubblewrap", shutil.which("bwrap"))
+    with Jail(1, seconds=20) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A jail that starts at once: it imports nothing."""
+    need("bubblewrap", shutil.which("bwrap"))
+    with Jail(2, preload=(), seconds=20) as one:
+        yield one
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return one.getsockname()[1]
+
+
+def wait_for(what):
+    ends = time.monotonic() + DEADLINE
+    while not what():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+# ---------------------------------------------------------------------------------------- results
+
+
+def test_a_program_prints_and_reads_its_input(plain):
+    result = plain.run("print(input()[::-1], end='')", "abc\n")
+    assert result[:4] == ("ok", "cba", "", "")
+    assert 0 < result.seconds < 20
+
+
+def test_input_of_several_megabytes_arrives(plain):
+    result = plain.run("import sys\nprint(len(sys.stdin.read()))", "é\n" * 10**6)
+    assert result.stdout == "2000000\n"
+
+
+def test_an_error_is_the_last_line_and_the_line_of_the_program(plain):
+    result = plain.run("x = 1\n\nx / 0\n")
+    assert result.status == "error"
+    assert result.error == "ZeroDivisionError: division by zero (line 3)"
+    assert result.stderr.startswith("Traceback (most recent call last):\n"
+                                    '  File "program.py", line 3, in <module>\n    x / 0\n')
+
+
+@pytest.mark.parametrize("program, status, error", [
+    ("import sys\nsys.exit(0)", "ok", ""),
+    ("import sys\nsys.exit(3)", "error", "exit code 3"),
+    ("import sys\nsys.exit('no')", "error", "no"),
+    ("raise KeyboardInterrupt", "error", "KeyboardInterrupt (line 1)"),
+    ("x = ", "error", "SyntaxError: invalid syntax (line 1)"),
+    ("bytearray(10**12)", "memory", "MemoryError (line 1)"),
+    ("import os\nos.abort()", "killed", "killed by SIGABRT"),
+    ("print('x' * 10**6)", "output", "more than 65536 bytes of output"),
+])
+def test_a_status_says_how_it_ended(plain, program, status, error):
+    result = plain.run(program)
+    assert (result.status, result.error) == (status, error)
+
+
+def test_a_program_out_of_time_keeps_what_it_said(plain):
+    result = plain.run("print('begun', flush=True)\nwhile True: pass", seconds=0.3)
+    assert result[:4] == ("timeout", "begun\n", "", "stopped after 0.3 s")
+
+
+def test_output_up_to_the_limit_is_whole(plain):
+    assert plain.run("print('x' * 65535)").stdout == "x" * 65535 + "\n"
+
+
+def test_text_that_is_no_text_is_the_programs_error(plain):
+    assert plain.run("a\0b").status == "error"
+    assert "surrogates not allowed" in plain.run("print('\ud800')").error
+    assert plain.run("\ufeffprint(1)").stdout == "1\n"
+    assert plain.run("input()", "\ud800\n").stdout == "'?'\n"
+    shown = plain.run("import sys\nsys.stdout.buffer.write(b'\\xff')\nNone")
+    assert shown.stdout == "\ufffd"
+
+
+@pytest.mark.parametrize("program, shown", [
+    ("1 + 1", "2\n"), ("'a'", "'a'\n"), ("None", ""), ("x = 5", ""), ("x = 5\nx", "5\n"),
+    ("print(1)", "1\n"), ("from __future__ import annotations\nx: y = 1\nx", "1\n"), ("", ""),
+])
+def test_a_last_bare_expression_is_shown(plain, program, shown):
+    assert plain.run(program).stdout == shown
+
+
+def test_a_bare_expression_is_not_shown_where_nobody_asks_for_it():
+    need("bubblewrap", shutil.which("bwrap"))
+    with Jail(1, preload=(), display=False) as quiet:
+        assert quiet.run("1 + 1").stdout == ""
+
+
+def test_addresses_are_masked_and_numbers_are_not(plain):
+    result = plain.run("print(object(), hex(2**60))\nraise ValueError(object())")
+    assert result.stdout == "<object object at 0x0> 0x1000000000000000\n"
+    assert result.error == "ValueError: <object object at 0x0> (line 2)"
+
+
+def test_equal_programs_say_the_same(jail):
+    program = ("import random, numpy, sympy.core.random as s\n"
+               "print(random.random(), numpy.random.rand(), s.random(), {'a', 'b', 'c', 'd'})")
+    first = jail.run(program)
+    assert first.status == "ok"
+    assert jail.run(program).stdout == first.stdout
+    with Jail(1) as other:
+        assert other.run(program).stdout == first.stdout
+
+
+def test_programs_say_what_plain_python_says(jail, test_data):
+    path = test_data / "parity" / "toolstar_programs.jsonl.gz"
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        cases = [json.loads(line) for line in file]
+    assert len(cases) == 310
+    for case in cases:
+        result = jail.run(case["p"])
+        shown = case["b"][0] + "\n" if case.get("b") else ""
+        error = re.sub(r" \(line \d+\)$", "", result.error)
+        expected = case.get("e", "")
+        suggests = sys.version_info[:2] == (3, 11)  # other versions word their errors differently
+        assert result.stdout == case["out"] + shown, case
+        assert error == expected if suggests else bool(error) == bool(expected), case
+
+
+def test_other_modules_can_be_preloaded():
+    need("bubblewrap", shutil.which("bwrap"))
+    pytest.importorskip("trafilatura")
+    script = "import sys, trafilatura\nprint(trafilatura.extract(sys.stdin.read()))"
+    page = "<html><body><article><p>" + "The text of a page. " * 20 + "</p></article></body></html>"
+    with Jail(1, preload=("trafilatura",)) as reader:
+        assert reader.run(script, page).stdout.startswith("The text of a page. The text")
+
+
+def test_threads_run_where_they_are_admitted():
+    need("bubblewrap", shutil.which("bwrap"))
+    program = ("import os, threading\nthread = threading.Thread(target=print, args=(1,))\n"
+               "thread.start()\nthread.join()\nos.fork()")
+    with Jail(1, preload=(), threads=2) as threaded:
+        result = threaded.run(program)
+    assert result.stdout == "1\n" and result.error.startswith("PermissionError")
+
+
+def test_asyncio_runs(plain):
+    assert plain.run("import asyncio\nprint(asyncio.run(asyncio.sleep(0, 5)))").stdout == "5\n"
+
+
+# ---------------------------------------------------------------------------------------- hostile
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    one = hostile.Host(tmp_path_factory.mktemp("host"))
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("attack", hostile.PROGRAMS, ids=lambda each: f"{each[0]}, {each[1]}")
+def test_a_hostile_program_comes_to_nothing(jail, host, attack):
+    assert hostile.attack(jail, host, *attack) == []
+
+
+def open_to_all(path):
+    """bubblewrap's flags that show a folder to every user, though one above it is closed."""
+    closed = [folder for folder in path.parents if not folder.stat().st_mode & 1]
+    if not closed:
+        return []
+    inner = path.relative_to(closed[-1]).parents
+    folders = [closed[-1] / part for part in reversed(inner) if str(part) != "."]
+    made = [flag for folder in folders for flag in ("--dir", str(folder))]
+    return ["--tmpfs", str(closed[-1]), *made, "--ro-bind", str(path), str(path)]
+
+
+def test_hostile_programs_come_to_nothing_as_an_ordinary_user():
+    need("bubblewrap", shutil.which("bwrap"))
+    if os.geteuid():
+        pytest.skip("this user is an ordinary one")
+    need("setpriv", shutil.which("setpriv"))
+    flags = [flag for place in (sys.base_prefix, sys.prefix, ROOT)
+             for flag in open_to_all(Path(place).resolve())]
+    user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    done = subprocess.run(
+        ["bwrap", "--cap-add", "ALL", "--dev-bind", "/", "/", *flags, *user, sys.executable, "-B",
+         str(ROOT / "tests" / "hostile.py")], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "80 programs as user 65534, jailed: 0 wrong\n", done.stdout + done.stderr
+
+
+def test_a_program_sees_nothing_of_the_call_before(plain):
+    for _ in range(2):
+        result = plain.run("import os\nprint(os.listdir())\nopen('left', 'w').write('x' * 10**6)")
+        assert result.stdout.startswith("['program.py']")
+
+
+# ----------------------------------------------------------------------------------------- broken
+
+
+def kill(worker):
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.process.wait(DEADLINE)
+
+
+def test_a_worker_killed_between_calls_is_replaced(plain):
+    for worker in list(plain.idle):
+        kill(worker)
+    results = [plain.run(f"print({i})") for i in range(4)]
+    # two calls may meet two dead workers each, and say so
+    assert [r.stdout for r in results if r.status != "broken"][-2:] == ["2\n", "3\n"]
+
+
+def test_a_call_whose_worker_is_killed_is_repeated():
+    need("bubblewrap", shutil.which("bwrap"))
+    with Jail(1, preload=(), seconds=20) as one, ThreadPoolExecutor(1) as pool:
+        wait_for(lambda: len(one.idle) == 2)
+        used, spare = one.idle[-1], one.idle[0]
+        call = pool.submit(one.run, "import time\ntime.sleep(1)\nprint(5)")
+        wait_for(lambda: used.calls and used not in one.idle)
+        time.sleep(0.2)
+        kill(used)
+        assert call.result(DEADLINE).stdout == "5\n"
+        assert spare.calls, "the spare took over"
+        assert one.run("print(6)").stdout == "6\n"
+
+
+def test_a_call_that_breaks_two_workers_is_broken():
+    need("bubblewrap", shutil.which("bwrap"))
+    with Jail(1, preload=(), seconds=20) as one, ThreadPoolExecutor(1) as pool:
+        wait_for(lambda: len(one.idle) == 2)
+        calls = {worker: worker.calls for worker in reversed(one.idle)}
+        call = pool.submit(one.run, "import time\ntime.sleep(20)")
+        for worker, before in calls.items():
+            wait_for(lambda worker=worker, before=before: worker.calls > before)
+            time.sleep(0.2)
+            kill(worker)
+        result = call.result(DEADLINE)
+        assert result.status == "broken" and "died" in result.error
+        assert one.run("print(6)").stdout == "6\n"
+
+
+def test_a_worker_that_does_not_answer_is_broken_and_replaced():
+    need("bubblewrap", shutil.which("bwrap"))
+    with Jail(1, preload=(), seconds=20) as one:
+        wait_for(lambda: len(one.idle) == 2)
+        stopped = one.idle[-1]
+        os.kill(stopped.pid, signal.SIGSTOP)
+        assert one.run("print(1)", seconds=0.2).stdout == "1\n"
+        assert stopped.process.poll() is not None, "it is killed"
+
+
+def test_a_worker_retires():
+    need("bubblewrap", shutil.which("bwrap"))
+    with Jail(1, preload=(), seconds=20) as one:
+        worker = one.take()
+        worker.calls = 1999
+        one.put_back(worker, True)
+        assert one.run("print(1)").stdout == "1\n"
+        assert worker.process.poll() is not None
+        assert one.run("print(2)").stdout == "2\n"
+
+
+def test_an_interrupted_caller_leaves_no_program_behind(plain):
+    def interrupt(*_):
+        raise InterruptedError("rung")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            # an InterruptedError is an OSError, which a broken worker is too
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            plain.run("while True: pass")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert plain.run("print(3)").stdout == "3\n"
+
+
+# ------------------------------------------------------------------------------------------- pool
+
+
+def test_128_callers_get_their_own_answers(plain):
+    with ThreadPoolExecutor(128) as pool:
+        results = list(pool.map(lambda i: plain.run("print(input())", f"{i}"), range(256)))
+    assert [r.stdout for r in results] == [f"{i}\n" for i in range(256)]
+
+
+def test_callers_are_served_in_order():
+    need("bubblewrap", shutil.which("bwrap"))
+    order = []
+    with Jail(1, preload=(), seconds=20) as one:
+        held = one.take()
+        threads = []
+        for i in range(8):
+            threads.append(threading.Thread(target=lambda i=i: order.append((i, one.run("1")))))
+            threads[-1].start()
+            wait_for(lambda i=i: len(one.waiting) == i + 1)
+        one.put_back(held, True)
+        for thread in threads:
+            thread.join(DEADLINE)
+    assert [i for i, _ in order] == list(range(8))
+
+
+def test_nothing_is_left_after_a_jail():
+    need("bubblewrap", shutil.which("bwrap"))
+    descriptors, folder = len(os.listdir("/proc/self/fd")), set(os.listdir("/tmp"))
+    before = hostile.below(os.getpid())
+    with Jail(2, preload=(), seconds=20) as one:
+        wait_for(lambda: len(one.idle) == 3)
+        for i in range(50):
+            one.run("while True: pass" if i % 10 == 0 else "print(1)", seconds=0.1)
+        busy = len(os.listdir("/proc/self/fd"))
+        assert busy <= descriptors + 3 * 3, "a socket, a log and a process for each worker"
+    wait_for(lambda: hostile.below(os.getpid()) <= before)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert not [name for name in set(os.listdir("/tmp")) - folder if name.startswith("unsafe-")]
+
+
+def test_a_closed_jail_says_so():
+    need("bubblewrap", shutil.which("bwrap"))
+    one = Jail(1, preload=())
+    one.close()
+    assert one.run("1")[3] == "the jail is closed"
+
+
+def test_workers_end_with_their_process():
+    need("bubblewrap", shutil.which("bwrap"))
+    script = ("import os, signal\nfrom toolstar.jail import Jail\njail = Jail(1, preload=())\n"
+              "print(jail.idle[0].pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    pid = int(done.stdout)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
+
+
+# ------------------------------------------------------------------------------------------ levels
+
+
+def test_each_class_is_proved(plain):
+    assert plain.level == "jailed"
+    assert {"time", "memory", "processes", "output", "secrets", "files", "network",
+            "kernel"} <= plain.proof.keys()
+
+
+def test_the_unsafe_level_runs_programs_and_fails_the_proof():
+    with Jail(1, unsafe=True, preload=(), seconds=20) as open_door:
+        assert open_door.level == "unsafe"
+        assert open_door.run("print(2 + 3)").stdout == "5\n"
+        assert open_door.run("while True: pass", seconds=0.2).status == "timeout"
+        with pytest.raises(JailError, match="does not hold.*processes.*secrets.*network"):
+            prove(open_door)
+
+
+def one_line(error):
+    return "\n" not in str(error.value)
+
+
+def test_no_bubblewrap_is_one_line_with_the_fix(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(JailError, match="apt install bubblewrap") as error:
+        Jail(1, preload=())
+    assert one_line(error)
+
+
+def test_no_user_namespaces_is_one_line_with_the_fix(monkeypatch, tmp_path):
+    (tmp_path / "bwrap").write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(JailError, match="No permissions.*sysctl") as error:
+        Jail(1, preload=())
+    assert one_line(error)
+
+
+def test_no_libseccomp_as_root_is_one_line_with_the_fix(monkeypatch):
+    need("bubblewrap", shutil.which("bwrap"))
+    if os.geteuid():
+        pytest.skip("an ordinary user needs it less")
+    monkeypatch.setitem(sys.modules, "pyseccomp", None)
+    with pytest.raises(JailError, match="pip install pyseccomp.*libseccomp2") as error:
+        Jail(1, preload=())
+    assert one_line(error)
+
+
+def test_a_module_that_is_not_there_is_one_line():
+    need("bubblewrap", shutil.which("bwrap"))
+    with pytest.raises(JailError, match="No module named 'nosuch'") as error:
+        Jail(1, preload=("nosuch",))
+    assert one_line(error)
+
+
+# ---------------------------------------------------------------------------------------- commands
+
+
+def command(*words, **more):
+    return subprocess.run([sys.executable, "-m", "toolstar.jail", *map(str, words)], cwd=ROOT,
+                          capture_output=True, text=True, timeout=DEADLINE, **more)
+
+
+def test_check_prints_the_level_and_its_proof():
+    need("bubblewrap", shutil.which("bwrap"))
+    done = command("check")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("jailed\n") and "\nnetwork " in done.stdout
+    assert command("check", "--unsafe").returncode == 1
+
+
+def test_run_runs_a_file(tmp_path):
+    need("bubblewrap", shutil.which("bwrap"))
+    (tmp_path / "p.py").write_text("print(input())\n1 / 0")
+    done = command("run", tmp_path / "p.py", input="hello\n")
+    assert done.stdout == "hello\n" and done.returncode == 1
+    assert done.stderr.endswith("jail.py: error: ZeroDivisionError: division by zero (line 2)\n")
+    assert command("run", tmp_path / "none.py").stderr.startswith("jail.py: [Errno 2]")
+
+
+@pytest.fixture(scope="module")
+def server():
+    need("bubblewrap", shutil.which("bwrap"))
+    pytest.importorskip("fastapi")
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-m", "toolstar.jail", "serve", "--workers", "1",
+                                "--port", str(port)], cwd=ROOT)
+    with Remote(f"http://127.0.0.1:{port}") as remote:
+        wait_for(lambda: process.poll() is not None or remote.run("1").status == "ok")
+    yield f"http://127.0.0.1:{port}/run_code"
+    process.terminate()
+    process.wait(DEADLINE)
+
+
+@pytest.mark.parametrize("program, expected", [
+    ("print(input())", ("ok", "a\n", "", "")),
+    ("1 / 0", ("error", "", None, "ZeroDivisionError: division by zero (line 1)")),
+    ("while True: pass", ("timeout", "", "", "stopped after 0.5 s")),
+    ("bytearray(10**12)", ("memory", "", None, "MemoryError (line 1)")),
+    ("5", ("ok", "", "", "")),
+])
+def test_a_remote_answers_as_a_jail(server, program, expected):
+    with Remote(server) as remote:
+        result = remote.run(program, "a", seconds=0.5)
+    assert result[:2] + result[3:4] == expected[:2] + expected[3:]
+    assert expected[2] is None or result.stderr == expected[2]
+
+
+def test_the_server_answers_as_sandboxfusion(server):
+    import httpx2
+    good = httpx2.post(server, json={"code": "print(1)", "language": "python"}).json()
+    assert good["status"] == "Success"
+    assert good["run_result"] | {"execution_time": 0} == {
+        "status": "Finished", "execution_time": 0, "return_code": 0, "stdout": "1\n", "stderr": ""}
+    for body in {"code": "1", "language": "bash"}, {"code": "1", "files": {"a": "eA=="}}:
+        assert httpx2.post(server, json=body).json()["status"] == "SandboxError"
+    assert httpx2.post(server, json={}).status_code == 422
+
+
+def test_a_remote_that_is_not_there_is_broken():
+    with Remote(f"http://127.0.0.1:{free_port()}") as remote:
+        result = remote.run("1")
+    assert result.status == "broken" and "/run_code" in result.error
+
+
+@pytest.mark.parametrize("reply", [{}, {"status": "Success"}, {"status": "Success",
+                                                               "run_result": None}, []])
+def test_an_odd_reply_is_no_answer(reply):
+    with pytest.raises((KeyError, TypeError)):
+        read_reply(reply, 1)

@@ -6,7 +6,8 @@ The browser of the second world: GET of a URL that a language model wrote; text 
                    and the connection goes to one of them, so that a name server's next answer
                    counts for nothing; Host and SNI stay the name's; one deadline binds all waiting
     (3) fetch      headers, redirects, and a body that is counted while it comes, never packed
-    (4) extract    HTML, text and PDF are parsed by a fixed program inside the jail, never here
+    (4) extract    HTML, text, and PDF where pypdf is installed, are parsed by a fixed program inside
+                   the jail, never here
     (5) passages   the paragraphs that match the query best, by BM25
 
 This is the file to read for what a model can reach. httpcore2, the wire below httpx2, knows no
@@ -45,7 +46,7 @@ FORBIDDEN = [ipaddress.ip_network(network) for network in (
     "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
     "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15",
     "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4", "168.63.129.16/32",
-    # IPv4 in disguise: the dead tunnels Teredo (in the first) and 6to4 (in the second)
+    # the first two hold IPv4 in disguise, the dead tunnels Teredo and 6to4
     "2001::/23", "2002::/16", "2001:db8::/32", "3fff::/20")]
 # IPv6 outside of it: loopback, IPv4-compatible, link-local, unique local, multicast, unassigned
 UNICAST = ipaddress.ip_network("2000::/3")
@@ -246,8 +247,9 @@ class Browser:
     jail       a Jail whose workers have trafilatura; the caller closes it
     allow      exact "host:port" pairs that no rule on ports or addresses binds, for pages of one's
                own; anybody's page may redirect there
-    seconds    for names, connections, redirects, the body and the reading of it together
-    max_bytes  of a body
+    seconds    for names, connections, redirects, the body and the reading of it together; waiting
+               for a worker of the jail is not counted
+    max_bytes  of a body; a read holds about five times as many at its peak
     text, passages  characters that are kept of a page, and that come back
     resolve    answers as socket.getaddrinfo does
     """

@@ -6,7 +6,8 @@ The browser of the second world: GET of a URL that a language model wrote; text 
                    and the connection goes to one of them, so that a name server's next answer
                    counts for nothing; Host and SNI stay the name's; one deadline binds all waiting
     (3) fetch      headers, redirects, and a body that is counted while it comes, never packed
-    (4) extract    HTML, text and PDF are parsed by a fixed program inside the jail, never here
+    (4) extract    HTML, text, and PDF where pypdf is installed, are parsed by a fixed program inside
+                   the jail, never here
     (5) passages   the paragraphs that match the query best, by BM25
 
 This is the file to read for what a model can reach. httpcore2, the wire below httpx2, knows no
@@ -45,7 +46,7 @@ FORBIDDEN = [ipaddress.ip_network(network) for network in (
     "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
     "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15",
     "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4", "168.63.129.16/32",
-    # IPv4 in disguise: the dead tunnels Teredo (in the first) and 6to4 (in the second)
+    # the first two hold IPv4 in disguise, the dead tunnels Teredo and 6to4
     "2001::/23", "2002::/16", "2001:db8::/32", "3fff::/20")]
 # IPv6 outside of it: loopback, IPv4-compatible, link-local, unique local, multicast, unassigned
 UNICAST = ipaddress.ip_network("2000::/3")
@@ -69,7 +70,7 @@ def wrong(url, words):
 # ---------------------------------------------------------------- what may be reached
 
 def check_url(url, base=None):
-    """A model's or a redirect's URL -> httpx2.URL, absolute. PageError for what is no web page."""
+    """A model's or a redirect's URL -> httpx2.URL, or PageError."""
     import httpx2
     try:
         found = base.join(url) if base else httpx2.URL(url.strip())
@@ -88,16 +89,11 @@ def is_public(text):
         address = ipaddress.ip_address(text)
     except ValueError:
         return False
-    if address.version == 6:
-        if address.scope_id:  # a zone means this link, whatever the number
-            return False
-        if address.ipv4_mapped:
-            address = address.ipv4_mapped
-        elif address in NAT64:
-            address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        elif address not in UNICAST:
-            return False
-    return not any(address in network for network in FORBIDDEN)
+    if getattr(address, "ipv4_mapped", None) or address in NAT64:
+        address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    inside = address.version == 6 and address not in UNICAST
+    zoned = "%" in text  # an address of one link, whatever its number
+    return not inside and not zoned and not any(address in network for network in FORBIDDEN)
 
 
 class Gate:
@@ -180,9 +176,9 @@ title, text, fault = "", "", ""
 
 def decode():
     said = re.search(rb"charset=[\"']?([\w-]+)", data[:1024])
-    for name in ("utf-8", page["charset"], said[1].decode() if said else ""):
-        try:
-            return data.decode(name)
+    for name in ("utf-8", page["charset"], said[1].decode().lower() if said else ""):
+        try:  # as all browsers do: what is called Latin-1 is Windows' variant of it
+            return data.decode({"iso-8859-1": "cp1252"}.get(name, name))
         except (LookupError, ValueError):
             pass
     return decode_file(data)
@@ -195,7 +191,9 @@ if data.startswith(b"%PDF-"):
     try:
         import pypdf
         for sheet in pypdf.PdfReader(io.BytesIO(data)).pages:
-            text = text[:page["text"]] + sheet.extract_text() + "\n"
+            text += sheet.extract_text() + "\n"
+            if len(text) > page["text"]:
+                break
     except ImportError:
         fault = "is a PDF, which cannot be read here"
 else:
@@ -211,7 +209,7 @@ else:
         text = found or trafilatura.html2txt(text)
 title = " ".join(clean(title).split())[:200]
 text = clean(text)[:page["text"]].encode()[:48_000].decode(errors="ignore")
-print(json.dumps({"title": title, "text": text, "fault": fault}, ensure_ascii=False))
+print(json.dumps([title, text, fault], ensure_ascii=False))
 """
 
 
@@ -224,14 +222,13 @@ def choose_passages(text, query, limit):
     parts = [part for line in text.splitlines()
              for part in textwrap.wrap(line, max(limit // 4 - 3, 1), break_on_hyphens=False)]
     bags = [Counter(re.findall(r"\w+", part.lower())) for part in parts]
+    wanted = set(re.findall(r"\w+", query.lower()))
+    holding = Counter(word for bag in bags for word in wanted & bag.keys())
+    rarity = {word: math.log(1 + (len(bags) - n + 0.5) / (n + 0.5)) for word, n in holding.items()}
     mean = sum(bag.total() for bag in bags) / max(len(bags), 1) or 1
-    scores = [0.0] * len(parts)
-    for word in sorted(set(re.findall(r"\w+", query.lower()))):
-        holding = sum(word in bag for bag in bags)
-        rarity = math.log(1 + (len(bags) - holding + 0.5) / (holding + 0.5))
-        for i, bag in enumerate(bags):
-            length = 0.25 + 0.75 * bag.total() / mean
-            scores[i] += rarity * bag[word] * 2.2 / (bag[word] + 1.2 * length)
+    scores = [math.fsum(rarity[word] * bag[word] * 2.2 /
+                        (bag[word] + 1.2 * (0.25 + 0.75 * bag.total() / mean))
+                        for word in wanted & bag.keys()) for bag in bags]
     # what follows a heading that matches is meant as well
     scores = [score + before / 2 for score, before in zip(scores, [0.0, *scores], strict=False)]
     chosen = set()
@@ -250,8 +247,9 @@ class Browser:
     jail       a Jail whose workers have trafilatura; the caller closes it
     allow      exact "host:port" pairs that no rule on ports or addresses binds, for pages of one's
                own; anybody's page may redirect there
-    seconds    for names, connections, redirects, the body and the reading of it together
-    max_bytes  of a body
+    seconds    for names, connections, redirects, the body and the reading of it together; waiting
+               for a worker of the jail is not counted
+    max_bytes  of a body; a read holds about five times as many at its peak
     text, passages  characters that are kept of a page, and that come back
     resolve    answers as socket.getaddrinfo does
     """
@@ -322,11 +320,14 @@ class Browser:
     def extract(self, page, gate):
         """(title, text) of a page, read in the jail."""
         done = self.jail.run(READER, stdin=json.dumps(page), seconds=gate.left())
-        if done.status == "broken" or "ModuleNotFoundError" in f"{done.error}{done.stderr}":
-            raise BrowserBroken(f"the jail cannot read pages: {done.error or done.stderr}")
+        if done.status == "broken" or done.error.startswith(("ImportError", "ModuleNotFoundError")):
+            raise BrowserBroken(f"the jail cannot read pages: {done.error}")
         if done.status != "ok":
-            raise wrong(gate.url, f"cannot be read: its text ends in {done.status}")
-        found = json.loads(done.stdout)
-        if found["fault"] or not found["text"]:
-            raise wrong(gate.url, found["fault"] or "holds no text")
-        return found["title"], found["text"]
+            raise wrong(gate.url, f"cannot be read ({done.status})")
+        try:
+            title, text, fault = map(str, json.loads(done.stdout))
+        except (TypeError, ValueError, RecursionError):  # a page that made the reader its own
+            raise wrong(gate.url, "cannot be read") from None
+        if fault or not text:
+            raise wrong(gate.url, fault or "holds no text")
+        return title, text

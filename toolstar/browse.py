@@ -6,7 +6,7 @@ The browser of the second world: GET of a URL that a language model wrote; text 
                    and the connection goes to one of them, so that a name server's next answer
                    counts for nothing; Host and SNI stay the name's; one deadline binds all waiting
     (3) fetch      headers, redirects, and a body that is counted while it comes, never packed
-    (4) extract    HTML, text, and PDF where pypdf is installed, are parsed by a fixed program inside
+    (4) extract    HTML, text, and PDF where pypdf is installed, are read by a fixed program inside
                    the jail, never here
     (5) passages   the paragraphs that match the query best, by BM25
 

@@ -224,7 +224,9 @@ def ask_neither(rng, places, held_out):
     a, b = (draw_until(lambda: rng.randint(10, rng.choice((99, 999))), held_out) for _ in "ab")
     first, *_, last = name.split()
     gold = {"larger": max(a, b), "smaller": min(a, b), "first": first, "last": last}[kind]
-    return a != b and word_task(rng, f"neither {kind}", held_out, gold, a=a, b=b, name=name)
+    things = f"word of {name}" if kind in ("first", "last") else f"of {a} and {b}"
+    task = word_task(rng, f"neither {kind}", held_out, gold, a=a, b=b, name=name)
+    return a != b and task | {"reason": f"the {kind} {things} is {gold}"}
 
 
 FAMILIES = {  # share in per cent, tools needed, how a task is drawn: None if there is none
@@ -289,33 +291,34 @@ def find_fact(text, name, attribute):
 
 def solution(task):
     """The solver's replies to a task, one after another: a generator, to which what the tools
-    answer is sent. Values come from there, and never from what made the task."""
-    known, values = "", []  # known: what was read last, for the next thought to begin with
+    answer is sent. Values come from there, and never from what made the task. Its thoughts say
+    again what it has read, so that the next call and the answer copy from nearby."""
+    said, values = "", []
     for name, attribute in task["asks"]:
         query = f"{attribute} of {name}"
-        seen = yield turn(f"{known}search the {query}", "Search", {"query": name})
+        seen = yield turn(f"{said}search the {query}", "Search", {"query": name})
         # a passage begins with its quoted title and ends where the next one is numbered
         passage = re.split(r"\n\s*Doc \d+ ", seen.partition(f'"{name}"\n')[2])[0]
         value, link = find_fact(passage, name, attribute), re.search(r"http://\S+\.html", passage)
         if value is None and link:
-            known = f"the {attribute} of {name} stands on a page: "
-            seen = yield turn(f"{known}read it", "Browse", {"url": link[0], "query": query})
+            thought = f"{said}the {query} stands on a page: read it"
+            seen = yield turn(thought, "Browse", {"url": link[0], "query": query})
             value = find_fact(seen, name, attribute)
         if value is None:
             yield final_turn(f"the {query} is not to be found", "unknown")
             return
-        known = f"the {query} is {value}: "
+        said += f"the {query} is {value}: "
         values.append(value)
     if task["program"]:
         code = f"print({task['program'].format(*values)})"
         slip = code.replace("print", task.get("slip", "print"))
-        seen = yield turn(f"{known}compute", "Python", {"code": slip})
+        seen = yield turn(f"{said}compute", "Python", {"code": slip})
         if slip != code and "NameError" in seen:
             seen = yield turn(f"{task['slip']} is misspelt: print", "Python", {"code": code})
-        values, known = [seen.strip()], f"it comes to {seen.strip()}: "
-    elif not task["asks"]:
-        values, known = task["golds"], "no tool is needed: "  # it stands in the question
-    yield final_turn(f"{known}the answer", values[-1])
+        said, values = f"it comes to {seen.strip()}: ", [seen.strip()]
+    elif not task["asks"]:  # the question itself answers
+        said, values = f"no tool is needed, {task['reason']}: ", task["golds"]
+    yield final_turn(f"{said}the answer", values[-1])
 
 
 def play_solution(task, episode):

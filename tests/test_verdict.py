@@ -158,6 +158,17 @@ e^{i\pi} ~ -1
 60 mph ~ 60 miles per hour
 2 sin x ~ 2\sin(x)
 3:00 \text{ p.m.} ~ 3:00 pm
+\text{(A) }5 ~ A
+B. 12 ~ (B)
+\langle 1,2\rangle ~ (1,2)
+7\frac{1}{2}\% ~ 0.075
+x \ne 3 ~ (-\infty,3)\cup(3,\infty)
+2^3=8 ~ 8
+\text{Area} = 12\pi ~ 12\pi
+\left[\begin{array}{c}1\\2\end{array}\right] ~ \begin{pmatrix}1\\2\end{pmatrix}
+\lceil 2.1 \rceil ~ 3
+3\cdot 4^{n-1} ~ \frac34 4^n
+\text{A and B} ~ B, A
 \textbf{(B) } ~ B
 \text{(-1, 2)} ~ (-1,2)
 \left(\begin{array}{cc}1&2\\3&4\end{array}\right) ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
@@ -209,6 +220,10 @@ x ~ X
 12:30 p.m. ~ 12:30
 \text{Monday} ~ \text{Tuesday}
 yes ~ no
+(A) 5 ~ B
+2^3=9 ~ 9
+2 3 ~ 6
+5x ~ 5
 0\cdot\infty ~ 0
 """
 

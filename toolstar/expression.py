@@ -106,8 +106,9 @@ SPELLINGS = (  # in this order
     ("\u202f", " "), ("\u03b8", r"\theta "), (r"\degree", "\u00b0"), (r"^{\circ}", "\u00b0"),
     (r"^\circ", "\u00b0"), (r"\dfrac", r"\frac"), (r"\tfrac", r"\frac"), (r"\cfrac", r"\frac"),
     (r"\lbrace", r"\{"), (r"\rbrace", r"\}"), (r"\lvert", "|"), (r"\rvert", "|"), (r"\vert", "|"),
-    (r"\cdot", "*"), (r"\times", "*"), (r"\div", "/"), ("**", "^"), (r"\%", "%"), ("~", " "),
-    (r"\displaystyle", ""), (r"\limits", ""), (r"\!", ""), (r"\boxed", ""),
+    (r"\cdot", "*"), (r"\times", "*"), (r"\ast", "*"), (r"\div", "/"), ("**", "^"), (r"\%", "%"),
+    (r"\displaystyle", ""), (r"\limits", ""), (r"\!", ""), (r"\boxed", ""), (r"\angle", ""),
+    ("~", " "),
     (r"\emptyset", r"\{\}"), (r"\varnothing", r"\{\}"), ("\u2205", r"\{\}"),
     (r"\mathbb{R}", r"(-\infty,\infty)"),
 )
@@ -148,13 +149,12 @@ def unmarked(text):
 def quoted(match):
     r"""What \text{...} says: mathematics in it is bare, each word a token in quotes."""
     inside = match[1].replace('"', "").strip()
-    if inside in ("and", "or", ","):
-        return ","
     if inside in FUNCTIONS:
         return f"\\{inside} "
     if not re.search("[a-zA-Z%]", inside) or re.search(r"[\\=^\d(]", inside):
         return f" {inside} "
-    return " ".join(f' "{word}" ' for word in re.findall(r"[^\s/]+|/", inside))
+    words = re.findall(r"[^\s/,]+|[/,]", inside)
+    return " ".join("," if word in ("and", "or", ",") else f' "{word}" ' for word in words)
 
 
 def words_behind(match):
@@ -215,6 +215,7 @@ def bounded(value):
 
 
 def divide(a, b):
+    """a / b, exact where both are. Raises ZeroDivisionError."""
     return bounded(Fraction(a) / b) if rational(a) and rational(b) else a / b
 
 
@@ -289,6 +290,7 @@ class Expression:
         self.tokens, self.at = list(tokens), 0
         self.point, self.radians, self.sign = setting
         self.depth = self.bars = 0  # atoms and | that are open
+        self.numbered = 0  # where the last number ended
 
     def peek(self):
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
@@ -321,10 +323,13 @@ class Expression:
     def product(self):
         """Factors from left to right: 3/2x is (3/2)x."""
         start, value = self.at, self.signed()
-        while self.peek() in ("*", "/") or self.begins_factor(self.peek()):
+        while self.peek() in ("*", "/", "%") or self.begins_factor(self.peek()):
             if self.peek() == "*":
                 self.take()
                 value = bounded(value * self.signed())
+            elif self.peek() == "%":  # of all before it: 7\frac{1}{2}\%
+                self.take()
+                value = divide(value, 100)
             elif self.peek() == "/":
                 self.take()
                 value = divide(value, self.signed())
@@ -335,7 +340,7 @@ class Expression:
     def beside(self, value, start):
         r"""value with the factor beside it: 2x is a product, 5\frac{1}{2} is five and a half."""
         begin, before = self.at, self.tokens[self.at - 1]
-        if before[-1].isdigit() and self.peek()[0].isdigit():
+        if self.numbered == self.at and self.peek()[0].isdigit():
             raise Unreadable
         factor, span = self.power(), self.tokens[begin:self.at]
         plain = span[0] == r"\frac" and all(t.isdigit() or t in ("{", "}") for t in span[1:])
@@ -368,12 +373,10 @@ class Expression:
         return self.atom()
 
     def suffixed(self, value):
-        while self.peek() in ("!", "%", "\u00b0"):
-            mark = self.take()
-            if mark == "!":
+        """A value with a factorial or degrees behind it."""
+        while self.peek() in ("!", "\u00b0"):
+            if self.take() == "!":
                 value = math.factorial(whole(value))
-            elif mark == "%":
-                value = divide(value, 100)
             elif self.radians:
                 value = value * math.pi / 180
         return value
@@ -389,7 +392,8 @@ class Expression:
 
     def atom_of(self, token):
         if token[0].isdigit() or token[0] == ".":
-            return self.number(token)
+            value, self.numbered = self.number(token), self.at
+            return value
         if token in BRACKETS:
             return self.bracket(token)
         if token == "|":
@@ -424,6 +428,7 @@ class Expression:
         return "".join(self.tokens[begin:self.at]).strip("{}")
 
     def number(self, token):
+        r"""12, .5, 1e3, 1010_2, 0.\overline{3}."""
         if self.peek() == "_":
             return int(token, int(self.subscript()))
         if self.peek() in (r"\overline", r"\bar"):
@@ -443,6 +448,7 @@ class Expression:
         return self.tokens[begin:self.at]
 
     def bracket(self, token):
+        r"""What a bracket holds, and \lfloor and \lceil make of it."""
         value = self.sum()
         self.take(BRACKETS[token])
         if token in (r"\lfloor", r"\lceil"):
@@ -502,6 +508,7 @@ class Expression:
         return value if exponent is None else power(value, exponent)
 
     def function_argument(self):
+        """What a function is of: brackets, or the factors up to a sign or the next function."""
         if self.peek() in ("(", "{"):
             return self.suffixed(self.atom())
         value = self.signed()

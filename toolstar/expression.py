@@ -19,11 +19,12 @@ import cmath
 import math
 import re
 import zlib
+from collections import Counter
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-DEEPEST, MOST_BITS = 40, 20_000  # nested things; bits of a power
+DEEPEST, MOST_BITS = 40, 50_000  # nested things; bits of a number
 POINTS = 3  # where letters are tried
 CLOSE = 1e-10  # relative error of floats over a few operations
 UNREADABLE = (ValueError, ArithmeticError, IndexError, KeyError, TypeError)
@@ -45,24 +46,23 @@ class Setting(NamedTuple):
 
 
 # ---------------------------------------------------------------- units
-# name: dimension, then how many of the dimension's base it is
-UNITS = """
-mm length 1/1000; millimeter length 1/1000; cm length 1/100; centimeter length 1/100; dm length 1/10
-m length 1; meter length 1; metre length 1; centimetre length 1/100; km length 1000
-kilometer length 1000; kilometre length 1000; inch length 127/5000; in length 127/5000
-foot length 381/1250; feet length 381/1250; ft length 381/1250; yard length 1143/1250
-yd length 1143/1250; mile length 201168/125; mi length 201168/125
-s time 1; sec time 1; second time 1; min time 60; minute time 60; h time 3600; hr time 3600
-hour time 3600; day time 86400; week time 604800; month months 1; year months 12
-mg mass 1/1000; g mass 1; gram mass 1; kg mass 1000; kilogram mass 1000
-oz mass 28349523125/1000000000; ounce mass 28349523125/1000000000
-lb mass 45359237/100000; pound mass 45359237/100000; dollar money 1; cent money 1/100
-buck money 1; euro euro 1; unit unit 1; radian angle 1; rad angle 1
-liter litre 1; litre litre 1; l litre 1; ml litre 1/1000; milliliter litre 1/1000
-"""
-UNITS = {row.split()[0]: (row.split()[1], Fraction(row.split()[2]))
-         for line in UNITS.strip().splitlines() for row in line.split(";")}
-PLAIN = {name for name in UNITS if len(name) > 1} - {"sec"}  # no \text around them needed
+UNITS = {  # dimension: names, each with how many of the dimension's base it is
+    "length": """mm 1/1000 millimeter 1/1000 cm 1/100 centimeter 1/100 centimetre 1/100 dm 1/10 m 1
+        meter 1 metre 1 km 1000 kilometer 1000 kilometre 1000 in 127/5000 inch 127/5000
+        ft 381/1250 foot 381/1250 feet 381/1250 yd 1143/1250 yard 1143/1250 mi 201168/125
+        mile 201168/125""",
+    "time": """s 1 second 1 min 60 minute 60 h 3600 hr 3600 hour 3600 day 86400 week 604800""",
+    "months": """month 1 year 12""",
+    "mass": """mg 1/1000 g 1 gram 1 kg 1000 kilogram 1000 oz 45359237/1600000
+        ounce 45359237/1600000 lb 45359237/100000 pound 45359237/100000""",
+    "volume": """l 1 liter 1 litre 1 ml 1/1000 milliliter 1/1000""",
+    "money": """dollar 1 cent 1/100""",
+    "angle": """radian 1 rad 1""",
+    "unit": """unit 1""",
+}
+UNITS = {name: (dimension, Fraction(size)) for dimension, row in UNITS.items()
+         for name, size in zip(row.split()[::2], row.split()[1::2], strict=True)}
+PLAIN = {name for name in UNITS if len(name) > 1}  # these need no \text around them
 
 
 def unit_of(words):
@@ -70,22 +70,23 @@ def unit_of(words):
 
     ["square", "cm"], ["km", "/", "h"], ["m", "^", "2"]
     """
-    factor, powers, sign, exponent, last = Fraction(1), {}, 1, 1, None
+    factor, powers, sign, exponent = Fraction(1), Counter(), 1, 1
+    dimension = size = None
+    words = " ".join(words).lower().replace("mph", "mile / hour").split()
     for word in words:
-        name = word.lower().strip(".")
+        name = word.strip(".")
         if name in ("/", "per"):
             sign = -1
         elif name in ("square", "sq", "cubic") and len(words) > 1:
             exponent = 3 if name == "cubic" else 2
-        elif name.isdigit() and last:  # of a ^
-            dimension, size, used = last
-            powers[dimension] += sign * (int(name[:1]) - 1)
-            factor *= size ** (used * (int(name[:1]) - 1))
-        elif name not in ("^", ""):
+        elif name.isdigit() and size:  # the exponent of what stands before
+            powers[dimension] += sign * (int(name) - 1)
+            factor *= size ** (sign * (int(name) - 1))
+        elif name not in ("^", "*", ""):
             dimension, size = UNITS.get(name) or UNITS.get(singular(name)) or (name, Fraction(1))
-            powers[dimension] = powers.get(dimension, 0) + sign * exponent
+            powers[dimension] += sign * exponent
             factor *= size ** (sign * exponent)
-            last, exponent = (dimension, size, sign), 1
+            exponent = 1
     return factor, frozenset(item for item in powers.items() if item[1])
 
 
@@ -95,7 +96,7 @@ def singular(name):
     return short[:-1] if short.endswith("s") else short
 
 
-# ---------------------------------------------------------------- tidy
+# ---------------------------------------------------------------- tokens
 SPELLINGS = (  # in this order
     ("\u2212", "-"), ("\u2013", "-"), ("\u00d7", "*"), ("\u00f7", "/"), ("\u03c0", r"\pi "),
     ("\u221a", r"\sqrt "), ("\u221e", r"\infty "), ("\u2264", r"\le "), ("\u2265", r"\ge "),
@@ -105,25 +106,29 @@ SPELLINGS = (  # in this order
     ("\u202f", " "), ("\u03b8", r"\theta "), (r"\degree", "\u00b0"), (r"^{\circ}", "\u00b0"),
     (r"^\circ", "\u00b0"), (r"\dfrac", r"\frac"), (r"\tfrac", r"\frac"), (r"\cfrac", r"\frac"),
     (r"\lbrace", r"\{"), (r"\rbrace", r"\}"), (r"\lvert", "|"), (r"\rvert", "|"), (r"\vert", "|"),
-    (r"\cdot", "*"), (r"\times", "*"), (r"\div", "/"), ("**", "^"), (r"\%", "%"), ("~", " "),
-    (r"\displaystyle", ""), (r"\limits", ""), (r"\!", ""), (r"\boxed", ""),
+    (r"\cdot", "*"), (r"\times", "*"), (r"\ast", "*"), (r"\div", "/"), ("**", "^"), (r"\%", "%"),
+    (r"\displaystyle", ""), (r"\limits", ""), (r"\!", ""), (r"\boxed", ""), (r"\angle", ""),
+    ("~", " "),
     (r"\emptyset", r"\{\}"), (r"\varnothing", r"\{\}"), ("\u2205", r"\{\}"),
     (r"\mathbb{R}", r"(-\infty,\infty)"),
 )
 # the marks around mathematics, and the size of a bracket; `\\[` breaks a line
 MARKS = re.compile(r"(?<!\\)\\[\[\]()]|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
+BOX = re.compile(r"\\boxed\s*\{(.*)\}", re.DOTALL)
 SPACING = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])")
 TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)"
                   r"\s*\{([^{}]*)\}")
 ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{(?:[pbB]?matrix|array)\}(?:\s*\{[lcr| ]*\})?")
-SEPARATOR = re.compile(r"(?<=\d)(?:,\s?\\!|\{,\}|\\,|\\ )(?=\d{3}(?!\d))")  # 1{,}000 is one number
+SEPARATOR = re.compile(r"(?<=\d)(?:,\s?\\!\s?|\{,\}|\\,|\\ )(?=\d{3}(?!\d))")  # 1{,}000
 BLANKS = re.compile(r"(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d.,/]?\d)")
 COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 MIXED = re.compile(r"(?<![\d./^_])(\d{1,9}) +(\d{1,9}) ?/ ?(\d{1,9})(?![\d.])")
 MONEY = re.compile(r"(?:\\\$|[$\u20ac\u00a3]) *(\d[\d.]*)")
 LETTER_UNIT = re.compile(r"(?<=\d) ([mgshL])(?:\^?\{?([23])\}?)?$")  # 5 m; 5m is a product
+BEHIND = re.compile(r"(?<=[\d}]) ([A-Za-z]{3,})(?: [A-Za-z]+)*$")  # 18 eggs
 DEGREES = re.compile(r'"degrees?"|(?<=\d) ?degrees?\b')
 PERCENT = re.compile(r'"(?:percent|%)"|\bpercent\b')
+UNION = re.compile(r"(?<=[)\]])\s*U\s*(?=[(\[])")
 AND = re.compile(r"\b(?:and|or)\b|;")
 TOKEN = re.compile(r'"[^"]*"|\\[a-zA-Z]+|\\.|<=|>=|!=|\d+\.?\d*[eE][+-]?\d+|\d+\.?\d*|\.\d+'
                    r"|[a-zA-Z]+|\S", re.DOTALL)
@@ -132,24 +137,29 @@ WORDS = re.compile(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*")
 
 @lru_cache(4096)
 def unmarked(text):
-    """A text without the marks around it: dollars, brackets of display, a full stop."""
+    """A text without what is around it: dollars, brackets of display, a box, a full stop."""
     text = MARKS.sub("", text).strip().rstrip(".").strip()
     for mark in ("$$", "$"):
         if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
             text = text[len(mark):-len(mark)].strip()
-    return text.rstrip(".").strip()
+    box = BOX.fullmatch(text)
+    return (box[1] if box else text).rstrip(".").strip()
 
 
 def quoted(match):
     r"""What \text{...} says: mathematics in it is bare, each word a token in quotes."""
     inside = match[1].replace('"', "").strip()
-    if inside in ("and", "or", ","):
-        return ","
     if inside in FUNCTIONS:
         return f"\\{inside} "
     if not re.search("[a-zA-Z%]", inside) or re.search(r"[\\=^\d(]", inside):
         return f" {inside} "
-    return " ".join(f' "{word}" ' for word in re.findall(r"[^\s/]+|/", inside))
+    words = re.findall(r"[^\s/,]+|[/,]", inside)
+    return " ".join("," if word in ("and", "or", ",") else f' "{word}" ' for word in words)
+
+
+def words_behind(match):
+    """The words behind a number, as a unit; a function stays one."""
+    return match[0] if match[1] in NAMES else "".join(f' "{word}"' for word in match[0].split())
 
 
 @lru_cache(4096)
@@ -165,21 +175,27 @@ def tokens_of(text, commas):
     text = MONEY.sub(r'\1 "dollar" ', text).replace("\\$", "").replace("$", "").strip()
     text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = LETTER_UNIT.sub(lambda match: f' "{match[1]}"' + f"^{match[2]}" * bool(match[2]), text)
-    text = AND.sub(",", PERCENT.sub("%", DEGREES.sub("\u00b0", text)))
+    text = BEHIND.sub(words_behind, text)
+    text = AND.sub(",", UNION.sub(r"\\cup ", PERCENT.sub("%", DEGREES.sub("\u00b0", text))))
     tokens = []
     for token in TOKEN.findall(text):
         if token.isalpha() and tokens and (token in PLAIN or singular(token) in PLAIN):
             tokens.append(f'"{token}"')
         elif token.isalpha() and token.isascii() and len(token) <= 3 and token not in NAMES:
-            tokens += token  # a product of letters
+            tokens.extend(token)  # a product of letters
         else:
             tokens.append(token)
     return tuple(tokens)
 
 
+def untexted(text):
+    r"""A text with the words of its \text{...} bare."""
+    return TEXT.sub(r" \1 ", unmarked(text))
+
+
 def words_of(text):
     r"""The words of an answer that is nothing else, in lower case: \text{No solution}, (B)."""
-    text = TEXT.sub(r" \1 ", unmarked(text)).strip(" ().")
+    text = untexted(text).strip(" ().")
     return " ".join(text.lower().split()) if WORDS.fullmatch(text) else None
 
 
@@ -189,8 +205,18 @@ def rational(value):
     return isinstance(value, int | Fraction)
 
 
+def bounded(value):
+    """The value; raises TooLarge for an exact number of more than MOST_BITS."""
+    if rational(value):
+        bits = value.numerator.bit_length() + value.denominator.bit_length()
+        if bits > MOST_BITS:
+            raise TooLarge
+    return value
+
+
 def divide(a, b):
-    return Fraction(a) / b if rational(a) and rational(b) else a / b
+    """a / b, exact where both are. Raises ZeroDivisionError."""
+    return bounded(Fraction(a) / b) if rational(a) and rational(b) else a / b
 
 
 def power(base, exponent):
@@ -245,7 +271,7 @@ FUNCTIONS = {
 }
 TURNED = {"sin": cmath.asin, "cos": cmath.acos, "tan": cmath.atan}  # of \sin^{-1}
 CONSTANTS = {"pi": complex(math.pi), "infty": math.inf, "inf": math.inf, "oo": math.inf,
-             "infinity": math.inf, "e": complex(math.e), "i": 1j}
+             "infinity": math.inf, "e": complex(math.e), "i": 1j, "I": 1j}
 NAMES = {*FUNCTIONS, "sqrt", "abs", "pi", "inf", "oo"}
 GREEK = """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi
 rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar"""
@@ -264,6 +290,7 @@ class Expression:
         self.tokens, self.at = list(tokens), 0
         self.point, self.radians, self.sign = setting
         self.depth = self.bars = 0  # atoms and | that are open
+        self.numbered = 0  # where the last number ended
 
     def peek(self):
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
@@ -278,7 +305,7 @@ class Expression:
     def value(self):
         """The number that all of the tokens make. Raises what UNREADABLE names."""
         value = self.sum()
-        if self.peek():
+        if self.peek() or value != value:  # infinity less infinity is no number
             raise Unreadable
         return value
 
@@ -287,7 +314,7 @@ class Expression:
         signs = {"+": 1, "-": -1, r"\pm": self.sign, r"\mp": -self.sign}
         total = 0 if self.peek() in signs else self.product()
         while self.peek() in signs:
-            total = total + signs[self.take()] * self.product()
+            total = bounded(total + signs[self.take()] * self.product())
         if self.peek() == r"\over":
             self.take()
             total = divide(total, self.sum())
@@ -296,10 +323,13 @@ class Expression:
     def product(self):
         """Factors from left to right: 3/2x is (3/2)x."""
         start, value = self.at, self.signed()
-        while self.peek() in ("*", "/") or self.begins_factor(self.peek()):
+        while self.peek() in ("*", "/", "%") or self.begins_factor(self.peek()):
             if self.peek() == "*":
                 self.take()
-                value = value * self.signed()
+                value = bounded(value * self.signed())
+            elif self.peek() == "%":  # of all before it: 7\frac{1}{2}\%
+                self.take()
+                value = divide(value, 100)
             elif self.peek() == "/":
                 self.take()
                 value = divide(value, self.signed())
@@ -310,13 +340,13 @@ class Expression:
     def beside(self, value, start):
         r"""value with the factor beside it: 2x is a product, 5\frac{1}{2} is five and a half."""
         begin, before = self.at, self.tokens[self.at - 1]
-        if before[-1].isdigit() and self.peek()[0].isdigit():
+        if self.numbered == self.at and self.peek()[0].isdigit():
             raise Unreadable
         factor, span = self.power(), self.tokens[begin:self.at]
         plain = span[0] == r"\frac" and all(t.isdigit() or t in ("{", "}") for t in span[1:])
         if plain and begin == start + 1 and before.isdigit() and 0 < factor < 1:
             return value + factor
-        return value * factor
+        return bounded(value * factor)
 
     def begins_factor(self, token):
         """May a factor begin here, without a sign of multiplication?"""
@@ -343,12 +373,10 @@ class Expression:
         return self.atom()
 
     def suffixed(self, value):
-        while self.peek() in ("!", "%", "\u00b0"):
-            mark = self.take()
-            if mark == "!":
+        """A value with a factorial or degrees behind it."""
+        while self.peek() in ("!", "\u00b0"):
+            if self.take() == "!":
                 value = math.factorial(whole(value))
-            elif mark == "%":
-                value = divide(value, 100)
             elif self.radians:
                 value = value * math.pi / 180
         return value
@@ -364,7 +392,8 @@ class Expression:
 
     def atom_of(self, token):
         if token[0].isdigit() or token[0] == ".":
-            return self.number(token)
+            value, self.numbered = self.number(token), self.at
+            return value
         if token in BRACKETS:
             return self.bracket(token)
         if token == "|":
@@ -399,6 +428,7 @@ class Expression:
         return "".join(self.tokens[begin:self.at]).strip("{}")
 
     def number(self, token):
+        r"""12, .5, 1e3, 1010_2, 0.\overline{3}."""
         if self.peek() == "_":
             return int(token, int(self.subscript()))
         if self.peek() in (r"\overline", r"\bar"):
@@ -418,6 +448,7 @@ class Expression:
         return self.tokens[begin:self.at]
 
     def bracket(self, token):
+        r"""What a bracket holds, and \lfloor and \lceil make of it."""
         value = self.sum()
         self.take(BRACKETS[token])
         if token in (r"\lfloor", r"\lceil"):
@@ -477,6 +508,7 @@ class Expression:
         return value if exponent is None else power(value, exponent)
 
     def function_argument(self):
+        """What a function is of: brackets, or the factors up to a sign or the next function."""
         if self.peek() in ("(", "{"):
             return self.suffixed(self.atom())
         value = self.signed()

@@ -45,6 +45,7 @@ from toolstar.expression import (
     tokens_of,
     unit_of,
     unmarked,
+    untexted,
     words_of,
 )
 
@@ -54,11 +55,13 @@ SIMPLE = 10**6  # denominators up to this are not the print of a float
 SECONDS = 3  # for math-verify
 RELATIONS = {"=": "=", "<": "<", r"\lt": "<", ">": ">", r"\gt": ">", "<=": "<=", r"\le": "<=",
              r"\leq": "<=", r"\leqslant": "<=", ">=": ">=", r"\ge": ">=", r"\geq": ">=",
-             r"\geqslant": ">=", r"\ne": "!=", r"\neq": "!=", "!=": "!=", r"\in": "in"}
+             r"\geqslant": ">=", r"\ne": "!=", r"\neq": "!=", "!=": "!=", r"\in": "in",
+             r"\approx": "="}
 # x, abc, \theta, x_1, f(x), (x, y): what a side of an equation may merely name
 HEAD = re.compile(r"\\?[A-Za-z]+'*(?:_\{?\w+\}?)?(?:\([^()]*\))?|\([a-z](?:,[a-z])+\)")
-# times and dates are no ratios and no differences: equal only letter by letter
-CLOCK = re.compile(r"\d{1,2}:\d\d\W*[ap]\.?m\b|\d{4}-\d\d-\d\d$|\d\d?/\d\d?/\d{4}$", re.IGNORECASE)
+CLOCK = re.compile(r"\d{1,2}:\d\d\W*[ap]\.? ?m\b|\d{4}-\d\d-\d\d$|\d\d?/\d\d?/\d{4}$")
+CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])[.)])\s+\S")  # (A) 5, and what it says
+GROUPS = ("(", "[", "{", r"\{", r"\langle", r"\begin")  # brackets that make a form
 COMMA = re.compile(r"\d,\d{3}")
 DEGREE = re.compile(r"\\circ|\u00b0|degree")
 
@@ -120,6 +123,9 @@ def relation(tokens, setting, depth):
     if ">" in kinds[0]:
         values, names = values[::-1], names[::-1]
         kinds = [kind.replace(">", "<") for kind in kinds[::-1]]
+    if kinds == ["!="] and names[0] and not names[1]:
+        return Form("union", (Form("tuple", (-math.inf, values[1]), "()"),
+                              Form("tuple", (values[1], math.inf), "()")))
     if len(kinds) == 1 and kinds[0] != "!=" and bool(names[0]) != bool(names[1]):
         # x < 5 is -oo < x < 5
         if names[0]:
@@ -134,12 +140,13 @@ def relation(tokens, setting, depth):
 
 def is_name(part):
     """Is this side of a relation a letter, a word or the head of a function, as f(x)?"""
-    text = "".join(part)
+    text = "".join(part).replace('"', "")
     name = re.split(r"[(_']", text)[0].lstrip("\\")
     return bool(HEAD.fullmatch(text)) and name not in NAMES and name not in CONSTANTS
 
 
 def union(tokens, setting, depth):
+    """Intervals or sets with a cup between them, or one."""
     parts, marks = parts_of(tokens, {r"\cup"})
     if not marks:
         return group(tokens, setting, depth)
@@ -148,17 +155,18 @@ def union(tokens, setting, depth):
 
 def group(tokens, setting, depth):
     """What one pair of brackets holds: a set, a tuple or interval, a matrix; else a number."""
-    if len(tokens) > 1 and enclosed(tokens):
+    if tokens and tokens[0] in GROUPS and enclosed(tokens):
         first, inner, last = tokens[0], tokens[1:-1], tokens[-1]
         items = [item for item in parts_of(inner, {","})[0] if item]
         if first == r"\begin":
             return matrix(inner, setting, depth)
         if first == r"\{" or first == "{" and len(items) > 1:
             return Form("set", flat(statement(item, setting, depth + 1) for item in items))
-        if len(items) > 1 or "[" in (first, last) or "]" in (first, last):
+        one = len(items) == 1 and (first in ("(", "{") and last != "]" or items[0][0] == r"\begin")
+        if not one:
             entries = tuple(statement(item, setting, depth + 1) for item in items)
-            return Form("tuple", entries, first + last)
-        if first in ("(", "{") and r"\over" not in inner:
+            return Form("tuple", entries, "()" if first == r"\langle" else first + last)
+        if r"\over" not in inner:
             return statement(inner, setting, depth + 1)
     ratio, colons = parts_of(tokens, {":"})
     if colons:
@@ -174,8 +182,6 @@ def group(tokens, setting, depth):
 
 def enclosed(tokens):
     """Does the first bracket close with the last token? An interval's may differ: (1, 2]."""
-    if tokens[0] not in BRACKETS:
-        return False
     depth = 0
     for at, token in enumerate(tokens):
         depth += (token in BRACKETS) - (token in CLOSING)
@@ -185,6 +191,7 @@ def enclosed(tokens):
 
 
 def matrix(tokens, setting, depth):
+    """Rows of cells, whatever the brackets around them."""
     rows = [row for row in parts_of(tokens, {"\\\\"})[0] if row]
     return Form("matrix", tuple(
         Form("row", tuple(statement(cell, setting, depth + 1) for cell in parts_of(row, {"&"})[0]))
@@ -212,6 +219,7 @@ class Manner(NamedTuple):
 
 
 def same_number(a, b, manner):
+    """Rational numbers exactly, others within the error of a few operations."""
     if rational(a) and rational(b):
         return a == b or manner.decimal and abs(a - b) <= NOISE * max(abs(a), abs(b))
     for value in (a, b):
@@ -251,7 +259,8 @@ def without_form(value):
     kind = kind_of(value)
     if kind == "=":
         left, right = value.note
-        return value.parts[1] if left else value.parts[0] if right else None
+        whole = left or value.parts[0] == value.parts[1]  # 2^3 = 8
+        return value.parts[1] if whole else value.parts[0] if right else None
     if kind == "quantity" or kind in ("set", "list") and len(value.parts) == 1:
         return value.parts[0]
     return None
@@ -288,7 +297,7 @@ def same_relation(a, b, manner):
 def readings(text, commas, radians):
     """The forms of a text at every point (one point where it has no letters)."""
     tokens = tokens_of(text, commas)
-    letters = any(token.isalpha() or token[1:] in GREEK for token in tokens)
+    letters = any(token.strip('"').isalpha() or token[1:] in GREEK for token in tokens)
     return [statement(tokens, Setting(point, radians))
             for point in range(POINTS if letters else 1)]
 
@@ -309,12 +318,37 @@ def same_as_read(a, b, commas, radians):
 
 
 def squeezed(text):
+    """A text without blanks and what is around it."""
     return "".join(unmarked(text).split())
+
+
+def clock_of(text):
+    """A time or date, which is no ratio and no difference; else None."""
+    text = untexted(text).lower().strip()
+    return re.sub(r"[\s.]", "", text) if CLOCK.match(text) else None
+
+
+def same_tokens(a, b):
+    """Are two texts the same but for spelling, and a name that only one gives its value?"""
+    a, b = tokens_of(a, commas=True), tokens_of(b, commas=True)
+    if ("=" in a) != ("=" in b):
+        a, b = (tokens[tokens.index("=") + 1:] if "=" in tokens
+                and is_name(tokens[:tokens.index("=")]) else tokens for tokens in (a, b))
+    return folded(a) == folded(b)
+
+
+def folded(tokens):
+    """Tokens, their words in lower case."""
+    return [token.lower() if token[0] == '"' else token for token in tokens]
 
 
 def same_words(a, b):
     """True or False where one of the texts is words alone; None where letters may be numbers."""
     first, second = words_of(a), words_of(b)
+    for text, other in ((a, second), (b, first)):
+        chosen = CHOICE.match(untexted(text).strip())
+        if chosen and other and len(other) == 1:
+            return (chosen[1] or chosen[2]).lower() == other
     one_letter = first and len(first) == 1 and a.isalpha() and b.isalpha()  # x is not X
     if first and first == second and not one_letter:
         return True
@@ -324,12 +358,16 @@ def same_words(a, b):
 
 def exactly_equal(a, b):
     """Two texts: True or False by the rules of this file, None where one cannot be read."""
+    if max(len(a), len(b)) > LONGEST:
+        return a.strip() == b.strip()
     if squeezed(a) == squeezed(b):
         return True
-    if not squeezed(a) or not squeezed(b) or max(len(a), len(b)) > LONGEST:
+    if not squeezed(a) or not squeezed(b):
         return False
-    if any(CLOCK.match(unmarked(text)) for text in (a, b)):
-        return False
+    if same_tokens(a, b):
+        return True
+    if clock_of(a) or clock_of(b):
+        return clock_of(a) == clock_of(b)
     verdict = same_words(a, b)
     if verdict is not None:
         return verdict
@@ -357,7 +395,7 @@ def readable(text):
 
 def is_mathematics(text):
     """Is this gold mathematics, and no word, date or time?"""
-    return words_of(text) is None and not CLOCK.match(unmarked(text)) and readable(text)
+    return readable(text) and not words_of(text) and not clock_of(text)
 
 
 def math_equal(a, b):
@@ -368,10 +406,13 @@ def math_equal(a, b):
     verdict = exactly_equal(a, b)
     if verdict is not None:
         return verdict
-    # prose is not worth the wait
-    worth = all("\\" in text and text.count("{") == text.count("}") and len(text) <= LONGEST_ASKED
-                for text in (a, b) if not readable(text))
-    return worth and verified(a, b)
+    return all(worth_asking(text) for text in (a, b) if not readable(text)) and verified(a, b)
+
+
+def worth_asking(text):
+    """Might math-verify read this? It takes its time, which prose and torn braces are not worth."""
+    whole = len(text) <= LONGEST_ASKED and text.count("{") == text.count("}")
+    return whole and "\\" in untexted(text)
 
 
 # ---------------------------------------------------------------- math-verify

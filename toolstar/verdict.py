@@ -29,7 +29,7 @@ import re
 import string
 from collections import Counter
 
-from toolstar.expression import TEXT
+from toolstar.expression import untexted
 from toolstar.mathematics import is_mathematics, math_equal
 
 KINDS = ("strict", "paper", "released", "needed", "answer")
@@ -150,10 +150,10 @@ def aliases(golds):
         items = ast.literal_eval(golds)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         items = [item.strip() for item in golds[1:-1].split(",")]
-    # [1, 2] and [x, y) are mathematics: one gold
-    words = all(isinstance(item, str) and re.search("[^\\W\\d_]{2}", item) for item in items)
-    quoted = all(isinstance(item, str) for item in items) and re.match(r"\[\s*['\"]", golds)
-    return list(items) if words or quoted else [golds]
+    quoted = re.match(r"\[\s*['\"]", golds) and all(isinstance(item, str) for item in items)
+    # [1, 2] is an interval, so one gold
+    words = not re.search(r"[\\()]", golds) and re.search(r"[^\W\d_]{3}", golds)
+    return list(items) if quoted or words or not items else [golds]
 
 
 def qa_metrics(prediction, golds):
@@ -236,7 +236,7 @@ def is_right(answer, task):
 
 
 def score(task, answer, calls, format_ok, cut, tags_text):
-    """What an episode is worth, as numbers whose means can be logged: shares are float, counts int.
+    """What an episode is worth, as numbers whose means can be logged.
 
     task: golds (list of text), check ("math" or "qa"), needs (tools in lower case; may be missing).
     answer: text or None. calls: records {name, status, empty, repeated} of what the environment
@@ -245,7 +245,7 @@ def score(task, answer, calls, format_ok, cut, tags_text):
     """
     said = bare(answer or "")
     if task["check"] == "qa":
-        said = TEXT.sub(r" \1 ", said).strip()
+        said = untexted(said).strip()
     right = bool(said) and is_right(said, task)
     metrics = qa_metrics(said, task["golds"]) if said else dict.fromkeys(("em", "f1", "acc"), 0.0)
     row = {
@@ -271,14 +271,15 @@ def count_calls(calls, needs):
             if ok and not call["empty"] and not call["repeated"]}
     unneeded = 0 if needs is None else sum(name not in needs for name in names)
     return {
-        "errors": done.count(False),
-        **{name: worked[name] for name in ("python", "search", "browse")},
+        "calls": float(len(calls)),
+        "errors": float(done.count(False)),
+        **{name: float(worked[name]) for name in ("python", "search", "browse")},
         "both": float({"search", "python"} <= worked.keys()),
         "called": float({"search", "python"} <= {*names}),  # whatever came of it
         "earned": float({"search", "python"} <= gave),
         "needs_known": float(needs is not None),
         "needed": float(needs is not None and len({*needs}) >= 2 and {*needs} <= gave),
-        "unneeded": unneeded,
+        "unneeded": float(unneeded),
         "decorative": float(unneeded > 0),
     }
 
@@ -325,9 +326,9 @@ def reward(text, golds, kind, check=None):
 
 def without_results(text):
     """What the policy said of a text: its results are left out."""
-    said, rest = [], text
-    while "</result>" in rest and "<result>" in rest:
-        before, _, rest = rest.partition("<result>")
-        said.append(before)
-        rest = rest.partition("</result>")[2]
-    return "".join(said) + rest
+    said, at, start = [], 0, text.find("<result>")
+    while start >= 0 and (end := text.find("</result>", start)) >= 0:
+        said.append(text[at:start])
+        at = end + len("</result>")
+        start = text.find("<result>", at)
+    return "".join(said) + text[at:]

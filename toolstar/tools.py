@@ -59,6 +59,8 @@ SETTINGS = {  # keys of tools.json: kind and default
     "cache_mib": (int, 1024),
     "ordered": (bool, False),  # call tools one after another: slow, and the same batches each time
 }
+ANSWERING = ("retriever", "corpus", "top_k", "python", "seconds", "memory", "output", "allow",
+             "page")  # what an answer depends on
 DECLARED = {  # for the prompt: what it does, its arguments with whether they are needed
     "Search": ("Find passages that answer a query.", {"query": "A few words"}),
     "Python": ("Run a Python program, numpy and sympy at hand; what it prints comes back.",
@@ -75,8 +77,6 @@ FORGED = re.compile(r"<(?=\||/?(?:think|tool_call|tool_response|answer|result|se
 MOST_BROKEN, IN_A_ROW, OF_LAST = 10, 20, 1000  # calls: more, and the run stops
 MISSED = 600  # seconds that an error of the network is remembered
 GONE = "Error: Current tool {} is not available."  # as injected failures read
-PARTS = ("success", "f1", "em", "format_ok", "python", "search", "browse", "both", "errors",
-         "decorative", "gap", "cached", "tool_seconds")
 SHORT = {"turns": 'You answer questions with tools. Reply <think>...</think><tool_call>{"name": '
                   '..., "arguments": {...}}</tool_call> or <think>...</think><answer>...</answer>.',
          "tags": "You answer questions with <search>, <python> and <browse>. End with <answer>."}
@@ -358,9 +358,10 @@ class Tools:
                            if settings.grammar == "tags")
         self.lock, self.retriever, self.cache = threading.Lock(), None, None
         self.jail = self.browser = None
-        chosen = {key: getattr(settings, key) for key in SETTINGS if key != "cache"}
-        self.identity = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:12]
-        self.parts = PARTS + ("unsafe",) * settings.unsafe_python
+        chosen = json.dumps([getattr(settings, key) for key in ANSWERING])
+        self.identity = hashlib.sha256(chosen.encode()).hexdigest()[:12]
+        self.parts = verdict.PARTS + ("cached", "tool_seconds")
+        self.parts += ("unsafe",) * settings.unsafe_python
         if settings.cache:
             self.cache = Cache(settings.folder / settings.cache, settings.cache_mib * 2**20)
         if "Search" in settings.tools:

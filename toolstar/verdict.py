@@ -236,7 +236,7 @@ def is_right(answer, task):
 
 
 def score(task, answer, calls, format_ok, cut, tags_text):
-    """What an episode is worth, as numbers whose means can be logged.
+    """What an episode is worth, as numbers whose means can be logged: shares are float, counts int.
 
     task: golds (list of text), check ("math" or "qa"), needs (tools in lower case; may be missing).
     answer: text or None. calls: records {name, status, empty, repeated} of what the environment
@@ -271,15 +271,14 @@ def count_calls(calls, needs):
             if ok and not call["empty"] and not call["repeated"]}
     unneeded = 0 if needs is None else sum(name not in needs for name in names)
     return {
-        "calls": float(len(calls)),
-        "errors": float(done.count(False)),
-        **{name: float(worked[name]) for name in ("python", "search", "browse")},
+        "errors": done.count(False),
+        **{name: worked[name] for name in ("python", "search", "browse")},
         "both": float({"search", "python"} <= worked.keys()),
         "called": float({"search", "python"} <= {*names}),  # whatever came of it
         "earned": float({"search", "python"} <= gave),
         "needs_known": float(needs is not None),
         "needed": float(needs is not None and len({*needs}) >= 2 and {*needs} <= gave),
-        "unneeded": float(unneeded),
+        "unneeded": unneeded,
         "decorative": float(unneeded > 0),
     }
 

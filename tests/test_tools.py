@@ -613,7 +613,7 @@ def in_tags(row):
 
 @pytest.fixture(scope="module", params=["turns", "tags"])
 def caller(request, episodes, tmp_path_factory):
-    """(grammar, model): one that has learnt a few of the solver's episodes by heart, so it calls."""
+    """(grammar, model) of one that has learnt solver's episodes by heart, so that it calls."""
     from tiny import make_tiny
 
     grammar, folder = request.param, tmp_path_factory.mktemp("caller")

@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import resource
 import select
 import shutil
@@ -115,9 +116,7 @@ def run_fork(frame, fds, settings):
             os.dup2(fd, target)
         os.closerange(len(fds), 256)  # among them the socket of the frames
         sys.path[0], sys.argv = os.getcwd(), [NAME]
-        for name in "random", "numpy.random", "sympy.core.random":
-            if name in sys.modules:
-                sys.modules[name].seed(0)
+        random.seed(0)  # a fork seeds it anew
         set_limits(frame, settings)
         if settings["filter"] and LIBC.prctl(22, 2, settings["rules"], 0, 0):  # PR_SET_SECCOMP
             raise OSError(ctypes.get_errno(), "the filter is refused")
@@ -201,6 +200,9 @@ def work(settings):
     keep = set(os.listdir(scratch))  # where a library folder lies below the scratch folder
     for name in settings["preload"]:
         importlib.import_module(name)
+    for name in "numpy.random", "sympy.core.random":
+        if name in sys.modules:
+            sys.modules[name].seed(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     LIBC.prctl(4, 0)  # PR_SET_DUMPABLE: forks can neither trace nor read this process
     code = ctypes.create_string_buffer(bytes.fromhex(settings["filter"]))
@@ -208,6 +210,9 @@ def work(settings):
     settings["rules"] = struct.pack("HP", len(code) // 8, ctypes.addressof(code))
     ast.parse("x", NAME)  # it sets itself up; here once, and not in every fork
     gc.collect()
+    # a fork copies the tables of pages: of 4 KiB they are many, of 2 MiB few
+    for block in {id(each) >> 21 for each in gc.get_objects()}:
+        LIBC.madvise(ctypes.c_void_p(block << 21), ctypes.c_size_t(2**21), 25)  # MADV_COLLAPSE
     gc.freeze()  # the collector of a fork would write to all pages
     control.send(b"{}")
     while True:

@@ -203,7 +203,7 @@ attempt(write, "link/escaped")
 attempt(write, "secret")
 """),
     ("files", "hard link", FINE, HEAD + """
-attempt(os.link, "/jail.py", "hard")
+attempt(os.link, "/cell.py", "hard")
 attempt(os.link, os.__file__, "hard")
 """),
     ("files", "a file of 10 GB", ERROR, """
@@ -214,7 +214,7 @@ with open("big", "wb") as file:
     ("files", "a million files", KILLED | ERROR,
      "for i in range(10**6):\n    open(str(i), 'w').close()\nprint('ESCAPED')"),
     ("files", "modes and owners", FINE, HEAD + """
-attempt(os.chmod, "/jail.py", 0o777)
+attempt(os.chmod, "/cell.py", 0o777)
 attempt(os.chmod, os.__file__, 0o777)
 open("mine", "w").close()
 attempt(os.chown, "mine", 0, 0)
@@ -236,7 +236,7 @@ attempt(os.listdir, "/dev/shm")
 attempt(os.listdir, "/run")
 """),
     ("files", "planted modules", FINE | ERROR, HEAD + """
-attempt(os.rename, "/jail.py", "/tmp/jail.py")
+attempt(os.rename, "/cell.py", "/tmp/moved.py")
 for place in "/", os.path.dirname(os.__file__):
     attempt(write, f"{place}/sitecustomize.py")
 for name in "sitecustomize", "json", "ctypes", "numpy":

@@ -10,6 +10,9 @@ import pytest
 from conftest import ROOT
 
 FILES = sorted(path.name for path in ROOT.glob("*.py"))
+TOOLS = sorted(f"toolstar/{path.name}" for path in (ROOT / "toolstar").glob("*.py"))
+# the program of a model, run by what is locked up for it
+MAY_EXECUTE = {("toolstar/cell.py", "play"): {"compile", "exec"}}
 STAGES = ("synth.py", "sft.py", "grpo.py", "arpo.py")
 # imported inside the functions that use them
 HEAVY = ["vllm", "deepspeed", "transformers", "matplotlib", "openai", "fastapi", "uvicorn"]
@@ -36,7 +39,7 @@ LIMITS = {  # lines
     "arpo.py": 900, "memory.py": 150, "retriever.py": 360, "qa_eval.py": 420, "run.sh": 236,
     "setup.sh": 130, "axes.sh": 130, "README.md": 173}
 LAYOUT = {"LICENSE", "pyproject.toml", "requirements.txt", "requirements-cpu.txt", "bench",
-          "database", "docs", "tests", "report.html", *LIMITS}
+          "database", "docs", "tests", "report.html", "toolstar", *LIMITS}
 # sft.py and grpo.py write these each for themselves; all else they share is equal
 OWN_WORDS = {"flags", "main", "log", "learning_rate"}
 # the functions that may differ between the twins ARE the algorithm; all else is word for word equal
@@ -125,18 +128,19 @@ def test_every_room_imports_without_the_engines_and_without_a_word(name):
     assert json.loads(done.stdout) == [], f"{name}: import these inside the functions that use them"
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", FILES + TOOLS)
 def test_every_help_works(name):
-    if "__main__" not in text_of(name):
+    if "argparse" not in text_of(name):
         pytest.skip(f"{name} is not a command")
-    done = run("-W", "ignore", name, "--help")
+    command = [name] if name in FILES else ["-m", name[:-3].replace("/", ".")]
+    done = run("-W", "ignore", *command, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
     first = ast.get_docstring(tree(name)).splitlines()[0]
     assert first in " ".join(done.stdout.split()), f"{name} --help does not say what its file says"
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", FILES + TOOLS)
 def test_every_flag_says_what_it_is(name):
     for node in ast.walk(tree(name)):
         called = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1]
@@ -149,11 +153,17 @@ def test_every_flag_says_what_it_is(name):
 # ------------------------------------------------------------------------------------------ style
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", FILES + TOOLS)
 def test_nothing_dangerous_is_called(name):
+    exempt = {call for node in tree(name).body if isinstance(node, ast.FunctionDef)
+              for call in ast.walk(node) if isinstance(call, ast.Call)
+              and ast.unparse(call.func) in MAY_EXECUTE.get((name, node.name), ())}
+    assert len(exempt) == sum(map(len, [MAY_EXECUTE[key] for key in MAY_EXECUTE if key[0] == name]))
+    exempt = {call.lineno for call in exempt}
     for node in ast.walk(tree(name)):
         where = f"{name}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if called and node.lineno not in exempt:
             assert node.func.id not in ("eval", "exec", "compile", "__import__"), where
         if isinstance(node, ast.keyword):
             assert node.arg not in ("trust_remote_code", "allow_pickle", "shell"), where
@@ -165,7 +175,7 @@ def test_nothing_dangerous_is_called(name):
     assert not imports(name) & {"pickle", "dill", "marshal", "shelve", "requests", "pandas"}, name
 
 
-@pytest.mark.parametrize("name", [*FILES, "run.sh", "setup.sh", "axes.sh"])
+@pytest.mark.parametrize("name", [*FILES, *TOOLS, "run.sh", "setup.sh", "axes.sh"])
 def test_lines_fit_and_nothing_is_left_to_do(name):
     lines = text_of(name).splitlines()
     wide = [number for number, line in enumerate(lines, 1) if len(line) > 100]
@@ -175,7 +185,7 @@ def test_lines_fit_and_nothing_is_left_to_do(name):
         assert line == line.rstrip(), f"{name}:{number}: blanks at the end"
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", FILES + TOOLS)
 def test_functions_are_short_and_the_file_says_what_it_is(name):
     assert ast.get_docstring(tree(name)), f"{name} does not say what it is"
     for node in ast.walk(tree(name)):

@@ -25,13 +25,8 @@ Reads   the program, and nothing besides       Writes  nothing that outlives the
     python -m toolstar.jail serve --port 8080  POST /run_code as SandboxFusion answers it [2]
 """
 import argparse
-import ast
-import atexit
 import contextlib
-import ctypes
 import fcntl
-import gc
-import importlib
 import json
 import os
 import re
@@ -46,7 +41,6 @@ import sys
 import tempfile
 import threading
 import time
-import types
 from collections import deque
 from concurrent.futures import Future
 from errno import ENOSYS, EPERM
@@ -58,14 +52,11 @@ from typing import NamedTuple
 PRELOAD = ("numpy", "numpy.random", "numpy.linalg", "sympy", "math", "cmath", "fractions",
            "decimal", "itertools", "functools", "collections", "statistics", "random", "re",
            "string", "datetime", "heapq", "bisect", "operator", "typing", "dataclasses")
-NAME = "program.py"  # in tracebacks
+CELL = Path(__file__).resolve().with_name("cell.py")
 MIB = 2**20
 CALLS = 2000  # of one worker
 GROWTH = 1.2  # times the memory of a fresh worker
 GRACE = 1.0  # seconds that a worker may answer late
-INODES = 2000  # files that a program may make
-TICK = 0.05  # seconds between two looks at them
-RESERVE = 32 * MIB  # beyond the limit, for the traceback of a MemoryError
 LIBSECCOMP = "pip install pyseccomp; apt install libseccomp2"
 NAMESPACES = ("sysctl kernel.unprivileged_userns_clone=1 "
               "kernel.apparmor_restrict_unprivileged_userns=0; in docker --security-opt "
@@ -82,200 +73,6 @@ class Result(NamedTuple):
     stderr: str
     error: str  # "", or the last line of the traceback with the program's line number
     seconds: float  # that it ran
-
-
-# ---------------------------------------------------------------- inside: the program
-
-class Ending:
-    """Whatever ends the program ends here, shown as Python shows it; `code` is its exit code."""
-    code = 70
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if kind is None:
-            self.code = 0
-            return True
-        # the program still holds all the memory that it took: showing the error needs some more
-        resource.setrlimit(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)[1:] * 2)
-        self.code = 1
-        if issubclass(kind, SystemExit) and (error.code is None or isinstance(error.code, int)):
-            self.code = (error.code or 0) & 0xff
-        elif issubclass(kind, SystemExit):
-            print(error.code, file=sys.stderr)
-        else:
-            while trace and trace.tb_frame.f_code.co_filename != NAME:
-                trace = trace.tb_next  # our own frames
-            sys.excepthook(kind, error.with_traceback(trace), trace)
-        return True
-
-
-def play(fd, display):
-    """Run a program as `python program.py` would; show the value of a last bare expression.
-
-    The one place of the house that compiles and executes text.
-    """
-    with open(fd, "rb") as file:
-        source = file.read()
-    Path(NAME).write_bytes(source)  # tracebacks quote it
-    program = source.decode("utf-8-sig", "surrogatepass")
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    module.__file__ = NAME
-    tree = ast.parse(program, NAME)
-    last = tree.body[-1] if tree.body else None
-    if display and isinstance(last, ast.Expr):
-        shown = ast.parse("__import__('sys').displayhook(0)", mode="eval").body
-        for node in ast.walk(shown):
-            ast.copy_location(node, last.value)
-        shown.args = [last.value]
-        last.value = shown
-    exec(compile(tree, NAME, "exec", dont_inherit=True), module.__dict__)
-
-
-def set_limits(frame, settings):
-    """The limits of the process that will run the program."""
-    seconds = int(frame["seconds"]) + 1
-    limits = {"CPU": (seconds, seconds + 1), "AS": (frame["memory"], frame["memory"] + RESERVE),
-              "FSIZE": settings["files"], "NOFILE": 64, "CORE": 0, "STACK": 64 * MIB,
-              "MEMLOCK": 0, "MSGQUEUE": 0}
-    # root is not bound by it, and threads are processes to it
-    limits["NPROC"] = settings["threads"] + 2 if settings["threads"] else 0
-    if not settings["jailed"]:
-        del limits["NPROC"]  # it would count all that this user runs
-    for name, limit in limits.items():
-        kind = getattr(resource, f"RLIMIT_{name}")
-        most = resource.getrlimit(kind)[1]
-        soft, hard = limit if isinstance(limit, tuple) else (limit, limit)
-        if most != resource.RLIM_INFINITY:
-            soft, hard = min(soft, most), min(hard, most)
-        resource.setrlimit(kind, (soft, hard))
-
-
-def bind_filter(code):
-    """Put a seccomp filter, the bytes of a BPF program, on this process."""
-    if not code:
-        return
-    buffer = ctypes.create_string_buffer(code, len(code))
-    # struct sock_fprog: the number of instructions of 8 bytes, then where they are
-    program = ctypes.create_string_buffer(struct.pack("HP", len(code) // 8,
-                                                      ctypes.addressof(buffer)))
-    if ctypes.CDLL(None, use_errno=True).prctl(22, 2, program, 0, 0):  # PR_SET_SECCOMP
-        raise OSError(ctypes.get_errno(), "the filter is refused")
-
-
-def run_fork(frame, fds, settings):
-    """The whole life of a fork; never returns."""
-    ending, late = Ending(), Ending()
-    try:
-        os.setsid()
-        for target, fd in enumerate(fds):
-            os.dup2(fd, target)
-        os.closerange(len(fds), 256)  # among them the socket of the frames
-        sys.path[0], sys.argv = os.getcwd(), [NAME]
-        for name in "random", "numpy.random", "sympy.core.random":
-            if name in sys.modules:
-                sys.modules[name].seed(0)
-        set_limits(frame, settings)
-        bind_filter(bytes.fromhex(settings["filter"]))
-        with ending:
-            play(len(fds) - 1, settings["display"])
-        with late:  # as an interpreter ends: atexit, then what the globals' __del__ do
-            atexit._run_exitfuncs()
-            sys.modules["__main__"].__dict__.clear()
-            for stream in sys.stdout, sys.stderr, sys.__stdout__:
-                if stream is not None and not stream.closed:
-                    stream.flush()
-    finally:
-        os._exit(ending.code or late.code)
-
-
-# ---------------------------------------------------------------- inside: the worker
-
-def receive(control):
-    """A frame and the descriptors that came with it; leaves when nobody is there to ask."""
-    data, fds, _, _ = socket.recv_fds(control, 65536, 4)
-    if not data:
-        os._exit(0)
-    return json.loads(data), fds
-
-
-def watch(pid, control, seconds, scratch):
-    """Wait for a fork, and end it when it has to be -> (why it was ended or "", wait status)."""
-    deadline, why = time.monotonic() + seconds, ""
-    child = os.pidfd_open(pid)
-    poller = select.poll()
-    poller.register(child, select.POLLIN)
-    poller.register(control, select.POLLIN)
-    while not why:
-        left = max(0, deadline - time.monotonic())
-        ready = [fd for fd, _ in poller.poll(min(left, TICK) * 1000)]
-        if child in ready:
-            break
-        if ready:
-            receive(control)
-            why = "output"
-        elif not left:
-            why = "timeout"
-        else:
-            room = os.statvfs(scratch)
-            if os.getpid() == 1 and room.f_files - room.f_ffree > INODES:
-                why = "files"
-    os.close(child)
-    with contextlib.suppress(ProcessLookupError):
-        if os.getpid() == 1:
-            os.kill(-1, signal.SIGKILL)  # all of the namespace but this process
-        else:
-            os.killpg(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, 0 if os.getpid() == 1 else os.WNOHANG)[0]:
-            pass
-    return why, status
-
-
-def sweep(scratch, keep):
-    """Empty the scratch folder; False where something stays."""
-    for entry in os.scandir(scratch):
-        if entry.name in keep:
-            continue
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry)
-            else:
-                os.unlink(entry)
-        except (OSError, RecursionError):
-            return False
-    return True
-
-
-def work(settings):
-    """A worker: import, say so, then fork for every frame."""
-    control = socket.socket(fileno=settings["control"])
-    control.set_inheritable(False)
-    scratch = os.getcwd()
-    keep = set(os.listdir(scratch))  # where a library folder lies below the scratch folder
-    for name in settings["preload"]:
-        importlib.import_module(name)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: forks can neither trace nor read this process
-    gc.collect()
-    gc.freeze()  # the collector of a fork would write to all pages
-    control.send(b"{}")
-    while True:
-        frame, fds = receive(control)
-        if "stop" in frame:  # it came after the end
-            continue
-        began = time.monotonic()
-        pid = os.fork()
-        if pid == 0:
-            run_fork(frame, fds, settings)
-        for fd in fds:
-            os.close(fd)
-        why, status = watch(pid, control, frame["seconds"], scratch)
-        answer = {"call": frame["call"], "why": why, "status": status,
-                  "seconds": time.monotonic() - began, "clean": sweep(scratch, keep)}
-        control.send(json.dumps(answer).encode())
 
 
 # ---------------------------------------------------------------- the filter
@@ -351,7 +148,7 @@ def write_filter(threads=None):
         return file.read()
 
 
-# ---------------------------------------------------------------- outside: a worker
+# ---------------------------------------------------------------- a worker
 
 class BrokenWorker(OSError):
     """A worker died or did not answer; it is no fault of the program that is known."""
@@ -370,7 +167,7 @@ def view():
         elif os.path.exists(place):
             flags += ["--ro-bind", place, place]
     flags += ["--ro-bind", os.path.realpath(sys.executable), sys.executable]
-    flags += ["--ro-bind", os.path.abspath(__file__), "/jail.py"]
+    flags += ["--ro-bind", str(CELL), "/cell.py"]
     for name in "null", "zero", "full", "random", "urandom":
         flags += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     return [*flags, "--remount-ro", "/", "--chdir", "/tmp"]
@@ -382,11 +179,11 @@ def command(settings, control, outer):
     # not -I, which would ignore PYTHONHASHSEED; the environment is ours all the same
     python = [sys.executable, "-s", "-B"]
     if not settings["jailed"]:
-        return [*python, os.path.abspath(__file__), "work", json.dumps(told)]
+        return [*python, str(CELL), json.dumps(told)]
     jail = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1",
             "--hostname", "jail", "--cap-drop", "ALL", *view()]
     jail += ["--seccomp", str(outer)] if outer else []
-    return [*jail, *python, "/jail.py", "work", json.dumps(told)]
+    return [*jail, *python, "/cell.py", json.dumps(told)]
 
 
 def memory_file(data):
@@ -527,7 +324,7 @@ def read_end(answer, err, seconds):
     if answer["why"] == "timeout" or code == -signal.SIGXCPU:
         return "timeout", f"stopped after {seconds:g} s"
     if answer["why"] == "files":
-        return "killed", f"more than {INODES} files"
+        return "killed", "too many files"
     if code < 0:
         return "killed", f"killed by {signal.Signals(-code).name}"
     return read_error(code, err) if code else ("ok", "")
@@ -536,7 +333,7 @@ def read_end(answer, err, seconds):
 def read_error(code, err):
     """Exit code and stderr of a program that failed -> (status, error)."""
     lines = [line for line in err.splitlines() if line.strip()] or [f"exit code {code}"]
-    places = re.findall(rf'^ *File "{NAME}", line (\d+)', err, re.MULTILINE)
+    places = re.findall(r'^ *File "program.py", line (\d+)', err, re.MULTILINE)
     error = f"{lines[-1]} (line {places[-1]})" if places else lines[-1]
     return "memory" if re.match(r"[\w.]*MemoryError\b", error) else "error", error
 
@@ -546,7 +343,7 @@ def mask(text):
     return re.sub(r"(<[^<>\n]* at )0x[0-9a-fA-F]{6,16}\b", r"\g<1>0x0", text)
 
 
-# ---------------------------------------------------------------- outside: the pool
+# ---------------------------------------------------------------- the pool
 
 class Jail:
     """A pool of workers for many threads, first come, first served.
@@ -595,7 +392,7 @@ class Jail:
 
     def run(self, program, stdin="", seconds=None):
         """Run a program -> Result. It blocks the calling thread alone, and never raises."""
-        seconds = float(seconds or self.seconds)
+        seconds = max(0.0, self.seconds if seconds is None else seconds)
         # half a surrogate pair is the program's error; in its input it is a question mark
         program, stdin = program.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "replace")
         why = ""
@@ -759,7 +556,7 @@ class Remote:
 
     def run(self, program, stdin="", seconds=None):
         """As a Jail's: two tries, then "broken"."""
-        seconds, why = float(seconds or self.seconds), ""
+        seconds, why = self.seconds if seconds is None else seconds, ""
         # JSON can hold half a surrogate pair, and a server refuses it
         code, stdin = (text.encode("utf-8", "replace").decode() for text in (program, stdin))
         body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": seconds}
@@ -875,6 +672,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["work"]:
-        work(json.loads(sys.argv[2]))
     main()

@@ -1,0 +1,247 @@
+"""
+What the tools world costs, each figure beside its bound.
+
+    python bench/bench_tools.py                 all of it
+    python bench/bench_tools.py --only P1 P3    some
+
+Python (toolstar/jail.py): P1 calls per second of a core; P2 latency; P3 against a fresh interpreter
+that imports numpy and sympy; P4 against a pool of processes made for each call, as the reference
+makes it; P5 over HTTP, against a server that starts an interpreter for each request; P6 128 callers
+of 2 workers; P7 a soak of --soak calls, a tenth of them hostile; P8 the call after a kill.
+Ratios come from one run, in turns, so that a busy machine slows both sides.
+"""
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = str(ROOT), str(ROOT / "tests")
+from hostile import IDLE, PROGRAMS, Host, below  # noqa: E402
+
+from toolstar.jail import Jail, Remote  # noqa: E402
+
+SIMPLE = "print(2+3)"
+SYMBOLIC = "import numpy, sympy\nprint(sympy.Integer(2) + 3, numpy.arange(5).sum())"
+
+
+def timed(call, count):
+    """Seconds of each of some calls."""
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def say(name, what, bound):
+    print(f"{name:4}{what}   (bound: {bound})", flush=True)
+
+
+def memory(pid):
+    """MiB in memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+# ---------------------------------------------------------------- Python
+
+def used(jail):
+    """CPU seconds of this process and of a jail's idle workers, with all their forks."""
+    ticks = 0
+    for worker in jail.idle:
+        fields = Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += sum(map(int, fields[11:15]))
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def p1(args):
+    """The rate by the clock shrinks when others use the cores; that by CPU seconds hardly does."""
+    workers = len(os.sched_getaffinity(0))
+    with Jail(workers) as jail, ThreadPoolExecutor(workers) as pool:
+        while len(jail.idle) <= workers:
+            time.sleep(0.1)
+        list(pool.map(jail.run, [SIMPLE] * 20 * workers))
+        start, before = time.perf_counter(), used(jail)
+        list(pool.map(jail.run, [SIMPLE] * args.calls))
+        rate = args.calls / (time.perf_counter() - start) / workers
+        cost = (used(jail) - before) / args.calls
+    say("P1", f"{rate:.0f} calls/s and core on {workers} cores; {1 / cost:.0f} in a second of CPU",
+        "200")
+
+
+def p2(args):
+    with Jail(1) as jail:
+        timed(lambda: jail.run(SIMPLE), 20)
+        times = sorted(timed(lambda: jail.run(SIMPLE), args.calls))
+    middle, late = times[len(times) // 2] * 1e3, times[len(times) * 99 // 100] * 1e3
+    say("P2", f"p50 {middle:.1f} ms, p99 {late:.1f} ms", "6, 30")
+
+
+def p3(args):
+    def fresh():
+        subprocess.run([sys.executable, "-c", SYMBOLIC], check=True, stdout=subprocess.DEVNULL)
+
+    with Jail(1) as jail:
+        jail.run(SYMBOLIC)
+        cold, warm = [], []
+        for _ in range(args.rounds):
+            cold += timed(fresh, 1)
+            warm += timed(lambda: jail.run(SYMBOLIC), 10)
+    ratio = statistics.median(cold) / statistics.median(warm)
+    say("P3", f"{ratio:.0f} times as fast as a fresh interpreter "
+        f"({statistics.median(warm) * 1e3:.1f} ms, {statistics.median(cold) * 1e3:.0f} ms)", "20")
+
+
+def import_first():
+    """What the reference's workers begin with."""
+    import numpy  # noqa: F401
+    import sympy  # noqa: F401
+
+
+def p4(args):
+    def reference():
+        with ProcessPoolExecutor(initializer=import_first) as pool:
+            return pool.submit(abs, -5).result()  # less than any program
+
+    with Jail(1) as jail:
+        jail.run(SYMBOLIC)
+        cold, warm = [], []
+        for _ in range(args.rounds):
+            cold += timed(reference, 1)
+            warm += timed(lambda: jail.run(SYMBOLIC), 10)
+    ratio = statistics.median(cold) / statistics.median(warm)
+    say("P4", f"{ratio:.0f} times as fast as a pool for each call", "10")
+
+
+class Fresh(BaseHTTPRequestHandler):
+    """POST /run_code with an interpreter for each request, and as little else as can be."""
+
+    def do_POST(self):  # noqa: N802
+        self.rfile.read(int(self.headers["Content-Length"]))
+        done = subprocess.run([sys.executable, "-c", SYMBOLIC], capture_output=True)
+        self.send_response(200)
+        self.end_headers()
+        reply = {"status": "Success", "run_result": {
+            "status": "Finished", "stdout": done.stdout.decode(), "stderr": ""}}
+        self.wfile.write(json.dumps(reply).encode())
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+def p5(args):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    cores = len(os.sched_getaffinity(0))
+    ours = subprocess.Popen([sys.executable, "-m", "toolstar.jail", "serve", "--port", str(port)],
+                            cwd=ROOT)
+    theirs = ThreadingHTTPServer(("127.0.0.1", 0), Fresh)
+    try:
+        with ThreadPoolExecutor(2 * cores + 1) as pool:
+            pool.submit(theirs.serve_forever)
+            fast = Remote(f"http://127.0.0.1:{port}")
+            slow = Remote(f"http://127.0.0.1:{theirs.server_port}")
+            while fast.run(SIMPLE).status != "ok":
+                time.sleep(0.1)
+
+            def rate(remote, program, count):
+                start = time.perf_counter()
+                list(pool.map(remote.run, [program] * count))
+                return count / (time.perf_counter() - start) / cores
+
+            simple = rate(fast, SIMPLE, args.calls)
+            ratio = rate(fast, SYMBOLIC, args.calls) / rate(slow, SYMBOLIC, 5 * args.rounds)
+            theirs.shutdown()
+    finally:
+        ours.terminate()
+        ours.wait()
+    say("P5", f"{simple:.0f} calls/s and core over HTTP, {ratio:.1f} times an interpreter for each "
+        "request", "120, 5")
+
+
+def p6(args):
+    with Jail(2) as jail, ThreadPoolExecutor(128) as pool:
+        results = list(pool.map(lambda i: jail.run("print(input())", str(i)), range(args.calls)))
+    wrong = sum(result.stdout != f"{i}\n" for i, result in enumerate(results))
+    say("P6", f"{wrong} of {args.calls} answers lost or another's, 128 callers on 2 workers", "0")
+
+
+def p7(args):
+    """Hostile programs that run into the clock have little of it."""
+    folder = Path("/tmp")
+    with Jail(2) as jail:
+        host = Host(args.folder)
+        attacks = [(host.fill(program), outcomes >= IDLE) for *_, outcomes, program in PROGRAMS]
+        jail.run(SIMPLE)
+        timed(lambda: [jail.run(program, "", 0.05) for program, _ in attacks], 1)
+        files, rss = set(os.listdir(folder)), memory(os.getpid())
+        descriptors, wrong = len(os.listdir("/proc/self/fd")), 0
+        for i in range(args.soak):
+            if i % 10 == 9:
+                program, idle = attacks[i // 10 % len(attacks)]
+                jail.run(program, "", 0.05 if idle else 2)
+            else:
+                wrong += jail.run(SIMPLE).stdout != "5\n"
+        time.sleep(3)  # a worker may be on its way
+        grown = memory(os.getpid()) - rss
+        left = len(os.listdir("/proc/self/fd")) - descriptors
+        processes = len(below(os.getpid())) - 2 * (jail.workers + 1)
+        more = len(set(os.listdir(folder)) - files)
+    say("P7", f"after {args.soak} calls {wrong} wrong; {processes} processes, {left} descriptors, "
+        f"{more} files left; parent {grown:+.1f} MB", "0; 0, 0, 0; 5")
+    host.close()
+
+
+def p8(args):
+    """A killed program, then a killed worker: the time until the next call has its answer."""
+    with Jail(1) as jail:
+        programs, workers = [], []
+        for _ in range(args.rounds):
+            jail.run("while True: pass", "", 0.1)
+            programs += timed(lambda: jail.run(SIMPLE), 1)
+        for _ in range(args.rounds):
+            while len(jail.idle) < 2:
+                time.sleep(0.05)
+            os.kill(jail.idle[-1].pid, signal.SIGKILL)
+            workers += timed(lambda: jail.run(SIMPLE), 1)
+    say("P8", f"{statistics.median(programs) * 1e3:.0f} ms after a program was killed, "
+        f"{statistics.median(workers) * 1e3:.0f} ms after a worker was (at most "
+        f"{max(workers) * 1e3:.0f} ms)", "300 ms")
+
+
+FIGURES = {"P1": p1, "P2": p2, "P3": p3, "P4": p4, "P5": p5, "P6": p6, "P7": p7, "P8": p8}
+
+
+def flags():
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--only", nargs="+", choices=FIGURES, default=[*FIGURES], help="figures to take")
+    p.add_argument("--calls", type=int, default=1000, help="that a rate is taken over")
+    p.add_argument("--rounds", type=int, default=5, help="of a comparison")
+    p.add_argument("--soak", type=int, default=10_000, help="calls of P7")
+    p.add_argument("--folder", type=Path, help="an empty folder for P7's secrets; one of its own")
+    return p.parse_args()
+
+
+def main():
+    import tempfile
+    args = flags()
+    print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = args.folder or Path(folder)
+        for name in args.only:
+            FIGURES[name](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""
+The inside of the jail: a warm Python that forks for every program. jail.py starts it.
+
+    (1) work     import what programs like to import, then wait for frames: packets of JSON
+    (2) fork     the fork takes the program's descriptors in place of its own, limits, and a seccomp
+                 filter; it knows no socket on which it could forge a frame
+    (3) play     compile, execute, show the value of a last bare expression; end as Python ends
+    (4) watch    time, files, the caller's word to stop; then kill all processes but this one, and
+                 empty the scratch folder
+
+It uses the standard library alone, and is the one file of this repository that a jail shows.
+"""
+import ast
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import types
+
+NAME = "program.py"  # in tracebacks
+INODES = 2000  # files that a program may make
+TICK = 0.05  # seconds between two looks at them
+MIB = 2**20
+RESERVE = 32 * MIB  # beyond the limit, for the traceback of a MemoryError
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+# ---------------------------------------------------------------- the program
+
+class Ending:
+    """Whatever ends the program ends here, shown as Python shows it; `code` is its exit code."""
+    code = 70
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if kind is None:
+            self.code = 0
+            return True
+        # the program still holds all the memory that it took: showing the error needs some more
+        resource.setrlimit(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)[1:] * 2)
+        self.code = 1
+        if issubclass(kind, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            self.code = (error.code or 0) & 0xff
+        elif issubclass(kind, SystemExit):
+            print(error.code, file=sys.stderr)
+        else:
+            while trace and trace.tb_frame.f_code.co_filename != NAME:
+                trace = trace.tb_next  # our own frames
+            sys.excepthook(kind, error.with_traceback(trace), trace)
+        return True
+
+
+def play(fd, display):
+    """Run a program as `python program.py` would; show the value of a last bare expression.
+
+    The one place of the house that compiles and executes text.
+    """
+    with open(fd, "rb") as file:
+        source = file.read()
+    with open(NAME, "wb") as file:
+        file.write(source)  # tracebacks quote it
+    program = source.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogatepass")
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__ = NAME
+    tree = ast.parse(program, NAME)
+    last = tree.body[-1] if tree.body else None
+    if display and isinstance(last, ast.Expr):
+        shown = ast.parse("__import__('sys').displayhook(0)", mode="eval").body
+        for node in ast.walk(shown):
+            ast.copy_location(node, last.value)
+        shown.args = [last.value]
+        last.value = shown
+    exec(compile(tree, NAME, "exec", dont_inherit=True), module.__dict__)
+
+
+def set_limits(frame, settings):
+    """The limits of the process that will run the program."""
+    seconds = int(frame["seconds"]) + 1
+    limits = {"CPU": (seconds, seconds + 1), "AS": (frame["memory"], frame["memory"] + RESERVE),
+              "FSIZE": settings["files"], "NOFILE": 64, "CORE": 0, "STACK": 64 * MIB,
+              "MEMLOCK": 0, "MSGQUEUE": 0}
+    # root is not bound by it, and threads are processes to it
+    limits["NPROC"] = settings["threads"] + 2 if settings["threads"] else 0
+    if not settings["jailed"]:
+        del limits["NPROC"]  # it would count all that this user runs
+    for name, limit in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        most = resource.getrlimit(kind)[1]
+        soft, hard = limit if isinstance(limit, tuple) else (limit, limit)
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(kind, (soft, hard))
+
+
+def run_fork(frame, fds, settings):
+    """The whole life of a fork; never returns."""
+    ending, late = Ending(), Ending()
+    try:
+        os.setsid()
+        for target, fd in enumerate(fds):
+            os.dup2(fd, target)
+        os.closerange(len(fds), 256)  # among them the socket of the frames
+        sys.path[0], sys.argv = os.getcwd(), [NAME]
+        random.seed(0)  # a fork seeds it anew
+        set_limits(frame, settings)
+        if settings["filter"] and LIBC.prctl(22, 2, settings["rules"], 0, 0):  # PR_SET_SECCOMP
+            raise OSError(ctypes.get_errno(), "the filter is refused")
+        with ending:
+            play(len(fds) - 1, settings["display"])
+        with late:  # as an interpreter ends: threads, atexit, then what the globals' __del__ do
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.modules["__main__"].__dict__.clear()
+            for stream in sys.stdout, sys.stderr, sys.__stdout__:
+                if stream is not None and not stream.closed:
+                    stream.flush()
+    finally:
+        os._exit(ending.code or late.code)
+
+
+# ---------------------------------------------------------------- the worker
+
+def receive(control):
+    """A frame and the descriptors that came with it; leaves when nobody is there to ask."""
+    data, fds, _, _ = socket.recv_fds(control, 65536, 4)
+    if not data:
+        os._exit(0)
+    return json.loads(data), fds
+
+
+def watch(pid, control, seconds, scratch):
+    """Wait for a fork, and end it when it has to be -> (why it was ended or "", wait status)."""
+    deadline, why = time.monotonic() + seconds, ""
+    child = os.pidfd_open(pid)
+    poller = select.poll()
+    poller.register(child, select.POLLIN)
+    poller.register(control, select.POLLIN)
+    while not why:
+        left = max(0, deadline - time.monotonic())
+        ready = [fd for fd, _ in poller.poll(min(left, TICK) * 1000)]
+        if child in ready:
+            break
+        if ready:
+            receive(control)
+            why = "output"
+        elif not left:
+            why = "timeout"
+        else:
+            room = os.statvfs(scratch)
+            if os.getpid() == 1 and room.f_files - room.f_ffree > INODES:
+                why = "files"
+    os.close(child)
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpid() == 1:
+            os.kill(-1, signal.SIGKILL)  # all of the namespace but this process
+        else:
+            os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, 0 if os.getpid() == 1 else os.WNOHANG)[0]:
+            pass
+    return why, status
+
+
+def sweep(scratch, keep):
+    """Empty the scratch folder; False where something stays."""
+    for entry in os.scandir(scratch):
+        if entry.name in keep:
+            continue
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry)
+            else:
+                os.unlink(entry)
+        except (OSError, RecursionError):
+            return False
+    return True
+
+
+def work(settings):
+    """A worker: import, say so, then fork for every frame."""
+    control = socket.socket(fileno=settings["control"])
+    control.set_inheritable(False)
+    scratch = os.getcwd()
+    keep = set(os.listdir(scratch))  # where a library folder lies below the scratch folder
+    for name in settings["preload"]:
+        importlib.import_module(name)
+    for name in "numpy.random", "sympy.core.random":
+        if name in sys.modules:
+            sys.modules[name].seed(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    LIBC.prctl(4, 0)  # PR_SET_DUMPABLE: forks can neither trace nor read this process
+    code = ctypes.create_string_buffer(bytes.fromhex(settings["filter"]))
+    # struct sock_fprog: the number of instructions of 8 bytes, then where they are
+    settings["rules"] = struct.pack("HP", len(code) // 8, ctypes.addressof(code))
+    ast.parse("x", NAME)  # it sets itself up; here once, and not in every fork
+    gc.collect()
+    # a fork copies the tables of pages: of 4 KiB they are many, of 2 MiB few
+    for block in {id(each) >> 21 for each in gc.get_objects()}:
+        LIBC.madvise(ctypes.c_void_p(block << 21), ctypes.c_size_t(2**21), 25)  # MADV_COLLAPSE
+    gc.freeze()  # the collector of a fork would write to all pages
+    control.send(b"{}")
+    while True:
+        frame, fds = receive(control)
+        if "stop" in frame:  # it came after the end
+            continue
+        began = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            run_fork(frame, fds, settings)
+        for fd in fds:
+            os.close(fd)
+        why, status = watch(pid, control, frame["seconds"], scratch)
+        answer = {"call": frame["call"], "why": why, "status": status,
+                  "seconds": time.monotonic() - began, "clean": sweep(scratch, keep)}
+        control.send(json.dumps(answer).encode())
+
+
+if __name__ == "__main__":
+    work(json.loads(sys.argv[1]))

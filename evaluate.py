@@ -527,6 +527,8 @@ def player(args, path, world, tasks):
 
     episodes = map(begin, tasks)
     if args.agent == "solver":
+        if not isinstance(world, Travel):
+            raise ValueError(f"--agent solver plays travel, not {args.env}")
         return map(partial(play_solver, world.database), episodes)
     if args.agent == "person":
         return play(ask_person, episodes, 1)
@@ -596,6 +598,7 @@ def evaluate(args):
     """Play, judge, report."""
     world = open_world(args)
     tasks = load_tasks(args.tasks, world.load_task, args.limit, args.split)
+    world.close()  # the players open their own
     tasks = [task | ({"sample": k} if k else {}) for task in tasks for k in range(args.samples)]
     wanted, played = [name_of(task) for task in tasks], {}
     agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}

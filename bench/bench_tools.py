@@ -8,11 +8,15 @@ Python (toolstar/jail.py): P1 calls per second of a core; P2 latency; P3 against
 that imports numpy and sympy; P4 against a pool of processes made for each call, as the reference
 makes it; P5 over HTTP, against a server that starts an interpreter for each request; P6 128 callers
 of 2 workers; P7 a soak of --soak calls, a tenth of them hostile; P8 the call after a kill.
+Play (engine.py): P10 play with slow tools against play with instant ones, and P11 against rounds in
+lock-step; P13 a replay from the cache. P9 and P12, what others cost with these about, are
+bench_qa.py's and bench_grpo.py's.
 Ratios come from one run, in turns, so that a busy machine slows both sides.
 """
 import argparse
 import json
 import os
+import random
 import signal
 import socket
 import statistics
@@ -27,7 +31,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = str(ROOT), str(ROOT / "tests")
 from hostile import IDLE, PROGRAMS, Host, below  # noqa: E402
 
+from engine import open_engine, play_vllm  # noqa: E402
+from sandbox import Action, Episode  # noqa: E402
 from toolstar.jail import Jail, Remote  # noqa: E402
+from toolstar.tools import Tools, read_settings  # noqa: E402
+
+TURNS, TOKENS, PLACES = 4, 48, 64  # of an episode, at most of a reply, in the engine
 
 SIMPLE = "print(2+3)"
 SYMBOLIC = "import numpy, sympy\nprint(sympy.Integer(2) + 3, numpy.arange(5).sum())"
@@ -219,7 +228,135 @@ def p8(args):
         f"{max(workers) * 1e3:.0f} ms)", "300 ms")
 
 
-FIGURES = {"P1": p1, "P2": p2, "P3": p3, "P4": p4, "P5": p5, "P6": p6, "P7": p7, "P8": p8}
+# ---------------------------------------------------------------- play
+
+class Sleeper:
+    """A tool that takes as long as was drawn for a turn of an episode."""
+    tools = ("Wait",)
+
+    def __init__(self, waits):
+        self.waits = list(waits)
+
+    def call(self, name, arguments):
+        time.sleep(self.waits.pop())
+        return "waited"
+
+
+class Waiting(Episode):
+    """Whatever is said is a call, TURNS times."""
+
+    def begin(self, reply):
+        self.messages.append({"role": "assistant", "content": reply})
+        self.turns += 1
+        if self.turns == TURNS:
+            self.stop = "answer"
+            return None
+        return Action("call", "Wait", {})
+
+
+def drawn(kind, i):
+    """Seconds that the calls of episode i take. Pareto: a mean of about 1, a tail up to 10."""
+    rng = random.Random(f"{kind}/{i}")
+    if kind == "1 s Pareto":
+        return [min(10.0, rng.paretovariate(1.5) / 3) for _ in range(TURNS)]
+    return [{"0 ms": 0.0, "100 ms": 0.1, "1 s": 1.0}[kind]] * TURNS
+
+
+def make_waiting(kind, count):
+    return [Waiting({"id": i, "query": f"question {i}"}, Sleeper(drawn(kind, i)), 99, "short")
+            for i in range(count)]
+
+
+def overlapped(engine, kind, args):
+    """(tokens sampled, seconds) of the house's own play."""
+    llm, template = engine
+    episodes, start = make_waiting(kind, args.episodes), time.perf_counter()
+    played = play_vllm(llm, template, episodes, 4000, temperature=1.0, top_p=1.0,
+                       max_tokens=TOKENS, concurrency=PLACES, slow=True)
+    count = sum(1 for _ in played)
+    seconds = time.perf_counter() - start
+    assert count == args.episodes
+    return sum(said(template, episode) for episode in episodes), seconds
+
+
+def lock_step(engine, kind, args):
+    """The same plays in rounds: all of a batch speak, then all their tools are waited for."""
+    llm, template = engine
+    from vllm import SamplingParams
+
+    episodes, start = make_waiting(kind, args.episodes), time.perf_counter()
+    sampling = SamplingParams(temperature=1.0, max_tokens=TOKENS, detokenize=False,
+                              stop_token_ids=sorted(template.ends), seed=0)
+    with ThreadPoolExecutor(PLACES) as pool:
+        for first in range(0, len(episodes), PLACES):
+            batch = [(e, template.prompt(e.messages)) for e in episodes[first:first + PLACES]]
+            while batch:
+                prompts = [{"prompt_token_ids": list(ids)} for _, ids in batch]
+                outputs = llm.generate(prompts, sampling, use_tqdm=False)
+                actions = []
+                for (episode, ids), output in zip(batch, outputs, strict=True):
+                    ids += output.outputs[0].token_ids
+                    actions.append(episode.begin(template.reply(output.outputs[0].token_ids)[0]))
+                going = [(play, action) for play, action in zip(batch, actions, strict=True)
+                         if action]
+                told = list(pool.map(lambda pair: pair[0][0].act(pair[1]), going))
+                batch = [play for play, _ in going]
+                for (episode, ids), observation in zip(batch, told, strict=True):
+                    episode.finish(observation)
+                    ids += template.between(episode.messages[-1])
+    seconds = time.perf_counter() - start
+    return sum(said(template, episode) for episode in episodes), seconds
+
+
+def said(template, episode):
+    """Tokens of its replies."""
+    return sum(len(template.encode(message["content"])) for message in episode.messages
+               if message["role"] == "assistant")
+
+
+def p10(args):
+    """Play with slow tools against play with instant ones; P11, against rounds in lock-step."""
+    if not args.model:
+        print("P10 and P11 need --model, a checkpoint")
+        return
+    engine = open_engine(args.model, 4000, PLACES)
+    overlapped(engine, "0 ms", args)  # warm
+    rates = {}
+    for kind in ("0 ms", "100 ms", "1 s", "1 s Pareto", "0 ms"):
+        tokens, seconds = overlapped(engine, kind, args)
+        rates.setdefault(kind, []).append(tokens / seconds)
+        print(f"    {kind:10} {tokens} tokens in {seconds:.1f} s", flush=True)
+    longest = max(sum(drawn("1 s Pareto", i)) for i in range(args.episodes))
+    print(f"    with the Pareto's waits alone one play takes {longest:.0f} s")
+    instant = statistics.mean(rates.pop("0 ms"))
+    for kind, (rate,) in rates.items():
+        say("P10", f"play with tools of {kind}: {rate / instant:.2f} of play with instant tools",
+            ">= 0.85")
+    tokens, seconds = lock_step(engine, "1 s Pareto", args)
+    ratio = rates["1 s Pareto"][0] / (tokens / seconds)
+    say("P11", f"against lock-step rounds, tools of 1 s Pareto: {ratio:.1f} times", ">= 3")
+
+
+def p13(args):
+    """The same searches and programs twice through a world with a cache."""
+    settings = read_settings(ROOT / "database" / "tools")
+    settings.tools, settings.cache_python = ["Search", "Python"], True
+    settings.cache = str(args.folder / "cache.sqlite")
+    world, rounds = Tools(settings), []
+    asked = [("Search", {"query": f"tower {i}"}) for i in range(100)]
+    asked += [("Python", {"code": f"print({i} ** 2)"}) for i in range(100)]
+    for _ in "first", "again":
+        start = time.perf_counter()
+        cached = sum(world.answer(*call)[2] for call in asked)
+        rounds.append((cached / len(asked), time.perf_counter() - start))
+    world.close()
+    (_, first), (rate, again) = rounds
+    say("P13", f"a replay finds {rate:.0%} in the cache and takes {again / first:.2%} of the "
+        f"seconds, {again / len(asked) * 1e3:.2f} ms a call", "100%; 1% of what a slow tool takes")
+
+
+FIGURES = {"P1": p1, "P2": p2, "P3": p3, "P4": p4, "P5": p5, "P6": p6, "P7": p7, "P8": p8,
+           "P10": p10, "P13": p13}
 
 
 def flags():
@@ -229,6 +366,8 @@ def flags():
     p.add_argument("--calls", type=int, default=1000, help="that a rate is taken over")
     p.add_argument("--rounds", type=int, default=5, help="of a comparison")
     p.add_argument("--soak", type=int, default=10_000, help="calls of P7")
+    p.add_argument("--model", help="P10: a checkpoint; what it says does not matter")
+    p.add_argument("--episodes", type=int, default=2048, help="P10: plays of each kind")
     p.add_argument("--folder", type=Path, help="an empty folder for P7's secrets; one of its own")
     return p.parse_args()
 

@@ -31,6 +31,7 @@ import threading
 import time
 from collections import deque
 from functools import partial
+from multiprocessing import parent_process
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -406,6 +407,11 @@ class Tools:
         jail = Jail(1, self.settings.unsafe_python, ("trafilatura",), output=2**22)
         self.browser = Browser(jail, self.settings.allow, passages=self.settings.page)
 
+    @property
+    def level(self):
+        """How programs are locked up: jailed, unsafe, or elsewhere."""
+        return getattr(self.jail, "level", "elsewhere" if self.jail else "off")
+
     def close(self):
         """Give back workers and files."""
         for held in self.jail, self.browser and self.browser.jail, self.browser, self.cache:
@@ -523,7 +529,11 @@ def check_arguments(name, arguments):
 def open_world(args):
     """The world of --database, a folder with tools.json; database/tools unless it is set."""
     folder = args.database or Path(__file__).resolve().parent.parent / "database" / "tools"
-    return Tools(read_settings(folder))
+    world = Tools(read_settings(folder))
+    if os.environ.get("RANK", "0") == "0" and parent_process() is None:
+        chosen = {key: getattr(world.settings, key) for key in SETTINGS}
+        print(f"tools {world.identity}, Python {world.level}: {json.dumps(chosen)}")
+    return world
 
 
 # ---------------------------------------------------------------- main
@@ -535,10 +545,7 @@ TRIED = {"Search": {"query": "the tallest tower"}, "Python": {"code": "print(6 *
 def check(args):
     """Print what the settings say and what each tool answers -> exit status."""
     world = open_world(args)
-    for key in SETTINGS:
-        print(f"{key:15} {getattr(world.settings, key)!r}")
-    level = getattr(world.jail, "level", None)
-    print(f"\nPython runs {level or 'elsewhere'}")
+    print(f"\nPython: {world.level}")
     for what, outcome in getattr(world.jail, "proof", {}).items():
         print(f"    {what:40} {outcome}")
     statuses = []

@@ -93,7 +93,7 @@ def flags():
     add("--system-prompt", default="full", help="full, short, or a file")
     add("--branch", default="paper", choices=["paper", "released"], help="the law of forking, (1)")
     add("--start", type=int, default=0, help="plays of a query from scratch; 0: half of them [4]")
-    add("--weight", type=float, default=0.2, help="w, chance of a fork per unit of dE [4]")
+    add("--weight", type=float, default=0.2, help="w, chance per unit of dE; of released alone [4]")
     add("--branch-penalty", type=float, default=0.0, help="share lost per fork just before [5]")
     add = p.add_argument_group("learn").add_argument
     add("--keep-gradient", action="store_true", help="of tokens clipped from above, scaled [5]")
@@ -413,7 +413,7 @@ def policy_loss(logps, old_logps, advantage, weight, args):
 
     weight: 1 / denominator.
     """
-    w = torch.exp(logps - old_logps)
+    w = torch.exp((logps - old_logps).clamp(max=20))  # inf times an advantage of 0 were NaN
     clipped = w.clamp(1 - args.clip_low, 1 + args.clip_high)
     if args.keep_gradient:  # the same value, but w's gradient scaled to the bound
         clipped = torch.where(w > 1 + args.clip_high, w * (clipped / w).detach(), clipped)
@@ -447,9 +447,11 @@ def learn(engine, weighted, packed, rank, ranks, device, args):
             loss, side = policy_loss(logps, old_logps, advantage, weight, args)
             watched.append((loss.detach(), entropy, (logps.detach() - engine_logps).abs(), side))
         engine.backward(loss * ranks)  # DeepSpeed takes the mean over ranks, we want the sum
-    if weighted:  # the same on every rank: all plays may have been overlength
+    # the same on every rank. Without an advantage AdamW's moments alone would move the weights
+    moves = any(s.advantage for s, _ in weighted)
+    if moves:
         engine.step()
-    gnorm = float(engine.get_global_grad_norm() or 0) if weighted else 0.0
+    gnorm = float(engine.get_global_grad_norm() or 0) if moves else 0.0
     return statistics(watched, device) | {"gnorm": gnorm}
 
 
@@ -716,7 +718,8 @@ def save_model(engine, template, out, rank):
         engine.module.lm.save_pretrained(part, state_dict=state)
         template.tokenizer.save_pretrained(part)
         Path(out).mkdir(parents=True, exist_ok=True)
-        # config.json goes last and marks the folder as whole
+        # config.json marks the folder as whole: it goes first, and comes back last
+        (Path(out) / "config.json").unlink(missing_ok=True)
         for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, Path(out) / file.name)
         part.rmdir()
@@ -825,6 +828,7 @@ def main():
         clock.append(time.time())
 
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
+        line |= {"later": stats[1:]} if stats[1:] else {}  # of --minibatches: where clipping begins
         line |= {"kind": kind, "lr": lr} | timings(samples, updates, clock, judged)
         line |= {"play_gib": play_gib, "learn_gib": used_gib(device)}
         if rank == 0:

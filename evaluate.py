@@ -366,11 +366,18 @@ def pass_at(plays):
             for k in sizes}
 
 
-def interval(values, rounds=10_000):
-    """The 95% bootstrap interval of a mean: as many values drawn with replacement, many times."""
+def interval(values, least=0.0, rounds=10_000):
+    """The 95% interval of a mean of shares: of as many values drawn with replacement, many times.
+
+    Where all are the same, draws tell nothing: then as wide as a binomial's of 0 in n. least: the
+    smallest value there can be, -1 of differences.
+    """
     import numpy as np
 
     rng, values = np.random.default_rng(0), np.asarray(values, float)
+    if len(set(values)) == 1:
+        width = 1 - 0.025 ** (1 / len(values))
+        return [float(max(least, values[0] - width)), float(min(1.0, values[0] + width))]
     draws = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(rounds)]
     return [float(end) for end in np.percentile(draws, [2.5, 97.5])]
 
@@ -398,7 +405,7 @@ def table(played):
         both = wins[other].keys() & wins[last].keys()
         if both:
             change = [wins[last][task] - wins[other][task] for task in wins[other] if task in both]
-            found = report[last][f"success minus {other}'s"] = [mean(change), *interval(change)]
+            found = report[last][f"success minus {other}'s"] = [mean(change), *interval(change, -1)]
             cells[f"success of {last} minus {other}"] = [
                 *blank, f"{100 * found[0]:+.1f} ({span(*found[1:], '+')})"]
     rows = [["", *played], ["---"] * (len(played) + 1)]

@@ -351,7 +351,8 @@ def save_model(engine, template, out, rank):
         engine.module.lm.save_pretrained(part, state_dict=state)
         template.tokenizer.save_pretrained(part)
         Path(out).mkdir(parents=True, exist_ok=True)
-        # config.json goes last and marks the folder as whole
+        # config.json marks the folder as whole: it goes first, and comes back last
+        (Path(out) / "config.json").unlink(missing_ok=True)
         for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, Path(out) / file.name)
         part.rmdir()

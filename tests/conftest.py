@@ -245,7 +245,7 @@ class Plain:
     """As much of DeepSpeed's engine as an update needs, on one rank; it keeps the gradient."""
 
     def __init__(self, policy):
-        self.module = policy
+        self.module, self.steps = policy, 0
         policy.zero_grad()
 
     def __call__(self, *batch):
@@ -256,6 +256,7 @@ class Plain:
 
     def step(self):
         """The weights stay."""
+        self.steps += 1
 
     def gradient(self):
         from torch import cat

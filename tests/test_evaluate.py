@@ -382,7 +382,10 @@ def test_pass_at_k_by_hand():
 def test_an_interval_is_that_of_a_mean():
     low, high = evaluate.interval([0, 1] * 50)
     assert low == pytest.approx(0.5 - 0.098, abs=0.02) and high == pytest.approx(0.598, abs=0.02)
-    assert evaluate.interval([1, 1, 1]) == [1, 1]
+    assert evaluate.interval([1, 1, 1]) == pytest.approx([0.025 ** (1 / 3), 1])
+    # 3 of 100 could fail all the same, and a difference may be of either sign
+    assert evaluate.interval([0] * 100) == pytest.approx([0, 0.0362], abs=1e-4)
+    assert evaluate.interval([0] * 100, -1) == pytest.approx([-0.0362, 0.0362], abs=1e-4)
 
 
 def test_with_samples_success_is_of_plays_and_its_interval_of_tasks(trip, mini):

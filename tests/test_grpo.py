@@ -323,6 +323,28 @@ def test_the_gradient_is_the_same_over_micro_batches_packing_and_ranks(
     assert gap.norm() < 1e-5 * whole.gradient().norm()
 
 
+def test_plays_that_all_earned_the_same_are_compared_but_move_no_weight(
+        one_rank, policy, weighted):
+    for s, _ in weighted:
+        s.advantage = 0.0
+    engine = Plain(policy)
+    line = learn(engine, weighted, "")
+    assert (engine.steps, line["gnorm"], line["loss"]) == (0, 0.0, 0.0)
+    assert line["dlogp_mean"] > 0 and not engine.gradient().any()
+    weighted[0][0].advantage = 1.0
+    learn(engine, weighted, "")
+    assert engine.steps == 1
+
+
+def test_a_ratio_beyond_all_numbers_is_clipped_and_stays_a_number():
+    logps = torch.tensor([0.0, 0.0, -1.0], requires_grad=True)
+    old, advantage = torch.tensor([-1e4, -1e4, -1.0]), torch.tensor([0.0, 1.0, 1.0])
+    loss, side = grpo.policy_loss(logps, old, advantage, torch.ones(3), flags())
+    loss.backward()
+    assert loss.item() == pytest.approx(-2.28) and side.tolist() == [0, 1, 0]
+    assert logps.grad.tolist() == [0, 0, -1]
+
+
 @pytest.mark.parametrize("gap, words, stops", [
     (0.9e-4, "", False), (1.1e-4, "", True), (math.nan, "", True), (0.4, "--max-dlogp 0.5", False)])
 def test_a_run_stops_where_engine_and_trainer_disagree(gap, words, stops):

@@ -22,6 +22,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -187,13 +188,18 @@ def p6(args):
 
 def p7(args):
     """Hostile programs that run into the clock have little of it."""
-    folder = Path("/tmp")
+    def full():
+        """Wait until no worker is on its way, since each has descriptors and processes."""
+        while len(jail.idle) <= jail.workers:
+            time.sleep(0.1)
+
     with Jail(2) as jail:
         host = Host(args.folder)
         attacks = [(host.fill(program), outcomes >= IDLE) for *_, outcomes, program in PROGRAMS]
         jail.run(SIMPLE)
         timed(lambda: [jail.run(program, "", 0.05) for program, _ in attacks], 1)
-        files, rss = set(os.listdir(folder)), memory(os.getpid())
+        full()
+        files, rss = set(os.listdir(args.folder)), memory(os.getpid())
         descriptors, wrong = len(os.listdir("/proc/self/fd")), 0
         for i in range(args.soak):
             if i % 10 == 9:
@@ -201,11 +207,11 @@ def p7(args):
                 jail.run(program, "", 0.05 if idle else 2)
             else:
                 wrong += jail.run(SIMPLE).stdout != "5\n"
-        time.sleep(3)  # a worker may be on its way
+        full()
         grown = memory(os.getpid()) - rss
         left = len(os.listdir("/proc/self/fd")) - descriptors
         processes = len(below(os.getpid())) - 2 * (jail.workers + 1)
-        more = len(set(os.listdir(folder)) - files)
+        more = len(set(os.listdir(args.folder)) - files)
     say("P7", f"after {args.soak} calls {wrong} wrong; {processes} processes, {left} descriptors, "
         f"{more} files left; parent {grown:+.1f} MB", "0; 0, 0, 0; 5")
     host.close()
@@ -368,16 +374,14 @@ def flags():
     p.add_argument("--soak", type=int, default=10_000, help="calls of P7")
     p.add_argument("--model", help="P10: a checkpoint; what it says does not matter")
     p.add_argument("--episodes", type=int, default=2048, help="P10: plays of each kind")
-    p.add_argument("--folder", type=Path, help="an empty folder for P7's secrets; one of its own")
     return p.parse_args()
 
 
 def main():
-    import tempfile
     args = flags()
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
-        args.folder = args.folder or Path(folder)
+        args.folder = tempfile.tempdir = Path(folder)  # so that what stays in it is ours
         for name in args.only:
             FIGURES[name](args)
 

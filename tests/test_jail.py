@@ -289,20 +289,16 @@ def test_a_worker_retires():
         assert one.run("print(2)").stdout == "2\n"
 
 
-def test_an_interrupted_caller_leaves_no_program_behind(plain):
-    def interrupt(*_):
-        raise InterruptedError("rung")
-
-    before = signal.signal(signal.SIGALRM, interrupt)
+def test_an_interrupted_caller_leaves_the_pool_whole(plain):
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
-            # an InterruptedError is an OSError, which a broken worker is too
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
             plain.run("while True: pass")
     finally:
         signal.signal(signal.SIGALRM, before)
     assert plain.run("print(3)").stdout == "3\n"
+    assert plain.busy == 0
 
 
 # ------------------------------------------------------------------------------------------- pool

@@ -10,9 +10,10 @@ The interpreter of the tools world: programs that a model wrote run in warm, loc
     (4) replace  a worker that misbehaves, grows, or has answered CALLS calls is killed; a spare
                  takes its place
 
-Program, input and output pass the worker by, as descriptors that go from the caller straight to the
-fork: a worker never holds a byte that one program could read of another. Frames, JSON in packets
-of a socket that forks close, say only how long a call may last and how it ended.
+Here is the outside; cell.py is the inside. Program, input and output pass the worker by, as
+descriptors that go from the caller straight to the fork: a worker never holds a byte of one program
+that another could read. Frames, JSON in packets of a socket that forks close, say only how long a
+call may last and how it ended.
 
 There are two levels. "jailed" is proved at each start. "unsafe" is a plain process under limits,
 which reads and writes what its user can; it has to be asked for.
@@ -57,6 +58,7 @@ MIB = 2**20
 CALLS = 2000  # of one worker
 GROWTH = 1.2  # times the memory of a fresh worker
 GRACE = 1.0  # seconds that a worker may answer late
+DAY = 86400.0  # seconds; no program has more
 LIBSECCOMP = "pip install pyseccomp; apt install libseccomp2"
 NAMESPACES = ("sysctl kernel.unprivileged_userns_clone=1 "
               "kernel.apparmor_restrict_unprivileged_userns=0; in docker --security-opt "
@@ -180,8 +182,9 @@ def command(settings, control, outer):
     python = [sys.executable, "-s", "-B"]
     if not settings["jailed"]:
         return [*python, str(CELL), json.dumps(told)]
-    jail = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1",
-            "--hostname", "jail", "--cap-drop", "ALL", *view()]
+    jail = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session",
+            "--as-pid-1", "--hostname", "jail", "--cap-drop", "ALL", *view(),
+            "--setenv", "LD_LIBRARY_PATH", f"{sys.base_prefix}/lib"]
     jail += ["--seccomp", str(outer)] if outer else []
     return [*jail, *python, "/cell.py", json.dumps(told)]
 
@@ -209,15 +212,18 @@ class Worker:
         # an unsafe worker has a folder of the host; a jailed one its own tmpfs
         self.folder = None if settings["jailed"] else tempfile.TemporaryDirectory(prefix="unsafe-")
         folder, threads = self.folder.name if self.folder else "/tmp", str(settings["threads"] or 1)
-        clean = {"HOME": folder, "LANG": "C.UTF-8", "PATH": os.environ.get("PATH", os.defpath),
-                 "PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:strict",
-                 "LD_LIBRARY_PATH": f"{sys.base_prefix}/lib", "OMP_NUM_THREADS": threads,
+        clean = {"HOME": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+                 "PYTHONIOENCODING": "utf-8:strict", "OMP_NUM_THREADS": threads,
                  "OPENBLAS_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         words = command(settings, theirs.fileno(), *(filters or [None]))
         try:
             self.process = Popen(words, stdin=DEVNULL, stdout=DEVNULL, stderr=self.log, env=clean,
                                  pass_fds=[theirs.fileno(), *filters], cwd=self.folder and folder,
                                  start_new_session=True)
+        except OSError:
+            self.control.close()
+            os.close(self.log)
+            raise
         finally:
             theirs.close()
             for fd in filters:
@@ -392,7 +398,7 @@ class Jail:
 
     def run(self, program, stdin="", seconds=None):
         """Run a program -> Result. It blocks the calling thread alone, and never raises."""
-        seconds = max(0.0, self.seconds if seconds is None else seconds)
+        seconds = min(max(0.0, self.seconds if seconds is None else seconds), DAY)
         # half a surrogate pair is the program's error; in its input it is a question mark
         program, stdin = program.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "replace")
         why = ""

@@ -2,11 +2,18 @@
 
 A task {"id", "query", "turns", "success"} lasts so many replies, of which the last is the answer.
 What is rewarded is high digits, and two plays get the same only if they are the same word for word.
+With SLOW=FOLDER the tool takes its time, in threads, and FOLDER tells which ranks called it.
 """
+import os
+import random
 import string
+import time
 import zlib
 
 from sandbox import Action, Episode
+
+
+SLOW = os.environ.get("SLOW")
 
 
 class Echo:
@@ -17,6 +24,10 @@ class Echo:
         self.seed = seed
 
     def call(self, name, arguments):
+        if SLOW:
+            time.sleep(random.random() / 20)
+            with open(os.path.join(SLOW, os.environ["RANK"]), "a") as file:
+                file.write("called\n")
         return f"You said {len(arguments)} characters."
 
 
@@ -34,7 +45,7 @@ class Babble:
     kinds = ("digits", "apart")
     parts = ("success", "digits")
     stops = tuple(string.ascii_letters)  # one of them, or the end token, comes soon
-    slow = False
+    slow = bool(SLOW)
 
     def load_task(self, row):
         return row

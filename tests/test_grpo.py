@@ -418,9 +418,12 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
     assert one == two
 
 
-@pytest.mark.parametrize("words", ["--steps 1", "--steps 2 --tp 2"])
+@pytest.mark.parametrize("words, slow", [
+    ("--steps 1", False), ("--steps 2 --tp 2", False), ("--steps 2 --tp 2", True)])
 def test_two_ranks_with_an_engine_each_or_half_of_one_learn_what_one_learns(
-        words, babble, unbroken, tmp_path):
+        words, slow, babble, unbroken, tmp_path, monkeypatch):
+    if slow:
+        monkeypatch.setenv("SLOW", str(tmp_path))
     train("grpo.py", tmp_path / "rl", babble, words, ranks=2)
     one, two = (updates(out)[0] for out in (unbroken, tmp_path / "rl"))
     for key in ("reward", "tokens", "policy_tokens", "loss", "entropy", "gnorm"):
@@ -429,6 +432,8 @@ def test_two_ranks_with_an_engine_each_or_half_of_one_learn_what_one_learns(
                 for out in (unbroken, tmp_path / "rl"))
     assert one == two
     assert all(line["dlogp_mean"] <= 1e-4 for line in updates(tmp_path / "rl"))
+    called = [(tmp_path / rank).exists() for rank in "01"]
+    assert called == [slow, False], "with --tp one rank calls the tools"
 
 
 def test_official_tasks_at_a_context_of_30k_are_trained_on(test_data, tiny_model, tmp_path):

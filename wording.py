@@ -96,17 +96,21 @@ FOR_NIGHTS = pattern(r"""(?:entire|whole) (?:stay|trip|visit|duration)|throughou
     (?:all|both|[2-9]|two|three|four) nights(?! min)""")
 
 # rides and ways
-MODES = {"flight": "Flight", "taxi": "Taxi", "car": "Self-driving"}
-MODE = pattern(r"""\b(?<!no )(?<!without )(?:(?P<flight>flights?\b|fly|airline)|
-    (?P<taxi>(?:taxi|cab|uber|lyft)\b)|(?P<car>self-?\s?driv\w*|driv\w+|(?:rental )?car\b))""")
+MODES = {"flight": "Flight", "taxi": "Taxi", "driving": "Self-driving"}
+MODE = pattern(r"""(?<![\w-])(?<!no )(?<!not )(?<!without )(?:(?P<flight>flights?\b|fly|airline|
+    (?:air)?plane\b)|(?P<taxi>(?:taxi|cab|uber|lyft)\b)|
+    (?P<driving>self-?\s?driv\w*|driv\w+\b(?!\s(?:time|dist|dur))|
+    (?:(?:rental|rented|hire) )?cars?\b|rental\b))""")
 OTHER_MODE = pattern(r"\b(?:train|bus|ferry|walk(?:ing)?|boat|shuttle)\b")
 FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|
     \bflight\s*(?:number|no\.?|#)?:?\s*\[?((?-i:[A-Z]){1,3}\s?\d{2,7})\b""")
 DETAILS = {
     "duration": pattern(r"""duration:?\s*([^,;|$()]{1,40}?)\s*(?=[,;|()]|$)|
-        \b(\d{1,2}\s*(?:hours?|hrs?|h)\b\s*(?:\d{1,2}\s*(?:min\w*|m)\b)?|\d{1,3}\s*min\w*)"""),
+        \b(\d{1,2}(?:\.\d)?\s*(?:hours?|hrs?|h)(?![a-z])(?:,? and)?\s*(?:\d{1,2}\s*(?:min\w*|m)\b)?|
+        \d{1,3}\s*min\w*)"""),
     "distance": pattern(r"\b(\d[\d,]{0,8}(?:\.\d+)?\s*(?:km|kilometers|miles|mi)\b)"),
-    "cost": pattern(r"\$\s?(\d[\d,]{0,8}(?:\.\d+)?)|cost:?\s*~?(\d[\d,]{0,8}(?:\.\d+)?)")}
+    "cost": pattern(r"""\$\s?(\d[\d,]{0,8}(?:\.\d+)?)|
+        cost:?\s*(?:(?:of|is|about|around) )?~?(\d[\d,]{0,8}(?:\.\d+)?)""")}
 WAY = pattern(r"\bfrom:?\s+(\S[^|;]{0,60}?),?\s*(?:\bto\b|→|->):?\s+(\S[^|;]{0,60})")
 GUESS = pattern(r"\((?:[^()]{0,20}\b)?(?:assum|similar|based on|note|no )[^()]{0,200}\)")
 TO = pattern(r"\b(?:to|for|into|in)\s+$")

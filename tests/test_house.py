@@ -21,7 +21,7 @@ FLOOR = ["sandbox", "format_plan", "constraints", "solver"]
 MAY_IMPORT = {
     "sandbox.py": set(), "wording.py": set(), "template.py": set(),
     "engine.py": {"template"},
-    "format_plan.py": {"sandbox", "wording"}, "constraints.py": {"format_plan"},
+    "format_plan.py": {"sandbox", "wording"}, "constraints.py": {"format_plan", "wording"},
     "solver.py": {"constraints", "format_plan"}, "evaluate.py": {*FLOOR, "template", "engine"},
     "synth.py": {"sandbox", "evaluate", "constraints", "solver", "format_plan"},
     "tiny.py": {"sandbox", "evaluate", "constraints", "solver", "synth"},

@@ -23,6 +23,7 @@ Writes  stdout: each line again with its "plan" (null where the text holds none)
 import argparse
 import ast
 import hashlib
+import html
 import json
 import re
 import time
@@ -63,7 +64,7 @@ def plain(text):
 
 def unfold(text, names):
     """(1) Yield (kind, plain line), kind "line", "bullet" or "field" (out of JSON or a table)."""
-    text = text.translate(TYPOGRAPHY)
+    text = without_markup(text.translate(TYPOGRAPHY))
     for awkward, key in names.awkward:
         text = text.replace(awkward, key)
     if value := load_json(text):
@@ -71,6 +72,8 @@ def unfold(text, names):
             yield "field", line.replace("\n", " ").strip()
         return
     raws = [raw[:LONGEST_LINE] for raw in w.LINK.sub("]", w.NEW_DAY.sub("\n", text)).split("\n")]
+    said = [raw for raw in raws if not raw.lstrip().startswith(">")]  # a quote is a remark
+    raws = said if 2 * len(said) > len(raws) else raws
     for is_table, block in groupby(raws, key=lambda raw: raw.lstrip().startswith("|")):
         if is_table:
             yield from (("field", line) for line in table_lines(block))
@@ -79,7 +82,19 @@ def unfold(text, names):
             line = raw.strip()
             bullet = w.BULLET.match(line).end()
             listed = (bullet or raw.startswith(" ")) and not line.startswith("#")
-            yield "bullet" if listed else "line", line[bullet:].strip("_ ")
+            yield "bullet" if listed else "line", line[bullet:].strip("_ ").replace(" · ", " | ")
+
+
+def without_markup(text):
+    """Text without HTML: its rows are those of a markdown table, its blocks are lines."""
+    if not w.MARKUP.search(text):
+        return text
+    text = re.sub(r"\s*<t[dh]\b[^<>]{0,200}>\s*", "|", text)
+    text = re.sub(r"\s*</t[dh]>\s*", "", text)
+    cells = "\n".join(re.sub(r"<br ?/?>", "; " if line.lstrip().startswith("|") else "\n", line)
+                      for line in text.split("\n"))
+    text = re.sub(r"</?(?:b|i|strong|em|span|a)\b[^<>]{0,200}>", "", cells)
+    return html.unescape(re.sub(r"\n+\|", "\n|", w.MARKUP.sub("\n", text)))
 
 
 def load_json(text):
@@ -107,10 +122,11 @@ def json_lines(value, key="", depth=0):
     elif not isinstance(value, dict):
         yield f"{key}: {value}"
     elif isinstance(value.get("name"), str):
-        city = value.get("city")
+        city, key = value.get("city"), kind_of(value) or key
         yield f"{key}: {value['name']}" + (f", {city}" if isinstance(city, str) else "")
-    elif "transport" in key or "flight" in key:
-        yield f"{key}: " + ", ".join(f"{k}: {v}".replace("_", " ") for k, v in value.items())
+    elif "transport" in (key := kind_of(value) or key) or "flight" in key:
+        yield f"{key}: " + ", ".join(f"{k}: {v}".replace("_", " ") for k, v in value.items()
+                                     if k not in ("time", "type"))
     else:
         rest = {str(k).replace("_", " "): v for k, v in value.items() if k != "date"}
         number = next((k for k in ("day", "days", "Day", "day number")
@@ -120,6 +136,12 @@ def json_lines(value, key="", depth=0):
             yield day if w.DAY.match(day) else f"Day {day}"
         for k, v in rest.items():
             yield from json_lines(v, k, depth + 1)
+
+
+def kind_of(value):
+    """What a table of JSON says that it is: "type": "lunch"; else None."""
+    kinds = (value.get(key) for key in ("type", "slot", "category", "meal"))
+    return next((kind for kind in kinds if isinstance(kind, str)), None)
 
 
 def table_lines(block):
@@ -137,7 +159,7 @@ def table_lines(block):
             yield from (f"{row[0]}: {row[i]}" for row in rows[1:] if i < len(row))
         return
     for row in rows[1:] if by_day or not days else rows:
-        label = next((i for i, cell in enumerate(row) if w.LABEL.match(f"{cell}:")), None)
+        label = next((i for i, cell in enumerate(row) if w.LABEL.fullmatch(f"{cell}:")), None)
         if by_day and not fields:
             yield f"Day {row[0]}: " + " ".join(row[1:])
         elif by_day or w.DAY.match(row[0]):
@@ -174,6 +196,8 @@ class Names:
         for city in sorted(cities, key=len, reverse=True):
             end = r"(?!\w)" if FIRST.fullmatch(city) else r"(?![^\W_])"
             initials.setdefault(re.escape(city[0]), []).append(re.escape(city[1:]) + end)
+        states = "|".join(map(re.escape, sorted(set(map(str, database.cities.values())))))
+        self.city_tail = re.compile(rf"(?:{w.CITY_TAIL})|,\s*(?:{states})(?!\w)")
         self.cities = re.compile("|".join(rf"{initial}(?<!\w{initial})(?:{'|'.join(rest)})"
                                           for initial, rest in initials.items()))
 
@@ -190,7 +214,7 @@ class Names:
         city = lead and self.cities.match(text, lead.end())
         if not city or not w.CITY_END.match(text, city.end()):
             return "", at
-        return city[0], (w.CITY_TAIL.match(text, city.end()) or city).end()
+        return city[0], (self.city_tail.match(text, city.end()) or city).end()
 
     def way(self, text):
         """(from, to) of a text: ("", to) where it says only "to X", None where it says neither."""
@@ -221,7 +245,8 @@ class Names:
 
     def known(self, text, at, table, cities):
         """The venue at this place, in one of these cities or in that behind its name, or None."""
-        start = at + (text[at] == "[")
+        close = text.find("]", at, at + 200) if text[at] == "[" else -1  # where the name must end
+        start = at + (close > 0)
         venue = self.venue(text, at, table, cities) or self.venue(text, start, table, cities)
         nearby = "" if venue or "," not in text[at:at + 160] else text[at:at + 160]
         for city in self.cities.findall(nearby)[:3]:
@@ -231,14 +256,25 @@ class Names:
                 venue = there
         if not venue:
             return None
-        end = venue.end + (start > at and text.startswith("]", venue.end))
-        city, end = self.city_after(text, end)
-        stop = text.find("]", end) if start > at else -1
-        last = None if city else w.LAST_CITY.match(text, end, stop if stop > 0 else len(text))
-        listed = last and self.venue(text, last.start(1), table, cities)
-        if last and not listed and not w.NOT_A_CITY.search(last[1]):
-            city, end = last[1], last.end()  # a city that nobody knows stays wrong
+        city, end = self.city_after(text, venue.end)
+        item = text.rfind(";", 0, at) + 1
+        if not city and (close > 0 or "," not in text[item:at]):  # in "A, B, C" no city is C
+            last = w.LAST_CITY.match(text, end, close if close > 0 else len(text))
+            listed = last and self.venue(text, last.start(1), table, cities)
+            if last and not listed and not w.NOT_A_CITY.search(last[1]):
+                city, end = last[1], last.end()  # a city that nobody knows stays wrong
+        if close > 0 and venue.end <= close:
+            if text[end:close].strip():
+                return None
+            city, end = (city, close + 1) if city else self.city_after(text, close + 1)
+        elif not city and self.goes_on(text, end, table, cities):
+            return None
         return Mention(venue.name, city or venue.city, end)
+
+    def goes_on(self, text, end, table, cities):
+        """Does a name go on where a known one ends: "X - Rooftop Annex", "X and Dragon Palace"?"""
+        more = w.GOES_ON.match(text, end)
+        return more and not self.venue(text, more.start(1), table, cities)
 
     def written(self, text, at, sights):
         """The venue at this place as the text writes it; the database does not have it."""
@@ -250,26 +286,23 @@ class Names:
             return Mention(text[at + 1:end - 1].strip(), *self.city_after(text, end))
         stop = (text + ";").index(";", at) if sights else len(text)
         last = w.LAST_CITY.search(text, at, stop)
-        if last and not w.ABOUT.search(text, at, last.start()):
-            city = self.cities.fullmatch(last[1])
-            if sights:
-                city = text.count(",", at, stop) == 1 and (city or not w.NOT_A_CITY.search(last[1]))
-            if city:
-                return Mention(text[at:last.start()].strip(' "'), last[1], stop)
+        if last and self.cities.fullmatch(last[1]) and not w.ABOUT.search(text, at, last.start()) \
+                and (not sights or text.count(",", at, stop) == 1):
+            return Mention(text[at:last.start()].strip(' "'), last[1], stop)
         end = w.WRITTEN_END.search(text, at, stop).start()
-        commas = [i for i in range(at, end) if text[i] == ","]
-        for comma in commas:
-            city, after = self.city_after(text, comma)
-            if city:
-                return Mention(text[at:comma].strip(' "'), city, after)
         about = w.ABOUT.search(text, at + 1, end)
         end = about.start() if about else end
-        last = None if sights else w.LAST_CITY.search(text, at, end)
+        commas = [i for i in range(at, end) if text[i] == ","]
+        for lead in [i for i in range(at, min(end + 2, stop)) if text[i] in ",("]:
+            city, after = self.city_after(text, lead)
+            if city:
+                return Mention(text[at:lead].strip(' "'), city, after)
+        last = w.LAST_CITY.search(text, at, end) if len(commas) == 1 or not sights else None
         if last and not w.NOT_A_CITY.search(last[1]):
             return Mention(text[at:last.start()].strip(' "'), last[1], max(end, at + 1))
         if commas and (sights or text[commas[-1] + 1:end].strip()[:1].islower()):
             end = commas[0] if sights else commas[-1]  # a list or a remark goes on
-        return Mention(text[at:end].strip(' ,."'), "", max(end, at + 1))
+        return Mention(text[at:end].strip(' ,"').removesuffix("."), "", max(end, at + 1))
 
     def venues_in(self, text, slot, cities, prose):
         """Yield "Name, City" of a slot's text: all its attractions, or its first venue.
@@ -295,10 +328,10 @@ class Names:
                 yield f"{name}, {city or cities[0]}".replace("¦", "|")
             if slot != "attraction" or prose and text.startswith(". ", at):
                 return
+            if aside := w.BRACKETS.match(text, at):
+                at = aside.end()
             if w.ABOUT.match(text, at) or w.REMARK.match(text, at):
                 at = (text + ";").index(";", at)
-            elif text.startswith(" (", at) and ")" in text[at:at + 200]:
-                at = text.index(")", at) + 1
 
 
 names_of = lru_cache(maxsize=16)(Names)  # the names of a database are gathered once
@@ -307,21 +340,28 @@ names_of = lru_cache(maxsize=16)(Names)  # the names of a database are gathered 
 # ---------------------------------------------------------------- days and lines
 def read_days(lines, trip, names):
     """(2) lines -> [DayText] in the order of the text. trip: the cities that the text is about."""
-    dated = not any(w.DAY.match(line) for _, line in lines)
+    openings = [w.DAY.match(line) for _, line in lines]
+    dated, numbered = not any(openings), any(found and found[1] for found in openings)
     days, outside = [DayText(0, 0, "", [])], False  # number 0 stands before day 1
     for kind, line in lines:
         day = days[-1]
-        opening = (w.DATE if dated else w.DAY).match(line)
-        if dated and (kind == "bullet" or len(line) >= 160):
+        opening = (w.DATED if dated else w.DAY).match(line)
+        if dated and (kind == "bullet" or len(line) >= 160 and line[:3].lower() != "on "):
             opening = None
+        if numbered and opening and not opening[1]:
+            opening = None  # "the next day" of a text that counts its days
         if opening and w.MONEY.match(line, opening.end()):
             continue  # a row of a cost table
         if opening:
             first, last, ordinal = ("", "", "") if dated else opening.groups()
             word = (first or ordinal).lower()
-            number = int(word) if word.isdecimal() else w.NUMBERS.get(word, day.number + 1)
+            later = 2 if word and day.number == 0 and day.events else day.number + 1  # "next day"
+            number = int(word) if word.isdecimal() else w.NUMBERS.get(word, later)
             line = line[opening.end():].lstrip(" :-–—,.")
             again = number < day.number and (number == 1 or not outside)
+            if number == 2 and day.number == 0 and day.events:
+                days.append(day._replace(number=1, last=1))  # whose beginning was not announced
+                days[0] = DayText(0, 0, "", [])
             if 0 < number <= 31 and (number > day.number or again):
                 day = DayText(number, min(max(number, int(last or 0)), 31), line, [])
                 days.append(day)
@@ -332,8 +372,8 @@ def read_days(lines, trip, names):
         if not line or outside:
             continue
         awaited = kind == "bullet" and day.events and day.events[-1][1:] == ("", "open")
-        if w.SECTION.match(line) and not w.LABEL.match(line) and not awaited:
-            outside = day.number > 0 and kind == "line"
+        if day.number and w.SECTION.match(line) and not (opening or awaited or w.LABEL.match(line)):
+            outside = kind == "line"
         else:
             for part in w.NEXT_FIELD.split(line):
                 read_line(part, kind, day.events, trip, names)
@@ -347,6 +387,9 @@ def read_line(line, kind, events, trip, names):
         events[-1] = Event(slot, f"{text}, {line}", how)
         return
     if w.NOTE.match(line):
+        return
+    if how == "open" and kind == "bullet" and text and (place := w.CITY_LABEL.match(line)):
+        events[-1] = Event(slot, f"{text}, {line[place.end():]}", how)
         return
     clock = w.TIME.match(line)
     start = clock.end() if clock else 0
@@ -425,7 +468,7 @@ def ends_of_day(told, before, home, names):
     rides = [way for way in ways if way and way[0] != way[1]]
     ride = (rides[0][0] or before, rides[-1][1]) if rides else None  # of the day as a whole
     label = next((event.text for event in told.events if event.slot == "city" and event.text), "")
-    title = label or w.DATE.sub("", told.heading, 1).strip(" :-–—,.()|")
+    title = label or w.DATE.sub("", told.heading, 1).strip(" :;-–—,.()|")
     title = title if len(told.heading) < 90 else ""  # a paragraph is no title
     stated = names.way(title if "from " in title.lower() else f"from {title}")
     city = names.city(label)
@@ -449,7 +492,7 @@ def ends_of_day(told, before, home, names):
     return before, before  # nothing tells, so the traveller stays
 
 
-def transportation(text, start, end, how, names):
+def transportation(text, start, end, names):
     """A ride in TravelPlanner's words; cities that the text leaves out are the day's."""
     text = w.GUESS.sub("", text).replace("¦", "|")
     number = w.FLIGHT_NUMBER.search(text)
@@ -461,8 +504,7 @@ def transportation(text, start, end, how, names):
     mode = "Flight" if number else w.MODES.get(said and said.lastgroup, "")
     if not mode and (way or text[:4].lower() in ("from", "cost")) and not w.OTHER_MODE.search(bare):
         mode = "Self-driving"
-    complete = mode != "Flight" and not way and (how == "field" or start == end)
-    if not mode or complete:
+    if not mode or mode != "Flight" and not way and start == end:
         text = text.replace("$", "").strip(" .")
         named = w.MODE.sub(lambda word: w.MODES[word.lastgroup], text, 1)
         return f"{mode}, {text}" if mode and not said else named
@@ -494,7 +536,7 @@ def fill_day(told, before, home, names):
         nothing, prose = w.NO_VENUE.match(text), how not in ("field", "open")
         nothing_or_price = nothing or w.MONEY.match(text)
         if slot == "transportation" and day[slot] == "-" and not nothing_or_price:
-            day[slot] = transportation(text, start, end, how, names)
+            day[slot] = transportation(text, start, end, names)
         if slot not in TABLE_OF or day[slot] != "-" and slot != "attraction":
             continue  # of two lunches the first
         here = [end] if slot == "accommodation" else cities

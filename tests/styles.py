@@ -27,7 +27,7 @@ INVENTED = {  # {}: a name of the database, which the invented one is not
     "attraction": (
         "Museum of Lost Keys", "Old Mill Overlook", "St. Agnes Garden", "Mt. Hollow Lookout",
         "Gallery of Modern Glass", "{} - West Wing", "{} Annex", "The Hidden {}", "Fort Nowhere",
-        "Visit Valley Farm", "{}: the Night Walk", "Ft. Ember State Park"),
+        "Valley Farm & Dinner Theatre", "{}: the Night Walk", "Ft. Ember State Park"),
     "hotel": (
         "Harborlight House", "Entire Room at a Cozy Cottage", "Private room in the Old Mill",
         "{} by the Lake", "{} II", "Sunny Loft w/ Rooftop - Near Everything", "The Overnight Inn",
@@ -257,7 +257,7 @@ FORMS = {
         "hotel": "Stay overnight at {place}.", "glue": " "},
     "dated_prose": {
         "head": "On {date}, the plan is simple.", "flight": "Take flight {number} from {start} to {end} "
-        "({leaves}-{lands}).", "road": "Drive or be driven: {mode} from {start} to {end}.",
+        "({leaves}-{lands}).", "road": "Set out early by {mode} from {start} to {end}.",
         "meal": "Enjoy {slot} at {place}, about ${price} per person.", "sight": "Then visit {place}.",
         "hotel": "Spend the night at {place} (${price}).", "glue": " "},
 }

@@ -116,19 +116,21 @@ def json_lines(value, key="", depth=0):
         value = "; ".join(value)
     if depth > 8 or value is None:
         return
-    if isinstance(value, list):
-        for item in value:
+    if not isinstance(value, dict):
+        for item in value if isinstance(value, list) else ():
             yield from json_lines(item, key, depth + 1)
-    elif not isinstance(value, dict):
-        yield f"{key}: {value}"
-    elif isinstance(value.get("name"), str):
-        city, key = value.get("city"), kind_of(value) or key
+        if not isinstance(value, list):
+            yield f"{key}: {value}"
+        return
+    kinds = [value.get(kind) for kind in ("type", "slot", "category", "meal")]
+    key = next((kind for kind in kinds if isinstance(kind, str)), key)
+    rest = {str(k).replace("_", " "): v for k, v in value.items() if k not in ("date", "time")}
+    if isinstance(value.get("name"), str):
+        city = value.get("city")
         yield f"{key}: {value['name']}" + (f", {city}" if isinstance(city, str) else "")
-    elif "transport" in (key := kind_of(value) or key) or "flight" in key:
-        yield f"{key}: " + ", ".join(f"{k}: {v}".replace("_", " ") for k, v in value.items()
-                                     if k not in ("time", "type"))
+    elif "transport" in key or "flight" in key:
+        yield f"{key}: " + ", ".join(f"{k}: {v}" for k, v in rest.items() if k != "type")
     else:
-        rest = {str(k).replace("_", " "): v for k, v in value.items() if k != "date"}
         number = next((k for k in ("day", "days", "Day", "day number")
                        if isinstance(rest.get(k), (int, str))), None)
         day = str(rest.pop(number)) if number else key
@@ -136,12 +138,6 @@ def json_lines(value, key="", depth=0):
             yield day if w.DAY.match(day) else f"Day {day}"
         for k, v in rest.items():
             yield from json_lines(v, k, depth + 1)
-
-
-def kind_of(value):
-    """What a table of JSON says that it is: "type": "lunch"; else None."""
-    kinds = (value.get(key) for key in ("type", "slot", "category", "meal"))
-    return next((kind for kind in kinds if isinstance(kind, str)), None)
 
 
 def table_lines(block):
@@ -248,12 +244,6 @@ class Names:
         close = text.find("]", at, at + 200) if text[at] == "[" else -1  # where the name must end
         start = at + (close > 0)
         venue = self.venue(text, at, table, cities) or self.venue(text, start, table, cities)
-        nearby = "" if venue or "," not in text[at:at + 160] else text[at:at + 160]
-        for city in self.cities.findall(nearby)[:3]:
-            there = None if city in cities else self.venue(text, start, table, [city])
-            end = there and there.end + text.startswith("]", there.end)
-            if there and self.city_after(text, end)[0] == city:
-                venue = there
         if not venue:
             return None
         city, end = self.city_after(text, venue.end)
@@ -343,30 +333,27 @@ def read_days(lines, trip, names):
     openings = [w.DAY.match(line) for _, line in lines]
     dated, numbered = not any(openings), any(found and found[1] for found in openings)
     days, outside = [DayText(0, 0, "", [])], False  # number 0 stands before day 1
-    for kind, line in lines:
+    for (kind, line), opening in zip(lines, openings, strict=True):
         day = days[-1]
-        opening = (w.DATED if dated else w.DAY).match(line)
-        if dated and (kind == "bullet" or len(line) >= 160 and line[:3].lower() != "on "):
-            opening = None
-        if numbered and opening and not opening[1]:
-            opening = None  # "the next day" of a text that counts its days
+        if dated and kind != "bullet" and (len(line) < 160 or line[:3].lower() == "on "):
+            opening = w.DATED.match(line)
         if opening and w.MONEY.match(line, opening.end()):
             continue  # a row of a cost table
-        if opening:
+        if opening and (dated or opening[1] or not numbered):  # else it may say "the next day"
             first, last, ordinal = ("", "", "") if dated else opening.groups()
             word = (first or ordinal).lower()
-            later = 2 if word and day.number == 0 and day.events else day.number + 1  # "next day"
+            later = 2 if word and not day.number and day.events else day.number + 1  # "next"
             number = int(word) if word.isdecimal() else w.NUMBERS.get(word, later)
             line = line[opening.end():].lstrip(" :-–—,.")
             again = number < day.number and (number == 1 or not outside)
-            if number == 2 and day.number == 0 and day.events:
-                days.append(day._replace(number=1, last=1))  # whose beginning was not announced
-                days[0] = DayText(0, 0, "", [])
+            if number == 2 and not day.number and day.events:  # day 1 was not announced
+                days[-1:] = [DayText(0, 0, "", []), day._replace(number=1, last=1)]
             if 0 < number <= 31 and (number > day.number or again):
                 day = DayText(number, min(max(number, int(last or 0)), 31), line, [])
                 days.append(day)
                 outside = False
-                if not (w.FLIGHT_NUMBER.search(line) or len(line) > 90 or w.LABEL.match(line)):
+                said = len(line) > 90 or ordinal or opening[0][:3].lower() == "on "
+                if not (said or w.FLIGHT_NUMBER.search(line) or w.LABEL.match(line)):
                     continue
                 line = w.DATE.sub("", line, 1).lstrip(" :-–—,.")
         if not line or outside:

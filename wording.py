@@ -21,14 +21,14 @@ DATE = pattern(rf"""(?:\b{WEEKDAY},?\s*)?
     (?:\b{MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?\b|\b\d{{1,2}}(?:st|nd|rd|th)?\s+{MONTH}|
     \b\d{{4}}-\d\d-\d\d\b|\b\d{{1,2}}/\d{{1,2}}(?:/\d{{2,4}})?\b)
     (?:,?\s*20\d\d\b)?(?:,?\s*\(?{WEEKDAY}\)?(?!\s(?-i:[A-Z])))?""")
-DAY = pattern(rf"""(?:on\s+)?(?:the\s+)?(?:days?\s*[:#]?\s*(\d{{1,2}}|{'|'.join(CARDINALS)})\b
+DAY = pattern(rf"""(?:on\s+)?(?:(?:the|your|our)\s+)?(?:days?\s*[:#]?\s*(\d{{1,2}}|{'|'.join(CARDINALS)})\b
     (?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|[/-]))?|
     ({'|'.join(ORDINALS)}|next|following|final|last)\s+(?:day|morning)\b)\W{{0,3}}""")
 DATED = pattern(rf"(?:on\s+)?(?:{DATE.pattern})")
 
 # a field: label, colon, value
 LABELS = {
-    "city": r"current[ _]city|city|location|destination",
+    "city": r"current[ _]city|city|location|destination|route",
     "transportation": r"""transport(?:ation)?|travel|getting (?:there|around|back|home)|return|
         departure|train|bus|uber|lyft|(?:rental )?car|flights?|flight (?:number|no\.?|details)|
         (?:self-?\s?)?driv(?:e|ing)|taxi""",
@@ -66,6 +66,9 @@ LEAD = pattern(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|bru
     check(?:ing|-in)?|stay(?:ing)?|overnight|spend|sleep|return|back|head(?:ing)?|go(?:ing)?|
     continue|stop|finally|we|you|will)\s+){0,8}
     (?:at|to|into|in|from|by|visit(?:ing)?|explor(?:e|ing)|tour|see|is|try|enjoy)\b:?\s+|
+    (?:start|begin|grab|treat|have|enjoy|dine|eat|try|head|stop|relax|unwind|check|stay|kick|savor|
+    indulge|fuel|settle|finish|end|wrap|sample|feast|celebrate|spend)\b(?:\s(?-i:[a-z']+)){0,6}?
+    \s(?:at|to|from|by|in|with)\s+(?=[\"\[]?(?-i:[A-Z\d]))|
     [\s:;,.|)\]\"–—-]+|\d{1,2}[.)]\s*(?=\[)|(?:and|then|finally|(?-i:the))\s+|
     (?:restaurant|venue|place|location|hotel|property|spot|name)(?: name)?\s*:\s*""")
 CLOCK = r"""\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?
@@ -134,7 +137,7 @@ DETAIL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|co
 STOP = r"(?<!\b(?-i:[A-Z][a-z]))(?<!\b(?-i:[A-Z]))\."  # "Sr." and the like end no name
 BEGINS = r"(?=\s+[\"']?(?-i:[A-Z\d]))"
 NAME_END = pattern(rf"""\s*(?:$|[,;|)\]\"]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
-    \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|until)\b)""")
+    \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|again|until)\b)""")
 # after a known name: "- Rooftop Annex", ": the Secret Cellar", "and Dragon Palace"
 GOES_ON = pattern(rf"""(?:\s[-–—]|:|\sand|\s&)\s(?!{CUISINE}|{DETAIL}|(?:must|highly|great|popular|
     famous|iconic|local|budget|check|visit|explore|enjoy|lunch|dinner|breakfast|brunch)\b)
@@ -144,7 +147,7 @@ CITY_END = pattern(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|
     \s+(?:International |Intl )?Airport|$|
     \s(?:on|at|by|via|for|with|using|in|departing|and|then|departure|duration|flight|back)\b)""")
 WRITTEN_END = pattern(rf"""\s*(?:[|;→\[]|,?\s*~?\$|$)|{STOP}(?:{BEGINS}|(?=\s*$))|
-    (?::|\s[-–—])\s+(?=~?[$\d]|{DETAIL}|{CUISINE}|(?!the\b)(?-i:[a-z]))|
+    (?::|\s[-–—])\s+(?=~?\$|[\d.,]+\s*(?:/|per\b|nights?\b|stars?\b|usd\b)|{DETAIL}|{CUISINE}|(?!the\b)(?-i:[a-z]))|
     \s*\((?=[^)]{{0,80}}(?:[$\d:,]|cuisine|rat|cost|per|avg))|
     \s(?:for|at|around)\s+(?=~?[$\d]|breakfast|brunch|lunch|dinner|noon|midnight|
     (?:the|one|two|three) nights?\b|(?:an?|some|your|our)\s[\w ]{{0,20}}

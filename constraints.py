@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import wording as w
-from format_plan import parse_plan
+from format_plan import read_plan
 
 MEALS = ("breakfast", "lunch", "dinner")
 VENUES = (*MEALS, "attraction", "accommodation")
@@ -785,8 +785,8 @@ def judge(task, answer, database):
 
     The score is star's, with "official" and "strict" beside it: success by the other two rule sets.
     """
-    plan = parse_plan(answer, task, database) if answer is not None else None
-    verdict = score(task, plan, database)
+    plan, unread, share = read_plan(answer, task, database)
+    verdict = score(task, plan, database) | {"unread": unread, "answer lines not read": share}
     for rules in ("official", "strict"):
         verdict[rules] = score(task, plan, database, rules)["success"]
     return plan, verdict

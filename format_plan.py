@@ -39,8 +39,7 @@ from sandbox import PROMPTS, open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
 SLOTS = ("breakfast", "attraction", "lunch", "dinner", "accommodation")
-FIELDS = ("current_city", "transportation", "breakfast", "attraction", "lunch", "dinner",
-          "accommodation")
+FIELDS = ("current_city", "transportation", *SLOTS)
 TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
 LONGEST_TEXT, LONGEST_LINE = 200_000, 4_000  # characters; what is longer is cut
@@ -89,12 +88,10 @@ def without_markup(text):
     """Text without HTML: its rows are those of a markdown table, its blocks are lines."""
     if not w.MARKUP.search(text):
         return text
-    text = re.sub(r"\s*<t[dh]\b[^<>]{0,200}>\s*", "|", text)
-    text = re.sub(r"\s*</t[dh]>\s*", "", text)
-    cells = "\n".join(re.sub(r"<br ?/?>", "; " if line.lstrip().startswith("|") else "\n", line)
-                      for line in text.split("\n"))
-    text = re.sub(r"</?(?:b|i|strong|em|span|a)\b[^<>]{0,200}>", "", cells)
-    return html.unescape(re.sub(r"\n+\|", "\n|", w.MARKUP.sub("\n", text)))
+    text = w.CELL.sub(lambda tag: "" if tag[1] else "|", text)
+    text = re.sub(r"(?m)^\s*\|.*", lambda row: re.sub(r"<br ?/?>", "; ", row[0]), text)
+    text = w.MARKUP.sub(lambda tag: "" if tag[1] else "\n", text)
+    return html.unescape(re.sub(r"\n+\|", "\n|", text))
 
 
 def load_json(text):
@@ -329,42 +326,56 @@ names_of = lru_cache(maxsize=16)(Names)  # the names of a database are gathered 
 
 # ---------------------------------------------------------------- days and lines
 def read_days(lines, trip, names):
-    """(2) lines -> [DayText] in the order of the text. trip: the cities that the text is about."""
+    """(2) lines -> ([DayText] in the order of the text, the lines that told nothing).
+
+    trip: the cities that the text is about.
+    """
     openings = [w.DAY.match(line) for _, line in lines]
     dated, numbered = not any(openings), any(found and found[1] for found in openings)
-    days, outside = [DayText(0, 0, "", [])], False  # number 0 stands before day 1
+    days, outside, idle = [DayText(0, 0, "", [])], False, []  # number 0 stands before day 1
     for (kind, line), opening in zip(lines, openings, strict=True):
         day = days[-1]
+        idle.append(line)
         if dated and kind != "bullet" and (len(line) < 160 or line[:3].lower() == "on "):
             opening = w.DATED.match(line)
         if opening and w.MONEY.match(line, opening.end()):
             continue  # a row of a cost table
         if opening and (dated or opening[1] or not numbered):  # else it may say "the next day"
-            first, last, ordinal = ("", "", "") if dated else opening.groups()
-            word = (first or ordinal).lower()
-            later = 2 if word and not day.number and day.events else day.number + 1  # "next"
-            number = int(word) if word.isdecimal() else w.NUMBERS.get(word, later)
+            number, last = numbers_of(opening, day)
             line = line[opening.end():].lstrip(" :-–—,.")
             again = number < day.number and (number == 1 or not outside)
             if number == 2 and not day.number and day.events:  # day 1 was not announced
                 days[-1:] = [DayText(0, 0, "", []), day._replace(number=1, last=1)]
             if 0 < number <= 31 and (number > day.number or again):
-                day = DayText(number, min(max(number, int(last or 0)), 31), line, [])
+                day = DayText(number, last, line, [])
                 days.append(day)
-                outside = False
-                said = len(line) > 90 or ordinal or opening[0][:3].lower() == "on "
-                if not (said or w.FLIGHT_NUMBER.search(line) or w.LABEL.match(line)):
-                    continue
-                line = w.DATE.sub("", line, 1).lstrip(" :-–—,.")
-        if not line or outside:
+                outside, idle = False, idle[:-1]
+                said = len(line) > 90 or opening[0][:3].lower() in ("on ", "the")
+                if said or w.FLIGHT_NUMBER.search(line) or w.LABEL.match(line):
+                    read_line(w.DATE.sub("", line, 1).lstrip(" :-–—,."), kind, day.events, trip,
+                              names)
+                continue
+        if outside or not line:
             continue
         awaited = kind == "bullet" and day.events and day.events[-1][1:] == ("", "open")
-        if day.number and w.SECTION.match(line) and not (opening or awaited or w.LABEL.match(line)):
+        if day.number and w.SECTION.match(line) and not (awaited or w.LABEL.match(line)):
             outside = kind == "line"
-        else:
-            for part in w.NEXT_FIELD.split(line):
-                read_line(part, kind, day.events, trip, names)
-    return days
+            continue
+        before = len(day.events), day.events[-1:]
+        for part in w.NEXT_FIELD.split(line):
+            read_line(part, kind, day.events, trip, names)
+        if before != (len(day.events), day.events[-1:]) and day.events[-1].slot != "?":
+            idle.pop()
+    return days, list(filter(None, idle))
+
+
+def numbers_of(opening, day):
+    """(first, last) of the days that a heading opens behind a day: "Days 2-4", "The next day"."""
+    first, last, ordinal = opening.groups() if opening.re is w.DAY else ("", "", "")
+    word = (first or ordinal).lower()
+    later = 2 if word and not day.number and day.events else day.number + 1
+    number = int(word) if word.isdecimal() else w.NUMBERS.get(word, later)
+    return number, min(max(number, int(last or 0)), 31)
 
 
 def read_line(line, kind, events, trip, names):
@@ -561,14 +572,17 @@ def carry_stays(plan, told):
             day["accommodation"] = plan[i - 1]["accommodation"]
 
 
-def parse_plan(text, task, database):
-    """Itinerary text -> TravelPlanner's list of days, or None when it holds none; never raises."""
+def read_plan(text, task, database):
+    """(plan, the text's lines that the reader did not use, their share or None without a text).
+
+    plan: TravelPlanner's list of days, or None where the text holds none. Never raises.
+    """
     if not isinstance(text, str):
-        return None
+        return None, [], None
     names, home = names_of(database), task.get("org") or ""
     lines = list(unfold(text[:LONGEST_TEXT], names))
     cities = Counter(city for _, line in lines for city in names.cities.findall(line))
-    overview, *days = read_days(lines, [city for city, _ in cities.most_common(8)], names)
+    (overview, *days), idle = read_days(lines, [city for city, _ in cities.most_common(8)], names)
     told = best_telling(days)
     if not any(event.slot == "accommodation" for day in told for event in day.events):
         hotels = [event for event in overview.events if event.slot == "accommodation"]
@@ -578,7 +592,13 @@ def parse_plan(text, task, database):
         filled, end = fill_day(day, end, home, names)
         plan.append(filled)
     carry_stays(plan, told)
-    return plan if any(day[slot] != "-" for day in plan for slot in FIELDS[1:]) else None
+    said = any(day[slot] != "-" for day in plan for slot in FIELDS[1:])
+    return plan if said else None, idle, len(idle) / max(sum(bool(line) for _, line in lines), 1)
+
+
+def parse_plan(text, task, database):
+    """The plan of an itinerary text, or None."""
+    return read_plan(text, task, database)[0]
 
 
 def itinerary(plan):

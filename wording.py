@@ -170,6 +170,7 @@ BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]+\s+|\d{1,2}[.)]\s+|"
                     r"[^\w\s\[\]({\"'$#@&!?.,:;/\\|<>=+~^%-]\s*)*")
 NEW_DAY = pattern(rf"""(?<=[.!?;])\ +(?=(?:on\ )?(?:the\ )?
     (?:day\ \d|(?:{'|'.join(ORDINALS)}|next|final|last)\ day))""")
-MARKUP = re.compile(r"</?(?:br|p|li|ul|ol|div|h\d|tr|td|th|table|b|i|strong|em|span|a|thead|tbody)\b"
-                    r"[^<>]{0,200}>", re.I)
+CELL = re.compile(r"\s*<(/?)t[dh]\b[^<>]{0,200}>\s*", re.I)
+MARKUP = pattern(r"""</?(?:(b|i|strong|em|span|a)|br|p|li|ul|ol|div|h\d|tr|table|thead|tbody|section)\b
+    [^<>]{0,200}>""")
 LINK = re.compile(r"\]\((?:https?:|www)[^()\s]{0,300}\)")

@@ -546,7 +546,8 @@ def test_judge_gives_the_plan_of_a_text_and_the_verdicts_of_all_rule_sets(trip, 
         found, verdict = judge(task, answer, mini)
         assert found is None and verdict["success"] == verdict["strict"] == 0
     found, verdict = judge(task, itinerary(plan), mini)
-    assert verdict == score(task, found, mini) | {"official": 1.0, "strict": 1.0}
+    assert verdict == score(task, found, mini) | {
+        "official": 1.0, "strict": 1.0, "unread": [], "answer lines not read": 0.0}
     change(trip, {"task dest": "{far}"}, mini)
     verdict = judge(task, itinerary(plan), mini)[1]
     assert (verdict["success"], verdict["official"], verdict["strict"]) == (1, 1, 0)

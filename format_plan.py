@@ -56,11 +56,6 @@ Mention = namedtuple("Mention", "name city end")  # a venue in a text; end: wher
 TYPOGRAPHY = str.maketrans("’‘“”\u00a0\u202f\t\r", "''\"\"    ", "*`\0")
 
 
-def plain(text):
-    """Text without what markdown and word processors do to it; names are compared in this form."""
-    return text.translate(TYPOGRAPHY).replace("\n", " ").replace("|", "¦").strip()
-
-
 def unfold(text, names):
     """(1) Yield (kind, plain line), kind "line", "bullet" or "field" (out of JSON or a table)."""
     text = without_markup(text.translate(TYPOGRAPHY))
@@ -178,7 +173,8 @@ class Names:
             for city in getattr(database, f"{table[:-1]}_cities"):
                 cities.add(city)
                 rows = getattr(database, table)(city)
-                stored = {plain(row.name): row.name.strip() for row in rows}
+                stored = {row.name.translate(TYPOGRAPHY).replace("\n", " ").replace("|", "¦").strip():
+                          row.name.strip() for row in rows}  # as names are compared
                 for key in filter(None, stored):
                     of_city = self.venues.setdefault((table, FIRST.match(key)[0].lower()), {})
                     of_city.setdefault(city, []).append((key.lower(), key, stored[key]))
@@ -237,30 +233,25 @@ class Names:
         return max(found, key=lambda mention: mention.end) if found else None
 
     def known(self, text, at, table, cities):
-        """The venue at this place, in one of these cities or in that behind its name, or None."""
+        """The venue at this place, None where the database has none or the name goes on."""
         close = text.find("]", at, at + 200) if text[at] == "[" else -1  # where the name must end
         start = at + (close > 0)
         venue = self.venue(text, at, table, cities) or self.venue(text, start, table, cities)
         if not venue:
             return None
         city, end = self.city_after(text, venue.end)
-        item = text.rfind(";", 0, at) + 1
-        if not city and (close > 0 or "," not in text[item:at]):  # in "A, B, C" no city is C
-            last = w.LAST_CITY.match(text, end, close if close > 0 else len(text))
-            listed = last and self.venue(text, last.start(1), table, cities)
-            if last and not listed and not w.NOT_A_CITY.search(last[1]):
-                city, end = last[1], last.end()  # a city that nobody knows stays wrong
-        if close > 0 and venue.end <= close:
+        if venue.end <= close:
             if text[end:close].strip():
                 return None
             city, end = (city, close + 1) if city else self.city_after(text, close + 1)
-        elif not city and self.goes_on(text, end, table, cities):
+        elif not city and self.goes_on(text, at, end, table, cities):
             return None
         return Mention(venue.name, city or venue.city, end)
 
-    def goes_on(self, text, end, table, cities):
-        """Does a name go on where a known one ends: "X - Rooftop Annex", "X and Dragon Palace"?"""
-        more = w.GOES_ON.match(text, end)
+    def goes_on(self, text, at, end, table, cities):
+        """Is a known name not all: "X - Rooftop Annex", "X and Dragon Palace", "X, Atlantis"?"""
+        alone = "," not in text[text.rfind(";", 0, at) + 1:at]  # in "A, B, C" no city is C
+        more = w.GOES_ON.match(text, end) or alone and w.LAST_CITY.match(text, end)
         return more and not self.venue(text, more.start(1), table, cities)
 
     def written(self, text, at, sights):
@@ -277,15 +268,13 @@ class Names:
                 and (not sights or text.count(",", at, stop) == 1):
             return Mention(text[at:last.start()].strip(' "'), last[1], stop)
         end = w.WRITTEN_END.search(text, at, stop).start()
-        about = w.ABOUT.search(text, at + 1, end)
-        end = about.start() if about else end
         commas = [i for i in range(at, end) if text[i] == ","]
         for lead in [i for i in range(at, min(end + 2, stop)) if text[i] in ",("]:
             city, after = self.city_after(text, lead)
             if city:
                 return Mention(text[at:lead].strip(' "'), city, after)
         last = w.LAST_CITY.search(text, at, end) if len(commas) == 1 or not sights else None
-        if last and not w.NOT_A_CITY.search(last[1]):
+        if last:
             return Mention(text[at:last.start()].strip(' "'), last[1], max(end, at + 1))
         if commas and (sights or text[commas[-1] + 1:end].strip()[:1].islower()):
             end = commas[0] if sights else commas[-1]  # a list or a remark goes on

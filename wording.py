@@ -21,8 +21,8 @@ DATE = pattern(rf"""(?:\b{WEEKDAY},?\s*)?
     (?:\b{MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?\b|\b\d{{1,2}}(?:st|nd|rd|th)?\s+{MONTH}|
     \b\d{{4}}-\d\d-\d\d\b|\b\d{{1,2}}/\d{{1,2}}(?:/\d{{2,4}})?\b)
     (?:,?\s*20\d\d\b)?(?:,?\s*\(?{WEEKDAY}\)?(?!\s(?-i:[A-Z])))?""")
-DAY = pattern(rf"""(?:on\s+)?(?:(?:the|your|our)\s+)?(?:days?\s*[:#]?\s*(\d{{1,2}}|{'|'.join(CARDINALS)})\b
-    (?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|[/-]))?|
+DAY = pattern(rf"""(?:on\s+)?(?:(?:the|your|our)\s+)?(?:
+    days?\s*[:#]?\s*(\d{{1,2}}|{'|'.join(CARDINALS)})\b(?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|[/-]))?|
     ({'|'.join(ORDINALS)}|next|following|final|last)\s+(?:day|morning)\b)\W{{0,3}}""")
 DATED = pattern(rf"(?:on\s+)?(?:{DATE.pattern})")
 
@@ -88,8 +88,8 @@ MONEY = pattern(r"""(?:(?:approx\w*\.?|about|around|estimated(?: cost)?:?|avg\.?
 ATTRIBUTE = pattern(r"""(?:depart(?:ure|s|ing)?|arriv(?:al|es|ing)|duration|distance|costs?|price|
     fare|route|from|to|airline|flight (?:number|no\.?))(?: (?:time|city|date))?\s*:""")
 NOTE = pattern(r"""(?:\w+ ){0,2}(?:notes?|costs?|(?:sub-?)?totals?|budget|price|address|phone|
-    website|contact|rating|cuisines?|entry|admission|fees?|hours|opening|check-?out|room type|house rules?|minimum nights|max(?:imum)? occupancy|
-    review|tips?|reason|remaining|description|expenses?|date)\b[^:]{0,30}:""")
+    website|contact|rating|cuisines?|entry|admission|fees?|hours|opening|check-?out|room type|
+    house rules?|minimum nights|max(?:imum)? occupancy|review|tips?|reason|remaining|description|expenses?|date)\b[^:]{0,30}:""")
 SECTION = pattern(r"""(?:\w+ ){0,3}(?:costs?|budget|expenses?|expenditure|summary|breakdown|notes?|
     tips?|highlights?|totals?|overview|reminders?|recommendations?|considerations?|constraints?|
     information|requirements?)\b[^:.]{0,40}:?$|why (?:this|it)\b|
@@ -136,7 +136,7 @@ DETAIL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|co
     minimum|max\w*|review|house rules?|free|(?:private|shared|entire) (?:room|home)|per )\b"""
 STOP = r"(?<!\b(?-i:[A-Z][a-z]))(?<!\b(?-i:[A-Z]))\."  # "Sr." and the like end no name
 BEGINS = r"(?=\s+[\"']?(?-i:[A-Z\d]))"
-NAME_END = pattern(rf"""\s*(?:$|[,;|)\]\"]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
+NAME_END = pattern(r"""\s*(?:$|[,;|)\]\"]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
     \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|again|until)\b)""")
 # after a known name: "- Rooftop Annex", ": the Secret Cellar", "and Dragon Palace"
 GOES_ON = pattern(rf"""(?:\s[-–—]|:|\sand|\s&)\s(?!{CUISINE}|{DETAIL}|(?:must|highly|great|popular|
@@ -146,31 +146,29 @@ GOES_ON = pattern(rf"""(?:\s[-–—]|:|\sand|\s&)\s(?!{CUISINE}|{DETAIL}|(?:mus
 CITY_END = pattern(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|
     \s+(?:International |Intl )?Airport|$|
     \s(?:on|at|by|via|for|with|using|in|departing|and|then|departure|duration|flight|back)\b)""")
-WRITTEN_END = pattern(rf"""\s*(?:[|;→\[]|,?\s*~?\$|$)|{STOP}(?:{BEGINS}|(?=\s*$))|
+ABOUT = pattern(rf"[,.]\s*{DETAIL}|\s*\b{DETAIL}\s*[:$~]")
+WRITTEN_END = pattern(rf"""{ABOUT.pattern}|\s*(?:[|;→\[]|,?\s*~?\$|$)|{STOP}(?:{BEGINS}|(?=\s*$))|
     (?::|\s[-–—])\s+(?=~?\$|[\d.,]+\s*(?:/|per\b|nights?\b|stars?\b|usd\b)|{DETAIL}|{CUISINE}|(?!the\b)(?-i:[a-z]))|
     \s*\((?=[^)]{{0,80}}(?:[$\d:,]|cuisine|rat|cost|per|avg))|
     \s(?:for|at|around)\s+(?=~?[$\d]|breakfast|brunch|lunch|dinner|noon|midnight|
     (?:the|one|two|three) nights?\b|(?:an?|some|your|our)\s[\w ]{{0,20}}
     (?:meal|dinner|lunch|breakfast|brunch|night|stay|stroll|visit|bite|drink))|
     \s(?:before|after|followed|where|which|then|and then)\s+(?=(?-i:[a-z\d]))""")
-ABOUT = pattern(rf"[,.]\s*{DETAIL}|\s*\b{DETAIL}\s*[:$~]")
 REMARK = re.compile(r"\s+[-–—]\s|:\s")
 BRACKETS = re.compile(r"\s*\((?:[^()]|\([^()]{0,99}\)){0,200}\)")
 CITY_LEAD = re.compile(r"\"?\s*,\s*|\s*\(|\s+in\s+|\s+[-–—]\s+")
 CITY_TAIL = r"\s*\([^()]{0,40}\)|,\s*[A-Z]{2}\b(?:\s+\d{5})?|\)"  # ", UT 84532"
-LAST_CITY = re.compile(r",\s*([A-Z][\w.'-]*(?: (?:[A-Z]|of\b|d['e]|la\b)[\w.'-]*){0,3})\s*"
-                       r"(?:\([^()]{0,60}\)\s*)?\.?\s*(?:$|(?=;))")
+LAST_CITY = pattern(rf""",\s*(?![^,;]{{0,40}}(?:museum|zoo|garden|cent(?:er|re)\b|gallery|monument|
+    memorial|theat|aquarium|tour|trail|mall|market|bridge|\bpark\s*(?:$|[;(.])|church|historic|entire home|
+    (?:private|shared) room)|{CUISINE})((?-i:[A-Z])[\w.'-]*(?: (?:(?-i:[A-Z])|of\b|d['e]|la\b)
+    [\w.'-]*){{0,3}})\s*(?:\([^()]{{0,60}}\)\s*)?\.?\s*(?:$|(?=;))""")
 SENTENCE = pattern(rf"(?:{STOP}|[!?]){BEGINS}|{STOP}(?=\s*$)")
-NOT_A_CITY = pattern(rf"""museum|zoo|garden|cent(?:er|re)\b|gallery|monument|memorial|theat|
-    aquarium|tour|trail|mall|market|bridge|\bpark$|church|historic|
-    entire home|(?:private|shared) room|^{CUISINE}$""")
-
 # the lines of a text
 BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]+\s+|\d{1,2}[.)]\s+|"
                     r"[^\w\s\[\]({\"'$#@&!?.,:;/\\|<>=+~^%-]\s*)*")
 NEW_DAY = pattern(rf"""(?<=[.!?;])\ +(?=(?:on\ )?(?:the\ )?
     (?:day\ \d|(?:{'|'.join(ORDINALS)}|next|final|last)\ day))""")
 CELL = re.compile(r"\s*<(/?)t[dh]\b[^<>]{0,200}>\s*", re.I)
-MARKUP = pattern(r"""</?(?:(b|i|strong|em|span|a)|br|p|li|ul|ol|div|h\d|tr|table|thead|tbody|section)\b
-    [^<>]{0,200}>""")
+MARKUP = pattern(r"""</?(?:(b|i|strong|em|span|a)|
+    br|p|li|ul|ol|div|h\d|tr|table|thead|tbody|section)\b[^<>]{0,200}>""")
 LINK = re.compile(r"\]\((?:https?:|www)[^()\s]{0,300}\)")

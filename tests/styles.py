@@ -161,7 +161,8 @@ FORMS = {
                         "meal": "{Slot}: {full}, {state}", "hotel": "Accommodation: {full}, {state}",
                         "each": "{full}, {state}"},
     "attributes": FIELDS | {
-        "head": "Day {n}: {title}", "meal": "{Slot}: {place}. Cost: ${price}. Cuisine: {cuisine}.",
+        "head": "Day {n}: {title}",
+        "meal": "{Slot}: {place}. Cost: ${price}. Cuisine: {cuisine}.",
         "sights": "Attractions: {sights}", "each": "{place}. Phone: (410) 576-3800",
         "hotel": "Accommodation: {place}. Price: ${price} per night. Room type: {room}."},
     "parentheses": FIELDS | {
@@ -169,21 +170,28 @@ FORMS = {
         "each": "{name} ({city})", "hotel": "Hotel: {name} ({city}) - ${price}/night, {room}"},
     "dashes": FIELDS | {
         "head": "**Day {n}: {title}**", "meal": "* {Slot} — {place} — {cuisine} — ${price}",
-        "sight": "* Sightseeing — {place} — free", "hotel": "* Stay — {place} — ${price}/night"},
+        "sight": "* Sightseeing — {place} — free",
+        "hotel": "* Stay — {place} — ${price}/night"},
     "at_times": {
-        "head": "### Day {n}: {title}", "flight": "- **{leaves}** – Flight {number} from {start} to "
+        "head": "### Day {n}: {title}",
+        "flight": "- **{leaves}** – Flight {number} from {start} to "
         "{end} (arrives {lands})", "road": "- **7:00 AM** – {mode} from {start} to {end} "
         "({duration})", "meal": "- **{clock}** – {Slot} at {place} (~${price})",
-        "sight": "- **{clock}** – Visit {place}", "hotel": "- **{clock}** – Check in at {place} "
+        "sight": "- **{clock}** – Visit {place}",
+        "hotel": "- **{clock}** – Check in at {place} "
         "(${price}/night)"},
     "dayparts": {
-        "head": "## Day {n} – {title}", "flight": "**Morning:** Take Flight {number} from {start} to "
-        "{end}, departing {leaves}, arriving {lands}", "road": "**Morning:** {mode} from {start} to "
-        "{end} ({duration})", "meal": "**{Slot}:** {place}", "sight": "**Afternoon:** Visit {place}",
+        "head": "## Day {n} – {title}",
+        "flight": "**Morning:** Take Flight {number} from {start} to "
+        "{end}, departing {leaves}, arriving {lands}",
+        "road": "**Morning:** {mode} from {start} to "
+        "{end} ({duration})", "meal": "**{Slot}:** {place}",
+        "sight": "**Afternoon:** Visit {place}",
         "hotel": "**Overnight:** {place} (${price}/night)"},
     # nested labels
     "nested_restaurant": {
-        "head": "### Day {n}: {title}", "flight": "- **Transportation:**\n  - Flight: {number}\n"
+        "head": "### Day {n}: {title}",
+        "flight": "- **Transportation:**\n  - Flight: {number}\n"
         "  - Route: {start} to {end}\n  - Departure: {leaves}\n  - Arrival: {lands}",
         "road": "- **Transportation:**\n  - {mode} from {start} to {end}\n  - Cost: ${cost}",
         "meal": "- **{Slot}:**\n  - Restaurant: {name}\n  - City: {city}\n  - Cuisine: {cuisine}\n"
@@ -191,41 +199,51 @@ FORMS = {
         "hotel": "- **Accommodation:**\n  - Hotel: {place}\n  - Price: ${price}/night\n"
         "  - Room Type: {room}"},
     "nested_name": {
-        "head": "**Day {n} ({date})**\n* **Location:** {title}", "flight": "* **Travel:** Flight "
+        "head": "**Day {n} ({date})**\n* **Location:** {title}",
+        "flight": "* **Travel:** Flight "
         "{number}: {start} → {end}\n    * Departs: {leaves}\n    * Arrives: {lands}",
         "road": "* **Travel:** {mode}: {start} → {end}\n    * Duration: {duration}\n    * Cost: "
         "${cost}", "meal": "* **{Slot}**\n    * **Name:** {name}\n    * **Location:** {city}\n"
-        "    * **Average cost:** ${price}", "sight": "* **Sightseeing**\n    * **Place:** {place}",
+        "    * **Average cost:** ${price}",
+        "sight": "* **Sightseeing**\n    * **Place:** {place}",
         "hotel": "* **Accommodation**\n    * **Name:** {place}\n    * **House rules:** No parties"},
     "venue_lines": {
         "head": "Day {n}: {title}", "flight": "Flight: {number} ({start} to {end})",
-        "road": "{mode}: {start} to {end}", "meal": "{Slot}:\n- Venue: {place}\n- Price: ${price}",
-        "sights": "Attractions:\n- {sights}", "joint": "\n- ", "hotel": "Lodging:\n- Place: {place}"},
+        "road": "{mode}: {start} to {end}",
+        "meal": "{Slot}:\n- Venue: {place}\n- Price: ${price}",
+        "sights": "Attractions:\n- {sights}", "joint": "\n- ",
+        "hotel": "Lodging:\n- Place: {place}"},
     # rides
     "rides_without_cities": FIELDS | {
-        "head": "Day {n}:\nCurrent City: {current}", "flight": "Transportation: Flight {number}",
+        "head": "Day {n}:\nCurrent City: {current}",
+        "flight": "Transportation: Flight {number}",
         "road": "Transportation: {mode}"},
     "ride_labels": BULLETS | {
         "head": "## Day {n}: {title}", "flight": "- **Flight:** {number}, {leaves} → {lands}",
         "road": "- **{mode}:** {duration}, {distance}, ${cost}"},
     "ride_costs": BULLETS | {
         "head": "Day {n}: {title}", "flight": "- Getting there: flight {number}, ${cost}",
-        "road": "- Getting there: {mode} (${cost}, {duration})", "no_ride": "- Getting there: None"},
+        "road": "- Getting there: {mode} (${cost}, {duration})",
+        "no_ride": "- Getting there: None"},
     # notes
     "quotes": BULLETS | {
-        "head": "### Day {n}: {title}", "tail": "\n> Note: dinner at The Quoted Grill is optional.\n"
+        "head": "### Day {n}: {title}",
+        "tail": "\n> Note: dinner at The Quoted Grill is optional.\n"
         "> Tip: visit The Quoted Tower early, and stay at The Quoted Inn.", "notes": True},
     "costs_everywhere": BULLETS | {
-        "head": "# DAY {n}: {title}", "tail": "\n**Daily total: $310**\n*Note: breakfast is included.*",
+        "head": "# DAY {n}: {title}",
+        "tail": "\n**Daily total: $310**\n*Note: breakfast is included.*",
         "foot": "\n\n## Budget\n| Item | Cost |\n|---|---|\n| Dinner: The Quoted Grill | $40 |"},
     # emoji
     "icons": {
-        "head": "📍 Day {n}: {arrow}", "flight": "✈️ Flight {number}: {start} → {end} | 🕐 {leaves} - "
+        "head": "📍 Day {n}: {arrow}",
+        "flight": "✈️ Flight {number}: {start} → {end} | 🕐 {leaves} - "
         "{lands} | 💵 ${cost}", "road": "{icon} {mode}: {start} → {end} | ⏱ {duration} | 💵 ${cost}",
         "meal": "{icon} {Slot}: {place} | 💵 ${price}", "sight": "{icon} Sightseeing: {place}",
         "hotel": "{icon} Stay: {place} | 💵 ${price}/night"},
     "bare_icons": {
-        "head": "**🗓 Day {n} · {date} · {title}**", "flight": "✈️ **Flight {number}** · {start} ➜ "
+        "head": "**🗓 Day {n} · {date} · {title}**",
+        "flight": "✈️ **Flight {number}** · {start} ➜ "
         "{end} · {leaves}–{lands}", "road": "{icon} **{mode}** · {start} ➜ {end} · {duration}",
         "meal": "{icon} **{Slot}** · {place} · ${price}", "sight": "{icon} **Visit** · {place}",
         "hotel": "{icon} **Accommodation** · {place} · ${price}/night"},
@@ -236,29 +254,38 @@ FORMS = {
         "sights": "Attractions: {sights}", "each": "[{place}]", "joint": ", ",
         "hotel": "Accommodation: [{place}] - ${price}/night"},
     "quoted": FIELDS | {
-        "head": "Day {n}: {title}", "meal": '{Slot}: "{name}", {city}', "each": '"{name}", {city}',
+        "head": "Day {n}: {title}", "meal": '{Slot}: "{name}", {city}',
+        "each": '"{name}", {city}',
         "hotel": 'Accommodation: "{name}", {city}'},
     "links": BULLETS | {
-        "head": "### Day {n}: {title}", "sight": "- **Attraction:** [{place}](https://example.com/x)",
+        "head": "### Day {n}: {title}",
+        "sight": "- **Attraction:** [{place}](https://example.com/x)",
         "meal": "- **{Slot}:** [{place}](https://example.com/a_(b)) – ${price}"},
     # HTML
-    "html_br": FIELDS | {"head": "<b>Day {n}: {title}</b>", "glue": "<br>", "between": "<br/><br/>"},
+    "html_br": FIELDS | {"head": "<b>Day {n}: {title}</b>", "glue": "<br>",
+        "between": "<br/><br/>"},
     "html_list": {
-        "head": "<h3>Day {n}: {title}</h3>\n<ul>", "flight": "<li><b>Flight:</b> {number} from {start} "
+        "head": "<h3>Day {n}: {title}</h3>\n<ul>",
+        "flight": "<li><b>Flight:</b> {number} from {start} "
         "to {end}</li>", "road": "<li><b>Transportation:</b> {mode} from {start} to {end}</li>",
         "meal": "<li><strong>{Slot}:</strong> {place} (${price})</li>",
         "sight": "<li><strong>Attraction:</strong> {place}</li>",
         "hotel": "<li><strong>Hotel:</strong> {place}</li>", "tail": "\n</ul>"},
     # prose
     "ordinal_prose": {
-        "head": "On the {nth} day,", "flight": "take flight {number} from {start} to {end}, leaving at "
-        "{leaves} and landing at {lands}.", "road": "take the road: {mode} from {start} to {end} "
-        "({duration}).", "meal": "Have {slot} at {place} (${price}).", "sight": "Visit {place}.",
+        "head": "On the {nth} day,",
+        "flight": "take flight {number} from {start} to {end}, leaving at "
+        "{leaves} and landing at {lands}.",
+        "road": "take the road: {mode} from {start} to {end} "
+        "({duration}).", "meal": "Have {slot} at {place} (${price}).",
+        "sight": "Visit {place}.",
         "hotel": "Stay overnight at {place}.", "glue": " "},
     "dated_prose": {
-        "head": "On {date}, the plan is simple.", "flight": "Take flight {number} from {start} to {end} "
+        "head": "On {date}, the plan is simple.",
+        "flight": "Take flight {number} from {start} to {end} "
         "({leaves}-{lands}).", "road": "Set out early by {mode} from {start} to {end}.",
-        "meal": "Enjoy {slot} at {place}, about ${price} per person.", "sight": "Then visit {place}.",
+        "meal": "Enjoy {slot} at {place}, about ${price} per person.",
+        "sight": "Then visit {place}.",
         "hotel": "Spend the night at {place} (${price}).", "glue": " "},
 }
 
@@ -311,7 +338,8 @@ def json_days(w):
     days = {f"Day {day['day']}": {
         "date": w.task["date"][day["day"] - 1], "city": w.title(day),
         "transportation": w.ride_text(day, "paren") or None,
-        "meals": {meal: {"name": day[meal].rsplit(", ", 1)[0], "city": day[meal].rsplit(", ", 1)[1],
+        "meals": {meal: {"name": day[meal].rsplit(", ", 1)[0],
+        "city": day[meal].rsplit(", ", 1)[1],
                          "cost": 20} if day[meal] != "-" else None for meal in MEALS},
         "attractions": [{"name": value.rsplit(", ", 1)[0], "city": value.rsplit(", ", 1)[1]}
                         for value in values_of(day, "attraction")],

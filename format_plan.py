@@ -58,7 +58,12 @@ TYPOGRAPHY = str.maketrans("’‘“”\u00a0\u202f\t\r", "''\"\"    ", "*`\0")
 
 def unfold(text, names):
     """(1) Yield (kind, plain line), kind "line", "bullet" or "field" (out of JSON or a table)."""
-    text = without_markup(text.translate(TYPOGRAPHY))
+    text = text.translate(TYPOGRAPHY)
+    if w.MARKUP.search(text):  # HTML: its rows become those of a markdown table, its blocks lines
+        text = w.CELL.sub(lambda tag: "" if tag[1] else "|", text)
+        text = w.ROW.sub(lambda row: re.sub(r"<br ?/?>", "; ", row[0]), text)
+        text = html.unescape(w.MARKUP.sub(lambda tag: "" if tag[1] else "\n", text))
+        text = re.sub(r"\n\s{0,99}\|", "\n|", text)
     for awkward, key in names.awkward:
         text = text.replace(awkward, key)
     if value := load_json(text):
@@ -77,16 +82,6 @@ def unfold(text, names):
             bullet = w.BULLET.match(line).end()
             listed = (bullet or raw.startswith(" ")) and not line.startswith("#")
             yield "bullet" if listed else "line", line[bullet:].strip("_ ").replace(" · ", " | ")
-
-
-def without_markup(text):
-    """Text without HTML: its rows are those of a markdown table, its blocks are lines."""
-    if not w.MARKUP.search(text):
-        return text
-    text = w.CELL.sub(lambda tag: "" if tag[1] else "|", text)
-    text = re.sub(r"(?m)^\s*\|.*", lambda row: re.sub(r"<br ?/?>", "; ", row[0]), text)
-    text = w.MARKUP.sub(lambda tag: "" if tag[1] else "\n", text)
-    return html.unescape(re.sub(r"\n+\|", "\n|", text))
 
 
 def load_json(text):
@@ -108,16 +103,16 @@ def json_lines(value, key="", depth=0):
         value = "; ".join(value)
     if depth > 8 or value is None:
         return
-    if not isinstance(value, dict):
-        for item in value if isinstance(value, list) else ():
-            yield from json_lines(item, key, depth + 1)
-        if not isinstance(value, list):
-            yield f"{key}: {value}"
-        return
-    kinds = [value.get(kind) for kind in ("type", "slot", "category", "meal")]
+    table = value if isinstance(value, dict) else {}
+    kinds = [table.get(kind) for kind in ("type", "slot", "category", "meal")]
     key = next((kind for kind in kinds if isinstance(kind, str)), key)
-    rest = {str(k).replace("_", " "): v for k, v in value.items() if k not in ("date", "time")}
-    if isinstance(value.get("name"), str):
+    rest = {str(k).replace("_", " "): v for k, v in table.items() if k not in ("date", "time")}
+    if isinstance(value, list):
+        for item in value:
+            yield from json_lines(item, key, depth + 1)
+    elif not isinstance(value, dict):
+        yield f"{key}: {value}"
+    elif isinstance(value.get("name"), str):
         city = value.get("city")
         yield f"{key}: {value['name']}" + (f", {city}" if isinstance(city, str) else "")
     elif "transport" in key or "flight" in key:
@@ -173,8 +168,9 @@ class Names:
             for city in getattr(database, f"{table[:-1]}_cities"):
                 cities.add(city)
                 rows = getattr(database, table)(city)
-                stored = {row.name.translate(TYPOGRAPHY).replace("\n", " ").replace("|", "¦").strip():
-                          row.name.strip() for row in rows}  # as names are compared
+                keys = [row.name.translate(TYPOGRAPHY).strip() for row in rows]
+                keys = [key.replace("\n", " ").replace("|", "¦") for key in keys]  # as in texts
+                stored = {key: row.name.strip() for key, row in zip(keys, rows, strict=True)}
                 for key in filter(None, stored):
                     of_city = self.venues.setdefault((table, FIRST.match(key)[0].lower()), {})
                     of_city.setdefault(city, []).append((key.lower(), key, stored[key]))
@@ -244,15 +240,12 @@ class Names:
             if text[end:close].strip():
                 return None
             city, end = (city, close + 1) if city else self.city_after(text, close + 1)
-        elif not city and self.goes_on(text, at, end, table, cities):
-            return None
+        elif not city:  # "X - Rooftop Annex", "X and Dragon Palace", "X, Atlantis" are not X
+            alone = "," not in text[text.rfind(";", 0, at) + 1:at]  # in "A, B, C" no city is C
+            more = w.GOES_ON.match(text, end) or alone and w.LAST_CITY.match(text, end)
+            if more and not self.venue(text, more.start(1), table, cities):
+                return None
         return Mention(venue.name, city or venue.city, end)
-
-    def goes_on(self, text, at, end, table, cities):
-        """Is a known name not all: "X - Rooftop Annex", "X and Dragon Palace", "X, Atlantis"?"""
-        alone = "," not in text[text.rfind(";", 0, at) + 1:at]  # in "A, B, C" no city is C
-        more = w.GOES_ON.match(text, end) or alone and w.LAST_CITY.match(text, end)
-        return more and not self.venue(text, more.start(1), table, cities)
 
     def written(self, text, at, sights):
         """The venue at this place as the text writes it; the database does not have it."""
@@ -543,11 +536,9 @@ def slot_of(text, clock, cities, names):
     """The slot of a line that only a name tells: a sight, or a restaurant at a mealtime."""
     if names.venue(text, 0, "attractions", cities):
         return "attraction"
-    if not clock or not names.venue(text, 0, "restaurants", cities):
-        return "?"
-    if "morning" in clock.lower():
-        return "breakfast"
-    return "dinner" if re.search("evening|night", clock, re.I) else "lunch"
+    part = clock.lower() if names.venue(text, 0, "restaurants", cities) else ""
+    meal = "breakfast" if "morning" in part else "lunch"
+    return "dinner" if re.search("evening|night", part) else meal if part else "?"
 
 
 def carry_stays(plan, told):

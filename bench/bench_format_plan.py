@@ -5,7 +5,8 @@ How many itineraries format_plan.parse_plan reads per second, and how long hosti
     python bench/bench_format_plan.py --mutants 100000        some minutes
 
 One process and one core: the 14 styles of tests/nl_styles.py and those of tests/styles.py, of
-several rounds the fastest, after a first round that fills the caches. --compare takes turns with another version of the file.
+several rounds the fastest, after a first round that fills the caches. --compare takes turns with
+another version of the file.
 """
 import argparse
 import importlib.util

@@ -74,10 +74,9 @@ def day_words(w, day):
     start, end = w.ends(day)
     n = day["day"]
     return Form(
-        n=n, word=WORDS[n - 1], ordinal=ORDINALS[n - 1], date=w.date(day), short=w.date(day, "%b %d"),
-        full=w.date(day, "%A, %B %d, %Y"), iso=w.task["date"][n - 1], title=w.title(day), end=end,
-        arrow=w.title(day).replace(" to ", " → "), start=start, current=day["current_city"],
-        state=w.database.cities.get(end, "Ohio"),
+        n=n, word=WORDS[n - 1], date=w.date(day), short=w.date(day, "%b %d"), title=w.title(day),
+        full=w.date(day, "%A, %B %d, %Y"), iso=w.task["date"][n - 1], start=start, end=end,
+        arrow=w.title(day).replace(" to ", " → "), current=day["current_city"],
         nth="final" if n == w.task["days"] and n > 1 else ORDINALS[n - 1])
 
 
@@ -158,7 +157,8 @@ FORMS = {
     "phones": BULLETS | {"head": "## Day {n}: {title}",
                          "sight": "- **Attraction:** {place} (Phone: (410) 576-3800)"},
     "states": FIELDS | {"head": "Day {n}:\nCurrent City: {current}", "none": "{Slot}: None",
-                        "meal": "{Slot}: {full}, {state}", "hotel": "Accommodation: {full}, {state}",
+                        "meal": "{Slot}: {full}, {state}",
+                        "hotel": "Accommodation: {full}, {state}",
                         "each": "{full}, {state}"},
     "attributes": FIELDS | {
         "head": "Day {n}: {title}",
@@ -238,7 +238,8 @@ FORMS = {
     "icons": {
         "head": "📍 Day {n}: {arrow}",
         "flight": "✈️ Flight {number}: {start} → {end} | 🕐 {leaves} - "
-        "{lands} | 💵 ${cost}", "road": "{icon} {mode}: {start} → {end} | ⏱ {duration} | 💵 ${cost}",
+        "{lands} | 💵 ${cost}",
+        "road": "{icon} {mode}: {start} → {end} | ⏱ {duration} | 💵 ${cost}",
         "meal": "{icon} {Slot}: {place} | 💵 ${price}", "sight": "{icon} Sightseeing: {place}",
         "hotel": "{icon} Stay: {place} | 💵 ${price}/night"},
     "bare_icons": {
@@ -428,8 +429,9 @@ def mutate(text, rng):
 
 
 PIECES = ("\n", "|", "[", "]", "(", ")", "**", "<br>", "<td>", "</tr>", "Day 2", "Days: ", "Lunch:",
-          " at ", "from ", " to ", ", ", ": ", " - ", "> ", "{", '"', "\\", "\0", "\ud800", "₂", "²",
-          "Restaurant: ", "the next day", "&amp;", "$", "F123", "Hotel", "🍷", "3:40 PM", "[{'day':")
+          " at ", "from ", " to ", ", ", ": ", " - ", "> ", "{", '"', "\\", "\0", "\ud800", "₂",
+          "²", "Restaurant: ", "the next day", "&amp;", "$", "F123", "Hotel", "🍷", "3:40 PM",
+          "[{'day':")
 
 
 if __name__ == "__main__":

@@ -107,19 +107,20 @@ def json_lines(value, key="", depth=0):
     kinds = [table.get(kind) for kind in ("type", "slot", "category", "meal")]
     key = next((kind for kind in kinds if isinstance(kind, str)), key)
     rest = {str(k).replace("_", " "): v for k, v in table.items() if k not in ("date", "time")}
+    names = [k for k in rest if w.NAME_KEY.match(k) and isinstance(rest[k], str)]
+    number = next((k for k in ("day", "days", "Day", "day number")
+                   if isinstance(rest.get(k), (int, str))), None)
     if isinstance(value, list):
         for item in value:
             yield from json_lines(item, key, depth + 1)
     elif not isinstance(value, dict):
         yield f"{key}: {value}"
-    elif isinstance(value.get("name"), str):
+    elif names and not number and not w.DAY.match(key):
         city = value.get("city")
-        yield f"{key}: {value['name']}" + (f", {city}" if isinstance(city, str) else "")
+        yield f"{key}: {rest[names[0]]}" + (f", {city}" if isinstance(city, str) else "")
     elif "transport" in key or "flight" in key:
         yield f"{key}: " + ", ".join(f"{k}: {v}" for k, v in rest.items() if k != "type")
     else:
-        number = next((k for k in ("day", "days", "Day", "day number")
-                       if isinstance(rest.get(k), (int, str))), None)
         day = str(rest.pop(number)) if number else key
         if number or w.DAY.match(day):
             yield day if w.DAY.match(day) else f"Day {day}"
@@ -147,7 +148,9 @@ def table_lines(block):
             yield f"Day {row[0]}: " + " ".join(row[1:])
         elif by_day or w.DAY.match(row[0]):
             yield row[0] if w.DAY.match(row[0]) else f"Day {row[0]}"
-            yield from (f"{head[i]}: {row[i]}" for i in fields if i < len(row))
+            for i, cell in enumerate(row[1:len(head)], 1):  # a cell may say itself what it tells
+                if i in fields or w.LABEL.match(cell):
+                    yield f"{head[i]}: {cell}" if i in fields else cell
         elif label is None:
             yield " | ".join(row)
         else:
@@ -323,8 +326,9 @@ def read_days(lines, trip, names):
         if opening and w.MONEY.match(line, opening.end()):
             continue  # a row of a cost table
         if opening and (dated or opening[1] or not numbered):  # else it may say "the next day"
-            number, last = numbers_of(opening, day)
             line = line[opening.end():].lstrip(" :-–—,.")
+            said = tells(line) or opening[0][:3].lower() in ("on ", "the")
+            number, last = numbers_of(opening, day, said)
             again = number < day.number and (number == 1 or not outside)
             if number == 2 and not day.number and day.events:  # day 1 was not announced
                 days[-1:] = [DayText(0, 0, "", []), day._replace(number=1, last=1)]
@@ -332,7 +336,6 @@ def read_days(lines, trip, names):
                 day = DayText(number, last, line, [])
                 days.append(day)
                 outside, idle = False, idle[:-1]
-                said = len(line) > 90 or opening[0][:3].lower() in ("on ", "the")
                 if said or w.FLIGHT_NUMBER.search(line) or w.LABEL.match(line):
                     read_line(w.DATE.sub("", line, 1).lstrip(" :-–—,."), kind, day.events, trip,
                               names)
@@ -351,11 +354,17 @@ def read_days(lines, trip, names):
     return days, list(filter(None, idle))
 
 
-def numbers_of(opening, day):
+def tells(line):
+    """Is what follows "Day 3:" more than a title?"""
+    return len(line) > 90 or line.endswith(".") and any(
+        cue.lastgroup != "attraction" for cue in w.CUE.finditer(line))
+
+
+def numbers_of(opening, day, said):
     """(first, last) of the days that a heading opens behind a day: "Days 2-4", "The next day"."""
     first, last, ordinal = opening.groups() if opening.re is w.DAY else ("", "", "")
     word = (first or ordinal).lower()
-    later = 2 if word and not day.number and day.events else day.number + 1
+    later = 2 if (word or said) and not day.number and day.events else day.number + 1
     number = int(word) if word.isdecimal() else w.NUMBERS.get(word, later)
     return number, min(max(number, int(last or 0)), 31)
 

@@ -24,7 +24,7 @@ DATE = pattern(rf"""(?:\b{WEEKDAY},?\s*)?
 DAY = pattern(rf"""(?:on\s+)?(?:(?:the|your|our)\s+)?(?:days?\s*[:#]?\s*(\d{{1,2}}|
     {'|'.join(CARDINALS)})\b(?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|
     [/-]))?|({'|'.join(ORDINALS)}|next|following|final|last)\s+(?:day|morning)\b)\W{{0,3}}""")
-DATED = pattern(rf"(?:on\s+)?(?:{DATE.pattern})")
+DATED = pattern(rf"(?:on\s+)?(?:{DATE.pattern}|{WEEKDAY}(?=$|,|\s+[a-z]))")
 
 # a field: label, colon, value
 LABELS = {
@@ -143,7 +143,7 @@ CITY_END = pattern(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|\s+(?
 ABOUT = pattern(rf"[,.]\s*{DETAIL}|\s*\b{DETAIL}\s*[:$~]")
 WRITTEN_END = pattern(rf"""{ABOUT.pattern}|\s*(?:[|;→\[]|,?\s*~?\$|$)|{STOP}(?:{BEGINS}|(?=\s*$))|
     (?::|\s[-–—])\s+(?=~?\$|[\d.,]+\s*(?:/|per\b|nights?\b|stars?\b|usd\b)|{DETAIL}|{CUISINE}|
-    (?!the\b)(?-i:[a-z]))|\s*\((?=[^)]{{0,80}}(?:[$\d:,]|cuisine|rat|cost|per|avg))|\s(?:for|at|
+    (?!the\b)(?-i:[a-z]))|\s*\((?=[^)]{{0,80}}(?:[$\d:,]|{CUISINE}|rat|cost|per|avg))|\s(?:for|at|
     around)\s+(?=~?[$\d]|breakfast|brunch|lunch|dinner|noon|midnight|(?:the|one|two|
     three) nights?\b|(?:an?|some|your|our)\s[\w ]{{0,20}}(?:meal|dinner|lunch|breakfast|brunch|
     night|stay|stroll|visit|bite|drink))|\s(?:before|after|followed|where|which|then|
@@ -158,6 +158,7 @@ LAST_CITY = pattern(rf""",\s*(?![^,;]{{0,40}}(?:museum|zoo|garden|cent(?:er|re)\
     d['e]|la\b)[\w.'-]*){{0,3}})\s*(?:\([^()]{{0,60}}\)\s*)?\.?\s*(?:$|(?=;))""")
 SENTENCE = pattern(rf"(?:{STOP}|[!?]){BEGINS}|{STOP}(?=\s*$)")
 # the lines of a text
+NAME_KEY = pattern(r"(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name)$")
 BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]+\s+|\d{1,2}[.)]\s+|"
                     r"[^\w\s\[\]({\"'$#@&!?.,:;/\\|<>=+~^%-]\s*)*")
 NEW_DAY = pattern(rf"(?<=[.!?;])\ +(?={DAY.pattern})")

@@ -321,7 +321,7 @@ def read_days(lines, trip, names):
     for (kind, line), opening in zip(lines, openings, strict=True):
         day = days[-1]
         idle.append(line)
-        if dated and kind != "bullet" and (len(line) < 160 or line[:3].lower() == "on "):
+        if dated and kind != "bullet":
             opening = w.DATED.match(line)
         if opening and w.MONEY.match(line, opening.end()):
             continue  # a row of a cost table

@@ -378,6 +378,66 @@ def next_day(w):
     return "\n\n".join(out)
 
 
+def weekdays(w):
+    """A letter: its days are weekdays, the first of them in mid-sentence."""
+    out = []
+    for day in w.plan:
+        lead = f"Your trip begins on {w.date(day, '%A')}" if day["day"] == 1 \
+            else f"{w.date(day, '%A')} starts well"
+        said = [f"{lead}." if not (ride := w.ride_text(day, "prose")) else f"{lead}: {ride}."]
+        for slot in SLOTS:
+            for value in values_of(day, slot):
+                verb = {"attraction": "Explore", "accommodation": "Stay overnight at"}
+                said.append(f"{verb.get(slot, f'Have {slot} at')} {w.place(day, value)}.")
+        out.append(" ".join(said))
+    return "\n\n".join(out)
+
+
+def one_sentence_each(w):
+    """A line a day, without a title."""
+    verb = {"attraction": "Visit", "accommodation": "Stay at"}
+    out = []
+    for day in w.plan:
+        ride = w.ride_text(day, "prose")
+        said = [f"{ride[0].upper()}{ride[1:]}."] if ride else [f"Wake up in {w.ends(day)[1]}."]
+        said += [f"{verb.get(slot, f'{slot.title()} at')} {w.place(day, value)}."
+                 for slot in SLOTS for value in values_of(day, slot)]
+        out.append(f"Day {day['day']}: {' '.join(said)}")
+    return "\n".join(out)
+
+
+def meals_in_a_cell(w):
+    """A table whose meals share a cell."""
+    rows = ["| Day | Route | Transportation | Meals | Attractions | Stay |",
+            "|---|---|---|---|---|---|"]
+    for day in w.plan:
+        meals = "<br>".join(f"{meal.title()}: {day[meal]}" for meal in MEALS if day[meal] != "-")
+        told = [f"Day {day['day']}", w.title(day).replace(" to ", " → "),
+                w.ride_text(day, "paren") or "—", meals or "—",
+                "<br>".join(values_of(day, "attraction")) or "—",
+                "—" if day["accommodation"] == "-" else day["accommodation"]]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in told) + " |")
+    return "\n".join(rows)
+
+
+def json_restaurants(w):
+    """JSON whose places are tables with keys of their own."""
+    def place(kind, value):
+        name, city = value.rsplit(", ", 1)
+        return {f"{kind}_name" if w.task["days"] > 3 else kind: name, "city": city, "cost": 20}
+
+    days = []
+    for day in w.plan:
+        told = {meal: place("restaurant", day[meal]) if day[meal] != "-" else None
+                for meal in MEALS}
+        told["attractions"] = [place("attraction", value) for value in values_of(day, "attraction")]
+        hotel = day["accommodation"]
+        told["accommodation"] = place("hotel", hotel) if hotel != "-" else None
+        days.append({"day_number": day["day"], "city": day["current_city"],
+                     "transportation": day["transportation"], **told})
+    return f"Here you go:\n```json\n{json.dumps({'days': days}, indent=1)}\n```"
+
+
 def thoughtful(w):
     """A recap and doubts first, then the plan, and a question last."""
     plan = tell(w, BULLETS | {"head": "**Day {n}: {title}**"})
@@ -402,8 +462,9 @@ def label_lists(w):
 
 
 STYLES = {name: functools.partial(tell, form=form) for name, form in FORMS.items()}
-STYLES |= {style.__name__: style for style in (br_table, html_table, two_columns, json_days,
-                                               json_activities, next_day, thoughtful, label_lists)}
+STYLES |= {style.__name__: style for style in (
+    br_table, html_table, two_columns, json_days, json_activities, json_restaurants, next_day,
+    weekdays, one_sentence_each, meals_in_a_cell, thoughtful, label_lists)}
 
 
 def examples(database, count, purpose, names=tuple(STYLES)):

@@ -311,10 +311,7 @@ names_of = lru_cache(maxsize=16)(Names)  # the names of a database are gathered 
 
 # ---------------------------------------------------------------- days and lines
 def read_days(lines, trip, names):
-    """(2) lines -> ([DayText] in the order of the text, the lines that told nothing).
-
-    trip: the cities that the text is about.
-    """
+    """(2) lines -> ([DayText] as told, the lines that told nothing). trip: the text's cities."""
     openings = [w.DAY.match(line) for _, line in lines]
     dated, numbered = not any(openings), any(found and found[1] for found in openings)
     days, outside, idle = [DayText(0, 0, "", [])], False, []  # number 0 stands before day 1
@@ -501,8 +498,10 @@ def transportation(text, start, end, names):
     if mode == "Flight":
         row = names.database.flight(number[1]) if number and number[1] else None
         stored = (row.departure, row.arrival) if row else ("-", "-")
-        times = re.findall(r"\b\d{1,2}:\d\d\b(?:\s*[ap]\.?m\b)?", text, re.I)
-        leaves, lands = [*times, *stored[len(times):]][:2]
+        clocks = w.AT_TIME.findall(text)
+        times = [time for late, time in clocks if not late][:2]
+        leaves, lands = [*times, *stored[len(times):]]
+        lands = next((time for late, time in clocks if late), lands)
         number = number[1] or number[2] if number else "-"
         return (f"Flight Number: {number}, from {start} to {end}, "
                 f"Departure Time: {leaves}, Arrival Time: {lands}")

@@ -107,6 +107,7 @@ MODE = pattern(r"""(?<![\w-])(?<!no )(?<!not )(?<!without )(?:(?P<flight>flights
 OTHER_MODE = pattern(r"\b(?:train|bus|ferry|walk(?:ing)?|boat|shuttle)\b")
 FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|\bflight\s*(?:number|no\.?|
     #)?:?\s*\[?((?-i:[A-Z]){1,3}\s?\d{2,7})\b""")
+AT_TIME = pattern(r"(?:\b(arriv|land)\w*\D{0,24})?\b(\d{1,2}:\d\d\b(?:\s*[ap]\.?m\b)?)")
 DETAILS = {
     "duration": pattern(r"""\b((?:\d days?,? )?\d{1,2}(?:\.\d)?\s*(?:hours?|hrs?|h)(?![a-z])
         (?:,? and)?\s*(?:\d{1,2}\s*(?:min\w*|m)\b)?|\d{1,3}\s*min\w*)"""),

@@ -227,6 +227,16 @@ def test_a_wrong_flight_number_stays(read, trip):
     assert day["transportation"].startswith(f"Flight Number: F0000001, {way}, ")
 
 
+@pytest.mark.parametrize("said, leaves, lands", [
+    ("({} – {})", "1:00", "2:00"), ("departing 1:00, landing at 2:00", "1:00", "2:00"),
+    ("Arrival: 2:00 PM, Departure: 1:00 PM", "1:00 PM", "2:00 PM"), ("arrives 2:00", "-", "2:00"),
+    ("departs 1:00", "1:00", "-"), ("", "-", "-")])
+def test_times_of_a_flight_are_what_their_labels_say(read, said, leaves, lands):
+    said = said.format("1:00", "2:00")
+    day, = read(f"Day 1: {{org}} to {{city}}\n- Flight F0000001, {said}\nDinner: [{{eat[0]}}]")
+    assert f"Departure Time: {leaves}, Arrival Time: {lands}" in day["transportation"]
+
+
 def test_notes_and_cost_tables_are_not_days(read, trip):
     day, = read(
         "### Day 1: {org} to {city}\n- Taxi from {org} to {city} | Cost: $80\n"

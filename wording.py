@@ -47,16 +47,18 @@ CITY_LABEL = pattern(r"(?:city|location|where)\s*:\s*")
 NEXT_FIELD = pattern(rf"\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)")
 
 # prose: what announces a slot in a sentence
-CUE = pattern(r"""(?<![\w'-])(?:(?P<breakfast>breakfast|brunch)|(?P<lunch>lunch)|(?P<dinner>dinner|
-    supper)|(?P<out>check(?:ing|s)?[ -]?out(?= (?:of|from|at|by)\b|:|$))|
+CUE = pattern(r"""(?<![\w'-])(?:
+    (?P<breakfast>breakfast|brunch)|(?P<lunch>lunch)|(?P<dinner>dinner|supper)|
+    (?P<out>check(?:ing|s)?[ -]?out(?= (?:of|from|at|by)\b|:|$))|
     (?P<accommodation>check(?:s|ing)?[ -]?in(?:to|\s+to|\s+at|\s*:)?|
     (?:stay(?:ing)?(?: overnight| the night| again)?|overnight(?: stay)?|spend(?:ing)? the night|
-    sleep(?:ing)?|accommodation) (?:at|in)|accommodation)|(?P<transportation>(?:self-?\s?)?driv(?:e|
-    ing)|flights?|fly(?:ing)?|taxi|cab|uber|lyft|train|bus|(?:rental )?car)|
+    sleep(?:ing)?|accommodation) (?:at|in)|accommodation)|
+    (?P<transportation>(?:self-?\s?)?driv(?:e|ing)|flights?|fly(?:ing)?|taxi|cab|uber|lyft|train|
+    bus|(?:rental )?car)|
     (?P<attraction>visit(?:ing)?|explor(?:e|ing)|tour(?:ing)?|see|stop (?:at|by)|discover|
     stroll (?:through|along)|check out|head to))(?![\w'])""")
-AT_A_PLACE = pattern(r"""\s*(?:\([^()]{0,40}\)\s*)?(?::|-|–|(?:at|from|in|with|is)\b|,?\s*(?:head|
-    go|try|visit|eat|we|stop|enjoy|dine|you)\b)""")
+AT_A_PLACE = pattern(r"""\s*(?:\([^()]{0,40}\)\s*)?(?::|-|–|(?:at|from|in|with|is)\b|
+    ,?\s*(?:head|go|try|visit|eat|we|stop|enjoy|dine|you)\b)""")
 BRIDGE = pattern(r"""(?:[\s,;]|\b(?:and|then|before|after|followed|by|you|we|will|can|have|enjoy|
     eat|grab|take|a|your)\b){1,12}$""")
 LEAD = pattern(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|brunch|lunch|dinner|
@@ -69,19 +71,20 @@ LEAD = pattern(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|bru
     \s(?:at|to|from|by|in|with)\s+(?=[\"\[]?(?-i:[A-Z\d]))|
     [\s:;,.|)\]\"–—-]+|\d{1,2}[.)]\s*(?=\[)|(?:and|then|finally|(?-i:the))\s+|
     (?:restaurant|venue|place|location|hotel|property|spot|name)(?: name)?\s*:\s*""")
-CLOCK = r"""\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?(?:\s*(?:-|–|
-    to)\s*\d{1,2}:?\d{0,2}\s*(?:[ap]\.?m\.?)?)?\)?"""
-TIME = pattern(rf"""(?:(?:early |late |mid-?)?(?:morning|noon|midday|afternoon|evening|
-    night)\b\s*(?:{CLOCK})?|{CLOCK}(?=\s*[:|–—-]))(?:\s*[:|–—,-])?\s*""")
+CLOCK = r"""\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?
+    (?:\s*(?:-|–|to)\s*\d{1,2}:?\d{0,2}\s*(?:[ap]\.?m\.?)?)?\)?"""
+TIME = pattern(rf"""(?:(?:early |late |mid-?)?(?:morning|noon|midday|afternoon|evening|night)\b\s*
+    (?:{CLOCK})?|{CLOCK}(?=\s*[:|–—-]))(?:\s*[:|–—,-])?\s*""")
 
 # what is no venue
-NO_VENUE = pattern(r"""\W*$|-+\s*(?:\(|$|[.;|])|(?:none|n/?a|nil|null|nothing|tbd|there (?:is|
-    are) no|skip(?:ped)?|not (?:applicable|needed|required|planned|specified|available|provided|
-    included)|no (?:breakfast|lunch|dinner|meals?|attractions?|accommodations?|transport(?:ation)?|
-    travel|stay)|on the (?:road|way|go|flight|plane)|in[- ]flight|in transit|en route|rest|leisure|
+NO_VENUE = pattern(r"""\W*$|-+\s*(?:\(|$|[.;|])|(?:none|n/?a|nil|null|nothing|tbd|
+    there (?:is|are) no|skip(?:ped)?|
+    not (?:applicable|needed|required|planned|specified|available|provided|included)|
+    no (?:breakfast|lunch|dinner|meals?|attractions?|accommodations?|transport(?:ation)?|travel|
+    stay)|on the (?:road|way|go|flight|plane)|in[- ]flight|in transit|en route|rest|leisure|
     relax(?:ation)?|free (?:time|day|morning|afternoon|evening))\b(?!\s+(?-i:[A-Z])|\s*[&'])""")
-MONEY = pattern(r"""(?:(?:approx\w*\.?|about|around|estimated(?: cost)?:?|avg\.?|
-    average)\s*)?~?\$\s?[\d,.]+|free\W*$""")
+MONEY = pattern(r"""(?:(?:approx\w*\.?|about|around|estimated(?: cost)?:?|avg\.?|average)\s*)?
+    ~?\$\s?[\d,.]+|free\W*$""")
 ATTRIBUTE = pattern(r"""(?:depart(?:ure|s|ing)?|arriv(?:al|es|ing)|duration|distance|costs?|price|
     fare|route|from|to|airline|flight (?:number|no\.?))(?: (?:time|city|date))?\s*:""")
 NOTE = pattern(r"""(?:\w+ ){0,2}(?:notes?|costs?|(?:sub-?)?totals?|budget|price|address|phone|
@@ -90,36 +93,38 @@ NOTE = pattern(r"""(?:\w+ ){0,2}(?:notes?|costs?|(?:sub-?)?totals?|budget|price|
     expenses?|date)\b[^:]{0,30}:""")
 SECTION = pattern(r"""(?:\w+ ){0,3}(?:costs?|budget|expenses?|expenditure|summary|breakdown|notes?|
     tips?|highlights?|totals?|overview|reminders?|recommendations?|considerations?|constraints?|
-    information|requirements?)\b[^:.]{0,40}:?$|why (?:this|it)\b|(?:this|the) (?:plan|itinerary|
-    trip|total|remaining|above|estimated)\b|(?:total|estimated|remaining|overall)\b|(?:important |
-    key )?notes?:|please note|note that|in (?:total|summary)\b|unfortunately|i hope|safe travels|
-    let me know|feel free|enjoy your (?:\w+ )?(?:trip|stay|travels?|visit|vacation|journey|time)""")
-SAME = pattern(r"""(?:(?:stay|return|back|overnight|at|to|in|the) ){0,6}(?:same\b|as (?:above|
-    before|day)|(?:previous|your|our|the) (?:hotel|accommodation)\b)""")
-FOR_NIGHTS = pattern(r"""(?:entire|whole) (?:stay|trip|visit|duration)|throughout|(?:all|both|[2-9]|
-    two|three|four) nights(?! min)""")
+    information|requirements?)\b[^:.]{0,40}:?$|why (?:this|it)\b|
+    (?:this|the) (?:plan|itinerary|trip|total|remaining|above|estimated)\b|
+    (?:total|estimated|remaining|overall)\b|(?:important |key )?notes?:|please note|note that|
+    in (?:total|summary)\b|unfortunately|i hope|safe travels|let me know|feel free|
+    enjoy your (?:\w+ )?(?:trip|stay|travels?|visit|vacation|journey|time)""")
+SAME = pattern(r"""(?:(?:stay|return|back|overnight|at|to|in|the) ){0,6}
+    (?:same\b|as (?:above|before|day)|(?:previous|your|our|the) (?:hotel|accommodation)\b)""")
+FOR_NIGHTS = pattern(r"""(?:entire|whole) (?:stay|trip|visit|duration)|throughout|
+    (?:all|both|[2-9]|two|three|four) nights(?! min)""")
 
 # rides and ways
 MODES = {"flight": "Flight", "taxi": "Taxi", "driving": "Self-driving"}
 MODE = pattern(r"""(?<![\w-])(?<!no )(?<!not )(?<!without )(?:(?P<flight>flights?\b|fly|airline|
-    (?:air)?plane\b)|(?P<taxi>(?:taxi|cab|uber|lyft)\b)|(?P<driving>self-?\s?driv\w*|
-    driv\w+\b(?!\s(?:time|dist|dur))|(?:(?:rental|rented|hire) )?cars?\b|rental\b))""")
+    (?:air)?plane\b)|(?P<taxi>(?:taxi|cab|uber|lyft)\b)|
+    (?P<driving>self-?\s?driv\w*|driv\w+\b(?!\s(?:time|dist|dur))|
+    (?:(?:rental|rented|hire) )?cars?\b|rental\b))""")
 OTHER_MODE = pattern(r"\b(?:train|bus|ferry|walk(?:ing)?|boat|shuttle)\b")
-FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|\bflight\s*(?:number|no\.?|
-    #)?:?\s*\[?((?-i:[A-Z]){1,3}\s?\d{2,7})\b""")
+FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|
+    \bflight\s*(?:number|no\.?|#)?:?\s*\[?((?-i:[A-Z]){1,3}\s?\d{2,7})\b""")
 AT_TIME = pattern(r"(?:\b(arriv|land)\w*\D{0,24})?\b(\d{1,2}:\d\d\b(?:\s*[ap]\.?m\b)?)")
 DETAILS = {
     "duration": pattern(r"""\b((?:\d days?,? )?\d{1,2}(?:\.\d)?\s*(?:hours?|hrs?|h)(?![a-z])
         (?:,? and)?\s*(?:\d{1,2}\s*(?:min\w*|m)\b)?|\d{1,3}\s*min\w*)"""),
     "distance": pattern(r"\b(\d[\d,]{0,8}(?:\.\d+)?\s*(?:km|kilometers|miles|mi)\b)"),
-    "cost": pattern(r"(?:\$\s?|cost:?\s(?:(?:of|is|about) )?~?)(\d[\d,]{0,8}(?:\.\d+)?)")}
+    "cost": pattern(r"(?:\$\s?|cost:?\s*(?:(?:of|is|about) )?~?)(\d[\d,]{0,8}(?:\.\d+)?)")}
 WAY = pattern(r"\bfrom:?\s+(\S[^|;]{0,60}?),?\s*(?:\bto\b|→|->):?\s+(\S[^|;]{0,60})")
 GUESS = pattern(r"\((?:[^()]{0,20}\b)?(?:assum|similar|based on|note|no )[^()]{0,200}\)")
 TO = pattern(r"\b(?:to|for|into|in)\s+$")
 ARROW = re.compile(r"\s*(?:to|→|->|➔|➡|➜|=>|–|—|-|>)\s*")
 MOVE = pattern(r"""travel|depart|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|
-    self|road|move|relocat|explor|back|trip|by |(?:rental )?car\b|uber|lyft|cab\b|train|bus\b|plane|
-    ferry|shuttle""")
+    self|road|move|relocat|explor|back|trip|by |(?:rental )?car\b|uber|lyft|cab\b|train|bus\b|
+    plane|ferry|shuttle""")
 NO_CITY_TITLE = pattern(r"""\b(?:day|\w{3,6}day\b|explor|adventure|sight|cultur|free|relax|arriv|
     depart|final|tour|museum|morning|local|discover|histor|fun|arts?\b|more|travel|return|home|rest|
     leisure|trip|nature|downtown|city)""")
@@ -131,33 +136,37 @@ DETAIL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|co
     minimum|max\w*|review|house rules?|free|(?:private|shared|entire) (?:room|home)|per )\b"""
 STOP = r"(?<!\b(?-i:[A-Z][a-z]))(?<!\b(?-i:[A-Z]))\."  # "Sr." and the like end no name
 BEGINS = r"(?=\s+[\"']?(?-i:[A-Z\d]))"
-NAME_END = pattern(r"""\s*(?:$|[,;|)\]\"]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|\s(?:or|and|for|in|
-    before|after|then|around|where|which|followed|tonight|again|until)\b)""")
+NAME_END = pattern(r"""\s*(?:$|[,;|)\]\"]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
+    \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|again|until)\b)""")
 # after a known name: "- Rooftop Annex", ": the Secret Cellar", "and Dragon Palace"
 GOES_ON = pattern(rf"""(?:\s[-–—]|:|\sand|\s&)\s(?!{CUISINE}|{DETAIL}|(?:must|highly|great|popular|
-    famous|iconic|local|budget|check|visit|explore|enjoy|lunch|dinner|breakfast|
-    brunch)\b)((?:the\s)?(?-i:[A-Z])[\w.'’-]*(?:\s(?:(?-i:[A-Z])[\w.'’-]*|&|and|of|the|at|in|de|
-    la)){{0,6}})\s*(?:$|[,;|:(\[)$\"]|[.!?](?:\s|$)|\s[-–—])""")
-CITY_END = pattern(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|\s+(?:International |
-    Intl )?Airport|$|\s(?:on|at|by|via|for|with|using|in|departing|and|then|departure|duration|
-    flight|back)\b)""")
+    famous|iconic|local|budget|check|visit|explore|enjoy|lunch|dinner|breakfast|brunch)\b)
+    ((?:the\s)?(?-i:[A-Z])[\w.'’-]*(?:\s(?:(?-i:[A-Z])[\w.'’-]*|&|and|of|the|at|in|de|la)){{0,6}})
+    \s*(?:$|[,;|:(\[)$\"]|[.!?](?:\s|$)|\s[-–—])""")
+CITY_END = pattern(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|
+    \s+(?:International |Intl )?Airport|$|
+    \s(?:on|at|by|via|for|with|using|in|departing|and|then|departure|duration|flight|back)\b)""")
 ABOUT = pattern(rf"[,.]\s*{DETAIL}|\s*\b{DETAIL}\s*[:$~]")
 WRITTEN_END = pattern(rf"""{ABOUT.pattern}|\s*(?:[|;→\[]|,?\s*~?\$|$)|{STOP}(?:{BEGINS}|(?=\s*$))|
-    (?::|\s[-–—])\s+(?=~?\$|[\d.,]+\s*(?:/|per\b|nights?\b|stars?\b|usd\b)|{DETAIL}|{CUISINE}|
-    (?!the\b)(?-i:[a-z]))|\s*\((?=[^)]{{0,80}}(?:[$\d:,]|{CUISINE}|rat|cost|per|avg))|\s(?:for|at|
-    around)\s+(?=~?[$\d]|breakfast|brunch|lunch|dinner|noon|midnight|(?:the|one|two|
-    three) nights?\b|(?:an?|some|your|our)\s[\w ]{{0,20}}(?:meal|dinner|lunch|breakfast|brunch|
-    night|stay|stroll|visit|bite|drink))|\s(?:before|after|followed|where|which|then|
-    and then)\s+(?=(?-i:[a-z\d]))""")
+    (?::|\s[-–—])\s+(?=~?\$|[\d.,]+\s*(?:/|per\b|nights?\b|stars?\b|usd\b)|
+    {DETAIL}|{CUISINE}|(?!the\b)(?-i:[a-z]))|
+    \s*\((?=[^)]{{0,80}}(?:[$\d:,]|{CUISINE}|rat|cost|per|avg))|
+    \s(?:for|at|around)\s+(?=~?[$\d]|breakfast|brunch|lunch|dinner|noon|midnight|
+    (?:the|one|two|three) nights?\b|(?:an?|some|your|our)\s[\w ]{{0,20}}
+    (?:meal|dinner|lunch|breakfast|brunch|night|stay|stroll|visit|bite|drink))|
+    \s(?:before|after|followed|where|which|then|and then)\s+(?=(?-i:[a-z\d]))""")
 REMARK = re.compile(r"\s+[-–—]\s|:\s")
 BRACKETS = re.compile(r"\s*\((?:[^()]|\([^()]{0,99}\)){0,200}\)")
 CITY_LEAD = re.compile(r"\"?\s*,\s*|\s*\(|\s+in\s+|\s+[-–—]\s+")
 CITY_TAIL = r"\s*\([^()]{0,40}\)|,\s*[A-Z]{2}\b(?:\s+\d{5})?|\)"  # ", UT 84532"
+# at the end; museums and parks are no cities
 LAST_CITY = pattern(rf""",\s*(?![^,;]{{0,40}}(?:museum|zoo|garden|cent(?:er|re)\b|gallery|monument|
     memorial|theat|aquarium|tour|trail|mall|market|bridge|\bpark\s*(?:$|[;(.])|church|historic|
-    entire home|(?:private|shared) room)|{CUISINE})((?-i:[A-Z])[\w.'-]*(?: (?:(?-i:[A-Z])|of\b|
-    d['e]|la\b)[\w.'-]*){{0,3}})\s*(?:\([^()]{{0,60}}\)\s*)?\.?\s*(?:$|(?=;))""")
+    entire home|(?:private|shared) room)|{CUISINE})
+    ((?-i:[A-Z])[\w.'-]*(?: (?:(?-i:[A-Z])|of\b|d['e]|la\b)[\w.'-]*){{0,3}})\s*
+    (?:\([^()]{{0,60}}\)\s*)?\.?\s*(?:$|(?=;))""")
 SENTENCE = pattern(rf"(?:{STOP}|[!?]){BEGINS}|{STOP}(?=\s*$)")
+
 # the lines of a text
 NAME_KEY = pattern(r"(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name)$")
 BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]+\s+|\d{1,2}[.)]\s+|"
@@ -165,6 +174,6 @@ BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]+\s+|\d{1,2}[.)]\s+|"
 NEW_DAY = pattern(rf"(?<=[.!?;])\ +(?={DAY.pattern})")
 CELL = re.compile(r"\s{0,99}<(/?)t[dh]\b[^<>]{0,200}>\s{0,99}", re.I)
 ROW = re.compile(r"(?m)^[ ]{0,99}\|.*")
-MARKUP = pattern(r"""</?(?:(b|i|strong|em|span|a)|br|p|li|ul|ol|div|h\d|tr|table|thead|tbody|
-    section)\b[^<>]{0,200}>""")
+MARKUP = pattern(r"""</?(?:(b|i|strong|em|span|a)|
+    br|p|li|ul|ol|div|h\d|tr|table|thead|tbody|section)\b[^<>]{0,200}>""")
 LINK = re.compile(r"\]\((?:https?:|www)[^()\s]{0,300}\)")

@@ -296,12 +296,13 @@ class Names:
             sentence = w.SENTENCE.search(text, at) if prose else None
             rest = text[:sentence.start()] if sentence else text
             name, city, at = known or self.written(rest, at, slot == "attraction")
+            if aside := w.BRACKETS.match(text, at):
+                there, at = self.city_after(text, aside.end())
+                city = there or city
             if name and (known or not w.MONEY.match(name)):
                 yield f"{name}, {city or cities[0]}".replace("¦", "|")
             if slot != "attraction" or prose and text.startswith(". ", at):
                 return
-            if aside := w.BRACKETS.match(text, at):
-                at = aside.end()
             if w.ABOUT.match(text, at) or w.REMARK.match(text, at):
                 at = (text + ";").index(";", at)
 
@@ -318,8 +319,7 @@ def read_days(lines, trip, names):
     for (kind, line), opening in zip(lines, openings, strict=True):
         day = days[-1]
         idle.append(line)
-        if dated and kind != "bullet":
-            opening = w.DATED.match(line)
+        opening = w.DATED.match(line) if dated and kind != "bullet" else opening
         if opening and w.MONEY.match(line, opening.end()):
             continue  # a row of a cost table
         if opening and (dated or opening[1] or not numbered):  # else it may say "the next day"
@@ -346,7 +346,9 @@ def read_days(lines, trip, names):
         before = len(day.events), day.events[-1:]
         for part in w.NEXT_FIELD.split(line):
             read_line(part, kind, day.events, trip, names)
-        if before != (len(day.events), day.events[-1:]) and day.events[-1].slot != "?":
+        slot, text, how = day.events[-1] if day.events else ("?", "", "")
+        told = before != (len(day.events), day.events[-1:])
+        if told and (slot != "?" or slot_of(text, how, trip, names) != "?"):
             idle.pop()
     return days, list(filter(None, idle))
 

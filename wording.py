@@ -42,7 +42,7 @@ LABEL = pattern(rf"""(?:(?:early|late|mid|morning|midday|noon|afternoon|evening|
     other|local|day)[\s-]+){{0,2}}
     (?:{'|'.join(f'(?P<{slot}>{label})' for slot, label in LABELS.items())})
     (?:\s+(?:visits?|spots?|details?|plan|time|venue|restaurant|for [\w ]{{1,30}}))?
-    \s*#?\d{{0,2}}\s*(?:\([^()]{{0,60}}\)\s*)?(?::|\s[-–—|]\s|=|$)\s*""")
+    \s*#?\d{{0,2}}\s*(?:[^\w\s!-~–—]{{1,3}}\s*)?(?:\([^()]{{0,60}}\)\s*)?(?::|\s[-–—|]\s|=|$)\s*""")
 CITY_LABEL = pattern(r"(?:city|location|where)\s*:\s*")
 NEXT_FIELD = pattern(rf"\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)")
 
@@ -121,7 +121,7 @@ DETAILS = {
 WAY = pattern(r"\bfrom:?\s+(\S[^|;]{0,60}?),?\s*(?:\bto\b|→|->):?\s+(\S[^|;]{0,60})")
 GUESS = pattern(r"\((?:[^()]{0,20}\b)?(?:assum|similar|based on|note|no )[^()]{0,200}\)")
 TO = pattern(r"\b(?:to|for|into|in)\s+$")
-ARROW = re.compile(r"\s*(?:to|→|->|➔|➡|➜|=>|–|—|-|>)\s*")
+ARROW = re.compile(r"\s*(?:to|[→➔➡➜➝⇒⟶»✈🛫🚗🚕🚙]\ufe0f?|->|=>|–|—|-|>)\s*")
 MOVE = pattern(r"""travel|depart|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|
     self|road|move|relocat|explor|back|trip|by |(?:rental )?car\b|uber|lyft|cab\b|train|bus\b|
     plane|ferry|shuttle""")
@@ -154,7 +154,8 @@ WRITTEN_END = pattern(rf"""{ABOUT.pattern}|\s*(?:[|;→\[]|,?\s*~?\$|$)|{STOP}(?
     \s(?:for|at|around)\s+(?=~?[$\d]|breakfast|brunch|lunch|dinner|noon|midnight|
     (?:the|one|two|three) nights?\b|(?:an?|some|your|our)\s[\w ]{{0,20}}
     (?:meal|dinner|lunch|breakfast|brunch|night|stay|stroll|visit|bite|drink))|
-    \s(?:before|after|followed|where|which|then|and then)\s+(?=(?-i:[a-z\d]))""")
+    \s(?:before|after|followed|where|which|then|and then)\s+(?=(?-i:[a-z\d]))|
+    \sagain(?=\s*(?:$|[,;.]))""")
 REMARK = re.compile(r"\s+[-–—]\s|:\s")
 BRACKETS = re.compile(r"\s*\((?:[^()]|\([^()]{0,99}\)){0,200}\)")
 CITY_LEAD = re.compile(r"\"?\s*,\s*|\s*\(|\s+in\s+|\s+[-–—]\s+")

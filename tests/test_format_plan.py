@@ -171,6 +171,7 @@ def test_names_that_nobody_knows_stay_as_they_are_written(read, trip):
     ("Lunch: Private Room at a Cozy Cottage", "Private Room at a Cozy Cottage"),
     ("Lunch:\n- Restaurant: {eat[0]}\n- Cuisine: Thai\n- Cost: $9", "{eat[0]}"),
     ("Lunch:\n  * **Name:** Foo\n  * **City:** {city}", "Foo"),
+    ("Lunch 🍔: {eat[0]}", "{eat[0]}"), ("Lunch at Foo Bar again.", "Foo Bar"),
     ("Lunch: Grab a quick bite at {eat[0]}", "{eat[0]}"),
     ("> Lunch: {eat[1]}\nLunch: {eat[0]}", "{eat[0]}"),
     ("Lunch: {eat[0]}. Cost: $20. Phone: (410) 576-3800", "{eat[0]}")])
@@ -186,6 +187,7 @@ def test_a_name_is_all_that_is_written_and_no_more(read, trip, said, name):
     ("{see[0]} (Phone: (410) 576-3800)", ["{see[0]}"]),
     ("{see[0]}, {city}, Any State; {see[1]}. Phone: 1", ["{see[0]}, {city}, Any State"]),
     ("{see[0]}. Phone: (410) 576-3800", ["{see[0]}"]),
+    ("{see[0]} (Phone: (410) 576-3800), {city}; {see[1]}", ["{see[0]}", "{see[1]}"]),
     ("{see[0]}, {see[1]}, Moon Base", ["{see[0]}", "{see[1]}", "Moon Base"]),
     ("[{see[0]}] (free), [{see[1]} - West Wing]", ["{see[0]}", "{see[1]} - West Wing"])])
 def test_sights_end_at_their_attributes(read, trip, mini, said, sights):
@@ -203,7 +205,8 @@ def test_sights_end_at_their_attributes(read, trip, mini, said, sights):
 def test_a_ride_without_cities_goes_where_the_day_goes(read, trip, ride, mode):
     city, org = trip["names"]["city"], trip["org"]
     for first in ("Day 1: {org} to {city}", "Day: 1\nCurrent City: from {org} to {city}",
-                  "**Day One**\nRoute: {org} → {city}", "🌍 Day 1 (Mar 16): {org} → {city}"):
+                  "**Day One**\nRoute: {org} → {city}", "## Day 1 ⭐ {org} ✈️ {city}",
+                  "🌍 Day 1 (Mar 16): {org} → {city}"):
         day, = read(f"{first}\nTransportation: {ride}\nDinner: {{eat[0]}}")
         assert day["current_city"] == f"from {org} to {city}"
         assert day["transportation"].startswith(mode)

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "leaderboard.py": {"sandbox", "constraints", "evaluate"},
 }
 LIMITS = {  # lines
-    "wording.py": 163, "sandbox.py": 600, "format_plan.py": 680, "constraints.py": 720,
+    "wording.py": 164, "sandbox.py": 600, "format_plan.py": 680, "constraints.py": 720,
     "solver.py": 320, "template.py": 150, "engine.py": 150, "evaluate.py": 650, "report.py": 400,
     "leaderboard.py": 130, "synth.py": 750, "tiny.py": 480, "sft.py": 430, "grpo.py": 800,
     "arpo.py": 900, "memory.py": 150, "retriever.py": 360, "qa_eval.py": 420, "run.sh": 236,

@@ -351,7 +351,7 @@ def repeated(trip, part):
                     return f"day {day.number}: {venue.field} is not text"
                 if isinstance(venue.text, (list, dict)):
                     continue  # met by the sandbox check
-            name = venue.text if not trip.strict else venue.exact or venue.text
+            name = trip.strict and venue.exact or venue.text
             if name in seen:
                 return f"day {day.number}: {venue.field} repeats {venue.text!r:.80}"
             seen.add(name)
@@ -429,8 +429,10 @@ def is_valid_transportation(trip):
         return "day 1: no transportation"
     modes = set()
     for day in trip.days:
-        if day.ride is not None:
-            modes.update(modes_of(trip, day))
+        if day.ride is not None and trip.strict:
+            modes |= stated(day.move)[0]  # all that the text names
+        elif day.ride is not None:
+            modes.add(day.ride.mode)
         elif day.move is not None:
             return f"day {day.number}: transportation is not text"
     if "driving" in modes and ("flight" in modes or "taxi" in modes):
@@ -482,11 +484,6 @@ def rows_of(trip, venue):
     return venue.exact if trip.strict else venue.rows[:1]
 
 
-def modes_of(trip, day):
-    """The mode that a ride is taken for (B5); in strict all that its text names."""
-    return stated(day.move)[0] if trip.strict else (day.ride.mode,)
-
-
 def nights_of(trip):
     """(day number, row) of every night."""
     return [(day.number, row) for day in trip.days for venue in day.bed
@@ -536,7 +533,7 @@ def valid_transportation(trip, wanted):
     for day in trip.days:
         breaks = day.ride.breaks if day.ride else ()
         if trip.strict and day.ride:
-            breaks = [FORBIDDEN.get(mode) for mode in modes_of(trip, day)]
+            breaks = [FORBIDDEN.get(mode) for mode in stated(day.move)[0]]
         if wanted in breaks:
             return f"day {day.number}: transportation breaks {wanted!r}"
     return None

@@ -7,10 +7,9 @@ Judge plans: TravelPlanner's thirteen constraints under three rule sets, the sco
     (3) score   shares of what passed; reward makes one number of them
 
 Rule sets. `star` is what the STAR release rewards and the base of everything here. `official` is
-the TravelPlanner leaderboard's own code, which differs at the places marked C1 to C12. `strict` is
-star and then STRICT on top: each check that star passes is looked at once more for the holes that
-RL learns to use, so strict never passes what star fails. docs/rules.md says what each of the marks
-B1 to B33 and C1 to C12 stands for.
+the TravelPlanner leaderboard's own code, which differs at C1 to C12. `strict` is star and then
+STRICT on top: what star passes is looked at once more for the holes that RL learns to use, so
+strict never passes what star fails. docs/rules.md says what the marks B1 to B33 and C1 to C12 are.
 
 Where the references raise on a malformed plan, the check that met the malformed value is False with
 a reason. A key that the task itself lacks is the caller's error: KeyError, naming the key.
@@ -20,10 +19,9 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import groupby
-from operator import attrgetter
 
-from format_plan import parse_plan
+import wording as w
+from format_plan import read_plan
 
 MEALS = ("breakfast", "lunch", "dinner")
 VENUES = (*MEALS, "attraction", "accommodation")
@@ -63,6 +61,12 @@ STATE = re.compile(r"(.*?)\([^)]*\)")
 # C2 and C3: the first of these words that occurs
 OFFICIAL_MODES = (("taxi", "taxi"), ("self-driving", "driving"), ("flight", "flight"))
 OFFICIAL_KINDS = (("flight number", "flight"), ("self-driving", "driving"), ("taxi", "taxi"))
+FORBIDDEN = {"flight": "no flight", "driving": "no self-driving"}  # by which wish
+KNOWN_RIDE = re.compile(r"\s*(?:flight|taxi|self-driving)\b", re.I)  # strict's
+CLOCK = re.compile(r"\b(\d?\d):(\d\d)\s*(?:([ap])\.?m\b)?", re.I)
+LABEL = re.compile(r"\b(?:(depart|leav)|arriv|land(?:s|ing)?\b)", re.I)
+AMOUNT = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*(h|:|mi(?!n))?", re.I)
+UNITS = {"h": 60, ":": 60, "mi": 1.609}  # minutes of an hour, kilometres of a mile
 
 
 @dataclass(slots=True)
@@ -82,7 +86,7 @@ class Ride:
     """What a transportation text is taken for, what it costs, and what is wrong with it."""
 
     mode: str  # "flight", "taxi", "driving", or "" for none of them (official only)
-    breaks: tuple  # the transportation constraints it breaks
+    breaks: tuple  # the transportation constraints it breaks; None is none
     route: tuple  # (origin, destination), or (None, None)
     fault: str  # why the sandbox does not know it, or ""
     flight: object = None  # its row
@@ -131,13 +135,6 @@ def from_to(text, official):
     return tuple(map(cut_state, found.groups())) if official else found.groups()
 
 
-def read_ends(text, official):
-    """The cities of a current_city text: both ends where it says "from", else itself."""
-    if "from" in text:
-        return from_to(text, official)
-    return (cut_state(text) if official else text,)
-
-
 def read_venue(text, field, database, official):
     """The Venue of a text: split at the last comma, the name no further back than its line (B3)."""
     comma, name, city = text.rfind(","), "-", "-"
@@ -172,7 +169,7 @@ def read_ride(text, city, database, official):
         breaks = tuple(f"no {word.lower()}" for word in ("Flight", "Self-driving") if word in text)
     else:  # B5
         mode = kind = "flight" if "flight" in low else "taxi" if "taxi" in low else "driving"
-        breaks = {"flight": ("no flight",), "driving": ("no self-driving",)}.get(mode, ())
+        breaks = (FORBIDDEN.get(mode),)
     if kind == "flight":
         flight, fault = find_flight(database, text, route)
         return Ride(mode, breaks, route, fault, flight)
@@ -209,7 +206,9 @@ def read_fields(texts, database, official):
     """The texts of PLACES, in this order -> what a Day says of them, from `ends` on."""
     city, move, *named = texts
     home = city[:LONGEST] if isinstance(city, str) else None
-    ends = (None,) if home is None else read_ends(home, official)
+    ends = (cut_state(home) if home and official else home,)
+    if home and "from" in home:
+        ends = from_to(home, official)
     if not move or move == "-":
         move = None
     ride = read_ride(move, home, database, official) if isinstance(move, str) else None
@@ -272,8 +271,8 @@ def is_not_absent(trip):
     for day in trip.days:
         if reason := empty_field(trip, day, day.item):
             return reason
-    values = [value for day in trip.days for value in day.item.values()]
-    filled = len([value for value in values if value and value != "-"])
+    filled = len([value for day in trip.days for value in day.item.values()
+                  if value and value != "-"])
     enough = filled >= 3 * length  # B11
     return None if enough else f"only {filled} of {6 * length} places are filled in"
 
@@ -343,7 +342,7 @@ def is_valid_information_in_sandbox(trip):
 
 
 def repeated(trip, part):
-    """No text of the days' meals, or of their sights, twice (B16)."""
+    """No text of the days' meals, or of their sights, twice (B16); in strict no row of theirs."""
     seen = set()
     for day in trip.days:
         for venue in getattr(day, part):
@@ -352,35 +351,34 @@ def repeated(trip, part):
                     return f"day {day.number}: {venue.field} is not text"
                 if isinstance(venue.text, (list, dict)):
                     continue  # met by the sandbox check
-            if venue.text in seen:
+            name = trip.strict and venue.exact or venue.text
+            if name in seen:
                 return f"day {day.number}: {venue.field} repeats {venue.text!r:.80}"
-            seen.add(venue.text)
+            seen.add(name)
     return None
 
 
 def is_valid_accommodation(trip):
-    """A hotel's minimum nights are stayed; only looked at where exactly one row matches (B17)."""
-    stays = []  # [text, rows, first day, nights]
+    """Minimum nights are stayed, where exactly one row matches (B17); in strict those of all."""
+    stays = []  # [hotel, rows, first day, nights]
     for day in trip.days:
         if "accommodation" not in day.item:
             return f"day {day.number} has no accommodation"
-        text = day.item["accommodation"]
+        text, bed = day.item["accommodation"], day.bed
         if not isinstance(text, str) and (text or trip.official):  # C8
             return f"day {day.number}: accommodation is not text"
-        if stays and stays[-1][0] == text:
+        rows = bed[0].exact if bed and trip.strict else bed[0].rows if bed else ()
+        hotel = rows if trip.strict else text
+        if stays and stays[-1][0] == hotel:
             stays[-1][3] += 1
         else:
-            stays.append([text, day.bed[0].rows if day.bed else (), day.number, 1])
+            stays.append([hotel, rows, day.number, 1])
     for _, rows, first, nights in stays:
-        if len(rows) == 1 and nights < rows[0].minimum_nights:
-            return short_stay(first, rows[0], nights)
+        for row in rows if trip.strict or len(rows) == 1 else ():
+            if nights < row.minimum_nights:
+                return (f"day {first}: accommodation: {row.name} asks for {row.minimum_nights:g} "
+                        f"nights, the plan stays {nights}")
     return None
-
-
-def short_stay(first, row, nights):
-    """The sentence about a hotel that is left too early."""
-    return (f"day {first}: accommodation: {row.name} asks for {row.minimum_nights:g} nights, "
-            f"the plan stays {nights}")
 
 
 def is_reasonable_visiting_city(trip):
@@ -431,7 +429,9 @@ def is_valid_transportation(trip):
         return "day 1: no transportation"
     modes = set()
     for day in trip.days:
-        if day.ride is not None:
+        if day.ride is not None and trip.strict:
+            modes |= stated(day.move)[0]  # all that the text names
+        elif day.ride is not None:
             modes.add(day.ride.mode)
         elif day.move is not None:
             return f"day {day.number}: transportation is not text"
@@ -486,8 +486,8 @@ def rows_of(trip, venue):
 
 def nights_of(trip):
     """(day number, row) of every night."""
-    beds = [(day.number, venue) for day in trip.days for venue in day.bed]
-    return [(number, row) for number, venue in beds for row in rows_of(trip, venue)]
+    return [(day.number, row) for day in trip.days for venue in day.bed
+            for row in rows_of(trip, venue)]
 
 
 def valid_cuisine(trip, wanted):
@@ -532,14 +532,11 @@ def valid_transportation(trip, wanted):
     """No day travels in the way that was ruled out (B24)."""
     for day in trip.days:
         breaks = day.ride.breaks if day.ride else ()
-        if trip.strict and day.ride and "driving" in day.move.lower():
-            breaks += ("no self-driving",)  # "Self-driving, cheaper than a taxi" is no taxi
+        if trip.strict and day.ride:
+            breaks = [FORBIDDEN.get(mode) for mode in stated(day.move)[0]]
         if wanted in breaks:
             return f"day {day.number}: transportation breaks {wanted!r}"
     return None
-
-
-cost_of = attrgetter("cost")
 
 
 def valid_cost(trip, _):
@@ -553,7 +550,7 @@ def valid_cost(trip, _):
             seat = day.ride.flight.price if day.ride.flight else 0
             total += seat * people + day.ride.car * cars + day.ride.taxi * taxis
         for venue in day.meals:
-            total += people * max(map(cost_of, rows_of(trip, venue)))
+            total += people * max([row.cost for row in rows_of(trip, venue)])
         for venue in day.bed:
             total += max([row.price * math.ceil(people / (row.maximum_occupancy or 1))
                           for row in rows_of(trip, venue)])
@@ -568,10 +565,8 @@ def strict_trip(trip):
     """The plan as strict reads it: with the attraction after the last ";" (B15), all of it text."""
     days = []
     for day in trip.days:
-        sights, last = day.item.get("attraction"), ""
-        if isinstance(sights, str):
-            last = sights.rpartition(";")[2].strip()
-        more = ()
+        sights, more = day.item.get("attraction"), ()
+        last = sights.rpartition(";")[2].strip() if isinstance(sights, str) else ""
         if last not in EMPTY:
             more = read_venues(last + ";", "attraction", trip.database, False)
         if more or None in [venue.name for venue in day.venues]:
@@ -594,9 +589,9 @@ def strict_absent(trip):
 
 
 def strict_sandbox(trip):
-    """Names are whole names of rows (B4), flights fly on the day and at the times given (B13)."""
+    """Names are whole names of rows (B4), rides are rides and as their rows say (B5, B13, B14)."""
     for day in trip.days:
-        if reason := wrong_flight(trip, day):
+        if day.ride and (reason := wrong_ride(trip, day)):
             return f"day {day.number}: transportation: {reason}"
         for venue in day.venues:
             if not venue.exact:
@@ -605,43 +600,50 @@ def strict_sandbox(trip):
     return None
 
 
-def wrong_flight(trip, day):
-    """Why the day's flight does not fly on its date or at its stated times, or None."""
-    flight, dates = day.ride and day.ride.flight, trip.task.get("date")
+@lru_cache(maxsize=1 << 16)
+def stated(move):
+    """What a ride's text says: (the modes it names, [(detail, its amount or clock time)])."""
+    text, details, end = move[:LONGEST], [], 0
+    modes = {word.lastgroup for word in w.MODE.finditer(text)}
+    for clock in CLOCK.finditer(text):
+        labels = LABEL.findall(text, end, clock.start())
+        late, end = not labels[-1] if labels else bool(details), clock.end()
+        hour = int(clock[1]) % 12 + 12 * (clock[3] in "pP") if clock[3] else int(clock[1])
+        details.append(("arrival" if late else "departure", f"{hour:02d}:{clock[2]}"))
+    for word, detail in w.DETAILS.items():
+        values = [found[found.lastindex] for found in detail.finditer(text)]
+        details += [(word, amount(value)) for value in values if AMOUNT.search(value)]
+    return modes, details
+
+
+@lru_cache(maxsize=1 << 16)
+def amount(text):
+    """The minutes, kilometres or dollars that a text comes to."""
+    return sum(float(number.replace(",", "")) * UNITS.get(unit.lower(), 1)
+               for number, unit in AMOUNT.findall(text))
+
+
+def wrong_ride(trip, day):
+    """Why a ride is unknown, flies on another date or is not as it states (5% off), or None."""
+    ride, dates, people = day.ride, trip.task.get("date"), trip.task.get("people_number")
+    flight, heads = ride.flight, people if isinstance(people, int) else 1
+    if not KNOWN_RIDE.match(day.move):
+        return f"{day.move!r:.40} does not begin with Flight, Taxi or Self-driving"
     if flight is None:
-        return None
-    if not isinstance(dates, list) or len(dates) < day.number:
+        row, cost = trip.database.distance(*ride.route), ride.car or ride.taxi
+        true = {"duration": [amount(row.duration)], "distance": [row.km],
+                "cost": [cost, cost * math.ceil(heads / (5 if ride.car else 4))]}
+    elif not isinstance(dates, list) or len(dates) < day.number:
         return f"the task gives no date for day {day.number}"
-    if flight.date != dates[day.number - 1]:
+    elif flight.date != dates[day.number - 1]:
         return f"flight {flight.number} flies on {flight.date}, not on {dates[day.number - 1]}"
-    times = ("Departure Time", flight.departure), ("Arrival Time", flight.arrival)
-    for word, time in times:
-        stated = re.search(word + r":\s*(\d?\d:\d\d)", day.move[:LONGEST])
-        if stated and stated[1].zfill(5) != time:
-            return f"the {word.lower()} of flight {flight.number} is {time}, not {stated[1]}"
-    return None
-
-
-def strict_repeated(trip, part):
-    """No restaurant, or no attraction, twice, however its name is spelled (B16)."""
-    seen = set()
-    for day in trip.days:
-        for venue in getattr(day, part):
-            if venue.exact and venue.exact in seen:
-                return f"day {day.number}: {venue.field} repeats {venue.exact[0].name}"
-            seen.add(venue.exact)
-    return None
-
-
-def strict_accommodation(trip):
-    """The minimum nights of every row that has the name; a short name does not dodge them (B17)."""
-    first = 1
-    for rows, run in groupby([day.bed[0].exact if day.bed else () for day in trip.days]):
-        nights = len(list(run))
-        for row in rows:
-            if nights < row.minimum_nights:
-                return short_stay(first, row, nights)
-        first += nights
+    else:
+        true = {"departure": [flight.departure], "arrival": [flight.arrival],
+                "cost": [flight.price, flight.price * heads]}
+    for word, said in stated(day.move)[1]:
+        if said not in true.get(word, [said]) and (isinstance(said, str) or not any(
+                abs(said - value) <= max(1, value / 20) for value in true[word])):
+            return f"the {word} is {true[word][0]}, not {said}"
     return None
 
 
@@ -689,14 +691,11 @@ HARD = {  # name: (key of local_constraint, check)
     "valid_cuisine": ("cuisine", valid_cuisine),
     "valid_transportation": ("transportation", valid_transportation),
 }
-STRICT = {  # what strict looks at again; hard checks are run a second time, over the exact rows
+STRICT = {  # what strict looks at again; all other checks are run again over its own Trip
     "is_not_absent": strict_absent,
     "is_valid_information_in_sandbox": strict_sandbox,
     "is_valid_information_in_current_city": strict_current_city,
     "is_reasonable_visiting_city": strict_city,
-    "is_valid_restaurants": partial(strict_repeated, part="meals"),
-    "is_valid_attractions": partial(strict_repeated, part="sights"),
-    "is_valid_accommodation": strict_accommodation,
 }
 RULES = ("star", "official", "strict")
 read_constraint = lru_cache(maxsize=4096)(literal)
@@ -717,8 +716,8 @@ def score(task, plan, database, rules="star"):
     strict = strict_trip(trip) if rules == "strict" else None
     for name, check in COMMONSENSE.items():
         reason = check(trip)
-        if strict and reason is None and name in STRICT:
-            reason = STRICT[name](strict)
+        if strict and reason is None:
+            reason = STRICT.get(name, check)(strict)
         checks[name] = [True, None] if reason is None else failed(reason)
     if checks[GATE[0]][0] and checks[GATE[1]][0]:
         judge_hard(trip, strict, checks)
@@ -783,8 +782,8 @@ def judge(task, answer, database):
 
     The score is star's, with "official" and "strict" beside it: success by the other two rule sets.
     """
-    plan = parse_plan(answer, task, database) if answer is not None else None
-    verdict = score(task, plan, database)
+    plan, unread, share = read_plan(answer, task, database)
+    verdict = score(task, plan, database) | {"unread": unread, "answer lines not read": share}
     for rules in ("official", "strict"):
         verdict[rules] = score(task, plan, database, rules)["success"]
     return plan, verdict

@@ -21,7 +21,6 @@ Writes  stdout: each line again with its "plan" (null where the text holds none)
     python format_plan.py FILE.jsonl --llm-url http://localhost:8000/v1 --llm-model M
 """
 import argparse
-import ast
 import hashlib
 import json
 import re
@@ -30,123 +29,25 @@ import uuid
 from collections import Counter, namedtuple
 from contextlib import suppress
 from functools import lru_cache
-from itertools import groupby, islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 
 import wording as w  # w.DAY, w.LABEL, ...: the patterns
+from markup import TYPOGRAPHY, load_json, unfold
 from sandbox import PROMPTS, open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
 SLOTS = ("breakfast", "attraction", "lunch", "dinner", "accommodation")
-FIELDS = ("current_city", "transportation", "breakfast", "attraction", "lunch", "dinner",
-          "accommodation")
+FIELDS = ("current_city", "transportation", *SLOTS)
 TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
-LONGEST_TEXT, LONGEST_LINE = 200_000, 4_000  # characters; what is longer is cut
-MOST_LINES = 2001  # out of JSON
+LONGEST_TEXT = 200_000  # characters; what is longer is cut
 
 # What a line says of a slot, which is "?" if only a name can tell it. how: "field", "open" (a label
 # whose values are in the lines below), "prose", "check-in", or the time of day before a "?".
 Event = namedtuple("Event", "slot text how")
 DayText = namedtuple("DayText", "number last heading events")  # "Days 2-4": number 2, last 4
 Mention = namedtuple("Mention", "name city end")  # a venue in a text; end: where the text goes on
-
-
-# ---------------------------------------------------------------- text
-TYPOGRAPHY = str.maketrans("’‘“”\u00a0\u202f\t\r", "''\"\"    ", "*`\0")
-
-
-def plain(text):
-    """Text without what markdown and word processors do to it; names are compared in this form."""
-    return text.translate(TYPOGRAPHY).replace("\n", " ").replace("|", "¦").strip()
-
-
-def unfold(text, names):
-    """(1) Yield (kind, plain line), kind "line", "bullet" or "field" (out of JSON or a table)."""
-    text = text.translate(TYPOGRAPHY)
-    for awkward, key in names.awkward:
-        text = text.replace(awkward, key)
-    if value := load_json(text):
-        for line in islice(json_lines(value), MOST_LINES):
-            yield "field", line.replace("\n", " ").strip()
-        return
-    raws = [raw[:LONGEST_LINE] for raw in w.LINK.sub("]", w.NEW_DAY.sub("\n", text)).split("\n")]
-    for is_table, block in groupby(raws, key=lambda raw: raw.lstrip().startswith("|")):
-        if is_table:
-            yield from (("field", line) for line in table_lines(block))
-            continue
-        for raw in block:
-            line = raw.strip()
-            bullet = w.BULLET.match(line).end()
-            listed = (bullet or raw.startswith(" ")) and not line.startswith("#")
-            yield "bullet" if listed else "line", line[bullet:].strip("_ ")
-
-
-def load_json(text):
-    """What a text holds about days as JSON or as a Python literal, or None."""
-    start = re.search(r"\[\s*\{|\{\s*[\"']", text)
-    text = text[start.start():] if start else ""
-    if not re.search(r"[\"'](?:days?|plan)[\"' _\d]", text[:4000], re.I):
-        return None
-    with suppress(ValueError, RecursionError):
-        return json.JSONDecoder(strict=False).raw_decode(text)[0]
-    with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-        return ast.literal_eval(text[:max(text.rfind("]"), text.rfind("}")) + 1])
-    return None
-
-
-def json_lines(value, key="", depth=0):
-    """Yield what load_json gave as lines: "Day N" and "key: value"."""
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        value = "; ".join(value)
-    if depth > 8 or value is None:
-        return
-    if isinstance(value, list):
-        for item in value:
-            yield from json_lines(item, key, depth + 1)
-    elif not isinstance(value, dict):
-        yield f"{key}: {value}"
-    elif isinstance(value.get("name"), str):
-        city = value.get("city")
-        yield f"{key}: {value['name']}" + (f", {city}" if isinstance(city, str) else "")
-    elif "transport" in key or "flight" in key:
-        yield f"{key}: " + ", ".join(f"{k}: {v}".replace("_", " ") for k, v in value.items())
-    else:
-        rest = {str(k).replace("_", " "): v for k, v in value.items() if k != "date"}
-        number = next((k for k in ("day", "days", "Day", "day number")
-                       if isinstance(rest.get(k), (int, str))), None)
-        day = str(rest.pop(number)) if number else key
-        if number or w.DAY.match(day):
-            yield day if w.DAY.match(day) else f"Day {day}"
-        for k, v in rest.items():
-            yield from json_lines(v, k, depth + 1)
-
-
-def table_lines(block):
-    """Yield a markdown table's lines. Its days may be rows or columns; else each row is a line."""
-    cells = [raw.strip().replace("\\|", "¦").strip("|").split("|") for raw in block]
-    rows = [[cell.strip() for cell in row] for row in cells]
-    rows = [row for row in rows if not all(re.fullmatch(r":?-*:?", cell) for cell in row)]
-    head = rows[0] if rows else [""]
-    days = [i for i, cell in enumerate(head) if w.DAY.match(cell)]
-    fields = [i for i, cell in enumerate(head) if i and w.LABEL.match(f"{cell}:")]
-    by_day = re.match("days?$", head[0], re.I)
-    if len(days) > 1:
-        for i in days:
-            yield head[i]
-            yield from (f"{row[0]}: {row[i]}" for row in rows[1:] if i < len(row))
-        return
-    for row in rows[1:] if by_day or not days else rows:
-        label = next((i for i, cell in enumerate(row) if w.LABEL.match(f"{cell}:")), None)
-        if by_day and not fields:
-            yield f"Day {row[0]}: " + " ".join(row[1:])
-        elif by_day or w.DAY.match(row[0]):
-            yield row[0] if w.DAY.match(row[0]) else f"Day {row[0]}"
-            yield from (f"{head[i]}: {row[i]}" for i in fields if i < len(row))
-        elif label is None:
-            yield " | ".join(row)
-        else:
-            yield f"{row[label]}: " + " | ".join(row[label + 1:])
 
 
 # ---------------------------------------------------------------- names
@@ -163,7 +64,9 @@ class Names:
             for city in getattr(database, f"{table[:-1]}_cities"):
                 cities.add(city)
                 rows = getattr(database, table)(city)
-                stored = {plain(row.name): row.name.strip() for row in rows}
+                keys = [row.name.translate(TYPOGRAPHY).strip() for row in rows]
+                keys = [key.replace("\n", " ").replace("|", "¦") for key in keys]  # as in texts
+                stored = {key: row.name.strip() for key, row in zip(keys, rows, strict=True)}
                 for key in filter(None, stored):
                     of_city = self.venues.setdefault((table, FIRST.match(key)[0].lower()), {})
                     of_city.setdefault(city, []).append((key.lower(), key, stored[key]))
@@ -174,6 +77,8 @@ class Names:
         for city in sorted(cities, key=len, reverse=True):
             end = r"(?!\w)" if FIRST.fullmatch(city) else r"(?![^\W_])"
             initials.setdefault(re.escape(city[0]), []).append(re.escape(city[1:]) + end)
+        states = "|".join(map(re.escape, sorted(set(map(str, database.cities.values())))))
+        self.city_tail = re.compile(rf"(?:{w.CITY_TAIL})|,\s*(?:{states})(?!\w)")
         self.cities = re.compile("|".join(rf"{initial}(?<!\w{initial})(?:{'|'.join(rest)})"
                                           for initial, rest in initials.items()))
 
@@ -190,7 +95,7 @@ class Names:
         city = lead and self.cities.match(text, lead.end())
         if not city or not w.CITY_END.match(text, city.end()):
             return "", at
-        return city[0], (w.CITY_TAIL.match(text, city.end()) or city).end()
+        return city[0], (self.city_tail.match(text, city.end()) or city).end()
 
     def way(self, text):
         """(from, to) of a text: ("", to) where it says only "to X", None where it says neither."""
@@ -220,24 +125,22 @@ class Names:
         return max(found, key=lambda mention: mention.end) if found else None
 
     def known(self, text, at, table, cities):
-        """The venue at this place, in one of these cities or in that behind its name, or None."""
-        start = at + (text[at] == "[")
+        """The venue at this place, None where the database has none or the name goes on."""
+        close = text.find("]", at, at + 200) if text[at] == "[" else -1  # where the name must end
+        start = at + (close > 0)
         venue = self.venue(text, at, table, cities) or self.venue(text, start, table, cities)
-        nearby = "" if venue or "," not in text[at:at + 160] else text[at:at + 160]
-        for city in self.cities.findall(nearby)[:3]:
-            there = None if city in cities else self.venue(text, start, table, [city])
-            end = there and there.end + text.startswith("]", there.end)
-            if there and self.city_after(text, end)[0] == city:
-                venue = there
         if not venue:
             return None
-        end = venue.end + (start > at and text.startswith("]", venue.end))
-        city, end = self.city_after(text, end)
-        stop = text.find("]", end) if start > at else -1
-        last = None if city else w.LAST_CITY.match(text, end, stop if stop > 0 else len(text))
-        listed = last and self.venue(text, last.start(1), table, cities)
-        if last and not listed and not w.NOT_A_CITY.search(last[1]):
-            city, end = last[1], last.end()  # a city that nobody knows stays wrong
+        city, end = self.city_after(text, venue.end)
+        if venue.end <= close:
+            if text[end:close].strip():
+                return None
+            city, end = (city, close + 1) if city else self.city_after(text, close + 1)
+        elif not city:  # "X - Rooftop Annex", "X and Dragon Palace", "X, Atlantis" are not X
+            alone = "," not in text[text.rfind(";", 0, at) + 1:at]  # in "A, B, C" no city is C
+            more = w.GOES_ON.match(text, end) or alone and w.LAST_CITY.match(text, end)
+            if more and not self.venue(text, more.start(1), table, cities):
+                return None
         return Mention(venue.name, city or venue.city, end)
 
     def written(self, text, at, sights):
@@ -250,26 +153,21 @@ class Names:
             return Mention(text[at + 1:end - 1].strip(), *self.city_after(text, end))
         stop = (text + ";").index(";", at) if sights else len(text)
         last = w.LAST_CITY.search(text, at, stop)
-        if last and not w.ABOUT.search(text, at, last.start()):
-            city = self.cities.fullmatch(last[1])
-            if sights:
-                city = text.count(",", at, stop) == 1 and (city or not w.NOT_A_CITY.search(last[1]))
-            if city:
-                return Mention(text[at:last.start()].strip(' "'), last[1], stop)
+        if last and self.cities.fullmatch(last[1]) and not w.ABOUT.search(text, at, last.start()) \
+                and (not sights or text.count(",", at, stop) == 1):
+            return Mention(text[at:last.start()].strip(' "'), last[1], stop)
         end = w.WRITTEN_END.search(text, at, stop).start()
         commas = [i for i in range(at, end) if text[i] == ","]
-        for comma in commas:
-            city, after = self.city_after(text, comma)
+        for lead in [i for i in range(at, min(end + 2, stop)) if text[i] in ",("]:
+            city, after = self.city_after(text, lead)
             if city:
-                return Mention(text[at:comma].strip(' "'), city, after)
-        about = w.ABOUT.search(text, at + 1, end)
-        end = about.start() if about else end
-        last = None if sights else w.LAST_CITY.search(text, at, end)
-        if last and not w.NOT_A_CITY.search(last[1]):
+                return Mention(text[at:lead].strip(' "'), city, after)
+        last = w.LAST_CITY.search(text, at, end) if len(commas) == 1 or not sights else None
+        if last:
             return Mention(text[at:last.start()].strip(' "'), last[1], max(end, at + 1))
         if commas and (sights or text[commas[-1] + 1:end].strip()[:1].islower()):
             end = commas[0] if sights else commas[-1]  # a list or a remark goes on
-        return Mention(text[at:end].strip(' ,."'), "", max(end, at + 1))
+        return Mention(text[at:end].strip(' ,"').removesuffix("."), "", max(end, at + 1))
 
     def venues_in(self, text, slot, cities, prose):
         """Yield "Name, City" of a slot's text: all its attractions, or its first venue.
@@ -291,14 +189,15 @@ class Names:
             sentence = w.SENTENCE.search(text, at) if prose else None
             rest = text[:sentence.start()] if sentence else text
             name, city, at = known or self.written(rest, at, slot == "attraction")
+            if aside := w.BRACKETS.match(text, at):
+                there, at = self.city_after(text, aside.end())
+                city = there or city
             if name and (known or not w.MONEY.match(name)):
                 yield f"{name}, {city or cities[0]}".replace("¦", "|")
             if slot != "attraction" or prose and text.startswith(". ", at):
                 return
             if w.ABOUT.match(text, at) or w.REMARK.match(text, at):
                 at = (text + ";").index(";", at)
-            elif text.startswith(" (", at) and ")" in text[at:at + 200]:
-                at = text.index(")", at) + 1
 
 
 names_of = lru_cache(maxsize=16)(Names)  # the names of a database are gathered once
@@ -306,38 +205,60 @@ names_of = lru_cache(maxsize=16)(Names)  # the names of a database are gathered 
 
 # ---------------------------------------------------------------- days and lines
 def read_days(lines, trip, names):
-    """(2) lines -> [DayText] in the order of the text. trip: the cities that the text is about."""
-    dated = not any(w.DAY.match(line) for _, line in lines)
-    days, outside = [DayText(0, 0, "", [])], False  # number 0 stands before day 1
-    for kind, line in lines:
+    """(2) lines -> ([DayText] as told, the lines that told nothing). trip: the text's cities."""
+    openings = [w.DAY.match(line) for _, line in lines]
+    dated, numbered = not any(openings), any(found and found[1] for found in openings)
+    days, outside, idle = [DayText(0, 0, "", [])], False, []  # number 0 stands before day 1
+    for (kind, line), opening in zip(lines, openings, strict=True):
         day = days[-1]
-        opening = (w.DATE if dated else w.DAY).match(line)
-        if dated and (kind == "bullet" or len(line) >= 160):
-            opening = None
+        idle.append(line)
+        opening = w.DATED.match(line) if dated and kind != "bullet" else opening
         if opening and w.MONEY.match(line, opening.end()):
             continue  # a row of a cost table
-        if opening:
-            first, last, ordinal = ("", "", "") if dated else opening.groups()
-            word = (first or ordinal).lower()
-            number = int(word) if word.isdecimal() else w.NUMBERS.get(word, day.number + 1)
+        if opening and (dated or opening[1] or not numbered):  # else it may say "the next day"
             line = line[opening.end():].lstrip(" :-–—,.")
+            said = tells(line) or opening[0][:3].lower() in ("on ", "the")
+            number, last = numbers_of(opening, day, said)
             again = number < day.number and (number == 1 or not outside)
+            if number == 2 and not day.number and day.events:  # day 1 was not announced
+                days[-1:] = [DayText(0, 0, "", []), day._replace(number=1, last=1)]
             if 0 < number <= 31 and (number > day.number or again):
-                day = DayText(number, min(max(number, int(last or 0)), 31), line, [])
+                day = DayText(number, last, line, [])
                 days.append(day)
-                outside = False
-                if not (w.FLIGHT_NUMBER.search(line) or len(line) > 90 or w.LABEL.match(line)):
-                    continue
-                line = w.DATE.sub("", line, 1).lstrip(" :-–—,.")
-        if not line or outside:
+                outside, idle = False, idle[:-1]
+                if said or w.FLIGHT_NUMBER.search(line) or w.LABEL.match(line):
+                    read_line(w.DATE.sub("", line, 1).lstrip(" :-–—,."), kind, day.events, trip,
+                              names)
+                continue
+        if outside or not line:
             continue
         awaited = kind == "bullet" and day.events and day.events[-1][1:] == ("", "open")
-        if w.SECTION.match(line) and not w.LABEL.match(line) and not awaited:
-            outside = day.number > 0 and kind == "line"
-        else:
-            for part in w.NEXT_FIELD.split(line):
-                read_line(part, kind, day.events, trip, names)
-    return days
+        if day.number and w.SECTION.match(line) and not (awaited or w.LABEL.match(line)):
+            outside = kind == "line"
+            continue
+        before = len(day.events), day.events[-1:]
+        for part in w.NEXT_FIELD.split(line):
+            read_line(part, kind, day.events, trip, names)
+        slot, text, how = day.events[-1] if day.events else ("?", "", "")
+        told = before != (len(day.events), day.events[-1:])
+        if told and (slot != "?" or slot_of(text, how, trip, names) != "?"):
+            idle.pop()
+    return days, list(filter(None, idle))
+
+
+def tells(line):
+    """Is what follows "Day 3:" more than a title?"""
+    return len(line) > 90 or line.endswith(".") and any(
+        cue.lastgroup != "attraction" for cue in w.CUE.finditer(line))
+
+
+def numbers_of(opening, day, said):
+    """(first, last) of the days that a heading opens behind a day: "Days 2-4", "The next day"."""
+    first, last, ordinal = opening.groups() if opening.re is w.DAY else ("", "", "")
+    word = (first or ordinal).lower()
+    later = 2 if (word or said) and not day.number and day.events else day.number + 1
+    number = int(word) if word.isdecimal() else w.NUMBERS.get(word, later)
+    return number, min(max(number, int(last or 0)), 31)
 
 
 def read_line(line, kind, events, trip, names):
@@ -347,6 +268,9 @@ def read_line(line, kind, events, trip, names):
         events[-1] = Event(slot, f"{text}, {line}", how)
         return
     if w.NOTE.match(line):
+        return
+    if how == "open" and kind == "bullet" and text and (place := w.CITY_LABEL.match(line)):
+        events[-1] = Event(slot, f"{text}, {line[place.end():]}", how)
         return
     clock = w.TIME.match(line)
     start = clock.end() if clock else 0
@@ -425,7 +349,7 @@ def ends_of_day(told, before, home, names):
     rides = [way for way in ways if way and way[0] != way[1]]
     ride = (rides[0][0] or before, rides[-1][1]) if rides else None  # of the day as a whole
     label = next((event.text for event in told.events if event.slot == "city" and event.text), "")
-    title = label or w.DATE.sub("", told.heading, 1).strip(" :-–—,.()|")
+    title = label or w.DATE.sub("", told.heading, 1).strip(" :;-–—,.()|")
     title = title if len(told.heading) < 90 else ""  # a paragraph is no title
     stated = names.way(title if "from " in title.lower() else f"from {title}")
     city = names.city(label)
@@ -449,7 +373,7 @@ def ends_of_day(told, before, home, names):
     return before, before  # nothing tells, so the traveller stays
 
 
-def transportation(text, start, end, how, names):
+def transportation(text, start, end, names):
     """A ride in TravelPlanner's words; cities that the text leaves out are the day's."""
     text = w.GUESS.sub("", text).replace("¦", "|")
     number = w.FLIGHT_NUMBER.search(text)
@@ -461,8 +385,7 @@ def transportation(text, start, end, how, names):
     mode = "Flight" if number else w.MODES.get(said and said.lastgroup, "")
     if not mode and (way or text[:4].lower() in ("from", "cost")) and not w.OTHER_MODE.search(bare):
         mode = "Self-driving"
-    complete = mode != "Flight" and not way and (how == "field" or start == end)
-    if not mode or complete:
+    if not mode or mode != "Flight" and not way and start == end:
         text = text.replace("$", "").strip(" .")
         named = w.MODE.sub(lambda word: w.MODES[word.lastgroup], text, 1)
         return f"{mode}, {text}" if mode and not said else named
@@ -470,8 +393,10 @@ def transportation(text, start, end, how, names):
     if mode == "Flight":
         row = names.database.flight(number[1]) if number and number[1] else None
         stored = (row.departure, row.arrival) if row else ("-", "-")
-        times = re.findall(r"\b\d{1,2}:\d\d\b(?:\s*[ap]\.?m\b)?", text, re.I)
-        leaves, lands = [*times, *stored[len(times):]][:2]
+        clocks = w.AT_TIME.findall(text)
+        times = [time for late, time in clocks if not late][:2]
+        leaves, lands = [*times, *stored[len(times):]]
+        lands = next((time for late, time in clocks if late), lands)
         number = number[1] or number[2] if number else "-"
         return (f"Flight Number: {number}, from {start} to {end}, "
                 f"Departure Time: {leaves}, Arrival Time: {lands}")
@@ -494,7 +419,7 @@ def fill_day(told, before, home, names):
         nothing, prose = w.NO_VENUE.match(text), how not in ("field", "open")
         nothing_or_price = nothing or w.MONEY.match(text)
         if slot == "transportation" and day[slot] == "-" and not nothing_or_price:
-            day[slot] = transportation(text, start, end, how, names)
+            day[slot] = transportation(text, start, end, names)
         if slot not in TABLE_OF or day[slot] != "-" and slot != "attraction":
             continue  # of two lunches the first
         here = [end] if slot == "accommodation" else cities
@@ -514,11 +439,9 @@ def slot_of(text, clock, cities, names):
     """The slot of a line that only a name tells: a sight, or a restaurant at a mealtime."""
     if names.venue(text, 0, "attractions", cities):
         return "attraction"
-    if not clock or not names.venue(text, 0, "restaurants", cities):
-        return "?"
-    if "morning" in clock.lower():
-        return "breakfast"
-    return "dinner" if re.search("evening|night", clock, re.I) else "lunch"
+    part = clock.lower() if names.venue(text, 0, "restaurants", cities) else ""
+    meal = "breakfast" if "morning" in part else "lunch"
+    return "dinner" if re.search("evening|night", part) else meal if part else "?"
 
 
 def carry_stays(plan, told):
@@ -532,14 +455,17 @@ def carry_stays(plan, told):
             day["accommodation"] = plan[i - 1]["accommodation"]
 
 
-def parse_plan(text, task, database):
-    """Itinerary text -> TravelPlanner's list of days, or None when it holds none; never raises."""
+def read_plan(text, task, database):
+    """(plan, the text's lines that the reader did not use, their share or None without a text).
+
+    plan: TravelPlanner's list of days, or None where the text holds none. Never raises.
+    """
     if not isinstance(text, str):
-        return None
+        return None, [], None
     names, home = names_of(database), task.get("org") or ""
     lines = list(unfold(text[:LONGEST_TEXT], names))
     cities = Counter(city for _, line in lines for city in names.cities.findall(line))
-    overview, *days = read_days(lines, [city for city, _ in cities.most_common(8)], names)
+    (overview, *days), idle = read_days(lines, [city for city, _ in cities.most_common(8)], names)
     told = best_telling(days)
     if not any(event.slot == "accommodation" for day in told for event in day.events):
         hotels = [event for event in overview.events if event.slot == "accommodation"]
@@ -549,7 +475,13 @@ def parse_plan(text, task, database):
         filled, end = fill_day(day, end, home, names)
         plan.append(filled)
     carry_stays(plan, told)
-    return plan if any(day[slot] != "-" for day in plan for slot in FIELDS[1:]) else None
+    said = any(day[slot] != "-" for day in plan for slot in FIELDS[1:])
+    return plan if said else None, idle, len(idle) / max(sum(bool(line) for _, line in lines), 1)
+
+
+def parse_plan(text, task, database):
+    """The plan of an itinerary text, or None."""
+    return read_plan(text, task, database)[0]
 
 
 def itinerary(plan):

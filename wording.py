@@ -21,15 +21,16 @@ DATE = pattern(rf"""(?:\b{WEEKDAY},?\s*)?
     (?:\b{MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?\b|\b\d{{1,2}}(?:st|nd|rd|th)?\s+{MONTH}|
     \b\d{{4}}-\d\d-\d\d\b|\b\d{{1,2}}/\d{{1,2}}(?:/\d{{2,4}})?\b)
     (?:,?\s*20\d\d\b)?(?:,?\s*\(?{WEEKDAY}\)?(?!\s(?-i:[A-Z])))?""")
-DAY = pattern(rf"""(?:on\s+)?(?:the\s+)?(?:days?\s*#?\s*(\d{{1,2}}|{'|'.join(CARDINALS)})\b
-    (?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|[/-]))?|
-    ({'|'.join(ORDINALS)})\s+day\b)\W{{0,3}}""")
+DAY = pattern(rf"""(?:on\s+)?(?:(?:the|your|our)\s+)?(?:days?\s*[:#]?\s*(\d{{1,2}}|
+    {'|'.join(CARDINALS)})\b(?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|
+    [/-]))?|({'|'.join(ORDINALS)}|next|following|final|last)\s+(?:day|morning)\b)\W{{0,3}}""")
+DATED = pattern(rf"(?:on\s+)?(?:{DATE.pattern}|{WEEKDAY}(?=$|,|\s+[a-z]))")
 
 # a field: label, colon, value
 LABELS = {
-    "city": r"current[ _]city|city|location|destination",
+    "city": r"current[ _]city|city|location|destination|route",
     "transportation": r"""transport(?:ation)?|travel|getting (?:there|around|back|home)|return|
-        departure|train|bus|(?:rental )?car|flights?|flight (?:number|no\.?|details)|
+        departure|train|bus|uber|lyft|(?:rental )?car|flights?|flight (?:number|no\.?|details)|
         (?:self-?\s?)?driv(?:e|ing)|taxi""",
     "breakfast": "breakfast|brunch", "lunch": "lunch", "dinner": "dinner|supper|dining",
     "attraction": r"""attractions?|activit(?:y|ies)|sightseeing|sights?|visits?|explore|
@@ -41,7 +42,8 @@ LABEL = pattern(rf"""(?:(?:early|late|mid|morning|midday|noon|afternoon|evening|
     other|local|day)[\s-]+){{0,2}}
     (?:{'|'.join(f'(?P<{slot}>{label})' for slot, label in LABELS.items())})
     (?:\s+(?:visits?|spots?|details?|plan|time|venue|restaurant|for [\w ]{{1,30}}))?
-    \s*#?\d{{0,2}}\s*(?:\([^()]{{0,60}}\)\s*)?(?::|\s[-–—|]\s|=|$)\s*""")
+    \s*#?\d{{0,2}}\s*(?:[^\w\s!-~–—]{{1,3}}\s*)?(?:\([^()]{{0,60}}\)\s*)?(?::|\s[-–—|]\s|=|$)\s*""")
+CITY_LABEL = pattern(r"(?:city|location|where)\s*:\s*")
 NEXT_FIELD = pattern(rf"\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)")
 
 # prose: what announces a slot in a sentence
@@ -51,7 +53,8 @@ CUE = pattern(r"""(?<![\w'-])(?:
     (?P<accommodation>check(?:s|ing)?[ -]?in(?:to|\s+to|\s+at|\s*:)?|
     (?:stay(?:ing)?(?: overnight| the night| again)?|overnight(?: stay)?|spend(?:ing)? the night|
     sleep(?:ing)?|accommodation) (?:at|in)|accommodation)|
-    (?P<transportation>(?:self-?\s?)?driv(?:e|ing)|flights?|fly(?:ing)?|taxi|cab|train|bus)|
+    (?P<transportation>(?:self-?\s?)?driv(?:e|ing)|flights?|fly(?:ing)?|taxi|cab|uber|lyft|train|
+    bus|(?:rental )?car)|
     (?P<attraction>visit(?:ing)?|explor(?:e|ing)|tour(?:ing)?|see|stop (?:at|by)|discover|
     stroll (?:through|along)|check out|head to))(?![\w'])""")
 AT_A_PLACE = pattern(r"""\s*(?:\([^()]{0,40}\)\s*)?(?::|-|–|(?:at|from|in|with|is)\b|
@@ -63,7 +66,11 @@ LEAD = pattern(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|bru
     check(?:ing|-in)?|stay(?:ing)?|overnight|spend|sleep|return|back|head(?:ing)?|go(?:ing)?|
     continue|stop|finally|we|you|will)\s+){0,8}
     (?:at|to|into|in|from|by|visit(?:ing)?|explor(?:e|ing)|tour|see|is|try|enjoy)\b:?\s+|
-    [\s:;,.|)\]–—-]+|\d{1,2}[.)]\s*(?=\[)|(?:and|then|name:|finally|(?-i:the))\s+""")
+    (?:start|begin|grab|treat|have|enjoy|dine|eat|try|head|stop|relax|unwind|check|stay|kick|savor|
+    indulge|fuel|settle|finish|end|wrap|sample|feast|celebrate|spend)\b(?:\s(?-i:[a-z']+)){0,6}?
+    \s(?:at|to|from|by|in|with)\s+(?=[\"\[]?(?-i:[A-Z\d]))|
+    [\s:;,.|)\]\"–—-]+|\d{1,2}[.)]\s*(?=\[)|(?:and|then|finally|(?-i:the))\s+|
+    (?:restaurant|venue|place|location|hotel|property|spot|name)(?: name)?\s*:\s*""")
 CLOCK = r"""\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?
     (?:\s*(?:-|–|to)\s*\d{1,2}:?\d{0,2}\s*(?:[ap]\.?m\.?)?)?\)?"""
 TIME = pattern(rf"""(?:(?:early |late |mid-?)?(?:morning|noon|midday|afternoon|evening|night)\b\s*
@@ -81,11 +88,12 @@ MONEY = pattern(r"""(?:(?:approx\w*\.?|about|around|estimated(?: cost)?:?|avg\.?
 ATTRIBUTE = pattern(r"""(?:depart(?:ure|s|ing)?|arriv(?:al|es|ing)|duration|distance|costs?|price|
     fare|route|from|to|airline|flight (?:number|no\.?))(?: (?:time|city|date))?\s*:""")
 NOTE = pattern(r"""(?:\w+ ){0,2}(?:notes?|costs?|(?:sub-?)?totals?|budget|price|address|phone|
-    website|contact|rating|cuisines?|room type|house rules?|minimum nights|max(?:imum)? occupancy|
-    review|tips?|reason|remaining|description|expenses?|date)\b[^:]{0,30}:""")
+    website|contact|rating|cuisines?|entry|admission|fees?|hours|opening|check-?out|room type|
+    house rules?|minimum nights|max(?:imum)? occupancy|review|tips?|reason|remaining|description|
+    expenses?|date)\b[^:]{0,30}:""")
 SECTION = pattern(r"""(?:\w+ ){0,3}(?:costs?|budget|expenses?|expenditure|summary|breakdown|notes?|
     tips?|highlights?|totals?|overview|reminders?|recommendations?|considerations?|constraints?|
-    information|requirements?)\b[^:.]{0,40}:?$|
+    information|requirements?)\b[^:.]{0,40}:?$|why (?:this|it)\b|
     (?:this|the) (?:plan|itinerary|trip|total|remaining|above|estimated)\b|
     (?:total|estimated|remaining|overall)\b|(?:important |key )?notes?:|please note|note that|
     in (?:total|summary)\b|unfortunately|i hope|safe travels|let me know|feel free|
@@ -96,51 +104,77 @@ FOR_NIGHTS = pattern(r"""(?:entire|whole) (?:stay|trip|visit|duration)|throughou
     (?:all|both|[2-9]|two|three|four) nights(?! min)""")
 
 # rides and ways
-MODES = {"flight": "Flight", "taxi": "Taxi", "car": "Self-driving"}
-MODE = pattern(r"""\b(?<!no )(?<!without )(?:(?P<flight>flights?\b|fly|airline)|
-    (?P<taxi>(?:taxi|cab|uber|lyft)\b)|(?P<car>self-?\s?driv\w*|driv\w+|(?:rental )?car\b))""")
+MODES = {"flight": "Flight", "taxi": "Taxi", "driving": "Self-driving"}
+MODE = pattern(r"""(?<![\w-])(?<!no )(?<!not )(?<!without )(?:(?P<flight>flights?\b|fly|airline|
+    (?:air)?plane\b)|(?P<taxi>(?:taxi|cab|uber|lyft)\b)|
+    (?P<driving>self-?\s?driv\w*|driv\w+\b(?!\s(?:time|dist|dur))|
+    (?:(?:rental|rented|hire) )?cars?\b|rental\b))""")
 OTHER_MODE = pattern(r"\b(?:train|bus|ferry|walk(?:ing)?|boat|shuttle)\b")
 FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|
     \bflight\s*(?:number|no\.?|#)?:?\s*\[?((?-i:[A-Z]){1,3}\s?\d{2,7})\b""")
+AT_TIME = pattern(r"(?:\b(arriv|land)\w*\D{0,24})?\b(\d{1,2}:\d\d\b(?:\s*[ap]\.?m\b)?)")
 DETAILS = {
-    "duration": pattern(r"""duration:?\s*([^,;|$()]{1,40}?)\s*(?=[,;|()]|$)|
-        \b(\d{1,2}\s*(?:hours?|hrs?|h)\b\s*(?:\d{1,2}\s*(?:min\w*|m)\b)?|\d{1,3}\s*min\w*)"""),
+    "duration": pattern(r"""\b((?:\d days?,? )?\d{1,2}(?:\.\d)?\s*(?:hours?|hrs?|h)(?![a-z])
+        (?:,? and)?\s*(?:\d{1,2}\s*(?:min\w*|m)\b)?|\d{1,3}\s*min\w*)"""),
     "distance": pattern(r"\b(\d[\d,]{0,8}(?:\.\d+)?\s*(?:km|kilometers|miles|mi)\b)"),
-    "cost": pattern(r"\$\s?(\d[\d,]{0,8}(?:\.\d+)?)|cost:?\s*~?(\d[\d,]{0,8}(?:\.\d+)?)")}
+    "cost": pattern(r"(?:\$\s?|cost:?\s*(?:(?:of|is|about) )?~?)(\d[\d,]{0,8}(?:\.\d+)?)")}
 WAY = pattern(r"\bfrom:?\s+(\S[^|;]{0,60}?),?\s*(?:\bto\b|→|->):?\s+(\S[^|;]{0,60})")
 GUESS = pattern(r"\((?:[^()]{0,20}\b)?(?:assum|similar|based on|note|no )[^()]{0,200}\)")
 TO = pattern(r"\b(?:to|for|into|in)\s+$")
-ARROW = re.compile(r"\s*(?:to|→|->|➔|➡|➜|=>|–|—|-|>)\s*")
+ARROW = re.compile(r"\s*(?:to|[→➔➡➜➝⇒⟶»✈🛫🚗🚕🚙]\ufe0f?|->|=>|–|—|-|>)\s*")
 MOVE = pattern(r"""travel|depart|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|
-    self|road|move|relocat|explor|back|trip""")
+    self|road|move|relocat|explor|back|trip|by |(?:rental )?car\b|uber|lyft|cab\b|train|bus\b|
+    plane|ferry|shuttle""")
 NO_CITY_TITLE = pattern(r"""\b(?:day|\w{3,6}day\b|explor|adventure|sight|cultur|free|relax|arriv|
     depart|final|tour|museum|morning|local|discover|histor|fun|arts?\b|more|travel|return|home|rest|
     leisure|trip|nature|downtown|city)""")
 
 # where names and cities end
-NAME_END = pattern(r"""\s*(?:$|[,;|)\]]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
-    \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|until)\b)""")
+CUISINE = r"""(?:american|italian|mexican|indian|chinese|french|mediterranean|seafood|pizza|
+    fast food|desserts?|tea|cafe|bbq|bakery|korean|japanese|thai)\b"""
+DETAIL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|contact|phone|website|
+    minimum|max\w*|review|house rules?|free|(?:private|shared|entire) (?:room|home)|per )\b"""
+STOP = r"(?<!\b(?-i:[A-Z][a-z]))(?<!\b(?-i:[A-Z]))\."  # "Sr." and the like end no name
+BEGINS = r"(?=\s+[\"']?(?-i:[A-Z\d]))"
+NAME_END = pattern(r"""\s*(?:$|[,;|)\]\"]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
+    \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|again|until)\b)""")
+# after a known name: "- Rooftop Annex", ": the Secret Cellar", "and Dragon Palace"
+GOES_ON = pattern(rf"""(?:\s[-–—]|:|\sand|\s&)\s(?!{CUISINE}|{DETAIL}|(?:must|highly|great|popular|
+    famous|iconic|local|budget|check|visit|explore|enjoy|lunch|dinner|breakfast|brunch)\b)
+    ((?:the\s)?(?-i:[A-Z])[\w.'’-]*(?:\s(?:(?-i:[A-Z])[\w.'’-]*|&|and|of|the|at|in|de|la)){{0,6}})
+    \s*(?:$|[,;|:(\[)$\"]|[.!?](?:\s|$)|\s[-–—])""")
 CITY_END = pattern(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|
     \s+(?:International |Intl )?Airport|$|
     \s(?:on|at|by|via|for|with|using|in|departing|and|then|departure|duration|flight|back)\b)""")
-WRITTEN_END = pattern(r"""\s*(?:[|;→\[]|:\s|,?\s*~?\$|[.!?]\s|$|
-    \s[-–—]\s*(?=~?\$|avg|cost|price|cuisine|rating|(?-i:[a-z]))|
-    \((?=[^)]{0,80}(?:[$\d:,]|cuisine|rat|cost|per|avg))|
-    \s(?:for|at|around|before|after|followed|where|which|then|and then)\s+(?=[$\d]|(?-i:[a-z])))""")
-ABOUT = pattern(r""",?\s*(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|contact|
-    phone|website|minimum|max\w*|review|house rules?)\b""")
+ABOUT = pattern(rf"[,.]\s*{DETAIL}|\s*\b{DETAIL}\s*[:$~]")
+WRITTEN_END = pattern(rf"""{ABOUT.pattern}|\s*(?:[|;→\[]|,?\s*~?\$|$)|{STOP}(?:{BEGINS}|(?=\s*$))|
+    (?::|\s[-–—])\s+(?=~?\$|[\d.,]+\s*(?:/|per\b|nights?\b|stars?\b|usd\b)|
+    {DETAIL}|{CUISINE}|(?!the\b)(?-i:[a-z]))|
+    \s*\((?=[^)]{{0,80}}(?:[$\d:,]|{CUISINE}|rat|cost|per|avg))|
+    \s(?:for|at|around)\s+(?=~?[$\d]|breakfast|brunch|lunch|dinner|noon|midnight|
+    (?:the|one|two|three) nights?\b|(?:an?|some|your|our)\s[\w ]{{0,20}}
+    (?:meal|dinner|lunch|breakfast|brunch|night|stay|stroll|visit|bite|drink))|
+    \s(?:before|after|followed|where|which|then|and then)\s+(?=(?-i:[a-z\d]))|
+    \sagain(?=\s*(?:$|[,;.]))""")
 REMARK = re.compile(r"\s+[-–—]\s|:\s")
-CITY_LEAD = re.compile(r"\s*,\s*|\s*\(|\s+in\s+|\s+[-–—]\s+")
-CITY_TAIL = re.compile(r"\s*\([^()]{0,40}\)|,\s*[A-Z]{2}\b(?:\s+\d{5})?|\)")  # ", UT 84532"
-LAST_CITY = re.compile(r",\s*([A-Z][\w.' -]{1,40}?)\s*(?:\([^()]{0,60}\)\s*)?\.?\s*(?:$|(?=;))")
-SENTENCE = re.compile(r"(?<!\bSt)(?<!\bMt)(?<!\bFt)[.!?]\s")
-NOT_A_CITY = pattern(r"""museum|zoo|garden|cent(?:er|re)\b|gallery|monument|memorial|theat|aquarium|
-    tour|trail|mall|market|bridge|\bpark$|church|historic|entire home|(?:private|shared) room|
-    ^(?:tea|cafe|bbq|bakery|american|italian|mexican|indian|chinese|french|mediterranean|seafood|
-    pizza|fast food|desserts)$""")
+BRACKETS = re.compile(r"\s*\((?:[^()]|\([^()]{0,99}\)){0,200}\)")
+CITY_LEAD = re.compile(r"\"?\s*,\s*|\s*\(|\s+in\s+|\s+[-–—]\s+")
+CITY_TAIL = r"\s*\([^()]{0,40}\)|,\s*[A-Z]{2}\b(?:\s+\d{5})?|\)"  # ", UT 84532"
+# at the end; museums and parks are no cities
+LAST_CITY = pattern(rf""",\s*(?![^,;]{{0,40}}(?:museum|zoo|garden|cent(?:er|re)\b|gallery|monument|
+    memorial|theat|aquarium|tour|trail|mall|market|bridge|\bpark\s*(?:$|[;(.])|church|historic|
+    entire home|(?:private|shared) room)|{CUISINE})
+    ((?-i:[A-Z])[\w.'-]*(?: (?:(?-i:[A-Z])|of\b|d['e]|la\b)[\w.'-]*){{0,3}})\s*
+    (?:\([^()]{{0,60}}\)\s*)?\.?\s*(?:$|(?=;))""")
+SENTENCE = pattern(rf"(?:{STOP}|[!?]){BEGINS}|{STOP}(?=\s*$)")
 
 # the lines of a text
+NAME_KEY = pattern(r"(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name)$")
 BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]+\s+|\d{1,2}[.)]\s+|"
                     r"[^\w\s\[\]({\"'$#@&!?.,:;/\\|<>=+~^%-]\s*)*")
-NEW_DAY = pattern(rf"(?<=[.!?;]) +(?=(?:on )?(?:the )?(?:day \d|(?:{'|'.join(ORDINALS)}) day))")
+NEW_DAY = pattern(rf"(?<=[.!?;])\ +(?={DAY.pattern})")
+CELL = re.compile(r"\s{0,99}<(/?)t[dh]\b[^<>]{0,200}>\s{0,99}", re.I)
+ROW = re.compile(r"(?m)^[ ]{0,99}\|.*")
+MARKUP = pattern(r"""</?(?:(b|i|strong|em|span|a)|
+    br|p|li|ul|ol|div|h\d|tr|table|thead|tbody|section)\b[^<>]{0,200}>""")
 LINK = re.compile(r"\]\((?:https?:|www)[^()\s]{0,300}\)")

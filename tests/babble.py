@@ -12,7 +12,6 @@ import zlib
 
 from sandbox import Action, Episode
 
-
 SLOW = os.environ.get("SLOW")
 
 

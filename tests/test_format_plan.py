@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, __file__.rpartition("/")[0])
 import nl_styles
+import styles
 
-from format_plan import FIELDS, ChatError, chat, format_plan, main, parse_plan
+from format_plan import FIELDS, ChatError, chat, format_plan, main, parse_plan, read_plan
 
 EMPTY = dict.fromkeys(FIELDS, "-")
 
@@ -68,6 +69,40 @@ def test_each_style_is_read_in_the_small_world(mini, style):
 def test_styles_with_official_names_agree_on_98_percent(official):
     right, total = agreement(official, nl_styles.examples(official, 280, "official"))
     assert right >= 0.98 * total, f"{right} of {total} slots"
+
+
+def names_read(database, examples):
+    """(right slots, slots, invented names that were lost, of them made into names of the database)
+
+    A place is "Name, City"; all that the plan holds must be read as it was written.
+    """
+    right, total = agreement(database, [row[:4] for row in examples])
+    lost, repaired = [], []
+    tables = {"attraction": database.attractions, "accommodation": database.hotels}
+    for _, task, text, plan, invented in examples:
+        read_back = parse_plan(text, task, database) or []
+        for number, slot, place in invented:
+            read = read_back[number - 1][slot] if number <= len(read_back) else ""
+            if place not in read.split(";"):
+                lost.append((place, read))
+            rows = tables.get(slot, database.restaurants)(place.rpartition(", ")[2])
+            known = {f"{row.name.strip()}, {place.rpartition(', ')[2]}" for row in rows}
+            repaired += (known & {*read.split(";")}) - {*plan[number - 1][slot].split(";")}
+    return right, total, lost, repaired
+
+
+@pytest.mark.parametrize("style", styles.STYLES)
+def test_a_style_of_current_models_is_read_and_no_invented_name_is_lost(mini, style):
+    right, total, lost, repaired = names_read(mini, styles.examples(mini, 6, "mini", [style]))
+    assert right >= 0.98 * total, f"{right} of {total} slots"
+    assert not lost and not repaired
+
+
+def test_styles_of_current_models_with_official_names_repair_nothing(official):
+    right, total, lost, repaired = names_read(official, styles.examples(official, 135, "official"))
+    assert right >= 0.98 * total, f"{right} of {total} slots"
+    assert not repaired
+    assert len(lost) <= 0.02 * 600, lost  # official names hold line breaks, stars and full stops
 
 
 def test_recorded_itineraries_agree_with_the_reference(official, test_data):
@@ -125,11 +160,84 @@ def test_names_that_nobody_knows_stay_as_they_are_written(read, trip):
     assert plan[1]["attraction"] == f"Moon Base, Lake Fen;{sight}x, Lake Fen;"
 
 
+@pytest.mark.parametrize("said, name", [
+    ("Lunch: [{eat[0]} - Rooftop Annex]", "{eat[0]} - Rooftop Annex"),
+    ("Lunch: {eat[0]} - Rooftop Annex, {city}", "{eat[0]} - Rooftop Annex"),
+    ("Lunch: {eat[0]} - American, Cafe", "{eat[0]}"), ("Lunch: {eat[0]} – $20 each", "{eat[0]}"),
+    ("Lunch: {eat[0]}: the Secret Cellar", "{eat[0]}: the Secret Cellar"),
+    ("Lunch at {eat[0]} and Dragon Palace.", "{eat[0]} and Dragon Palace"),
+    ("Lunch: {eat[0]} and Dragon Palace ($30)", "{eat[0]} and Dragon Palace"),
+    ("Lunch: Sr. Pepe's No. 9 Bar", "Sr. Pepe's No. 9 Bar"),
+    ("Lunch: Private Room at a Cozy Cottage", "Private Room at a Cozy Cottage"),
+    ("Lunch:\n- Restaurant: {eat[0]}\n- Cuisine: Thai\n- Cost: $9", "{eat[0]}"),
+    ("Lunch:\n  * **Name:** Foo\n  * **City:** {city}", "Foo"),
+    ("Lunch 🍔: {eat[0]}", "{eat[0]}"), ("Lunch at Foo Bar again.", "Foo Bar"),
+    ("Lunch: Grab a quick bite at {eat[0]}", "{eat[0]}"),
+    ("> Lunch: {eat[1]}\nLunch: {eat[0]}", "{eat[0]}"),
+    ("Lunch: {eat[0]}. Cost: $20. Phone: (410) 576-3800", "{eat[0]}")])
+def test_a_name_is_all_that_is_written_and_no_more(read, trip, said, name):
+    day, = read(f"Day 1: {{city}}\n{said}\nDinner: {{eat[2]}}")
+    city = trip["names"]["city"]
+    assert day["lunch"] == f"{name}, {{city}}".format(**trip["names"])
+    assert day["dinner"] == "{eat[2]}, {city}".format(**trip["names"])
+    assert day["current_city"] == city
+
+
+@pytest.mark.parametrize("said, sights", [
+    ("{see[0]} (Phone: (410) 576-3800)", ["{see[0]}"]),
+    ("{see[0]}, {city}, Any State; {see[1]}. Phone: 1", ["{see[0]}, {city}, Any State"]),
+    ("{see[0]}. Phone: (410) 576-3800", ["{see[0]}"]),
+    ("{see[0]} (Phone: (410) 576-3800), {city}; {see[1]}", ["{see[0]}", "{see[1]}"]),
+    ("{see[0]}, {see[1]}, Moon Base", ["{see[0]}", "{see[1]}", "Moon Base"]),
+    ("[{see[0]}] (free), [{see[1]} - West Wing]", ["{see[0]}", "{see[1]} - West Wing"])])
+def test_sights_end_at_their_attributes(read, trip, mini, said, sights):
+    city, names = trip["names"]["city"], trip["names"]
+    said = said.replace("Any State", mini.cities[city])
+    day, = read(f"Day 1: {{city}}\nAttractions: {said}")
+    if "Any State" in sights[0]:
+        sights = ["{see[0]}", "{see[1]}"]
+    assert day["attraction"] == "".join(f"{sight}, {{city}};" for sight in sights).format(**names)
+
+
+@pytest.mark.parametrize("ride, mode", [
+    ("Rental car", "Self-driving"), ("Car ($30)", "Self-driving"), ("Uber", "Taxi"),
+    ("Lyft, about $40", "Taxi"), ("Self-driving", "Self-driving"), ("Plane", "Flight")])
+def test_a_ride_without_cities_goes_where_the_day_goes(read, trip, ride, mode):
+    city, org = trip["names"]["city"], trip["org"]
+    for first in ("Day 1: {org} to {city}", "Day: 1\nCurrent City: from {org} to {city}",
+                  "**Day One**\nRoute: {org} → {city}", "## Day 1 ⭐ {org} ✈️ {city}",
+                  "🌍 Day 1 (Mar 16): {org} → {city}"):
+        day, = read(f"{first}\nTransportation: {ride}\nDinner: {{eat[0]}}")
+        assert day["current_city"] == f"from {org} to {city}"
+        assert day["transportation"].startswith(mode)
+        assert f"from {org} to {city}" in day["transportation"]
+
+
+def test_lines_that_told_nothing_are_handed_back(mini, trip):
+    text = ("Day 1: {city}\nLunch: {eat[0]}\nWhat a day!\n- Cost: $3\n"
+            "Total: $9\nDinner: {eat[1]}").format(**trip["names"])
+    plan, idle, share = read_plan(text, trip, mini)
+    assert plan[0]["dinner"] == "-"
+    assert idle == ["What a day!", "Cost: $3", "Total: $9", f"Dinner: {trip['names']['eat'][1]}"]
+    assert share == 4 / 6
+    assert read_plan(None, trip, mini) == (None, [], None)
+
+
 def test_a_wrong_flight_number_stays(read, trip):
     day, = read("Day 1: {org} to {city}\nFlight from {org} to {city} [F0000001]\n"
                 "Dinner: [{eat[0]}]")
     way = f"from {trip['org']} to {trip['names']['city']}"
     assert day["transportation"].startswith(f"Flight Number: F0000001, {way}, ")
+
+
+@pytest.mark.parametrize("said, leaves, lands", [
+    ("({} – {})", "1:00", "2:00"), ("departing 1:00, landing at 2:00", "1:00", "2:00"),
+    ("Arrival: 2:00 PM, Departure: 1:00 PM", "1:00 PM", "2:00 PM"), ("arrives 2:00", "-", "2:00"),
+    ("departs 1:00", "1:00", "-"), ("", "-", "-")])
+def test_times_of_a_flight_are_what_their_labels_say(read, said, leaves, lands):
+    said = said.format("1:00", "2:00")
+    day, = read(f"Day 1: {{org}} to {{city}}\n- Flight F0000001, {said}\nDinner: [{{eat[0]}}]")
+    assert f"Departure Time: {leaves}, Arrival Time: {lands}" in day["transportation"]
 
 
 def test_notes_and_cost_tables_are_not_days(read, trip):
@@ -252,6 +360,13 @@ PIECES = st.sampled_from([
     org=st.sampled_from(["", "Nowhere"]))
 def test_any_text_gives_days_of_strings_or_none(mini, text, org):
     assert_is_plan(parse_plan(text, {"org": org, "days": 3}, mini), org)
+
+
+def test_mutated_itineraries_never_raise(mini):  # bench/bench_format_plan.py --mutants has more
+    rng = nl_styles.random_of("mutants")
+    for _, task, text, _, _ in styles.examples(mini, 90, "mutants"):
+        for _ in range(10):
+            assert_is_plan(parse_plan(styles.mutate(text, rng), task, mini), task["org"])
 
 
 # ---------------------------------------------------------------- the client

@@ -828,9 +828,8 @@ def main():
         clock.append(time.time())
 
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
-        line |= {"later": stats[1:]} if stats[1:] else {}  # of --minibatches: where clipping begins
-        line |= {"kind": kind, "lr": lr} | timings(samples, updates, clock, judged)
-        line |= {"play_gib": play_gib, "learn_gib": used_gib(device)}
+        line |= timings(samples, updates, clock, judged) | {"later": stats[1:], "kind": kind}
+        line |= {"lr": lr, "play_gib": play_gib, "learn_gib": used_gib(device)}
         if rank == 0:
             records = [s.record | {"advantage": s.advantage} for s in samples]
             write_jsonl(Path(args.out) / "rollouts" / f"{step + 1:05d}.jsonl", records)

@@ -67,8 +67,7 @@ def flags():
     add("--min-lr", type=float, default=0.0, help="the cosine ends at this share of --lr")
     add("--seed", type=int, default=0, help="of the order of the episodes")
     add = p.add_argument_group("memory (python memory.py sft tells what fits)").add_argument
-    add("--cutoff", type=int, default=20480, help="tokens of the longest episode; longer ones are "
-                                                  "dropped [1]")
+    add("--cutoff", type=int, default=20480, help="tokens of an episode; longer are dropped [1]")
     add("--pack-tokens", type=int, default=20480, help="tokens per micro-batch, with padding")
     add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
         help="attention of the trainer; auto: flash attention where it is installed")

@@ -675,7 +675,7 @@ def test_the_table_of_an_axis_by_hand(tmp_path, capsys):
     assert lines[1][4:] == ["37.5", "2,500", "6.5", "2"]
     low, high = map(float, lines[1][3].split(" to "))
     assert low == pytest.approx(12.5, abs=6.3) and high == pytest.approx(87.5, abs=6.3)
-    assert lines[0][1:] == ["6.9 / 12.2 / 19.7", "0.0 (0.0)", "0.0 to 0.0", "0.0", "", "", "0"]
+    assert lines[0][1:] == ["6.9 / 12.2 / 19.7", "0.0 (0.0)", "0.0 to 60.2", "0.0", "", "", "0"]
     assert lines[2][1:] == ["30.1 / 48.2 / 58.9", "not run", "", "", "", "", ""]
     assert {len(line) for line in lines} == {len(head)}
 

@@ -126,9 +126,10 @@ else
         --group 8 --epochs 5 --lr 2e-6 --temperature 1.0 --context $context --max-turns 60
         --pack-tokens $pack --gpu-memory $share --clip-low 0.2 --clip-high 0.28 --seed "$SEED"
         --save-every 10 --resume --out "$OUT/rl")
-    # [1 app. D]: how it is played, and that the checkpoint is the best on validation
-    models=(base="$base" sft="$OUT/sft" rl="$OUT/rl/best")
-    judge=(--tasks "$DATA/val.jsonl" --database "$database" --top-p 0.95 --max-context 32768
+    # [1 app. D]: how it is played, and that the checkpoint is the best on validation; judged on
+    # tasks that did not choose it, beside the last one [2]
+    models=(base="$base" sft="$OUT/sft" last="$OUT/rl" rl="$OUT/rl/best")
+    judge=(--tasks "$DATA/test.jsonl" --database "$database" --top-p 0.95 --max-context 32768
            --max-turns 60 --seed "$SEED")
 fi
 evaluate=(python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6
@@ -158,9 +159,12 @@ if [[ $size == tiny ]]; then
         --data "$DATA/sft.jsonl" --epochs 0.835 --batch 4 --lr $rate --min-lr 0.05 --warmup 0.03 \
         --cutoff $room "${train[@]}" --out "$OUT/sft"
 else
-    # 180 held-out queries choose the checkpoint [1]: the published ones may be put there
+    # 180 held-out queries choose the checkpoint [1], 180 others judge it: the published validation
+    # queries may be put there
     stage val-tasks "$DATA/val.jsonl" "${tasks[@]}" --split val --n 180 --levels 1:1:1 --seed 1 \
         --prefix val --out "$DATA/val.jsonl"
+    stage test-tasks "$DATA/test.jsonl" "${tasks[@]}" --split val --n 180 --levels 1:1:1 --seed 6 \
+        --prefix test --exclude "$DATA/val.jsonl" --out "$DATA/test.jsonl"
     # 1,000 queries for RL, easy:medium:hard 4:3:3; SFT's are others, as [1]'s teacher solved them
     stage rl-tasks "$DATA/rl.jsonl" "${tasks[@]}" --split train --n 1000 --levels 4:3:3 --seed 2 \
         --prefix rl --out "$DATA/rl.jsonl"

@@ -143,10 +143,12 @@ def test_tiny_plays_with_two_ranks_and_imitates_with_one_unless_told_otherwise(g
         assert words[words.index("--nproc_per_node") + 1] == str(ranks)
 
 
-def test_the_checkpoint_that_is_evaluated_is_the_best_on_validation():
+def test_the_best_checkpoint_and_the_last_are_judged_on_tasks_that_did_not_choose_it():
     stages = dry("3b", OUT="OUT")
-    assert arguments(stages["eval"][1])["--model"][-1].endswith("OUT/rl/best")
-    assert value(stages, "rl", "--val") == value(stages, "eval", "--tasks")
+    assert arguments(stages["eval"][1])["--model"][-2:] == ["last=OUT/rl", "rl=OUT/rl/best"]
+    chosen, judged = value(stages, "rl", "--val"), value(stages, "eval", "--tasks")
+    assert chosen != judged == value(stages, "test-tasks", "--out")
+    assert value(stages, "test-tasks", "--exclude") == chosen
 
 
 def test_the_real_sizes_have_teachers_that_explore_and_turn_back():
@@ -272,7 +274,7 @@ def test_the_checkpoints_of_an_axis_play_the_same_tasks_and_no_tool_fails():
              if name.startswith("eval-")}
     assert len(plays) == 8 and not any("--failure-rate" in play for play in plays.values())
     same = {(play["--tasks"][0], play["--limit"][0]) for play in plays.values()}
-    assert same == {("data/full/val.jsonl", "9")}
+    assert same == {("data/full/test.jsonl", "9")}
     run = "OUT/axis/runs/grpo-sum-mixed-1000-fail-10-s1"
     assert plays["eval-grpo-sum-mixed-1000-fail-10-s1"]["--model"] == [f"rl={run}/rl/best"]
     assert plays["eval-sft-s0"]["--model"] == ["sft=OUT/sft"]

@@ -366,6 +366,43 @@ def test_many_threads_and_a_second_process_share_a_cache(tmp_path):
     assert len(rows) == 400
 
 
+# ---------------------------------------------------------------- commands
+
+
+def command(*words, said=""):
+    return subprocess.run([sys.executable, "-m", "toolstar.tools", *map(str, words)], cwd=ROOT,
+                          input=said, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the world that ships."""
+    for name in ("corpus.jsonl", "tools.json"):
+        (tmp_path / name).write_bytes((FILE / name).read_bytes())
+    return tmp_path
+
+
+def test_check_calls_each_tool_and_says_how_programs_are_locked_up(folder, jail):
+    done = command("check", "--database", folder)
+    assert done.returncode == 0, done.stderr
+    for line in ("Python: jailed", "    network ", "-> ok\nDoc 1 ", "-> ok\n42\n", "-> error\n"):
+        assert line in done.stdout
+    (folder / "tools.json").write_text('{"tools": ["Python"], "python": "http://127.0.0.1:9"}')
+    done = command("check", "--database", folder)
+    assert done.returncode == 1 and "Python: remote" in done.stdout
+    assert "-> broken\nError: Current tool Python is not available." in done.stdout
+
+
+def test_a_person_can_be_the_agent(folder, jail):
+    evaluate.write_jsonl(folder / "tasks.jsonl", [TASK])
+    said = PRINT.partition("</think>")[2] + "\n" + DONE.partition("</think>")[2] + "\n"
+    words = ["play", "--database", folder, "--tasks", folder / "tasks.jsonl", "--out", folder / "o"]
+    done = command(*words, said=said)
+    assert done.returncode == 0, done.stderr
+    assert "<tool_response>\n42</tool_response>" in done.stderr
+    assert "| success | 100.0" in done.stdout
+
+
 # ---------------------------------------------------------------- broken tools
 
 

@@ -49,7 +49,7 @@ SETTINGS = {  # keys of tools.json: kind and default
     "top_k": (int, 5),  # passages of a search
     "python": (str, "jail"),  # or the address of a /run_code (jail.Remote)
     "unsafe_python": (bool, False),  # without a jail: programs can do whatever you can
-    "workers": (int, 0),  # programs that run at once; 0: one for each core of this rank
+    "workers": (int, 0),  # programs that run at once; 0: one for each core of a rank, at most 16
     "seconds": (float, 5.0),  # of a program
     "memory": (int, 512),  # MiB of a program
     "output": (int, 400),  # characters of a program's output that are shown, both ends of it
@@ -396,7 +396,7 @@ class Tools:
             self.jail = Remote(chosen.python, seconds=chosen.seconds)
             return
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        workers = chosen.workers or max(1, len(os.sched_getaffinity(0)) // ranks)
+        workers = chosen.workers or max(1, min(16, len(os.sched_getaffinity(0)) // ranks))
         self.jail = Jail(workers, chosen.unsafe_python, seconds=chosen.seconds,
                            memory=chosen.memory)
 

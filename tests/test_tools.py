@@ -271,7 +271,7 @@ def test_one_call_too_many_is_refused_and_the_next_ends_the_play(make):
     assert len(episode.sandbox.calls) == 2
     answered = episode.fork("other")
     assert answered.step(DONE) is None and answered.stop == "answer"
-    assert episode.step(PRINT) is None and episode.stop == "calls"
+    assert episode.step(PRINT) is None and episode.stop == "calls" and episode.calls == 2
     score = world.verdict(episode)[1]
     assert world.reward(score, "strict") == world.reward(score, "paper") == -1
 

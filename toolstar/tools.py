@@ -308,8 +308,8 @@ class ToolEpisode(Episode):
 
     def __init__(self, task, sandbox, max_turns, prompt):
         settings = sandbox.world.settings
-        self.tags, self.most, self.show = (settings.grammar == "tags", settings.max_calls,
-                                           settings.show_budget)
+        self.tags, self.show = settings.grammar == "tags", settings.show_budget
+        self.most, self.refused = settings.max_calls, False
         super().__init__(task, sandbox, max_turns, prompt,
                          parse=parse_tags if self.tags else parse_turn)
 
@@ -318,9 +318,11 @@ class ToolEpisode(Episode):
         action = super().begin(reply)
         if not action or action.kind != "call" or self.calls <= self.most:
             return action
-        if self.calls > self.most + 1:
+        self.calls -= 1
+        if self.refused:
             self.stop = "calls"
             return None
+        self.refused = True
         return Action("over")
 
     def act(self, action):

@@ -31,8 +31,8 @@ def test_variables_are_set_before_the_first_look_at_cuda():
             return look()
 
         torch.cuda.device_count = torch.cuda.is_available = looked
-        import evaluate
-        evaluate.engine_settings(100, 1, 1, 0.5)
+        import engine
+        engine.engine_settings(100, 1, 1, 0.5)
         for name, value in (("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
                             ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
                             ("VLLM_USE_FLASHINFER_SAMPLER", "0")):
@@ -42,7 +42,7 @@ def test_variables_are_set_before_the_first_look_at_cuda():
 
 
 @pytest.mark.parametrize("start", [
-    "import evaluate; evaluate.engine_settings(100, 1, 1, 0.5)", "import sft; sft.setup()",
+    "import engine; engine.engine_settings(100, 1, 1, 0.5)", "import sft; sft.setup()",
     "import grpo; grpo.setup()", "import arpo; arpo.setup()"])
 @pytest.mark.parametrize("visible, stops", [(None, True), ("0,1", True), ("", False)])
 def test_a_build_for_gpus_that_sees_none_stops_unless_the_cpu_is_meant(start, visible, stops):

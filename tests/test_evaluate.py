@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, SEED, Letters, Scripted
 
+import engine
 import evaluate
 from evaluate import Travel, load_task, load_tasks, play, read_jsonl, table, write_jsonl
 from format_plan import ChatError, itinerary
@@ -318,7 +319,7 @@ def test_an_engine_on_a_cpu_counts_in_float32_and_reads_a_prompt_whole(monkeypat
     for name in ("LOGGING_LEVEL", "ENABLE_V1_MULTIPROCESSING", "CPU_KVCACHE_SPACE",
                  "WORKER_MULTIPROC_METHOD", "USE_FLASHINFER_SAMPLER"):
         monkeypatch.setenv(f"VLLM_{name}", "1")  # what engine_settings sets goes with the test
-    settings = evaluate.engine_settings(10_000, 4, 2, 0.5)
+    settings = engine.engine_settings(10_000, 4, 2, 0.5)
     shape = [settings[key] for key in ("max_model_len", "max_num_seqs", "tensor_parallel_size")]
     assert shape == [10_000, 4, 2] and settings["enable_prefix_caching"]
     if torch.cuda.is_available():

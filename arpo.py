@@ -785,7 +785,7 @@ def watch_sigterm():
 
 def main():
     args = flags()
-    world = open_world(args)
+    world = run(sys.argv[0], open_world, args)
     kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) > 2)]
     if args.reward and args.reward not in kinds:
         sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")

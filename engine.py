@@ -136,7 +136,8 @@ class Calls:
         done.sort(key=lambda number: self.waiting[number][1].exception() is not None)
         if self.agreed:
             told = self.agreed([(number, self.waiting[number][1].result()) for number in done])
-            yield from [(self.waiting.pop(number)[0], text) for number, text in told]
+            for number, text in told:
+                yield self.waiting.pop(number)[0], text
             return
         for number in done:
             play, future = self.waiting.pop(number)

@@ -292,8 +292,9 @@ def ask_person(messages):
     """generate(messages) that shows the last message and reads a reply from the terminal."""
     print(f"\n{messages[-1]['content']}\n\n<tool_call>...</tool_call> or <answer>...</answer>, "
           "over as many lines as you like:", file=sys.stderr)
+    ends = ("</answer>", "</tool_call>", "</search>", "</python>", "</browse>")
     text = input("> ")
-    while not text.rstrip().endswith(("</answer>", "</tool_call>")):
+    while not text.rstrip().endswith(ends):
         text += "\n" + input()
     return text if "<think>" in text else f"<think></think>{text}"
 
@@ -330,15 +331,17 @@ def lines_of(row):
         found |= {f"{name} per episode": value for name, value in score.items()
                   if type(value) is int}
         found |= {name: passed for name, (passed, _) in score.get("checks", {}).items()}
-    return found | {f"stop: {stop}": row["stop"] == stop for stop in STOPS}
+    stops = STOPS + ("calls",) * ("tools" in row)
+    return found | {f"stop: {stop}": row["stop"] == stop for stop in stops}
 
 
 def measure(rows):
     """{line of the table: number} over the episodes of one agent."""
     told = [lines_of(row) for row in rows]
     lines = dict.fromkeys(line for lines in told for line in lines)
-    replies = [parse(message["content"]).kind for row in rows for message in row["messages"]
-               if message["role"] == "assistant"]
+    # the tools' world has grammars of its own
+    replies = [parse(message["content"]).kind for row in rows if "tools" not in row
+               for message in row["messages"] if message["role"] == "assistant"]
     found = {"episodes": len(rows)} | {line: mean(one.get(line) for one in told) for line in lines}
     found["replies that break the format"] = mean(kind == "error" for kind in replies)
     return found | {name: mean(row.get(name) for row in rows) for name in COUNTS}
@@ -540,6 +543,8 @@ def player(args, path, world, tasks):
     if args.agent == "person":
         return play(ask_person, episodes, 1)
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
+    if args.url and world.stops:
+        raise ValueError("--url plays in turns; here results stand within a reply (grammar tags)")
     if args.url:
         return play(api_generate(args.url, path, **sampling), episodes, args.concurrency)
     llm, template = open_engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)

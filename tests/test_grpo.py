@@ -389,7 +389,7 @@ def test_engine_and_trainer_agree_after_every_sync(unbroken):
 def test_the_log_and_the_rollouts_hold_what_readers_look_for(unbroken):
     keys = """step reward success digits strict format overlength turns calls tokens policy_tokens
         failures uniform loss clip_low clip_high entropy gnorm dlogp_mean dlogp_max loss_tokens kind
-        lr sync_s val_s play_s judge_s learn_s play_tps learn_tps
+        lr later sync_s val_s play_s judge_s learn_s play_tps learn_tps
         play_gib learn_gib"""
     for line in updates(unbroken):
         assert set(line) == set(keys.split())

@@ -1,7 +1,9 @@
 """The tools world: settings, grammars, cache, what tools answer, and its plays in the stages."""
 import json
 import os
+import pickle
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -85,7 +87,11 @@ def play(world, *replies, task=TASK, **changes):
     ("{", "not JSON"), ('{"top_k": "5"}', "top_k is '5', want int"),
     ('{"top_k": true}', "top_k is True, want int"), ('{"seconds": 0}', "must be above 0"),
     ('{"grammar": "xml"}', "grammar knows turns, tags, not 'xml'"),
-    ('{"tools": ["Search", "Bing"]}', "tools knows Search, Python, Browse, not 'Bing'")])
+    ('{"workers": -1}', "workers must be 0 or more"), ('{"cache_mib": -1}', "must be above 0"),
+    ('{"seconds": NaN}', "seconds must be above 0"), ('{"page": -5}', "must be above 0"),
+    ('{"allow": [8123]}', 'allow wants "host:port" each'), ('{"tools": []}', "tools knows Search"),
+    ('{"allow": ["http://h:1"]}', "allow wants"), ('{"python": "jial"}', "wants jail or http"),
+    ('{"tools": ["Search", "Bing"]}', "knows Search, Python, Browse, not ['Search', 'Bing']")])
 def test_a_wrong_setting_is_one_line_that_names_the_file_and_the_key(tmp_path, text, why):
     (tmp_path / "tools.json").write_text(text)
     with pytest.raises(ValueError) as error:
@@ -106,12 +112,13 @@ def test_a_corpus_line_that_is_no_passage_is_named(make):
     world = make()
     (world.settings.folder / "corpus.jsonl").write_text('{"id": "1", "contents": "a"}\n{"x": 1}\n')
     with pytest.raises(ValueError, match=r"corpus.jsonl, line 2: want id and contents"):
-        world.answer("Search", {"query": "a"})
+        tools.Tools(world.settings)
 
 
 @pytest.mark.parametrize("change, why", [
     ({"golds": "42"}, "'golds' must be a list"), ({"golds": []}, "'golds' must be a list"),
     ({"check": "em"}, "'check' must be math or qa"), ({"needs": ["bing"]}, "'needs' must be some"),
+    ({"needs": [["search"]]}, "'needs' must be some"),
     ({"query": None}, "'query' must be a text")])
 def test_a_task_that_cannot_be_judged_is_refused_by_its_key(make, change, why):
     world = make()
@@ -261,6 +268,37 @@ def test_wrong_arguments_are_told_and_cost_no_tool(make, name, arguments, why):
     episode.strict = False
     assert why in episode.step(CALL % (name, arguments))
     assert not world.faults.last
+
+
+def test_arguments_nested_as_deep_as_json_goes_travel_between_processes(make):
+    deep = "[" * 900 + "]" * 900
+    for call in (CALL % ("Search", deep), CALL % ("Search", f'{{"query": {deep}}}')):
+        record = play(make(), call, DONE).record()
+        assert record["tools"][0]["status"] == "error"
+        assert pickle.loads(pickle.dumps(record["tools"])) == record["tools"]
+
+
+def test_a_call_again_after_a_tool_has_failed_is_no_repetition(make):
+    episode = play(make(), LOOK)
+    episode.sandbox.calls[0]["status"] = "injected"
+    episode.step(LOOK)
+    episode.step(LOOK)
+    assert [call["repeated"] for call in episode.sandbox.calls] == [False, False, True]
+
+
+def test_what_was_said_in_tags_is_judged_as_it_was_said(make):
+    world = make(grammar="tags")
+    said = "<think>x</think><answer>42</answer>"  # the reference wants a box
+    assert world.verdict(play(world, said))[1]["released"] == -1
+
+
+def test_a_passage_with_half_a_character_reaches_the_tokenizer_whole(make, tiny_model):
+    from template import load_template
+
+    world = make()
+    (world.settings.folder / "corpus.jsonl").write_text('{"id": "1", "contents": "tower \\ud800"}')
+    episode = play(world, LOOK)
+    assert load_template(tiny_model).between(episode.messages[-1])
 
 
 def test_one_call_too_many_is_refused_and_the_next_ends_the_play(make):
@@ -437,11 +475,12 @@ def test_a_retriever_that_answers_html_stops_before_anything_is_spent(make):
 
 
 def test_a_retriever_that_dies_during_play_marks_the_calls_and_stops_the_run(make):
+    port = free_port()
     command = [sys.executable, "retriever.py", "serve", "--corpus", str(FILE / "corpus.jsonl"),
-               "--port", "8765"]
+               "--port", str(port)]
     server = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        world = wait_for(lambda: make(retriever="http://127.0.0.1:8765"))
+        world = wait_for(lambda: make(retriever=f"http://127.0.0.1:{port}"))
         assert world.answer("Search", {"query": "a tower"})[0] == "ok"
         server.send_signal(signal.SIGKILL)
         server.wait()
@@ -455,12 +494,18 @@ def test_a_retriever_that_dies_during_play_marks_the_calls_and_stops_the_run(mak
         server.kill()
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def wait_for(function, seconds=60):
     end = time.monotonic() + seconds
     while True:
         try:
             return function()
-        except (OSError, ConnectionError):
+        except (OSError, ConnectionError, ZeroDivisionError, IndexError):
             if time.monotonic() > end:
                 raise
             time.sleep(0.2)
@@ -472,7 +517,8 @@ def test_a_play_goes_on_through_twenty_kills_of_workers_pages_and_cache(make, ja
     threading.Thread(target=server.serve_forever, daemon=True).start()
     port, page = server.server_port, next(iter(server.texts))
     world = make(tools=["Search", "Python", "Browse"], allow=[f"127.0.0.1:{port}"])
-    kills = threading.Thread(target=kill_often, args=(jail, world, server, 20))
+    killed = []
+    kills = threading.Thread(target=kill_often, args=(jail, world, server, 20, killed))
     kills.start()
     browse = CALL % ("Browse", json.dumps({"url": f"http://127.0.0.1:{port}{page}"}))
     plays, statuses = 0, Counter()
@@ -488,18 +534,17 @@ def test_a_play_goes_on_through_twenty_kills_of_workers_pages_and_cache(make, ja
         plays += 1
     kills.join()
     server.server_close()
+    assert len(killed) == 10, "workers, beside what was done to the cache and the pages"
     assert statuses["Search", "ok"] == plays, "the cache is not needed"
     assert statuses["Python", "ok"] >= plays - tools.MOST_BROKEN
 
 
-def kill_often(jail, world, server, times):
+def kill_often(jail, world, server, times, killed):
     for i in range(times):
         time.sleep(0.1)
         if i % 4 < 2:
-            found = subprocess.run(["pgrep", "-f", "jail.py"], capture_output=True, text=True)
-            children = [int(pid) for pid in found.stdout.split()]
-            if children:
-                os.kill(children[i % len(children)], signal.SIGKILL)
+            wait_for(lambda i=i: os.kill(jail.idle[i % len(jail.idle)].pid, signal.SIGKILL))
+            killed.append(i)
         elif i == 10:
             server.shutdown()  # its pages are refused from now on
         elif i % 4 == 2 and world.cache.file:
@@ -621,9 +666,10 @@ def episodes(tmp_path_factory):
     """A folder of a small world, served, with solver episodes, and its server."""
     folder = tmp_path_factory.mktemp("facts")
     run = [sys.executable, "-m", "toolstar.tir"]
-    words = "--worlds 2 --places 20 --held-out 60 --sft 32 --rl 8 --val 8 --port 8124"
+    port = free_port()
+    words = f"--worlds 2 --places 20 --held-out 60 --sft 32 --rl 8 --val 8 --port {port}"
     subprocess.run([*run, "facts", "--out", folder, *words.split()], cwd=ROOT, check=True)
-    with PageServer([folder / "train", folder / "val"], 8124) as server:
+    with PageServer([folder / "train", folder / "val"], port) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for grammar in "turns", "tags":
             settings = json.loads((folder / "train" / "tools.json").read_text())

@@ -21,6 +21,7 @@ Writes  DATABASE/cache.sqlite, or where tools.json says
     torchrun --standalone grpo.py --env tools --database database/tools --tasks data/rl.jsonl
 """
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -58,7 +59,6 @@ SETTINGS = {  # keys of tools.json: kind and default
     "cache": (str, "cache.sqlite"),  # beside tools.json; "" for none
     "cache_python": (bool, False),  # for programs that depend on nothing but themselves
     "cache_mib": (int, 1024),
-    "ordered": (bool, False),  # call tools one after another: slow, and the same batches each time
 }
 ANSWERING = ("retriever", "corpus", "top_k", "python", "seconds", "memory", "output", "allow",
              "page")  # what an answer depends on
@@ -106,14 +106,26 @@ def read_settings(folder):
         if type(value) is not kind and not whole:
             raise ValueError(f"{path}: {key} is {value!r:.80}, want {kind.__name__}")
         settings[key] = value
-    chosen = SimpleNamespace(**settings, folder=Path(folder))
-    for key, known in ("grammar", ("turns", "tags")), ("tools", tuple(DECLARED)):
-        for value in [settings[key]] if key == "grammar" else settings[key]:
-            if value not in known:
-                raise ValueError(f"{path}: {key} knows {', '.join(known)}, not {value!r:.80}")
-    if min(chosen.max_calls, chosen.top_k, chosen.seconds, chosen.memory, chosen.output) <= 0:
-        raise ValueError(f"{path}: max_calls, top_k, seconds, memory and output must be above 0")
-    return chosen
+    for key, wrong in wrong_values(settings):
+        raise ValueError(f"{path}: {key} {wrong}, not {settings[key]!r:.80}")
+    return SimpleNamespace(**settings, folder=Path(folder))
+
+
+def wrong_values(settings):
+    """Yield (key, what it should be) of the values that cannot be."""
+    for key, (kind, _) in SETTINGS.items():
+        if key != "workers" and kind in (int, float) and not 0 < settings[key] < 1e9:
+            yield key, "must be above 0"
+    if settings["workers"] < 0:
+        yield "workers", "must be 0 or more"
+    if settings["grammar"] not in ("turns", "tags"):
+        yield "grammar", "knows turns, tags"
+    if not settings["tools"] or not all(name in DECLARED for name in map(str, settings["tools"])):
+        yield "tools", f"knows {', '.join(DECLARED)}"
+    if not all(re.fullmatch(r"[^/:]+:\d+", str(place)) for place in settings["allow"]):
+        yield "allow", 'wants "host:port" each'
+    if not re.match("jail$|https?://", settings["python"]):
+        yield "python", "wants jail or http://..."
 
 
 def system_prompt(name, settings):
@@ -172,8 +184,10 @@ def arguments_of(name, inside):
     return {next(iter(DECLARED[name][1])): inside}
 
 
-def as_tags(messages):
-    """An episode's replies and results as Tool-Star's one message, whatever grammar it is in."""
+def as_tags(messages, tags=False):
+    """An episode's replies and results as Tool-Star's one message. tags: it is one as it stands."""
+    if tags:
+        return "".join(message["content"] for message in messages[2:])
     return "".join(map(one_as_tags, messages[2:]))
 
 
@@ -204,14 +218,15 @@ class Cache:
     """
 
     def __init__(self, path, most):
-        self.path, self.most, self.lock = path, most, threading.Lock()
+        self.path, self.most, self.lock, self.file = path, most, threading.Lock(), None
         try:
             self.open()
         except sqlite3.OperationalError as error:
             raise ValueError(f'{path}: {error}; "cache" in tools.json names another place, or "" '
                              "for none") from None
         except sqlite3.DatabaseError:
-            os.replace(path, f"{path}.damaged")
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                os.replace(path, f"{path}.damaged")
             print(f"{path} was damaged, and is {path}.damaged now", file=sys.stderr)
             self.open()
 
@@ -222,6 +237,7 @@ class Cache:
         self.file.execute("PRAGMA synchronous = OFF")  # a lost answer is asked for again
         self.file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, status TEXT, "
                           "text TEXT, used REAL, until REAL)")
+        self.size = self.count()
 
     def ask(self, query, *values):
         with self.lock:
@@ -247,9 +263,17 @@ class Cache:
         text = text.encode("utf-8", "replace").decode()
         self.ask("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", key, status, text,
                  time.time(), until)
-        while (self.ask("SELECT total(length(text)) FROM answers") or [(0,)])[0][0] > self.most:
+        self.size += len(text)
+        if self.size > self.most:  # of what this rank knows; now all of it is counted
+            self.size = self.count()
+        while self.size > self.most:
             self.ask("DELETE FROM answers WHERE key IN (SELECT key FROM answers ORDER BY used "
                      "LIMIT max(1, (SELECT count(*) FROM answers) / 10))")
+            self.size = self.count()
+
+    def count(self):
+        """Characters of all answers. It reads the whole file."""
+        return (self.ask("SELECT total(length(text)) FROM answers") or [(0,)])[0][0]
 
     def close(self):
         with self.lock:
@@ -288,14 +312,19 @@ class ToolSandbox(Sandbox):
     def call(self, name, arguments):
         """The observation of a call. Raises nothing but the SystemExit of Faults."""
         if name not in self.tools:
-            return f"Error: there is no tool {name!r:.80}. The tools are {', '.join(self.tools)}."
+            known = ", ".join(self.world.settings.tools)
+            return FORGED.sub("‹", f"Error: there is no tool {name!r:.80}. The tools are {known}.")
         began = time.monotonic()
         if self.failure_rate and self._fails():
             status, text, cached = "injected", GONE.format(name), False
         else:
             status, text, cached = self.world.answer(name, arguments)
-        text, escaped = FORGED.subn("‹", text)
-        made = [(call["name"], call["arguments"]) for call in self.calls]
+        # half a surrogate pair, which a passage may hold, cannot be tokenised
+        text, escaped = FORGED.subn("‹", text.encode("utf-8", "replace").decode())
+        if check_arguments(name, arguments):  # anything at all, nested as deep as JSON goes
+            arguments = repr(arguments)[:400]
+        made = [(call["name"], call["arguments"]) for call in self.calls
+                if call["status"] not in ("injected", "broken")]
         self.calls.append({
             "name": name, "arguments": arguments, "status": status, "empty": not text.strip(),
             "repeated": (name, arguments) in made, "cached": cached, "escaped": escaped,
@@ -353,10 +382,10 @@ class Tools:
     """The world as the stages see it (evaluate.Travel)."""
 
     kinds = ("strict", "paper", "released", "needed", "answer")
+    slow = True
 
     def __init__(self, settings):
         self.settings, self.faults = settings, Faults()
-        self.slow = not settings.ordered
         self.stops = tuple(f"</{TAG_OF[name]}>" for name in settings.tools
                            if settings.grammar == "tags")
         self.lock, self.retriever, self.cache = threading.Lock(), None, None
@@ -377,7 +406,7 @@ class Tools:
     def find_corpus(self):
         """Look for the retriever's files, or ask its server for a word, before anything is spent.
         """
-        from retriever import HTTP, find_retriever, open_retriever
+        from retriever import HTTP, find_retriever, load_document, open_retriever
 
         chosen, corpus = self.settings.retriever, self.settings.folder / self.settings.corpus
         if chosen.startswith(HTTP):
@@ -385,8 +414,12 @@ class Tools:
         else:
             chosen = chosen if chosen == "bm25" else str(self.settings.folder / chosen)
             find_retriever(chosen, corpus)
-            size, when = os.stat(corpus).st_size, os.stat(corpus).st_mtime_ns
-            self.identity += f"/{size}/{when}"
+            if chosen == "bm25":
+                with open(corpus, encoding="utf-8") as lines:
+                    for number, line in enumerate(lines, 1):
+                        load_document(line, f"{corpus}, line {number}")
+            found = os.stat(corpus if chosen == "bm25" else Path(chosen) / "matrix.f16")
+            self.identity += f"/{found.st_size}/{found.st_mtime_ns}"
         # opened by the first search: vLLM 0.32.0 does not start once numba is imported, by bm25s
         self.open_search = partial(open_retriever, chosen, corpus)
 
@@ -435,7 +468,7 @@ class Tools:
         if row["check"] not in ("math", "qa"):
             raise ValueError(f"'check' must be math or qa, not {row['check']!r:.60}")
         needs = row.get("needs", [])
-        if not (isinstance(needs, list) and set(needs) <= set(TAGS)):
+        if not (isinstance(needs, list) and all(need in list(TAGS) for need in needs)):
             raise ValueError(f"'needs' must be some of {list(TAGS)}, not {needs!r:.60}")
         return row | {"id": str(row.get("id", row.get("idx", "?")))}
 
@@ -448,7 +481,7 @@ class Tools:
         """(answer, score, strict success): right, in a whole form, and by tools that worked."""
         calls, stop = episode.sandbox.calls, episode.stop
         score = verdict.score(episode.task, episode.answer or "", calls, stop == "answer",
-                              stop in ("turns", "context"), as_tags(episode.messages))
+                              stop in ("turns", "context"), as_tags(episode.messages, episode.tags))
         score["tool_seconds"] = sum(call["seconds"] for call in calls)
         score["cached"] = sum(call["cached"] for call in calls) / max(1, len(calls))
         if self.settings.unsafe_python:

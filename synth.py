@@ -50,6 +50,8 @@ ROOM_WISHES = ("entire room", "private room", "shared room", "not shared room")
 STYLES = ("direct", "exploring", "backtracking")
 MARCH = [f"2022-03-{day:02d}" for day in range(1, 32)]
 CUISINES = ("Chinese", "American", "Italian", "Mexican", "Indian", "Mediterranean", "French")
+PRONOUNS = {"We": "I", "we": "I", "are": "am", "Our": "My", "our": "my", "us": "me",
+            "ourselves": "myself"}  # of several who travel: of one
 SPELLED = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 # what a query must hold to state a wish; every other wish is stated by its own name
 NOT_SHARED = r"(\b(not|non|never|without|avoid|rather than|neither)\b|n't)[^.]{0,30}shar|unshared"
@@ -271,6 +273,7 @@ def write_query(rng, task, grammar):
                "days": task["days"]}
     values = numbers | {f"{name}_word": SPELLED[n] for name, n in numbers.items()}
     values |= {"org": task["org"], "dest": task["dest"], "budget": task["budget"]}
+    values |= PRONOUNS if numbers["n"] == 1 else {word: word for word in PRONOUNS}
     for end, i in ("first", 0), ("last", -1):
         values[end] = date = datetime.date.fromisoformat(task["date"][i])
         th = "th" if 10 < date.day < 14 else {1: "st", 2: "nd", 3: "rd"}.get(date.day % 10, "th")

@@ -185,6 +185,26 @@ def test_a_wish_that_is_left_out_is_noticed(name, value, missing, tasks):
             assert synth.unstated(query, task | {"local_constraint": wishes}) == [missing]
 
 
+SLIPS = (  # what a person who read queries marked
+    r"(?i)cities [^.?]{0,60} is where", r"(?i)\bplan(ning)? a (\S+ )?(travel )?plan",
+    r"(?i)family of", r"(?i)party of", r"(?i)nowhere else", r"(?i)alone", r"(?i)never been to",
+    r"(?i)traveler traveling", r"(?i)(destination|place) is (\d|two|three)", r"(?i)follows: ",
+    r"\b[Aa] (8|11|18|eight|eleven)\b", r"\b1 (people|travelers)", r"\bone (people|travelers)",
+    r"(?i)\bI are\b|\b(we|you) am\b|\bI (has|is)\b", r"\bi\b|[a-z,] (My|We|Our)\b",
+    r"(\b\w+\b) \1\b", r" [,.?]|[.?!,]{2}|[.?!] [a-z]")
+
+
+def test_ten_thousand_queries_hold_no_slip_of_grammar(tasks):
+    for i in range(10_000):
+        task = tasks[i % len(tasks)]
+        query = synth.write_query(random.Random(f"{SEED}/{i}"), task, synth.GRAMMARS["paper"])
+        assert not [slip for slip in SLIPS if re.search(slip, query)], query
+        we = re.search(r"(?i)\b(we|our|ours|us|ourselves)\b", query)
+        assert not (we and task["people_number"] == 1), query
+        my = re.search(r"(?i)\b(my|me|myself)\b", query.replace("help me", "").replace("Help me", ""))
+        assert not (my and task["people_number"] > 1), query
+
+
 @pytest.mark.parametrize("like, least", [("paper", 900), ("tiny", 100)])
 def test_a_grammar_says_the_same_thing_in_many_ways(like, least, tasks):
     rng = random.Random(SEED)

@@ -504,6 +504,9 @@ def itinerary(plan):
 
 # ---------------------------------------------------------------- by an LLM
 
+LONGEST = 200_000  # characters of a reply; 32K tokens of English are some 130,000
+
+
 class ChatError(RuntimeError):
     """An endpoint refused, or gave no usable reply however often it was asked."""
 
@@ -524,6 +527,7 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
 
     The openai package tries time-outs, broken connections and status 408, 409, 429 and 5xx again,
     with growing pauses; a reply without text (empty, cut, no chat completion) is tried again here.
+    One of more than LONGEST characters is refused as what it is, a context that ran over.
     """
     import openai
 
@@ -545,6 +549,8 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
             break
         with suppress(ValueError, LookupError, TypeError, AttributeError):
             text = reply.http_response.json()["choices"][0]["message"]["content"]
+            if len(text) > LONGEST:
+                raise ChatError(f"{url}: a reply of {len(text):,} characters fits into no context")
             if text.strip():
                 return text
         problem = "a reply without text"
@@ -562,7 +568,8 @@ def format_plan(text, task, model, url, cache=None, retries=6, timeout=300, api_
         return json.loads(path.read_text())
     messages = [{"role": "system", "content": prompt}, {"role": "user", "content": ask}]
     for _ in range(2):  # a reply without a list is asked for once more, and never kept
-        reply = chat(url, model, messages, 0.0, timeout=timeout, retries=retries, api_key=api_key)
+        reply = chat(url, model, messages, 0.0, max_tokens=8192, timeout=timeout, retries=retries,
+                     api_key=api_key)
         days = load_json(reply)
         if isinstance(days, list):
             plan = [clean_day(day, i) for i, day in enumerate(days, 1) if isinstance(day, dict)]

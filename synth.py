@@ -333,7 +333,7 @@ def teacher(args, draw):
     not end for one bad hour."""
     url, name = random.Random(f"{args.seed}/{draw}").choice(args.endpoint)
     key = Path(args.key).read_text().strip() if args.key else None
-    options = {"temperature": args.temperature, "retries": 40, "api_key": key}
+    options = {"temperature": args.temperature, "max_tokens": 8192, "retries": 40, "api_key": key}
     return name, evaluate.api_generate(url, name, **options)
 
 

@@ -387,6 +387,19 @@ def test_a_teacher_behind_a_failing_endpoint_is_kept_where_it_succeeds(
     assert made(out, *words) == kept and len(asked) == before  # none is asked again
 
 
+def test_an_endpoint_that_never_stops_is_refused_and_nothing_of_it_is_kept(
+        serve, tasks, tmp_path, out):
+    write_jsonl(tmp_path / "tasks.jsonl", tasks[:2])
+    url, _ = serve(lambda model, messages: "word " * 600_000, rate=0)
+    for command, why in ("episodes", "context"), ("queries", "fits into no context"):
+        words = command, "--tasks", tmp_path / "tasks.jsonl", "--endpoint", f"{url}=babbler"
+        assert made(out, *words) == []
+        refused = read_jsonl(f"{out}.refused")
+        assert len(refused) == 2 and all(why in row["refused"][0] for row in refused)
+        assert os.path.getsize(f"{out}.refused") < 1000
+        os.remove(f"{out}.refused")
+
+
 # ---------------------------------------------------------------- files
 
 @pytest.mark.parametrize("command", ["tasks", "episodes"])

@@ -118,7 +118,15 @@ class Teacher:
         if journey.mode == "air" and by_car and not any(way.flies for way in journey.ways):
             self.mode = "road"
             journey = self.good_draft()
-        return journey
+        stays = [stay._replace(bed=self.better(stay)) for stay in journey.stays]
+        return journey._replace(stays=stays)
+
+    def better(self, stay):
+        """The best reviewed bed that costs no more than a stay's, and of those the cheapest."""
+        rows = solver.places(self.database, "hotels", stay.city)
+        return min((bed for bed in solver.lodgings(self.task, self.database, stay.city)
+                    if bed.nights <= stay.nights and bed.cost <= stay.bed.cost),
+                   key=lambda bed: -min(row.review for row in rows[bed.name]))
 
     def score(self, journey):
         plan = solver.lay_out(self.task, journey)
@@ -135,9 +143,9 @@ def money(dollars):
     return f"{dollars:.2f}".removesuffix(".00")
 
 
-def amount(*terms):
-    """(dollars, times) terms as a sum that is spelled out: "$80 x 2 + $35 = $195"."""
-    said = " + ".join(f"${money(cost)}" + f" x {n}" * (n != 1) for cost, n in terms)
+def amount(*terms, noun=""):
+    """(dollars, times) terms as a sum that is spelled out: "$80 x 2 nights + $35 = $195"."""
+    said = " + ".join(f"${money(cost)}" + f" x {n}{noun}" * (n != 1) for cost, n in terms)
     total = sum(cost * n for cost, n in terms)
     return f"{said} = ${money(total)}" if len(terms) > 1 or terms[0][1] != 1 else said
 
@@ -178,7 +186,8 @@ class Lesson:
         comes to exploring."""
         ends = self.dead_ends() if style == "backtracking" else {}
         if ends:
-            self.end = self.rng.choice(ends[self.rng.choice(list(ends))])
+            likely = [kind for kind in ends if kind != "budget"] or list(ends)
+            self.end = self.rng.choice(ends[self.rng.choice(likely)])
         elif style == "backtracking":
             style = "exploring"
         self.open()
@@ -188,10 +197,11 @@ class Lesson:
             self.survey({"direct": 1, "exploring": 3, "backtracking": 1}[style])
         self.go_out_and_home(style)
         if len(self.journey.route) == 1:
-            self.ask("survey", self.look("hotels", *self.journey.route), **self.place(0))
+            self.ask("beds", self.look("hotels", *self.journey.route), **self.place(0))
             self.hotel(self.journey.stays[0])
         self.hops()
-        self.sum_up()
+        if self.end[0] != "budget":
+            self.say("so far", **self.settle(meals=False))
         for i, stay in enumerate(self.journey.stays):
             self.eat_and_see(i, stay)
         self.close()
@@ -224,7 +234,7 @@ class Lesson:
 
     def night(self, row):
         """What a night costs the group, spelled out."""
-        return amount((row.price, self.rooms(row)))
+        return amount((row.price, self.rooms(row)), noun=" rooms")
 
     def has_rule(self, row):
         rule = self.wish.get("house rule")
@@ -280,6 +290,10 @@ class Lesson:
         others = [other for other in self.database.hotels(stay.city) if other.name != bed.name
                   and not re.search(r"[][\n]", other.name)]
         cost = {other: other.price * self.rooms(other) for other in others}
+        same = [other for other in others if cost[other] <= bed.cost and not self.why_not(other)
+                and other.minimum_nights <= stay.nights]
+        if same and all(other.review < row.review for other in same):
+            self.say("rated", review=f"{row.review:g}")
         unfit = [other for other in others if cost[other] < bed.cost and self.why_not(other)]
         dear = [other for other in others if cost[other] > bed.cost]
         for slot, found in ("unfit", unfit), ("dearer", dear):
@@ -315,7 +329,11 @@ class Lesson:
                 self.say("nothing", city=city)
         route = several(self.journey.route)
         for city in dearer:
-            self.say("choose dearer" if city in likely else "spare", city=city, route=route)
+            worse = spare[city].review < min(self.row_of(stay.bed, stay.city).review
+                                             for stay in stays.values())
+            slot = "choose dearer" if city in likely else "choose rated" if worse else "spare"
+            self.say(slot, city=city, route=route, bed=spare[city].name,
+                     review=f"{spare[city].review:g}")
         self.say("choose", route=route)
 
     def cheapest(self, city):
@@ -353,7 +371,7 @@ class Lesson:
                 if found:
                     least = min(found, key=lambda row: row.price)
                     self.say("flights dear", number=least.number,
-                             cost=amount((least.price, self.people)))
+                             cost=amount((least.price, self.people), noun=" people"))
                 else:
                     self.say("no flight that day", a=way.a, b=way.b)
         if way.flies:
@@ -368,7 +386,7 @@ class Lesson:
         number = way.words[15:].split(",")[0]
         row = next(row for row in found if row.number == number)
         self.say("flight", number=number, leaves=row.departure,
-                 cost=amount((row.price, self.people)))
+                 cost=amount((row.price, self.people), noun=" people"))
         for other in found:
             slot = "cheaper" if other.price > row.price else (
                 "later" if other.departure < row.departure else "earlier")
@@ -380,24 +398,26 @@ class Lesson:
     def road(self, way):
         kind, units = "driving" if self.journey.mode == "road" else "taxi", self.units(way)
         duration = self.database.distance(way.a, way.b).duration
-        self.say(f"by {kind}", duration=duration, cost=amount((way.cost / units, units)))
+        self.say(f"by {kind}", duration=duration,
+                 cost=amount((way.cost / units, units), noun=" cars"))
 
     def compare(self, way):
         """A look at another way, which is not taken; False where there is no other to look at."""
         by_air = self.journey.mode == "air"
         if by_air and not way.flies:
             return False
-        free = by_air and not self.wish.get("transportation")
-        kind, per_km, seats = ("driving", 0.05, 5) if free else ("taxi", 1, 4)
+        by_taxi = not by_air or bool(self.wish.get("transportation"))
+        words, per_km, seats = ("a taxi", 1, 4) if by_taxi else ("driving", 0.05, 5)
         self.ask("compare", solver.Search("", "GoogleDistanceMatrix", {
-            "departure": way.a, "destination": way.b, "mode": kind}), kind=kind, a=way.a, b=way.b)
+            "departure": way.a, "destination": way.b, "mode": words.removeprefix("a ")}),
+            kind=words, a=way.a, b=way.b)
         road = solver.drive(self.database, way.a, way.b)
         if not road:
             self.say("compare none", a=way.a, b=way.b)
             return True
-        cars = math.ceil(self.people / seats)
-        slot = "less" if int(road.km * per_km) * cars < way.cost else "more"
-        self.say(f"compare {slot}", kind=kind, cost=amount((int(road.km * per_km), cars)),
+        cost, cars = int(road.km * per_km), math.ceil(self.people / seats)
+        self.say("compare less" if cost * cars < way.cost else "compare more",
+                 kind=words.capitalize(), cost=amount((cost, cars), noun=" cars"),
                  duration=self.database.distance(way.a, way.b).duration)
         return True
 
@@ -440,6 +460,8 @@ class Lesson:
                 self.say("missing", cuisines=several(missing))
             elif self.unserved(served):
                 self.say("covered")
+        if i == 0 and self.end[0] == "budget":
+            self.say("so far", **self.settle(meals=False))
         if stay.sights:
             self.ask("attractions", self.look("attractions", stay.city), city=stay.city)
             self.say("sights", sights=several([f"[{name}]" for name in stay.sights]))
@@ -476,9 +498,6 @@ class Lesson:
                                      "cost": self.night(row), "parts": parts})
         self.fits(row)
         return self.settle(meals)
-
-    def sum_up(self):
-        self.say("so far", **self.settle(meals=False))
 
     def close(self):
         self.say("final", **self.settle())
@@ -531,7 +550,7 @@ class Lesson:
             slot, kinds = road, ["air", "road"]
         search = solver.Search("", "GoogleDistanceMatrix", pair | {"mode": road})
         self.ask(slot, search, a=a, b=b, **values)
-        return " and by ".join(kinds)
+        return " or by ".join(kinds)
 
     def run_into_city(self, kind, city, *leg):
         if kind == "way":

@@ -191,7 +191,7 @@ SLIPS = (  # what a person who read queries marked
     r"(?i)traveler traveling", r"(?i)(destination|place) is (\d|two|three)", r"(?i)follows: ",
     r"\b[Aa] (8|11|18|eight|eleven)\b", r"\b1 (people|travelers)", r"\bone (people|travelers)",
     r"(?i)\bI are\b|\b(we|you) am\b|\bI (has|is)\b", r"\bi\b|[a-z,] (My|We|Our)\b",
-    r"(\b\w+\b) \1\b", r" [,.?]|[.?!,]{2}|[.?!] [a-z]")
+    r"\b([a-z]+) \1\b", r" [,.?]|[.?!,]{2}|[.?!] [a-z]")
 
 
 def test_ten_thousand_queries_hold_no_slip_of_grammar(tasks):
@@ -201,7 +201,7 @@ def test_ten_thousand_queries_hold_no_slip_of_grammar(tasks):
         assert not [slip for slip in SLIPS if re.search(slip, query)], query
         we = re.search(r"(?i)\b(we|our|ours|us|ourselves)\b", query)
         assert not (we and task["people_number"] == 1), query
-        my = re.search(r"(?i)\b(my|me|myself)\b", query.replace("help me", "").replace("Help me", ""))
+        my = re.search(r"(?i)(?<!help )\b(my|me|myself)\b", query)
         assert not (my and task["people_number"] > 1), query
 
 
@@ -328,14 +328,6 @@ def test_all_that_an_answer_names_has_been_seen(episodes):
         assert all(name in seen for name in re.findall(r"\[[^\]]+\]", row["answer"]))
 
 
-def test_styles_look_further_and_turn_back(episodes):
-    assert {row["model"] for row in episodes} == {f"solver, {style}" for style in synth.STYLES}
-    for row in episodes:
-        thoughts = " ".join(message["content"] for message in row["messages"][2::2])
-        assert ("go back" in thoughts) == row["model"].endswith("backtracking")
-        assert "to compare" not in thoughts or row["model"].endswith("exploring")
-
-
 @pytest.mark.parametrize("like, prompt", [("tiny", SHORT_PROMPT), ("paper", SYSTEM_PROMPT)])
 def test_only_tiny_answers_number_meals_and_attractions_as_the_lists_do(
         like, prompt, tasks, tmp_path, out):
@@ -350,14 +342,6 @@ def test_only_tiny_answers_number_meals_and_attractions_as_the_lists_do(
                 assert said[0] == "["
             else:
                 assert f"\n{said} " in shown or f"\n{said}(" in shown
-
-
-def test_the_teachers_sums_are_the_judges(episodes, mini):
-    for row in episodes:
-        rng = random.Random(f"{SEED}/{row['task']['id']}")
-        _, _, journey, _ = synth.Teacher(rng, row["task"], mini).teach("direct")
-        total = re.search(r"= \$([\d.e+]+), within", synth.account(row["task"], journey))
-        assert float(total[1]) == cost_of(row["task"], solver.lay_out(row["task"], journey), mini)
 
 
 def test_a_task_without_a_plan_is_refused_with_the_reason(tasks, tmp_path, out):

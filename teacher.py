@@ -143,7 +143,7 @@ def money(dollars):
     return f"{dollars:.2f}".removesuffix(".00")
 
 
-def amount(*terms, noun=""):
+def spelled(*terms, noun=""):
     """(dollars, times) terms as a sum that is spelled out: "$80 x 2 nights + $35 = $195"."""
     said = " + ".join(f"${money(cost)}" + f" x {n}{noun}" * (n != 1) for cost, n in terms)
     total = sum(cost * n for cost, n in terms)
@@ -234,7 +234,7 @@ class Lesson:
 
     def night(self, row):
         """What a night costs the group, spelled out."""
-        return amount((row.price, self.rooms(row)), noun=" rooms")
+        return spelled((row.price, self.rooms(row)), noun=" rooms")
 
     def has_rule(self, row):
         rule = self.wish.get("house rule")
@@ -371,7 +371,7 @@ class Lesson:
                 if found:
                     least = min(found, key=lambda row: row.price)
                     self.say("flights dear", number=least.number,
-                             cost=amount((least.price, self.people), noun=" people"))
+                             cost=spelled((least.price, self.people), noun=" people"))
                 else:
                     self.say("no flight that day", a=way.a, b=way.b)
         if way.flies:
@@ -386,7 +386,7 @@ class Lesson:
         number = way.words[15:].split(",")[0]
         row = next(row for row in found if row.number == number)
         self.say("flight", number=number, leaves=row.departure,
-                 cost=amount((row.price, self.people), noun=" people"))
+                 cost=spelled((row.price, self.people), noun=" people"))
         for other in found:
             slot = "cheaper" if other.price > row.price else (
                 "later" if other.departure < row.departure else "earlier")
@@ -399,7 +399,7 @@ class Lesson:
         kind, units = "driving" if self.journey.mode == "road" else "taxi", self.units(way)
         duration = self.database.distance(way.a, way.b).duration
         self.say(f"by {kind}", duration=duration,
-                 cost=amount((way.cost / units, units), noun=" cars"))
+                 cost=spelled((way.cost / units, units), noun=" cars"))
 
     def compare(self, way):
         """A look at another way, which is not taken; False where there is no other to look at."""
@@ -417,7 +417,7 @@ class Lesson:
             return True
         cost, cars = int(road.km * per_km), math.ceil(self.people / seats)
         self.say("compare less" if cost * cars < way.cost else "compare more",
-                 kind=words.capitalize(), cost=amount((cost, cars), noun=" cars"),
+                 kind=words.capitalize(), cost=spelled((cost, cars), noun=" cars"),
                  duration=self.database.distance(way.a, way.b).duration)
         return True
 
@@ -450,7 +450,7 @@ class Lesson:
                      self.look("restaurants", stay.city), city=stay.city,
                      cuisines=several(missing or [""]))
             self.say("meals", city=stay.city, count=counted(len(stay.meals), "meal"),
-                     cost=amount(*((meal.cost, 1) for meal in stay.meals)))
+                     cost=spelled(*((meal.cost, 1) for meal in stay.meals)))
             for meal in stay.meals:
                 new = [name for name in missing if meal.mask >> wanted.index(name) & 1]
                 if new:
@@ -485,8 +485,8 @@ class Lesson:
         """The bill in words, after a bed that makes it too dear has been given back."""
         bill = self.bill(meals)
         sums = [sum(cost * n for cost, n in terms) for _, terms in bill]
-        said = {what: amount(*terms) for what, terms in bill}
-        values = said | {"sum": amount(*((cost, 1) for cost in sums)),
+        said = {what: spelled(*terms) for what, terms in bill}
+        values = said | {"sum": spelled(*((cost, 1) for cost in sums)),
                          "budget": money(self.task["budget"]), "spent": money(sum(sums)),
                          "left": f"${money(self.task['budget'] - sum(sums))}"}
         if sum(sums) <= self.task["budget"]:

@@ -12,7 +12,7 @@ import solver
 import synth
 from evaluate import read_jsonl, score
 from sandbox import parse
-from teacher import amount, several
+from teacher import spelled, several
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 NUMBER = r"\d+(?:[.:]\d+)*"
@@ -214,6 +214,6 @@ def test_a_tiny_direct_teacher_keeps_the_solvers_few_words(mini, tmp_path):
 
 
 def test_sums_are_spelled_out():
-    assert amount((80, 2), (35.5, 1)) == "$80 x 2 + $35.50 = $195.50"
-    assert amount((80, 1)) == "$80" and amount((80, 3), noun=" rooms") == "$80 x 3 rooms = $240"
+    assert spelled((80, 2), (35.5, 1)) == "$80 x 2 + $35.50 = $195.50"
+    assert spelled((80, 1)) == "$80" and spelled((80, 3), noun=" rooms") == "$80 x 3 rooms = $240"
     assert several(["a"]) == "a" and several(["a", "b", "c"]) == "a, b and c"

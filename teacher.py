@@ -282,7 +282,7 @@ class Lesson:
 
     def hotel(self, stay):
         """What a list of hotels showed: the bed that is taken, and one that is not."""
-        bed = self.dear_bed(stay.city) or stay.bed
+        bed = self.taken(stay)
         row = self.row_of(bed, stay.city)
         self.say("hotel", city=stay.city, bed=bed.name, cost=self.night(row),
                  least=counted(bed.nights, "night") + " at least")
@@ -307,9 +307,9 @@ class Lesson:
     def survey(self, extras):
         """The hotels of the cities that are taken, and of some that are not."""
         stays = {stay.city: stay for stay in self.journey.stays}
-        most = max((self.dear_bed(city) or stay.bed).cost for city, stay in stays.items())
-        known = {step.arguments.get("city") for step in self.steps}
-        spare = {city: self.cheapest(city) for city in self.spare if city not in known}
+        most = max(self.taken(stay).cost for stay in stays.values())
+        given_up = self.end[1] if self.end[0] in ("way", "hotel") else ""
+        spare = {city: self.cheapest(city) for city in self.spare if city != given_up}
         likely = [city for city, row in spare.items()
                   if row is None or row.price * self.rooms(row) > most]
         others = self.rng.sample(likely, min(len(likely), extras))
@@ -329,7 +329,7 @@ class Lesson:
                 self.say("nothing", city=city)
         route = several(self.journey.route)
         for city in dearer:
-            worse = spare[city].review < min(self.row_of(stay.bed, stay.city).review
+            worse = spare[city].review < min(self.row_of(self.taken(stay), stay.city).review
                                              for stay in stays.values())
             slot = "choose dearer" if city in likely else "choose rated" if worse else "spare"
             self.say(slot, city=city, route=route, bed=spare[city].name,
@@ -341,9 +341,9 @@ class Lesson:
         rows = [row for row in self.database.hotels(city) if not self.why_not(row)]
         return min(rows, key=lambda row: row.price * self.rooms(row), default=None)
 
-    def dear_bed(self, city):
-        """The bed that will turn out too dear, None unless it is in this city."""
-        return self.end[2] if self.end[0] == "budget" and self.end[1].city == city else None
+    def taken(self, stay):
+        """The bed that is planned with so far: one that will turn out too dear, or the stay's."""
+        return self.end[2] if self.end[:2] == ("budget", stay) else stay.bed
 
     # ------------------------------------------------------------ ways
 
@@ -435,9 +435,9 @@ class Lesson:
         shares = [f"{n} in {city}" for n, city in zip(nights, self.journey.route, strict=True)]
         total = " + ".join(map(str, nights)) + f" = {sum(nights)}"
         self.say("split", sum=total, shares=several(shares))
-        longest = max(self.journey.stays, key=lambda stay: stay.bed.nights)
-        if longest.bed.nights > 1 and not self.dear_bed(longest.city):
-            self.say("minimum", bed=longest.bed.name, least=counted(longest.bed.nights, "night"))
+        longest = max(map(self.taken, self.journey.stays), key=lambda bed: bed.nights)
+        if longest.nights > 1:
+            self.say("minimum", bed=longest.name, least=counted(longest.nights, "night"))
 
     # ------------------------------------------------------------ meals, sights, sums
 
@@ -475,8 +475,7 @@ class Lesson:
         """[(what, terms)] of the costs, with the bed that is planned with so far."""
         journey = self.journey
         ways = [(way.cost / self.units(way), self.units(way)) for way in journey.ways]
-        beds = [((self.dear_bed(stay.city) or stay.bed).cost, stay.nights)
-                for stay in journey.stays]
+        beds = [(self.taken(stay).cost, stay.nights) for stay in journey.stays]
         eaten = [(sum(meal.cost for meal in stay.meals), self.people)
                  for stay in journey.stays if stay.meals]
         return [("ways", ways), ("nights", beds)] + [("meals", eaten)] * meals
@@ -493,9 +492,10 @@ class Lesson:
             return values
         _, stay, dear = self.end
         row, self.end = self.row_of(stay.bed, stay.city), (None,)
-        parts = several([f"{what} {text}" for what, text in said.items()])
-        self.say("over", **values | {"dear": dear.name, "city": stay.city, "bed": stay.bed.name,
-                                     "cost": self.night(row), "parts": parts})
+        values |= {"dear": dear.name, "city": stay.city, "bed": stay.bed.name,
+                   "least": counted(stay.bed.nights, "night"), "cost": self.night(row),
+                   "parts": several([f"{what} {text}" for what, text in said.items()])}
+        self.say("over", **values)
         self.fits(row)
         return self.settle(meals)
 

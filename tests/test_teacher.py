@@ -12,7 +12,7 @@ import solver
 import synth
 from evaluate import read_jsonl, score
 from sandbox import parse
-from teacher import spelled, several
+from teacher import several, spelled
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 NUMBER = r"\d+(?:[.:]\d+)*"
@@ -126,7 +126,12 @@ def test_the_last_thoughts_sum_is_the_judges_and_within_the_budget(rows):
 
 def test_what_is_given_up_does_not_come_back(rows):
     for row, _ in rows:
-        for thought, _ in thoughts(row):
+        for thought, shown in thoughts(row):
+            if "dead end" in thought and not re.search("split|budget|more than", thought):
+                ended = parse(row["messages"][2 * len(shown) - 2]["content"]).arguments.values()
+                later = [parse(each["content"]) for each in row["messages"][2 * len(shown):-1:2]]
+                asked = {city for call in later for city in call.arguments.values()}
+                assert not asked & set(ended) - {row["task"]["org"], "driving", "taxi"}, thought
             for city in re.findall(r"(?:In |^|\. )((?:[A-Z][\w.']* ?)+?) "
                                    r"(?:is out|nothing fits|is a dead end|has no hotel)", thought):
                 assert f"to {city}\n" not in row["answer"], (city, thought)

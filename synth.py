@@ -403,6 +403,8 @@ def make_episode(args, task):
         steps, last = solver.searches(task, journey), "the plan"
     else:
         journey = author.sensible_draft()
+        if not journey:
+            return {"id": task["id"], "model": "solver", "refused": ["names of several places"]}
         steps, last, style = Lesson(rng, task, database, journey).teach(style)
     world = evaluate.Travel(database)
     episode = world.episode(task, args.seed, args)

@@ -112,25 +112,39 @@ class Teacher:
         return solver.cheapest_journey(self.task, self.database, mode, route)
 
     def sensible_draft(self):
-        """A good draft that takes no taxis from end to end where one could drive."""
-        journey = self.good_draft()
+        """A good draft that takes no taxis from end to end where one could drive, and names nothing
+        that could be read as two places; None where five good ones do."""
         by_car = self.costs.get("road", np.array(math.inf)).min() <= self.task["budget"]
-        if journey.mode == "air" and by_car and not any(way.flies for way in journey.ways):
-            self.mode = "road"
+        for _ in range(5):
             journey = self.good_draft()
-        stays = [stay._replace(bed=self.better(stay)) for stay in journey.stays]
-        return journey._replace(stays=stays)
+            if journey.mode == "air" and by_car and not any(way.flies for way in journey.ways):
+                self.mode = "road"
+            elif all(map(self.is_plain, journey.stays)):
+                stays = [stay._replace(bed=self.better(stay)) for stay in journey.stays]
+                return journey._replace(stays=stays)
+        return None
+
+    def is_plain(self, stay):
+        names = [("restaurants", meal.name) for meal in stay.meals]
+        return all(means_one(self.database, table, stay.city, name)
+                   for table, name in [("hotels", stay.bed.name), *names])
 
     def better(self, stay):
         """The best reviewed bed that costs no more than a stay's, and of those the cheapest."""
         rows = solver.places(self.database, "hotels", stay.city)
         return min((bed for bed in solver.lodgings(self.task, self.database, stay.city)
-                    if bed.nights <= stay.nights and bed.cost <= stay.bed.cost),
+                    if bed.nights <= stay.nights and bed.cost <= stay.bed.cost
+                    and means_one(self.database, "hotels", stay.city, bed.name)),
                    key=lambda bed: -min(row.review for row in rows[bed.name]))
 
     def score(self, journey):
         plan = solver.lay_out(self.task, journey)
         return evaluate.score(self.task, plan, self.database, "strict")
+
+
+def means_one(database, table, city, name):
+    """Whether all rows that a judge may read a name as say the same."""
+    return len({row[1:] for row in solver.places(database, table, city)[name]}) == 1
 
 
 def faults(verdict):
@@ -271,8 +285,7 @@ class Lesson:
             number=self.task["visiting_city_number"], longest=self.longest)
 
     def row_of(self, bed, city):
-        return max(solver.places(self.database, "hotels", city)[bed.name],
-                   key=lambda row: row.price * self.rooms(row))
+        return solver.places(self.database, "hotels", city)[bed.name][0]
 
     def fits(self, row):
         if self.wish.get("room type"):
@@ -527,7 +540,8 @@ class Lesson:
         for stay in stays:
             for bed in solver.lodgings(task, database, stay.city):
                 more = (bed.cost - stay.bed.cost) * stay.nights
-                if bed.nights <= stay.nights and total + more > task["budget"]:
+                if (bed.nights <= stay.nights and total + more > task["budget"]
+                        and means_one(database, "hotels", stay.city, bed.name)):
                     ends["budget"].append(("budget", stay, bed))
         return {kind: found for kind, found in ends.items() if found}
 

@@ -118,9 +118,8 @@ def test_the_last_thoughts_sum_is_the_judges_and_within_the_budget(rows):
     for row, database in rows:
         last, _ = thoughts(row)[-1]
         total = float(re.findall(rf" = \$({NUMBER}),? (?:within|of) \$", last)[-1])
-        verdict = score(row["task"] | {"budget": -1}, row["plan"], database)
-        said = verdict["checks"]["valid_cost"][1]
-        assert total == float(re.search(r"costs \$([\d.e+]+)", said)[1])
+        said = score(row["task"] | {"budget": -1}, row["plan"], database)["checks"]["valid_cost"]
+        assert total == float(re.search(r"costs \$([\d.e+]+)", said[1])[1])
         assert total <= row["task"]["budget"]
 
 

@@ -532,7 +532,8 @@ def flags(argv=None):
     add = command("episodes", partial(complete, episodes), "let the solver or endpoints play tasks",
                   source, world, teachers)
     add("--styles", type=weights, default="direct",
-        help="of the solver, by weight: direct:5,exploring:3,backtracking:2")
+        help="of the solver, by weight: direct:5,exploring:3,backtracking:2; where nothing can go "
+        "wrong, backtracking comes to exploring")
     add = command("subsets", subsets, "draw the paper's data sets out of many tasks", source)
     add("--exclude", nargs="*", default=[], help="files of tasks that must not come again")
     add("--sizes", type=whole_numbers, default="100,200,500,1000,2000", help="at 4:3:3 [2]")

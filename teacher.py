@@ -176,11 +176,12 @@ def counted(n, noun):
 
 class Lesson:
     """A journey played as an agent would. steps: the searches with their thoughts; notes: what the
-    next thought says of what has been seen; end: the dead end to run into, as dead_ends has it."""
+    next thought says of what has been seen; end: the dead end to run into, as dead_ends has it;
+    further: whether more was looked at than the journey needs."""
 
     def __init__(self, rng, task, database, journey):
         self.rng, self.task, self.database, self.journey = rng, task, database, journey
-        self.steps, self.notes, self.end = [], [], (None,)
+        self.steps, self.notes, self.end, self.further = [], [], (None,), False
         self.wish, self.people = task["local_constraint"], task["people_number"]
         self.longest = task["days"] - task["visiting_city_number"]  # nights in one city
         cities = solver.stop_cities(task, database)
@@ -197,7 +198,7 @@ class Lesson:
 
     def teach(self, style):
         """(searches, last thought, the style it came to): where nothing can go wrong, backtracking
-        comes to exploring."""
+        comes to exploring, and that to direct where nothing else is to be seen."""
         ends = self.dead_ends() if style == "backtracking" else {}
         if ends:
             likely = [kind for kind in ends if kind != "budget"] or list(ends)
@@ -219,6 +220,7 @@ class Lesson:
         for i, stay in enumerate(self.journey.stays):
             self.eat_and_see(i, stay)
         self.close()
+        style = "direct" if style == "exploring" and not self.further else style
         return self.steps, " ".join(self.notes), style
 
     def place(self, i):
@@ -300,8 +302,8 @@ class Lesson:
         self.say("hotel", city=stay.city, bed=bed.name, cost=self.night(row),
                  least=counted(bed.nights, "night") + " at least")
         self.fits(row)
-        others = [other for other in self.database.hotels(stay.city) if other.name != bed.name
-                  and not re.search(r"[][\n]", other.name)]
+        others = [other for other in self.database.hotels(stay.city)
+                  if other.name.strip() != bed.name and not re.search(r"[][\n]", other.name)]
         cost = {other: other.price * self.rooms(other) for other in others}
         same = [other for other in others if cost[other] <= bed.cost and not self.why_not(other)
                 and other.minimum_nights <= stay.nights]
@@ -327,7 +329,7 @@ class Lesson:
                   if row is None or row.price * self.rooms(row) > most]
         others = self.rng.sample(likely, min(len(likely), extras))
         others = others or self.rng.sample(list(spare), min(len(spare), 1))
-        order, dearer = [*stays, *others], []
+        order, dearer, self.further = [*stays, *others], [], bool(others)
         self.rng.shuffle(order)
         for city in order:
             self.ask("survey", self.look("hotels", city), **self.place(0) | {"city": city})
@@ -372,6 +374,7 @@ class Lesson:
                 "home", self.journey.ways[-1]):
             self.go(slot, way)
             looked = looked or self.compare(way)
+        self.further = self.further or style == "exploring" and looked
 
     def go(self, slot, way):
         """The searches for a way, and what they showed."""

@@ -190,6 +190,21 @@ def test_a_teacher_looks_at_more_cities_than_it_takes_and_at_beds_before_it_spli
             assert len(looked) > task["visiting_city_number"] or "dead end" in str(row["messages"])
 
 
+def test_an_exploring_teacher_looks_at_a_city_or_a_way_that_it_does_not_take(rows):
+    rides = {"driving": "Self-driving", "taxi": "Taxi"}
+    for row, _ in rows:
+        further = False
+        for message in row["messages"][2:-1:2]:
+            call, answer = parse(message["content"]), row["answer"]
+            said = call.arguments
+            if call.name == "SearchAccommodation":
+                further = further or f"to {said['city']}\n" not in answer
+            elif call.name == "GoogleDistanceMatrix":
+                way = f"{rides[said['mode']]} from {said['departure']} to {said['destination']}"
+                further = further or way not in answer
+        assert further or not row["model"].endswith("exploring")
+
+
 def test_no_search_is_made_twice(rows):
     for row, _ in rows:
         calls = [each["content"].split("</think>")[1] for each in row["messages"][2:-1:2]]

@@ -41,7 +41,7 @@ SLOTS = ("breakfast", "attraction", "lunch", "dinner", "accommodation")
 FIELDS = ("current_city", "transportation", *SLOTS)
 TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
-LONGEST_TEXT = 200_000  # characters; what is longer is cut
+LONGEST_REPLY_TEXT = 200_000  # characters; what is longer is cut
 
 # What a line says of a slot, which is "?" if only a name can tell it. how: "field", "open" (a label
 # whose values are in the lines below), "prose", "check-in", or the time of day before a "?".
@@ -463,7 +463,7 @@ def read_plan(text, task, database):
     if not isinstance(text, str):
         return None, [], None
     names, home = names_of(database), task.get("org") or ""
-    lines = list(unfold(text[:LONGEST_TEXT], names))
+    lines = list(unfold(text[:LONGEST_REPLY_TEXT], names))
     cities = Counter(city for _, line in lines for city in names.cities.findall(line))
     (overview, *days), idle = read_days(lines, [city for city, _ in cities.most_common(8)], names)
     told = best_telling(days)
@@ -504,6 +504,9 @@ def itinerary(plan):
 
 # ---------------------------------------------------------------- by an LLM
 
+LONGEST_REPLY = 200_000  # characters of a reply; 32K tokens of English are some 130,000
+
+
 class ChatError(RuntimeError):
     """An endpoint refused, or gave no usable reply however often it was asked."""
 
@@ -524,6 +527,7 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
 
     The openai package tries time-outs, broken connections and status 408, 409, 429 and 5xx again,
     with growing pauses; a reply without text (empty, cut, no chat completion) is tried again here.
+    One of more than LONGEST_REPLY characters is refused as what it is, a context that ran over.
     """
     import openai
 
@@ -545,6 +549,8 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
             break
         with suppress(ValueError, LookupError, TypeError, AttributeError):
             text = reply.http_response.json()["choices"][0]["message"]["content"]
+            if len(text) > LONGEST_REPLY:
+                raise ChatError(f"{url}: a reply of {len(text):,} characters fits into no context")
             if text.strip():
                 return text
         problem = "a reply without text"
@@ -562,7 +568,8 @@ def format_plan(text, task, model, url, cache=None, retries=6, timeout=300, api_
         return json.loads(path.read_text())
     messages = [{"role": "system", "content": prompt}, {"role": "user", "content": ask}]
     for _ in range(2):  # a reply without a list is asked for once more, and never kept
-        reply = chat(url, model, messages, 0.0, timeout=timeout, retries=retries, api_key=api_key)
+        reply = chat(url, model, messages, 0.0, max_tokens=8192, timeout=timeout, retries=retries,
+                     api_key=api_key)
         days = load_json(reply)
         if isinstance(days, list):
             plan = [clean_day(day, i) for i, day in enumerate(days, 1) if isinstance(day, dict)]

@@ -34,14 +34,13 @@ from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
-
 import evaluate
 import solver
 from evaluate import LEVELS, append_jsonl, load_tasks, mean, recover_jsonl, write_jsonl
 from format_plan import ChatError, itinerary
 from sandbox import PROMPTS, open_database
 from solver import solve as solve  # handed on
+from teacher import Lesson, Teacher, entries, faults, fill
 
 # what tasks are drawn from; in another order a seed would give other tasks
 WISHES = ("house rule", "cuisine", "room type", "transportation")
@@ -50,6 +49,8 @@ ROOM_WISHES = ("entire room", "private room", "shared room", "not shared room")
 STYLES = ("direct", "exploring", "backtracking")
 MARCH = [f"2022-03-{day:02d}" for day in range(1, 32)]
 CUISINES = ("Chinese", "American", "Italian", "Mexican", "Indian", "Mediterranean", "French")
+PRONOUNS = {"We": "I", "we": "I", "are": "am", "Our": "My", "our": "my", "us": "me",
+            "ourselves": "myself"}  # of several who travel: of one
 SPELLED = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 # what a query must hold to state a wish; every other wish is stated by its own name
 NOT_SHARED = r"(\b(not|non|never|without|avoid|rather than|neither)\b|n't)[^.]{0,30}shar|unshared"
@@ -59,12 +60,6 @@ STATED = {
     "entire room": "entire|whole (room|pla|ap|ho|un)", "private room": "private",
     "shared room": f"^(?!.*({NOT_SHARED})).*shar", "not shared room": NOT_SHARED,
     "no flight": "fl(ight|y)|air", "no self-driving": "driv|behind the wheel"}
-
-
-def entries(path):
-    """{name: text} of a file's lines "name: text"; an indented line goes on with the one before."""
-    lines = re.sub(r"\n +", " ", path.read_text(encoding="utf-8").strip()).split("\n")
-    return dict(line.split(":", 1) for line in lines)
 
 
 # Of the forms between slashes one is drawn; 1 and 2 stand for one and for more. A tiny model's are
@@ -271,14 +266,14 @@ def write_query(rng, task, grammar):
                "days": task["days"]}
     values = numbers | {f"{name}_word": SPELLED[n] for name, n in numbers.items()}
     values |= {"org": task["org"], "dest": task["dest"], "budget": task["budget"]}
+    values |= PRONOUNS if numbers["n"] == 1 else {word: word for word in PRONOUNS}
     for end, i in ("first", 0), ("last", -1):
         values[end] = date = datetime.date.fromisoformat(task["date"][i])
         th = "th" if 10 < date.day < 14 else {1: "st", 2: "nd", 3: "rd"}.get(date.day % 10, "th")
         values[f"{end}_th"] = f"{date.day}{th}"
 
     def draw(slot):
-        form = rng.choice(re.split(r"\s/(?=\s)", grammar[slot]))
-        return " ".join(form.split()).format(**values)
+        return fill(rng, grammar[slot], values)
 
     who, place = f"who {min(numbers['n'], 2)}", f"place {min(numbers['cities'], 2)}"
     for slot in "ask", "trip", who, place, "dates", "money":
@@ -325,12 +320,12 @@ def count(n):
     return rf"(?<![\d-])\b({n}|{SPELLED[n]})\b"
 
 
-def teacher(args, draw):
+def endpoint_of(args, draw):
     """(name, generate) of an endpoint drawn at random, which is asked patiently: a run of days must
     not end for one bad hour."""
     url, name = random.Random(f"{args.seed}/{draw}").choice(args.endpoint)
     key = Path(args.key).read_text().strip() if args.key else None
-    options = {"temperature": args.temperature, "retries": 40, "api_key": key}
+    options = {"temperature": args.temperature, "max_tokens": 8192, "retries": 40, "api_key": key}
     return name, evaluate.api_generate(url, name, **options)
 
 
@@ -342,7 +337,7 @@ def say(args, task):
     prompt = (PROMPTS / "paraphrase.txt").read_text(encoding="utf-8")
     text = f"{prompt}\n{json.dumps(elements, ensure_ascii=False)}"
     for attempt in range(args.tries):
-        _, generate = teacher(args, f"{task['id']}/{attempt}")
+        _, generate = endpoint_of(args, f"{task['id']}/{attempt}")
         try:
             reply = generate([{"role": "user", "content": text}])
         except ChatError as error:
@@ -380,161 +375,6 @@ def complete(make, args):
 
 # ---------------------------------------------------------------- episodes
 
-class Teacher:
-    """The solver as the teacher of a task: not always the cheapest, and not always straight on."""
-
-    def __init__(self, rng, task, database):
-        self.rng, self.task, self.database = rng, task, database
-        self.costs, self.cities = solver.least_costs(task, database)
-
-    def pick(self, options, greed):
-        return options[0] if self.rng.random() < greed else self.rng.choice(options)
-
-    def draft(self, greed):
-        """A journey of random choices that keep the wishes, each the cheapest with probability
-        greed; None where they do not fit together. It flies where the budget allows it, as an agent
-        would that asks for flights first."""
-        task, database, rng = self.task, self.database, self.rng
-        mode = next(mode for mode in self.costs if self.costs[mode].min() <= task["budget"])
-        route = rng.choice(np.argwhere(self.costs[mode] <= task["budget"]).tolist())
-        route, nights = [self.cities[i] for i in route], rng.choice(solver.splits(task))
-        ways, beds, sights = [], [], []
-        for leg in solver.legs(task, route, nights):
-            options = solver.ways(task, database, mode, *leg)
-            ways.append([way for way in options if way.flies] or options)
-        for city, n in zip(route, nights, strict=True):
-            options = solver.lodgings(task, database, city)
-            beds.append([bed for bed in options if bed.nights <= n])
-            sights.append(list(solver.places(database, "attractions", city)))
-        meals = self.draft_meals(route, nights, greed)
-        enough = all(len(names) >= n - 1 for names, n in zip(sights, nights, strict=True))
-        if not (meals and enough and all(beds) and all(ways)):
-            return None
-        ways = [self.pick(options, greed) for options in ways]
-        sights = [rng.sample(names, n - 1) for names, n in zip(sights, nights, strict=True)]
-        beds = [self.pick(options, greed) for options in beds]
-        stays = map(solver.Stay, route, nights, beds, meals, sights)
-        return solver.Journey(mode, route, list(stays), ways)
-
-    def draft_meals(self, route, nights, greed):
-        """Meals per city: a restaurant for each wanted cuisine, then others; every second time a
-        dinner on arrival. None where a city has too few."""
-        wanted, served, chosen = solver.cuisines(self.task), 0, [[] for _ in route]
-        menus = [list(solver.menu(self.database, city, wanted)) for city in route]
-        for i in range(len(wanted)):
-            serving = [[meal for meal in options if meal.mask >> i & 1] for options in menus]
-            where = [c for c, options in enumerate(serving) if options]
-            if where and not served >> i & 1:
-                c = self.rng.choice(where)
-                chosen[c].append(self.pick(serving[c], greed))
-                menus[c].remove(chosen[c][-1])
-                served |= chosen[c][-1].mask
-        for meals, options, n in zip(chosen, menus, nights, strict=True):
-            need = max(3 * (n - 1) + (self.rng.random() < 0.5), len(meals))
-            if len(meals) + len(options) < need:
-                return None
-            while len(meals) < need:
-                first = self.rng.random() < greed
-                meals.append(options.pop(0 if first else self.rng.randrange(len(options))))
-            self.rng.shuffle(meals)
-        return chosen
-
-    def good_draft(self):
-        """The first of 40 drafts that is a success, drawn ever more greedily, else the solver's own
-        journey; and a draft whose only fault was its cost, or None."""
-        dear = None
-        for i in range(40):
-            found = self.draft(0.3 + 0.6 * i / 40)
-            wrong = faults(self.score(found)) if found else None
-            if wrong == []:
-                return found, dear
-            if wrong == ["valid_cost"]:
-                dear = found
-        _, mode, route = solver.cheapest_route(self.costs, self.cities)
-        return solver.cheapest_journey(self.task, self.database, mode, route), dear
-
-    def score(self, journey):
-        plan = solver.lay_out(self.task, journey)
-        return evaluate.score(self.task, plan, self.database, "strict")
-
-    def side_looks(self, journey):
-        """One to three reasonable searches that turn out not to be needed."""
-        mode = "road" if journey.mode == "air" else "air"
-        cities = solver.stop_cities(self.task, self.database)
-        looks = [search for city in cities if city not in journey.route
-                 for search in solver.city_searches(city)]
-        looks.append(solver.state_search(self.database.cities[journey.route[0]]))
-        if mode in self.costs:
-            for way in journey.ways[0], journey.ways[-1]:
-                looks += solver.way_searches(self.task, mode, way.a, way.b, way.date, mode == "air")
-        looks = self.rng.sample(looks, min(len(looks), self.rng.randint(1, 3)))
-        return [look._replace(thought=f"to compare: {look.thought}") for look in looks]
-
-    def dead_ends(self, journey):
-        """(searches, thought) of dead ends: what runs into one, and turns back from it."""
-        task, database, (mode, route, *_) = self.task, self.database, journey
-        home, first, last = task["org"], task["date"][0], task["date"][-1]
-        names, other = {"air": "flight", "road": "road"}, "road" if mode == "air" else "air"
-        barred = other in self.costs and self.costs[other].min() == math.inf
-        if barred and not solver.ways(task, database, other, home, route[0], first):
-            steps = solver.way_searches(task, other, home, route[0], first, other == "air")
-            thought = f"no {names[other]} from {home} to {route[0]}"
-            yield steps[-1:], f"{thought}, go back and look for another way"
-        back, longest = "go back and choose another city", len(task["date"]) - len(route)
-        for i in self.rng.sample(range(len(self.cities)), len(self.cities)):
-            city, costs = self.cities[i], self.costs[mode]
-            least = min(costs.take(i, axis).min() for axis in range(costs.ndim))
-            if city in route or least <= task["budget"]:
-                continue
-            start, looks = solver.state_search(task["dest"]), solver.city_searches(city)
-            beds = solver.lodgings(task, database, city)
-            if not any(bed.nights <= longest for bed in beds):
-                yield [start, looks[0]], f"{city} has no hotel that fits, {back}"
-            for a, b, date in (home, city, first), (city, home, last):
-                if not solver.ways(task, database, mode, a, b, date):
-                    steps = solver.way_searches(task, mode, a, b, date, mode == "air")
-                    yield [start, *steps], f"no {names[mode]} from {a} to {b}, {back}"
-            if least < math.inf:
-                why = f"with {city} the trip costs ${least:.0f} or more, over ${task['budget']}"
-                yield [start, *looks[:2]], f"{why}, {back}"
-
-    def teach(self, style):
-        """Searches, last thought, journey, and the style that it came to: where nothing can go
-        wrong, backtracking comes to exploring."""
-        (journey, dear), last, end = self.good_draft(), "the plan", None
-        steps = solver.searches(self.task, journey)
-        if style == "backtracking":
-            end = next(self.dead_ends(journey), None)
-        if end:
-            detour, why = end
-            calls = [search[1:] for search in detour]
-            onward, *rest = (search for search in steps if search[1:] not in calls)
-            steps = [*detour, onward._replace(thought=f"{why}: {onward.thought}"), *rest]
-        elif style == "backtracking" and dear and dear[:2] == journey[:2]:  # mode and route
-            why = self.score(dear)["checks"]["valid_cost"][1]
-            last = f"with {dear.stays[0].bed.name} {why}, go back and choose cheaper ones: the plan"
-        elif style != "direct":
-            style, calls = "exploring", [search[1:] for search in steps]
-            for look in self.side_looks(journey):
-                if look[1:] not in calls:
-                    steps.insert(self.rng.randint(1, len(steps)), look)
-        return steps, last, journey, style
-
-
-def faults(verdict):
-    return [name for name, (passed, _) in verdict["checks"].items() if passed is False]
-
-
-def account(task, journey):
-    """The last thought before an answer: what ways, hotels and meals cost all together."""
-    meals = sum(meal.cost for stay in journey.stays for meal in stay.meals)
-    dollars = {"ways": sum(way.cost for way in journey.ways),
-               "hotels": sum(stay.nights * stay.bed.cost for stay in journey.stays),
-               "meals": meals * task["people_number"]}
-    sums = " + ".join(f"{name} ${cost:g}" for name, cost in dollars.items())
-    return f"{sums} = ${sum(dollars.values()):g}, within ${task['budget']:g}: the plan"
-
-
 def numbered(answer, shown):
     """An answer with the number of its row before each meal and attraction that the tools showed.
 
@@ -557,9 +397,15 @@ def make_episode(args, task):
     if reason:
         return {"id": task["id"], "model": "solver", "refused": [reason]}
     style = rng.choices(list(args.styles), list(args.styles.values()))[0]
-    steps, last, journey, style = Teacher(rng, task, database).teach(style)
-    if args.like == "paper":
-        last = last.removesuffix("the plan") + account(task, journey)
+    author = Teacher(rng, task, database)
+    if args.like == "tiny" and style == "direct":  # no more words than so small a model can learn
+        journey = author.good_draft()
+        steps, last = solver.searches(task, journey), "the plan"
+    else:
+        journey = author.sensible_draft()
+        if not journey:
+            return {"id": task["id"], "model": "solver", "refused": ["names of several places"]}
+        steps, last, style = Lesson(rng, task, database, journey).teach(style)
     world = evaluate.Travel(database)
     episode = world.episode(task, args.seed, args)
     for step in steps:
@@ -594,11 +440,11 @@ def episodes(args, todo):
         return
 
     def generate(messages):
-        return teacher(args, messages[1]["content"])[1](messages)
+        return endpoint_of(args, messages[1]["content"])[1](messages)
 
     plays = (world.episode(task, args.seed, args) for task in todo)
     for episode in evaluate.play(generate, plays, args.concurrency):
-        yield accept(world, episode, teacher(args, episode.task["query"])[0])
+        yield accept(world, episode, endpoint_of(args, episode.task["query"])[0])
 
 
 # ---------------------------------------------------------------- subsets
@@ -686,7 +532,8 @@ def flags(argv=None):
     add = command("episodes", partial(complete, episodes), "let the solver or endpoints play tasks",
                   source, world, teachers)
     add("--styles", type=weights, default="direct",
-        help="of the solver, by weight: direct:5,exploring:3,backtracking:2")
+        help="of the solver, by weight: direct:5,exploring:3,backtracking:2; where nothing can go "
+        "wrong, backtracking comes to exploring")
     add = command("subsets", subsets, "draw the paper's data sets out of many tasks", source)
     add("--exclude", nargs="*", default=[], help="files of tasks that must not come again")
     add("--sizes", type=whole_numbers, default="100,200,500,1000,2000", help="at 4:3:3 [2]")

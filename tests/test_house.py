@@ -17,7 +17,7 @@ STAGES = ("synth.py", "sft.py", "grpo.py", "arpo.py")
 # imported inside the functions that use them
 HEAVY = ["vllm", "deepspeed", "transformers", "matplotlib", "openai", "fastapi", "uvicorn"]
 WITHOUT_TORCH = ("sandbox.py", "wording.py", "markup.py", "format_plan.py", "constraints.py",
-                 "solver.py", "template.py", "evaluate.py", "synth.py")
+                 "solver.py", "template.py", "evaluate.py", "teacher.py", "synth.py")
 # who may import whom: a line downwards, stages share the sandbox and evaluate, leaves are imported
 # by no stage
 FLOOR = ["sandbox", "format_plan", "constraints", "solver"]
@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "format_plan.py": {"sandbox", "wording", "markup"},
     "constraints.py": {"format_plan", "wording"},
     "solver.py": {"constraints", "format_plan"}, "evaluate.py": {*FLOOR, "template", "engine"},
-    "synth.py": {"sandbox", "evaluate", "constraints", "solver", "format_plan"},
+    "teacher.py": {"sandbox", "evaluate", "constraints", "solver"},
+    "synth.py": {"sandbox", "evaluate", "constraints", "solver", "format_plan", "teacher"},
     "tiny.py": {"sandbox", "evaluate", "constraints", "solver", "synth"},
     "qa_eval.py": {"sandbox", "evaluate", "retriever"}, "retriever.py": set(),
     "memory.py": {"evaluate", "sft"}, "report.py": {"evaluate"},
@@ -41,7 +42,8 @@ LIMITS = {  # lines
     "wording.py": 164, "markup.py": 120, "sandbox.py": 600, "format_plan.py": 650,
     "constraints.py": 720, "solver.py": 320, "template.py": 150, "engine.py": 220,
     "evaluate.py": 650, "report.py": 400,
-    "leaderboard.py": 130, "synth.py": 750, "tiny.py": 480, "sft.py": 430, "grpo.py": 800,
+    "leaderboard.py": 130, "synth.py": 600, "teacher.py": 540, "tiny.py": 480, "sft.py": 430,
+    "grpo.py": 800,
     "arpo.py": 900, "memory.py": 150, "retriever.py": 360, "qa_eval.py": 420, "run.sh": 236,
     "setup.sh": 130, "axes.sh": 130, "README.md": 173}
 TOOL_LIMITS = {

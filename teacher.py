@@ -1,0 +1,584 @@
+"""
+The solver as a teacher: how it plays a task so that a model learns to look, weigh and turn back.
+
+    (1) draft   a journey of random choices that keeps every wish and the budget
+    (2) lesson  the searches for it as an agent asks them, from cities over beds and ways to meals;
+                other cities are looked at too, and a dead end is run into where one is wanted
+    (3) argue   before each search the teacher says what the last one showed: prices for the group,
+                minimum nights, room type, house rule, cuisines still missing, dollars spent
+
+What a thought says is true, and known from the query or an observation by then: the solver decides
+what is looked at, but gives no reason that an agent could not have. Sums are spelled out.
+
+Reads   database/prompts/thoughts.txt, the wording: of the forms between slashes one is drawn
+Used by synth.py
+    python synth.py episodes --tasks data/q.jsonl --like paper --styles backtracking --out sft.jsonl
+"""
+import math
+import re
+
+import numpy as np
+
+import evaluate
+import solver
+from constraints import ROOM_TYPES
+from sandbox import PROMPTS
+
+
+def entries(path):
+    """{name: text} of a file's lines "name: text"; an indented line goes on with the one before."""
+    lines = re.sub(r"\n +", " ", path.read_text(encoding="utf-8").strip()).split("\n")
+    return dict(line.split(":", 1) for line in lines)
+
+
+def fill(rng, forms, values):
+    """One of the forms between slashes, with values in its slots."""
+    form = rng.choice(re.split(r"\s/(?=\s)", forms))
+    return " ".join(form.split()).format(**values)
+
+
+FORMS = entries(PROMPTS / "thoughts.txt")
+
+
+# ---------------------------------------------------------------- (1) draft
+
+class Teacher:
+    """The solver as the teacher of a task: not always the cheapest, and not always straight on."""
+
+    def __init__(self, rng, task, database):
+        self.rng, self.task, self.database = rng, task, database
+        self.costs, self.cities = solver.least_costs(task, database)
+        self.mode = next(mode for mode in self.costs if self.costs[mode].min() <= task["budget"])
+
+    def pick(self, options, greed):
+        return options[0] if self.rng.random() < greed else self.rng.choice(options)
+
+    def draft(self, greed):
+        """A journey of random choices that keep the wishes, each the cheapest with probability
+        greed; None where they do not fit together. It flies where the budget allows it, as an agent
+        would that asks for flights first."""
+        task, database, rng, mode = self.task, self.database, self.rng, self.mode
+        route = rng.choice(np.argwhere(self.costs[mode] <= task["budget"]).tolist())
+        route, nights = [self.cities[i] for i in route], rng.choice(solver.splits(task))
+        ways, beds, sights = [], [], []
+        for leg in solver.legs(task, route, nights):
+            options = solver.ways(task, database, mode, *leg)
+            ways.append([way for way in options if way.flies] or options)
+        for city, n in zip(route, nights, strict=True):
+            options = solver.lodgings(task, database, city)
+            beds.append([bed for bed in options if bed.nights <= n])
+            sights.append(list(solver.places(database, "attractions", city)))
+        meals = self.draft_meals(route, nights, greed)
+        enough = all(len(names) >= n - 1 for names, n in zip(sights, nights, strict=True))
+        if not (meals and enough and all(beds) and all(ways)):
+            return None
+        ways = [self.pick(options, greed) for options in ways]
+        sights = [rng.sample(names, n - 1) for names, n in zip(sights, nights, strict=True)]
+        beds = [self.pick(options, greed) for options in beds]
+        stays = map(solver.Stay, route, nights, beds, meals, sights)
+        return solver.Journey(mode, route, list(stays), ways)
+
+    def draft_meals(self, route, nights, greed):
+        """Meals per city: a restaurant for each wanted cuisine, then others; every second time a
+        dinner on arrival. None where a city has too few."""
+        wanted, served, chosen = solver.cuisines(self.task), 0, [[] for _ in route]
+        menus = [list(solver.menu(self.database, city, wanted)) for city in route]
+        for i in range(len(wanted)):
+            serving = [[meal for meal in options if meal.mask >> i & 1] for options in menus]
+            where = [c for c, options in enumerate(serving) if options]
+            if where and not served >> i & 1:
+                c = self.rng.choice(where)
+                chosen[c].append(self.pick(serving[c], greed))
+                menus[c].remove(chosen[c][-1])
+                served |= chosen[c][-1].mask
+        for meals, options, n in zip(chosen, menus, nights, strict=True):
+            need = max(3 * (n - 1) + (self.rng.random() < 0.5), len(meals))
+            if len(meals) + len(options) < need:
+                return None
+            while len(meals) < need:
+                first = self.rng.random() < greed
+                meals.append(options.pop(0 if first else self.rng.randrange(len(options))))
+            self.rng.shuffle(meals)
+        return chosen
+
+    def good_draft(self):
+        """The first of 40 drafts that is a success, drawn ever more greedily, else the solver's own
+        journey."""
+        for i in range(40):
+            found = self.draft(0.3 + 0.6 * i / 40)
+            if found and not faults(self.score(found)):
+                return found
+        _, mode, route = solver.cheapest_route(self.costs, self.cities)
+        return solver.cheapest_journey(self.task, self.database, mode, route)
+
+    def sensible_draft(self):
+        """A good draft that takes no taxis from end to end where one could drive, and names nothing
+        that could be read as two places; None where five good ones do."""
+        by_car = self.costs.get("road", np.array(math.inf)).min() <= self.task["budget"]
+        for _ in range(5):
+            journey = self.good_draft()
+            if journey.mode == "air" and by_car and not any(way.flies for way in journey.ways):
+                self.mode = "road"
+            elif all(map(self.is_plain, journey.stays)):
+                stays = [stay._replace(bed=self.better(stay)) for stay in journey.stays]
+                return journey._replace(stays=stays)
+        return None
+
+    def is_plain(self, stay):
+        names = [("restaurants", meal.name) for meal in stay.meals]
+        return all(means_one(self.database, table, stay.city, name)
+                   for table, name in [("hotels", stay.bed.name), *names])
+
+    def better(self, stay):
+        """The best reviewed bed that costs no more than a stay's, and of those the cheapest."""
+        rows = solver.places(self.database, "hotels", stay.city)
+        return min((bed for bed in solver.lodgings(self.task, self.database, stay.city)
+                    if bed.nights <= stay.nights and bed.cost <= stay.bed.cost
+                    and means_one(self.database, "hotels", stay.city, bed.name)),
+                   key=lambda bed: -min(row.review for row in rows[bed.name]))
+
+    def score(self, journey):
+        plan = solver.lay_out(self.task, journey)
+        return evaluate.score(self.task, plan, self.database, "strict")
+
+
+def means_one(database, table, city, name):
+    """Whether all rows that a judge may read a name as say the same."""
+    return len({row[1:] for row in solver.places(database, table, city)[name]}) == 1
+
+
+def faults(verdict):
+    return [name for name, (passed, _) in verdict["checks"].items() if passed is False]
+
+# ---------------------------------------------------------------- (2) lesson
+
+def money(dollars):
+    """Dollars as a thought writes them, without a sign."""
+    return f"{dollars:.2f}".removesuffix(".00")
+
+
+def spelled(*terms, noun=""):
+    """(dollars, times) terms as a sum that is spelled out: "$80 x 2 nights + $35 = $195"."""
+    said = " + ".join(f"${money(cost)}" + f" x {n}{noun}" * (n != 1) for cost, n in terms)
+    total = sum(cost * n for cost, n in terms)
+    return f"{said} = ${money(total)}" if len(terms) > 1 or terms[0][1] != 1 else said
+
+
+def several(words):
+    """"a, b and c"."""
+    *head, last = words
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+def counted(n, noun):
+    return f"{n:g} {noun}{'s' * (n != 1)}"
+
+
+class Lesson:
+    """A journey played as an agent would. steps: the searches with their thoughts; notes: what the
+    next thought says of what has been seen; end: the dead end to run into, as dead_ends has it;
+    further: whether more was looked at than the journey needs."""
+
+    def __init__(self, rng, task, database, journey):
+        self.rng, self.task, self.database, self.journey = rng, task, database, journey
+        self.steps, self.notes, self.end, self.further = [], [], (None,), False
+        self.wish, self.people = task["local_constraint"], task["people_number"]
+        self.longest = task["days"] - task["visiting_city_number"]  # nights in one city
+        cities = solver.stop_cities(task, database)
+        self.spare = [city for city in cities if city not in journey.route]
+
+    def say(self, slot, **values):
+        self.notes.append(fill(self.rng, FORMS[slot], values))
+
+    def ask(self, slot, search, **values):
+        self.say(slot, **values)
+        text = " ".join(self.notes)
+        self.steps.append(search._replace(thought=text[0].upper() + text[1:]))
+        self.notes = []
+
+    def teach(self, style):
+        """(searches, last thought, the style it came to): where nothing can go wrong, backtracking
+        comes to exploring, and that to direct where nothing else is to be seen."""
+        ends = self.dead_ends() if style == "backtracking" else {}
+        if ends:
+            likely = [kind for kind in ends if kind != "budget"] or list(ends)
+            self.end = self.rng.choice(ends[self.rng.choice(likely)])
+        elif style == "backtracking":
+            style = "exploring"
+        self.open()
+        if self.end[0] in ("way", "hotel"):
+            self.run_into_city(*self.end)
+        if len(self.journey.route) > 1:
+            self.survey({"direct": 1, "exploring": 3, "backtracking": 1}[style])
+        self.go_out_and_home(style)
+        if len(self.journey.route) == 1:
+            self.ask("beds", self.look("hotels", *self.journey.route), **self.place(0))
+            self.hotel(self.journey.stays[0])
+        self.hops()
+        if self.end[0] != "budget":
+            self.say("so far", **self.settle(meals=False))
+        for i, stay in enumerate(self.journey.stays):
+            self.eat_and_see(i, stay)
+        self.close()
+        style = "direct" if style == "exploring" and not self.further else style
+        return self.steps, " ".join(self.notes), style
+
+    def place(self, i):
+        return {"city": self.journey.route[i], "people": counted(self.people, "person")
+                if self.people == 1 else f"{self.people} people"}
+
+    def look(self, table, city):
+        return solver.Search("", solver.SEARCHES[table], {"city": city})
+
+    def open(self):
+        task, many = self.task, len(self.journey.route) > 1
+        wishes = [fill(self.rng, FORMS[name if name == "cuisine" else wish],
+                       {"cuisines": several(wish) if name == "cuisine" else ""})
+                  for name, wish in self.wish.items() if wish]
+        values = self.place(0) | {
+            "days": task["days"], "number": task["visiting_city_number"], "dest": task["dest"],
+            "budget": money(task["budget"]), "wishes": "".join(f"; {wish}" for wish in wishes)}
+        if not many:
+            return self.say("opening one", **values)
+        self.ask("opening many", solver.state_search(task["dest"]), **values)
+        return self.say("cities", found=len(self.database.states[task["dest"]]))
+
+    # ------------------------------------------------------------ beds
+
+    def rooms(self, row):
+        return math.ceil(self.people / max(1, row.maximum_occupancy))
+
+    def night(self, row):
+        """What a night costs the group, spelled out."""
+        return spelled((row.price, self.rooms(row)), noun=" rooms")
+
+    def has_rule(self, row):
+        rule = self.wish.get("house rule")
+        return bool(rule) and f"No {rule}" in row.house_rules
+
+    def has_other_room(self, row):
+        room = self.wish.get("room type")
+        return (room == "not shared room" and row.room_type == "Shared room"
+                or room in ROOM_TYPES and row.room_type != ROOM_TYPES[room])
+
+    def why_not(self, row):
+        """What is wrong with a hotel, in words; "" where nothing is."""
+        if self.has_rule(row):
+            return FORMS["forbids"].strip().format(rule=self.wish["house rule"])
+        if self.has_other_room(row):
+            return FORMS["is no"].strip().format(kind=row.room_type)
+        if row.minimum_nights > self.longest:
+            least = counted(row.minimum_nights, "night")
+            return FORMS["too long"].strip().format(least=least)
+        return ""
+
+    def why_none(self, city):
+        """Why no hotel of a city will do, in words; "" where one does."""
+        rows, rule = self.database.hotels(city), self.wish.get("house rule")
+        if not rows or not all(map(self.why_not, rows)):
+            return ""
+        right = [row for row in rows if not self.has_other_room(row)]
+        allowed = [row for row in right if not self.has_rule(row)]
+        least = min((row.minimum_nights for row in allowed), default=0)
+        slot = ("all too long" if allowed else "none is" if not right else
+                "all forbid" if all(map(self.has_rule, rows)) else "none is both")
+        return " ".join(FORMS[slot].split()).format(
+            rule=rule, least=counted(least, "night"), days=self.task["days"],
+            number=self.task["visiting_city_number"], longest=self.longest)
+
+    def row_of(self, bed, city):
+        return solver.places(self.database, "hotels", city)[bed.name][0]
+
+    def fits(self, row):
+        if self.wish.get("room type"):
+            self.say("fits room", kind=row.room_type)
+        if self.wish.get("house rule"):
+            self.say("fits rule", rule=self.wish["house rule"])
+
+    def hotel(self, stay):
+        """What a list of hotels showed: the bed that is taken, and one that is not."""
+        bed = self.taken(stay)
+        row = self.row_of(bed, stay.city)
+        self.say("hotel", city=stay.city, bed=bed.name, cost=self.night(row),
+                 least=counted(bed.nights, "night") + " at least")
+        self.fits(row)
+        others = [other for other in self.database.hotels(stay.city)
+                  if other.name.strip() != bed.name and not re.search(r"[][\n]", other.name)]
+        cost = {other: other.price * self.rooms(other) for other in others}
+        same = [other for other in others if cost[other] <= bed.cost and not self.why_not(other)
+                and other.minimum_nights <= stay.nights]
+        if same and all(other.review < row.review for other in same):
+            self.say("rated", review=f"{row.review:g}")
+        unfit = [other for other in others if cost[other] < bed.cost and self.why_not(other)]
+        dear = [other for other in others if cost[other] > bed.cost]
+        for slot, found in ("unfit", unfit), ("dearer", dear):
+            if found:
+                other = self.rng.choice(found)
+                self.say(slot, other=other.name, cost=self.night(other), why=self.why_not(other))
+                break
+        if bed is not stay.bed:
+            self.say("takes it")
+
+    def survey(self, extras):
+        """The hotels of the cities that are taken, and of some that are not."""
+        stays = {stay.city: stay for stay in self.journey.stays}
+        most = max(self.taken(stay).cost for stay in stays.values())
+        given_up = self.end[1] if self.end[0] in ("way", "hotel") else ""
+        spare = {city: self.cheapest(city) for city in self.spare if city != given_up}
+        likely = [city for city, row in spare.items()
+                  if row is None or row.price * self.rooms(row) > most]
+        others = self.rng.sample(likely, min(len(likely), extras))
+        others = others or self.rng.sample(list(spare), min(len(spare), 1))
+        order, dearer, self.further = [*stays, *others], [], bool(others)
+        self.rng.shuffle(order)
+        for city in order:
+            self.ask("survey", self.look("hotels", city), **self.place(0) | {"city": city})
+            if city in stays:
+                self.hotel(stays[city])
+            elif row := spare[city]:
+                self.say("else fits", city=city, bed=row.name, cost=self.night(row))
+                dearer.append(city)
+            elif self.database.hotels(city):
+                self.say("none fits", city=city, why=self.why_none(city))
+            else:
+                self.say("nothing", city=city)
+        route = several(self.journey.route)
+        for city in dearer:
+            worse = spare[city].review < min(self.row_of(self.taken(stay), stay.city).review
+                                             for stay in stays.values())
+            slot = "choose dearer" if city in likely else "choose rated" if worse else "spare"
+            self.say(slot, city=city, route=route, bed=spare[city].name,
+                     review=f"{spare[city].review:g}")
+        self.say("choose", route=route)
+
+    def cheapest(self, city):
+        """The cheapest row that fits, None where there is none."""
+        rows = [row for row in self.database.hotels(city) if not self.why_not(row)]
+        return min(rows, key=lambda row: row.price * self.rooms(row), default=None)
+
+    def taken(self, stay):
+        """The bed that is planned with so far: one that will turn out too dear, or the stay's."""
+        return self.end[2] if self.end[:2] == ("budget", stay) else stay.bed
+
+    # ------------------------------------------------------------ ways
+
+    def units(self, way):
+        """Tickets or cars that a way takes."""
+        return self.people if way.flies else math.ceil(
+            self.people / (5 if self.journey.mode == "road" else 4))
+
+    def go_out_and_home(self, style):
+        by_road = self.wish.get("transportation") == "no flight"
+        looked = style != "exploring"
+        for slot, way in ("out road" if by_road else "out", self.journey.ways[0]), (
+                "home", self.journey.ways[-1]):
+            self.go(slot, way)
+            looked = looked or self.compare(way)
+        self.further = self.further or style == "exploring" and looked
+
+    def go(self, slot, way):
+        """The searches for a way, and what they showed."""
+        found = self.database.flights(way.a, way.b, way.date)
+        for search in solver.way_searches(self.task, self.journey.mode, way.a, way.b, way.date,
+                                          way.flies):
+            self.ask(slot, search, a=way.a, b=way.b)
+            if search.tool == "SearchFlight" and not way.flies:
+                slot = "driving" if self.journey.mode == "road" else "taxi"
+                if found:
+                    least = min(found, key=lambda row: row.price)
+                    self.say("flights dear", number=least.number,
+                             cost=spelled((least.price, self.people), noun=" people"))
+                else:
+                    self.say("no flight that day", a=way.a, b=way.b)
+        if way.flies:
+            return self.flight(way, found)
+        self.road(way)
+        if slot == "driving" and found and way.cost < least.price * self.people:
+            self.say("less", other=money(least.price * self.people))
+        return None
+
+    def flight(self, way, found):
+        """What a list of flights showed: the one that is taken, and one that is not."""
+        number = way.words[15:].split(",")[0]
+        row = next(row for row in found if row.number == number)
+        self.say("flight", number=number, leaves=row.departure,
+                 cost=spelled((row.price, self.people), noun=" people"))
+        for other in found:
+            slot = "cheaper" if other.price > row.price else (
+                "later" if other.departure < row.departure else "earlier")
+            if other.price != row.price and other.departure != row.departure:
+                self.say(f"flight {slot}", other=other.number, price=money(other.price),
+                         leaves=other.departure)
+                break
+
+    def road(self, way):
+        kind, units = "driving" if self.journey.mode == "road" else "taxi", self.units(way)
+        duration = self.database.distance(way.a, way.b).duration
+        self.say(f"by {kind}", duration=duration,
+                 cost=spelled((way.cost / units, units), noun=" cars"))
+
+    def compare(self, way):
+        """A look at another way, which is not taken; False where there is no other to look at."""
+        by_air = self.journey.mode == "air"
+        if by_air and not way.flies:
+            return False
+        by_taxi = not by_air or bool(self.wish.get("transportation"))
+        words, per_km, seats = ("a taxi", 1, 4) if by_taxi else ("driving", 0.05, 5)
+        self.ask("compare", solver.Search("", "GoogleDistanceMatrix", {
+            "departure": way.a, "destination": way.b, "mode": words.removeprefix("a ")}),
+            kind=words, a=way.a, b=way.b)
+        road = solver.drive(self.database, way.a, way.b)
+        if not road:
+            self.say("compare none", a=way.a, b=way.b)
+            return True
+        cost, cars = int(road.km * per_km), math.ceil(self.people / seats)
+        self.say("compare less" if cost * cars < way.cost else "compare more",
+                 kind=words.capitalize(), cost=spelled((cost, cars), noun=" cars"),
+                 duration=self.database.distance(way.a, way.b).duration)
+        return True
+
+    def hops(self):
+        """The ways from city to city, once the nights are split."""
+        journey = self.journey
+        if self.end[0] == "split":
+            self.run_into_split(*self.end[1:])
+        if len(journey.route) > 1:
+            self.split([stay.nights for stay in journey.stays])
+        for way in journey.ways[1:-1]:
+            self.go("hop", way)
+
+    def split(self, nights):
+        shares = [f"{n} in {city}" for n, city in zip(nights, self.journey.route, strict=True)]
+        total = " + ".join(map(str, nights)) + f" = {sum(nights)}"
+        self.say("split", sum=total, shares=several(shares))
+        longest = max(map(self.taken, self.journey.stays), key=lambda bed: bed.nights)
+        if longest.nights > 1:
+            self.say("minimum", bed=longest.name, least=counted(longest.nights, "night"))
+
+    # ------------------------------------------------------------ meals, sights, sums
+
+    def eat_and_see(self, i, stay):
+        wanted = solver.cuisines(self.task)
+        served = [meal.mask for before in self.journey.stays[:i] for meal in before.meals]
+        missing = self.unserved(served)
+        if stay.meals:
+            self.ask("restaurants wanted" if missing else "restaurants",
+                     self.look("restaurants", stay.city), city=stay.city,
+                     cuisines=several(missing or [""]))
+            self.say("meals", city=stay.city, count=counted(len(stay.meals), "meal"),
+                     cost=spelled(*((meal.cost, 1) for meal in stay.meals)))
+            for meal in stay.meals:
+                new = [name for name in missing if meal.mask >> wanted.index(name) & 1]
+                if new:
+                    self.say("serves", meal=meal.name, cuisines=several(new))
+                    missing = [name for name in missing if name not in new]
+            if missing:
+                self.say("missing", cuisines=several(missing))
+            elif self.unserved(served):
+                self.say("covered")
+        if i == 0 and self.end[0] == "budget":
+            self.say("so far", **self.settle(meals=False))
+        if stay.sights:
+            self.ask("attractions", self.look("attractions", stay.city), city=stay.city)
+            self.say("sights", sights=several([f"[{name}]" for name in stay.sights]))
+
+    def unserved(self, masks):
+        """The wanted cuisines that none of these meals serves."""
+        return [name for i, name in enumerate(solver.cuisines(self.task))
+                if not any(mask >> i & 1 for mask in masks)]
+
+    def bill(self, meals=True):
+        """[(what, terms)] of the costs, with the bed that is planned with so far."""
+        journey = self.journey
+        ways = [(way.cost / self.units(way), self.units(way)) for way in journey.ways]
+        beds = [(self.taken(stay).cost, stay.nights) for stay in journey.stays]
+        eaten = [(sum(meal.cost for meal in stay.meals), self.people)
+                 for stay in journey.stays if stay.meals]
+        return [("ways", ways), ("nights", beds)] + [("meals", eaten)] * meals
+
+    def settle(self, meals=True):
+        """The bill in words, after a bed that makes it too dear has been given back."""
+        bill = self.bill(meals)
+        sums = [sum(cost * n for cost, n in terms) for _, terms in bill]
+        said = {what: spelled(*terms) for what, terms in bill}
+        values = said | {"sum": spelled(*((cost, 1) for cost in sums)),
+                         "budget": money(self.task["budget"]), "spent": money(sum(sums)),
+                         "left": f"${money(self.task['budget'] - sum(sums))}"}
+        if sum(sums) <= self.task["budget"]:
+            return values
+        _, stay, dear = self.end
+        row, self.end = self.row_of(stay.bed, stay.city), (None,)
+        values |= {"dear": dear.name, "city": stay.city, "bed": stay.bed.name,
+                   "least": counted(stay.bed.nights, "night"), "cost": self.night(row),
+                   "parts": several([f"{what} {text}" for what, text in said.items()])}
+        self.say("over", **values)
+        self.fits(row)
+        return self.settle(meals)
+
+    def close(self):
+        self.say("final", **self.settle())
+        if any(self.wish.values()):
+            self.say("kept")
+
+    # ------------------------------------------------------------ dead ends
+
+    def dead_ends(self):
+        """{kind: what an agent could run into on its way to this journey}: a city without a way
+        or a bed, a split of the nights without a way between, a bed beyond the budget."""
+        task, database, (mode, route, stays, _) = self.task, self.database, self.journey
+        home, first, last = task["org"], task["date"][0], task["date"][-1]
+        ends = {"way": [], "hotel": [], "split": [], "budget": []}
+        for city in self.spare:
+            if self.why_none(city):
+                ends["hotel"].append(("hotel", city))
+            for leg in (home, city, first), (city, home, last):
+                if self.barred(*leg):
+                    ends["way"].append(("way", city, *leg))
+        for nights in solver.splits(task) if mode == "air" and len(route) > 1 else ():
+            leg = *route[:2], task["date"][nights[0]]
+            fits = all(stay.bed.nights <= n for stay, n in zip(stays, nights, strict=True))
+            if fits and nights[0] != stays[0].nights and self.barred(*leg):
+                ends["split"].append(("split", nights, *leg))
+        total = sum(cost * n for _, terms in self.bill() for cost, n in terms)
+        for stay in stays:
+            for bed in solver.lodgings(task, database, stay.city):
+                more = (bed.cost - stay.bed.cost) * stay.nights
+                if (bed.nights <= stay.nights and total + more > task["budget"]
+                        and means_one(database, "hotels", stay.city, bed.name)):
+                    ends["budget"].append(("budget", stay, bed))
+        return {kind: found for kind, found in ends.items() if found}
+
+    def barred(self, a, b, date):
+        """Whether no way at all that the wishes allow goes from a to b on a day."""
+        flies = self.wish.get("transportation") != "no flight"
+        return not (flies and self.database.flights(a, b, date)
+                    or solver.drive(self.database, a, b))
+
+    def run_into(self, slot, a, b, date, **values):
+        """The searches that find no way: by air where that is allowed, then by road."""
+        road = "taxi" if self.wish.get("transportation") == "no self-driving" else "driving"
+        if slot == "hop":
+            road = "taxi"  # the way out was by air
+        pair, kinds = {"departure": a, "destination": b}, ["road"]
+        if self.wish.get("transportation") != "no flight":
+            self.ask(slot, solver.Search("", "SearchFlight", pair | {"date": date}),
+                     a=a, b=b, **values)
+            self.say("no flight that day", a=a, b=b)
+            slot, kinds = road, ["air", "road"]
+        search = solver.Search("", "GoogleDistanceMatrix", pair | {"mode": road})
+        self.ask(slot, search, a=a, b=b, **values)
+        return " or by ".join(kinds)
+
+    def run_into_city(self, kind, city, *leg):
+        if kind == "way":
+            slot = "try way out" if leg[1] == city else "try way home"
+            kinds = self.run_into(slot, *leg, city=city)
+            self.say("no way", a=leg[0], b=leg[1], city=city, kinds=kinds)
+        else:
+            self.ask("try hotel", self.look("hotels", city), city=city)
+            self.say("no bed", city=city, why=self.why_none(city))
+
+    def run_into_split(self, nights, a, b, date):
+        self.split(nights)
+        self.run_into("hop", a, b, date)
+        self.say("no hop", a=a, b=b)

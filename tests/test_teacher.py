@@ -1,0 +1,238 @@
+"""The solver as a teacher: what its thoughts say is true, known by then, and never taken back.
+
+    python -m pytest tests/test_teacher.py     (STAR_TEST_DATA=../shared for the official database)
+"""
+import os
+import re
+from collections import Counter
+
+import pytest
+
+import solver
+import synth
+from evaluate import read_jsonl, score
+from sandbox import parse
+from teacher import several, spelled
+
+SEED = int(os.environ.get("TEST_SEED", "0"))
+NUMBER = r"\d+(?:[.:]\d+)*"
+TERM = rf"\$?{NUMBER}(?: x \d+(?: (?:rooms|cars|people))?)?"
+EQUATION = rf"((?:{TERM})(?: [+-] {TERM})*) = \$?({NUMBER})"
+STYLES = "direct:1,exploring:1,backtracking:1"
+
+
+def played(folder, database, n):
+    """n episodes like the paper's, a third of each style, on a database."""
+    words = ["--database", database.folder, "--like", "paper", "--seed", SEED, "--workers", 2]
+    for command in (["tasks", "--n", n, "--out", folder / "tasks.jsonl"],
+                    ["episodes", "--tasks", folder / "tasks.jsonl", "--styles", STYLES,
+                     "--out", folder / "episodes.jsonl"]):
+        synth.main([str(word) for word in [*command, *words]])
+    return [(row, database) for row in read_jsonl(folder / "episodes.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def lessons(mini, tmp_path_factory):
+    rows = played(tmp_path_factory.mktemp("mini"), mini, 240)
+    assert len(rows) >= 235
+    return rows
+
+
+@pytest.fixture(scope="module")
+def official_lessons(official, tmp_path_factory):
+    return played(tmp_path_factory.mktemp("official"), official, 60)
+
+
+@pytest.fixture(params=["mini", "official"])
+def rows(request):
+    return request.getfixturevalue({"mini": "lessons", "official": "official_lessons"}[
+        request.param])
+
+
+def thoughts(row):
+    """[(thought, what had been shown by then)] of an episode; shown: a list of messages."""
+    said = []
+    for i, message in enumerate(row["messages"]):
+        if message["role"] == "assistant":
+            thought = re.search(r"(?s)<think>(.*?)</think>", message["content"])[1]
+            said.append((thought, [each["content"] for each in row["messages"][1:i:2]]))
+    return said
+
+
+def value(text):
+    return float(text) if ":" not in text else text
+
+
+def numbers(text):
+    return {value(each) for each in re.findall(NUMBER, re.sub(r"(?<=\d),(?=\d{3})", "", text))}
+
+
+def without_names(text):
+    return re.sub(r"\[[^\]]*\]", "[]", text)
+
+
+def worked_out(sides):
+    """What the left side of an equation comes to."""
+    total, sign = 0, 1
+    for part in re.split(r" ([+-]) ", sides):
+        if part in "+-":
+            sign = 1 if part == "+" else -1
+        else:
+            cost, _, times = part.replace("$", "").partition(" x ")
+            total += sign * float(cost) * int(re.match(r"\d*", times)[0] or 1)
+    return total
+
+
+def test_every_number_of_a_thought_is_in_the_query_or_was_seen_or_is_a_sum_spelled_out(rows):
+    for row, _ in rows:
+        task, sums = row["task"], set()  # sums: of this thought and of those before
+        most = max(task["people_number"], task["days"])  # rooms, cars, nights, people, cities
+        for thought, shown in thoughts(row):
+            known = numbers("\n".join(shown)) | {float(task["budget"])} | sums
+            text = without_names(thought)
+            while found := re.search(EQUATION, text):
+                assert worked_out(found[1]) == pytest.approx(float(found[2])), thought
+                for cost in re.findall(rf"\$({NUMBER})", found[1]):
+                    assert value(cost) in known, (cost, thought)
+                known.add(value(found[2]))
+                sums.add(value(found[2]))
+                text = text[:found.start()] + text[found.end():]
+            for dollars, number in re.findall(rf"(\$?)({NUMBER})", text):
+                fits = value(number) in known
+                assert fits or not dollars and value(number) <= most, (number, thought)
+
+
+def test_every_name_of_a_thought_was_shown_with_the_price_that_is_said(rows):
+    link = r"\](?: costs| for| at|,| would be| is cheaper at| is|, )? \$"
+    for row, _ in rows:
+        for thought, shown in thoughts(row):
+            seen = re.sub(r" +\]", "]", "\n".join(shown))
+            for name in re.findall(r"\[([^\]]+)\]", thought):
+                assert f"[{name}]" in seen, (name, thought)
+            for name, price in re.findall(rf"\[([^\]]+){link}({NUMBER})", thought):
+                said = re.findall(rf"\[{re.escape(name)}\] (?:Avg. Cost )?\$({NUMBER})", seen)
+                assert value(price) in map(value, said), (name, price, thought)
+
+
+def test_the_last_thoughts_sum_is_the_judges_and_within_the_budget(rows):
+    for row, database in rows:
+        last, _ = thoughts(row)[-1]
+        total = float(re.findall(rf" = \$({NUMBER}),? (?:within|of) \$", last)[-1])
+        said = score(row["task"] | {"budget": -1}, row["plan"], database)["checks"]["valid_cost"]
+        assert total == float(re.search(r"costs \$([\d.e+]+)", said[1])[1])
+        assert total <= row["task"]["budget"]
+
+
+def test_what_is_given_up_does_not_come_back(rows):
+    for row, _ in rows:
+        for thought, shown in thoughts(row):
+            if "dead end" in thought and not re.search("split|budget|more than", thought):
+                ended = parse(row["messages"][2 * len(shown) - 2]["content"]).arguments.values()
+                later = [parse(each["content"]) for each in row["messages"][2 * len(shown):-1:2]]
+                asked = {city for call in later for city in call.arguments.values()}
+                assert not asked & set(ended) - {row["task"]["org"], "driving", "taxi"}, thought
+            for city in re.findall(r"(?:In |^|\. )((?:[A-Z][\w.']* ?)+?) "
+                                   r"(?:is out|nothing fits|is a dead end|has no hotel)", thought):
+                assert f"to {city}\n" not in row["answer"], (city, thought)
+            for bed in re.findall(r"(?:W|w)ith \[([^\]]+)\](?: it is|, so)", thought):
+                assert f"Accommodation: [{bed}]" not in row["answer"], (bed, thought)
+
+
+def test_backtracking_has_a_dead_end_in_every_episode_and_the_others_none(rows):
+    styles = Counter(row["model"].removeprefix("solver, ") for row, _ in rows)
+    assert styles.keys() == set(synth.STYLES)
+    for row, _ in rows:
+        said = " ".join(thought for thought, _ in thoughts(row))
+        turned = "dead end" in said and "go back" in said
+        assert turned == row["model"].endswith("backtracking"), said
+
+
+def test_a_dead_end_is_one(rows):
+    """By the tables themselves: no way on that day, no bed that fits, or a sum over the budget."""
+    for row, database in rows:
+        task, wish = row["task"], row["task"]["local_constraint"]
+        days = {(task["org"], 0): task["date"][0], (task["org"], 1): task["date"][-1]}
+        for thought, shown in thoughts(row):
+            if "dead end" not in thought:
+                continue
+            if found := re.search(r"(?:no way|othing goes) from (.+?) to (.+?) on that day by",
+                                  thought):
+                a, b = found.groups()
+                date = days[task["org"], int(b == task["org"])]
+                flies = wish["transportation"] != "no flight"
+                assert not (flies and database.flights(a, b, date))
+                assert not solver.drive(database, a, b)
+                assert len(shown) >= 2 and "Search" not in shown[-1][:40]
+            elif "split" in thought:
+                assert shown[-1].count("found the following") == 0
+            elif found := re.search(r"= \$([\d.]+) is more than|= \$([\d.]+), and the budget is",
+                                    thought):
+                assert float(found[1] or found[2]) > task["budget"]
+            else:
+                city = parse(row["messages"][2 * len(shown) - 2]["content"]).arguments["city"]
+                assert not [bed for bed in solver.lodgings(task, database, city)
+                            if bed.nights <= task["days"] - task["visiting_city_number"]]
+
+
+def test_a_teacher_looks_at_more_cities_than_it_takes_and_at_beds_before_it_splits_the_nights(rows):
+    for row, database in rows:
+        task, looked, split = row["task"], [], False
+        if task["days"] == 3:
+            continue
+        calls = [parse(each["content"]) for each in row["messages"][2::2]]
+        for (thought, _), call in zip(thoughts(row), calls, strict=True):
+            split = split or "nights" in thought and " + " in thought and " in " in thought and (
+                "split" in thought or "The nights are" in thought)
+            if call.name == "SearchAccommodation":
+                assert not split
+                looked.append(call.arguments["city"])
+        if len(solver.stop_cities(task, database)) > task["visiting_city_number"]:
+            assert len(looked) > task["visiting_city_number"] or "dead end" in str(row["messages"])
+
+
+def test_an_exploring_teacher_looks_at_a_city_or_a_way_that_it_does_not_take(rows):
+    rides = {"driving": "Self-driving", "taxi": "Taxi"}
+    for row, _ in rows:
+        further = False
+        for message in row["messages"][2:-1:2]:
+            call, answer = parse(message["content"]), row["answer"]
+            said = call.arguments
+            if call.name == "SearchAccommodation":
+                further = further or f"to {said['city']}\n" not in answer
+            elif call.name == "GoogleDistanceMatrix":
+                way = f"{rides[said['mode']]} from {said['departure']} to {said['destination']}"
+                further = further or way not in answer
+        assert further or not row["model"].endswith("exploring")
+
+
+def test_no_search_is_made_twice(rows):
+    for row, _ in rows:
+        calls = [each["content"].split("</think>")[1] for each in row["messages"][2:-1:2]]
+        assert len(calls) == len(set(calls))
+
+
+def test_thoughts_hold_no_slip(rows):
+    slips = (r"[{}]| /|  |\.\.| [.,;]", r"\b1 (nights|people|cities|meals|hotels|rooms)\b",
+             r"\b([2-9]|\d\d) (night|person|city|meal|hotel)\b", r"\b([a-z]+) \1\b", r"\$\$",
+             r"[.?] [a-z]")
+    for row, _ in rows:
+        for thought, _ in thoughts(row):
+            text = re.sub(r"\[[^\]]*\]", "[X]", thought)
+            assert not [slip for slip in slips if re.search(slip, text)], thought
+
+
+def test_a_tiny_direct_teacher_keeps_the_solvers_few_words(mini, tmp_path):
+    for command in (["tasks", "--n", 10, "--days", 3, "--out", tmp_path / "tasks.jsonl"],
+                    ["episodes", "--tasks", tmp_path / "tasks.jsonl", "--out", tmp_path / "e"]):
+        synth.main([str(word) for word in [*command, "--like", "tiny", "--seed", SEED]])
+    for row in read_jsonl(tmp_path / "e"):
+        said = [thought for thought, _ in thoughts(row)]
+        assert said[-1] == "the plan"
+        words = r"(flight|driving|taxi|hotels|restaurants|attractions) (from|in) "
+        assert all(re.match(words, each) for each in said[:-1])
+
+
+def test_sums_are_spelled_out():
+    assert spelled((80, 2), (35.5, 1)) == "$80 x 2 + $35.50 = $195.50"
+    assert spelled((80, 1)) == "$80" and spelled((80, 3), noun=" rooms") == "$80 x 3 rooms = $240"
+    assert several(["a"]) == "a" and several(["a", "b", "c"]) == "a, b and c"

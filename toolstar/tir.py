@@ -296,7 +296,7 @@ def solution(task):
     said, values = "", []
     for name, attribute in task["asks"]:
         query = f"{attribute} of {name}"
-        seen = yield turn(f"{said}search the {query}", "Search", {"query": name})
+        seen = yield turn(f"{said}search the {query}", "Search", {"query": f"the {name}"})
         # a passage begins with its quoted title and ends where the next one is numbered
         passage = re.split(r"\n\s*Doc \d+ ", seen.partition(f'"{name}"\n')[2])[0]
         value, link = find_fact(passage, name, attribute), re.search(r"http://\S+\.html", passage)
@@ -348,6 +348,50 @@ def solver_episodes(args):
         world.close()
     write_jsonl(args.out, rows)
     print(f"{args.out}: {len(rows)} episodes; refused: {dict(refused)}")
+
+
+# ---------------------------------------------------------------- drills
+
+def drills(args):
+    """Write exercises in reading, each from a world of its own, to train a base model: what is to
+    be copied from passages and questions, in no grammar of calls."""
+    rng, rows = random.Random(f"tools drills/{args.seed}"), []
+    while len(rows) < args.n:
+        places = draw_places(rng, 30, False, set())
+        for drill in (drill_passages, drill_passages, drill_questions):
+            shown, said = drill(rng, places, args.port)
+            rows.append({"messages": [{"role": "user", "content": "\n".join(shown)},
+                                      {"role": "assistant", "content": "\n".join(said)}]})
+    write_jsonl(args.out, rows[:args.n])
+    print(f"{args.out}: {args.n} rows")
+
+
+def drill_passages(rng, places, port):
+    """Passages of places -> all that they tell, in another order."""
+    start, said = rng.randrange(len(places) - 2), []
+    chosen = places[start:start + 3]  # of names that are alike
+    shown = [f"Doc {i} {write_passage(rng, place, places, port)}"
+             for i, place in enumerate(chosen, 1)]
+    for place in chosen:
+        said += [f"the {key} of {place.name} is {place.facts[key]}" for key in place.told]
+        if place.linked:
+            url = f"http://127.0.0.1:{port}/{page_name(place)}"
+            said.append(f"the {place.linked} of {place.name} stands on {url}")
+    return shown, rng.sample(said, len(said))
+
+
+def drill_questions(rng, places, port):
+    """Questions -> what each asks of which places, and what is to be computed."""
+    shown, said = [], []
+    while len(shown) < 4:
+        ask = rng.choice((ask_compute, ask_compute, ask_fact, ask_both, ask_neither))
+        if task := ask(rng, places, False):
+            shown.append(task["query"])
+            parts = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
+            parts += [task["reason"]] if "reason" in task else []
+            parts += [task["program"]] if ask is ask_compute else []
+            said.append(": ".join(parts))
+    return shown, said
 
 
 # ---------------------------------------------------------------- pages
@@ -416,6 +460,11 @@ def flags(argv=None):
     add("--database", required=True, help="the world's folder: its tools.json says what tools are")
     add("--out", required=True, help="file of episodes that is written")
     add("--seed", type=int, default=0, help="of what chance decides in the world")
+    add = command("drills", drills, "write exercises in reading, for a base model")
+    add("--n", type=int, default=6000, help="number of exercises")
+    add("--out", required=True, help="file of messages that is written")
+    add("--seed", type=int, default=0, help="the same seed gives the same file")
+    add("--port", type=int, default=8123, help="port in the pages' URLs")
     add = command("pages", pages, "serve the pages of worlds, on this machine alone")
     add("--database", nargs="+", required=True, metavar="DIR", help="folders of worlds")
     add("--port", type=int, default=8123, help="port; 0 takes any that is free")

@@ -13,7 +13,10 @@ models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
 # serve_pages   the pages that Browse reads, until this script ends
 serve_pages() {
     local said serve=("${tir[@]}" pages --database "$DATA/train" "$DATA/val" --port $port)
-    if [[ -n ${DRY:-} ]]; then printf '\n# pages, until the end\n%s &\n' "$(print "${serve[@]}")"; return; fi
+    if [[ -n ${DRY:-} ]]; then
+        printf '\n# pages, until the end\n%s&\n' "$(print "${serve[@]}")"
+        return
+    fi
     exec {pages}< <(exec "${serve[@]}")
     trap "kill $! 2>/dev/null || true" EXIT
     read -r said <&"$pages" || stop "no pages are served, see above; is port $port taken?"

@@ -294,25 +294,28 @@ def solution(task):
     answer is sent. Values come from there, and never from what made the task. Its thoughts say
     again what it has read, so that the next call and the answer copy from nearby."""
     said, values = "", []
-    for name, attribute in task["asks"]:
-        query = f"{attribute} of {name}"
-        seen = yield turn(f"{said}search the {query}", "Search", {"query": f"the {name}"})
+    asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
+    for i, (name, attribute) in enumerate(task["asks"]):
+        thought = f"{said}search {' and '.join(asked[i:])}"
+        seen = yield turn(thought, "Search", {"query": f"the {name}"})
         # a passage begins with its quoted title and ends where the next one is numbered
         passage = re.split(r"\n\s*Doc \d+ ", seen.partition(f'"{name}"\n')[2])[0]
         value, link = find_fact(passage, name, attribute), re.search(r"http://\S+\.html", passage)
         if value is None and link:
-            thought = f"{said}the {query} stands on a page: read it"
+            thought = f"{said}{asked[i]} stands on {link[0]}"
+            query = f"{attribute} of {name}"
             seen = yield turn(thought, "Browse", {"url": link[0], "query": query})
             value = find_fact(seen, name, attribute)
         if value is None:
-            yield final_turn(f"the {query} is not to be found", "unknown")
+            yield final_turn(f"{asked[i]} is not to be found", "unknown")
             return
-        said += f"the {query} is {value}: "
+        said += f"{asked[i]} is {value}: "
         values.append(value)
     if task["program"]:
-        code = f"print({task['program'].format(*values)})"
+        program = task["program"].format(*values)
+        code = f"print({program})"
         slip = code.replace("print", task.get("slip", "print"))
-        seen = yield turn(f"{said}compute", "Python", {"code": slip})
+        seen = yield turn(f"{said}compute {program}", "Python", {"code": slip})
         if slip != code and "NameError" in seen:
             seen = yield turn(f"{task['slip']} is misspelt: print", "Python", {"code": code})
         said, values = f"it comes to {seen.strip()}: ", [seen.strip()]
@@ -353,12 +356,13 @@ def solver_episodes(args):
 # ---------------------------------------------------------------- drills
 
 def drills(args):
-    """Write exercises in reading, each from a world of its own, to train a base model: what is to
-    be copied from passages and questions, in no grammar of calls."""
+    """Write exercises in reading, to train a base model: from worlds of their own what passages
+    tell and what questions ask, in the words of the solver's thoughts and in no grammar of calls.
+    """
     rng, rows = random.Random(f"tools drills/{args.seed}"), []
     while len(rows) < args.n:
         places = draw_places(rng, 30, False, set())
-        for drill in (drill_passages, drill_passages, drill_questions):
+        for drill in (drill_passages, drill_questions):
             shown, said = drill(rng, places, args.port)
             rows.append({"messages": [{"role": "user", "content": "\n".join(shown)},
                                       {"role": "assistant", "content": "\n".join(said)}]})
@@ -367,30 +371,34 @@ def drills(args):
 
 
 def drill_passages(rng, places, port):
-    """Passages of places -> all that they tell, in another order."""
-    start, said = rng.randrange(len(places) - 2), []
-    chosen = places[start:start + 3]  # of names that are alike
+    """Passages of two or three places -> all that they tell, in another order. A value is said
+    twice, the second time at the start of a line, where answers stand."""
+    n, said = rng.choice((2, 3)), []
+    start = rng.randrange(len(places) - n)  # neighbours in the list have names that are alike
     shown = [f"Doc {i} {write_passage(rng, place, places, port)}"
-             for i, place in enumerate(chosen, 1)]
-    for place in chosen:
-        said += [f"the {key} of {place.name} is {place.facts[key]}" for key in place.told]
+             for i, place in enumerate(places[start:start + n], 1)]
+    for place in places[start:start + n]:
+        said += [f"the {key} of {place.name} is {place.facts[key]}\n{place.facts[key]}"
+                 for key in place.told]
         if place.linked:
             url = f"http://127.0.0.1:{port}/{page_name(place)}"
-            said.append(f"the {place.linked} of {place.name} stands on {url}")
+            said.append(f"the {place.linked} of {place.name} stands on {url}\n{url}")
     return shown, rng.sample(said, len(said))
 
 
 def drill_questions(rng, places, port):
-    """Questions -> what each asks of which places, and what is to be computed."""
+    """Three questions -> what there is to search or to compute for each, or its answer."""
     shown, said = [], []
-    while len(shown) < 4:
-        ask = rng.choice((ask_compute, ask_compute, ask_fact, ask_both, ask_neither))
-        if task := ask(rng, places, False):
+    while len(shown) < 3:
+        if task := rng.choice((ask_compute, ask_fact, ask_both, ask_neither))(rng, places, False):
             shown.append(task["query"])
-            parts = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
-            parts += [task["reason"]] if "reason" in task else []
-            parts += [task["program"]] if ask is ask_compute else []
-            said.append(": ".join(parts))
+            asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
+            if asked:
+                said.append(f"search {' and '.join(asked)}")
+            elif task["program"]:
+                said.append(f"compute {task['program']}\n{task['program']}")
+            else:
+                said.append(f"{task['reason']}\n{task['golds'][0]}")
     return shown, said
 
 

@@ -321,7 +321,7 @@ def solution(task):
         said, values = f"it comes to {seen.strip()}: ", [seen.strip()]
     elif not task["asks"]:  # the question itself answers
         said, values = f"no tool is needed, {task['reason']}: ", task["golds"]
-    yield final_turn(f"{said}the answer", values[-1])
+    yield final_turn(f"{said}the answer", f" {values[-1]}")  # the same tokens as in the thought
 
 
 def play_solution(task, episode):
@@ -371,18 +371,16 @@ def drills(args):
 
 
 def drill_passages(rng, places, port):
-    """Passages of two or three places -> all that they tell, in another order. A value is said
-    twice, the second time at the start of a line, where answers stand."""
+    """Passages of two or three places -> all that they tell, in another order."""
     n, said = rng.choice((2, 3)), []
     start = rng.randrange(len(places) - n)  # neighbours in the list have names that are alike
     shown = [f"Doc {i} {write_passage(rng, place, places, port)}"
              for i, place in enumerate(places[start:start + n], 1)]
     for place in places[start:start + n]:
-        said += [f"the {key} of {place.name} is {place.facts[key]}\n{place.facts[key]}"
-                 for key in place.told]
+        said += [f"the {key} of {place.name} is {place.facts[key]}" for key in place.told]
         if place.linked:
             url = f"http://127.0.0.1:{port}/{page_name(place)}"
-            said.append(f"the {place.linked} of {place.name} stands on {url}\n{url}")
+            said.append(f"the {place.linked} of {place.name} stands on {url}")
     return shown, rng.sample(said, len(said))
 
 
@@ -396,9 +394,9 @@ def drill_questions(rng, places, port):
             if asked:
                 said.append(f"search {' and '.join(asked)}")
             elif task["program"]:
-                said.append(f"compute {task['program']}\n{task['program']}")
+                said.append(f"compute {task['program']}")
             else:
-                said.append(f"{task['reason']}\n{task['golds'][0]}")
+                said.append(task["reason"])
     return shown, said
 
 

@@ -1,6 +1,7 @@
 # The laptop's recipe of the tools world, from facts to the table per family: bash run.sh tool-tiny.
-# Sourced by run.sh where nothing is made yet. All numbers are ours: docs/results.md.
-port=8123 room=640 rate=1e-3 rl_rate=1.5e-4
+# Sourced by run.sh where nothing is made yet. All numbers are ours: docs/results.md. PORT: of the
+# pages, 8123 unless set; the world of facts names it, so it stays the same for a folder OUT.
+port=${PORT:-8123} room=640 rate=1e-3 rl_rate=1.5e-4
 # a pre-trained model cuts the same text into more tokens, and has something to lose
 [[ -z ${MODEL:-} ]] || { room=4096 rate=2e-5 rl_rate=1e-6; }
 export HF_HUB_OFFLINE=1

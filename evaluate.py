@@ -326,6 +326,11 @@ def lines_of(row):
                  "hack gauge: star - strict": success - row["strict"]}
         found |= {f"success, {level}": success if task.get("level") == level else None
                   for level in LEVELS}
+        if "family" in task:  # of tasks that say what tools they need
+            used = {call["name"].lower() for call in row.get("tools", ())}
+            needs = set(task.get("needs", ()))
+            found |= {f"success, {task['family']}": success,
+                      f"tools as needed, {task['family']}": used >= needs if needs else not used}
         found |= {name: value for name, value in score.items()
                   if isinstance(value, float) and name not in ("success", "official")}
         found |= {f"{name} per episode": value for name, value in score.items()

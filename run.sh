@@ -2,6 +2,7 @@
 # The recipe. One command makes the environment, then runs every stage from synthesis to the table.
 #
 #   bash run.sh tiny             all of it on a laptop: a world and a 2M-parameter model of its own
+#   bash run.sh tool-tiny        the same of the tools world: search, Python, pages (toolstar.sh)
 #   bash run.sh 1.5b | 3b | 7b   the paper's recipe for that size
 #   bash run.sh 0.5b             ours for one GPU of 24 GB, at a context of 16K
 #   bash run.sh SIZE axis NAME   a study (axes.sh): reward, scale, data, algorithm or noise
@@ -22,7 +23,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,22s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '2,23s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 print() { printf '%q ' "$@"; echo; }
@@ -66,6 +67,7 @@ seen=$(seen_gpus) context=30000 cutoff=20480 pack=32768 share=0.6  # share: of a
 # what changes with the size [1 app. C, D]; 7b has two nodes of 8 GPUs [1]
 case $size in
     tiny) base=$OUT/base algorithm=grpo reward=sum ;;  # its axes' reward
+    tool-tiny) base=$OUT/base reward=strict ;;
     0.5b) base=Qwen/Qwen2.5-0.5B-Instruct millions=494 sft_epochs=6 algorithm=grpo reward=macro
           context=16384 cutoff=16384 pack=16384 share=0.4 ;;  # [2] one GPU of 24 GB
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 sft_epochs=6 algorithm=arpo reward=macro ;;
@@ -79,9 +81,9 @@ case $size in
     *)    usage ;;
 esac
 [[ " all: preflight: axis:reward axis:scale axis:data axis:algorithm axis:noise axis:crossing " \
-    == *" $what:$axis "* && $size:$what != tiny:preflight ]] || usage
+    == *" $what:$axis "* && $size:$what != *tiny:preflight && $size:$what != tool-tiny:axis ]] || usage
 base=${MODEL:-$base}
-if [[ $size == tiny ]]; then
+if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-2} GPUS=${GPUS:-1}
 else
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
@@ -98,6 +100,7 @@ fi
 # after SIGTERM ranks save a checkpoint at the end of the update; torchrun's own patience is 30 s
 torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
+[[ $size != tool-tiny ]] || source toolstar.sh
 
 # -------------------------------------------------------------------------- what each size trains
 if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md

@@ -336,11 +336,16 @@ def drill_lists(rng, city, database):
 
 # What the tools and the protocol say over and over, and the pairs of digits: a token each, so that
 # episodes are short. " [" stands before every name, in observations and answers alike: there
-# induction heads find all names at once. "@" and the ends of lines stand between phrases.
+# induction heads find all names at once.
+def read_phrases(file):
+    """A file's phrases. "@" and the ends of lines stand between them."""
+    return re.split("[@\n]", Path(file).read_text(encoding="utf-8").strip("\n"))
+
+
 PHRASES = [
     *(f"{i:02d}" for i in range(100)),
     *(f"{to}2022-{month:02d}-" for to in ("", " to ") for month in range(1, 13)),
-    *re.split("[@\n]", (WORDS / "phrases.txt").read_text().strip("\n"))]
+    *read_phrases(WORDS / "phrases.txt")]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' "
     "}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
@@ -406,7 +411,7 @@ def wire_induction(lm):
         find.v_proj.weight[kv], find.o_proj.weight[:, q] = 8.0 * said.T, said
 
 
-def make_tokenizer(texts, vocabulary):
+def make_tokenizer(texts, vocabulary, phrases=PHRASES):
     """A byte-level BPE made for copying: words are split from their punctuation and numbers into
     pairs of digits, so that a name or a date is the same few tokens wherever it stands."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -424,23 +429,23 @@ def make_tokenizer(texts, vocabulary):
         vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=special, show_progress=False)
     # the merges see what the phrases leave
-    phrase = re.compile("|".join(map(re.escape, sorted(PHRASES, key=len, reverse=True))))
+    phrase = re.compile("|".join(map(re.escape, sorted(phrases, key=len, reverse=True))))
     bpe.train_from_iterator((piece for text in texts for piece in phrase.split(text)), trainer)
     bpe.add_special_tokens(special)
-    bpe.add_tokens([AddedToken(phrase, normalized=False) for phrase in PHRASES])
+    bpe.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>",
         chat_template=CHATML, clean_up_tokenization_spaces=False)
 
 
-def make_tiny(corpus, out, seed, width=192, vocabulary=2048):
+def make_tiny(corpus, out, seed, width=192, vocabulary=2048, phrases=PHRASES):
     """Write a random Qwen2 of 4 layers and a tokenizer made from jsonl files of messages."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     talks = [row["messages"] for path in corpus for row in read_jsonl(path)]
     texts = [message["content"] for talk in talks for message in talk]
-    tokenizer = make_tokenizer(texts, vocabulary)
+    tokenizer = make_tokenizer(texts, vocabulary, phrases)
     torch.manual_seed(seed)
     lm = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=4,
@@ -464,7 +469,8 @@ def make_tiny(corpus, out, seed, width=192, vocabulary=2048):
 
 
 def model(args):
-    make_tiny(args.corpus, args.out, args.seed, args.width)
+    phrases = read_phrases(args.phrases) if args.phrases else PHRASES
+    make_tiny(args.corpus, args.out, args.seed, args.width, phrases=phrases)
 
 
 # ---------------------------------------------------------------- main
@@ -490,6 +496,8 @@ def flags(argv=None):
     add("--corpus", nargs="+", required=True, metavar="JSONL",
         help="files of messages to make the tokenizer of")
     add("--width", type=int, default=192, help="hidden size, in heads of 32; 192: 2M parameters")
+    add("--phrases", metavar="FILE", help="what is a token each, beside single digits; unset: the "
+        "travel world's phrases and pairs of digits")
     return p.parse_args(argv)
 
 

@@ -361,6 +361,21 @@ def test_the_table_sets_agents_side_by_side(trip, mini):
     assert "| episodes | 40 | 40 |" in text and "| tokens | 7.0 | 7.0 |" in text
 
 
+def test_families_have_their_success_and_whether_the_tools_were_those_needed():
+    def row(family, needs, called, success):
+        return {"task": {"id": f"{family} {called}", "family": family, "needs": needs},
+                "messages": [], "stop": "answer", "strict": success, "score": {"success": success},
+                "tools": [{"name": name} for name in called]}
+
+    rows = [row("both", ["search", "python"], ["Search", "Python", "Browse"], 1.0),
+            row("both", ["search", "python"], ["Search"], 1.0),
+            row("neither", [], [], 0.0), row("neither", [], ["Search"], 1.0)]
+    told = evaluate.measure(rows)
+    assert told["success, both"] == 1 and told["tools as needed, both"] == 0.5
+    assert told["success, neither"] == told["tools as needed, neither"] == 0.5
+    assert told["success"] == 0.75 and "success, lookup" not in told
+
+
 def test_a_line_that_nobody_has_a_number_for_is_left_out(trip, mini):
     rows = rows_of(trip, mini, [1])
     unjudged = [{key: row[key] for key in ("task", "messages", "stop")} for row in rows]

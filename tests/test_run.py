@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -15,7 +16,7 @@ from conftest import ROOT
 SIZES = ("tiny", "0.5b", "1.5b", "3b", "7b")
 AXES = ("reward", "scale", "data", "algorithm", "noise")
 COMMANDS = [(size, *more) for size in SIZES for more in ((), *(("axis", axis) for axis in AXES))]
-COMMANDS += [(size, "preflight") for size in SIZES[1:]]
+COMMANDS += [(size, "preflight") for size in SIZES[1:]] + [("tool-tiny",)]
 # flags of the stages that name what is read; all else that names a file or a folder is written
 INPUTS = {"--model", "--data", "--tasks", "--val", "--corpus", "--exclude", "--runs"}
 # Written by hand from STAR, arXiv:2603.21972, appendices C and D, section 3 for the rewards and its
@@ -60,7 +61,10 @@ def dry(size, *more, **variables):
 
 
 def script(words):
-    """The stage's file, and the words after it."""
+    """The stage's file, or "-m" and its module, and the words after it."""
+    if "-m" in words:
+        at = words.index("-m") + 1
+        return f"-m {words[at]}", words[at + 1:]
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
     return words[at], words[at + 1:]
 
@@ -81,7 +85,7 @@ def arguments(words):
 @lru_cache
 def flags_of(name, *command):
     """The flags that a script, or the subcommand it is called with, explains in its --help."""
-    done = subprocess.run([sys.executable, name, *command, "--help"], cwd=ROOT, text=True,
+    done = subprocess.run([sys.executable, *name.split(), *command, "--help"], cwd=ROOT, text=True,
                           capture_output=True)
     assert done.returncode == 0, done.stderr
     return set(re.findall(r"--[a-z][a-z-]*", done.stdout))
@@ -95,7 +99,8 @@ def value(stages, stage, flag):
 def test_every_flag_of_every_command_exists(command):
     for stage, _, words in stages_of(*command):
         name, given = script(words)[0], arguments(words)
-        subcommand = given.pop("")[:1] if name in ("synth.py", "tiny.py") else given.pop("")[:0]
+        several = name in ("synth.py", "tiny.py", "-m toolstar.tir")
+        subcommand = given.pop("")[:1] if several else given.pop("")[:0]
         unknown = given.keys() - flags_of(name, *subcommand)
         assert not unknown, f"{command} {stage}: {name} knows no {sorted(unknown)}"
 
@@ -182,7 +187,8 @@ def test_several_nodes_meet_at_the_first():
     assert "--nproc_per_node 8" in words and "--standalone" not in words
 
 
-@pytest.mark.parametrize("words", [["70b"], ["tiny", "preflight"], ["7b", "axis", "colour"], []])
+@pytest.mark.parametrize("words", [["70b"], ["tiny", "preflight"], ["7b", "axis", "colour"],
+                                   ["tool-tiny", "axis", "reward"], []])
 def test_an_unknown_command_is_answered_with_the_usage(words):
     done = run_sh(ROOT, *words)
     assert done.returncode == 2 and "bash run.sh tiny" in done.stdout
@@ -300,16 +306,18 @@ def test_the_axis_of_scale_is_three_widths_of_tiny_or_the_three_sizes():
 # -------------------------------------------------------------------------------------- the chain
 
 STAND_IN = '''#!/usr/bin/env bash
-# stands for python and torchrun: notes the call, fails on the stage named in ./broken, else writes
-# what --out names
+# stands for python and torchrun: notes the call, serves pages by sleeping, fails on the stage
+# named in ./broken, else writes what --out names
 echo "$*" >> calls
+if [[ "$*" == *" pages "* ]]; then echo $$ > server; echo 2 pages; exec sleep 600 >&-; fi
 if [[ -s broken && "$*" == *"$(cat broken)"* ]]; then exit 3; fi
 until [[ $# == 0 || $1 == --out ]]; do shift; done
 case ${2:-} in
     "")  ;;
     *.*) mkdir -p "$(dirname "$2")"; echo made > "$2" ;;
     *)   mkdir -p "$2"; echo '{"loss_tokens": 64}' > "$2/log.jsonl"
-         for f in config.json table.md tax.md curves.png hard-200.jsonl noise.md; do
+         for f in config.json table.md tax.md curves.png hard-200.jsonl noise.md \
+                val.jsonl; do
              echo made > "$2/$f"
          done ;;
 esac
@@ -326,7 +334,8 @@ def stand_in(path, text):
 def house(tmp_path):
     """run.sh with a .venv that is already made, of stand-ins."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name in ("run.sh", "setup.sh", "axes.sh", "requirements.txt", "requirements-cpu.txt"):
+    for name in ("run.sh", "setup.sh", "axes.sh", "toolstar.sh", "requirements.txt",
+                 "requirements-cpu.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     for name in ("python", "torchrun", "hf"):
         stand_in(tmp_path / ".venv" / "bin" / name, STAND_IN)
@@ -350,6 +359,22 @@ def test_all_stages_run_in_order_once_and_the_time_is_told(house):
     second = run_sh(house, "tiny")
     assert second.returncode == 0 and calls(house) == once, "nothing is done twice"
     assert "done before" in second.stdout
+
+
+@pytest.mark.parametrize("broken", ["", "grpo.py"])
+def test_the_pages_of_the_tools_world_are_served_until_the_end_and_no_longer(house, broken):
+    (house / "broken").write_text(broken)
+    done = run_sh(house, "tool-tiny")
+    assert (done.returncode != 0) == bool(broken), done.stderr
+    made = calls(house)
+    assert "-m toolstar.tir facts" in made[0] and "pages --database" in made[1]
+    assert broken or len(made) == len(dry("tool-tiny")) + 1
+    server = int((house / "server").read_text())
+    deadline = time.monotonic() + 60
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(server, 0)
+            time.sleep(0.05)
 
 
 def test_a_failed_stage_stops_the_chain_and_the_same_command_goes_on(house):

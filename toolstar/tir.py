@@ -294,31 +294,34 @@ def solution(task):
     answer is sent. Values come from there, and never from what made the task. Its thoughts say
     again what it has read, so that the next call and the answer copy from nearby."""
     said, values = "", []
-    for name, attribute in task["asks"]:
-        query = f"{attribute} of {name}"
-        seen = yield turn(f"{said}search the {query}", "Search", {"query": name})
+    asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
+    for i, (name, attribute) in enumerate(task["asks"]):
+        thought = f"{said}search {' and '.join(asked[i:])}"
+        seen = yield turn(thought, "Search", {"query": f"the {name}"})
         # a passage begins with its quoted title and ends where the next one is numbered
         passage = re.split(r"\n\s*Doc \d+ ", seen.partition(f'"{name}"\n')[2])[0]
         value, link = find_fact(passage, name, attribute), re.search(r"http://\S+\.html", passage)
         if value is None and link:
-            thought = f"{said}the {query} stands on a page: read it"
+            thought = f"{said}{asked[i]} stands on {link[0]}"
+            query = f"{attribute} of {name}"
             seen = yield turn(thought, "Browse", {"url": link[0], "query": query})
             value = find_fact(seen, name, attribute)
         if value is None:
-            yield final_turn(f"the {query} is not to be found", "unknown")
+            yield final_turn(f"{asked[i]} is not to be found", "unknown")
             return
-        said += f"the {query} is {value}: "
+        said += f"{asked[i]} is {value}: "
         values.append(value)
     if task["program"]:
-        code = f"print({task['program'].format(*values)})"
+        program = task["program"].format(*values)
+        code = f"print({program})"
         slip = code.replace("print", task.get("slip", "print"))
-        seen = yield turn(f"{said}compute", "Python", {"code": slip})
+        seen = yield turn(f"{said}compute {program}", "Python", {"code": slip})
         if slip != code and "NameError" in seen:
             seen = yield turn(f"{task['slip']} is misspelt: print", "Python", {"code": code})
         said, values = f"it comes to {seen.strip()}: ", [seen.strip()]
     elif not task["asks"]:  # the question itself answers
         said, values = f"no tool is needed, {task['reason']}: ", task["golds"]
-    yield final_turn(f"{said}the answer", values[-1])
+    yield final_turn(f"{said}the answer", f" {values[-1]}")  # the same tokens as in the thought
 
 
 def play_solution(task, episode):
@@ -348,6 +351,53 @@ def solver_episodes(args):
         world.close()
     write_jsonl(args.out, rows)
     print(f"{args.out}: {len(rows)} episodes; refused: {dict(refused)}")
+
+
+# ---------------------------------------------------------------- drills
+
+def drills(args):
+    """Write exercises in reading, to train a base model: from worlds of their own what passages
+    tell and what questions ask, in the words of the solver's thoughts and in no grammar of calls.
+    """
+    rng, rows = random.Random(f"tools drills/{args.seed}"), []
+    while len(rows) < args.n:
+        places = draw_places(rng, 30, False, set())
+        for drill in (drill_passages, drill_questions):
+            shown, said = drill(rng, places, args.port)
+            rows.append({"messages": [{"role": "user", "content": "\n".join(shown)},
+                                      {"role": "assistant", "content": "\n".join(said)}]})
+    write_jsonl(args.out, rows[:args.n])
+    print(f"{args.out}: {args.n} rows")
+
+
+def drill_passages(rng, places, port):
+    """Passages of two or three places -> all that they tell, in another order."""
+    n, said = rng.choice((2, 3)), []
+    start = rng.randrange(len(places) - n)  # neighbours in the list have names that are alike
+    shown = [f"Doc {i} {write_passage(rng, place, places, port)}"
+             for i, place in enumerate(places[start:start + n], 1)]
+    for place in places[start:start + n]:
+        said += [f"the {key} of {place.name} is {place.facts[key]}" for key in place.told]
+        if place.linked:
+            url = f"http://127.0.0.1:{port}/{page_name(place)}"
+            said.append(f"the {place.linked} of {place.name} stands on {url}")
+    return shown, rng.sample(said, len(said))
+
+
+def drill_questions(rng, places, port):
+    """Three questions -> what there is to search or to compute for each, or its answer."""
+    shown, said = [], []
+    while len(shown) < 3:
+        if task := rng.choice((ask_compute, ask_fact, ask_both, ask_neither))(rng, places, False):
+            shown.append(task["query"])
+            asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
+            if asked:
+                said.append(f"search {' and '.join(asked)}")
+            elif task["program"]:
+                said.append(f"compute {task['program']}")
+            else:
+                said.append(task["reason"])
+    return shown, said
 
 
 # ---------------------------------------------------------------- pages
@@ -416,6 +466,11 @@ def flags(argv=None):
     add("--database", required=True, help="the world's folder: its tools.json says what tools are")
     add("--out", required=True, help="file of episodes that is written")
     add("--seed", type=int, default=0, help="of what chance decides in the world")
+    add = command("drills", drills, "write exercises in reading, for a base model")
+    add("--n", type=int, default=6000, help="number of exercises")
+    add("--out", required=True, help="file of messages that is written")
+    add("--seed", type=int, default=0, help="the same seed gives the same file")
+    add("--port", type=int, default=8123, help="port in the pages' URLs")
     add = command("pages", pages, "serve the pages of worlds, on this machine alone")
     add("--database", nargs="+", required=True, metavar="DIR", help="folders of worlds")
     add("--port", type=int, default=8123, help="port; 0 takes any that is free")

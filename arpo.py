@@ -4,7 +4,8 @@ ARPO: GRPO whose plays fork where an observation left the policy unsure. First r
     (1) take P queries and play each one G times with vLLM: a group. G/2 plays start from scratch,
         the others are forks, which share a play's past token for token, while a play can fork. With
         dE the entropy E of its reply less that of its first:
-          paper     it forks before the reply, by its first tokens, if 0.5 + w dE > 0.5 [4]
+          paper     it forks before the reply, by its first tokens, if 0.5 + w dE > 0.5 [4]: that
+                    is dE > 0 whatever w is, and 96% of these forks sit at the first observation
           released  it forks behind the observation with probability clip(0.5 + w dE, 0, 1) [4]
     (2) the world's verdict on an episode becomes its reward r, a number [1 sec. 3]
     (3) advantage A = (r - mean of the group) / (std of the group + 1e-6), one per episode [2]

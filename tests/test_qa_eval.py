@@ -36,7 +36,7 @@ def test_exact_match_gives_the_verdicts_of_the_hand_made_table():
     pairs = read_rows(Path(__file__).parent / "qa_em_pairs.jsonl")
     assert len(pairs) >= 200
     for answer, golds, verdict in pairs:
-        same = any(qa_eval.normalise(answer) == qa_eval.normalise(gold) for gold in golds)
+        same = any(qa_eval.normalize(answer) == qa_eval.normalize(gold) for gold in golds)
         assert same == bool(verdict), (answer, golds)
         # through the episode, an answer without text is missing, whatever it is normalised to
         em = qa_eval.qa_score(ended(answer, golds))["em"]
@@ -141,11 +141,11 @@ def test_the_default_questions_can_be_answered_from_the_default_corpus():
     tasks = qa_eval.load_questions(qa_eval.flags(["--data", "default"]))
     bm25 = retriever.BM25(Path(qa_eval.__file__).parent / "database" / "qa" / "corpus.jsonl")
     assert 40 <= len(bm25.documents) <= 60 <= len(tasks)
-    world = qa_eval.normalise(" ".join(d["contents"] for d in bm25.documents))
+    world = qa_eval.normalize(" ".join(d["contents"] for d in bm25.documents))
     found = bm25.search([task["query"] for task in tasks], 5)
     for task, hits in zip(tasks, found, strict=True):
-        text = qa_eval.normalise(" ".join(hit["document"]["contents"] for hit in hits))
-        golds = [qa_eval.normalise(gold) for gold in task["golden_answers"]]
+        text = qa_eval.normalize(" ".join(hit["document"]["contents"] for hit in hits))
+        golds = [qa_eval.normalize(gold) for gold in task["golden_answers"]]
         assert {"yes", "no"} & set(golds) or any(gold in world for gold in golds), task
         # one search is enough for one hop
         assert "hop2" in task["id"] or any(gold in text for gold in golds), task
@@ -259,7 +259,7 @@ def test_two_models_side_by_side(agent, tmp_path, capsys):
     assert {report["rl"][key] for key in ("missing", "turns", "context")} == {0}
     text = (tmp_path / "tax.md").read_text()
     assert text in capsys.readouterr().out
-    assert "| rl |" in text.splitlines()[0] and "100.0 (100.0 to 100.0)" in text
+    assert "| rl |" in text.splitlines()[0] and "100.0 (94.4 to 100.0)" in text
     assert f"| minus base |  |  | +{100 * (1 - weak):.1f} (" in text
     rows = read_rows(tmp_path / "rl" / "episodes.jsonl")
     assert len(rows) == 64 and len({row["task"]["id"] for row in rows}) == 64
@@ -326,7 +326,7 @@ def test_the_average_is_over_sets_and_failures_are_counted_apart(tmp_path):
     assert report["other"]["em"] == pytest.approx((1 / 90 + 9 / 10) / 2)
     counts = [report["other"][key] for key in ("context", "turns", "missing", "calls")]
     assert counts == [2, 1, 1, 2.0]
-    assert "| small | 10 | 100.0 (100.0 to 100.0) | 90.0 (70.0 to 100.0) |" in text
+    assert "| small | 10 | 100.0 (69.2 to 100.0) | 90.0 (70.0 to 100.0) |" in text
     assert "| **average** | 100 | 50.0 (50.0 to 50.0) |" in text
 
 
@@ -341,6 +341,11 @@ def test_a_damaged_line_of_an_episodes_file_is_named(tmp_path):
     (tmp_path / "episodes.jsonl").write_text("{}}\n")
     with pytest.raises(ValueError, match="episodes.jsonl, line 1: not JSON"):
         qa_eval.read_verdicts(tmp_path / "episodes.jsonl")
+
+
+def test_none_of_fifty_right_is_no_certainty():
+    assert qa_eval.cell(0.0, np.zeros(9), 50) == "0.0 (0.0 to 7.1)"
+    assert qa_eval.cell(0.0, np.zeros(9), 50, "+") == "+0.0 (-7.1 to +7.1)"
 
 
 def test_bootstrap_intervals_have_the_binomial_width():

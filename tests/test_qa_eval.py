@@ -327,7 +327,7 @@ def test_the_average_is_over_sets_and_failures_are_counted_apart(tmp_path):
     counts = [report["other"][key] for key in ("context", "turns", "missing", "calls")]
     assert counts == [2, 1, 1, 2.0]
     assert "| small | 10 | 100.0 (69.2 to 100.0) | 90.0 (70.0 to 100.0) |" in text
-    assert "| **average** | 100 | 50.0 (50.0 to 50.0) |" in text
+    assert "| **average** | 100 | 50.0 (46.4 to 53.6) |" in text
 
 
 def test_an_answer_without_text_is_missing(tmp_path):

@@ -521,9 +521,30 @@ def client_of(url, key, retries):
     return openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
 
 
+class Reply(str):
+    """The text of a reply. tokens: of the whole conversation with it, 0 where nobody says."""
+
+    tokens = 0
+
+
+def read_reply(body, stops=()):
+    """The Reply in a chat completion. A stop that the endpoint has left out is put back. What is no
+    completion raises, as what is no text does."""
+    choice, usage = body["choices"][0], body.get("usage")
+    text = "" + choice["message"]["content"]
+    for stop in stops if choice.get("finish_reason") == "stop" else ():
+        text += stop * (text.rfind(stop.replace("/", "")) > text.rfind(stop))
+    reply = Reply(text)
+    reply.tokens = usage.get("total_tokens", 0) if isinstance(usage, dict) else 0
+    return reply
+
+
 def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=300, retries=6,
-         api_key=None):
-    """The reply of an OpenAI-compatible endpoint, as text; ChatError when there is none.
+         api_key=None, stops=()):
+    """The Reply of an OpenAI-compatible endpoint; ChatError when there is none.
+
+    stops: closing tags that end a reply, and belong to it. A last message of the assistant is gone
+    on with, by a server that can do so (vLLM, SGLang).
 
     The openai package tries time-outs, broken connections and status 408, 409, 429 and 5xx again,
     with growing pauses; a reply without text (empty, cut, no chat completion) is tried again here.
@@ -535,10 +556,14 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     ask = client_of(base, api_key or "none", retries).chat.completions.with_raw_response.create
     # half an emoji, with which a cut reply may end, cannot be sent
     messages = json.loads(json.dumps(messages, ensure_ascii=False).encode(errors="replace"))
+    more = {"include_stop_str_in_output": True} if stops else {}
+    if messages[-1]["role"] == "assistant":
+        more |= {"continue_final_message": True, "add_generation_prompt": False}
     for tried in range(1, retries + 2):
         try:
             reply = ask(model=model, messages=messages, temperature=temperature, top_p=top_p,
-                        max_tokens=max_tokens or openai.omit, timeout=timeout)
+                        max_tokens=max_tokens or openai.omit, timeout=timeout,
+                        stop=list(stops) or openai.omit, extra_body=more or None)
         except openai.APIStatusError as error:
             problem = f"status {error.status_code}"
             if error.status_code < 500 and error.status_code != 429:  # refused: the server says why
@@ -548,7 +573,7 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
             problem = f"no connection: {error.__cause__ or error}"
             break
         with suppress(ValueError, LookupError, TypeError, AttributeError):
-            text = reply.http_response.json()["choices"][0]["message"]["content"]
+            text = read_reply(reply.http_response.json(), stops)
             if len(text) > LONGEST_REPLY:
                 raise ChatError(f"{url}: a reply of {len(text):,} characters fits into no context")
             if text.strip():

@@ -87,8 +87,11 @@ class Template:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def prompt(self, messages):
-        """Ids of the turns before the first reply, up to where the model speaks."""
-        return self.encode(self.text(messages).removesuffix(OPENED))
+        """Ids of the turns before the first reply, up to where the model speaks. A last message of
+        the assistant is one that it goes on with."""
+        begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+        turns = messages[:-1] if begun else messages
+        return self.encode(self.text(turns).removesuffix(OPENED)) + self.encode(begun)
 
     def between(self, message, closed=True):
         """Ids from the end of a reply to where the next one begins, a message between them.

@@ -19,13 +19,13 @@ import pytest
 from evaluate import read_jsonl
 from retriever import BM25
 from sandbox import Episode, parse
-from toolstar import tir
+from toolstar import facts, tir
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 FILES = {"sft": "sft-tasks.jsonl", "rl": "rl.jsonl", "val": "val.jsonl"}
 SMALL = "--worlds", "6", "--places", "40", "--held-out", "120", "--sft", "90", "--rl", "60"
-FIRST = "|".join([*tir.POOLS["prefixes"], *tir.POOLS["sight words"]])  # words of a place's name
-LAST = "|".join(tir.POOLS["sight nouns"])
+FIRST = "|".join([*facts.POOLS["prefixes"], *facts.POOLS["sight words"]])  # words of a place's name
+LAST = "|".join(facts.POOLS["sight nouns"])
 CUES = {  # words of a sentence or of a question: what it is about
     "height": "metres|height|high|tall", "visitors": "visitors", "people": "people",
     "keeper": "kept|keeps|keeper|hands", "mayor": "led|who leads|mayor|care",
@@ -183,8 +183,8 @@ def test_no_number_of_the_held_out_world_occurs_in_training(both_sides):
 
 
 def test_no_place_and_no_person_of_the_held_out_world_occurs_in_training(both_sides):
-    people = "|".join(tir.POOLS["states"])
-    places = "|".join(tir.POOLS["sight nouns"])
+    people = "|".join(facts.POOLS["states"])
+    places = "|".join(facts.POOLS["sight nouns"])
     for pattern in rf"[A-Z]\w+ (?:{people})\b", rf"[A-Z]\w+ [A-Z]\w+ (?:{places})\b":
         train, val = (set(re.findall(pattern, text)) for text in both_sides)
         assert len(train) > 500 and len(val) > 60 and train.isdisjoint(val)
@@ -310,7 +310,7 @@ class SmallTools:
 
 def play(made, searches, part, task):
     tools = SmallTools(searches[part], world_of(made, part) / "pages")
-    return tir.play_solution(task, Episode(task, tools, 8, "Use tools."))
+    return facts.play_solution(task, Episode(task, tools, 8, "Use tools."))
 
 
 @pytest.fixture(scope="module")
@@ -368,15 +368,15 @@ def test_the_solver_says_so_when_a_tool_shows_nothing_of_use(seen):
     task = {"query": "How high is Solar Iron Zoo?", "asks": [["Solar Iron Zoo", "height"]],
             "program": None, "golds": ["12"]}
     tools = SimpleNamespace(tools=("Search", "Browse"), call=lambda name, arguments: seen)
-    assert tir.play_solution(task, Episode(task, tools, 8, "")).answer == "unknown"
+    assert facts.play_solution(task, Episode(task, tools, 8, "")).answer == "unknown"
 
 
 def test_the_solver_reads_the_place_asked_for_and_not_its_neighbour():
     text = ("Solar Iron Park is 77 metres high. Solar Iron Zoo is kept by Ember Sundal.\n"
             "Solar Iron Zoo stands 31 metres tall.")
-    assert tir.find_fact(text, "Solar Iron Zoo", "height") == "31"
-    assert tir.find_fact(text, "Solar Iron Zoo", "keeper") == "Ember Sundal"
-    assert tir.find_fact(text, "Solar Iron Zoo", "year") is None
+    assert facts.find_fact(text, "Solar Iron Zoo", "height") == "31"
+    assert facts.find_fact(text, "Solar Iron Zoo", "keeper") == "Ember Sundal"
+    assert facts.find_fact(text, "Solar Iron Zoo", "year") is None
 
 
 # ---------------------------------------------------------------- pages
@@ -391,7 +391,7 @@ def test_the_text_of_a_page_survives_extraction(made):
 
 @pytest.fixture(scope="module")
 def server(made):
-    with tir.PageServer([made / "train", made / "val"], 0) as server:
+    with facts.PageServer([made / "train", made / "val"], 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server

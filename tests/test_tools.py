@@ -23,7 +23,7 @@ from engine import Calls
 from sandbox import Action
 from template import Template
 from toolstar import tools
-from toolstar.tir import PageServer
+from toolstar.facts import PageServer
 from toolstar.tools import as_tags, parse_tags, parse_turn, read_settings
 
 FILE = ROOT / "database" / "tools"

@@ -1,442 +1,383 @@
 """
-Make what the tool world is learnt from: a tiny world of facts, its tasks, episodes of a solver.
+Make the training data of the tools world: what Tool-Star's synthesis does [1], and what feeds it.
 
-    (1) facts     worlds of invented places: passages to search, pages to browse, and tasks of five
-                  families, each with the tools it needs; sixty worlds to train in, one held out
-    (2) episodes  the solver plays tasks through the real tools. What it says stands in the question
-                  or in what a tool answered, so that a tiny model can copy it
-    (3) pages     a web server for the pages, on this machine alone
+    (1) dr       each question is answered --samples times by language alone
+    (2) prompt   as often with the world's tools in the loop
+    (3) hint     as often from a thought of (1): a hint is put behind a sentence of doubt, or the
+                 answer is taken into the thought and doubted; what followed is dropped, and the
+                 thought goes on with tools
+    (4) quality  a chain of (2) or (3) with no call or too many, with a repeated call or an unpaired
+                 tag is refused; so is one whose tool broke, or that did not come to an answer
+    (5) choose   answered by (1): SFT learns to answer it without tools. Else by (2) or (3): SFT
+                 learns the chain with the fewest calls. By none: it is a task for RL
 
-Nothing that can be remembered helps in the held-out world: of names, people and blocks of ten
-numbers a fifth occur there and nowhere else, whatever the seed, questions' answers included, and so
-does a fifth of the wordings. The words that names are made of are the same everywhere.
+A language model plays, behind an endpoint or in vLLM, or the solver of the tiny world. The other
+commands make that world (facts.py) and read the published data (published.py).
+[1] Tool-Star, arXiv:2505.16410, section 3; its code for this is not released
 
-Reads   database/words/names.txt, database/prompts/*-tiny.*; (2) tasks and a world's folder
-Writes  (1) OUT/train and OUT/val, worlds for --database: corpus.jsonl, pages/*.html, tools.json;
-        OUT/sft-tasks.jsonl, rl.jsonl, val.jsonl   (2) jsonl of episodes
+Reads   a world's folder, tasks; database/prompts/direct.txt, doubts.txt and hints.txt
+Writes  OUT/samples.jsonl, every outcome, line by line: a killed run goes on where it was; another
+        --right or --max-calls chooses anew from it. OUT/sft.jsonl, rl.jsonl, report.json
 
     python -m toolstar.tir facts    --seed 0 --out out/facts
     python -m toolstar.tir episodes --database out/facts/train --tasks out/facts/sft-tasks.jsonl \\
         --out out/facts/sft.jsonl
     python -m toolstar.tir pages    --database out/facts/train out/facts/val --port 8123
-
-database/tools is OUT/val of `facts --seed 0`. Tool-Star: arXiv:2505.16410
+    python -m toolstar.tir tir      --database my/world --tasks my/questions.jsonl \\
+        --endpoint http://localhost:8000/v1=Qwen2.5-3B-Instruct --out out/tir
+    python -m toolstar.tir convert  --from tool-star --sft final_sft.json --rl rl.parquet --out data
 """
 import argparse
-import contextlib
 import json
 import random
 import re
-from collections import Counter, namedtuple
+from collections import Counter
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from evaluate import Help, load_tasks, replacing, run, write_jsonl
+from evaluate import (
+    Help,
+    apart,
+    api_generate,
+    append_jsonl,
+    load_tasks,
+    mean,
+    name_of,
+    open_engine,
+    open_folder,
+    play,
+    play_vllm,
+    recover_jsonl,
+    replacing,
+    run,
+    write_jsonl,
+)
 from sandbox import PROMPTS
-from solver import final_turn, turn
-from synth import entries, portions, stable_draw
-from tiny import POOLS
+from solver import final_turn
+from synth import endpoint, entries, fill
+from toolstar.facts import drills, facts, pages, solution, solver_episodes
+from toolstar.published import convert
 
-# the forms of each sentence; of a question's five the last is asked in the held-out world alone
-FORMS = {name: [" ".join(form.split()) for form in re.split(r"\s/(?=\s)", forms)]
-         for name, forms in entries(PROMPTS / "tools-tiny.txt").items()}
-PAGE = (PROMPTS / "page-tiny.html").read_text(encoding="utf-8")
-ATTRIBUTES = {"sight": ("year", "height", "visitors", "keeper"),
-              "town": ("year", "people", "mayor")}
-RANGES = {"year": (1100, 1999), "height": (10, 999), "visitors": (100, 9999), "people": (100, 9999)}
-NAMES = {"sight": ("sight words", "nouns", "sight nouns"), "town": ("prefixes", "nouns")}
-COMPUTE = {  # what is asked: the program, and what it comes to
-    "boxes": ("{a} * {b} + {c}", lambda a, b, c, d: a * b + c),
-    "prices": ("{a} * {b} + {c} * {d}", lambda a, b, c, d: a * b + c * d),
-    "stock": ("{a} - {b} + {c}", lambda a, b, c, d: a - b + c),
-    "rows": ("({a} + {b}) * {c}", lambda a, b, c, d: (a + b) * c),
-    "rest": ("({a} - {b}) * {c}", lambda a, b, c, d: (a - b) * c)}
-BOTH = {"subtract": ("{} - {}", lambda a, b: a - b), "add": ("{} + {}", lambda a, b: a + b),
-        "divide": ("{} // {}", lambda a, b: a // b), "years": ("{} - {}", lambda a, b: a - b)}
-SLIPS = ("prnt", "pint", "prit")  # misspelt names, of which one episode in ten makes one
-# told: the attributes that its passage states; linked: the one for which it names a page, or None
-Place = namedtuple("Place", "name facts told linked")
+MODES = ("dr", "prompt", "hint")
+SETTINGS = ("database", "temperature", "top_p", "max_context", "max_turns", "max_tokens",
+            "system_prompt", "seed")  # what samples of one folder have in common
+DOUBTS = (PROMPTS / "doubts.txt").read_text(encoding="utf-8").split("\n")
+DOUBT = re.compile(rf"\b(?:{'|'.join(re.escape(words) for words in DOUBTS if words)})\b", re.I)
+HINTS = entries(PROMPTS / "hints.txt")
+SENTENCE_END = re.compile(r"[.?!](?=\s|$)|\n|$")
+PAIRED = re.compile(r"<(/?)(think|answer|search|python|browse|tool_call)>")
+DIRECT = {"turns": "the answer and nothing else: a name, a number, a few words",
+          "tags": r"\[ \boxed{the answer} \]"}  # in the prompt, what stands in <answer>
+SHORT_DIRECT = "You answer questions. Reply <think>...</think><answer>...</answer>."
 
 
-# ---------------------------------------------------------------- worlds
+# ---------------------------------------------------------------- samples
 
-def is_held_out(thing):
-    """Whether a name or a number belongs to the held-out world: of either a fifth do, of numbers
-    whole blocks of ten. One below ten is a digit, and no secret of either side."""
-    if isinstance(thing, int):
-        return thing > 9 and is_held_out(f"{thing // 10}x")
-    return stable_draw(f"tools {thing}") % 5 == 0
-
-
-def draw_until(draw, held_out):
-    """What draw() gives first that belongs to this side."""
-    return next(thing for thing in iter(draw, None) if is_held_out(thing) == held_out)
+def direct_prompt(name, grammar):
+    """What (1) is told: the words of a model that has no tools."""
+    if name == "short":
+        return SHORT_DIRECT
+    text = (PROMPTS / "direct.txt").read_text(encoding="utf-8").strip()
+    return text.replace("{answer}", DIRECT[grammar])
 
 
-def draw_fact(rng, attribute, held_out):
-    """A value as text: a number in the attribute's range, or the name of a person."""
-    if attribute in RANGES:
-        return str(draw_until(lambda: rng.randint(*RANGES[attribute]), held_out))
-    pools = POOLS["meal words"], POOLS["states"]  # of words in no place's name
-    return draw_until(lambda: " ".join(map(rng.choice, pools)), held_out)
-
-
-def draw_name(rng, names):
-    """The name of a town, of two words, or of a sight, of three. Most differ from one of the names
-    in a single word: who reads carelessly takes the one for the other."""
-    kind = rng.choices(("sight", "town"), (5, 1))[0]
-    words = [rng.choice(POOLS[pool]) for pool in NAMES[kind]]
-    alike = [name.split() for name in names[-20:] if len(name.split()) == len(words)]
-    if alike and rng.random() < 0.6:
-        i, other = rng.randrange(len(words)), rng.choice(alike)
-        words = [*other[:i], words[i], *other[i + 1:]]
-    return " ".join(words)
-
-
-def draw_places(rng, n, held_out, taken):
-    """The n places of a world, whose names are not among those taken; a sixth of them leave one
-    attribute to their page."""
-    places, names = [], []
-    while len(places) < n:
-        name = draw_until(lambda: draw_name(rng, names), held_out)
-        if name in taken:
-            continue
-        taken.add(name)
-        names.append(name)
-        kind = "sight" if len(name.split()) == 3 else "town"
-        values = {key: draw_fact(rng, key, held_out) for key in ATTRIBUTES[kind]}
-        told = rng.sample(ATTRIBUTES[kind], rng.choice((2, 2, 3)))
-        linked = told.pop() if rng.random() < 1 / 6 else None
-        places.append(Place(name, values, told, linked))
-    return places
-
-
-def state_fact(rng, place, attribute, subject="It"):
-    """A sentence that states one attribute of a place."""
-    form = rng.choice(FORMS[f"fact {attribute}"])
-    return form.format(it=subject, value=place.facts[attribute])
-
-
-def write_passage(rng, place, places, port):
-    """The passage of a place: what it tells, where the rest stands, a neighbour at times."""
-    first, *rest = place.told
-    said = [state_fact(rng, place, key) for key in rest]
-    if place.linked:
-        url = f"http://127.0.0.1:{port}/{page_name(place)}"
-        said.append(rng.choice(FORMS["link"]).format(url=url, attribute=place.linked))
-    elif len(said) < 2 and rng.random() < 0.5:
-        said.append(rng.choice(FORMS["near"]).format(other=rng.choice(places).name))
-    text = " ".join([state_fact(rng, place, first, place.name), *rng.sample(said, len(said))])
-    return f'"{place.name}"\n{text}'
-
-
-def page_name(place):
-    return place.name.replace(" ", "-") + ".html"
-
-
-def write_page(rng, place, before, after):
-    """The page of a place: all that is known of it, and a fact of the place before."""
-    links = [f'<a href="{page_name(other)}">{other.name}</a>' for other in (before, after)]
-    told = [state_fact(rng, place, key, place.name) for key in place.facts]
-    told.append(state_fact(rng, before, rng.choice(list(before.facts)), before.name))
-    welcome = rng.choice(FORMS["welcome"]).format(name=place.name)
-    text = "\n".join(f"<p>{line}</p>" for line in (welcome, *rng.sample(told, len(told))))
-    return PAGE.format(title=place.name, links=" ".join(links), text=text)
-
-
-def write_folder(rng, folder, worlds, port):
-    """Write the folder of one or more worlds: a corpus, pages, settings of the tools."""
-    passages = [write_passage(rng, place, places, port) for places in worlds for place in places]
-    rng.shuffle(passages)
-    write_jsonl(folder / "corpus.jsonl",
-                [{"id": str(i), "contents": text} for i, text in enumerate(passages)])
-    for old in (folder / "pages").glob("*.html"):
-        old.unlink()  # a page of another seed would be served, too
-    linked = [place for places in worlds for place in places if place.linked]
-    for i, place in enumerate(linked):
-        with replacing(folder / "pages" / page_name(place)) as out:
-            out.write(write_page(rng, place, linked[i - 1], linked[(i + 1) % len(linked)]))
-    settings = {"grammar": "turns", "tools": ["Search", "Python", "Browse"],
-                "corpus": "corpus.jsonl", "top_k": 2, "max_calls": 6,
-                "allow": [f"127.0.0.1:{port}"]}
-    with replacing(folder / "tools.json") as out:
-        out.write(json.dumps(settings, indent=2) + "\n")
-
-
-# ---------------------------------------------------------------- tasks
-
-def word_task(rng, key, held_out, gold, asks=(), program=None, **slots):
-    """A task: its question in one of the forms, of which the last is held out; its gold; and what
-    the solver goes by, the attributes of places that it asks for and the program it runs."""
-    number = rng.randrange(len(FORMS[key]) - (not held_out))
-    return {"query": FORMS[key][number].format(**slots), "golds": [str(gold)],
-            "check": "math" if str(gold).isdigit() else "qa", "template": f"{key} {number}",
-            "asks": list(asks), "program": program}
-
-
-def ask_compute(rng, places, held_out):
-    """A word problem of two or three operations on numbers of two or three digits."""
-    kind = rng.choice(list(COMPUTE))
-    program, value_of = COMPUTE[kind]
-    a, b, c, d = (draw_until(lambda: rng.randint(10, rng.choice((99, 999))), held_out)
-                  for _ in "abcd")
-    numbers = {"a": max(a, b), "b": min(a, b), "c": c, "d": d}
-    gold = value_of(**numbers)
-    if a == b or is_held_out(gold) != held_out:
-        return None
-    return word_task(rng, f"compute {kind}", held_out, gold, program=program.format(**numbers),
-                     things=rng.choice(FORMS["things"]), **numbers)
-
-
-def ask_fact(rng, places, held_out, linked=False):
-    """An attribute that a place's passage states, or (linked) that it leaves to its page: the
-    questions are alike, and nothing but the passage tells which it is."""
-    place = rng.choice(places)
-    attribute = place.linked if linked else rng.choice(place.told)
-    return attribute and word_task(rng, f"lookup {attribute}", held_out, place.facts[attribute],
-                                   [[place.name, attribute]], name=place.name)
-
-
-def ask_both(rng, places, held_out):
-    """Two places' attributes, and their difference, sum or ratio, which is a whole number."""
-    attribute = rng.choice(list(RANGES))
-    kind = "years" if attribute == "year" else rng.choice(("subtract", "add", "divide"))
-    program, value_of = BOTH[kind]
-    telling = [place for place in places if attribute in place.told]
-    if len(telling) < 2:
-        return None
-    for _ in range(1000):  # of 200 pairs of heights one divides
-        asks = [(place, int(place.facts[attribute])) for place in rng.sample(telling, 2)]
-        (first, a), (second, b) = asks
-        gold = value_of(a, b)
-        whole = a > b and (kind != "divide" or a % b == 0)
-        if whole and (gold < 10 or is_held_out(gold) == held_out):
-            return word_task(rng, f"both {kind}", held_out, gold,
-                             [[place.name, attribute] for place, _ in asks], program,
-                             attribute=attribute, first=first.name, second=second.name)
-    return None
-
-
-def ask_neither(rng, places, held_out):
-    """What the question itself answers: the larger of two numbers, a word of a name."""
-    kind, name = rng.choice(("larger", "smaller", "first", "last")), rng.choice(places).name
-    a, b = (draw_until(lambda: rng.randint(10, rng.choice((99, 999))), held_out) for _ in "ab")
-    first, *_, last = name.split()
-    gold = {"larger": max(a, b), "smaller": min(a, b), "first": first, "last": last}[kind]
-    things = f"word of {name}" if kind in ("first", "last") else f"of {a} and {b}"
-    task = word_task(rng, f"neither {kind}", held_out, gold, a=a, b=b, name=name)
-    return a != b and task | {"reason": f"the {kind} {things} is {gold}"}
-
-
-FAMILIES = {  # share in per cent, tools needed, how a task is drawn: None if there is none
-    "compute": (30, ["python"], ask_compute), "lookup": (25, ["search"], ask_fact),
-    "both": (25, ["search", "python"], ask_both),
-    "page": (10, ["search", "browse"], partial(ask_fact, linked=True)),
-    "neither": (10, [], ask_neither)}
-
-
-def make_tasks(rng, n, part, places, held_out, asked):
-    """n tasks in the families' shares; no question is asked twice."""
-    shares, tasks = portions(n, [share for share, *_ in FAMILIES.values()]), []
-    for (family, (_, needs, ask)), share in zip(FAMILIES.items(), shares, strict=True):
-        for _ in range(share):
-            draws = (ask(rng, places, held_out) for _ in range(2000))
-            task = next((task for task in draws if task and task["query"] not in asked), None)
-            if task is None:
-                raise ValueError(f"too few places for {n} tasks of {part}: no new one of {family} "
-                                 f"found; raise --places and --held-out, or lower --{part}")
-            asked.add(task["query"])
-            tasks.append({"family": family, "needs": needs, **task})
-    rng.shuffle(tasks)
-    return [{"id": f"{part}-{i:05d}", **task} for i, task in enumerate(tasks)]
-
-
-def facts(args):
-    """Write the worlds and the tasks. SFT asks about the places of two thirds of the training
-    worlds and RL about the others: it is not paid for what SFT could have learnt by heart."""
-    if args.worlds < 2:
-        raise ValueError("--worlds must be 2 at least: SFT and RL ask about worlds of their own")
-    if args.worlds * args.places > 12_000 or args.held_out > 2000:
-        raise ValueError("names run out above 12,000 places to train on (--worlds times --places) "
-                         "and above 2,000 of --held-out")
-    out, rng, taken = Path(args.out), random.Random(f"tools/{args.seed}"), set()
-    train = [draw_places(rng, args.places, False, taken) for _ in range(args.worlds)]
-    val = [draw_places(rng, args.held_out, True, taken)]
-    cut, asked, tasks = 2 * args.worlds // 3, set(), {}
-    for part, worlds in ("sft", train[:cut]), ("rl", train[cut:]), ("val", val):
-        places = [place for world in worlds for place in world]
-        tasks[part] = make_tasks(rng, getattr(args, part), part, places, part == "val", asked)
-    programs = [task for task in tasks["sft"] if "python" in task["needs"]]
-    for task in programs[:args.sft // 10]:
-        task["slip"] = rng.choice(SLIPS)
-    write_folder(rng, out / "train", train, args.port)
-    write_folder(rng, out / "val", val, args.port)
-    for part, file in ("sft", "sft-tasks"), ("rl", "rl"), ("val", "val"):
-        write_jsonl(out / f"{file}.jsonl", tasks[part])
-        print(f"{out / file}.jsonl: {len(tasks[part])} tasks")
-
-
-# ---------------------------------------------------------------- episodes
-
-def find_fact(text, name, attribute):
-    """The value that a sentence of the text states of a place, by its name or as "It"; or None."""
-    for form in FORMS[f"fact {attribute}"]:
-        sentence = re.escape(form).replace(r"\{it\}", f"(?:It|{re.escape(name)})")
-        sentence = sentence.replace(r"\{value\}", r"(\d+|[A-Z]\w+ [A-Z]\w+)")
-        if found := re.search(rf"(?:^|[\s.]){sentence}", text):
-            return found[1]
-    return None
-
-
-def solution(task):
-    """The solver's replies to a task, one after another: a generator, to which what the tools
-    answer is sent. Values come from there, and never from what made the task. Its thoughts say
-    again what it has read, so that the next call and the answer copy from nearby."""
-    said, values = "", []
-    asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
-    for i, (name, attribute) in enumerate(task["asks"]):
-        thought = f"{said}search {' and '.join(asked[i:])}"
-        seen = yield turn(thought, "Search", {"query": f"the {name}"})
-        # a passage begins with its quoted title and ends where the next one is numbered
-        passage = re.split(r"\n\s*Doc \d+ ", seen.partition(f'"{name}"\n')[2])[0]
-        value, link = find_fact(passage, name, attribute), re.search(r"http://\S+\.html", passage)
-        if value is None and link:
-            thought = f"{said}{asked[i]} stands on {link[0]}"
-            query = f"{attribute} of {name}"
-            seen = yield turn(thought, "Browse", {"url": link[0], "query": query})
-            value = find_fact(seen, name, attribute)
-        if value is None:
-            yield final_turn(f"{asked[i]} is not to be found", "unknown")
-            return
-        said += f"{asked[i]} is {value}: "
-        values.append(value)
-    if task["program"]:
-        program = task["program"].format(*values)
-        code = f"print({program})"
-        slip = code.replace("print", task.get("slip", "print"))
-        seen = yield turn(f"{said}compute {program}", "Python", {"code": slip})
-        if slip != code and "NameError" in seen:
-            seen = yield turn(f"{task['slip']} is misspelt: print", "Python", {"code": code})
-        said, values = f"it comes to {seen.strip()}: ", [seen.strip()]
-    elif not task["asks"]:  # the question itself answers
-        said, values = f"no tool is needed, {task['reason']}: ", task["golds"]
-    yield final_turn(f"{said}the answer", f" {values[-1]}")  # the same tokens as in the thought
-
-
-def play_solution(task, episode):
-    """Play the solver's replies to the end of an Episode."""
-    replies = solution(task)
-    seen = episode.step(next(replies))
-    while seen is not None:
-        seen = episode.step(replies.send(seen))
+def begin(args, world, task):
+    """The Episode of a sample: of (1) without tools, of (3) begun with the words to go on from."""
+    episode = world.episode(task, f"{args.seed}/{name_of(task)}", args)
+    if mode_of(task) == "dr":
+        episode.sandbox.tools = frozenset()  # a call breaks the format
+        prompt = direct_prompt(args.system_prompt, world.settings.grammar)
+        episode.messages[0] = {"role": "system", "content": prompt}
+    if "begun" in task:
+        episode.messages.append({"role": "assistant", "content": task["begun"]})
     return episode
 
 
-def solver_episodes(args):
-    """Play tasks through the world's tools; episodes with another answer than the gold are left
-    out and counted."""
+def mode_of(task):
+    return task["sample"].partition("-")[0]
+
+
+def play_samples(args, todo):
+    """Yield the record of each sample as it ends: the episode, its score, whether it is right."""
     from toolstar.tools import open_world
 
-    world, rows, refused = open_world(args), [], Counter()
+    world = open_world(args)
     try:
-        for task in load_tasks(args.tasks, world.load_task):
-            episode = play_solution(task, world.episode(task, args.seed, args))
-            answer, score, _ = world.verdict(episode)
-            if episode.stop == "answer" and score["success"] == 1:
-                rows.append(episode.record("solver") | {"plan": answer, "score": score})
-            else:
-                refused[f"{task.get('family')}: {episode.stop}"] += 1
+        for episode in player(args, world, (begin(args, world, task) for task in todo)):
+            answer, score, strict = world.verdict(episode)
+            yield episode.record(model_of(args)) | {
+                "plan": answer, "score": score, "strict": strict,
+                "tokens": getattr(episode, "tokens", None)}
     finally:
         world.close()
-    write_jsonl(args.out, rows)
-    print(f"{args.out}: {len(rows)} episodes; refused: {dict(refused)}")
 
 
-# ---------------------------------------------------------------- drills
+def model_of(args):
+    return args.endpoint[1] if args.endpoint else args.model or "solver"
 
-def drills(args):
-    """Write exercises in reading, to train a base model: from worlds of their own what passages
-    tell and what questions ask, in the words of the solver's thoughts and in no grammar of calls.
+
+def player(args, world, episodes):
+    """The episodes as they end, played by an endpoint, a vLLM engine or the solver."""
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
+    if args.endpoint:
+        key = Path(args.key).read_text().strip() if args.key else None
+        # asked patiently: a run of days must not end for one bad hour
+        generate = api_generate(*args.endpoint, **sampling, retries=40, api_key=key,
+                                stops=world.stops)
+        return play(lambda messages: generate(merged(messages)), episodes, args.concurrency)
+    if args.model:
+        llm, template = open_engine(args.model, args.max_context, args.concurrency, args.tp,
+                                    args.gpu_memory)
+        return play_vllm(llm, template, episodes, args.max_context, **sampling, seed=args.seed,
+                         concurrency=args.concurrency, stops=world.stops, slow=world.slow)
+    return map(partial(play_solver_sample, world.settings.grammar == "tags"), episodes)
+
+
+def merged(messages):
+    """Messages as an endpoint knows them: replies and results that follow each other are one."""
+    found = []
+    for message in messages:
+        said = message["role"] in ("assistant", "result")
+        if said and found[-1]["role"] == "assistant":
+            found[-1] = {"role": "assistant", "content": found[-1]["content"] + message["content"]}
+        else:
+            found.append({"role": "assistant", "content": message["content"]} if said else message)
+    return found
+
+
+def play_solver_sample(tags, episode):
+    """One sample of the solver. By language alone it knows what the question itself answers."""
+    from toolstar.tools import one_as_tags
+
+    task, begun = episode.task, episode.messages[-1]["role"] == "assistant"
+    replies = unaided(task) if mode_of(task) == "dr" else solution(task)
+    reply = next(replies)
+    while reply:
+        if tags:
+            reply = one_as_tags({"role": "assistant", "content": reply})
+        if begun:
+            reply, begun = " " + reply.removeprefix("<think>"), False
+        seen = episode.step(reply)
+        reply = None if seen is None else replies.send(seen)
+    return episode
+
+
+def unaided(task):
+    """The solver's reply where it may call no tool."""
+    if task["asks"] or task["program"]:
+        what = f"the {task['asks'][0][1]} of {task['asks'][0][0]}" if task["asks"] else "the result"
+        yield final_turn(f"perhaps {what} is known to somebody: not to me", "unknown")
+    else:
+        yield from solution(task)
+
+
+# ---------------------------------------------------------------- hints
+
+def hint_at_doubt(rng, thought, hint):
+    """The thought up to the end of a sentence of doubt, and the hint; None where nothing is
+    doubted."""
+    ends = {SENTENCE_END.search(thought, doubt.end()).end() for doubt in DOUBT.finditer(thought)}
+    return f"{thought[:rng.choice(sorted(ends))].rstrip()} {hint}" if ends else None
+
+
+def begin_with_hint(seed, task, chain, tools):
+    """What a sample of (3) begins with -> (text, "doubt" or "answer"); tools: names, the world's.
+
+    chain: the record of an answered sample of (1). Samples of even numbers look for a doubt, those
+    of odd numbers doubt the answer, and so does a sample whose chain doubts nothing.
     """
-    rng, rows = random.Random(f"tools drills/{args.seed}"), []
-    while len(rows) < args.n:
-        places = draw_places(rng, 30, False, set())
-        for drill in (drill_passages, drill_questions):
-            shown, said = drill(rng, places, args.port)
-            rows.append({"messages": [{"role": "user", "content": "\n".join(shown)},
-                                      {"role": "assistant", "content": "\n".join(said)}]})
-    write_jsonl(args.out, rows[:args.n])
-    print(f"{args.out}: {args.n} rows")
+    rng = random.Random(f"{seed}/{name_of(task)}")
+    said = chain["messages"][2]["content"].rpartition("<answer>")[0]
+    thought = " ".join(re.split(r"\s*</?think>\s*", said)).strip()
+    wanted = ("Python", "Search") if task["check"] == "math" else ("Search", "Python")
+    tool = next(name for name in (*wanted, "Browse") if name in tools)
+    hint = fill(rng, HINTS[tool.lower()], {})
+    text, kind = None, "doubt"
+    if int(task["sample"].partition("-")[2]) % 2 == 0:
+        text = hint_at_doubt(rng, thought, hint)
+    if text is None:
+        answer = fill(rng, HINTS["answer"], {"answer": chain["answer"].strip()})
+        text, kind = f"{thought} {answer} {hint}".lstrip(), "answer"
+    return f"<think>{text}", kind
 
 
-def drill_passages(rng, places, port):
-    """Passages of two or three places -> all that they tell, in another order."""
-    n, said = rng.choice((2, 3)), []
-    start = rng.randrange(len(places) - n)  # neighbours in the list have names that are alike
-    shown = [f"Doc {i} {write_passage(rng, place, places, port)}"
-             for i, place in enumerate(places[start:start + n], 1)]
-    for place in places[start:start + n]:
-        said += [f"the {key} of {place.name} is {place.facts[key]}" for key in place.told]
-        if place.linked:
-            url = f"http://127.0.0.1:{port}/{page_name(place)}"
-            said.append(f"the {place.linked} of {place.name} stands on {url}")
-    return shown, rng.sample(said, len(said))
+def wanted_samples(args, tasks, rows, tools):
+    """What is to be played now, by what has been: (1) and (2), and (3) where (1) is done."""
+    for task in tasks:
+        for mode in args.modes:
+            for k in range(args.samples):
+                sample = task | {"sample": f"{mode}-{k}"}
+                if name_of(sample) in rows:
+                    continue
+                chain = rows.get(f"{task['id']}/dr-{k}")
+                if mode != "hint":
+                    yield sample
+                elif chain and chain["stop"] == "answer":
+                    begun, kind = begin_with_hint(args.seed, sample, chain, tools)
+                    yield sample | {"begun": begun, "hint": kind}
 
 
-def drill_questions(rng, places, port):
-    """Three questions -> what there is to search or to compute for each, or its answer."""
-    shown, said = [], []
-    while len(shown) < 3:
-        if task := rng.choice((ask_compute, ask_fact, ask_both, ask_neither))(rng, places, False):
-            shown.append(task["query"])
-            asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
-            if asked:
-                said.append(f"search {' and '.join(asked)}")
-            elif task["program"]:
-                said.append(f"compute {task['program']}")
-            else:
-                said.append(task["reason"])
-    return shown, said
+# ---------------------------------------------------------------- quality, choice
+
+def is_paired(text):
+    """Whether each tag of the grammar is closed, and none within another of its name."""
+    opened = []
+    for closing, name in PAIRED.findall(text):
+        if closing and (not opened or opened.pop() != name) or not closing and name in opened:
+            return False
+        opened += [] if closing else [name]
+    return not opened
 
 
-# ---------------------------------------------------------------- pages
-
-class PageServer(ThreadingHTTPServer):
-    """A server of worlds' pages, on this machine alone. They are read once: a request can name a
-    page and no path."""
-
-    request_queue_size = 128  # a whole batch of plays may ask at once
-
-    def __init__(self, folders, port):
-        self.texts = {f"/{path.name}": path.read_bytes() for folder in folders
-                      for path in (Path(folder) / "pages").glob("*.html")}
-        if not self.texts:
-            raise ValueError(f"no pages/*.html in {' or '.join(map(str, folders))}; "
-                             "python -m toolstar.tir facts writes some")
-        super().__init__(("127.0.0.1", port), PageHandler)
+def fault_of(row, most):
+    """Why quality refuses a sample's record, "" where it does not. most: calls of a chain."""
+    calls, mode = row["tools"], mode_of(row["task"])
+    said = "".join(message["content"] for message in row["messages"][2:]
+                   if message["role"] == "assistant")
+    faults = {row["stop"]: row["stop"] != "answer",
+              f"more than {most} calls": len(calls) > most,
+              "a call repeated": any(call["repeated"] for call in calls),
+              "a broken tool": any(call["status"] == "broken" for call in calls),
+              "unpaired tags": not is_paired(said),
+              "no call": mode != "dr" and not calls}
+    return next((fault for fault, found in faults.items() if found), "")
 
 
-class PageHandler(BaseHTTPRequestHandler):
-    timeout = 10  # s, for a client that never says what it wants
-
-    def do_GET(self):
-        text = self.server.texts.get(self.path)
-        self.send_response(404 if text is None else 200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(text or b"")))
-        self.end_headers()
-        self.wfile.write(text or b"")
-
-    def log_message(self, *words):
-        """Say nothing: a line per request would drown those of the run."""
+def least_right(right, samples):
+    """How many samples must be right for --right: majority, all, or K of the samples."""
+    known = {"majority": samples // 2 + 1, "all": samples}
+    named = re.fullmatch(r"(\d+)of(\d+)", right)
+    least = known.get(right, int(named[1]) if named and int(named[2]) == samples else 0)
+    if not 1 <= least <= samples:
+        raise ValueError(f"--right {right} is none of 1of{samples}, majority, all of the "
+                         f"{samples} --samples")
+    return least
 
 
-def pages(args):
-    with PageServer(args.database, args.port) as server:
-        print(f"{len(server.texts)} pages on http://127.0.0.1:{server.server_port}/", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
+def choose(task, rows, args):
+    """(dr right?, {modes of (2) and (3) that are right}, the record for SFT or None) of a task.
+
+    rows: its samples' records. Right is one that quality lets pass.
+    """
+    good = [row for row in rows if row["strict"] == 1 and not fault_of(row, args.max_calls)]
+    by_mode = {mode: [row for row in good if mode_of(row["task"]) == mode] for mode in MODES}
+    direct = by_mode["dr"]
+    known = len(direct) >= least_right(args.right or f"1of{args.samples}", args.samples)
+    chains = by_mode["prompt"] + by_mode["hint"]
+    found = {mode for mode in MODES[1:] if by_mode[mode]}
+    if known:
+        return known, found, direct[0]
+    return known, found, min(chains, key=lambda row: len(row["tools"]), default=None)
+
+
+def as_episode(row, prompt):
+    """A sample's record as an episode for SFT: its task as it was, and the prompt of (2), under
+    which a model learns when to answer without tools, too."""
+    ours = ("sample", "begun", "hint")
+    task = {key: value for key, value in row["task"].items() if key not in ours}
+    messages = [{"role": "system", "content": prompt}, *row["messages"][1:]]
+    return row | {"task": task, "messages": messages, "source": mode_of(row["task"])}
+
+
+def summary(rows, args):
+    """{number: value} of one mode's samples: what came of them, and what they took."""
+    faults = Counter(fault_of(row, args.max_calls) for row in rows)
+    right = [row for row in rows if row["strict"] == 1]
+    calls = [call for row in rows for call in row["tools"]]
+    return {"samples": len(rows), "right": len(right),
+            "kept": sum(not fault_of(row, args.max_calls) for row in right),
+            "refused": {fault: n for fault, n in faults.most_common() if fault},
+            "calls": mean(len(row["tools"]) for row in rows),
+            "calls of right ones": mean(len(row["tools"]) for row in right),
+            "failed calls": dict(Counter(call["status"] for call in calls
+                                         if call["status"] != "ok").most_common()),
+            "time-outs": sum(call["status"] == "timeout" for call in calls),
+            "tokens": sum(row["tokens"] or 0 for row in rows)}
+
+
+def report_on(args, tasks, rows, cells, chosen):
+    """What report.json says. cells: {check: counts of (dr right?, modes that are right)}."""
+    counts = {}
+    for check, cell in cells.items():
+        table = counts[check] = {}
+        for dr in (True, False):
+            table[f"dr {'right' if dr else 'wrong'}"] = {
+                "tir wrong": cell[dr, ()], "tir right by prompt": cell[dr, ("prompt",)],
+                "tir right by hint": cell[dr, ("hint",)],
+                "tir right by both": cell[dr, ("hint", "prompt")]}
+    hints = Counter(row["task"]["hint"] for row in rows if "hint" in row["task"])
+    return {"model": model_of(args), "tasks": len(tasks), "samples": args.samples,
+            "right": args.right or f"1of{args.samples}", "max calls": args.max_calls,
+            "cells": counts, "sft": dict(Counter(row["source"] for row in chosen)),
+            "rl": len(tasks) - len(chosen), "hints": dict(hints),
+            "modes": {mode: summary([row for row in rows if mode_of(row["task"]) == mode], args)
+                      for mode in args.modes}}
+
+
+# ---------------------------------------------------------------- tir
+
+def check_player(args, tasks):
+    """Refuse what cannot be played, before anything is."""
+    if args.endpoint and args.model:
+        raise ValueError("--endpoint or --model plays, not both")
+    if model_of(args) == "solver" and any("asks" not in task for task in tasks):
+        raise ValueError(f"{args.tasks}: the solver plays tasks that `facts` wrote; name a model "
+                         "by --endpoint or --model")
+    if {*args.modes} - {*MODES} or "hint" in args.modes and "dr" not in args.modes:
+        raise ValueError(f"--modes {','.join(args.modes)}: there are {', '.join(MODES)}, and hint "
+                         "goes on from what dr has said")
+
+
+def play_missing(args, file, tasks, tools):
+    """(1) to (3) Play what the file lacks of the tasks' samples -> their records, in order. The
+    file is put into this order at last, whoever ended first."""
+    from tqdm import tqdm
+
+    rows = {name_of(row["task"]): row for row in recover_jsonl(file)}
+    rows_of = partial(play_samples, args)
+    if args.model:
+        rows_of = partial(apart, "tir.py", rows_of, args=args)
+    for what in "dr, prompt", "hint":  # hints need what (1) has said; the engine is opened for each
+        todo = list(wanted_samples(args, tasks, rows, tools))
+        for row in tqdm(rows_of(todo) if todo else (), what, len(todo)):
+            append_jsonl(file, row)
+            rows[name_of(row["task"])] = row
+    names = [f"{task['id']}/{mode}-{k}" for task in tasks for mode in args.modes
+             for k in range(args.samples)]
+    wanted = {name: rows.pop(name) for name in names if name in rows}
+    write_jsonl(file, [*wanted.values(), *rows.values()])
+    return list(wanted.values())
+
+
+def tir(args):
+    """Play, refuse, choose, and say what came of it."""
+    from toolstar.tools import open_world, system_prompt
+
+    least_right(args.right or f"1of{args.samples}", args.samples)
+    world = open_world(args)
+    world.close()  # who plays opens one of his own
+    tasks = load_tasks(args.tasks, world.load_task, args.limit)
+    check_player(args, tasks)
+    settings = {"model": model_of(args)} | {key: getattr(args, key) for key in SETTINGS}
+    folder = open_folder(args.out, "", settings)
+    rows = play_missing(args, folder / "samples.jsonl", tasks, world.settings.tools)
+    # (4) (5)
+    by_task, cells, sft, rl = {task["id"]: [] for task in tasks}, {}, [], []
+    for row in rows:
+        by_task[row["task"]["id"]].append(row)
+    prompt = system_prompt(args.system_prompt, world.settings)
+    for task in tasks:
+        known, found, row = choose(task, by_task[task["id"]], args)
+        cells.setdefault(task["check"], Counter())[known, tuple(sorted(found))] += 1
+        if row:
+            sft.append(as_episode(row, prompt))
+        else:
+            rl.append(task)
+    write_jsonl(folder / "sft.jsonl", sft)
+    write_jsonl(folder / "rl.jsonl", rl)
+    with replacing(folder / "report.json") as out:
+        out.write(json.dumps(report_on(args, tasks, rows, cells, sft), indent=1) + "\n")
+    print(f"{folder}: {len(tasks)} tasks, {len(sft)} episodes for SFT, {len(rl)} tasks for RL")
 
 
 # ---------------------------------------------------------------- main
@@ -474,7 +415,49 @@ def flags(argv=None):
     add = command("pages", pages, "serve the pages of worlds, on this machine alone")
     add("--database", nargs="+", required=True, metavar="DIR", help="folders of worlds")
     add("--port", type=int, default=8123, help="port; 0 takes any that is free")
+    tir_flags(command("tir", tir, "make SFT's chains and RL's tasks of questions [1]",
+                      failure_rate=0.0, url=None))
+    add = command("convert", convert, "read Tool-Star's published data")
+    add("--from", dest="source", choices=("tool-star",), default="tool-star", help="whose data")
+    add("--sft", metavar="FILE", help="the 54K chains: json, jsonl or parquet")
+    add("--rl", metavar="FILE", help="the 10K tasks: parquet, json or jsonl")
+    add("--sets", metavar="DIR", help="evaluation sets, whose questions are dropped")
+    add("--database", help="world of grammar tags, whose system prompt the chains get; unset: the "
+        "published one")
+    add("--system-prompt", default="full", help="of --database: full, short or a file")
+    add("--out", required=True, help="folder that is written")
     return p.parse_args(argv)
+
+
+def tir_flags(add):
+    """The flags of the command that samples."""
+    add("--tasks", required=True, metavar="JSONL", help="questions with golds and check")
+    add("--database", required=True, help="the world's folder: its tools.json says what tools are")
+    add("--out", required=True, help="folder that is written; a killed run goes on there")
+    add("--endpoint", type=endpoint, metavar="URL=MODEL", help="an OpenAI-compatible server that "
+        "plays; it must go on with a begun message, as vLLM's does")
+    add("--key", metavar="FILE", help="file that holds the endpoint's API key")
+    add("--model", metavar="PATH", help="a checkpoint that plays in vLLM; without one and without "
+        "--endpoint the solver plays, on tasks of facts")
+    add("--samples", type=int, default=3, help="of each task and mode [1]")
+    add("--modes", type=lambda text: text.split(","), default="dr,prompt,hint",
+        help="which of (1) to (3) are played")
+    add("--right", help="how many samples of (1) must be right for a task to need no tools: 1of3, "
+        "majority, all; unset: one")
+    add("--max-calls", type=int, default=5, help="calls of a chain that is kept, at most [1]")
+    add("--limit", type=int, help="take only the first so many tasks")
+    add("--system-prompt", default="full", help="full, short or a file")
+    add("--temperature", type=float, default=1.0, help="of the sampling")
+    add("--top-p", type=float, default=1.0, help="of the sampling")
+    add("--max-tokens", type=int, default=4096, help="tokens per reply")
+    add("--max-context", type=int, default=16384, help="tokens per episode, of --model")
+    add("--max-turns", type=int, default=10, help="replies per episode")
+    add("--concurrency", type=int, default=32, help="episodes in flight")
+    add("--tp", type=int, default=1, help="GPUs that share one model")
+    add("--processes", type=int, default=0, help="engines; 0: one per --tp GPUs")
+    add("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may take")
+    add("--seed", type=int, default=0, help="of hints, of what chance decides in the world, and of "
+        "vLLM's sampling; an endpoint samples as it likes")
 
 
 def main(argv=None):

@@ -343,6 +343,9 @@ class ToolEpisode(Episode):
                          parse=parse_tags if self.tags else parse_turn)
 
     def begin(self, reply):
+        self.tokens = getattr(reply, "tokens", None)  # as an endpoint counts them
+        if not self.turns and self.messages[-1]["role"] == "assistant":  # begun by a hint (tir.py)
+            reply = self.messages.pop()["content"] + reply
         self.strict = self.strict or self.tags  # within a message nobody can be told of an error
         action = super().begin(reply)
         if not action or action.kind != "call" or self.calls <= self.most:

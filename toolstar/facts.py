@@ -1,0 +1,439 @@
+"""
+A tiny world of facts for the tools: its passages and pages, its tasks, episodes of a solver.
+
+    (1) facts     worlds of invented places: passages to search, pages to browse, and tasks of five
+                  families, each with the tools it needs; sixty worlds to train in, one held out
+    (2) episodes  the solver plays tasks through the real tools. What it says stands in the question
+                  or in what a tool answered, so that a tiny model can copy it
+    (3) drills    exercises in reading, for a base model
+    (4) pages     a web server for the pages, on this machine alone
+
+Nothing that can be remembered helps in the held-out world: of names, people and blocks of ten
+numbers a fifth occur there and nowhere else, whatever the seed, questions' answers included, and so
+does a fifth of the wordings. The words that names are made of are the same everywhere.
+
+Reads   database/words/names.txt, database/prompts/*-tiny.*; (2) tasks and a world's folder
+Writes  (1) OUT/train and OUT/val, worlds for --database: corpus.jsonl, pages/*.html, tools.json;
+        OUT/sft-tasks.jsonl, rl.jsonl, val.jsonl   (2) jsonl of episodes
+
+    python -m toolstar.tir facts    --seed 0 --out out/facts
+    python -m toolstar.tir episodes --database out/facts/train --tasks out/facts/sft-tasks.jsonl \\
+        --out out/facts/sft.jsonl
+    python -m toolstar.tir pages    --database out/facts/train out/facts/val --port 8123
+
+database/tools is OUT/val of `facts --seed 0`. Tool-Star: arXiv:2505.16410
+"""
+import contextlib
+import json
+import random
+import re
+from collections import Counter, namedtuple
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from evaluate import load_tasks, replacing, write_jsonl
+from sandbox import PROMPTS
+from solver import final_turn, turn
+from synth import entries, portions, stable_draw
+from tiny import POOLS
+
+# the forms of each sentence; of a question's five the last is asked in the held-out world alone
+FORMS = {name: [" ".join(form.split()) for form in re.split(r"\s/(?=\s)", forms)]
+         for name, forms in entries(PROMPTS / "tools-tiny.txt").items()}
+PAGE = (PROMPTS / "page-tiny.html").read_text(encoding="utf-8")
+ATTRIBUTES = {"sight": ("year", "height", "visitors", "keeper"),
+              "town": ("year", "people", "mayor")}
+RANGES = {"year": (1100, 1999), "height": (10, 999), "visitors": (100, 9999), "people": (100, 9999)}
+NAMES = {"sight": ("sight words", "nouns", "sight nouns"), "town": ("prefixes", "nouns")}
+COMPUTE = {  # what is asked: the program, and what it comes to
+    "boxes": ("{a} * {b} + {c}", lambda a, b, c, d: a * b + c),
+    "prices": ("{a} * {b} + {c} * {d}", lambda a, b, c, d: a * b + c * d),
+    "stock": ("{a} - {b} + {c}", lambda a, b, c, d: a - b + c),
+    "rows": ("({a} + {b}) * {c}", lambda a, b, c, d: (a + b) * c),
+    "rest": ("({a} - {b}) * {c}", lambda a, b, c, d: (a - b) * c)}
+BOTH = {"subtract": ("{} - {}", lambda a, b: a - b), "add": ("{} + {}", lambda a, b: a + b),
+        "divide": ("{} // {}", lambda a, b: a // b), "years": ("{} - {}", lambda a, b: a - b)}
+SLIPS = ("prnt", "pint", "prit")  # misspelt names, of which one episode in ten makes one
+# told: the attributes that its passage states; linked: the one for which it names a page, or None
+Place = namedtuple("Place", "name facts told linked")
+
+
+# ---------------------------------------------------------------- worlds
+
+def is_held_out(thing):
+    """Whether a name or a number belongs to the held-out world: of either a fifth do, of numbers
+    whole blocks of ten. One below ten is a digit, and no secret of either side."""
+    if isinstance(thing, int):
+        return thing > 9 and is_held_out(f"{thing // 10}x")
+    return stable_draw(f"tools {thing}") % 5 == 0
+
+
+def draw_until(draw, held_out):
+    """What draw() gives first that belongs to this side."""
+    return next(thing for thing in iter(draw, None) if is_held_out(thing) == held_out)
+
+
+def draw_fact(rng, attribute, held_out):
+    """A value as text: a number in the attribute's range, or the name of a person."""
+    if attribute in RANGES:
+        return str(draw_until(lambda: rng.randint(*RANGES[attribute]), held_out))
+    pools = POOLS["meal words"], POOLS["states"]  # of words in no place's name
+    return draw_until(lambda: " ".join(map(rng.choice, pools)), held_out)
+
+
+def draw_name(rng, names):
+    """The name of a town, of two words, or of a sight, of three. Most differ from one of the names
+    in a single word: who reads carelessly takes the one for the other."""
+    kind = rng.choices(("sight", "town"), (5, 1))[0]
+    words = [rng.choice(POOLS[pool]) for pool in NAMES[kind]]
+    alike = [name.split() for name in names[-20:] if len(name.split()) == len(words)]
+    if alike and rng.random() < 0.6:
+        i, other = rng.randrange(len(words)), rng.choice(alike)
+        words = [*other[:i], words[i], *other[i + 1:]]
+    return " ".join(words)
+
+
+def draw_places(rng, n, held_out, taken):
+    """The n places of a world, whose names are not among those taken; a sixth of them leave one
+    attribute to their page."""
+    places, names = [], []
+    while len(places) < n:
+        name = draw_until(lambda: draw_name(rng, names), held_out)
+        if name in taken:
+            continue
+        taken.add(name)
+        names.append(name)
+        kind = "sight" if len(name.split()) == 3 else "town"
+        values = {key: draw_fact(rng, key, held_out) for key in ATTRIBUTES[kind]}
+        told = rng.sample(ATTRIBUTES[kind], rng.choice((2, 2, 3)))
+        linked = told.pop() if rng.random() < 1 / 6 else None
+        places.append(Place(name, values, told, linked))
+    return places
+
+
+def state_fact(rng, place, attribute, subject="It"):
+    """A sentence that states one attribute of a place."""
+    form = rng.choice(FORMS[f"fact {attribute}"])
+    return form.format(it=subject, value=place.facts[attribute])
+
+
+def write_passage(rng, place, places, port):
+    """The passage of a place: what it tells, where the rest stands, a neighbour at times."""
+    first, *rest = place.told
+    said = [state_fact(rng, place, key) for key in rest]
+    if place.linked:
+        url = f"http://127.0.0.1:{port}/{page_name(place)}"
+        said.append(rng.choice(FORMS["link"]).format(url=url, attribute=place.linked))
+    elif len(said) < 2 and rng.random() < 0.5:
+        said.append(rng.choice(FORMS["near"]).format(other=rng.choice(places).name))
+    text = " ".join([state_fact(rng, place, first, place.name), *rng.sample(said, len(said))])
+    return f'"{place.name}"\n{text}'
+
+
+def page_name(place):
+    return place.name.replace(" ", "-") + ".html"
+
+
+def write_page(rng, place, before, after):
+    """The page of a place: all that is known of it, and a fact of the place before."""
+    links = [f'<a href="{page_name(other)}">{other.name}</a>' for other in (before, after)]
+    told = [state_fact(rng, place, key, place.name) for key in place.facts]
+    told.append(state_fact(rng, before, rng.choice(list(before.facts)), before.name))
+    welcome = rng.choice(FORMS["welcome"]).format(name=place.name)
+    text = "\n".join(f"<p>{line}</p>" for line in (welcome, *rng.sample(told, len(told))))
+    return PAGE.format(title=place.name, links=" ".join(links), text=text)
+
+
+def write_folder(rng, folder, worlds, port):
+    """Write the folder of one or more worlds: a corpus, pages, settings of the tools."""
+    passages = [write_passage(rng, place, places, port) for places in worlds for place in places]
+    rng.shuffle(passages)
+    write_jsonl(folder / "corpus.jsonl",
+                [{"id": str(i), "contents": text} for i, text in enumerate(passages)])
+    for old in (folder / "pages").glob("*.html"):
+        old.unlink()  # a page of another seed would be served, too
+    linked = [place for places in worlds for place in places if place.linked]
+    for i, place in enumerate(linked):
+        with replacing(folder / "pages" / page_name(place)) as out:
+            out.write(write_page(rng, place, linked[i - 1], linked[(i + 1) % len(linked)]))
+    settings = {"grammar": "turns", "tools": ["Search", "Python", "Browse"],
+                "corpus": "corpus.jsonl", "top_k": 2, "max_calls": 6,
+                "allow": [f"127.0.0.1:{port}"]}
+    with replacing(folder / "tools.json") as out:
+        out.write(json.dumps(settings, indent=2) + "\n")
+
+
+# ---------------------------------------------------------------- tasks
+
+def word_task(rng, key, held_out, gold, asks=(), program=None, **slots):
+    """A task: its question in one of the forms, of which the last is held out; its gold; and what
+    the solver goes by, the attributes of places that it asks for and the program it runs."""
+    number = rng.randrange(len(FORMS[key]) - (not held_out))
+    return {"query": FORMS[key][number].format(**slots), "golds": [str(gold)],
+            "check": "math" if str(gold).isdigit() else "qa", "template": f"{key} {number}",
+            "asks": list(asks), "program": program}
+
+
+def ask_compute(rng, places, held_out):
+    """A word problem of two or three operations on numbers of two or three digits."""
+    kind = rng.choice(list(COMPUTE))
+    program, value_of = COMPUTE[kind]
+    a, b, c, d = (draw_until(lambda: rng.randint(10, rng.choice((99, 999))), held_out)
+                  for _ in "abcd")
+    numbers = {"a": max(a, b), "b": min(a, b), "c": c, "d": d}
+    gold = value_of(**numbers)
+    if a == b or is_held_out(gold) != held_out:
+        return None
+    return word_task(rng, f"compute {kind}", held_out, gold, program=program.format(**numbers),
+                     things=rng.choice(FORMS["things"]), **numbers)
+
+
+def ask_fact(rng, places, held_out, linked=False):
+    """An attribute that a place's passage states, or (linked) that it leaves to its page: the
+    questions are alike, and nothing but the passage tells which it is."""
+    place = rng.choice(places)
+    attribute = place.linked if linked else rng.choice(place.told)
+    return attribute and word_task(rng, f"lookup {attribute}", held_out, place.facts[attribute],
+                                   [[place.name, attribute]], name=place.name)
+
+
+def ask_both(rng, places, held_out):
+    """Two places' attributes, and their difference, sum or ratio, which is a whole number."""
+    attribute = rng.choice(list(RANGES))
+    kind = "years" if attribute == "year" else rng.choice(("subtract", "add", "divide"))
+    program, value_of = BOTH[kind]
+    telling = [place for place in places if attribute in place.told]
+    if len(telling) < 2:
+        return None
+    for _ in range(1000):  # of 200 pairs of heights one divides
+        asks = [(place, int(place.facts[attribute])) for place in rng.sample(telling, 2)]
+        (first, a), (second, b) = asks
+        gold = value_of(a, b)
+        whole = a > b and (kind != "divide" or a % b == 0)
+        if whole and (gold < 10 or is_held_out(gold) == held_out):
+            return word_task(rng, f"both {kind}", held_out, gold,
+                             [[place.name, attribute] for place, _ in asks], program,
+                             attribute=attribute, first=first.name, second=second.name)
+    return None
+
+
+def ask_neither(rng, places, held_out):
+    """What the question itself answers: the larger of two numbers, a word of a name."""
+    kind, name = rng.choice(("larger", "smaller", "first", "last")), rng.choice(places).name
+    a, b = (draw_until(lambda: rng.randint(10, rng.choice((99, 999))), held_out) for _ in "ab")
+    first, *_, last = name.split()
+    gold = {"larger": max(a, b), "smaller": min(a, b), "first": first, "last": last}[kind]
+    things = f"word of {name}" if kind in ("first", "last") else f"of {a} and {b}"
+    task = word_task(rng, f"neither {kind}", held_out, gold, a=a, b=b, name=name)
+    return a != b and task | {"reason": f"the {kind} {things} is {gold}"}
+
+
+FAMILIES = {  # share in per cent, tools needed, how a task is drawn: None if there is none
+    "compute": (30, ["python"], ask_compute), "lookup": (25, ["search"], ask_fact),
+    "both": (25, ["search", "python"], ask_both),
+    "page": (10, ["search", "browse"], partial(ask_fact, linked=True)),
+    "neither": (10, [], ask_neither)}
+
+
+def make_tasks(rng, n, part, places, held_out, asked):
+    """n tasks in the families' shares; no question is asked twice."""
+    shares, tasks = portions(n, [share for share, *_ in FAMILIES.values()]), []
+    for (family, (_, needs, ask)), share in zip(FAMILIES.items(), shares, strict=True):
+        for _ in range(share):
+            draws = (ask(rng, places, held_out) for _ in range(2000))
+            task = next((task for task in draws if task and task["query"] not in asked), None)
+            if task is None:
+                raise ValueError(f"too few places for {n} tasks of {part}: no new one of {family} "
+                                 f"found; raise --places and --held-out, or lower --{part}")
+            asked.add(task["query"])
+            tasks.append({"family": family, "needs": needs, **task})
+    rng.shuffle(tasks)
+    return [{"id": f"{part}-{i:05d}", **task} for i, task in enumerate(tasks)]
+
+
+def facts(args):
+    """Write the worlds and the tasks. SFT asks about the places of two thirds of the training
+    worlds and RL about the others: it is not paid for what SFT could have learnt by heart."""
+    if args.worlds < 2:
+        raise ValueError("--worlds must be 2 at least: SFT and RL ask about worlds of their own")
+    if args.worlds * args.places > 12_000 or args.held_out > 2000:
+        raise ValueError("names run out above 12,000 places to train on (--worlds times --places) "
+                         "and above 2,000 of --held-out")
+    out, rng, taken = Path(args.out), random.Random(f"tools/{args.seed}"), set()
+    train = [draw_places(rng, args.places, False, taken) for _ in range(args.worlds)]
+    val = [draw_places(rng, args.held_out, True, taken)]
+    cut, asked, tasks = 2 * args.worlds // 3, set(), {}
+    for part, worlds in ("sft", train[:cut]), ("rl", train[cut:]), ("val", val):
+        places = [place for world in worlds for place in world]
+        tasks[part] = make_tasks(rng, getattr(args, part), part, places, part == "val", asked)
+    programs = [task for task in tasks["sft"] if "python" in task["needs"]]
+    for task in programs[:args.sft // 10]:
+        task["slip"] = rng.choice(SLIPS)
+    write_folder(rng, out / "train", train, args.port)
+    write_folder(rng, out / "val", val, args.port)
+    for part, file in ("sft", "sft-tasks"), ("rl", "rl"), ("val", "val"):
+        write_jsonl(out / f"{file}.jsonl", tasks[part])
+        print(f"{out / file}.jsonl: {len(tasks[part])} tasks")
+
+
+# ---------------------------------------------------------------- episodes
+
+def find_fact(text, name, attribute):
+    """The value that a sentence of the text states of a place, by its name or as "It"; or None."""
+    for form in FORMS[f"fact {attribute}"]:
+        sentence = re.escape(form).replace(r"\{it\}", f"(?:It|{re.escape(name)})")
+        sentence = sentence.replace(r"\{value\}", r"(\d+|[A-Z]\w+ [A-Z]\w+)")
+        if found := re.search(rf"(?:^|[\s.]){sentence}", text):
+            return found[1]
+    return None
+
+
+def solution(task):
+    """The solver's replies to a task, one after another: a generator, to which what the tools
+    answer is sent. Values come from there, and never from what made the task. Its thoughts say
+    again what it has read, so that the next call and the answer copy from nearby."""
+    said, values = "", []
+    asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
+    for i, (name, attribute) in enumerate(task["asks"]):
+        thought = f"{said}search {' and '.join(asked[i:])}"
+        seen = yield turn(thought, "Search", {"query": f"the {name}"})
+        # a passage begins with its quoted title and ends where the next one is numbered
+        passage = re.split(r"\n\s*Doc \d+ ", seen.partition(f'"{name}"\n')[2])[0]
+        value, link = find_fact(passage, name, attribute), re.search(r"http://\S+\.html", passage)
+        if value is None and link:
+            thought = f"{said}{asked[i]} stands on {link[0]}"
+            query = f"{attribute} of {name}"
+            seen = yield turn(thought, "Browse", {"url": link[0], "query": query})
+            value = find_fact(seen, name, attribute)
+        if value is None:
+            yield final_turn(f"{asked[i]} is not to be found", "unknown")
+            return
+        said += f"{asked[i]} is {value}: "
+        values.append(value)
+    if task["program"]:
+        program = task["program"].format(*values)
+        code = f"print({program})"
+        slip = code.replace("print", task.get("slip", "print"))
+        seen = yield turn(f"{said}compute {program}", "Python", {"code": slip})
+        if slip != code and "NameError" in seen:
+            seen = yield turn(f"{task['slip']} is misspelt: print", "Python", {"code": code})
+        said, values = f"it comes to {seen.strip()}: ", [seen.strip()]
+    elif not task["asks"]:  # the question itself answers
+        said, values = f"no tool is needed, {task['reason']}: ", task["golds"]
+    yield final_turn(f"{said}the answer", f" {values[-1]}")  # the same tokens as in the thought
+
+
+def play_solution(task, episode):
+    """Play the solver's replies to the end of an Episode."""
+    replies = solution(task)
+    seen = episode.step(next(replies))
+    while seen is not None:
+        seen = episode.step(replies.send(seen))
+    return episode
+
+
+def solver_episodes(args):
+    """Play tasks through the world's tools; episodes with another answer than the gold are left
+    out and counted."""
+    from toolstar.tools import open_world
+
+    world, rows, refused = open_world(args), [], Counter()
+    try:
+        for task in load_tasks(args.tasks, world.load_task):
+            episode = play_solution(task, world.episode(task, args.seed, args))
+            answer, score, _ = world.verdict(episode)
+            if episode.stop == "answer" and score["success"] == 1:
+                rows.append(episode.record("solver") | {"plan": answer, "score": score})
+            else:
+                refused[f"{task.get('family')}: {episode.stop}"] += 1
+    finally:
+        world.close()
+    write_jsonl(args.out, rows)
+    print(f"{args.out}: {len(rows)} episodes; refused: {dict(refused)}")
+
+
+# ---------------------------------------------------------------- drills
+
+def drills(args):
+    """Write exercises in reading, to train a base model: from worlds of their own what passages
+    tell and what questions ask, in the words of the solver's thoughts and in no grammar of calls.
+    """
+    rng, rows = random.Random(f"tools drills/{args.seed}"), []
+    while len(rows) < args.n:
+        places = draw_places(rng, 30, False, set())
+        for drill in (drill_passages, drill_questions):
+            shown, said = drill(rng, places, args.port)
+            rows.append({"messages": [{"role": "user", "content": "\n".join(shown)},
+                                      {"role": "assistant", "content": "\n".join(said)}]})
+    write_jsonl(args.out, rows[:args.n])
+    print(f"{args.out}: {args.n} rows")
+
+
+def drill_passages(rng, places, port):
+    """Passages of two or three places -> all that they tell, in another order."""
+    n, said = rng.choice((2, 3)), []
+    start = rng.randrange(len(places) - n)  # neighbours in the list have names that are alike
+    shown = [f"Doc {i} {write_passage(rng, place, places, port)}"
+             for i, place in enumerate(places[start:start + n], 1)]
+    for place in places[start:start + n]:
+        said += [f"the {key} of {place.name} is {place.facts[key]}" for key in place.told]
+        if place.linked:
+            url = f"http://127.0.0.1:{port}/{page_name(place)}"
+            said.append(f"the {place.linked} of {place.name} stands on {url}")
+    return shown, rng.sample(said, len(said))
+
+
+def drill_questions(rng, places, port):
+    """Three questions -> what there is to search or to compute for each, or its answer."""
+    shown, said = [], []
+    while len(shown) < 3:
+        if task := rng.choice((ask_compute, ask_fact, ask_both, ask_neither))(rng, places, False):
+            shown.append(task["query"])
+            asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
+            if asked:
+                said.append(f"search {' and '.join(asked)}")
+            elif task["program"]:
+                said.append(f"compute {task['program']}")
+            else:
+                said.append(task["reason"])
+    return shown, said
+
+
+# ---------------------------------------------------------------- pages
+
+class PageServer(ThreadingHTTPServer):
+    """A server of worlds' pages, on this machine alone. They are read once: a request can name a
+    page and no path."""
+
+    request_queue_size = 128  # a whole batch of plays may ask at once
+
+    def __init__(self, folders, port):
+        self.texts = {f"/{path.name}": path.read_bytes() for folder in folders
+                      for path in (Path(folder) / "pages").glob("*.html")}
+        if not self.texts:
+            raise ValueError(f"no pages/*.html in {' or '.join(map(str, folders))}; "
+                             "python -m toolstar.tir facts writes some")
+        super().__init__(("127.0.0.1", port), PageHandler)
+
+
+class PageHandler(BaseHTTPRequestHandler):
+    timeout = 10  # s, for a client that never says what it wants
+
+    def do_GET(self):
+        text = self.server.texts.get(self.path)
+        self.send_response(404 if text is None else 200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(text or b"")))
+        self.end_headers()
+        self.wfile.write(text or b"")
+
+    def log_message(self, *words):
+        """Say nothing: a line per request would drown those of the run."""
+
+
+def pages(args):
+    with PageServer(args.database, args.port) as server:
+        print(f"{len(server.texts)} pages on http://127.0.0.1:{server.server_port}/", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()

@@ -1,0 +1,365 @@
+"""
+Read Tool-Star's published data [1], 54K chains for SFT and 10K tasks for RL; no row is lost.
+
+    (1) SFT     instruction, input and output, or a conversation, in which one text of the assistant
+                holds results too -> an episode of grammar tags: what stands from a call's end to
+                </result> is a message of its own, which sft.py masks; joined, they are the text
+    (2) RL      data_source, prompt or question, ability, reward_model -> a task with golds and with
+                check math or qa, by its ability. Golds stay as they are; one that is a printed list
+                is opened, and kept as ground_truth beside
+    (3) count   a row that cannot be read is counted by its cause, with the first lines; one that is
+                odd is kept and noted; ids that occur twice get a number
+    (4) sets    a row whose question occurs in an evaluation set is dropped, and listed by its id
+
+Of an instruction with an input the first is the system prompt, as in RL. system.txt is the one that
+most rows have: later stages take it by --system-prompt, so that they say what SFT has read.
+
+Reads   json, jsonl or parquet (with pyarrow); --sets, a folder of evaluation sets (sets.py)
+Writes  OUT/sft.jsonl, rl.jsonl, system.txt, report.json
+
+    python -m toolstar.tir convert --from tool-star --sft final_sft.json --rl rl.jsonl --out data
+
+[1] Tool-Star, arXiv:2505.16410
+"""
+import ast
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+from evaluate import replacing, write_jsonl
+from toolstar.verdict import aliases, answer_of, normalize, without_results
+
+SHOWN = 5  # lines named of a cause
+ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant",
+         "assistant": "assistant", "observation": "result", "tool": "result"}
+CALL_ENDS = ("</search>", "</python>", "</browse>")
+ABILITIES = {"math": ("math",), "qa": ("qa", "question", "fact", "search", "wiki", "knowledge")}
+QUESTIONS = ("question", "query", "problem", "Question", "Problem", "prompt")
+
+
+class Refused(ValueError):
+    """A row that cannot be used; its text is the cause it is counted by."""
+
+
+class Tally:
+    """How many lines there are of each cause, and which are the first."""
+
+    def __init__(self):
+        self.lines = {}
+
+    def add(self, cause, line):
+        self.lines.setdefault(cause, []).append(line)
+
+    def report(self):
+        ordered = sorted(self.lines.items(), key=lambda item: -len(item[1]))
+        return {cause: {"count": len(lines), "lines": lines[:SHOWN]} for cause, lines in ordered}
+
+
+# ---------------------------------------------------------------- files
+
+def read_published(path):
+    """[(line, row)] of a file: a list in json, jsonl, or parquet. A line that is no JSON is the
+    ValueError that says so. In a list and in parquet rows are counted, from 1."""
+    path = Path(path)
+    if path.suffix == ".parquet":
+        return list(enumerate(read_parquet(path), 1))
+    content = path.read_bytes()
+    if content.lstrip()[:1] == b"[":
+        try:
+            return list(enumerate(json.loads(content), 1))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: not JSON ({error}); download it again") from None
+    rows = []
+    for number, line in enumerate(content.split(b"\n"), 1):
+        try:
+            rows += [(number, json.loads(line))] if line.strip() else []
+        except (ValueError, RecursionError):
+            rows.append((number, ValueError("not JSON")))
+    return rows
+
+
+def read_parquet(path):
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        raise ValueError(f"{path}: parquet is read by pyarrow, which is not installed: pip install "
+                         "pyarrow, or name a jsonl file of the same columns") from None
+    try:
+        return parquet.read_table(path).to_pylist()
+    except ArrowInvalid as error:
+        raise ValueError(f"{path}: not parquet ({error}); download it again") from None
+
+
+def opened(value):
+    """A table or list that was written as text, as JSON's or Python's; else what it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        for load in json.loads, ast.literal_eval:
+            try:
+                return load(value.strip())
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                continue
+    return value
+
+
+def columns(row):
+    return ", ".join(sorted(map(str, row)))[:120] or "none"
+
+
+# ---------------------------------------------------------------- SFT
+
+def conversation_of(row):
+    """[(role, text)] of a row in Alpaca's or ShareGPT's form; Refused where it is neither."""
+    turns = opened(row.get("conversations", row.get("messages")))
+    if isinstance(turns, list):
+        found = [("system", row["system"])] if is_text(row.get("system")) else []
+        for turn in turns:
+            turn = turn if isinstance(turn, dict) else {}
+            role = ROLES.get(str(turn.get("from", turn.get("role"))))
+            text = turn.get("value", turn.get("content"))
+            if role is None or not isinstance(text, str):
+                raise Refused("a turn of no known role, or without text")
+            found.append((role, text))
+        return found
+    if "instruction" not in row or "output" not in row:
+        raise Refused(f"neither instruction and output nor conversations; columns: {columns(row)}")
+    if row.get("history"):
+        raise Refused("a history of earlier turns")
+    system, question = row.get("system"), row["instruction"]
+    if is_text(row.get("input")):
+        given = [text for text in (system, question) if is_text(text)]
+        system, question = "\n".join(given), row["input"]
+    head = [("system", system)] if is_text(system) else []
+    return [*head, ("user", question), ("assistant", row["output"])]
+
+
+def is_text(value):
+    return isinstance(value, str) and bool(value.strip())
+
+
+def split_results(text):
+    """[(role, text)] of what an assistant's text holds, replies and results by turns; joined, they
+    are the text. Blanks before a result belong to it, as where the world writes it."""
+    parts, at = [], 0
+    while (start := text.find("<result>", at)) >= 0 and (end := text.find("</result>", start)) >= 0:
+        said = text[at:start].rstrip()
+        at, start = end + len("</result>"), at + len(said)
+        parts += [("assistant", said), ("result", text[start:at])]
+    parts.append(("assistant", text[at:]))
+    if any("<result>" in said or "</result>" in said for role, said in parts if role != "result"):
+        raise Refused("a <result> that is not closed, or not opened")
+    return [(role, said) for role, said in parts if said.strip()]
+
+
+def oddities(messages, answer):
+    """What is odd about a chain that can be learnt from."""
+    parts = [(message["role"], message["content"]) for message in messages[2:]]
+    said = [text for role, text in parts if role == "assistant"]
+    results = sum(role == "result" for role, _ in parts)
+    behind = [text for (role, text), after in zip(parts, parts[1:], strict=False)
+              if after[0] == "result" and role == "assistant"]
+    odd = {"no answer": answer is None,
+           "not as many results as calls":
+               results != sum(text.count(end) for text in said for end in CALL_ENDS),
+           "a result behind no call": not all(text.endswith(CALL_ENDS) for text in behind)}
+    return [name for name, found in odd.items() if found]
+
+
+def episode_of(row, line, prompt):
+    """(episode, what is odd about it) of a row for SFT; Refused says why there is none.
+
+    prompt: from the published system prompt, "" where there is none, to the episode's.
+    """
+    if not isinstance(row, dict):
+        raise Refused("no table of columns")
+    turns = conversation_of(row)
+    system = next((text for role, text in turns if role == "system"), "")
+    parts = [turn for turn in turns if turn[0] != "system"]
+    if not parts or parts[0][0] != "user" or not is_text(parts[0][1]):
+        raise Refused("no question")
+    talk = [("system", prompt(system)), parts[0]]
+    for role, text in parts[1:]:
+        if not isinstance(text, str):
+            raise Refused("a reply that is no text")
+        talk += split_results(text) if role == "assistant" else [(role, text)]
+    if len(talk) < 3 or talk[2][0] != "assistant":
+        raise Refused("no reply before the first result")
+    messages = [{"role": role, "content": text} for role, text in talk]
+    counts = Counter(role for role, _ in talk)
+    answer = answer_of(without_results("".join(text for _, text in talk[2:])))
+    episode = {"task": {"id": str(row.get("id", f"sft-{line}")), "query": talk[1][1]},
+               "model": "tool-star", "messages": messages, "answer": answer,
+               "stop": "format" if answer is None else "answer", "calls": counts["result"],
+               "turns": counts["assistant"], "failures": 0}
+    return episode, oddities(messages, answer)
+
+
+# ---------------------------------------------------------------- RL
+
+def question_of(row):
+    """The question of a row for RL: a column of it, or what the user says in its prompt."""
+    for key in QUESTIONS:
+        value = opened(row[key]) if key == "prompt" and key in row else row.get(key)
+        if isinstance(value, list):
+            value = next((turn.get("content") for turn in reversed(value)
+                          if isinstance(turn, dict) and turn.get("role") == "user"), None)
+        if is_text(value):
+            return value
+    raise Refused(f"no question; columns: {columns(row)}")
+
+
+def check_of(row):
+    """"math" or "qa", by a row's ability."""
+    ability = str(row.get("ability", "")).lower()
+    for check, words in ABILITIES.items():
+        if any(word in ability for word in words):
+            return check
+    raise Refused(f"ability {row.get('ability')!r:.60} is neither mathematics nor questions")
+
+
+def golds_of(row):
+    """(list of golds, what was published) of a row."""
+    truth, model = None, opened(row.get("reward_model"))
+    if isinstance(model, dict):
+        truth = model.get("ground_truth")
+    for key in ("ground_truth", "golden_answers", "answers", "answer"):
+        truth = row.get(key) if truth is None else truth
+    if isinstance(truth, dict):
+        truth = truth.get("target", list(truth.values()))
+    inside = truth if isinstance(truth, list) else [truth]
+    golds = [alias for gold in inside for alias in aliases(gold) if alias.strip()]
+    if not golds:
+        raise Refused("no gold")
+    return golds, truth
+
+
+def task_of(row, line):
+    """(task, what is odd about it) of a row for RL; Refused says why there is none."""
+    if not isinstance(row, dict):
+        raise Refused("no table of columns")
+    query, check = question_of(row), check_of(row)
+    golds, truth = golds_of(row)
+    source, more = str(row.get("data_source", "rl")), opened(row.get("extra_info"))
+    index = more.get("index", line) if isinstance(more, dict) else line
+    task = {"id": str(row.get("id", f"{source}-{index}")), "query": query, "golds": golds,
+            "check": check, "data_source": source, "ability": row["ability"]}
+    if truth not in (golds, golds[0]):
+        task["ground_truth"] = truth
+    printed = isinstance(truth, str) and golds != [truth]
+    return task, ["golds are a printed list"] * printed
+
+
+# ---------------------------------------------------------------- sets
+
+def read_sets(folder):
+    """{set: normalised questions} of the files of a folder."""
+    paths = [path for path in sorted(Path(folder).rglob("*"))
+             if path.suffix in (".json", ".jsonl", ".parquet")]
+    sets = {}
+    for path in paths:
+        asked = sets.setdefault(path.relative_to(folder).with_suffix("").as_posix(), set())
+        for _, row in read_published(path):
+            if isinstance(row, dict):
+                asked |= {normalize(row[key]) for key in QUESTIONS if is_text(row.get(key))}
+    if not any(sets.values()):
+        raise ValueError(f"{folder}: no evaluation set with questions; --sets names a folder of "
+                         ".json, .jsonl or .parquet")
+    return sets
+
+
+def contaminated(tasks, sets):
+    """{set: ids of the tasks whose question occurs in it}"""
+    asked = {task["id"]: normalize(task["query"]) for task in tasks}
+    found = {name: [key for key, text in asked.items() if text and text in questions]
+             for name, questions in sets.items()}
+    return {name: ids for name, ids in found.items() if ids}
+
+
+# ---------------------------------------------------------------- convert
+
+def make_unique(tasks):
+    """Number the ids that occurred before, as "7-2" -> how many there are."""
+    taken, met, numbers, twice = {task["id"] for task in tasks}, set(), Counter(), 0
+    for task in tasks:
+        name = task["id"]
+        if name in met:
+            twice += 1
+            while task["id"] in taken:
+                numbers[name] += 1
+                task["id"] = f"{name}-{numbers[name] + 1}"
+            taken.add(task["id"])
+        met.add(task["id"])
+    return twice
+
+
+def convert_file(path, make, sets):
+    """(records, report) of a published file, each row by make(row, line)."""
+    rows, records, odd, refused = read_published(path), [], Tally(), Tally()
+    for line, row in rows:
+        try:
+            if isinstance(row, ValueError):
+                raise Refused(str(row))
+            record, notes = make(row, line)
+        except Refused as cause:
+            refused.add(str(cause), line)
+            continue
+        records.append(record)
+        for note in notes:
+            odd.add(note, line)
+    if not records:
+        causes = refused.report()
+        why = next((f"{cause}, first in line {found['lines'][0]}" for cause, found
+                    in causes.items()), "it is empty")
+        raise ValueError(f"{path}: none of its {len(rows)} rows can be used: {why}")
+    tasks = [record.get("task", record) for record in records]
+    twice = make_unique(tasks)
+    met = contaminated(tasks, sets)
+    dropped = {name for ids in met.values() for name in ids}
+    kept = [record for record in records if record.get("task", record)["id"] not in dropped]
+    return kept, {"rows": len(rows), "kept": len(kept), "refused": refused.report(),
+                  "odd, and kept": odd.report(), "duplicated ids": twice,
+                  "in an evaluation set": len(dropped), "contaminated": met}
+
+
+def prompts_of(args):
+    """From a published system prompt to an episode's: the world's of --database, or as it is."""
+    from toolstar.tools import SETTINGS, read_settings, system_prompt
+
+    if args.database:
+        settings = read_settings(args.database)
+        if settings.grammar != "tags":
+            raise ValueError(f'{args.database}/tools.json: the published chains are of "grammar": '
+                             '"tags"')
+        ours = system_prompt(args.system_prompt, settings)
+        return lambda published: ours
+    defaults = {key: default for key, (_, default) in SETTINGS.items()}
+    settings = defaults | {"grammar": "tags", "tools": ["Search", "Python"]}
+    ours = system_prompt("full", SimpleNamespace(**settings))
+    return lambda published: published or ours
+
+
+def convert(args):
+    """Read what --sft and --rl name, and write it in our form."""
+    if not (args.sft or args.rl):
+        raise ValueError("--sft FILE or --rl FILE, or both, name what is converted")
+    sets, out, made, report = read_sets(args.sets) if args.sets else {}, Path(args.out), {}, {}
+    if args.sft:
+        prompt = prompts_of(args)
+        made["sft"], report["sft"] = convert_file(
+            args.sft, lambda row, line: episode_of(row, line, prompt), sets)
+    if args.rl:
+        made["rl"], report["rl"] = convert_file(args.rl, task_of, sets)
+    if "sft" in made:
+        said = Counter(row["messages"][0]["content"] for row in made["sft"]).most_common()
+        report["sft"]["system prompts"] = len(said)
+        with replacing(out / "system.txt") as file:
+            file.write((said[0][0] if said else "") + "\n")
+    for part, records in made.items():
+        write_jsonl(out / f"{part}.jsonl", records)
+        told = report[part]
+        print(f"{out / part}.jsonl: {told['kept']} of {told['rows']} rows; refused: "
+              f"{ {cause: found['count'] for cause, found in told['refused'].items()} }; "
+              f"duplicated ids: {told['duplicated ids']}; "
+              f"in an evaluation set: {told['in an evaluation set']}")
+    with replacing(out / "report.json") as file:
+        file.write(json.dumps(report, indent=1, ensure_ascii=False) + "\n")

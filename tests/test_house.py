@@ -36,6 +36,7 @@ MAY_IMPORT = {
     # of the tools' world only its two ends know the house
     "toolstar/tools.py": {"sandbox", "retriever", "evaluate"},
     "toolstar/tir.py": {"sandbox", "evaluate", "solver", "synth", "tiny"},
+    "toolstar/sets.py": {"evaluate"}, "toolstar/scores.py": {"evaluate", "synth"},
 } | {f"toolstar/{name}.py": set() for name in ("__init__", "jail", "cell", "browse", "verdict",
                                                "mathematics", "expression")}
 LIMITS = {  # lines
@@ -49,7 +50,8 @@ LIMITS = {  # lines
 TOOL_LIMITS = {
     "toolstar/__init__.py": 5, "toolstar/tools.py": 640, "toolstar/jail.py": 640,
     "toolstar/cell.py": 240, "toolstar/browse.py": 310, "toolstar/verdict.py": 340,
-    "toolstar/mathematics.py": 430, "toolstar/expression.py": 480, "toolstar/tir.py": 640}
+    "toolstar/mathematics.py": 430, "toolstar/expression.py": 480, "toolstar/tir.py": 640,
+    "toolstar/sets.py": 300, "toolstar/scores.py": 250}
 LAYOUT = {"LICENSE", "pyproject.toml", "requirements.txt", "requirements-cpu.txt", "bench",
           "database", "docs", "tests", "report.html", "toolstar", *LIMITS}
 # sft.py and grpo.py write these each for themselves; all else they share is equal

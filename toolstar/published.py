@@ -28,7 +28,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from evaluate import replacing, write_jsonl
-from toolstar.verdict import aliases, answer_of, normalize, without_results
+from toolstar.sets import contaminated, load_sets, read_parquet
+from toolstar.verdict import aliases, answer_of, without_results
 
 SHOWN = 5  # lines named of a cause
 ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant",
@@ -77,18 +78,6 @@ def read_published(path):
         except (ValueError, RecursionError):
             rows.append((number, ValueError("not JSON")))
     return rows
-
-
-def read_parquet(path):
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ImportError:
-        raise ValueError(f"{path}: parquet is read by pyarrow, which is not installed: pip install "
-                         "pyarrow, or name a jsonl file of the same columns") from None
-    try:
-        return parquet.read_table(path).to_pylist()
-    except ArrowInvalid as error:
-        raise ValueError(f"{path}: not parquet ({error}); download it again") from None
 
 
 def opened(value):
@@ -249,32 +238,6 @@ def task_of(row, line):
     return task, ["golds are a printed list"] * printed
 
 
-# ---------------------------------------------------------------- sets
-
-def read_sets(folder):
-    """{set: normalised questions} of the files of a folder."""
-    paths = [path for path in sorted(Path(folder).rglob("*"))
-             if path.suffix in (".json", ".jsonl", ".parquet")]
-    sets = {}
-    for path in paths:
-        asked = sets.setdefault(path.relative_to(folder).with_suffix("").as_posix(), set())
-        for _, row in read_published(path):
-            if isinstance(row, dict):
-                asked |= {normalize(row[key]) for key in QUESTIONS if is_text(row.get(key))}
-    if not any(sets.values()):
-        raise ValueError(f"{folder}: no evaluation set with questions; --sets names a folder of "
-                         ".json, .jsonl or .parquet")
-    return sets
-
-
-def contaminated(tasks, sets):
-    """{set: ids of the tasks whose question occurs in it}"""
-    asked = {task["id"]: normalize(task["query"]) for task in tasks}
-    found = {name: [key for key, text in asked.items() if text and text in questions]
-             for name, questions in sets.items()}
-    return {name: ids for name, ids in found.items() if ids}
-
-
 # ---------------------------------------------------------------- convert
 
 def make_unique(tasks):
@@ -311,14 +274,11 @@ def convert_file(path, make, sets):
         why = next((f"{cause}, first in line {found['lines'][0]}" for cause, found
                     in causes.items()), "it is empty")
         raise ValueError(f"{path}: none of its {len(rows)} rows can be used: {why}")
-    tasks = [record.get("task", record) for record in records]
-    twice = make_unique(tasks)
-    met = contaminated(tasks, sets)
-    dropped = {name for ids in met.values() for name in ids}
-    kept = [record for record in records if record.get("task", record)["id"] not in dropped]
+    twice = make_unique([record.get("task", record) for record in records])
+    kept, dropped = contaminated(records, sets)
     return kept, {"rows": len(rows), "kept": len(kept), "refused": refused.report(),
                   "odd, and kept": odd.report(), "duplicated ids": twice,
-                  "in an evaluation set": len(dropped), "contaminated": met}
+                  "in an evaluation set": len(dropped), "contaminated": dropped}
 
 
 def prompts_of(args):
@@ -342,7 +302,13 @@ def convert(args):
     """Read what --sft and --rl name, and write it in our form."""
     if not (args.sft or args.rl):
         raise ValueError("--sft FILE or --rl FILE, or both, name what is converted")
-    sets, out, made, report = read_sets(args.sets) if args.sets else {}, Path(args.out), {}, {}
+    out, made, report, sets = Path(args.out), {}, {}, []
+    if args.sets:
+        sets, _, missing = load_sets(args.sets)
+        report["sets"] = {"questions": len(sets), "missing": missing}
+        if not sets:
+            raise ValueError(f"{args.sets}: no question of an evaluation set is there; python -m "
+                             "toolstar.sets read says what is wrong with each file")
     if args.sft:
         prompt = prompts_of(args)
         made["sft"], report["sft"] = convert_file(

@@ -1,0 +1,315 @@
+r"""
+Tool-Star's twelve sets [1], as they were published, as tasks of the tools world.
+
+    (1) read     SETS/<set>.jsonl, .json, .csv or .parquet, or a folder SETS/<set> -> tasks. Every
+                 row that is none is listed with its cause; a missing set is named
+    (2) overlap  of a file to train on, what no set asks; what one does ask is listed
+
+evaluate.py plays the tasks, and scores.py compares the plays with [1].
+
+Reads   a folder of sets: aime24 aime25 math500 math gsm8k webwalker hotpotqa 2wiki musique
+        bamboogle gaia hle, each a file or a folder of that name; tasks or episodes to train on
+Writes  (1) OUT/tasks.jsonl, OUT/remarks.jsonl   (2) OUT, OUT-overlap.jsonl
+[1] Tool-Star, arXiv:2505.16410
+
+    python -m toolstar.sets read --sets my/sets --out data/sets
+    python -m toolstar.sets overlap --sets my/sets --tasks rl.jsonl --out rl-clean.jsonl
+"""
+import argparse
+import csv
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from evaluate import Help, read_jsonl, run, write_jsonl
+from toolstar import verdict
+
+
+class Set(NamedTuple):
+    """n: questions that [1] plays. score: the column that [1] prints. paper: its 3B model, %."""
+    names: tuple  # of files and folders, in lower case and without signs
+    n: int
+    check: str
+    score: str
+    paper: float | None = None  # None: printed nowhere that we could read
+
+
+SETS = {
+    "aime24": Set(("aime24", "aime2024"), 30, "math", "right", 20.0),
+    "aime25": Set(("aime25", "aime2025"), 30, "math", "right", 16.7),
+    "math500": Set(("math500",), 500, "math", "right"),
+    "math": Set(("math", "hendrycksmath", "competitionmath"), 500, "math", "right", 82.6),
+    "gsm8k": Set(("gsm8k",), 500, "math", "right", 85.0),
+    "webwalker": Set(("webwalker", "webwalkerqa"), 200, "qa", "f1", 20.8),
+    "hotpotqa": Set(("hotpotqa",), 200, "qa", "f1", 51.9),
+    "2wiki": Set(("2wiki", "2wikimultihopqa"), 200, "qa", "f1"),
+    "musique": Set(("musique",), 200, "qa", "f1"),
+    "bamboogle": Set(("bamboogle",), 125, "qa", "f1", 52.5),
+    "gaia": Set(("gaia",), 103, "qa", "right", 15.5),
+    "hle": Set(("hle",), 500, "qa", "right", 8.0),
+}
+TEN, PAPER_MEAN = [*SETS][:10], 46.1  # of the ten, without GAIA and HLE
+QUESTION = ("question", "problem", "query")  # columns, in lower case and without signs
+GOLDS = ("goldenanswers", "golds", "finalanswer", "groundtruth", "answer", "answers", "solution")
+IDS = ("id", "uniqueid", "taskid", "idx", "index")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+SPLITS = ("test", "main", "validation", "dev", "val")  # the first that has gold answers is read
+
+
+# ---------------------------------------------------------------- files
+
+def read_rows(path):
+    """The records of a published file: jsonl, json (a list or one record), csv or parquet."""
+    path = Path(path)
+    if path.suffix == ".parquet":
+        return read_parquet(path)
+    if path.suffix == ".csv":
+        csv.field_size_limit(1 << 30)
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return list(csv.DictReader(file))
+    if path.suffix == ".jsonl":
+        return read_jsonl(path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError):
+        return read_jsonl(path)  # many a .json has a record in each line; else this names the line
+    if isinstance(found, dict):
+        lists = [value for value in found.values() if isinstance(value, list)]
+        inner = lists[0] if len(found) == len(lists) == 1 else [found]  # {"data": [...]}
+        return inner
+    return found if isinstance(found, list) else [found]
+
+
+def read_parquet(path):
+    """The records of a parquet file, where pyarrow is at hand."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ValueError(f"{path}: parquet takes pyarrow (pip install pyarrow); or make it jsonl "
+                         "elsewhere: pandas.read_parquet('x.parquet').to_json('x.jsonl', "
+                         "orient='records', lines=True)") from None
+    try:
+        return parquet.read_table(path).to_pylist()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def squeezed(name):
+    """A name in lower case, its letters and digits alone."""
+    return re.sub(r"[^a-z0-9]", "", str(name).lower())
+
+
+def find_sets(folder):
+    """({set: [its files, a list for each split to try]}, names in the folder that are no set's)."""
+    folder, found, others = Path(folder), {}, []
+    if not folder.is_dir():
+        raise ValueError(f"--sets {folder} is no folder; it holds {', '.join(SETS)}: each a file "
+                         "like gsm8k.jsonl, or a folder")
+    for path in sorted(folder.iterdir()):
+        plain = squeezed(path.name if path.is_dir() else path.stem)
+        known = [name for name, one in SETS.items() if plain in one.names]
+        if not known or not (path.is_dir() or path.suffix in SUFFIXES):
+            others.append(path.name)
+            continue
+        if known[0] in found:
+            raise ValueError(f"{path} and {found[known[0]][0][0]} are both {known[0]}: leave one")
+        found[known[0]] = splits_of(path) if path.is_dir() else [[path]]
+    return found, others
+
+
+def splits_of(folder):
+    """Lists of a folder's files: test, validation and so on, last all that is not to train on."""
+    words = {path: set(re.split(r"[^a-z0-9]+", str(path.relative_to(folder)).lower()))
+             for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES}
+    lists = [[path for path in words if split in words[path]] for split in SPLITS]
+    lists.append([path for path in words if "train" not in words[path]])
+    return [files for files in lists if files] or [[]]
+
+
+# ---------------------------------------------------------------- tasks
+
+def load_sets(folder, sample=0):
+    """(tasks, remarks {set, file, row, cause}, missing sets) of a folder of published sets.
+
+    A remark is a row that is no task, or an id that had to be made unique.
+
+    sample: questions of a set, always the same ones; 0: all of them; None: as many as [1] plays.
+    """
+    found, others = find_sets(folder)
+    tasks, remarks = [], [{"set": "", "file": name, "row": 0, "cause": "is none of the sets"}
+                          for name in others]
+    for name in SETS:
+        kept, dropped = load_first(name, found.get(name, []))
+        most = SETS[name].n if sample is None else sample
+        drawn = set(range(len(kept)))
+        if most and len(kept) > most:
+            drawn = set(random.Random(f"0/{name}").sample(range(len(kept)), most))
+        for i, (where, task) in enumerate(kept):
+            if i in drawn:
+                tasks.append(task)
+            else:
+                dropped.append(where | {"cause": "not drawn"})
+        remarks += dropped
+    return tasks, remarks, [name for name in SETS if name not in found]
+
+
+def load_first(name, lists):
+    """What load_set gives of the first list of files with a task; of the first list if none has."""
+    first = None
+    for files in lists:
+        kept, remarks = load_set(name, files)
+        if kept:
+            return kept, remarks
+        first = first or ([], remarks)
+    return first or ([], [])
+
+
+def load_set(name, files):
+    """([(where, task)], remarks) of the files of a set. Of equal ids each is played."""
+    kept, remarks, ids, asked, number = [], [], Counter(), set(), 0
+    for path in files:
+        for i, row in enumerate(read_rows(path), 1):
+            number += 1
+            where = {"set": name, "file": str(path), "row": i}
+            task, cause = load_row(name, row, number)
+            same = task and (task["query"], *task["golds"])
+            if not cause and same in asked:
+                cause = "the same question and answer once more"
+            if cause:
+                remarks.append(where | {"cause": cause})
+                continue
+            asked.add(same)
+            ids[task["id"]] += 1
+            if ids[task["id"]] > 1:
+                task["id"] += f"~{ids[task['id']]}"
+                remarks.append(where | {"cause": f"an id once more, kept as {task['id']}"})
+            kept.append((where, task))
+    return kept, remarks
+
+
+def load_row(name, row, number):
+    """(task, "") of a published record, or (None, why it is none)."""
+    if not isinstance(row, dict):
+        return None, f"a {type(row).__name__} and no record"
+    values = {squeezed(key): value for key, value in row.items() if value not in (None, "", [])}
+    query = next((values[key] for key in QUESTION if key in values), None)
+    columns = ", ".join(map(str, row))
+    if not isinstance(query, str) or not query.strip():
+        return None, f"no question in its columns {columns:.200}"
+    if values.get("image"):
+        return None, "needs an image"
+    if values.get("filename"):
+        return None, "needs a file"
+    if values.get("answerable") is False:
+        return None, "has no answer by design"
+    golds = golds_of(values, SETS[name].check)
+    if not golds:
+        return None, f"no gold answer in its columns {columns:.200}"
+    own = next((values[key] for key in IDS if key in values), number)
+    return {"id": f"{name}/{own}", "set": name, "query": query, "golds": golds,
+            "check": SETS[name].check}, ""
+
+
+def golds_of(values, check):
+    r"""All right answers of a record: from a list, a list that was printed, a text, a "#### 42" or
+    a solution's box; [] where there is none."""
+    found = []
+    for key in GOLDS:
+        value = values.get(key)
+        if isinstance(value, str) and check == "math":
+            solved = "####" in value or "\\boxed" in value or "\\fbox" in value
+            if key == "solution" and not solved:
+                continue
+            if solved:
+                value = value.rpartition("####")[2] if "####" in value else verdict.unboxed(value)
+        found = [gold.strip() for gold in verdict.aliases(value) if gold.strip() not in ("", "?")]
+        if found:
+            break
+    more = verdict.aliases(values.get("answeraliases", []))
+    return [*dict.fromkeys(found + [gold for gold in more if found and gold.strip()])]
+
+
+def question_of(row):
+    """The question of a task or of an episode."""
+    row = row.get("task") or row
+    if "query" in row:
+        return row["query"]
+    asked = [message["content"] for message in row["messages"] if message["role"] == "user"]
+    return asked[0]
+
+
+def contaminated(tasks, sets):
+    """(tasks that no set asks, [{"id", "query", "same as"}] of those that one does).
+
+    tasks: tasks or episodes to train on. sets: tasks of evaluation, as load_sets gives them.
+    Questions are the same where they are equal without case, punctuation, articles and blanks.
+    """
+    asked = {verdict.normalize(task["query"]): task["id"] for task in sets}
+    clean, dropped = [], []
+    for number, row in enumerate(tasks, 1):
+        query = question_of(row)
+        plain = verdict.normalize(query)
+        if plain and plain in asked:
+            own = (row.get("task") or row).get("id", number)
+            dropped.append({"id": own, "query": query, "same as": asked[plain]})
+        else:
+            clean.append(row)
+    return clean, dropped
+
+
+# ---------------------------------------------------------------- main
+
+def read(args):
+    """(1) Write the tasks of --sets, and what is said about their rows."""
+    tasks, remarks, absent = load_sets(args.sets, args.sample)
+    counts, causes = Counter(task["set"] for task in tasks), {}
+    for remark in remarks:
+        cause = "an id once more" if "once more, kept" in remark["cause"] else remark["cause"]
+        causes.setdefault(remark["set"], Counter())[cause] += 1
+    for name in ["", *SETS]:
+        told = [f"{times} {cause}" for cause, times in causes.get(name, Counter()).items()]
+        if name in absent:
+            told = [f"no {name}.jsonl, .json, .csv, .parquet and no folder {name} in {args.sets}"]
+        if name or told:
+            print("; ".join([f"{name or 'other names':12} {counts[name]:5} tasks", *told]))
+    if not tasks:
+        raise ValueError(f"{args.sets} holds no question with an answer, see above")
+    write_jsonl(Path(args.out) / "remarks.jsonl", remarks)
+    write_jsonl(Path(args.out) / "tasks.jsonl", tasks)
+
+
+def overlap(args):
+    """(5) Write the tasks that no set asks, and list the others."""
+    tasks = read_jsonl(args.tasks)
+    clean, dropped = contaminated(tasks, load_sets(args.sets)[0])
+    out = Path(args.out)
+    write_jsonl(out.with_name(f"{out.stem}-overlap.jsonl"), dropped)
+    write_jsonl(out, clean)
+    print(f"{args.tasks}: {len(clean)} of {len(tasks)} kept, {len(dropped)} are in a set")
+
+
+def flags(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    commands = p.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("read", help="published sets as tasks").add_argument
+    add("--sets", required=True, help="folder of the published sets")
+    add("--sample", type=int, help="questions of a set, always the same ones; 0: all; unset: as "
+        "many as the paper plays")
+    add("--out", required=True, help="folder of tasks.jsonl and remarks.jsonl")
+    add = commands.add_parser("overlap", help="drop what the sets ask").add_argument
+    add("--sets", required=True, help="folder of the published sets")
+    add("--tasks", required=True, help="tasks or episodes to train on")
+    add("--out", required=True, help="file of what is kept; beside it OUT-overlap.jsonl")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = flags(argv)
+    run("toolstar.sets", read if args.command == "read" else overlap, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -65,7 +65,7 @@ def read_published(path):
     path = Path(path)
     if path.suffix == ".parquet":
         return list(enumerate(read_parquet(path), 1))
-    content = path.read_bytes()
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if content.lstrip()[:1] == b"[":
         try:
             return list(enumerate(json.loads(content), 1))

@@ -57,6 +57,7 @@ from solver import final_turn
 from synth import endpoint, entries, fill
 from toolstar.facts import drills, facts, pages, solution, solver_episodes
 from toolstar.published import convert
+from toolstar.sets import contaminated, load_sets
 
 MODES = ("dr", "prompt", "hint")
 SETTINGS = ("database", "temperature", "top_p", "max_context", "max_turns", "max_tokens",
@@ -357,6 +358,7 @@ def tir(args):
     world = open_world(args)
     world.close()  # who plays opens one of his own
     tasks = load_tasks(args.tasks, world.load_task, args.limit)
+    tasks, dropped = contaminated(tasks, load_sets(args.sets)[0] if args.sets else [])
     check_player(args, tasks)
     settings = {"model": model_of(args)} | {key: getattr(args, key) for key in SETTINGS}
     folder = open_folder(args.out, "", settings)
@@ -376,8 +378,10 @@ def tir(args):
     write_jsonl(folder / "sft.jsonl", sft)
     write_jsonl(folder / "rl.jsonl", rl)
     with replacing(folder / "report.json") as out:
-        out.write(json.dumps(report_on(args, tasks, rows, cells, sft), indent=1) + "\n")
-    print(f"{folder}: {len(tasks)} tasks, {len(sft)} episodes for SFT, {len(rl)} tasks for RL")
+        report = report_on(args, tasks, rows, cells, sft) | {"contaminated": dropped}
+        out.write(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    print(f"{folder}: {len(tasks)} tasks, {len(sft)} episodes for SFT, {len(rl)} tasks for RL; "
+          f"{len(dropped)} left out, which an evaluation set asks")
 
 
 # ---------------------------------------------------------------- main
@@ -446,6 +450,7 @@ def tir_flags(add):
         "majority, all; unset: one")
     add("--max-calls", type=int, default=5, help="calls of a chain that is kept, at most [1]")
     add("--limit", type=int, help="take only the first so many tasks")
+    add("--sets", metavar="DIR", help="evaluation sets (sets.py), whose questions are left out")
     add("--system-prompt", default="full", help="full, short or a file")
     add("--temperature", type=float, default=1.0, help="of the sampling")
     add("--top-p", type=float, default=1.0, help="of the sampling")

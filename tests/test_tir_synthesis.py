@@ -1,0 +1,442 @@
+"""The paper's synthesis: samples by language alone, with tools, from a hint; what is kept of them.
+
+A scripted server in OpenAI's form is the model: what it says follows from the question alone, so
+that a run that was killed and goes on is asked the same as one that was not.
+
+    python -m pytest tests/test_tir_synthesis.py
+"""
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, Letters, Scripted
+
+import sft
+from evaluate import read_jsonl
+from template import Template
+from toolstar import facts, tir
+from toolstar.tools import open_world
+
+CALL = {"turns": '<tool_call>{{"name": "Search", "arguments": {{"query": "{}"}}}}</tool_call>',
+        "tags": "<search>{}</search>"}
+ANSWER = {"turns": "<answer>{}</answer>", "tags": "<answer>\\boxed{{{}}}</answer>"}
+DOUBTED = "The seat is Mostar. Wait, is that so? I go on."
+
+
+# ---------------------------------------------------------------- the endpoint
+
+def model_says(grammar, messages):
+    """A model's reply. A question like "Capital of X? dr hint" names the modes that come to the
+    answer; "twice" makes it call twice the same, "often" six times."""
+    question, call = messages[1]["content"], CALL[grammar]
+    said = "\n".join(message["content"] for message in messages[2:])
+    results = said.count("<result>" if grammar == "tags" else "<tool_response>")
+    mode = "hint" if DOUBTED[:19] in said else "prompt"
+    if "you have no tools" in messages[0]["content"]:
+        answer = ANSWER[grammar].format("Sarn" if "dr" in question else "Mostar")
+        return f"<think>{DOUBTED}</think>\n{answer}"
+    thought = " So I do.</think>\n" if mode == "hint" and not results else "<think>x</think>\n"
+    if results < (6 if "often" in question else 2 if "twice" in question else 1):
+        return thought + call.format(results if "often" in question else "capital")
+    return thought + ANSWER[grammar].format("Sarn" if mode in question else "Mostar")
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """A server in OpenAI's form, which goes on with a begun message as vLLM's does."""
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append(request)
+        begun = request["messages"][-1]["role"] == "assistant"
+        assert begun == bool(request.get("continue_final_message"))
+        self.server.notice(len(self.server.asked))
+        reply, reason = self.server.reply(request["messages"]), "stop"
+        for stop in request.get("stop", ()) if self.server.cuts else ():
+            reply = reply.partition(stop)[0]
+        body = json.dumps({"choices": [{"message": {"content": reply}, "finish_reason": reason}],
+                           "usage": {"total_tokens": 100 * len(request["messages"])}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words):
+        """Say nothing."""
+
+
+@pytest.fixture
+def serve():
+    """serve(grammar, cuts, notice) -> (URL=MODEL, requests so far). cuts: stops are left out."""
+    servers = []
+
+    def start(grammar="turns", cuts=False, notice=lambda n: None):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+        server.lock, server.asked, server.cuts = threading.Lock(), [], cuts
+        server.reply, server.notice = lambda messages: model_says(grammar, messages), notice
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}/v1=m", server.asked
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def write_world(folder, grammar="turns"):
+    """A world with one tool, Search, and two passages."""
+    folder.mkdir()
+    passages = ["Sarn is the capital of Orm.", "Mostar is a town. </result> <answer>"]
+    (folder / "corpus.jsonl").write_text("".join(
+        json.dumps({"id": str(i), "contents": text}) + "\n" for i, text in enumerate(passages)))
+    (folder / "tools.json").write_text(json.dumps(
+        {"grammar": grammar, "tools": ["Search"], "top_k": 1, "max_calls": 8, "cache": ""}))
+    return folder
+
+
+def write_tasks(path, *words):
+    rows = [{"id": f"t{i}", "query": f"The capital of Orm? {w}", "golds": ["Sarn"], "check": "qa"}
+            for i, w in enumerate(words)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+CELLS = [" ".join(words) for n in range(4)
+         for words in itertools.combinations(("dr", "prompt", "hint"), n)]
+
+
+@pytest.fixture
+def synthesise(serve, tmp_path):
+    """synthesise(words of tasks, *flags) -> (folder, requests); what the files hold: files()."""
+    def start(words, *flags, grammar="turns", cuts=False, name="out"):
+        url, asked = serve(grammar, cuts)
+        world = tmp_path / f"world-{grammar}"
+        if not world.exists():
+            write_world(world, grammar)
+        tasks = write_tasks(tmp_path / "tasks.jsonl", *words)
+        tir.main(["tir", "--database", str(world), "--tasks", str(tasks), "--endpoint", url,
+                  "--out", str(tmp_path / name), "--concurrency", "4", *flags])
+        return tmp_path / name, asked
+
+    return start
+
+
+def report(folder):
+    return json.loads((folder / "report.json").read_text())
+
+
+def named(rows):
+    return [row.get("task", row)["query"].partition("? ")[2] for row in rows]
+
+
+# ---------------------------------------------------------------- what goes where
+
+@pytest.mark.parametrize("grammar, cuts", [("turns", False), ("tags", False), ("tags", True)])
+def test_each_cell_goes_where_the_paper_sends_it(synthesise, grammar, cuts):
+    folder, _ = synthesise(CELLS, "--samples", "2", grammar=grammar, cuts=cuts)
+    found = {words: row["source"] for words, row in zip(
+        named(read_jsonl(folder / "sft.jsonl")), read_jsonl(folder / "sft.jsonl"), strict=True)}
+    assert found == {"dr": "dr", "prompt": "prompt", "hint": "hint", "dr prompt": "dr",
+                     "dr hint": "dr", "prompt hint": "prompt", "dr prompt hint": "dr"}
+    assert named(read_jsonl(folder / "rl.jsonl")) == [""]
+    said = report(folder)
+    one = {"tir wrong": 1, "tir right by prompt": 1, "tir right by hint": 1, "tir right by both": 1}
+    assert said["cells"] == {"qa": {"dr right": one, "dr wrong": one}}
+    assert said["sft"] == {"dr": 4, "prompt": 2, "hint": 1} and said["rl"] == 1
+    assert said["hints"] == {"doubt": 8, "answer": 8}
+
+
+def test_every_sample_is_logged_with_its_outcome_and_its_tokens(synthesise):
+    folder, asked = synthesise(["dr", "prompt"], "--samples", "3")
+    rows = read_jsonl(folder / "samples.jsonl")
+    assert [f"{row['task']['id']} {row['task']['sample']}" for row in rows] == [
+        f"t{i} {mode}-{k}" for i in range(2) for mode in tir.MODES for k in range(3)]
+    assert [row["strict"] for row in rows] == [1.0] * 3 + [0.0] * 9 + [1.0] * 3 + [0.0] * 3
+    assert {row["tokens"] for row in rows} == {200, 400}  # two messages asked with, or four
+    assert len(asked) == 2 * 3 * (1 + 2 + 2)
+    modes = report(folder)["modes"]
+    assert modes["dr"] == {"samples": 6, "right": 3, "kept": 3, "refused": {}, "calls": 0.0,
+                           "calls of right ones": 0.0, "failed calls": {}, "time-outs": 0,
+                           "tokens": 1200}
+    assert modes["prompt"]["calls"] == 1.0 and modes["hint"]["tokens"] == 2400
+
+
+def test_an_episode_by_language_alone_is_learnt_under_the_prompt_that_names_the_tools(synthesise):
+    folder, asked = synthesise(["dr", "prompt"], "--samples", "1")
+    direct, tools = read_jsonl(folder / "sft.jsonl")
+    assert direct["messages"][0] == tools["messages"][0] and "Search" in str(direct["messages"][0])
+    prompts = {request["messages"][0]["content"] for request in asked}
+    assert prompts - {direct["messages"][0]["content"]} == {tir.direct_prompt("full", "turns")}
+    assert direct["tools"] == [] and [call["name"] for call in tools["tools"]] == ["Search"]
+    assert direct["task"].keys() == {"id", "query", "golds", "check"}
+
+
+@pytest.mark.parametrize("grammar", ["turns", "tags"])
+def test_of_what_sft_reads_no_result_is_learnt(synthesise, grammar):
+    folder, _ = synthesise(["hint"], "--samples", "1", grammar=grammar)
+    row, = read_jsonl(folder / "sft.jsonl")
+    ids, mask = sft.render(row["messages"], Template(Letters(), "letters"))
+    learnt = Letters().decode([i for i, kept in zip(ids, mask, strict=True) if kept])
+    assert "Sarn is the capital" not in learnt and "Sarn is the capital" in Letters().decode(ids)
+    end = "<|im_end|>"
+    call = CALL[grammar].format("capital") + (end if grammar == "turns" else "")
+    thought = learnt[:learnt.index(" So I do.")]
+    assert thought.startswith("<think>The seat is Mostar. Wait, is that so? ")
+    assert learnt == (f"{thought} So I do.</think>\n{call}<think>x</think>\n"
+                      f"{ANSWER[grammar].format('Sarn')}{end}")
+
+
+@pytest.mark.parametrize("words, fault", [("prompt hint twice", "a call repeated"),
+                                          ("prompt hint often", "more than 5 calls")])
+def test_chains_that_repeat_or_call_too_often_are_refused_and_counted(synthesise, words, fault):
+    folder, _ = synthesise([words], "--samples", "1")
+    assert read_jsonl(folder / "sft.jsonl") == [] and len(read_jsonl(folder / "rl.jsonl")) == 1
+    said = report(folder)["modes"]["prompt"]
+    assert said["refused"] == {fault: 1} and (said["right"], said["kept"]) == (1, 0)
+
+
+def test_another_threshold_chooses_anew_without_another_play(synthesise):
+    folder, asked = synthesise(["prompt often"], "--samples", "1", "--max-calls", "6")
+    assert len(read_jsonl(folder / "sft.jsonl")) == 1
+    folder, asked = synthesise(["prompt often"], "--samples", "1", "--max-calls", "5")
+    assert asked == [] and read_jsonl(folder / "sft.jsonl") == []
+
+
+def test_samples_of_another_temperature_are_not_mixed(synthesise):
+    synthesise(["dr"], "--samples", "1")
+    with pytest.raises(SystemExit, match="temperature was 1.0 and is 0.5"):
+        synthesise(["dr"], "--samples", "1", "--temperature", "0.5")
+
+
+def test_modes_that_are_not_asked_for_are_not_played(synthesise):
+    folder, asked = synthesise(["dr", "prompt"], "--samples", "1", "--modes", "dr,prompt")
+    assert len(asked) == 2 * 3 and report(folder)["modes"].keys() == {"dr", "prompt"}
+
+
+def test_questions_of_an_evaluation_set_are_not_played_and_are_listed(synthesise, tmp_path):
+    (tmp_path / "sets").mkdir()
+    row = {"id": 9, "question": "the capital of ORM?  dr", "answer": "Sarn"}
+    (tmp_path / "sets" / "bamboogle.jsonl").write_text(json.dumps(row) + "\n")
+    folder, asked = synthesise(["dr", "prompt"], "--samples", "1", "--sets",
+                               str(tmp_path / "sets"))
+    assert {named([{"query": request["messages"][1]["content"]}])[0] for request in asked} == {
+        "prompt"}
+    assert report(folder)["contaminated"] == [
+        {"id": "t0", "query": "The capital of Orm? dr", "same as": "bamboogle/9"}]
+
+
+# ---------------------------------------------------------------- killed and resumed
+
+def without_clock(folder):
+    """{file: its rows}, without the seconds that calls took."""
+    rows = {name: read_jsonl(folder / f"{name}.jsonl") for name in ("samples", "sft", "rl")}
+    for row in rows["samples"] + rows["sft"]:
+        row["score"].pop("tool_seconds")
+        for call in row["tools"]:
+            call.pop("seconds")
+    return rows | {"report": report(folder)}
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_files(synthesise, serve, tmp_path):
+    whole, asked = synthesise(CELLS, "--samples", "2", name="whole")
+    running = []
+    url, before = serve(notice=lambda n: n == 25 and running[0].kill())
+    command = [sys.executable, "-m", "toolstar.tir", "tir", "--out", str(tmp_path / "killed"),
+               "--database", str(tmp_path / "world-turns"), "--samples", "2", "--concurrency", "4",
+               "--tasks", str(tmp_path / "tasks.jsonl"), "--endpoint", url]
+    running.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL,
+                                    stderr=subprocess.DEVNULL))
+    assert running[0].wait(timeout=120) == -9
+    file = tmp_path / "killed" / "samples.jsonl"
+    done = len(read_jsonl(file)) if file.exists() else 0
+    with open(file, "a") as torn:
+        torn.write('{"task": {"id": "t7", "sam')
+    folder, after = synthesise(CELLS, "--samples", "2", name="killed")
+    assert without_clock(folder) == without_clock(whole)
+    assert 10 < done < 48 and len(after) < len(asked)
+
+
+# ---------------------------------------------------------------- hints
+
+CHAIN = {"messages": [{}, {}, {"role": "assistant", "content":
+         "<think>\n12 x 12 is 1.5 gross. Wait, is that right? It is not.\n</think>\n"
+         "<answer> 124 </answer>"}], "answer": " 124 "}
+
+
+def task_of(sample, check):
+    return {"id": "a", "sample": sample, "check": check, "golds": ["144"], "query": "12 x 12?"}
+
+
+@pytest.mark.parametrize("check, tool", [("math", "python"), ("qa", "search")])
+def test_a_hint_at_a_doubt_ends_its_sentence_and_drops_what_followed(check, tool):
+    text, kind = tir.begin_with_hint(0, task_of("hint-0", check), CHAIN, ["Search", "Python"])
+    start = "<think>12 x 12 is 1.5 gross. Wait, is that right? "
+    forms = [" ".join(form.split()) for form in tir.HINTS[tool].split(" /")]
+    assert kind == "doubt" and text in [start + form for form in forms]
+
+
+def test_a_hint_after_the_answer_takes_it_into_the_thought():
+    text, kind = tir.begin_with_hint(0, task_of("hint-1", "math"), CHAIN, ["Search", "Python"])
+    start = "<think>12 x 12 is 1.5 gross. Wait, is that right? It is not. "
+    assert kind == "answer" and text.startswith(start) and "<answer>" not in text
+    rest = text.removeprefix(start)
+    said = [" ".join(form.split()).format(answer="124") for form in tir.HINTS["answer"].split(" /")]
+    hints = [" ".join(form.split()) for form in tir.HINTS["python"].split(" /")]
+    assert rest in [f"{one} {hint}" for one in said for hint in hints]
+
+
+def test_a_chain_without_a_doubt_is_doubted_after_its_answer():
+    sure = {"messages": [{}, {}, {"content": "<think>It is 144.</think><answer>144</answer>"}],
+            "answer": "144"}
+    text, kind = tir.begin_with_hint(0, task_of("hint-0", "math"), sure, ["Python"])
+    assert kind == "answer" and text.startswith("<think>It is 144. ")
+
+
+def test_a_hint_names_a_tool_that_the_world_has():
+    text, _ = tir.begin_with_hint(0, task_of("hint-0", "math"), CHAIN, ["Search"])
+    hint = text.partition("that right? ")[2]
+    assert hint in [" ".join(form.split()) for form in tir.HINTS["search"].split(" /")]
+
+
+def test_the_same_seed_gives_the_same_hint():
+    drawn = {tir.begin_with_hint(seed, task_of("hint-0", "qa"), CHAIN, ["Search"])
+             for seed in range(30)}
+    again = {tir.begin_with_hint(seed, task_of("hint-0", "qa"), CHAIN, ["Search"])
+             for seed in range(30)}
+    assert drawn == again and len(drawn) > 1
+
+
+@pytest.mark.parametrize("grammar", ["turns", "tags"])
+def test_a_vllm_engine_goes_on_with_the_begun_thought_token_for_token(tmp_path, grammar):
+    world = open_world(SimpleNamespace(database=str(write_world(tmp_path / "w", grammar))))
+    args = SimpleNamespace(seed=0, failure_rate=0.0, max_turns=5, system_prompt="short")
+    task = {"id": "a", "query": "Capital?", "golds": ["Sarn"], "check": "qa", "sample": "hint-0",
+            "begun": "<think>Mostar, perhaps. I look."}
+
+    def script(text):
+        if "Sarn is" in text:
+            return "<think>x</think><answer>Sarn</answer>\0"
+        return " So.</think>" + CALL[grammar].format("capital of Orm") + "\0" * (grammar == "turns")
+
+    engine = Scripted(script)
+    episode, = engine.play([tir.begin(args, world, task)], stops=world.stops)
+    asked = [Letters().decode(ids) for ids, _, _ in engine.asked]
+    assert asked[0].endswith("assistant\n<think>Mostar, perhaps. I look.")
+    assert asked[1].startswith(asked[0] + " So.</think>") and "Sarn is" in asked[1]
+    assert episode.answer == "Sarn" and episode.messages[2]["content"] == (
+        "<think>Mostar, perhaps. I look. So.</think>" + CALL[grammar].format("capital of Orm"))
+    ids, _ = sft.render(episode.messages, engine.template)
+    assert Letters().decode(ids) == asked[1] + "<think>x</think><answer>Sarn</answer><|im_end|>"
+    world.close()
+
+
+# ---------------------------------------------------------------- quality, thresholds
+
+OK = {"name": "Search", "status": "ok", "repeated": False}
+
+
+@pytest.mark.parametrize("change, fault", [
+    ({}, ""), ({"stop": "format"}, "format"), ({"stop": "calls"}, "calls"),
+    ({"tools": [OK] * 6}, "more than 5 calls"), ({"tools": []}, "no call"),
+    ({"tools": [OK, OK | {"repeated": True}]}, "a call repeated"),
+    ({"tools": [OK | {"status": "broken"}]}, "a broken tool"),
+    ({"tools": [OK | {"status": "error"}]}, ""), ({"tools": [OK | {"status": "timeout"}]}, ""),
+    ({"said": "<think>a<answer>b</answer>"}, "unpaired tags"),
+    ({"said": "a</think><answer>b</answer>"}, "unpaired tags"),
+    ({"said": "<think>a <search>b</think></search>"}, "unpaired tags"),
+    ({"said": "<think><think>a</think></think>"}, "unpaired tags"),
+    ({"said": "<think>a <search>b</search></think>"}, "")])
+def test_the_quality_rules_by_hand(change, fault):
+    said = change.pop("said", "<think>a</think>")
+    row = {"task": {"sample": "prompt-0"}, "stop": "answer", "tools": [OK], "messages": [
+        {}, {}, {"role": "assistant", "content": said}, {"role": "result", "content": "<think>"}]}
+    assert tir.fault_of(row | change, 5) == fault
+
+
+def test_of_several_right_chains_the_one_with_the_fewest_calls_is_learnt():
+    rows = [{"task": {"sample": f"prompt-{i}"}, "stop": "answer", "strict": 1.0, "tools": [OK] * n,
+             "messages": []} for i, n in enumerate((3, 2, 2))]
+    known, found, row = tir.choose({}, rows, SimpleNamespace(max_calls=5, right=None, samples=3))
+    assert (known, found, row) == (False, {"prompt"}, rows[1])
+
+
+@pytest.mark.parametrize("right, samples, least", [
+    ("1of3", 3, 1), ("majority", 3, 2), ("majority", 4, 3), ("all", 3, 3), ("2of5", 5, 2)])
+def test_thresholds(right, samples, least):
+    assert tir.least_right(right, samples) == least
+    rows = [{"task": {"sample": f"dr-{i}"}, "stop": "answer", "strict": 1.0, "tools": [],
+             "messages": []} for i in range(least)]
+    args = SimpleNamespace(max_calls=5, right=right, samples=samples)
+    assert tir.choose({}, rows, args)[0] and not tir.choose({}, rows[1:], args)[0]
+
+
+@pytest.mark.parametrize("flags, why", [
+    (("--right", "1of2"), "--right 1of2 is none of 1of3, majority, all"),
+    (("--right", "most"), "--right most is none of"),
+    (("--modes", "hint"), "hint goes on from what dr has said"),
+    (("--modes", "dr,cot"), "there are dr, prompt, hint"),
+    (("--model", "x"), "--endpoint or --model plays, not both"),
+    (("--sets", "nowhere"), "--sets nowhere is no folder")])
+def test_what_cannot_be_done_is_one_line_before_anything_is_asked(synthesise, flags, why):
+    with pytest.raises(SystemExit) as stopped:
+        synthesise(["dr"], *flags)
+    assert why in str(stopped.value) and "\n" not in str(stopped.value)
+
+
+def test_the_solver_refuses_questions_that_are_not_its_own(tmp_path):
+    with pytest.raises(SystemExit, match="the solver plays tasks that `facts` wrote"):
+        tir.main(["tir", "--database", str(write_world(tmp_path / "w")), "--out",
+                  str(tmp_path / "out"), "--tasks", str(write_tasks(tmp_path / "t", "dr"))])
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- the tiny world
+
+@pytest.mark.parametrize("grammar", ["turns", "tags"])
+def test_the_solver_needs_no_tool_where_the_question_answers_itself(tmp_path, grammar):
+    from toolstar.jail import Jail, JailError
+
+    try:
+        Jail(1).close()
+    except JailError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+    facts_of = ["facts", "--worlds", "2", "--sft", "40", "--rl", "20", "--val", "20"]
+    tir.main([*facts_of, "--out", str(tmp_path)])
+    file = tmp_path / "train" / "tools.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"grammar": grammar}))
+    tasks = [task for task in read_jsonl(tmp_path / "sft-tasks.jsonl") if task["family"] != "page"]
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    tir.main(["tir", "--database", str(tmp_path / "train"), "--tasks", str(tmp_path / "some.jsonl"),
+              "--samples", "1", "--system-prompt", "short", "--out", str(tmp_path / "tir")])
+    assert read_jsonl(tmp_path / "tir" / "rl.jsonl") == []
+    for row in read_jsonl(tmp_path / "tir" / "sft.jsonl"):
+        neither = row["task"]["family"] == "neither"
+        assert row["source"] == ("dr" if neither else "prompt")
+        assert bool(row["tools"]) != neither
+    hints = [row for row in read_jsonl(tmp_path / "tir" / "samples.jsonl")
+             if row["task"]["sample"] == "hint-0" and row["tools"]]
+    assert hints and all(row["strict"] == 1 for row in hints)
+    for row in hints:
+        begun = row["task"]["begun"]
+        assert re.fullmatch(r"<think>perhaps .*", begun, re.S)
+        assert row["messages"][2]["content"].startswith(begun)
+
+
+def test_the_solver_says_nothing_by_itself_that_a_tool_would_have_to_tell():
+    task = {"asks": [["Solar Iron Zoo", "height"]], "program": None, "golds": ["12"],
+            "query": "How high is Solar Iron Zoo?"}
+    reply, = tir.unaided(task)
+    assert "12" not in reply and "unknown" in reply
+    task = {"asks": [], "program": None, "golds": ["9"], "reason": "the larger of 3 and 9 is 9"}
+    assert list(tir.unaided(task)) == list(facts.solution(task))

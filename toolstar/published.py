@@ -207,7 +207,7 @@ def check_of(row):
 
 
 def golds_of(row):
-    """(list of golds, what was published) of a row."""
+    """(golds, as they were published, whether one of them was a printed list) of a row."""
     truth, model = None, opened(row.get("reward_model"))
     if isinstance(model, dict):
         truth = model.get("ground_truth")
@@ -219,7 +219,8 @@ def golds_of(row):
     golds = [alias for gold in inside for alias in aliases(gold) if alias.strip()]
     if not golds:
         raise Refused("no gold")
-    return golds, truth
+    printed = any(isinstance(gold, str) and aliases(gold) != [gold] for gold in inside)
+    return golds, truth, printed
 
 
 def task_of(row, line):
@@ -227,14 +228,13 @@ def task_of(row, line):
     if not isinstance(row, dict):
         raise Refused("no table of columns")
     query, check = question_of(row), check_of(row)
-    golds, truth = golds_of(row)
+    golds, truth, printed = golds_of(row)
     source, more = str(row.get("data_source", "rl")), opened(row.get("extra_info"))
     index = more.get("index", line) if isinstance(more, dict) else line
     task = {"id": str(row.get("id", f"{source}-{index}")), "query": query, "golds": golds,
             "check": check, "data_source": source, "ability": row["ability"]}
     if truth not in (golds, golds[0]):
         task["ground_truth"] = truth
-    printed = isinstance(truth, str) and golds != [truth]
     return task, ["golds are a printed list"] * printed
 
 

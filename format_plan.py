@@ -539,12 +539,20 @@ def read_reply(body, stops=()):
     return reply
 
 
+def beyond_openai(messages, stops):
+    """What vLLM and SGLang are told beyond OpenAI's form: to go on with a last message of the
+    assistant, to hand over the stop, too."""
+    found = {"include_stop_str_in_output": True} if stops else {}
+    if messages[-1]["role"] == "assistant":
+        found |= {"continue_final_message": True, "add_generation_prompt": False}
+    return found
+
+
 def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=300, retries=6,
          api_key=None, stops=()):
     """The Reply of an OpenAI-compatible endpoint; ChatError when there is none.
 
-    stops: closing tags that end a reply, and belong to it. A last message of the assistant is gone
-    on with, by a server that can do so (vLLM, SGLang).
+    stops: closing tags that end a reply, and belong to it. A last message of the assistant goes on.
 
     The openai package tries time-outs, broken connections and status 408, 409, 429 and 5xx again,
     with growing pauses; a reply without text (empty, cut, no chat completion) is tried again here.
@@ -556,14 +564,11 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     ask = client_of(base, api_key or "none", retries).chat.completions.with_raw_response.create
     # half an emoji, with which a cut reply may end, cannot be sent
     messages = json.loads(json.dumps(messages, ensure_ascii=False).encode(errors="replace"))
-    more = {"include_stop_str_in_output": True} if stops else {}
-    if messages[-1]["role"] == "assistant":
-        more |= {"continue_final_message": True, "add_generation_prompt": False}
     for tried in range(1, retries + 2):
         try:
             reply = ask(model=model, messages=messages, temperature=temperature, top_p=top_p,
                         max_tokens=max_tokens or openai.omit, timeout=timeout,
-                        stop=list(stops) or openai.omit, extra_body=more or None)
+                        stop=list(stops) or openai.omit, extra_body=beyond_openai(messages, stops))
         except openai.APIStatusError as error:
             problem = f"status {error.status_code}"
             if error.status_code < 500 and error.status_code != 429:  # refused: the server says why
@@ -576,7 +581,7 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
             text = read_reply(reply.http_response.json(), stops)
             if len(text) > LONGEST_REPLY:
                 raise ChatError(f"{url}: a reply of {len(text):,} characters fits into no context")
-            if text.strip():
+            if text.strip() or messages[-1]["role"] == "assistant":  # that one may be at its end
                 return text
         problem = "a reply without text"
         time.sleep(min(8, 0.1 * 2 ** tried))

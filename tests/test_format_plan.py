@@ -18,7 +18,16 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 import nl_styles
 import styles
 
-from format_plan import FIELDS, ChatError, chat, format_plan, main, parse_plan, read_plan
+from format_plan import (
+    FIELDS,
+    ChatError,
+    chat,
+    format_plan,
+    main,
+    parse_plan,
+    read_plan,
+    read_reply,
+)
 
 EMPTY = dict.fromkeys(FIELDS, "-")
 
@@ -436,6 +445,25 @@ def test_chat_takes_either_address_and_says_what_cannot_be_said(endpoint):
     assert path == "/v1/chat/completions"
     assert body["max_tokens"] == 9
     assert body["messages"][0]["content"] == "so ?"
+
+
+def test_a_begun_message_goes_on_and_may_be_at_its_end(endpoint):
+    url, play = endpoint
+    asked, begun = play("empty"), [*HELLO, {"role": "assistant", "content": "<think>"}]
+    assert chat(url, "m", begun, stops=("</search>",)) == ""
+    assert asked[0][1] == {"model": "m", "messages": begun, "temperature": 1.0, "top_p": 1.0,
+                           "stop": ["</search>"], "include_stop_str_in_output": True,
+                           "continue_final_message": True, "add_generation_prompt": False}
+
+
+@pytest.mark.parametrize("finish, text, whole", [
+    ("stop", "a <search>b", "a <search>b</search>"), ("length", "a <search>b", "a <search>b"),
+    ("stop", "a <search>b</search>", "a <search>b</search>"), ("stop", "a", "a")])
+def test_a_stop_that_the_endpoint_leaves_out_is_put_back(finish, text, whole):
+    body = {"choices": [{"message": {"content": text}, "finish_reason": finish}],
+            "usage": {"total_tokens": 7}}
+    reply = read_reply(body, ("</search>", "</python>"))
+    assert (reply, reply.tokens) == (whole, 7)
 
 
 @pytest.mark.parametrize("script, retries, problem, tries", [

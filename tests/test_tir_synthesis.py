@@ -34,12 +34,14 @@ DOUBTED = "The seat is Mostar. Wait, is that so? I go on."
 
 def model_says(grammar, messages):
     """A model's reply. A question like "Capital of X? dr hint" names the modes that come to the
-    answer; "twice" makes it call twice the same, "often" six times."""
+    answer; "twice" makes it call twice the same, "often" six times, "broken" call without tools."""
     question, call = messages[1]["content"], CALL[grammar]
     said = "\n".join(message["content"] for message in messages[2:])
     results = said.count("<result>" if grammar == "tags" else "<tool_response>")
     mode = "hint" if DOUBTED[:19] in said else "prompt"
     if "you have no tools" in messages[0]["content"]:
+        if "broken" in question:
+            return f"<think>{DOUBTED}</think>\n{call.format('capital')}"  # it has no tools
         answer = ANSWER[grammar].format("Sarn" if "dr" in question else "Mostar")
         return f"<think>{DOUBTED}</think>\n{answer}"
     thought = " So I do.</think>\n" if mode == "hint" and not results else "<think>x</think>\n"
@@ -152,7 +154,7 @@ def test_each_cell_goes_where_the_paper_sends_it(synthesise, grammar, cuts):
     one = {"tir wrong": 1, "tir right by prompt": 1, "tir right by hint": 1, "tir right by both": 1}
     assert said["cells"] == {"qa": {"dr right": one, "dr wrong": one}}
     assert said["sft"] == {"dr": 4, "prompt": 2, "hint": 1} and said["rl"] == 1
-    assert said["hints"] == {"doubt": 8, "answer": 8}
+    assert said["hints"] == {"doubt": 8, "answer": 8, "nothing to go on from": 0}
 
 
 def test_every_sample_is_logged_with_its_outcome_and_its_tokens(synthesise):
@@ -292,6 +294,22 @@ def test_a_hint_after_the_answer_takes_it_into_the_thought():
     said = [" ".join(form.split()).format(answer="124") for form in tir.HINTS["answer"].split(" /")]
     hints = [" ".join(form.split()) for form in tir.HINTS["python"].split(" /")]
     assert rest in [f"{one} {hint}" for one in said for hint in hints]
+
+
+def test_a_hint_after_the_answer_says_it_without_its_box():
+    boxed = CHAIN | {"answer": r"\[ \boxed{124} \]"}
+    for sample in "hint-1", "hint-3":
+        assert tir.begin_with_hint(0, task_of(sample, "qa"), boxed, ["Search"]) == \
+            tir.begin_with_hint(0, task_of(sample, "qa"), CHAIN, ["Search"])
+
+
+def test_a_chain_that_broke_its_format_gives_no_hint_and_is_counted(synthesise):
+    folder, _ = synthesise(["broken", "hint"], "--samples", "2")
+    assert [row["stop"] for row in read_jsonl(folder / "samples.jsonl")[:2]] == ["format"] * 2
+    said = report(folder)
+    assert said["hints"] == {"doubt": 1, "answer": 1, "nothing to go on from": 2}
+    assert said["modes"]["dr"]["refused"] == {"format": 2}
+    assert said["modes"]["hint"]["samples"] == 2
 
 
 def test_a_chain_without_a_doubt_is_doubted_after_its_answer():

@@ -58,6 +58,7 @@ from synth import endpoint, entries, fill
 from toolstar.facts import drills, facts, pages, solution, solver_episodes
 from toolstar.published import convert
 from toolstar.sets import contaminated, load_sets
+from toolstar.verdict import bare
 
 MODES = ("dr", "prompt", "hint")
 SETTINGS = ("database", "temperature", "top_p", "max_context", "max_turns", "max_tokens",
@@ -197,7 +198,7 @@ def begin_with_hint(seed, task, chain, tools):
     if int(task["sample"].partition("-")[2]) % 2 == 0:
         text = hint_at_doubt(rng, thought, hint)
     if text is None:
-        answer = fill(rng, HINTS["answer"], {"answer": chain["answer"].strip()})
+        answer = fill(rng, HINTS["answer"], {"answer": bare(chain["answer"])})
         text, kind = f"{thought} {answer} {hint}".lstrip(), "answer"
     return f"<think>{text}", kind
 
@@ -307,6 +308,8 @@ def report_on(args, tasks, rows, cells, chosen):
                 "tir right by hint": cell[dr, ("hint",)],
                 "tir right by both": cell[dr, ("hint", "prompt")]}
     hints = Counter(row["task"]["hint"] for row in rows if "hint" in row["task"])
+    if "hint" in args.modes:  # (1) broke off, or did not come to an answer
+        hints["nothing to go on from"] = len(tasks) * args.samples - hints.total()
     return {"model": model_of(args), "tasks": len(tasks), "samples": args.samples,
             "right": args.right or f"1of{args.samples}", "max calls": args.max_calls,
             "cells": counts, "sft": dict(Counter(row["source"] for row in chosen)),

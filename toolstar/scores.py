@@ -78,7 +78,10 @@ def ask_judge(generate, task, said):
 
 
 def judge_plays(args, name, rows):
-    """(2) {play: verdict} of an agent's episodes; what OUT holds is not asked again."""
+    """(2) {play: verdict} of an agent's episodes; what OUT holds is not asked again.
+
+    Answers that equal a gold are judged too: the table shows how far both agree.
+    """
     (url, model), verdicts, row_of_failures = args.judge, {}, 0
     key = Path(args.judge_key).read_text().strip() if args.judge_key else None
     generate = evaluate.api_generate(url, model, temperature=0, max_tokens=4096, retries=TRIES - 1,
@@ -143,7 +146,10 @@ def write_table(args):
     Path(args.out).mkdir(parents=True, exist_ok=True)
     wanted, report, remarks = {}, {}, []
     for task in read_jsonl(args.tasks):
-        wanted.setdefault(task["set"], {})[task["id"]] = task
+        if not isinstance(task, dict) or task.get("set") not in SETS:
+            raise ValueError(f"{args.tasks}: a task of none of the twelve sets, {task!r:.80}; "
+                             "python -m toolstar.sets read makes tasks of them")
+        wanted.setdefault(task["set"], set()).add(task["id"])
     for name, folder in evaluate.named_paths(args.runs).items():
         rows = {name_of(row["task"]): row for row in read_jsonl(Path(folder) / "episodes.jsonl")}
         known = [row for row in rows.values()

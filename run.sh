@@ -5,6 +5,8 @@
 #   bash run.sh tool-tiny        the same of the tools world: search, Python, pages (toolstar.sh)
 #   bash run.sh 1.5b | 3b | 7b   the paper's recipe for that size
 #   bash run.sh 0.5b             ours for one GPU of 24 GB, at a context of 16K
+#   bash run.sh tool-star-0.5b | tool-star-1.5b | tool-star-3b | tool-star-7b
+#                                Tool-Star's recipe, from its published data to its twelve sets
 #   bash run.sh SIZE axis NAME   a study (axes.sh): reward, scale, data, algorithm or noise
 #   bash run.sh SIZE preflight   only what these look at before anything is spent
 #   bash run.sh test             the tests
@@ -19,11 +21,13 @@
 #   ENDPOINT  URL=MODEL of a teacher, ENDPOINT_KEY the file of its key; unset: the solver, for free
 #   QA      folder of FlashRAG's data sets, with RETRIEVER: questions after a real size's evaluation
 #   PYTHON  what .venv is made with                STAR_DATABASE  the full database
+# and of Tool-Star's sizes (toolstar.sh): SFT_DATA, RL_DATA, the published files; SETS, the folder of
+# sets (toolstar/sets.py); TOOLS, settings of the tools; JUDGE, URL=MODEL, JUDGE_KEY, a file
 # Sources: [1] STAR, arXiv:2603.21972, sections 3-4, appendices C-D   [2] ours, measured here
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,23s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '2,27s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 print() { printf '%q ' "$@"; echo; }
@@ -74,6 +78,10 @@ case $size in
     3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo
           reward=curriculum ;;
     7b)   base=Qwen/Qwen2.5-7B-Instruct millions=7616 sft_epochs=4 algorithm=grpo reward=sum ;;
+    tool-star-0.5b) base=Qwen/Qwen2.5-0.5B-Instruct millions=494 ;;
+    tool-star-1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 ;;
+    tool-star-3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 ;;
+    tool-star-7b)   base=Qwen/Qwen2.5-7B-Instruct millions=7616 ;;
     test) environment
           export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
           exec python -m pytest -q -n 2 --dist worksteal "${@:2}" ;;
@@ -81,11 +89,12 @@ case $size in
     *)    usage ;;
 esac
 [[ " all: preflight: axis:reward axis:scale axis:data axis:algorithm axis:noise axis:crossing " \
-    == *" $what:$axis "* && $size:$what != *tiny:preflight && $size:$what != tool-tiny:axis ]] || usage
+    == *" $what:$axis "* && $size:$what != *tiny:preflight && $size:$what != tool-*:axis ]] || usage
 base=${MODEL:-$base}
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-2} GPUS=${GPUS:-1}
 else
+    [[ $size != tool-star-* ]] || DATA=${DATA:-data/tool-star}
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
     [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=8
     [[ $GPUS != 0 ]] || stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
@@ -100,7 +109,8 @@ fi
 # after SIGTERM ranks save a checkpoint at the end of the update; torchrun's own patience is 30 s
 torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
-[[ $size != tool-tiny ]] || source toolstar.sh
+[[ $size != tool-* ]] || source toolstar.sh
+world=(--database "$database") val=$DATA/val.jsonl tried=$val  # of the preflight
 
 # -------------------------------------------------------------------------- what each size trains
 if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md

@@ -114,12 +114,12 @@ preflight() {
         --pack-tokens "$pack" --resume --out "$here/full"
     # cut at 16 tokens, a reply breaks the format; it is trained on, and the sync is compared
     stage preflight "$here/rl/config.json" "${torchrun[@]}" "$GPUS" $algorithm.py --model "$base" \
-        --tasks "$DATA/rl.jsonl" --val "$DATA/val.jsonl" --database "$database" --steps 1 \
+        --tasks "$DATA/rl.jsonl" ${val:+--val "$val"} "${world[@]}" --steps 1 \
         --group 2 --prompts "$ranks" --max-turns 1 --turn-tokens 16 --context "$context" \
         --gpu-memory "$share" --pack-tokens "$pack" --resume --out "$here/rl"
     must "nothing was trained on: remove $here" grep -q '"loss_tokens": [1-9]' "$here/rl/log.jsonl"
     stage preflight-eval "$here/eval/table.md" python evaluate.py --model "base=$base" --limit 1 \
-        --tasks "$DATA/val.jsonl" --database "$database" --max-turns 1 --max-tokens 16 \
+        --tasks "$tried" "${world[@]}" --max-turns 1 --max-tokens 16 \
         --out "$here/eval"
     if [[ -z ${DRY:-} ]]; then
         rm -f "$here"/*/*.safetensors "$here"/rl/best/*.safetensors

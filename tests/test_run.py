@@ -15,9 +15,11 @@ import pytest
 from conftest import ROOT
 
 SIZES = ("tiny", "0.5b", "1.5b", "3b", "7b")
+STARS = ("tool-star-0.5b", "tool-star-1.5b", "tool-star-3b", "tool-star-7b")
 AXES = ("reward", "scale", "data", "algorithm", "noise")
 COMMANDS = [(size, *more) for size in SIZES for more in ((), *(("axis", axis) for axis in AXES))]
-COMMANDS += [(size, "preflight") for size in SIZES[1:]] + [("tool-tiny",)]
+COMMANDS += [(size, "preflight") for size in SIZES[1:] + STARS] + [("tool-tiny",)]
+COMMANDS += [(size,) for size in STARS]
 # flags of the stages that name what is read; all else that names a file or a folder is written
 INPUTS = {"--model", "--data", "--tasks", "--val", "--corpus", "--exclude", "--runs"}
 # Written by hand from STAR, arXiv:2603.21972, appendices C and D, section 3 for the rewards and its
@@ -32,8 +34,14 @@ PAPER_RL = {"--prompts": "32", "--group": "8", "--epochs": "5", "--lr": "2e-6",
             "--temperature": "1.0", "--context": "30000", "--max-turns": "60"}
 PAPER_PLAY = {"--temperature": "0.6", "--top-p": "0.95", "--max-context": "32768",
               "--max-turns": "60"}
+# Tool-Star, arXiv:2505.16410, and the scripts it released
+STAR_SFT = {"--epochs": "3", "--batch": "16", "--lr": "7e-6", "--warmup": "0.1",
+            "--cutoff": "15000"}
+STAR_RL = {"--prompts": "128", "--group": "8", "--minibatches": "8", "--epochs": "2",
+           "--lr": "1e-6", "--clip-low": "0.2", "--clip-high": "0.2", "--context": "5632",
+           "--temperature": "1.0", "--reward": "paper", "--env": "tools"}
 OURS = re.compile("(DRY|MODEL|DATA|OUT|SEEDS?|GPUS|NNODES|NODE_RANK|STAR_DATABASE|ENDPOINT.*|QA|"
-                  "AXIS_.*|FLAGS_.*)$")
+                  "SFT_DATA|RL_DATA|SETS|TOOLS|JUDGE.*|AXIS_.*|FLAGS_.*)$")
 
 
 def run_sh(folder, *words, **variables):
@@ -100,7 +108,7 @@ def value(stages, stage, flag):
 def test_every_flag_of_every_command_exists(command):
     for stage, _, words in stages_of(*command):
         name, given = script(words)[0], arguments(words)
-        several = name in ("synth.py", "tiny.py", "-m toolstar.tir")
+        several = name in ("synth.py", "tiny.py", "-m toolstar.tir", "-m toolstar.sets")
         subcommand = given.pop("")[:1] if several else given.pop("")[:0]
         unknown = given.keys() - flags_of(name, *subcommand)
         assert not unknown, f"{command} {stage}: {name} knows no {sorted(unknown)}"
@@ -139,6 +147,25 @@ def test_hyper_parameters_are_the_papers(size):
     assert value(stages, "sft-tasks", "--levels") == "627:373:198"
     assert value(stages, "sft-tasks", "--exclude") == value(stages, "rl", "--tasks")
     assert "--nproc_per_node 8" in " ".join(stages["sft"][1])
+
+
+@pytest.mark.parametrize("size", STARS)
+def test_the_hyper_parameters_of_tool_stars_sizes_are_its_own(size):
+    stages = dry(size, JUDGE="http://j/v1=m", JUDGE_KEY="k", SETS="/s", SFT_DATA="/f", RL_DATA="/r")
+    billions = size.removeprefix("tool-star-").upper()
+    assert value(stages, "sft", "--model") == f"Qwen/Qwen2.5-{billions}-Instruct"
+    for stage, numbers in (("sft", STAR_SFT), ("rl", STAR_RL)):
+        assert {flag: value(stages, stage, flag) for flag in numbers} == numbers
+    assert [value(stages, "convert", flag) for flag in ("--sft", "--rl", "--sets")] == [
+        "/f", "/r", "/s"] and value(stages, "sets", "--sets") == "/s"
+    # what SFT has read as the prompt, RL and evaluation say too
+    prompts = {value(stages, stage, "--system-prompt") for stage in ("preflight", "rl", "eval")}
+    assert prompts == {"data/tool-star/system.txt"}
+    scored = arguments(stages["scores"][1])
+    assert scored["--runs"] == [f"out/{size}/eval/{name}" for name in ("base", "sft", "rl")]
+    assert scored["--judge"] == ["http://j/v1=m"] and scored["--judge-key"] == ["k"]
+    assert scored["--tasks"] == arguments(stages["eval"][1])["--tasks"]
+    assert "--judge" not in arguments(dry(size)["scores"][1])
 
 
 @pytest.mark.parametrize("gpus, base, rl", [("", 1, 2), ("1", 1, 1), ("2", 2, 2)])
@@ -189,7 +216,8 @@ def test_several_nodes_meet_at_the_first():
 
 
 @pytest.mark.parametrize("words", [["70b"], ["tiny", "preflight"], ["7b", "axis", "colour"],
-                                   ["tool-tiny", "axis", "reward"], []])
+                                   ["tool-tiny", "axis", "reward"], [],
+                                   ["tool-star-3b", "axis", "reward"], ["tool-star-70b"]])
 def test_an_unknown_command_is_answered_with_the_usage(words):
     done = run_sh(ROOT, *words)
     assert done.returncode == 2 and "bash run.sh tiny" in done.stdout
@@ -318,7 +346,7 @@ case ${2:-} in
     *.*) mkdir -p "$(dirname "$2")"; echo made > "$2" ;;
     *)   mkdir -p "$2"; echo '{"loss_tokens": 64}' > "$2/log.jsonl"
          for f in config.json table.md tax.md curves.png hard-200.jsonl noise.md \
-                val.jsonl; do
+                val.jsonl rl.jsonl tasks.jsonl; do
              echo made > "$2/$f"
          done ;;
 esac
@@ -326,7 +354,7 @@ esac
 
 
 def stand_in(path, text):
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
 
@@ -466,10 +494,10 @@ def station(house, monkeypatch):
     return house
 
 
-@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("size", SIZES[1:] + STARS)
 def test_preflight_comes_before_anything_is_spent_and_plans_what_is_run(size):
     stages = dry(size)
-    spent = ("sft-tasks", "episodes", "sft", "rl")
+    spent = [stage for stage in stages if stage in ("sft-tasks", "episodes", "sft", "rl")]
     assert list(stages).index("preflight") < min(map(list(stages).index, spent))
     text = printed(size, "preflight", NNODES="2", MASTER_ADDR="a")
     plans = [shlex.split(line) for line in text.splitlines() if " memory.py " in line
@@ -528,6 +556,49 @@ def test_preflight_refuses_in_one_line_that_says_the_fix(station, broken, variab
     done = run_sh(station, "7b", **{"MODEL": "model"} | variables)
     assert done.returncode == 1 and fix in done.stderr.splitlines()[-1], done.stderr
     assert "episodes" not in (station / "calls").read_text(), "nothing is spent"
+
+
+@pytest.fixture
+def published(station):
+    """The station with Tool-Star's files where they are looked for -> variables that name them."""
+    for name in ("sft.json", "rl.parquet", "sets/gsm8k.jsonl"):
+        stand_in(station / "published" / name, "here")
+    return {"MODEL": "model", "SFT_DATA": "published/sft.json", "RL_DATA": "published/rl.parquet",
+            "SETS": "published/sets", "JUDGE": "http://j/v1=m"}
+
+
+def test_tool_stars_recipe_runs_from_its_data_to_the_scores_once(station, published):
+    def called():
+        text = (station / "calls").read_text()
+        return re.findall(r"\w+\.py|toolstar\.\w+ [a-z]*|Are you|visible_gpus\(\)", text)
+
+    done = run_sh(station, "tool-star-3b", **published)
+    assert done.returncode == 0, done.stderr
+    once = called()
+    asked = ["toolstar.tools check", "toolstar.tools check", "Are you"]
+    assert once == ["toolstar.tir convert", "toolstar.sets read", *asked,
+                    "visible_gpus()", "memory.py", "memory.py", "memory.py", "sft.py", "grpo.py",
+                    "evaluate.py",  # so far the preflight
+                    "sft.py", "grpo.py", "evaluate.py", "toolstar.scores ", "report.py"]
+    assert run_sh(station, "tool-star-3b", **published).returncode == 0
+    assert called()[len(once):] == asked, "the tools and the judge are asked again, no more"
+
+
+@pytest.mark.parametrize("broken, changed, fix", [
+    ("", {"SFT_DATA": "none.json"}, "no none.json: SFT_DATA and RL_DATA name files of"),
+    ("", {"SETS": "none"}, "no none: SETS names a folder, see toolstar/sets.py"),
+    ("tools check --database database/tool-star/train", {}, "train/tools.json names the retriever"),
+    ("tools check --database database/tool-star/eval", {}, "eval/tools.json names the retriever"),
+    ("Are you there", {}, "http://j/v1=m: JUDGE=http://host:port/v1=MODEL, JUDGE_KEY=its key"),
+    ("memory.py grpo --context 5632", {}, "model is too large for 2 x 79 GiB"),
+    ("out/tool-star-3b/preflight/rl", {}, "stage preflight failed, see above")])
+def test_tool_stars_preflight_refuses_in_one_line_that_says_the_fix(
+        station, published, broken, changed, fix):
+    (station / "broken").write_text(broken)
+    done = run_sh(station, "tool-star-3b", **published | changed)
+    assert done.returncode == 1 and fix in done.stderr.splitlines()[-1], done.stderr
+    made = calls(station) if (station / "calls").exists() else []
+    assert not any("--out out/tool-star-3b/sft" in call for call in made), "nothing is spent"
 
 
 def test_preflight_wants_disk_memory_and_a_token_to_compare(station):

@@ -76,10 +76,9 @@ def read_rows(path):
         found = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError):
         return read_jsonl(path)  # many a .json has a record in each line; else this names the line
-    if isinstance(found, dict):
+    if isinstance(found, dict) and not set(map(squeezed, found)) & {*QUESTION}:
         lists = [value for value in found.values() if isinstance(value, list)]
-        inner = lists[0] if len(found) == len(lists) == 1 else [found]  # {"data": [...]}
-        return inner
+        found = lists[0] if len(lists) == 1 else found  # {"data": [...]}
     return found if isinstance(found, list) else [found]
 
 
@@ -163,8 +162,9 @@ def load_first(name, lists):
         kept, remarks = load_set(name, files)
         if kept:
             return kept, remarks
-        first = first or ([], remarks)
-    return first or ([], [])
+        first = first or remarks
+    nothing = {"set": name, "file": "", "row": 0, "cause": "a folder with no file but of training"}
+    return [], first or [nothing] * (lists == [[]])
 
 
 def load_set(name, files):
@@ -199,9 +199,9 @@ def load_row(name, row, number):
     columns = ", ".join(map(str, row))
     if not isinstance(query, str) or not query.strip():
         return None, f"no question in its columns {columns:.200}"
-    if values.get("image"):
+    if name == "hle" and values.get("image"):
         return None, "needs an image"
-    if values.get("filename"):
+    if name == "gaia" and values.get("filename"):
         return None, "needs a file"
     if values.get("answerable") is False:
         return None, "has no answer by design"
@@ -233,12 +233,13 @@ def golds_of(values, check):
 
 
 def question_of(row):
-    """The question of a task or of an episode."""
-    row = row.get("task") or row
-    if "query" in row:
-        return row["query"]
-    asked = [message["content"] for message in row["messages"] if message["role"] == "user"]
-    return asked[0]
+    """The question of a task or of an episode; ValueError where it is neither."""
+    try:
+        row = row.get("task") or row
+        return str(row["query"]) if "query" in row else next(
+            message["content"] for message in row["messages"] if message["role"] == "user")
+    except (AttributeError, KeyError, TypeError, StopIteration):
+        raise ValueError(f"neither a task nor an episode: {row!r:.80}") from None
 
 
 def contaminated(tasks, sets):

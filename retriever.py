@@ -153,7 +153,7 @@ def nearest(q, matrix, k, first=0):
 
 
 class Remote:
-    """Client of a Search-R1 retrieval server. Once it has given up, nobody waits for it again."""
+    """Client of a Search-R1 retrieval server. Once it did not answer, nobody waits for it again."""
 
     def __init__(self, url, tries=6, pause=1.0):
         import httpx2
@@ -179,9 +179,11 @@ class Remote:
                     break  # the request is wrong: asking again will not help
             except (self.error, ValueError) as error:  # ValueError: the reply is no JSON
                 why = repr(error)
-        self.broken = ConnectionError(f"{self.url}, try {attempt + 1} of {self.tries}: {why}; see "
-                                      "to it, then repeat this command: it goes on where it was")
-        raise self.broken
+        error = ConnectionError(f"{self.url}, try {attempt + 1} of {self.tries}: {why}; see to it, "
+                                "then repeat this command: it goes on where it was")
+        if attempt + 1 == self.tries:  # else it refused this request, and may take another
+            self.broken = error
+        raise error
 
 
 def read_hits(reply, count, url):

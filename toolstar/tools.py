@@ -373,7 +373,10 @@ class ToolEpisode(Episode):
         return twin
 
     def record(self, model=""):
-        return super().record(model) | {"tools": self.sandbox.calls}
+        world = self.sandbox.world
+        made = {"tools": self.sandbox.calls,
+                "world": {"settings": world.hash, "python": world.level}}
+        return super().record(model) | made
 
 
 # ---------------------------------------------------------------- world
@@ -391,7 +394,7 @@ class Tools:
         self.lock, self.retriever, self.cache = threading.Lock(), None, None
         self.jail = self.browser = None
         chosen = json.dumps([getattr(settings, key) for key in ANSWERING])
-        self.identity = hashlib.sha256(chosen.encode()).hexdigest()[:12]
+        self.identity = self.hash = hashlib.sha256(chosen.encode()).hexdigest()[:12]
         self.parts = verdict.PARTS + ("cached", "tool_seconds")
         self.parts += ("unsafe",) * settings.unsafe_python
         if settings.cache:

@@ -153,7 +153,7 @@ def nearest(q, matrix, k, first=0):
 
 
 class Remote:
-    """Client of a Search-R1 retrieval server. Once it did not answer, nobody waits for it again."""
+    """Client of a Search-R1 server. Once all tries of a search fail, later ones do not wait."""
 
     def __init__(self, url, tries=6, pause=1.0):
         import httpx2
@@ -163,7 +163,7 @@ class Remote:
         self.error, self.broken = httpx2.HTTPError, None
 
     def search(self, queries, k):
-        """Hits of each query; ConnectionError when the server refuses, or all tries fail."""
+        """Hits of each query; ConnectionError when it refuses, or all tries fail."""
         if self.broken:
             raise self.broken
         # Search-R1's own server fails without return_scores
@@ -181,8 +181,7 @@ class Remote:
                 why = repr(error)
         error = ConnectionError(f"{self.url}, try {attempt + 1} of {self.tries}: {why}; see to it, "
                                 "then repeat this command: it goes on where it was")
-        if attempt + 1 == self.tries:  # else it refused this request, and may take another
-            self.broken = error
+        self.broken = error if attempt + 1 == self.tries else None
         raise error
 
 

@@ -153,7 +153,7 @@ def nearest(q, matrix, k, first=0):
 
 
 class Remote:
-    """Client of a Search-R1 retrieval server. Once it has given up, nobody waits for it again."""
+    """Client of a Search-R1 server. Once all tries of a search fail, later ones do not wait."""
 
     def __init__(self, url, tries=6, pause=1.0):
         import httpx2
@@ -163,7 +163,7 @@ class Remote:
         self.error, self.broken = httpx2.HTTPError, None
 
     def search(self, queries, k):
-        """Hits of each query; ConnectionError when the server refuses, or all tries fail."""
+        """Hits of each query; ConnectionError when it refuses, or all tries fail."""
         if self.broken:
             raise self.broken
         # Search-R1's own server fails without return_scores
@@ -179,9 +179,10 @@ class Remote:
                     break  # the request is wrong: asking again will not help
             except (self.error, ValueError) as error:  # ValueError: the reply is no JSON
                 why = repr(error)
-        self.broken = ConnectionError(f"{self.url}, try {attempt + 1} of {self.tries}: {why}; see "
-                                      "to it, then repeat this command: it goes on where it was")
-        raise self.broken
+        error = ConnectionError(f"{self.url}, try {attempt + 1} of {self.tries}: {why}; see to it, "
+                                "then repeat this command: it goes on where it was")
+        self.broken = error if attempt + 1 == self.tries else None
+        raise error
 
 
 def read_hits(reply, count, url):

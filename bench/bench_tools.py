@@ -34,7 +34,8 @@ from hostile import IDLE, PROGRAMS, Host, below  # noqa: E402
 
 from engine import open_engine, play_vllm  # noqa: E402
 from sandbox import Action, Episode  # noqa: E402
-from toolstar.jail import Jail, Remote  # noqa: E402
+from toolstar.jail import Jail  # noqa: E402
+from toolstar.run_code import Remote  # noqa: E402
 from toolstar.tools import Tools, read_settings  # noqa: E402
 
 TURNS, TOKENS, PLACES = 4, 48, 64  # of an episode, at most of a reply, in the engine

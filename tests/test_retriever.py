@@ -369,7 +369,6 @@ def test_the_client_asks_again_until_the_server_is_back():
 @pytest.mark.parametrize("script, said, requests", [
     ([500] * 3, "try 3 of 3: 500 .*500 it is.*repeat this command", 3),
     ([None] * 3, "try 3 of 3: RemoteProtocolError", 3),
-    ([500, 400], "try 2 of 3: 400 .*400 it is", 2),  # a refusal is final
 ])
 def test_the_client_gives_up_clearly_and_for_good(script, said, requests):
     server = Flaky(script)
@@ -381,6 +380,16 @@ def test_the_client_gives_up_clearly_and_for_good(script, said, requests):
     assert len(server.seen) == requests
     with pytest.raises(ConnectionError, match="try 2 of 2: ConnectError"):  # it has gone
         retriever.Remote(url, tries=2, pause=0.01).search(["a"], 3)
+
+
+def test_a_refused_request_says_nothing_of_the_next():
+    server = Flaky([500, 400])
+    with answering(server) as url:
+        remote = retriever.Remote(url, tries=3, pause=0.01)
+        with pytest.raises(ConnectionError, match="try 2 of 3: 400 .*400 it is"):
+            remote.search(["a"], 3)
+        assert [contents(row) for row in remote.search(["b"], 3)] == [['"b"\nx']]
+    assert len(server.seen) == 3
 
 
 @pytest.mark.parametrize("reply", [

@@ -244,6 +244,7 @@ def test_a_program_and_a_search_are_answered_and_recorded(make):
     assert [(call["name"], call["status"]) for call in records] == [("Search", "ok"),
                                                                     ("Python", "ok")]
     assert episode.answer == "42" and episode.calls == 2
+    assert episode.record()["world"]["python"] == "jailed"
 
 
 @pytest.mark.parametrize("program, status, shown", [

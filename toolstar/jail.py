@@ -17,7 +17,7 @@ call may last and how it ended.
 
 There are two levels. "jailed" is proved at each start. "unsafe" is a plain process under limits,
 which reads and writes what its user can; it has to be asked for.
-[1] github.com/containers/bubblewrap   [2] SandboxFusion, arXiv:2412.00535, its POST /run_code
+[1] github.com/containers/bubblewrap   [2] SandboxFusion, arXiv:2412.00535
 
 Reads   the program, and nothing besides       Writes  nothing that outlives the call
 
@@ -542,94 +542,6 @@ def prove(jail):
     return found
 
 
-# ---------------------------------------------------------------- elsewhere
-
-class Remote:
-    """A SandboxFusion server in the place of a Jail. It shows no value of a bare expression."""
-    level = "remote"
-
-    def __init__(self, url, seconds=5.0):
-        import httpx2
-        self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
-        self.seconds, self.client = seconds, httpx2.Client(trust_env=False)
-        self.failure = httpx2.HTTPError
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def run(self, program, stdin="", seconds=None):
-        """As a Jail's: two tries, then "broken"."""
-        seconds, why = self.seconds if seconds is None else seconds, ""
-        # JSON can hold half a surrogate pair, and a server refuses it
-        code, stdin = (text.encode("utf-8", "replace").decode() for text in (program, stdin))
-        body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": seconds}
-        for _ in "first", "again":
-            try:
-                reply = self.client.post(self.url, json=body, timeout=seconds + 30)
-                return read_reply(reply.json(), seconds)
-            except (self.failure, ValueError, KeyError, TypeError) as error:
-                why = f"{self.url}: {error!r}"
-        return Result("broken", "", "", why, 0.0)
-
-    def close(self):
-        self.client.close()
-
-
-def read_reply(reply, seconds):
-    """SandboxFusion's JSON -> Result; ValueError, KeyError or TypeError where it is none."""
-    if reply["status"] == "SandboxError":
-        raise ValueError(reply.get("message") or "SandboxError")
-    done = reply["run_result"]
-    out, err = done["stdout"] or "", done["stderr"] or ""
-    status, error = "ok", ""
-    if done["status"] == "TimeLimitExceeded":
-        status, error = "timeout", f"stopped after {seconds:g} s"
-    elif reply["status"] != "Success":
-        status, error = read_error(done.get("return_code"), err)
-    return Result(status, out, err, error, float(done.get("execution_time") or 0))
-
-
-def write_reply(result):
-    """Result -> SandboxFusion's JSON."""
-    if result.status == "broken":
-        return {"status": "SandboxError", "message": result.error}
-    good, late = result.status == "ok", result.status == "timeout"
-    # what is no traceback, such as a kill, is said all the same
-    told = result.error if result.status in ("killed", "output") else result.stderr
-    return {"status": "Success" if good else "Failed", "message": "", "run_result": {
-        "status": "TimeLimitExceeded" if late else "Finished", "execution_time": result.seconds,
-        "return_code": None if late else int(not good), "stdout": result.stdout, "stderr": told}}
-
-
-def serve(args, jail):
-    """Answer POST /run_code until stopped."""
-    import fastapi
-    import pydantic
-    import uvicorn
-
-    class Request(pydantic.BaseModel):
-        code: str
-        language: str = "python"
-        stdin: str | None = ""
-        run_timeout: float = jail.seconds
-        files: dict = {}
-
-    app = fastapi.FastAPI()
-
-    @app.post("/run_code")
-    def run_code(asked: Request):
-        if asked.language != "python" or asked.files:
-            return {"status": "SandboxError", "message": "python alone runs here, without files"}
-        seconds = min(asked.run_timeout, jail.seconds)
-        return write_reply(jail.run(asked.code, asked.stdin or "", seconds))
-
-    print(f"jail.py: {jail.level}, http://{args.host}:{args.port}/run_code", file=sys.stderr)
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
-
-
 # ---------------------------------------------------------------- commands
 
 def flags(argv=None):
@@ -663,7 +575,9 @@ def main(argv=None):
         raise SystemExit(f"jail.py: {error}") from None
     with jail:
         if args.command == "serve":
-            serve(args, jail)
+            from toolstar.run_code import serve
+
+            serve(jail, args.host, args.port)
         elif args.command == "run":
             result = jail.run(program, "" if sys.stdin.isatty() else sys.stdin.read())
             sys.stdout.write(result.stdout)

@@ -48,7 +48,7 @@ SETTINGS = {  # keys of tools.json: kind and default
     "retriever": (str, "bm25"),  # or an index folder, or a server's address (retriever.py)
     "corpus": (str, "corpus.jsonl"),  # of bm25, beside tools.json
     "top_k": (int, 5),  # passages of a search
-    "python": (str, "jail"),  # or the address of a /run_code (jail.Remote)
+    "python": (str, "jail"),  # or the address of a /run_code (run_code.Remote)
     "unsafe_python": (bool, False),  # without a jail: programs can do whatever you can
     "workers": (int, 0),  # programs that run at once; 0: one for each core of a rank, at most 16
     "seconds": (float, 5.0),  # of a program
@@ -376,7 +376,10 @@ class ToolEpisode(Episode):
         return twin
 
     def record(self, model=""):
-        return super().record(model) | {"tools": self.sandbox.calls}
+        world = self.sandbox.world
+        made = {"tools": self.sandbox.calls,
+                "world": {"settings": world.hash, "python": world.level}}
+        return super().record(model) | made
 
 
 # ---------------------------------------------------------------- world
@@ -394,7 +397,7 @@ class Tools:
         self.lock, self.retriever, self.cache = threading.Lock(), None, None
         self.jail = self.browser = None
         chosen = json.dumps([getattr(settings, key) for key in ANSWERING])
-        self.identity = hashlib.sha256(chosen.encode()).hexdigest()[:12]
+        self.identity = self.hash = hashlib.sha256(chosen.encode()).hexdigest()[:12]
         self.parts = verdict.PARTS + ("cached", "tool_seconds")
         self.parts += ("unsafe",) * settings.unsafe_python
         if settings.cache:
@@ -427,7 +430,8 @@ class Tools:
         self.open_search = partial(open_retriever, chosen, corpus)
 
     def open_python(self):
-        from toolstar.jail import Jail, Remote
+        from toolstar.jail import Jail
+        from toolstar.run_code import Remote
 
         chosen = self.settings
         if chosen.python != "jail":

@@ -223,6 +223,12 @@ def test_rows_that_are_no_tasks_are_counted_by_cause(tmp_path):
         "ability None is neither mathematics nor questions": [7]}
 
 
+def test_an_empty_column_names_no_row(tmp_path):
+    row = VERL | {"id": None, "data_source": None, "extra_info": {"index": None}}
+    assert convert(tmp_path, None, [row])[0]["rl"][0]["id"] == "rl-1"
+    assert convert(tmp_path, [ALPACA | {"id": None}])[0]["sft"][0]["task"]["id"] == "sft-1"
+
+
 def test_ids_that_occur_twice_are_counted_and_made_unique(tmp_path):
     rows = [VERL | {"id": name} for name in ("7", "7", "7-2", "7", 8, "8")]
     made, report = convert(tmp_path, None, rows)

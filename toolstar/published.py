@@ -91,6 +91,12 @@ def opened(value):
     return value
 
 
+def name_in(row, key, otherwise):
+    """What stands in a column as text; where nothing does, otherwise."""
+    value = row.get(key)
+    return str(otherwise if value is None else value)
+
+
 def columns(row):
     return ", ".join(sorted(map(str, row)))[:120] or "none"
 
@@ -176,7 +182,7 @@ def episode_of(row, line, prompt):
     messages = [{"role": role, "content": text} for role, text in talk]
     counts = Counter(role for role, _ in talk)
     answer = answer_of(without_results("".join(text for _, text in talk[2:])))
-    episode = {"task": {"id": str(row.get("id", f"sft-{line}")), "query": talk[1][1]},
+    episode = {"task": {"id": name_in(row, "id", f"sft-{line}"), "query": talk[1][1]},
                "model": "tool-star", "messages": messages, "answer": answer,
                "stop": "format" if answer is None else "answer", "calls": counts["result"],
                "turns": counts["assistant"], "failures": 0}
@@ -229,9 +235,9 @@ def task_of(row, line):
         raise Refused("no table of columns")
     query, check = question_of(row), check_of(row)
     golds, truth, printed = golds_of(row)
-    source, more = str(row.get("data_source", "rl")), opened(row.get("extra_info"))
-    index = more.get("index", line) if isinstance(more, dict) else line
-    task = {"id": str(row.get("id", f"{source}-{index}")), "query": query, "golds": golds,
+    source, more = name_in(row, "data_source", "rl"), opened(row.get("extra_info"))
+    index = name_in(more if isinstance(more, dict) else {}, "index", line)
+    task = {"id": name_in(row, "id", f"{source}-{index}"), "query": query, "golds": golds,
             "check": check, "data_source": source, "ability": row["ability"]}
     if truth not in (golds, golds[0]):
         task["ground_truth"] = truth

@@ -14,6 +14,8 @@ from threading import Thread
 import pytest
 from conftest import ROOT
 
+from toolstar.tools import read_settings
+
 SIZES = ("tiny", "0.5b", "1.5b", "3b", "7b")
 STARS = ("tool-star-0.5b", "tool-star-1.5b", "tool-star-3b", "tool-star-7b")
 AXES = ("reward", "scale", "data", "algorithm", "noise")
@@ -166,6 +168,11 @@ def test_the_hyper_parameters_of_tool_stars_sizes_are_its_own(size):
     assert scored["--judge"] == ["http://j/v1=m"] and scored["--judge-key"] == ["k"]
     assert scored["--tasks"] == arguments(stages["eval"][1])["--tasks"]
     assert "--judge" not in arguments(dry(size)["scores"][1])
+    # 3 calls in training, 3 of each tool in evaluation, in the grammar of the published data
+    for part, budget, stage in (("train", 3, "rl"), ("eval", 6, "eval")):
+        settings = read_settings(ROOT / value(stages, stage, "--database"))
+        assert settings.folder.name == part and settings.max_calls == budget
+        assert (settings.grammar, settings.top_k, settings.seconds) == ("tags", 5, 5.0)
 
 
 @pytest.mark.parametrize("gpus, base, rl", [("", 1, 2), ("1", 1, 1), ("2", 2, 2)])

@@ -177,6 +177,21 @@ def test_parquet_is_read_where_pyarrow_is_and_else_the_line_says_what_to_do(tmp_
             read_rows(tmp_path / "x.parquet")
 
 
+def test_a_csv_that_is_none_is_named(tmp_path):
+    (tmp_path / "x.csv").write_bytes(b"question,answer\na,\xff\n")
+    with pytest.raises(ValueError, match="x.csv: .*can't decode"):
+        read_rows(tmp_path / "x.csv")
+
+
+def test_ids_are_made_unique_whatever_other_ids_there_are(tmp_path):
+    put(tmp_path / "gsm8k.jsonl", [{"id": name, "question": f"{i}?", "answer": "4"}
+                                   for i, name in enumerate(["a", "a~2", "a", "a", "a~2"])])
+    tasks, remarks, _ = load_sets(tmp_path)
+    assert [task["id"].removeprefix("gsm8k/") for task in tasks] == [
+        "a", "a~2", "a~3", "a~4", "a~2~2"]
+    assert len(remarks) == 3
+
+
 def test_as_many_are_drawn_as_the_paper_plays_always_the_same(tmp_path):
     put(tmp_path / "bamboogle.jsonl", [{"question": f"q{i}", "answer": "a"} for i in range(130)])
     every, paper, few = (load_sets(tmp_path, sample)[0] for sample in (0, None, 7))

@@ -85,7 +85,7 @@ def judge_plays(args, name, rows):
     """
     (url, model), verdicts, row_of_failures = args.judge, {}, 0
     key = Path(args.judge_key).read_text().strip() if args.judge_key else None
-    generate = evaluate.api_generate(url, model, temperature=0, max_tokens=4096, retries=TRIES - 1,
+    generate = evaluate.api_generate(url, model, temperature=0, max_tokens=2048, retries=TRIES - 1,
                                      api_key=key)
     file = Path(args.out) / f"judged-{name}.jsonl"
     known = {(one["play"], one["said"]): one["verdict"] for one in evaluate.recover_jsonl(file)
@@ -105,6 +105,7 @@ def judge_plays(args, name, rows):
             if found != "failed":  # the next run asks again
                 evaluate.append_jsonl(file, {"play": play, "said": said[play], "judge": model,
                                              "verdict": found, "reply": reply})
+    # whoever answers nothing is wrong without a question
     return {play: known.get((play, said[play]), "incorrect") for play in said} | verdicts
 
 

@@ -68,8 +68,11 @@ def read_rows(path):
         return read_parquet(path)
     if path.suffix == ".csv":
         csv.field_size_limit(1 << 30)
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            return list(csv.DictReader(file))
+        try:
+            with open(path, encoding="utf-8-sig", newline="") as file:
+                return list(csv.DictReader(file))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: {error}") from None
     if path.suffix == ".jsonl":
         return read_jsonl(path)
     try:
@@ -134,7 +137,6 @@ def load_sets(folder, sample=0):
     """(tasks, remarks {set, file, row, cause}, missing sets) of a folder of published sets.
 
     A remark is a row that is no task, or an id that had to be made unique.
-
     sample: questions of a set, always the same ones; 0: all of them; None: as many as [1] plays.
     """
     found, others = find_sets(folder)
@@ -169,7 +171,7 @@ def load_first(name, lists):
 
 def load_set(name, files):
     """([(where, task)], remarks) of the files of a set. Of equal ids each is played."""
-    kept, remarks, ids, asked, number = [], [], Counter(), set(), 0
+    kept, remarks, ids, asked, number = [], [], {}, set(), 0
     for path in files:
         for i, row in enumerate(read_rows(path), 1):
             number += 1
@@ -182,9 +184,12 @@ def load_set(name, files):
                 remarks.append(where | {"cause": cause})
                 continue
             asked.add(same)
-            ids[task["id"]] += 1
-            if ids[task["id"]] > 1:
-                task["id"] += f"~{ids[task['id']]}"
+            own = task["id"]
+            while task["id"] in ids:
+                ids[own] += 1
+                task["id"] = f"{own}~{ids[own]}"
+            ids[task["id"]] = 1
+            if task["id"] != own:
                 remarks.append(where | {"cause": f"an id once more, kept as {task['id']}"})
             kept.append((where, task))
     return kept, remarks
@@ -283,7 +288,7 @@ def read(args):
 
 
 def overlap(args):
-    """(5) Write the tasks that no set asks, and list the others."""
+    """(2) Write the tasks that no set asks, and list the others."""
     tasks = read_jsonl(args.tasks)
     clean, dropped = contaminated(tasks, load_sets(args.sets)[0])
     out = Path(args.out)

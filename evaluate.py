@@ -48,10 +48,12 @@ from engine import (  # noqa: F401, handed on
 )
 from format_plan import ChatError, chat, parse_plan
 from guard import (  # noqa: F401, handed on
+    AMOUNT,
     COUNT,
     NATURAL,
     POSITIVE,
     SHARE,
+    Parser,
     bounded,
     die_with_parent,
     hold,
@@ -61,7 +63,13 @@ from guard import (  # noqa: F401, handed on
 from sandbox import Episode, Sandbox, open_database, parse, system_prompt
 from solver import solver_replies
 from template import Template, check_weights, load_template  # noqa: F401, handed on
-from whole import broken_shard, check_finite, check_model, marks  # noqa: F401, handed on
+from whole import (  # noqa: F401, handed on
+    check_finite,
+    check_model,
+    new_checkpoint,
+    new_model,
+    newest_whole,
+)
 
 LEVELS = ("easy", "medium", "hard")
 STOPS = ("answer", "format", "turns", "context")

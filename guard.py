@@ -12,9 +12,11 @@ import argparse
 import atexit
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import math
+import multiprocessing
 import os
 import signal
 import socket
@@ -23,6 +25,10 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+MEND = {errno.ENOENT: "is the path right?", errno.EISDIR: "a file is wanted here",
+        errno.ENOSPC: "make room, and the same command goes on",
+        errno.EDQUOT: "make room, and the same command goes on",
+        errno.EACCES: "who may read and write here?", errno.EROFS: "choose another folder"}
 
 
 # ----------------------------------------------------------------------------------------- errors
@@ -43,10 +49,20 @@ def run(program, function, *args):
     except (KeyError, ValueError, OSError) as error:
         if os.environ.get("STAR_TRACEBACK"):
             raise
-        text = f"{program}: {error.args[0] if isinstance(error, KeyError) else error}"
+        text = f"{program}: {told(error)}"
     if "RANK" in os.environ:
         last_words(text)
     raise SystemExit(text) from None
+
+
+def told(error):
+    """An error as one line: what is wrong with which file, and what mends it."""
+    if isinstance(error, KeyError):
+        return error.args[0]
+    if isinstance(error, OSError) and error.filename is not None:
+        mend = MEND.get(error.errno)
+        return f"{error.filename}: {error.strerror}" + (f"; {mend}" if mend else "")
+    return " ".join(str(error).split())
 
 
 def last_words(text):
@@ -72,12 +88,23 @@ def naming(path):
         raise
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and not the usage of all flags; --help shows that."""
+
+    def error(self, message):
+        text = f"{self.prog}: {message} ({self.prog} --help lists the flags)"
+        if "RANK" in os.environ:
+            last_words(text)
+        self.exit(2, f"{text}\n")
+
+
 def bounded(kind, least, most=math.inf, above=None):
     """A type of a flag: an int or float within bounds, both of them allowed; above: more than."""
     def parse(text):
         with contextlib.suppress(ValueError):
             value = kind(text)
-            if least <= value <= most and math.isfinite(value) and (above is None or value > above):
+            over = value >= least if above is None else value > above
+            if over and value <= most and math.isfinite(value):
                 return value
         low = f"more than {above}" if above is not None else f"{least} or more"
         what = {int: "a whole number", float: "a number"}[kind]
@@ -87,7 +114,7 @@ def bounded(kind, least, most=math.inf, above=None):
 
 
 COUNT, NATURAL = bounded(int, 1), bounded(int, 0)  # from 1, from 0
-SHARE, POSITIVE = bounded(float, 0, 1), bounded(float, 0, above=0)
+SHARE, AMOUNT, POSITIVE = bounded(float, 0, 1), bounded(float, 0), bounded(float, 0, above=0)
 
 
 # ---------------------------------------------------------------------------- one writer, no orphan
@@ -130,19 +157,19 @@ def let_go(file, owner):
 
 
 def die_with_parent():
-    """Have the kernel kill this process (Linux) when the one that started it dies, in whatever way.
-
-    A torchrun that was gone before this call is known by its place being taken by no Python.
-    """
-    if sys.platform != "linux":
+    """Have the kernel kill this process (Linux) when torchrun, or the process that it is a spawned
+    child of, dies in whatever way. One that is gone already is told by who has taken its place."""
+    child = multiprocessing.parent_process()
+    if sys.platform != "linux" or not (child or "TORCHELASTIC_RUN_ID" in os.environ):
         return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    orphan = os.getppid() != parent
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if child:
+        orphan = parent != child.pid
+    else:  # torchrun's process id is told nobody, but it is a Python
         try:
-            orphan |= not Path(f"/proc/{parent}/exe").readlink().name.startswith("python")
-        except OSError:  # it is gone, or nobody that we started
+            orphan = not Path(f"/proc/{parent}/exe").readlink().name.startswith("python")
+        except OSError:  # nobody that we started
             orphan = True
     if orphan:
         os.kill(os.getpid(), signal.SIGKILL)

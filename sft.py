@@ -125,9 +125,9 @@ def load_samples(path, template, cutoff):
     samples, dropped = [], 0
     for line, episode in enumerate(read_jsonl(path), 1):
         messages = episode.get("messages") if isinstance(episode, dict) else None
-        if not isinstance(messages, list) or not all(map(is_message, messages)):
-            sys.exit(f"{path}:{line}: no 'messages' list of roles and contents; each line must be "
-                     "an episode as synth.py writes them")
+        if not is_talk(messages):
+            sys.exit(f"{path}:{line}: no 'messages' list of roles and contents that begins with a "
+                     "prompt; each line must be an episode as synth.py writes them")
         sample = render(messages, template)
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1
@@ -139,10 +139,13 @@ def load_samples(path, template, cutoff):
     return samples, dropped
 
 
-def is_message(message):
-    """Whether it has a role and a content, both of them text."""
-    return isinstance(message, dict) and all(
-        isinstance(message.get(key), str) for key in ("role", "content"))
+def is_talk(messages):
+    """Whether these are messages, each with a role and a content, that begin with a prompt."""
+    for message in messages if isinstance(messages, list) else [None]:
+        told = isinstance(message, dict) and [message.get("role"), message.get("content")]
+        if not told or not all(isinstance(text, str) for text in told):
+            return False
+    return messages != [] and messages[0]["role"] != "assistant"
 
 
 def batch_of(step, n, size, seed):

@@ -125,7 +125,8 @@ def load_samples(path, template, cutoff):
     samples, dropped = [], 0
     for line, episode in enumerate(read_jsonl(path), 1):
         messages = episode.get("messages") if isinstance(episode, dict) else None
-        if not is_talk(messages):
+        talk = isinstance(messages, list) and all(map(is_message, messages))
+        if not talk or not messages or messages[0]["role"] == "assistant":
             sys.exit(f"{path}:{line}: no 'messages' list of roles and contents that begins with a "
                      "prompt; each line must be an episode as synth.py writes them")
         sample = render(messages, template)
@@ -139,13 +140,10 @@ def load_samples(path, template, cutoff):
     return samples, dropped
 
 
-def is_talk(messages):
-    """Whether these are messages, each with a role and a content, that begin with a prompt."""
-    for message in messages if isinstance(messages, list) else [None]:
-        told = isinstance(message, dict) and [message.get("role"), message.get("content")]
-        if not told or not all(isinstance(text, str) for text in told):
-            return False
-    return messages != [] and messages[0]["role"] != "assistant"
+def is_message(message):
+    """Whether it has a role and a content, both of them text."""
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def batch_of(step, n, size, seed):

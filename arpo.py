@@ -765,13 +765,7 @@ def watch_sigterm():
 
 def main():
     args = flags()
-    world = open_world(args)
-    kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) > 2)]
-    if args.reward and args.reward not in kinds:
-        sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
-    tasks = load_tasks(args.tasks, world.load_task)
-    val = load_tasks(args.val, world.load_task) if args.val else []
-    template = load_template(args.model)
+    world, tasks, val, template = read_inputs(args)
     rank, ranks, device = setup()
     hold(args.out)
     policy, packed = load(args, template, device)
@@ -828,6 +822,17 @@ def main():
     check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     world.close()
+
+
+def read_inputs(args):
+    """World, tasks, tasks to validate on, template: all are looked at before anything is spent."""
+    world = open_world(args)
+    kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) > 2)]
+    if args.reward and args.reward not in kinds:
+        sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
+    tasks = load_tasks(args.tasks, world.load_task)
+    val = load_tasks(args.val, world.load_task) if args.val else []
+    return world, tasks, val, load_template(args.model)
 
 
 def play_batch(llm, template, world, tasks, step, steps, kind, args):

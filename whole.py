@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -15,6 +16,8 @@ import zlib
 from pathlib import Path
 
 from guard import naming
+
+TORCH_FULL = "iostream error|unexpected pos|write failed"  # its words for a disk that is full
 
 # ----------------------------------------------------------------------------------------- models
 
@@ -135,10 +138,10 @@ def new_checkpoint(out, step, rank):
             yield tag
     except (RuntimeError, OSError) as error:
         shutil.rmtree(tag, ignore_errors=True)
-        if isinstance(error, OSError) or "writ" not in str(error):
+        if isinstance(error, OSError) or not re.search(TORCH_FULL, str(error)):
             raise
         raise OSError(f"{tag} could not be written; make room, and the same command goes on from "
-                      "the checkpoint before") from None  # torch's words for a full disk are others
+                      "the checkpoint before") from None
     dist.barrier()  # every rank's shard is on disk
     if rank == 0:
         mark = {"step": step, "world": dist.get_world_size(), "files": len([*tag.glob("*.pt")]),

@@ -113,12 +113,11 @@ def start(stage, out, log, prefix=()):
 
 
 def end(child):
-    """Its status, once it and all that it started are gone; else they are killed: "hangs"."""
+    """Its status, or "hangs"; what is left of it then counts among the orphans."""
     try:
-        code = child.wait(PATIENCE)
+        return child.wait(PATIENCE)
     except subprocess.TimeoutExpired:
-        code = "hangs"
-    return code
+        return "hangs"
 
 
 def ours():
@@ -232,7 +231,7 @@ def trial(name, stage, folder, reference, seconds, kills, draw):
         code = end(child)
         counts["tried"] += hit
         counts["orphans"] += orphans()
-        words.append(f"{kind}@{moment:.0f}s" + f"={code}" + "" * hit)
+        words.append(f"{kind}@{moment:.0f}s={code}")
         if not hit and code == 0:
             break
     for _ in range(3):
@@ -298,14 +297,19 @@ def drill_two(stages, references, folder):
     one = start(stage, out, folder / "one.txt")
     while one.poll() is None and not (out / "log.jsonl").exists():
         time.sleep(0.05)
+    pids = ours()
+    for pid in pids:  # it waits meanwhile, so that it does not end first
+        os.kill(pid, signal.SIGSTOP)
     two = end(start(stage, out, folder / "two.txt"))
     refused = two == 1 and "still writes to" in last_line(folder / "two.txt")
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
     one, verdict = end(one), compare(out, references["sft"][0])
     return refused and one == 0 and verdict["equal"], last_line(folder / "two.txt")
 
 
 def drill_disk(stages, references, folder):
-    """A disk that is full after some checkpoints: a line that names it; then there is room."""
+    """A disk that is full after a checkpoint: a line that names it; then there is room."""
     disk, stage = folder / "disk", stages["sft"]
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)],

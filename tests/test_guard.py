@@ -362,6 +362,18 @@ def test_where_both_are_damaged_the_folder_to_remove_is_named_and_removing_it_be
     assert read_jsonl(run_folder / "log.jsonl") == []
 
 
+@pytest.mark.parametrize("error, words", [
+    (RuntimeError("basic_ios::clear: iostream error"), "step-4 could not be written; make room"),
+    (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2304 vs 2196"),
+     "step-4 could not be written; make room"),
+    (OSError(errno.ENOSPC, "No space left on device"), "step-4")])
+def test_a_checkpoint_that_finds_no_room_is_named_and_leaves_nothing(error, words, run_folder):
+    with pytest.raises(OSError, match=words), whole.new_checkpoint(run_folder, 4, 0) as tag:
+        tag.mkdir()
+        raise error
+    assert left(run_folder) == ["step-2", "step-3"]
+
+
 def test_a_checkpoint_that_a_killed_save_left_without_a_mark_does_not_count(run_folder):
     (run_folder / "checkpoints" / "step-3" / "mark.json").unlink()
     assert whole.newest_whole(run_folder, True, 0) == 2 and left(run_folder) == ["step-2"]

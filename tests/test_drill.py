@@ -6,7 +6,7 @@ from conftest import ROOT
 
 
 def test_stages_that_are_killed_leave_what_undisturbed_ones_do(tmp_path):
-    words = "--kills 2 --stages data sft --no-more --out"
+    words = "--kills 2 --per-run 1 --stages data sft --no-more --out"
     done = subprocess.run([sys.executable, "tests/drill.py", *words.split(), tmp_path], cwd=ROOT,
                           capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

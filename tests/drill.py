@@ -268,8 +268,9 @@ def kill_all(stages, references, folder, args):
 # ------------------------------------------------------------------------------------- more drills
 
 def last_line(log):
-    """The last line that a program said, torchrun's closing bar apart."""
-    lines = [line.strip() for line in Path(log).read_text().splitlines() if line.strip(" =-")]
+    """The last line that a program said, without what torchrun puts around it."""
+    lines = Path(log).read_text().splitlines()
+    lines = [line.strip().removeprefix("traceback : ") for line in lines if line.strip(" =-")]
     return lines[-1] if lines else ""
 
 

@@ -33,9 +33,11 @@ stop() { say "$@"; exit 1; }
 print() { printf '%q ' "$@"; echo; }
 made() { [[ -e $1 && ! -e $1.unfinished ]]; }
 
+last_words='import json, sys; print(json.load(open(sys.argv[1]))["message"]["message"])'
+
 # stage NAME OUTPUT COMMAND...   a step, done when OUTPUT is there with no mark of a broken try
 stage() {
-    local name=$1 output=$2 mark=$2.unfinished began=$SECONDS more=FLAGS_${1//[^a-z0-9]/_}
+    local name=$1 output=$2 mark=$2.unfinished began=$SECONDS why more=FLAGS_${1//[^a-z0-9]/_}
     shift 2
     set -- "$@" ${!more:-}
     if [[ -n ${DRY:-} ]]; then printf '\n# %s -> %s\n' "$name" "$output"; print "$@"; return; fi
@@ -47,7 +49,12 @@ stage() {
     fi
     say "$name: $*"
     if [[ $node == 0 ]]; then mkdir -p "$(dirname "$output")"; touch "$mark"; fi
-    "$@" || stop "stage $name failed, see above${lost:-}. The same command goes on from here"
+    # torchrun leaves there what a rank said last, which its own words have buried
+    if ! TORCHELASTIC_ERROR_FILE=$mark.why "$@"; then
+        [[ ! -s $mark.why ]] || why=$(python -c "$last_words" "$mark.why")
+        rm -f "$mark.why"
+        stop "stage $name failed, ${why:-see above}${lost:-}. The same command goes on from here"
+    fi
     [[ -e $output ]] || stop "stage $name ended without writing $output"
     rm -f "$mark"
     times+=("$name" "$((SECONDS - began)) s")

@@ -284,7 +284,7 @@ def entries_of(source, files):
             entry["seen"] = plays[number] if number < len(plays) else None
             entry["key"] = key if seen[key] == 1 else f"{key} #{seen[key]}"
             entry["task"] = {"id": name, "level": level, "query": str(task.get("query", ""))[:1000]}
-            entry |= {name: row.get(name) for name in ("stop", *MEANS)}
+            entry |= {name: None if pair else row.get(name) for name in ("stop", *MEANS)}
             entry["success"] = score.get("success", score.get("em"))  # em: of answered questions
             older = row.get("official") or {}  # older records have a whole verdict there
             entry["official"] = score.get("official", older.get("success"))

@@ -280,7 +280,8 @@ def test_the_microscope_keeps_forks_as_a_tree(one_rank, template, tmp_path):
     assert (row["name"], row["parent"], row["shared"]) == ("c", "b", 6)
     tree = [[play[key] for key in ("name", "parent", "shared", "length", "prompt")]
             for play in row["group"]]
-    assert tree == [["a", "", 0, 7, 2], ["b", "a", 4, 8, 2], ["c", "b", 6, 7, 2], ["d", "", 0, 5, 2]]
+    assert tree == [["a", "", 0, 7, 2], ["b", "a", 4, 8, 2], ["c", "b", 6, 7, 2],
+                    ["d", "", 0, 5, 2]]
 
 
 # -------------------------------------------------------------------------------------- processes

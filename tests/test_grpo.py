@@ -345,11 +345,11 @@ def test_the_microscope_keeps_of_every_token_what_the_loss_was_made_of(
         ratio = torch.exp(logps_of(moved, s, 0.7) - reported(s)).detach()
         assert row["w"] == pytest.approx(ratio.tolist(), rel=1e-3)
         assert row["engine"] == pytest.approx(reported(s).tolist(), rel=1e-5)
-        trained = [logp for logp in logps_of(moved, s, 0.7).tolist()]
+        trained = logps_of(moved, s, 0.7).tolist()
         assert row["trainer"] == pytest.approx(trained, rel=1e-3, abs=1e-5)
         a = s.advantage
         sides = [1 if w > 1.28 and a > 0 else -1 if w < 0.9 and a < 0 else 0 for w in row["w"]]
-        assert row["side"] == sides and any(sides) == any(row["side"])
+        assert row["side"] == sides
         assert row["gain"] == pytest.approx([a] * sum(s.mask), rel=1e-3)
         assert len(row["entropy"]) == sum(s.mask) and min(row["entropy"]) > 0
         assert (row["mask"], row["clip"]) == (s.mask, [0.9, 1.28])

@@ -17,7 +17,7 @@ nor a reference model.
 
 Reads   a HF folder (from sft.py), tasks (from synth.py), the world's data
 Writes  OUT/ (a HF folder), OUT/best/ (best on --val), OUT/log.jsonl, OUT/rollouts/<step>.jsonl,
-        OUT/checkpoints/
+        OUT/checkpoints/, OUT/microscope/<step>.jsonl
 
     torchrun --standalone --nproc_per_node 8 grpo.py --model out/sft --tasks data/rl.jsonl
 
@@ -124,6 +124,8 @@ def flags():
         "0: 1e-4 in float32, 0.05 in bfloat16")
     add("--val-every", type=COUNT, default=10, help="updates between validations")
     add("--save-every", type=NATURAL, default=0, help="updates between checkpoints; 0: none")
+    add("--microscope", type=NATURAL, default=0, help="updates between those of which report.py "
+        "shows every token; 0: none")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
     args = p.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -357,7 +359,7 @@ def learning_rate(step, steps, args):
     return args.lr * min(1, (steps - step) / max(1, args.decay * steps))
 
 
-def learn(engine, weighted, packed, rank, ranks, device, args):
+def learn(engine, weighted, packed, rank, ranks, device, args, seen=None):
     """(5) One update on [(sample, weight)] of all ranks -> statistics of its policy tokens"""
     micros = deal([len(s.ids) for s, _ in weighted], ranks, args.pack_tokens, packed)[rank]
     watched = []
@@ -374,6 +376,8 @@ def learn(engine, weighted, packed, rank, ranks, device, args):
                     weight = weight * torch.exp(old_logps - engine_logps).clamp(max=args.tis_cap)
             loss, side = policy_loss(logps, old_logps, advantage, weight, args)
             watched.append((loss.detach(), entropy, (logps.detach() - engine_logps).abs(), side))
+            if seen is not None:  # for --microscope
+                seen.append((batch, logps.detach(), old_logps, advantage, entropy, side))
         engine.backward(loss * ranks)  # DeepSpeed takes the mean over ranks, we want the sum
     # the same on every rank. Without an advantage AdamW's moments alone would move the weights
     moves = any(s.advantage for s, _ in weighted)
@@ -714,7 +718,9 @@ def main():
         updates = [token_weights(part, args) for part in split(groups, args.minibatches)]
         if args.recompute:
             recompute_logps(engine, sum(updates, []), packed, rank, ranks, device, args)
-        stats = [learn(engine, weighted, packed, rank, ranks, device, args) for weighted in updates]
+        seen = [] if args.microscope and (step + 1) % args.microscope == 0 else None
+        stats = [learn(engine, weighted, packed, rank, ranks, device, args, seen)
+                 for weighted in updates]
         clock.append(time.time())
         for update in stats:
             check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
@@ -722,9 +728,7 @@ def main():
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
         line |= timings(samples, updates, clock, judged) | {"later": stats[1:], "kind": kind}
         line |= {"lr": lr, "play_gib": play_gib, "learn_gib": used_gib(device)}
-        if rank == 0:
-            records = [s.record | {"advantage": s.advantage} for s in samples]
-            write_jsonl(Path(args.out) / "rollouts" / f"{step + 1:05d}.jsonl", records)
+        write_plays(f"{step + 1:05d}.jsonl", samples, seen, template, rank, args)
         log(line, rank, args, steps)
         check_sync(line, device, args)
         last = interrupted(device)
@@ -825,6 +829,17 @@ def describe(samples, groups, parts):
             "tokens": len(s.ids), "policy_tokens": sampled(s), "failures": record["failures"]})
     means = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
     return means | {"uniform": sum(map(uniform, groups.values())) / len(groups)}
+
+
+def write_plays(name, samples, seen, template, rank, args):
+    """The plays of an update into OUT/rollouts; what was `seen` of their tokens, if anything."""
+    if rank == 0:
+        records = [s.record | {"advantage": s.advantage} for s in samples]
+        write_jsonl(Path(args.out) / "rollouts" / name, records)
+    if seen is not None:
+        from microscope import write_tokens  # every rank takes part
+
+        write_tokens(Path(args.out) / "microscope" / name, samples, seen, template, args)
 
 
 def timings(samples, updates, clock, judged):

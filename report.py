@@ -1,9 +1,11 @@
 """
 Look at runs: one page of everything, or what a flag asks for instead.
 
-Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, also of jobs that run; changes none of them
+Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, microscope/*.jsonl, *pairs*.jsonl, also of jobs
+        that run; changes none of them
 Writes  OUT/report.html, which fetches nothing: curves, scores, failures by check, every episode
-        with its plan, verdicts and turns; or OUT/curves.png, tensorboard/, AXIS.md, AXIS.png
+        with its plan, verdicts, tool calls and turns, pairs side by side, training plays token by
+        token; or OUT/curves.png, tensorboard/, AXIS.md, AXIS.png
 
     python report.py out/tiny                      # also out/tiny/rl or out/tiny/eval alone
     python report.py --trace out/tiny/eval/rl/episodes.jsonl:val-0001658
@@ -214,11 +216,16 @@ def axis_curves(axis, runs, picture):
 
 # --------------------------------------------------------------------------------------- the page
 
-def write_report(folder, out, limit):
-    """Write OUT/report.html of the logs and episodes anywhere below a folder."""
+def write_report(folder, out, limit, plays):
+    """Write OUT/report.html of the logs and episodes anywhere below a folder.
+
+    limit: most episodes; plays: most of them to be shown token by token.
+    """
     logs, sources = find_records(folder)
     entries = [entry for name, files in sources.items() for entry in entries_of(name, files)]
     kept = choose(entries, limit)
+    for entry in choose([entry for entry in kept if entry["seen"]], plays):
+        entry["play"] = entry["seen"]["name"]
     index = page_index(sources, entries, kept) | {"run": str(folder), "logs": logs}
     # in ASCII and without "<", so that no HTML parser mistakes it for anything else
     index = json.dumps(index, separators=(",", ":")).replace("<", "\\u003c")
@@ -228,13 +235,18 @@ def write_report(folder, out, limit):
     with replacing(page) as file:
         file.write(f'{head}<script type="application/json" id="index">{index}</script>{middle}')
         for number, entry in enumerate(kept):
-            _, record = next(scan(entry["file"], entry["offset"]))
-            # the page unpacks what is opened: 5,000 long episodes are too much for a browser
-            packed = gzip.compress(json.dumps(record).encode(), mtime=0)
-            packed = base64.b64encode(packed).decode()
-            file.write(f'<script type="text/plain" id="e{number}">{packed}</script>\n')
+            if "play" in entry:
+                file.write(packed(f"t{number}", entry["seen"]["file"], entry["seen"]["offset"]))
+            file.write(packed(f"e{number}", entry["file"], entry["offset"]))
         file.write(tail)
     print(f"{page}: {len(kept)} of {len(entries)} episodes, {page.stat().st_size / 1e6:.1f} MB")
+
+
+def packed(name, path, offset):
+    """A record as the page has it, which unpacks what is opened: all would be too much for it."""
+    _, record = next(scan(path, offset))
+    data = base64.b64encode(gzip.compress(json.dumps(record).encode(), mtime=0)).decode()
+    return f'<script type="text/plain" id="{name}">{data}</script>\n'
 
 
 def find_records(folder):
@@ -249,7 +261,8 @@ def find_records(folder):
             columns = {key: [row.get(key) for row in rows.values()]
                        for key in sorted(set().union(*rows.values()))}
             logs.append({"name": name, "columns": columns | {"step": list(rows)}})
-        elif path.name == "episodes.jsonl" or path.parent.name == "rollouts":
+        elif (path.name == "episodes.jsonl" or path.parent.name == "rollouts"
+              or "pairs" in path.stem):
             sources.setdefault(name, []).append(path)
     if not logs and not sources:
         raise ValueError(f"{folder} holds no log.jsonl, no episodes.jsonl and no rollouts/")
@@ -260,16 +273,18 @@ def entries_of(source, files):
     """The records of a folder's episodes, cut down to what the page's list and tables say."""
     seen = Counter()
     for path in files:
-        step = "" if path.name == "episodes.jsonl" else path.stem
-        for offset, row in scan(path):
-            task, score = row["task"], row.get("score") or {}
+        step, plays = "" if path.name == "episodes.jsonl" else path.stem, seen_plays(path)
+        for number, (offset, row) in enumerate(scan(path)):
+            pair, score = "chosen" in row, row.get("score") or {}
+            task = row.get("task", {"query": row["prompt"][-1]["content"]} if pair else {})
             name, level = str(task.get("id", "?")), str(task.get("level") or "") or None
             key = "/".join(filter(None, (source, step, name))).encode("utf-8", "replace").decode()
             seen[key] += 1
-            entry = {"source": source, "step": step, "file": path, "offset": offset}
+            entry = {"source": source, "step": step, "file": path, "offset": offset, "pair": pair}
+            entry["seen"] = plays[number] if number < len(plays) else None
             entry["key"] = key if seen[key] == 1 else f"{key} #{seen[key]}"
             entry["task"] = {"id": name, "level": level, "query": str(task.get("query", ""))[:1000]}
-            entry |= {name: row.get(name) for name in ("stop", *MEANS)}
+            entry |= {name: None if pair else row.get(name) for name in ("stop", *MEANS)}
             entry["success"] = score.get("success", score.get("em"))  # em: of answered questions
             older = row.get("official") or {}  # older records have a whole verdict there
             entry["official"] = score.get("official", older.get("success"))
@@ -277,6 +292,14 @@ def entries_of(source, files):
                 entry["score"] = {"success": entry["success"]}
             entry["checks"] = {check: found[0] for check, found in score.get("checks", {}).items()}
             yield entry
+
+
+def seen_plays(path):
+    """What --microscope kept of a file of rollouts, a line per line: name, file, offset."""
+    tokens = path.parent.with_name("microscope") / path.name
+    if path.parent.name != "rollouts" or not tokens.exists():
+        return []
+    return [{"name": row["name"], "file": tokens, "offset": offset} for offset, row in scan(tokens)]
 
 
 def choose(entries, limit):
@@ -307,7 +330,8 @@ def page_index(sources, entries, kept):
         told = {"name": name, "temperature": played.get("temperature")}
         standings.append(told | standing(rows, checks))
     for entry in kept:
-        row = {key: entry[key] for key in ("key", "step", "stop", "success", "reward")}
+        row = {key: entry[key] for key in ("key", "step", "stop", "success", "reward", "pair")}
+        row["play"] = entry.get("play")
         row["source"] = list(sources).index(entry["source"])
         row["task"] = tasks.setdefault(tuple(entry["task"].values()), len(tasks))
         row["failed"] = [check for check, passed in entry["checks"].items() if passed is False]
@@ -322,6 +346,7 @@ def standing(rows, checks):
     plays = plays_of(rows)
     found = {key: mean(row[key] for row in rows) for key in MEANS}
     found |= {"episodes": len(rows), "interval": interval(task_means(rows)) if plays else None}
+    found["pairs"] = bool(rows) and all(row["pair"] for row in rows)
     found["pass"] = {} if any(row["step"] for row in rows) else pass_at(plays)
     found["stops"] = {stop: mean(row["stop"] == stop for row in rows)
                       for stop in {row["stop"] for row in rows}}
@@ -341,6 +366,8 @@ def flags(argv=None):
     add("run", nargs="?", metavar="RUN_DIR", help="a folder with logs or episodes anywhere below")
     add("--out", help="folder to write into; unset: RUN_DIR, with --axis out/eval")
     add("--episodes", type=int, default=5000, help="most episodes in the page, evenly chosen")
+    add("--tokens", type=int, default=400, metavar="PLAYS",
+        help="most training plays shown token by token, of those that --microscope kept")
     add("--curves", action="store_true", help="draw RUN_DIR/log.jsonl into OUT/curves.png")
     add("--to", choices=("tensorboard", "wandb"), help="send RUN_DIR/log.jsonl to it")
     add("--trace", metavar="EPISODES.jsonl[:ID]", help="print the episode of task ID, or the first")
@@ -367,7 +394,7 @@ def look(args):
     elif args.curves:
         curves(Path(args.run, "log.jsonl"), out / "curves.png")
     else:
-        write_report(Path(args.run), out, args.episodes)
+        write_report(Path(args.run), out, args.episodes, args.tokens)
 
 
 def main(argv=None):

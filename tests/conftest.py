@@ -344,7 +344,8 @@ def trained(babble, student, tmp_path_factory):
     pool = ThreadPoolExecutor(len(cores), "", lambda: os.sched_setaffinity(0, {cores.pop()}))
     words = babble, "--val-every 4 --val", student.parent / "tasks.jsonl"
     runs = {"grpo": pool.submit(train, "grpo.py", folder / "grpo", *words),
-            "broken": pool.submit(train_broken, "grpo.py", folder / "broken", *words),
+            "broken": pool.submit(train_broken, "grpo.py", folder / "broken", *words,
+                                  "--microscope 2"),
             "arpo": pool.submit(train, "arpo.py", folder / "arpo", *words, "--start 8")}
     yield lambda name: runs[name].result() and folder / name
     pool.shutdown(cancel_futures=True)

@@ -11,6 +11,7 @@ from conftest import SEED, Replies, flags_of, train, weights
 
 import arpo
 from evaluate import Travel, read_jsonl, write_jsonl
+from microscope import write_tokens
 
 CALL = ('<think>look</think>\n<tool_call>{"name": "SearchCity", "arguments": {"state": "nowhere"}}'
         "</tool_call>")
@@ -269,6 +270,18 @@ def test_unsure_tokens_weigh_more_with_the_entropy_advantage():
     found = gradients([a, d], "--entropy-advantage 0.2")
     assert found["a"] == pytest.approx([z / 8 for z in (0.8, 1.2, 0.8, 1.2, 0.8)], rel=1e-4)
     assert found["d"] == pytest.approx([-z / 8 for z in (1.2, 0.8, 1.2)], rel=1e-4)
+
+
+def test_the_microscope_keeps_forks_as_a_tree(one_rank, template, tmp_path):
+    samples = family()
+    arpo.group_advantages(samples)
+    write_tokens(tmp_path / "1.jsonl", samples, [], template, flags())
+    row = read_jsonl(tmp_path / "1.jsonl")[2]
+    assert (row["name"], row["parent"], row["shared"]) == ("c", "b", 6)
+    tree = [[play[key] for key in ("name", "parent", "shared", "length", "prompt")]
+            for play in row["group"]]
+    assert tree == [["a", "", 0, 7, 2], ["b", "a", 4, 8, 2], ["c", "b", 6, 7, 2],
+                    ["d", "", 0, 5, 2]]
 
 
 # -------------------------------------------------------------------------------------- processes

@@ -13,6 +13,7 @@ from conftest import SEED, Plain, Replies, flags_of, said, train, weights, witne
 import grpo
 import sft
 from evaluate import Travel, load_task, read_jsonl, write_jsonl
+from microscope import pieces, write_tokens
 from solver import solver_replies
 
 REPLY = "<think>a</think>\n<answer>b</answer>"
@@ -323,6 +324,49 @@ def test_the_gradient_is_the_same_over_micro_batches_packing_and_ranks(
     assert gap.norm() < 1e-5 * whole.gradient().norm()
 
 
+def test_the_microscope_changes_no_bit_of_an_update(one_rank, policy, moved, weighted):
+    plain, watched = Plain(moved), Plain(sft.Policy(copy.deepcopy(moved.lm)))
+    args = flags("--temperature 0.7 --pack-tokens 50")
+    lines = [grpo.learn(engine, weighted, False, 0, 1, CPU, args, seen)
+             for engine, seen in ((plain, None), (watched, []))]
+    assert lines[0] == lines[1] and torch.equal(plain.gradient(), watched.gradient())
+
+
+def test_the_microscope_keeps_of_every_token_what_the_loss_was_made_of(
+        one_rank, policy, moved, weighted, template, tmp_path):
+    args, seen = flags("--temperature 0.7 --pack-tokens 50 --clip-low 0.1"), []
+    grpo.learn(Plain(moved), weighted, False, 0, 1, CPU, args, seen)
+    left_out = grpo.Sample(None, 1, "left", [5, 6], [0, 1], [0.0, -1.0], stop="turns", reward=0.0)
+    samples = [s for s, _ in weighted] + [left_out]
+    write_tokens(tmp_path / "00001.jsonl", samples, seen, template, args)
+    *rows, last = read_jsonl(tmp_path / "00001.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["00001.jsonl"]
+    for s, row in zip(samples[:-1], rows, strict=True):
+        ratio = torch.exp(logps_of(moved, s, 0.7) - reported(s)).detach()
+        assert row["w"] == pytest.approx(ratio.tolist(), rel=1e-3)
+        assert row["engine"] == pytest.approx(reported(s).tolist(), rel=1e-5)
+        trained = logps_of(moved, s, 0.7).tolist()
+        assert row["trainer"] == pytest.approx(trained, rel=1e-3, abs=1e-5)
+        a = s.advantage
+        sides = [1 if w > 1.28 and a > 0 else -1 if w < 0.9 and a < 0 else 0 for w in row["w"]]
+        assert row["side"] == sides
+        assert row["gain"] == pytest.approx([a] * sum(s.mask), rel=1e-3)
+        assert len(row["entropy"]) == sum(s.mask) and min(row["entropy"]) > 0
+        assert (row["mask"], row["clip"]) == (s.mask, [0.9, 1.28])
+        assert "".join(row["tokens"]) == template.tokenizer.decode(s.ids)
+    assert any(side for row in rows for side in row["side"])
+    assert "trainer" not in last and last["engine"] == [-1.0]
+    assert [play["name"] for play in last["group"]] == ["1", "3", "5", "left"]
+
+
+def test_a_letter_of_several_tokens_stands_at_its_last_one(template):
+    ids = template.encode("a\U0001f600b")
+    assert len(ids) > 3 and template.tokenizer.decode(ids[:2]).endswith("\ufffd")
+    texts = pieces(ids, template.tokenizer)
+    assert "".join(texts) == "a\U0001f600b" and texts[-2:] == ["\U0001f600", "b"]
+    assert "".join(pieces(ids[:2], template.tokenizer)) == template.tokenizer.decode(ids[:2])
+
+
 def test_plays_that_all_earned_the_same_are_compared_but_move_no_weight(
         one_rank, policy, weighted):
     for s, _ in weighted:
@@ -416,6 +460,21 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
     one, two = ([[line.get(key) for key in ("step", "loss", "reward", "val_success")]
                  for line in read_jsonl(folder / "log.jsonl")] for folder in (unbroken, out))
     assert one == two
+
+
+def test_with_the_microscope_every_nth_update_is_kept_in_the_order_of_its_rollouts(trained):
+    out = trained("broken")  # whose weights are those of a run without
+    kept = sorted(path.name for path in (out / "microscope").iterdir())
+    assert kept == [f"{step:05d}.jsonl" for step in (2, 4, 6, 8)]
+    for line in updates(out)[1::2]:
+        name = f"{line['step']:05d}.jsonl"
+        plays, rows = (read_jsonl(out / folder / name) for folder in ("rollouts", "microscope"))
+        for play, row in zip(plays, rows, strict=True):
+            assert (play["reward"], play["advantage"]) == (row["reward"], row["advantage"])
+            assert all(message["content"] in "".join(row["tokens"])
+                       for message in play["messages"] if message["role"] == "user")
+        learnt = [row for row in rows if "trainer" in row]
+        assert sum(len(row["w"]) for row in learnt) == line["loss_tokens"]
 
 
 @pytest.mark.parametrize("words, slow", [

@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "synth.py": {"sandbox", "evaluate", "constraints", "solver", "format_plan", "teacher"},
     "tiny.py": {"sandbox", "evaluate", "constraints", "solver", "synth"},
     "qa_eval.py": {"sandbox", "evaluate", "retriever"}, "retriever.py": set(),
-    "memory.py": {"evaluate", "sft"}, "report.py": {"evaluate"},
+    "memory.py": {"evaluate", "sft"}, "report.py": {"evaluate"}, "microscope.py": {"evaluate"},
+    **dict.fromkeys(("grpo.py", "arpo.py"), {"sandbox", "evaluate", "microscope"}),
     "leaderboard.py": {"sandbox", "constraints", "evaluate"},
     # of the tools' world only its two ends know the house
     "toolstar/tools.py": {"sandbox", "retriever", "evaluate"},
@@ -48,6 +49,7 @@ LIMITS = {  # lines
     "wording.py": 164, "markup.py": 120, "sandbox.py": 600, "format_plan.py": 650,
     "constraints.py": 720, "solver.py": 320, "template.py": 150, "engine.py": 220,
     "guard.py": 165, "whole.py": 230, "evaluate.py": 650, "report.py": 400,
+    "microscope.py": 100,
     "leaderboard.py": 130, "synth.py": 600, "teacher.py": 540, "tiny.py": 480, "sft.py": 430,
     "grpo.py": 800,
     "arpo.py": 900, "memory.py": 150, "retriever.py": 360, "qa_eval.py": 420, "run.sh": 236,

@@ -286,6 +286,79 @@ def test_hostile_text_is_inert_in_the_file(hostile):
     assert record["plan"][1]["lunch"] == ["no", {"text": None}]
 
 
+def token_play(name, said, parent="", shared=0, reward=0.0, advantage=0.0, learnt=True):
+    """A line of --microscope: three tokens of the world, those of a reply, one observation, one."""
+    n = len(said) + 1
+    row = {"name": name, "query": 0, "parent": parent, "shared": shared, "reward": reward,
+           "advantage": advantage, "tokens": ["p", "q", "r", *said, "<obs>", "end"],
+           "mask": [0, 0, 0] + [1] * len(said) + [0, 1], "engine": [-0.5] * n, "clip": [0.8, 1.28]}
+    if learnt:
+        row |= {"trainer": [-0.25] * n, "w": [1.5] + [1.0] * (n - 1), "side": [1] + [0] * (n - 1),
+                "gain": [advantage] * n, "entropy": [0.125] * n}
+    return row
+
+
+@pytest.fixture(scope="module")
+def lens(tmp_path_factory, mini):
+    """A page of a query's three plays token by token, of a pair, and of an episode with tools."""
+    folder, (task, plan) = tmp_path_factory.mktemp("lens"), trip(mini)
+    said, task = "\n".join(HOSTILE), task | {"id": "t"}
+    plays = [token_play("play/0/0/0", ["go", " on\n"], reward=1.0, advantage=1.5),
+             token_play("play/0/0/1", HOSTILE, parent="play/0/0/0", shared=5, advantage=-0.5),
+             token_play("play/0/0/2", ["x"], learnt=False)]
+    for play in plays:
+        play["group"] = [{key: row[key] for key in ("name", "parent", "shared", "reward",
+                                                    "advantage")}
+                         | {"length": len(row["mask"]), "prompt": 3, "stop": "answer"}
+                         for row in plays]
+    write_jsonl(folder / "rl" / "rollouts" / "00002.jsonl",
+                [played(task, plan, mini, advantage=play["advantage"]) for play in plays])
+    write_jsonl(folder / "rl" / "microscope" / "00002.jsonl", plays)
+    prompt = [{"role": "system", "content": "Ask."}, {"role": "user", "content": said}]
+    sides = [[{"role": "assistant", "content": CALL}, {"role": "user", "content": said},
+              {"role": "assistant", "content": f"<answer>{end}</answer>"}] for end in ("1", said)]
+    write_jsonl(folder / "dpo" / "pairs.jsonl", [
+        {"task": {"id": "q", "query": said}, "prompt": prompt, "chosen": sides[0],
+         "rejected": sides[1], "rewards": [1.0, 0.25], "calls": [1, 1], "stops": ["answer"] * 2},
+        {"prompt": prompt, "chosen": sides[0], "rejected": "none"}])
+    call = {"name": "Python", "arguments": {"code": said}, "status": "timeout", "seconds": 10.25,
+            "cached": False, "repeated": True}
+    messages = [{"role": "user", "content": "?"},
+                {"role": "assistant", "content": "<search>a tower</search>"},
+                {"role": "result", "content": " <result>\nDoc 1\n</result>"},
+                {"role": "assistant", "content": f"<think>.</think><python>{said}</python>"},
+                {"role": "result", "content": f" <result>\n{said}\n</result>"},
+                {"role": "assistant", "content": "<answer>2</answer>"}]
+    write_jsonl(folder / "tools" / "episodes.jsonl", [{
+        "task": {"id": "w", "query": "?"}, "messages": messages, "stop": "answer", "turns": 3,
+        "tools": [{"name": "Search", "arguments": {"query": "a tower"}, "status": "ok",
+                   "seconds": 0.5, "cached": True}, call],
+        "helped": [{"helper": "debugger", "turn": 2, "before": said, "tokens": 41}, said]}])
+    report.main([str(folder)])
+    return folder
+
+
+def test_plays_that_the_microscope_kept_are_in_the_page_beside_their_rollouts(lens):
+    text = (lens / "report.html").read_text(encoding="utf-8")
+    index, _ = contents(lens / "report.html")
+    names = {entry["play"]: number for number, entry in enumerate(index["episodes"])
+             if entry["play"]}
+    assert sorted(names) == [f"play/0/0/{i}" for i in range(3)]
+    rows = read_jsonl(lens / "rl" / "microscope" / "00002.jsonl")
+    for row in rows:
+        data = re.search(f'id="t{names[row["name"]]}">(.*?)</script>', text)[1]
+        assert json.loads(gzip.decompress(base64.b64decode(data))) == row
+    index, _ = page_of(lens, "--tokens", "0", out=lens / "none")
+    assert not any(entry["play"] for entry in index["episodes"])
+
+
+def test_pairs_count_in_no_table(lens):
+    index, _ = contents(lens / "report.html")
+    assert source(index, "dpo")["pairs"] and not source(index, "tools")["pairs"]
+    assert [entry["key"] for entry in index["episodes"] if entry["pair"]] == [
+        "dpo/pairs/q", "dpo/pairs/?"]
+
+
 # ---------------------------------------------------------------------------------- in a browser
 
 
@@ -557,6 +630,151 @@ def test_hostile_text_stays_text(browser, hostile):
                ".find(b => b.textContent.includes('1,000,000')).click()")
     assert browser.js(characters) > 1_000_000
     assert browser.texts("td.off small")[0].startswith("</script>")
+
+
+def test_a_play_is_shown_token_by_token_with_its_numbers(browser, lens):
+    browser.open(lens / "report.html", ep="rl/rollouts/00002/t", tokens=1, at=0)
+    assert browser.texts(".token") == ["go", " on⏎\n", "end"]
+    assert browser.count(".token.clipped") == 1 and browser.count(".token.up") == 3
+    shown = browser.texts(".lens")[0]
+    for fact in ("token 3, mask 1", "log p of the engine -0.5", "of the trainer -0.25", "w 1.5",
+                 "clipped from above", "advantage 1.5", "entropy 0.125"):
+        assert fact in shown, fact
+    assert browser.texts(".spoken summary")[0].startswith("world, mask 0 · 3 tokens")
+    right = "new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true})"
+    browser.js(f"document.querySelector('.spoken').dispatchEvent({right})")
+    assert "token 4, mask 1" in browser.texts(".lens")[0]
+    assert "clipped from above" not in browser.texts(".lens")[0]
+    assert browser.complaints() == []
+
+
+def test_forks_are_a_tree_whose_lines_lead_to_the_plays(browser, lens):
+    browser.open(lens / "report.html", ep="rl/rollouts/00002/t #2", tokens=1)
+    assert [text.split()[0] for text in browser.texts(".tree a")] == ["0", "1", "2"]
+    assert browser.texts(".tree .on")[0].startswith("1 ")
+    left = "[...document.querySelectorAll('.tree .bar')].map(bar => parseFloat(bar.style.left))"
+    longest = 3 + len(HOSTILE) + 2
+    assert browser.js(left) == pytest.approx([0, 500 / longest, 300 / longest], abs=0.01)
+    assert "ep=rl%2Frollouts%2F00002%2Ft&" in browser.js(
+        "document.querySelector('.tree a').getAttribute('href')")
+    browser.open(lens / "report.html", ep="rl/rollouts/00002/t #3", tokens=1)
+    assert any("left this play out" in text for text in browser.texts("#view .fact"))
+
+
+def test_tool_calls_say_how_they_went_and_helpers_are_marked(browser, lens):
+    browser.open(lens / "report.html", ep="tools/w")
+    rows = browser.texts(".tools tr")
+    assert rows[1] == "1Searcha towerok0.5 scached"
+    assert rows[2].startswith("2Python") and rows[2].endswith("timeout10.3 srepeated")
+    turns = browser.texts("#view summary")[1:]
+    assert turns[0] == "1 Search(a tower)ok0.5 scached → Doc 1"
+    assert "timeout" in turns[1] and "helped: debugger" in turns[1]
+    assert browser.texts(".help .tag")[0] == "debugger" and browser.count(".help") == 2
+    assert browser.complaints() == []
+
+
+def test_a_pair_stands_side_by_side(browser, lens):
+    browser.open(lens / "report.html", ep="dpo/pairs/q")
+    assert browser.texts(".pair h3") == ["chosen", "rejected"]
+    assert [text.split("stop")[0] for text in browser.texts(".pair .fact")] == [
+        "chosenreward 11 call", "rejectedreward 0.251 call"]
+    assert browser.texts("h2 .note")[-1] == "the first 2 messages are the same"
+    browser.open(lens / "report.html", ep="dpo/pairs/?")
+    assert browser.texts(".pair h3") == ["chosen", "rejected"] and browser.complaints() == []
+
+
+@pytest.mark.parametrize("state", [
+    {"ep": "rl/rollouts/00002/t #2", "tokens": 1, "at": 0}, {"ep": "tools/w", "open": 1},
+    {"ep": "dpo/pairs/q", "open": 1}], ids=["tokens", "tools", "pairs"])
+def test_hostile_text_stays_text_in_every_view(browser, lens, state):
+    browser.open(lens / "report.html", **state)
+    assert browser.complaints() == [] and browser.js("document.title") == str(lens)
+    assert browser.count("img, b b, #view script") == 0
+    text = browser.js("document.querySelector('#view').textContent")
+    assert all(hostile in text for hostile in HOSTILE[:3] + HOSTILE[6:])
+
+
+def key(browser, name):
+    """Press a key where the focus is."""
+    event = f"new KeyboardEvent('keydown', {{key: '{name}', bubbles: true}})"
+    browser.js(f"document.activeElement.dispatchEvent({event})")
+
+
+def test_walking_keeps_the_comparison_and_the_focus(browser, run):
+    browser.open(run / "report.html", source="eval/after", ep=AFTER[0], vs=BEFORE[0])
+    browser.js("document.querySelector('#list .on').focus()")
+    for step in (1, 2):
+        key(browser, "j")
+        browser.wait(f"document.querySelector('#view h3')?.textContent === 't{step}'")
+        assert browser.texts(".fact h3") == ["eval/after", "eval/before"]
+        assert browser.js("document.activeElement.dataset.key") == AFTER[step]
+    key(browser, "k")
+    assert browser.js("document.activeElement.dataset.key") == AFTER[1]
+    browser.js("document.activeElement.click()")
+    assert browser.js("document.activeElement.dataset.key") == AFTER[1]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_a_selected_row_says_can_be_read(browser, run, scheme):
+    browser.ask("Emulation.setEmulatedMedia",
+                features=[{"name": "prefers-color-scheme", "value": scheme}])
+    for chosen in (AFTER[0], AFTER[1]):
+        browser.open(run / "report.html", ep=chosen)
+        colours = browser.js("""(() => { const row = document.querySelector('#list .on');
+            const of = (node, name) => getComputedStyle(node)[name].match(/[\\d.]+/g).map(Number);
+            return [of(row, 'backgroundColor'),
+                ...[...row.querySelectorAll('*')].map(node => of(node, 'color'))]; })()""")
+        back, *texts = map(luminance, colours)
+        for text in texts:
+            low, high = sorted((text, back))
+            assert (high + 0.05) / (low + 0.05) >= 4.5
+    browser.ask("Emulation.setEmulatedMedia", features=[])
+
+
+def luminance(colour):
+    """WCAG's relative luminance of an [r, g, b]."""
+    parts = [part / 255 for part in colour[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+              for part in parts]
+    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("state", [
+    {}, {"ep": AFTER[1], "vs": BEFORE[1]}], ids=["overview", "episode"])
+def test_on_a_phone_columns_stack_and_nothing_is_wider_than_it(browser, run, state):
+    browser.ask("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1,
+                mobile=True)
+    browser.open(run / "report.html", **state)
+    assert browser.js("innerWidth") == 390
+    assert browser.js("document.documentElement.scrollWidth") == 390
+    tops = "[...document.querySelectorAll('.fact')].map(box => box.getBoundingClientRect().left)"
+    assert len(set(browser.js(tops))) <= 1
+    browser.ask("Emulation.clearDeviceMetricsOverride")
+
+
+def test_a_megabyte_of_text_is_laid_out_in_parts_and_none_of_it_is_lost(browser, hostile):
+    key = contents(hostile / "report.html")[0]["episodes"][0]["key"]
+    browser.open(hostile / "report.html", ep=key, open=1)
+    took = browser.js("""(() => { const all = [...document.querySelectorAll('#view button')]
+            .find(button => button.textContent.includes('1,000,000'));
+        const box = all.previousSibling, began = performance.now();
+        all.click();
+        document.querySelector('#view').getBoundingClientRect();
+        window.unfolded = box;
+        return performance.now() - began; })()""")
+    print(f"1 MB unfolds in {took:.0f} ms")
+    assert browser.js("window.unfolded.textContent === 'y'.repeat(1000000)")
+    part = "document.querySelector('.chunk')"
+    assert browser.js(f"getComputedStyle({part}).contentVisibility") == "auto"
+    assert browser.js("document.querySelectorAll('.chunk').length") >= 250
+    assert took < 10_000
+
+
+def test_strict_does_not_hide_success(browser, run):
+    browser.open(run / "report.html")
+    dashes = browser.js("[...document.querySelectorAll('figure path')].slice(0, 2)"
+                        ".map(path => path.getAttribute('stroke-dasharray'))")
+    assert dashes[0] in (None, "0") and dashes[1]
 
 
 def test_five_thousand_episodes_open(browser, tmp_path, mini):

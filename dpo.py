@@ -79,7 +79,6 @@ def flags():
     add("--beta", type=float, default=0.1, help="the smaller, the farther the policy may go [1]")
     add("--nll", type=float, default=0.0, help="weight of - log pi per token of the chosen [3]")
     add("--length-norm", action="store_true", help="delta per token, for a beta of about 5 [4]")
-    add("--label-smoothing", type=float, default=0.0, help="share of pairs taken to be wrong")
     add("--epochs", type=float, default=1, help="passes over the pairs")
     add("--steps", type=int, default=0, help="updates; 0: as many as --epochs says")
     add("--batch", type=int, default=32, help="pairs per update, all ranks together")
@@ -98,10 +97,7 @@ def flags():
     add("--val-every", type=int, default=0, help="updates between looks at --val; 0: at the end")
     add("--save-every", type=int, default=0, help="updates between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
-    args = p.parse_args()
-    if not (args.beta > 0 and args.nll >= 0 and 0 <= args.label_smoothing < 0.5):
-        p.error("--beta must be above 0, --nll 0 or more, --label-smoothing from 0 to below 0.5")
-    return args
+    return p.parse_args()
 
 
 # ------------------------------------------------------------------------------------------- data
@@ -226,9 +222,7 @@ def preference(logps, reference, rows, args):
     delta = logps - reference
     chosen, rejected = args.beta * (delta / tokens if args.length_norm else delta)
     margin = chosen - rejected  # (P,)
-    # - log sigmoid(margin); a share of --label-smoothing is - log sigmoid(-margin)
-    loss = F.softplus(-margin) + args.label_smoothing * margin
-    loss = (loss - args.nll * logps[0] / tokens[0]).mean()
+    loss = (-F.logsigmoid(margin) - args.nll * logps[0] / tokens[0]).mean()
     (weights,) = torch.autograd.grad(loss, logps)
     each = logps.sum(1) / tokens.sum(1)
     numbers = {"loss": loss, "accuracy": (margin > 0).double().mean(), "margin": margin.mean(),

@@ -183,7 +183,7 @@ def load_pairs(path, template, cutoff, rank):
     return pairs
 
 
-def rows_of(pairs):
+def episodes_of(pairs):
     """[Pair] -> the episodes, chosen ones first."""
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
@@ -562,7 +562,7 @@ def main():
     # (1) pairs into ids and masks
     pairs, val = (run(sys.argv[0], load_pairs, path, template, args.cutoff, rank) if path else []
                   for path in (args.data, args.val))
-    known = identity(policy, rows_of(pairs + val))
+    known = identity(policy, episodes_of(pairs + val))
     engine = zero3(policy, args.lr, ranks, device)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
     start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
@@ -571,21 +571,21 @@ def main():
               f"ranks, {'packed' if packed else 'padded'} rows", flush=True)
     machine = packed, rank, ranks, device, args
     # (2) before the first update, or as it was then
-    reference = run(sys.argv[0], take_reference, engine, rows_of(pairs + val), known, start,
+    reference = run(sys.argv[0], take_reference, engine, episodes_of(pairs + val), known, start,
                     *machine)
     for step in range(start, steps):
         began = time.time()
         # (3) (4) (5)
         drawn = batch_of(step, n, args.batch, args.seed)
-        rows = rows_of([pairs[i] for i in drawn])
+        rows = episodes_of([pairs[i] for i in drawn])
         lr = engine.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
         numbers = learn_pairs(engine, rows, reference[:, drawn], *machine)
         log({"step": step + 1, **numbers, "lr": lr, "tokens": sum(len(row.ids) for row in rows),
              "policy_tokens": sum(sum(row.mask) for row in rows), "seconds": time.time() - began},
             steps, args.out, rank)
         if val and (step + 1 == steps or (args.val_every and (step + 1) % args.val_every == 0)):
-            logps = sum_logps(engine, rows_of(val), *machine)
-            _, numbers = preference(logps, reference[:, n:], rows_of(val), args)
+            logps = sum_logps(engine, episodes_of(val), *machine)
+            _, numbers = preference(logps, reference[:, n:], episodes_of(val), args)
             log({"step": step + 1} | {f"val_{name}": number for name, number in numbers.items()},
                 steps, args.out, rank)
         last = interrupted(device)

@@ -24,6 +24,9 @@ MOMENTS = {  # of an update: what lowers it
     "layer": "a smaller --pack-tokens or {longest}, no --no-checkpointing, or more GPUs",
     "step": "more GPUs",
 }
+# tokens of the longest episode and of a micro-batch, as each stage has it. dpo.py has no model
+# beside the one it trains: its reference is numbers
+ROOM = {"sft": (20480, 20480), "dpo": (8192, 16384), "grpo": (30000, 32768), "arpo": (30000, 32768)}
 GIB = 2**30
 
 
@@ -89,12 +92,13 @@ def load_shape(model):
 def flags(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = p.add_argument
-    add("stage", choices=("sft", "grpo", "arpo"), help="whose memory; the flags are those it takes")
+    add("stage", choices=tuple(ROOM), help="whose memory; the flags are those it takes")
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name")
     add("--gpus", type=int, default=8, help="GPUs of all nodes together")
     add("--gpu-gib", type=float, default=80, help="GiB of a GPU")
-    add("--cutoff", type=int, default=20480, help="sft: tokens of the longest episode")
-    add("--context", type=int, default=30000, help="grpo, arpo: tokens of the longest episode")
+    add("--cutoff", type=int, default=0, help="sft, dpo: tokens of the longest episode; 0: as the "
+        "stage has it")
+    add("--context", type=int, default=ROOM["grpo"][0], help="grpo, arpo: the same")
     add("--pack-tokens", type=int, default=0, help="tokens per micro-batch; 0: as the stage has it")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
     add("--tp", type=int, default=1, help="grpo, arpo: ranks that share an engine's weights")
@@ -115,9 +119,9 @@ def write_full(args, tokens):
 def main(argv=None):
     args = flags(argv)
     config, n = load_shape(args.model)
-    flag = "--cutoff" if args.stage == "sft" else "--context"
-    longest = args.cutoff if args.stage == "sft" else args.context
-    tokens = max(args.pack_tokens or (20480 if args.stage == "sft" else 32768), longest)
+    plays, (longest, tokens) = args.stage not in ("sft", "dpo"), ROOM[args.stage]
+    flag, longest = ("--context", args.context) if plays else ("--cutoff", args.cutoff or longest)
+    tokens = max(args.pack_tokens or tokens, longest)
     positions, heads = config.max_position_embeddings, config.num_attention_heads
     if longest > positions:
         sys.exit(f"{args.model} knows {positions} positions, {flag} asks for {longest}: lower it")
@@ -125,7 +129,7 @@ def main(argv=None):
         sys.exit(f"{args.model} has {heads} attention heads, which --tp {args.tp} does not divide")
     rows, contexts = training(config, n, args, tokens), math.inf
     moments = list(MOMENTS)
-    if args.stage == "sft":
+    if not plays:
         moments.remove("play")
     else:
         engine, contexts = playing(config, n, args)

@@ -97,7 +97,7 @@ def plain_gradient(lm, pairs, reference, args):
 def our_gradient(policy, pairs, reference, args, packed=False):
     """The numbers of an update, and its gradient."""
     engine = Plain(policy)
-    numbers = dpo.learn_pairs(engine, dpo.rows_of(pairs), reference, packed, 0, 1, "cpu", args)
+    numbers = dpo.learn_pairs(engine, dpo.episodes_of(pairs), reference, packed, 0, 1, "cpu", args)
     return numbers, engine.gradient()
 
 
@@ -252,7 +252,7 @@ def kept(policy, pairs, one_rank, tmp_path):
     args = options(f"--out {tmp_path}")
 
     def take(start=0, known="these"):
-        return dpo.take_reference(Plain(policy), dpo.rows_of(pairs), known, start, False, 0, 1,
+        return dpo.take_reference(Plain(policy), dpo.episodes_of(pairs), known, start, False, 0, 1,
                                   "cpu", args)
     return take, tmp_path / "reference.jsonl"
 
@@ -277,7 +277,7 @@ def test_a_reference_of_other_weights_or_pairs_is_never_used(kept):
 
 
 def test_every_weight_and_every_token_makes_the_identity(policy, pairs):
-    rows = dpo.rows_of(pairs)
+    rows = dpo.episodes_of(pairs)
     one = dpo.identity(policy, rows)
     other = dpo.Policy(copy.deepcopy(policy.lm))
     assert dpo.identity(other, rows) == one

@@ -47,9 +47,29 @@ from engine import (  # noqa: F401, handed on
     visible_gpus,
 )
 from format_plan import ChatError, chat, parse_plan
+from guard import (  # noqa: F401, handed on
+    AMOUNT,
+    COUNT,
+    NATURAL,
+    POSITIVE,
+    SHARE,
+    Parser,
+    bounded,
+    die_with_parent,
+    hold,
+    naming,
+    run,
+)
 from sandbox import Episode, Sandbox, open_database, parse, system_prompt
 from solver import solver_replies
 from template import Template, check_weights, load_template  # noqa: F401, handed on
+from whole import (  # noqa: F401, handed on
+    check_finite,
+    check_model,
+    new_checkpoint,
+    new_model,
+    newest_whole,
+)
 
 LEVELS = ("easy", "medium", "hard")
 STOPS = ("answer", "format", "turns", "context")
@@ -86,7 +106,7 @@ def recover_jsonl(path):
 
 def append_jsonl(path, row):
     """Add one record and flush it, so that a killed run keeps every episode that ended."""
-    with open(path, "a", encoding="utf-8", errors="replace") as out:
+    with naming(path), open(path, "a", encoding="utf-8", errors="replace") as out:
         out.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
@@ -103,7 +123,7 @@ def replacing(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "w", encoding="utf-8", errors="replace") as out:
+        with naming(path), open(temporary, "w", encoding="utf-8", errors="replace") as out:
             yield out
         os.replace(temporary, path)
     finally:
@@ -558,15 +578,6 @@ def player(args, path, world, tasks):
     llm, template = open_engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
     return play_vllm(llm, template, episodes, args.max_context, **sampling, seed=args.seed,
                      concurrency=args.concurrency, stops=world.stops, slow=world.slow)
-
-
-def run(program, function, *args):
-    """Call it; what the user can mend is one line and not a traceback."""
-    try:
-        return function(*args)
-    except (KeyError, ValueError, OSError, ChatError) as error:
-        text = error.args[0] if isinstance(error, KeyError) else error
-        raise SystemExit(f"{program}: {text}") from None
 
 
 def apart(program, rows_of, tasks, args):

@@ -507,7 +507,7 @@ def itinerary(plan):
 LONGEST_REPLY = 200_000  # characters of a reply; 32K tokens of English are some 130,000
 
 
-class ChatError(RuntimeError):
+class ChatError(ConnectionError):
     """An endpoint refused, or gave no usable reply however often it was asked."""
 
 

@@ -9,9 +9,9 @@ Training and play append tokens and never render again, so a template has to put
 around every observation and to leave what was said before as it was. One that does otherwise is
 refused with the reason: a policy would be trained on a form in which nobody plays.
 """
-import json
 import re
-from pathlib import Path
+
+from whole import check_model
 
 SYSTEM, QUERY, REPLIES = "probe of a system turn", "probe of a query", ("first probe", "next probe")
 THOUGHT, ACT = "probe of a thought", "probe of an act"
@@ -111,28 +111,18 @@ def load_template(path):
     """The Template of a folder or hub name; ValueError says what keeps it from being used."""
     from transformers import AutoTokenizer, GenerationConfig
 
-    files = [Path(path) / name for name in ("tokenizer.json", "vocab.json", "tokenizer.model")]
-    if Path(path).exists() and not any(file.exists() for file in files):
-        raise ValueError(f"{path} has no tokenizer; copy tokenizer.json and tokenizer_config.json "
-                         "of its base there")
-    check_shards(Path(path))
+    check_model(path)
     try:
         stops = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # a model need not say how it is sampled
         stops = None
     stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    return Template(AutoTokenizer.from_pretrained(path), path, stops)
-
-
-def check_shards(folder):
-    """A folder whose index names weights that are not there is refused before anything is read."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-        missing = sorted(name for name in shards if not (folder / name).exists())
-        if missing:
-            raise ValueError(f"{index} names {len(missing)} files that are missing, {missing[0]} "
-                             "first: copy or download them again")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except OSError:
+        raise ValueError(f"{path} is no folder here, and the hub does not give it: name a folder, "
+                         f"or fetch it where it can be had (hf download {path})") from None
+    return Template(tokenizer, path, stops)
 
 
 def check_weights(lm, template):

@@ -23,7 +23,7 @@ delta_chosen in the log shows it. --nll [3] holds against it.
 
 Departs from [2], which trains LoRA weights at 5e-6: here all weights are trained, at a tenth of it.
 [1] DPO, arXiv:2305.18290   [2] Tool-Star, arXiv:2505.16410   [3] arXiv:2404.19733, eq. 1
-[4] Tulu 3, arXiv:2411.15124, length-normalised DPO
+[4] length-normalised DPO, arXiv:2411.15124
 
 Reads   a HF folder or hub name, a jsonl of pairs {prompt, chosen, rejected, rewards}
 Writes  OUT/ (a HF folder), OUT/log.jsonl, OUT/reference.jsonl, OUT/checkpoints/
@@ -33,7 +33,6 @@ Writes  OUT/ (a HF folder), OUT/log.jsonl, OUT/reference.jsonl, OUT/checkpoints/
 
 Nothing below knows about tools or travel: for another task, supply other pairs.
 """
-import argparse
 import datetime
 import hashlib
 import json
@@ -41,7 +40,6 @@ import logging
 import math
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -55,47 +53,62 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from evaluate import Help, check_weights, load_template, read_jsonl, run, visible_gpus, write_jsonl
+from evaluate import (
+    AMOUNT,
+    COUNT,
+    NATURAL,
+    POSITIVE,
+    SHARE,
+    Help,
+    Parser,
+    check_finite,
+    check_weights,
+    die_with_parent,
+    hold,
+    load_template,
+    new_checkpoint,
+    new_model,
+    newest_whole,
+    read_jsonl,
+    run,
+    visible_gpus,
+    write_jsonl,
+)
 
 # Shapes: P pairs, B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H
 # hidden size, V vocabulary. (2, P): of the chosen episodes, then of the rejected ones.
 LOGITS = 30_000_000  # numbers: the loss never holds more logits at a time (120 MB in float32)
 FALLING = -10  # mean delta of chosen episodes below which the log warns: e^10 times less likely
-TRAINED = ("step {step:5d}/{steps} | loss {loss:.4f} | accuracy {accuracy:.2f} | margin "
-           "{margin:+.3f} | delta {delta_chosen:+.2f} {delta_rejected:+.2f} | gnorm {gnorm:6.2f} | "
-           "lr {lr:.2e} | {speed:6.0f} tokens/s")
-HELD_OUT = ("step {step:5d}/{steps} | held out: loss {val_loss:.4f} | accuracy {val_accuracy:.3f} "
-            "| margin {val_margin:+.3f}")
 
 
 def flags():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument_group("what").add_argument
     add("--model", default="out/rl", help="HF folder or hub name to start from")
     add("--data", default="data/pairs.jsonl", help="pairs to learn from, one per line")
     add("--val", help="pairs to measure preference accuracy on, at the end")
     add("--out", default="out/dpo", help="folder of the trained model, its log and checkpoints")
     add = p.add_argument_group("learn").add_argument
-    add("--beta", type=float, default=0.1, help="the smaller, the farther the policy may go [1]")
-    add("--nll", type=float, default=0.0, help="weight of - log pi per token of the chosen [3]")
+    add("--beta", type=POSITIVE, default=0.1, help="the smaller, the farther the policy may go [1]")
+    add("--nll", type=AMOUNT, default=0.0, help="weight of - log pi per token of the chosen [3]")
     add("--length-norm", action="store_true", help="delta per token, for a beta of about 5 [4]")
-    add("--epochs", type=float, default=1, help="passes over the pairs")
-    add("--steps", type=int, default=0, help="updates; 0: as many as --epochs says")
-    add("--batch", type=int, default=32, help="pairs per update, all ranks together")
-    add("--lr", type=float, default=5e-7, help="peak learning rate")
-    add("--warmup", type=float, default=0.1, help="first share of the updates, of rising rate [2]")
-    add("--min-lr", type=float, default=0.0, help="the cosine ends at this share of --lr")
-    add("--seed", type=int, default=0, help="of the order of the pairs")
+    add("--epochs", type=POSITIVE, default=1, help="passes over the pairs")
+    add("--steps", type=NATURAL, default=0, help="updates; 0: as many as --epochs says")
+    add("--batch", type=COUNT, default=32, help="pairs per update, all ranks together")
+    add("--lr", type=AMOUNT, default=5e-7, help="peak learning rate")
+    add("--warmup", type=SHARE, default=0.1, help="first share of the updates, of rising rate [2]")
+    add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this share of --lr")
+    add("--seed", type=NATURAL, default=0, help="of the order of the pairs")
     add = p.add_argument_group("memory (python memory.py dpo tells what fits)").add_argument
-    add("--cutoff", type=int, default=8192, help="tokens of an episode; a pair with a longer one "
+    add("--cutoff", type=COUNT, default=8192, help="tokens of an episode; a pair with a longer one "
         "is dropped [2]")
-    add("--pack-tokens", type=int, default=16384, help="tokens per micro-batch, with padding")
+    add("--pack-tokens", type=COUNT, default=16384, help="tokens per micro-batch, with padding")
     add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
         help="attention of the trainer; auto: flash attention where it is installed")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
     add = p.add_argument_group("running").add_argument
-    add("--val-every", type=int, default=0, help="updates between looks at --val; 0: at the end")
-    add("--save-every", type=int, default=0, help="updates between checkpoints; 0: none")
+    add("--val-every", type=NATURAL, default=0, help="updates between looks at --val; 0: its end")
+    add("--save-every", type=NATURAL, default=0, help="updates between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
     return p.parse_args()
 
@@ -105,7 +118,7 @@ def flags():
 class Rendered(NamedTuple):
     """An episode as tokens."""
     ids: list  # prompt, replies, observations
-    mask: list
+    mask: list  # 1 on the policy's tokens
 
 
 class Pair(NamedTuple):
@@ -146,16 +159,19 @@ def read_pair(row, template, cutoff):
     """
     try:
         sides = [row.get("prompt", []) + row[side] for side in Pair._fields]
-        asked = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
-        said = [[m["content"] for m in side if m["role"] == "assistant"] for side in sides]
-        empty = not all("".join(replies).strip() for replies in said)
         better, worse = map(float, row["rewards"])
     except KeyError as error:
         return f"no {error}"
     except (AttributeError, TypeError, ValueError):
         return "want lists of messages, and two numbers as rewards, of chosen and rejected"
-    if empty or said[0] == said[1]:
-        return "a side has no reply" if empty else "both sides have the same replies"
+    if not all(map(is_message, sides[0] + sides[1])):
+        return "a message is no role and content"
+    asked = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
+    said = [[m["content"] for m in side if m["role"] == "assistant"] for side in sides]
+    if not all("".join(replies).strip() for replies in said):
+        return "a side has no reply"
+    if said[0] == said[1]:
+        return "both sides have the same replies"
     if asked[0] != asked[1] or not asked[0]:
         return "the prompts of both sides differ, or are empty"
     if not better >= worse:
@@ -167,25 +183,28 @@ def read_pair(row, template, cutoff):
 
 def load_pairs(path, template, cutoff, rank):
     """Pairs of a file; those left out are counted by cause. ValueError if none is left."""
-    pairs, left_out = [], {}
-    for line, row in enumerate(read_jsonl(path), 1):
-        pair = read_pair(row, template, cutoff)
-        if isinstance(pair, Pair):
-            pairs.append(pair)
-        else:
-            left_out.setdefault(pair, []).append(line)
-    causes = [f"{len(lines)} left out, the first in line {lines[0]}: {why}"
-              for why, lines in left_out.items()]
-    if not pairs:
-        raise ValueError(f"{path}: no pair to train on; {'; '.join(causes) or 'it is empty'}")
-    if causes and rank == 0:
-        print("\n".join(f"{path}: {cause}" for cause in causes))
-    return pairs
+    read, causes = [read_pair(row, template, cutoff) for row in read_jsonl(path)], {}
+    for line, cause in enumerate(read, 1):
+        if isinstance(cause, str):
+            causes.setdefault(cause, []).append(line)
+    left_out = [f"{len(lines)} left out, the first in line {lines[0]}: {cause}"
+                for cause, lines in causes.items()]
+    if all(isinstance(pair, str) for pair in read):
+        raise ValueError(f"{path}: no pair to train on; {'; '.join(left_out) or 'it is empty'}")
+    if left_out and rank == 0:
+        print("\n".join(f"{path}: {text}" for text in left_out))
+    return [pair for pair in read if isinstance(pair, Pair)]
 
 
 def episodes_of(pairs):
     """[Pair] -> the episodes, chosen ones first."""
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+
+
+def is_message(message):
+    """Whether it has a role and a content, both of them text."""
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def batch_of(step, n, size, seed):
@@ -411,6 +430,7 @@ def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
+    die_with_parent()
     cuda = bool(visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -431,12 +451,11 @@ def setup():
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def load(args, device):
-    """--model -> template, Policy in float32 on a CPU, bfloat16 on a GPU, whether to pack rows"""
+def load(args, template, device):
+    """--model -> Policy in float32 on a CPU, bfloat16 on a GPU; whether to pack rows"""
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    template = load_template(args.model)
     attn = args.attn
     if attn == "auto":
         attn = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
@@ -447,7 +466,7 @@ def load(args, device):
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
-    return template, Policy(lm), attn == "flash_attention_2"
+    return Policy(lm), attn == "flash_attention_2"
 
 
 def zero3(policy, lr, ranks, device):
@@ -485,57 +504,24 @@ def save_model(engine, template, out, rank):
         if rank == 0:
             state[name] = tensor.to("cpu", copy=True)
     if rank == 0:
-        part = Path(f"{out}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        engine.module.lm.save_pretrained(part, state_dict=state)
-        template.tokenizer.save_pretrained(part)
-        Path(out).mkdir(parents=True, exist_ok=True)
-        # config.json marks the folder as whole: it goes first, and comes back last
-        (Path(out) / "config.json").unlink(missing_ok=True)
-        for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
-            os.replace(file, Path(out) / file.name)
-        part.rmdir()
+        with new_model(out) as part:
+            engine.module.lm.save_pretrained(part, state_dict=state)
+            template.tokenizer.save_pretrained(part)
     dist.barrier()
 
 
 def save_checkpoint(engine, out, step, rank):
-    """Save what it takes to go on after `step` updates; it counts once last.json names it."""
-    folder = Path(out) / "checkpoints"
-    engine.save_checkpoint(folder, tag=f"step-{step}", save_latest=False)
-    dist.barrier()  # every rank's shard is on disk
-    if rank == 0:
-        log_bytes = (Path(out) / "log.jsonl").stat().st_size
-        mark = {"step": step, "world": dist.get_world_size(), "log_bytes": log_bytes}
-        write_jsonl(folder / "last.json", [mark])
-        tags = {int(tag.name[5:]): tag for tag in folder.glob("step-*")}
-        kept = sorted(number for number in tags if number <= step)[-2:]
-        for number, tag in tags.items():  # a later one is half of a save that was killed
-            if number not in kept:
-                shutil.rmtree(tag)
-    dist.barrier()
+    """Save what it takes to go on after `step` updates."""
+    with new_checkpoint(out, step, rank) as folder:
+        engine.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
 
 
 def restore(engine, out, resume, rank):
-    """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads.
-
-    log.jsonl is cut back to where the checkpoint was made, so that it reads as unbroken.
-    """
-    last, log = Path(out) / "checkpoints" / "last.json", Path(out) / "log.jsonl"
-    if not resume and (last.exists() or log.exists()):
-        sys.exit(f"{out} holds a run already: --resume goes on with it; or choose another --out")
-    dist.barrier()  # all have looked before the log is made
-    mark = read_jsonl(last)[0] if last.exists() else {"step": 0, "log_bytes": 0}
-    if last.exists():
-        if mark["world"] != dist.get_world_size():
-            sys.exit(f"{last}: saved by {mark['world']} ranks, and ZeRO-3 shards load only into as "
-                     f"many; start {mark['world']} ranks, not {dist.get_world_size()}")
-        engine.load_checkpoint(last.parent, tag=f"step-{mark['step']}")
-    if rank == 0:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as file:
-            file.truncate(mark["log_bytes"])
-    dist.barrier()
-    return mark["step"]
+    """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads."""
+    step = newest_whole(out, resume, rank)
+    if step:
+        engine.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}")
+    return step
 
 
 def watch_sigterm():
@@ -558,10 +544,12 @@ def watch_sigterm():
 def main():
     args = flags()
     rank, ranks, device = setup()
-    template, policy, packed = run(sys.argv[0], load, args, device)
+    hold(args.out)
     # (1) pairs into ids and masks
-    pairs, val = (run(sys.argv[0], load_pairs, path, template, args.cutoff, rank) if path else []
+    template = load_template(args.model)
+    pairs, val = (load_pairs(path, template, args.cutoff, rank) if path else []
                   for path in (args.data, args.val))
+    policy, packed = load(args, template, device)
     known = identity(policy, episodes_of(pairs + val))
     engine = zero3(policy, args.lr, ranks, device)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
@@ -571,8 +559,7 @@ def main():
               f"ranks, {'packed' if packed else 'padded'} rows", flush=True)
     machine = packed, rank, ranks, device, args
     # (2) before the first update, or as it was then
-    reference = run(sys.argv[0], take_reference, engine, episodes_of(pairs + val), known, start,
-                    *machine)
+    reference = take_reference(engine, episodes_of(pairs + val), known, start, *machine)
     for step in range(start, steps):
         began = time.time()
         # (3) (4) (5)
@@ -580,14 +567,14 @@ def main():
         rows = episodes_of([pairs[i] for i in drawn])
         lr = engine.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
         numbers = learn_pairs(engine, rows, reference[:, drawn], *machine)
-        log({"step": step + 1, **numbers, "lr": lr, "tokens": sum(len(row.ids) for row in rows),
-             "policy_tokens": sum(sum(row.mask) for row in rows), "seconds": time.time() - began},
-            steps, args.out, rank)
+        check_finite(args.out, step + 1, loss=numbers["loss"], gnorm=numbers["gnorm"])
+        line = {"step": step + 1, **numbers, "lr": lr, "tokens": sum(len(row.ids) for row in rows),
+                "policy_tokens": sum(sum(row.mask) for row in rows), "seconds": time.time() - began}
         if val and (step + 1 == steps or (args.val_every and (step + 1) % args.val_every == 0)):
             logps = sum_logps(engine, episodes_of(val), *machine)
             _, numbers = preference(logps, reference[:, n:], episodes_of(val), args)
-            log({"step": step + 1} | {f"val_{name}": number for name, number in numbers.items()},
-                steps, args.out, rank)
+            line |= {f"val_{name}": number for name, number in numbers.items()}
+        log(line, steps, args.out, rank)
         last = interrupted(device)
         if last or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(engine, args.out, step + 1, rank)
@@ -599,17 +586,18 @@ def main():
 
 def log(line, steps, out, rank):
     """One line on the screen, the same dict in log.jsonl."""
-    if rank:
-        return
-    with open(Path(out) / "log.jsonl", "a") as file:
-        file.write(json.dumps(line) + "\n")
-    form = TRAINED if "lr" in line else HELD_OUT
-    speed = line.get("tokens", 0) / line.get("seconds", 1)
-    print(form.format(steps=steps, speed=speed, **line), flush=True)
-    if line.get("delta_chosen", 0) < FALLING:
-        print(f"warning: delta_chosen is below {FALLING}: chosen episodes become unlikely, too; "
-              "--nll, a larger --beta or a lower --lr holds them", flush=True)
+    if rank == 0:
+        form = ("step {step:5d}/{steps} | loss {loss:.4f} | accuracy {accuracy:.2f} | margin "
+                "{margin:+.3f} | delta {delta_chosen:+.2f} {delta_rejected:+.2f} | gnorm "
+                "{gnorm:6.2f} | lr {lr:.2e} | {speed:6.0f} tokens/s")
+        form += " | held-out accuracy {val_accuracy:.3f}" * ("val_accuracy" in line)
+        print(form.format(steps=steps, speed=line["tokens"] / line["seconds"], **line), flush=True)
+        if line["delta_chosen"] < FALLING:
+            print(f"warning: delta_chosen is below {FALLING}: chosen episodes become unlikely, "
+                  "too; --nll, a larger --beta or a lower --lr holds them", flush=True)
+        with open(Path(out) / "log.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(sys.argv[0], main)

@@ -28,8 +28,8 @@ Departs from [2], which trains LoRA weights at 5e-6: here all weights are traine
 Reads   a HF folder or hub name, a jsonl of pairs {prompt, chosen, rejected, rewards}
 Writes  OUT/ (a HF folder), OUT/log.jsonl, OUT/reference.jsonl, OUT/checkpoints/
 
-    python -m toolstar.pairs --episodes out/rl/rollouts --out pairs.jsonl --val held-out.jsonl
-    torchrun --standalone --nproc_per_node 8 dpo.py --model out/rl --data pairs.jsonl
+    python -m toolstar.pairs --episodes out/rl/rollouts --out out/pairs
+    torchrun --standalone --nproc_per_node 8 dpo.py --model out/rl --data out/pairs/train.jsonl
 
 Nothing below knows about tools or travel: for another task, supply other pairs.
 """
@@ -85,7 +85,7 @@ def flags():
     p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument_group("what").add_argument
     add("--model", default="out/rl", help="HF folder or hub name to start from")
-    add("--data", default="data/pairs.jsonl", help="pairs to learn from, one per line")
+    add("--data", default="out/pairs/train.jsonl", help="pairs to learn from, one per line")
     add("--val", help="pairs to measure preference accuracy on, at the end")
     add("--out", default="out/dpo", help="folder of the trained model, its log and checkpoints")
     add = p.add_argument_group("learn").add_argument

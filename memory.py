@@ -11,11 +11,10 @@ matrix, and of the stages' own loss, which never holds more than LOGITS logits.
 Prints a table; where a moment does not fit, names it, the GiB too many and the flags that lower it,
 and exits with status 1.
 """
-import argparse
 import math
 import sys
 
-from evaluate import Help, load_template, write_jsonl
+from evaluate import COUNT, NATURAL, POSITIVE, SHARE, Help, Parser, load_template, run, write_jsonl
 from sft import LOGITS
 
 MOMENTS = {  # of an update: what lowers it
@@ -90,19 +89,19 @@ def load_shape(model):
 
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
     add("stage", choices=tuple(ROOM), help="whose memory; the flags are those it takes")
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name")
-    add("--gpus", type=int, default=8, help="GPUs of all nodes together")
-    add("--gpu-gib", type=float, default=80, help="GiB of a GPU")
-    add("--cutoff", type=int, default=0, help="sft, dpo: tokens of the longest episode; 0: as the "
-        "stage has it")
-    add("--context", type=int, default=ROOM["grpo"][0], help="grpo, arpo: the same")
-    add("--pack-tokens", type=int, default=0, help="tokens per micro-batch; 0: as the stage has it")
+    add("--gpus", type=COUNT, default=8, help="GPUs of all nodes together")
+    add("--gpu-gib", type=POSITIVE, default=80, help="GiB of a GPU")
+    add("--cutoff", type=NATURAL, default=0, help="sft, dpo: tokens of the longest episode; 0: the "
+        "stage's own")
+    add("--context", type=COUNT, default=ROOM["grpo"][0], help="grpo, arpo: the same")
+    add("--pack-tokens", type=NATURAL, default=0, help="tokens per micro-batch; 0: the stage's own")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
-    add("--tp", type=int, default=1, help="grpo, arpo: ranks that share an engine's weights")
-    add("--gpu-memory", type=float, default=0.6, help="grpo, arpo: share that the engine may fill")
+    add("--tp", type=COUNT, default=1, help="grpo, arpo: ranks that share an engine's weights")
+    add("--gpu-memory", type=SHARE, default=0.6, help="grpo, arpo: share that the engine may fill")
     add("--out", metavar="FILE", help="write an episode per GPU that fills the plan's micro-batch, "
         "for sft.py to try")
     return p.parse_args(argv)
@@ -158,4 +157,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run("memory.py", main)

@@ -15,6 +15,7 @@
 #   MODEL   base model, a folder or a hub name     DATA  folder of sft.jsonl, rl.jsonl, val.jsonl
 #   OUT     folder of the run                      SEED  of the training and the plays, 0 unless set
 #   SEEDS   of an axis, "0 1" unless set           FLAGS_STAGE  more flags: FLAGS_rl="--lr 1e-6"
+#   CYCLES  of play, pairs and DPO after RL, 1 unless set: tool-tiny
 #   GPUS    ranks on this node                     NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
 #   ENDPOINT  URL=MODEL of a teacher, ENDPOINT_KEY the file of its key; unset: the solver, for free
 #   QA      folder of FlashRAG's data sets, with RETRIEVER: questions after a real size's evaluation
@@ -23,15 +24,17 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,23s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '2,24s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 print() { printf '%q ' "$@"; echo; }
 made() { [[ -e $1 && ! -e $1.unfinished ]]; }
 
+last_words='import json, sys; print(json.load(open(sys.argv[1]))["message"]["message"])'
+
 # stage NAME OUTPUT COMMAND...   a step, done when OUTPUT is there with no mark of a broken try
 stage() {
-    local name=$1 output=$2 mark=$2.unfinished began=$SECONDS more=FLAGS_${1//[^a-z0-9]/_}
+    local name=$1 output=$2 mark=$2.unfinished began=$SECONDS why more=FLAGS_${1//[^a-z0-9]/_}
     shift 2
     set -- "$@" ${!more:-}
     if [[ -n ${DRY:-} ]]; then printf '\n# %s -> %s\n' "$name" "$output"; print "$@"; return; fi
@@ -43,7 +46,12 @@ stage() {
     fi
     say "$name: $*"
     if [[ $node == 0 ]]; then mkdir -p "$(dirname "$output")"; touch "$mark"; fi
-    "$@" || stop "stage $name failed, see above${lost:-}. The same command goes on from here"
+    # torchrun leaves there what a rank said last, which its own words have buried
+    if ! TORCHELASTIC_ERROR_FILE=$mark.why "$@"; then
+        [[ ! -s $mark.why ]] || why=$(python -c "$last_words" "$mark.why")
+        rm -f "$mark.why"
+        stop "stage $name failed, ${why:-see above}${lost:-}. The same command goes on from here"
+    fi
     [[ -e $output ]] || stop "stage $name ended without writing $output"
     rm -f "$mark"
     times+=("$name" "$((SECONDS - began)) s")

@@ -24,9 +24,9 @@ def made(tmp_path):
     """made(plays, words) -> the pairs of them."""
     def made(plays, *words):
         write_jsonl(tmp_path / "episodes.jsonl", plays)
-        pairs.main(["--episodes", str(tmp_path / "episodes.jsonl"), "--out",
-                    str(tmp_path / "pairs.jsonl"), *words])
-        return read_jsonl(tmp_path / "pairs.jsonl")
+        pairs.main(["--episodes", str(tmp_path / "episodes.jsonl"), "--out", str(tmp_path),
+                    "--held-out", "0", *words])
+        return read_jsonl(tmp_path / "train.jsonl")
     return made
 
 
@@ -120,7 +120,7 @@ def test_questions_and_not_pairs_are_held_out_and_the_same_ones_again(made, tmp_
              for kind in ("right", "wrong") for j in range(3)]
     held = []
     for some in (plays, plays[:150]):
-        rows = made(some, "--val", str(tmp_path / "val.jsonl"), "--held-out", "0.3")
+        rows = made(some, "--held-out", "0.3")
         learnt = {row["task"]["id"] for row in rows}
         held.append({row["task"]["id"] for row in read_jsonl(tmp_path / "val.jsonl")})
         assert not learnt & held[-1] and len(learnt | held[-1]) == len(some) // 6
@@ -150,8 +150,8 @@ def test_principles_are_taken_out_of_what_is_trained_on_or_kept(made, tmp_path):
 def test_folders_of_rollouts_are_read_file_by_file(made, tmp_path):
     for step, row in enumerate((play(said="right"), play(said="wrong", reward=0.0))):
         write_jsonl(tmp_path / "rollouts" / f"{step:05d}.jsonl", [row])
-    pairs.main(["--episodes", str(tmp_path / "rollouts"), "--out", str(tmp_path / "p.jsonl")])
-    assert len(read_jsonl(tmp_path / "p.jsonl")) == 1
+    pairs.main(["--episodes", f"{tmp_path}/rollouts", "--out", str(tmp_path), "--held-out", "0"])
+    assert len(read_jsonl(tmp_path / "train.jsonl")) == 1 and not (tmp_path / "val.jsonl").exists()
 
 
 @pytest.mark.parametrize("row", [{"query": "?"}, [], play() | {"messages": "text"},
@@ -159,9 +159,9 @@ def test_folders_of_rollouts_are_read_file_by_file(made, tmp_path):
 def test_what_is_no_episode_is_named_by_file_and_line(tmp_path, row):
     (tmp_path / "e.jsonl").write_text(json.dumps(play()) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(SystemExit, match=r"e.jsonl, line 2: no judged episode"):
-        pairs.main(["--episodes", str(tmp_path / "e.jsonl"), "--out", str(tmp_path / "p.jsonl")])
+        pairs.main(["--episodes", str(tmp_path / "e.jsonl"), "--out", str(tmp_path)])
 
 
 def test_an_empty_folder_is_named(tmp_path):
     with pytest.raises(SystemExit, match=r"no \*.jsonl in"):
-        pairs.main(["--episodes", str(tmp_path), "--out", str(tmp_path / "p.jsonl")])
+        pairs.main(["--episodes", str(tmp_path), "--out", str(tmp_path)])

@@ -18,19 +18,18 @@ without the flag it stays. How many plays and pairs there should be, [1] does no
 [1] Tool-Star, arXiv:2505.16410, app. B.1, algorithm 1
 
 Reads   jsonl files of episodes, or folders of them
-Writes  jsonl files of pairs
+Writes  OUT/train.jsonl and, unless --held-out is 0, OUT/val.jsonl
 
-    python -m toolstar.pairs --episodes out/rl/rollouts --out pairs.jsonl --val held-out.jsonl
-    python -m toolstar.pairs --episodes out/play/rl/episodes.jsonl --by success --out pairs.jsonl
+    python -m toolstar.pairs --episodes out/rl/rollouts --out out/pairs
+    python -m toolstar.pairs --episodes out/play/rl/episodes.jsonl --by success --out out/pairs
 """
-import argparse
 import random
 from collections import Counter
 from itertools import permutations, product
 from pathlib import Path
 from typing import NamedTuple
 
-from evaluate import Help, read_jsonl, run, write_jsonl
+from evaluate import COUNT, NATURAL, SHARE, Help, Parser, read_jsonl, run, write_jsonl
 
 
 class Play(NamedTuple):
@@ -173,47 +172,47 @@ def describe_pairs(pairs):
 
 def make_pairs(args):
     groups, left_out = read_plays(args)
-    parts, asked = {"": [], "held out": []}, Counter()
+    parts, asked = {"train": [], "val": []}, Counter()
     for key in sorted(groups):
         # by its name alone: what is held out of one cycle is held out of the next
         rng = random.Random(f"{args.seed}/{key[0]}")
-        part = "held out" if args.val and rng.random() < args.held_out else ""
+        part = "val" if rng.random() < args.held_out else "train"
         pairs = pair_up(groups[key], args, rng)
         parts[part] += pairs
         asked[part] += bool(pairs)
     for cause, count in left_out.items():
         print(f"{count} plays left out: {cause}")
-    if not parts[""] or (args.val and not parts["held out"]):
+    if not parts["train"] or (args.held_out and not parts["val"]):
         many = sum(len(plays) for plays in groups.values())
-        raise ValueError(f"no pair{' to hold out' * bool(parts[''])} in {many} plays of "
+        raise ValueError(f"no pair{' to hold out' * bool(parts['train'])} in {many} plays of "
                          f"{len(groups)} questions: in none of these one play earned "
-                         f"{args.chosen} or more and another less than {args.rejected}; more "
-                         "plays of each, --by or other bounds")
-    for part, path in ("", args.out), ("held out", args.val):
-        if path:
-            write_jsonl(path, [as_row(*pair) for pair in parts[part]])
-            print(f"{path}: {len(parts[part])} pairs of {asked[part]} questions; "
-                  f"{describe_pairs(parts[part])}")
+                         f"{args.chosen} or more and another less than {args.rejected}; play more "
+                         "questions or each more often, or see --by and --held-out")
+    for part, pairs in parts.items():
+        if pairs:
+            path = Path(args.out) / f"{part}.jsonl"
+            write_jsonl(path, [as_row(*pair) for pair in pairs])
+            print(f"{path}: {len(pairs)} pairs of {asked[part]} questions; "
+                  f"{describe_pairs(pairs)}")
 
 
 # ---------------------------------------------------------------- main
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
     add("--episodes", nargs="+", required=True, metavar="JSONL|DIR", help="judged episodes")
-    add("--out", required=True, help="file of the pairs to learn from")
-    add("--val", help="file of the pairs that are held out; unset: none are")
-    add("--held-out", type=float, default=0.1, help="share of the questions that go to --val")
+    add("--out", required=True, help="folder of the pairs")
+    add("--held-out", type=SHARE, default=0.1, help="share of the questions not to learn from")
     add("--by", default="reward", help="what plays earned: reward, strict, or a part of the score")
     add("--chosen", type=float, default=1.0, help="a chosen play earned so much, or more [1]")
     add("--rejected", type=float, default=1.0, help="a rejected play earned less [1]")
-    add("--per-question", type=int, default=4, help="pairs of a question, at most")
+    add("--per-question", type=COUNT, default=4, help="pairs of a question, at most")
     add("--fewer-calls", action="store_true", help="also pairs of right plays of equal reward, the "
         "one of fewer calls chosen")
     add("--principles", metavar="FILE", help="text that system prompts of the plays hold, and "
         "those of the pairs shall not")
-    add("--seed", type=int, default=0, help="of what is held out, and of a choice among equals")
+    add("--seed", type=NATURAL, default=0, help="of what is held out, and of a choice among equals")
     return p.parse_args(argv)
 
 

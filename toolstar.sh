@@ -55,13 +55,13 @@ for ((cycle = 1; cycle <= ${CYCLES:-1}; cycle++)); do
     here=$OUT/cycle-$cycle
     if [[ $cycle != 1 ]]; then
         stage "rl-$cycle" "$here/rl/config.json" "${rl[@]}" --model "$last" --steps 20 \
-            --out "$here/rl"
+            --seed $((SEED + 1000 * cycle)) --out "$here/rl"
         last=$here/rl
     fi
-    # tasks of RL, each played as a group of its own
+    # from here on every cycle draws anew, but what is held out of pairs stays so
     stage "play-$cycle" "$here/play/table.md" python evaluate.py --model policy="$last" \
         --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${judge[@]}" --limit 160 --samples 8 \
-        --temperature 1.0 --top-p 1.0 --out "$here/play"
+        --temperature 0.8 --top-p 1.0 --seed $((SEED + 1000 * cycle)) --out "$here/play"
     stage "pairs-$cycle" "$here/pairs/val.jsonl" python -m toolstar.pairs --fewer-calls \
         --episodes "$here/play/policy/episodes.jsonl" --seed "$SEED" --out "$here/pairs"
     stage "dpo-$cycle" "$here/dpo/config.json" "${torchrun[@]}" "$GPUS" dpo.py --model "$last" \

@@ -19,7 +19,7 @@ AXES = ("reward", "scale", "data", "algorithm", "noise")
 COMMANDS = [(size, *more) for size in SIZES for more in ((), *(("axis", axis) for axis in AXES))]
 COMMANDS += [(size, "preflight") for size in SIZES[1:]] + [("tool-tiny",)]
 # flags of the stages that name what is read; all else that names a file or a folder is written
-INPUTS = {"--model", "--data", "--tasks", "--val", "--corpus", "--exclude", "--runs"}
+INPUTS = {"--model", "--data", "--tasks", "--val", "--corpus", "--exclude", "--runs", "--episodes"}
 # Written by hand from STAR, arXiv:2603.21972, appendices C and D, section 3 for the rewards and its
 # main table for the choice of algorithm and reward by size.
 PAPER = {
@@ -32,8 +32,8 @@ PAPER_RL = {"--prompts": "32", "--group": "8", "--epochs": "5", "--lr": "2e-6",
             "--temperature": "1.0", "--context": "30000", "--max-turns": "60"}
 PAPER_PLAY = {"--temperature": "0.6", "--top-p": "0.95", "--max-context": "32768",
               "--max-turns": "60"}
-OURS = re.compile("(DRY|MODEL|DATA|OUT|SEEDS?|GPUS|NNODES|NODE_RANK|STAR_DATABASE|ENDPOINT.*|QA|"
-                  "AXIS_.*|FLAGS_.*)$")
+OURS = re.compile("(DRY|MODEL|DATA|OUT|SEEDS?|CYCLES|GPUS|NNODES|NODE_RANK|STAR_DATABASE|"
+                  "ENDPOINT.*|QA|AXIS_.*|FLAGS_.*)$")
 
 
 def run_sh(folder, *words, **variables):
@@ -180,6 +180,23 @@ def test_variables_override_base_data_output_seed_and_ranks():
     assert value(stages, "sft", "--cutoff") == value(stages, "rl", "--context") == "4096"
     assert value(stages, "eval", "--max-context") == "4096"
     assert float(value(stages, "sft", "--lr")) < float(value(dry("tiny"), "sft", "--lr")) / 10
+
+
+@pytest.mark.parametrize("cycles, stages", [("0", ""), ("", "play pairs dpo"), (
+    "2", "play pairs dpo rl play pairs dpo")])
+def test_every_cycle_plays_pairs_and_learns_from_where_the_last_one_ended(cycles, stages):
+    made = dry("tool-tiny", OUT="OUT", **({"CYCLES": cycles} if cycles else {}))
+    names = [name for name in made if re.search(r"-\d$", name)]
+    assert [name[:-2] for name in names] == stages.split()
+    last = "OUT/rl"
+    for name in names:
+        given = arguments(made[name][1])
+        if "--model" in given:
+            assert given["--model"][0].split("=")[-1] == last
+        if name[:-2] in ("rl", "dpo"):
+            last = given["--out"][0]
+    models = arguments(made["eval"][1])["--model"]
+    assert models[2] == "rl=OUT/rl" and models[3:] == [f"dpo={last}"] * bool(stages)
 
 
 def test_several_nodes_meet_at_the_first():

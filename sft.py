@@ -125,9 +125,10 @@ def load_samples(path, template, cutoff):
     samples, dropped = [], 0
     for line, episode in enumerate(read_jsonl(path), 1):
         messages = episode.get("messages") if isinstance(episode, dict) else None
-        if not isinstance(messages, list) or not all(map(is_message, messages)):
-            sys.exit(f"{path}:{line}: no 'messages' list of roles and contents; each line must be "
-                     "an episode as synth.py writes them")
+        talk = isinstance(messages, list) and all(map(is_message, messages))
+        if not talk or not messages or messages[0]["role"] == "assistant":
+            sys.exit(f"{path}:{line}: no 'messages' list of roles and contents that begins with a "
+                     "prompt; each line must be an episode as synth.py writes them")
         sample = render(messages, template)
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1

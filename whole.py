@@ -162,6 +162,10 @@ def newest_whole(out, resume, rank):
     if not resume and (found or (Path(out) / "log.jsonl").exists()):
         sys.exit(f"{out} holds a run already: --resume goes on with it; or choose another --out")
     dist.barrier()  # all have looked before the log is made
+    steps = {f"step-{mark['step']}" for mark in found}
+    for file in folder.glob("step-*/mark.json"):
+        if rank == 0 and file.parent.name not in steps:
+            print(f"{file} is damaged: its checkpoint is left out", flush=True)
     for mark in found:
         damaged = broken_part(folder / f"step-{mark['step']}", mark, rank)
         if not damaged:

@@ -11,7 +11,9 @@ from conftest import SEED, Plain, flags_of, train, train_broken, weights
 
 import dpo
 import sft
-from evaluate import read_jsonl, write_jsonl
+from evaluate import Travel, play_solver, read_jsonl, write_jsonl
+from sandbox import Episode, Sandbox
+from toolstar import pairs as pairs_of
 
 DPO = """--batch 4 --steps 8 --lr 1e-4 --save-every 1 --val-every 3 --resume --pack-tokens 400
          --cutoff 400"""
@@ -359,3 +361,24 @@ def test_a_fall_of_the_chosen_is_warned_of(tmp_path, capsys):
         assert ("warning: delta_chosen is below -10" in capsys.readouterr().out) == warned
     assert [json.loads(text)["delta_chosen"] for text in
             (tmp_path / "log.jsonl").read_text().splitlines()] == [-9.9, -10.1]
+
+
+def test_pairs_of_the_travel_world_are_trained_on(mini, trip, tiny_model, tmp_path):
+    world, rows = Travel(mini), []
+    for name, wrong in ("w", "no trip"), ("x", "Day 1: nothing"):
+        task = trip[0] | {"id": name}
+        solved, failed = (Episode(task, Sandbox(mini)) for _ in range(2))
+        play_solver(mini, solved)
+        failed.step(f"<think>why?</think><answer>{wrong}</answer>")
+        for episode in (solved, failed):
+            plan, score, strict = world.verdict(episode)
+            rows.append(episode.record() | {"plan": plan, "score": score, "strict": strict,
+                                            "reward": world.reward(score, "sum")})
+    write_jsonl(tmp_path / "rollouts" / "00001.jsonl", rows)
+    pairs_of.main(["--episodes", f"{tmp_path}/rollouts", "--by", "success", "--held-out", "0",
+                   "--out", str(tmp_path)])
+    train("dpo.py", tmp_path / "dpo", "--model", tiny_model, "--data", tmp_path / "train.jsonl",
+          "--batch 1 --steps 2 --lr 1e-4 --no-checkpointing")
+    first, second = read_jsonl(tmp_path / "dpo" / "log.jsonl")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert second["margin"] != 0 and math.isfinite(second["gnorm"])

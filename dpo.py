@@ -267,7 +267,7 @@ def learn_pairs(engine, rows, reference, packed, rank, ranks, device, args):
     return numbers | {"gnorm": float(engine.get_global_grad_norm())}
 
 
-def identity(policy, rows):
+def fingerprint(policy, rows):
     """What the reference hangs on, as a hash: every weight, every token and its mask."""
     digest = hashlib.sha256()
     for p in policy.parameters():
@@ -280,8 +280,8 @@ def identity(policy, rows):
 def take_reference(engine, rows, known, start, packed, rank, ranks, device, args):
     """(2) log pi_ref of all episodes, (2, P): what OUT/reference.jsonl holds, or made and kept.
 
-    known: identity() of the weights and episodes that training begins with. After `start` updates
-    these weights are gone, and nothing can be made.
+    known: fingerprint() of the weights and episodes that training begins with. After `start`
+    updates these weights are gone, and nothing can be made.
     """
     file = Path(args.out) / "reference.jsonl"
     head, *kept = read_jsonl(file) if file.exists() else [None]
@@ -550,7 +550,7 @@ def main():
     pairs, val = (load_pairs(path, template, args.cutoff, rank) if path else []
                   for path in (args.data, args.val))
     policy, packed = load(args, template, device)
-    known = identity(policy, episodes_of(pairs + val))
+    known = fingerprint(policy, episodes_of(pairs + val))
     engine = zero3(policy, args.lr, ranks, device)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
     start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()

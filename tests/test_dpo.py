@@ -280,16 +280,16 @@ def test_a_reference_of_other_weights_or_pairs_is_never_used(kept):
 
 def test_every_weight_and_every_token_makes_the_identity(policy, pairs):
     rows = dpo.episodes_of(pairs)
-    one = dpo.identity(policy, rows)
+    one = dpo.fingerprint(policy, rows)
     other = dpo.Policy(copy.deepcopy(policy.lm))
-    assert dpo.identity(other, rows) == one
+    assert dpo.fingerprint(other, rows) == one
     with torch.no_grad():
         next(iter(other.parameters()))[3, 5] += 1e-3
-    assert dpo.identity(other, rows) != one
-    assert dpo.identity(policy, rows[1:] + rows[:1]) != one
+    assert dpo.fingerprint(other, rows) != one
+    assert dpo.fingerprint(policy, rows[1:] + rows[:1]) != one
     longer = [sft.Rendered(rows[0].ids, [0, *rows[0].mask[1:-1], 0]), *rows[1:]]
-    assert dpo.identity(policy, longer) != one
-    assert len(dpo.identity(dpo.Policy(other.lm.to(torch.bfloat16)), rows)) == 64
+    assert dpo.fingerprint(policy, longer) != one
+    assert len(dpo.fingerprint(dpo.Policy(other.lm.to(torch.bfloat16)), rows)) == 64
 
 
 # -------------------------------------------------------------------------------------- processes

@@ -58,7 +58,9 @@ def run(program, function, *args):
 def told(error):
     """An error as one line: what is wrong with which file, and what mends it."""
     if isinstance(error, KeyError):
-        return error.args[0]
+        text = " ".join(map(str, error.args))
+        # a sentence of ours, or a look-up that failed
+        return text if " " in text else f"KeyError {text!r} (STAR_TRACEBACK=1 shows where)"
     if isinstance(error, OSError) and error.filename is not None:
         mend = MEND.get(error.errno)
         return f"{error.filename}: {error.strerror}" + (f"; {mend}" if mend else "")

@@ -44,6 +44,7 @@ from evaluate import (
     Help,
     Parser,
     check_finite,
+    check_parameters,
     check_weights,
     die_with_parent,
     hold,
@@ -370,6 +371,7 @@ def save_model(engine, template, out, rank):
 
 def save_checkpoint(engine, out, step, rank):
     """Save what it takes to go on after `step` updates."""
+    check_parameters(engine, out, step)
     with new_checkpoint(out, step, rank) as folder:
         engine.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
 
@@ -442,6 +444,7 @@ def main():
         if last:
             sys.exit(f"sft: SIGTERM, saved after update {step + 1}; the same command with --resume "
                      "goes on")
+    check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
 
 

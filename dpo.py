@@ -62,6 +62,7 @@ from evaluate import (
     Help,
     Parser,
     check_finite,
+    check_parameters,
     check_weights,
     die_with_parent,
     hold,
@@ -100,8 +101,7 @@ def flags():
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this share of --lr")
     add("--seed", type=NATURAL, default=0, help="of the order of the pairs")
     add = p.add_argument_group("memory (python memory.py dpo tells what fits)").add_argument
-    add("--cutoff", type=COUNT, default=8192, help="tokens of an episode; a pair with a longer one "
-        "is dropped [2]")
+    add("--cutoff", type=COUNT, default=8192, help="tokens of an episode, or its pair is dropped [2]")
     add("--pack-tokens", type=COUNT, default=16384, help="tokens per micro-batch, with padding")
     add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
         help="attention of the trainer; auto: flash attention where it is installed")
@@ -177,8 +177,8 @@ def read_pair(row, template, cutoff):
     if not better >= worse:
         return "rejected earned more than chosen"
     pair = Pair(*(render(side, template) for side in sides))
-    longest = max(len(episode.ids) for episode in pair)
-    return f"a side is longer than --cutoff {cutoff}" if longest > cutoff else pair
+    too_long = max(len(episode.ids) for episode in pair) > cutoff
+    return f"a side is longer than --cutoff {cutoff}" if too_long else pair
 
 
 def load_pairs(path, template, cutoff, rank):
@@ -512,6 +512,7 @@ def save_model(engine, template, out, rank):
 
 def save_checkpoint(engine, out, step, rank):
     """Save what it takes to go on after `step` updates."""
+    check_parameters(engine, out, step)
     with new_checkpoint(out, step, rank) as folder:
         engine.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
 
@@ -581,6 +582,7 @@ def main():
         if last:
             sys.exit(f"dpo: SIGTERM, saved after update {step + 1}; the same command with --resume "
                      "goes on")
+    check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
 
 

@@ -101,7 +101,7 @@ def flags():
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this share of --lr")
     add("--seed", type=NATURAL, default=0, help="of the order of the pairs")
     add = p.add_argument_group("memory (python memory.py dpo tells what fits)").add_argument
-    add("--cutoff", type=COUNT, default=8192, help="tokens of an episode, or its pair is dropped [2]")
+    add("--cutoff", type=COUNT, default=8192, help="tokens of an episode; longer are dropped [2]")
     add("--pack-tokens", type=COUNT, default=16384, help="tokens per micro-batch, with padding")
     add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
         help="attention of the trainer; auto: flash attention where it is installed")

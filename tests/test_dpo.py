@@ -12,7 +12,6 @@ from conftest import SEED, Plain, flags_of, train, train_broken, weights
 import dpo
 import sft
 from evaluate import Travel, play_solver, read_jsonl, write_jsonl
-from sandbox import Episode, Sandbox
 from toolstar import pairs as pairs_of
 
 DPO = """--batch 4 --steps 8 --lr 1e-4 --save-every 1 --val-every 3 --resume --pack-tokens 400
@@ -365,9 +364,10 @@ def test_a_fall_of_the_chosen_is_warned_of(tmp_path, capsys):
 
 def test_pairs_of_the_travel_world_are_trained_on(mini, trip, tiny_model, tmp_path):
     world, rows = Travel(mini), []
+    played = SimpleNamespace(failure_rate=0.0, max_turns=60, system_prompt="short")
     for name, wrong in ("w", "no trip"), ("x", "Day 1: nothing"):
         task = trip[0] | {"id": name}
-        solved, failed = (Episode(task, Sandbox(mini)) for _ in range(2))
+        solved, failed = (world.episode(task, 0, played) for _ in range(2))
         play_solver(mini, solved)
         failed.step(f"<think>why?</think><answer>{wrong}</answer>")
         for episode in (solved, failed):

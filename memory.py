@@ -23,6 +23,9 @@ MOMENTS = {  # of an update: what lowers it
     "layer": "a smaller --pack-tokens or {longest}, no --no-checkpointing, or more GPUs",
     "step": "more GPUs",
 }
+# tokens of the longest episode and of a micro-batch, as each stage has it. dpo.py has no model
+# beside the one it trains: its reference is numbers
+ROOM = {"sft": (20480, 20480), "dpo": (8192, 16384), "grpo": (30000, 32768), "arpo": (30000, 32768)}
 GIB = 2**30
 
 
@@ -88,12 +91,13 @@ def load_shape(model):
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
-    add("stage", choices=("sft", "grpo", "arpo"), help="whose memory; the flags are those it takes")
+    add("stage", choices=tuple(ROOM), help="whose memory; the flags are those it takes")
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name")
     add("--gpus", type=COUNT, default=8, help="GPUs of all nodes together")
     add("--gpu-gib", type=POSITIVE, default=80, help="GiB of a GPU")
-    add("--cutoff", type=COUNT, default=20480, help="sft: tokens of the longest episode")
-    add("--context", type=COUNT, default=30000, help="grpo, arpo: tokens of the longest episode")
+    add("--cutoff", type=NATURAL, default=0, help="sft, dpo: tokens of the longest episode; 0: the "
+        "stage's own")
+    add("--context", type=COUNT, default=ROOM["grpo"][0], help="grpo, arpo: the same")
     add("--pack-tokens", type=NATURAL, default=0, help="tokens per micro-batch; 0: the stage's own")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
     add("--tp", type=COUNT, default=1, help="grpo, arpo: ranks that share an engine's weights")
@@ -114,9 +118,9 @@ def write_full(args, tokens):
 def main(argv=None):
     args = flags(argv)
     config, n = load_shape(args.model)
-    flag = "--cutoff" if args.stage == "sft" else "--context"
-    longest = args.cutoff if args.stage == "sft" else args.context
-    tokens = max(args.pack_tokens or (20480 if args.stage == "sft" else 32768), longest)
+    plays, (longest, tokens) = args.stage not in ("sft", "dpo"), ROOM[args.stage]
+    flag, longest = ("--context", args.context) if plays else ("--cutoff", args.cutoff or longest)
+    tokens = max(args.pack_tokens or tokens, longest)
     positions, heads = config.max_position_embeddings, config.num_attention_heads
     if longest > positions:
         sys.exit(f"{args.model} knows {positions} positions, {flag} asks for {longest}: lower it")
@@ -124,7 +128,7 @@ def main(argv=None):
         sys.exit(f"{args.model} has {heads} attention heads, which --tp {args.tp} does not divide")
     rows, contexts = training(config, n, args, tokens), math.inf
     moments = list(MOMENTS)
-    if args.stage == "sft":
+    if not plays:
         moments.remove("play")
     else:
         engine, contexts = playing(config, n, args)

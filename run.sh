@@ -17,6 +17,7 @@
 #   MODEL   base model, a folder or a hub name     DATA  folder of sft.jsonl, rl.jsonl, val.jsonl
 #   OUT     folder of the run                      SEED  of the training and the plays, 0 unless set
 #   SEEDS   of an axis, "0 1" unless set           FLAGS_STAGE  more flags: FLAGS_rl="--lr 1e-6"
+#   CYCLES  of play, pairs and DPO after RL, 1 unless set: tool-tiny
 #   GPUS    ranks on this node                     NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
 #   ENDPOINT  URL=MODEL of a teacher, ENDPOINT_KEY the file of its key; unset: the solver, for free
 #   QA      folder of FlashRAG's data sets, with RETRIEVER: questions after a real size's evaluation
@@ -27,7 +28,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,27s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '2,26s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 print() { printf '%q ' "$@"; echo; }

@@ -13,7 +13,7 @@ FILES = sorted(path.name for path in ROOT.glob("*.py"))
 TOOLS = sorted(f"toolstar/{path.name}" for path in (ROOT / "toolstar").glob("*.py"))
 # the program of a model, run by what is locked up for it
 MAY_EXECUTE = {("toolstar/cell.py", "play"): {"compile", "exec"}}
-STAGES = ("synth.py", "sft.py", "grpo.py", "arpo.py")
+STAGES = ("synth.py", "sft.py", "grpo.py", "arpo.py", "dpo.py")
 # imported inside the functions that use them
 HEAVY = ["vllm", "deepspeed", "transformers", "matplotlib", "openai", "fastapi", "uvicorn"]
 WITHOUT_TORCH = ("sandbox.py", "wording.py", "markup.py", "format_plan.py", "constraints.py",
@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "toolstar/tools.py": {"sandbox", "retriever", "evaluate"},
     "toolstar/facts.py": {"sandbox", "evaluate", "solver", "synth", "tiny"},
     "toolstar/tir.py": {"sandbox", "evaluate", "solver", "synth"},
-    "toolstar/published.py": {"evaluate"},
+    "toolstar/published.py": {"evaluate"}, "toolstar/pairs.py": {"evaluate"},
     "toolstar/sets.py": {"evaluate"}, "toolstar/scores.py": {"evaluate", "synth"},
 } | {f"toolstar/{name}.py": set() for name in ("__init__", "jail", "run_code", "cell", "browse",
                                                "verdict", "mathematics", "expression")}
@@ -51,16 +51,16 @@ LIMITS = {  # lines
     "guard.py": 165, "whole.py": 230, "evaluate.py": 650, "report.py": 400,
     "microscope.py": 100,
     "leaderboard.py": 130, "synth.py": 600, "teacher.py": 540, "tiny.py": 480, "sft.py": 430,
-    "grpo.py": 800,
-    "arpo.py": 900, "memory.py": 150, "retriever.py": 360, "qa_eval.py": 420, "run.sh": 236,
-    "setup.sh": 130, "axes.sh": 130, "toolstar.sh": 112, "README.md": 173}
+    "grpo.py": 800, "arpo.py": 900, "dpo.py": 550, "memory.py": 150, "retriever.py": 360,
+    "qa_eval.py": 420, "run.sh": 236,
+    "setup.sh": 130, "axes.sh": 130, "toolstar.sh": 130, "README.md": 173}
 TOOL_LIMITS = {
     "toolstar/__init__.py": 5, "toolstar/tools.py": 640, "toolstar/jail.py": 560,
     "toolstar/run_code.py": 110,
     "toolstar/cell.py": 240, "toolstar/browse.py": 310, "toolstar/verdict.py": 340,
     "toolstar/mathematics.py": 430, "toolstar/expression.py": 480, "toolstar/facts.py": 450,
     "toolstar/tir.py": 520, "toolstar/published.py": 350, "toolstar/sets.py": 300,
-    "toolstar/scores.py": 250}
+    "toolstar/scores.py": 250, "toolstar/pairs.py": 210}
 LAYOUT = {"LICENSE", "pyproject.toml", "requirements.txt", "requirements-cpu.txt", "bench",
           "database", "docs", "tests", "report.html", "toolstar", *LIMITS}
 # sft.py and grpo.py write these each for themselves; all else they share is equal
@@ -223,7 +223,7 @@ def test_functions_are_short_and_the_file_says_what_it_is(name):
 def test_a_name_has_one_meaning_in_the_house():
     # each stage has these of its own; twins share theirs, which other tests hold equal
     own = {"flags", "main", "log", "learning_rate"}
-    twins = {"grpo.py": {"arpo.py", "sft.py"}, "sft.py": {"arpo.py"}}
+    twins = {"grpo.py": {"arpo.py", "sft.py"}, "sft.py": {"arpo.py", "dpo.py"}}
     seen = {}
     for file in FILES:
         for name in functions(file).keys() - own:
@@ -242,6 +242,14 @@ def test_sft_shares_its_machines_with_grpo():
     assert {"setup", "load", "zero3", "save_model", "save_checkpoint", "restore"} <= shared
     for name in sorted(shared):
         assert sft[name] == grpo[name], difference("sft.py", "grpo.py", sft[name], grpo[name])
+
+
+def test_dpo_shares_its_machines_with_sft():
+    sft, dpo = functions("sft.py"), functions("dpo.py")
+    shared = sft.keys() & dpo.keys() - {"flags", "main", "log"}
+    assert sft.keys() - shared == {"flags", "main", "log", "load_samples"}
+    for name in sorted(shared):
+        assert sft[name] == dpo[name], difference("sft.py", "dpo.py", sft[name], dpo[name])
 
 
 def test_arpo_is_grpo_plus_forking():

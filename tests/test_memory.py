@@ -193,6 +193,12 @@ def test_sft_has_no_engine_and_goes_by_its_cutoff(plan):
     assert "engine's" not in said
 
 
+def test_dpo_is_planned_as_sft_is_since_its_reference_is_no_model(plan):
+    sft, said, _ = plan("sft --cutoff 8192 --pack-tokens 16384")
+    dpo, same, _ = plan("dpo")
+    assert dpo == sft and said == same and "16384 tokens at a time" in same
+
+
 def test_a_cache_without_room_for_a_context_is_refused(plan):
     assert "the cache holds no whole context" in plan("grpo --gpu-memory 0.21")[2]
 

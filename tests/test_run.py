@@ -23,7 +23,7 @@ COMMANDS = [(size, *more) for size in SIZES for more in ((), *(("axis", axis) fo
 COMMANDS += [(size, "preflight") for size in SIZES[1:] + STARS] + [("tool-tiny",)]
 COMMANDS += [(size,) for size in STARS]
 # flags of the stages that name what is read; all else that names a file or a folder is written
-INPUTS = {"--model", "--data", "--tasks", "--val", "--corpus", "--exclude", "--runs"}
+INPUTS = {"--model", "--data", "--tasks", "--val", "--corpus", "--exclude", "--runs", "--episodes"}
 # Written by hand from STAR, arXiv:2603.21972, appendices C and D, section 3 for the rewards and its
 # main table for the choice of algorithm and reward by size.
 PAPER = {
@@ -42,8 +42,8 @@ STAR_SFT = {"--epochs": "3", "--batch": "16", "--lr": "7e-6", "--warmup": "0.1",
 STAR_RL = {"--prompts": "128", "--group": "8", "--minibatches": "8", "--epochs": "2",
            "--lr": "1e-6", "--clip-low": "0.2", "--clip-high": "0.2", "--context": "5632",
            "--temperature": "1.0", "--reward": "paper", "--env": "tools"}
-OURS = re.compile("(DRY|MODEL|DATA|OUT|SEEDS?|GPUS|NNODES|NODE_RANK|STAR_DATABASE|ENDPOINT.*|QA|"
-                  "SFT_DATA|RL_DATA|SETS|TOOLS|JUDGE.*|AXIS_.*|FLAGS_.*)$")
+OURS = re.compile("(DRY|MODEL|DATA|OUT|SEEDS?|CYCLES|GPUS|NNODES|NODE_RANK|STAR_DATABASE|"
+                  "ENDPOINT.*|QA|SFT_DATA|RL_DATA|SETS|TOOLS|JUDGE.*|AXIS_.*|FLAGS_.*)$")
 
 
 def run_sh(folder, *words, **variables):
@@ -214,6 +214,23 @@ def test_variables_override_base_data_output_seed_and_ranks():
     assert value(stages, "sft", "--cutoff") == value(stages, "rl", "--context") == "4096"
     assert value(stages, "eval", "--max-context") == "4096"
     assert float(value(stages, "sft", "--lr")) < float(value(dry("tiny"), "sft", "--lr")) / 10
+
+
+@pytest.mark.parametrize("cycles, stages", [("0", ""), ("", "play pairs dpo"), (
+    "2", "play pairs dpo rl play pairs dpo")])
+def test_every_cycle_plays_pairs_and_learns_from_where_the_last_one_ended(cycles, stages):
+    made = dry("tool-tiny", OUT="OUT", **({"CYCLES": cycles} if cycles else {}))
+    names = [name for name in made if re.search(r"-\d$", name)]
+    assert [name[:-2] for name in names] == stages.split()
+    last = "OUT/rl"
+    for name in names:
+        given = arguments(made[name][1])
+        if "--model" in given:
+            assert given["--model"][0].split("=")[-1] == last
+        if name[:-2] in ("rl", "dpo"):
+            last = given["--out"][0]
+    models = arguments(made["eval"][1])["--model"]
+    assert models[2] == "rl=OUT/rl" and models[3:] == [f"dpo={last}"] * bool(stages)
 
 
 def test_several_nodes_meet_at_the_first():

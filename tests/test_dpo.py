@@ -1,0 +1,384 @@
+"""DPO: the loss by hand and by plain torch, the same gradient and weights however work is cut."""
+import copy
+import json
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import SEED, Plain, flags_of, train, train_broken, weights
+
+import dpo
+import sft
+from evaluate import Travel, play_solver, read_jsonl, write_jsonl
+from toolstar import pairs as pairs_of
+
+DPO = """--batch 4 --steps 8 --lr 1e-4 --save-every 1 --val-every 3 --resume --pack-tokens 400
+         --cutoff 400"""
+ASKED = [{"role": "system", "content": "Say digits."}, {"role": "user", "content": "Go on."}]
+
+
+def says(*replies):
+    """Messages of replies, with observations between them."""
+    messages = []
+    for reply in replies:
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "More!"}]
+    return messages[:-1]
+
+
+def row(chosen=("9 8",), rejected=("1 0",), rewards=(1.0, 0.0), **other):
+    return {"prompt": ASKED, "chosen": says(*chosen), "rejected": says(*rejected),
+            "rewards": list(rewards), **other}
+
+
+def options(words=""):
+    return flags_of(dpo, words)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """Seven pairs of random tokens, the two episodes of a pair of other lengths."""
+    draw, made = random.Random(SEED), []
+    for _ in range(7):
+        sides = []
+        for _ in range(2):
+            n = draw.randint(8, 60)
+            ids, mask = ([draw.randrange(top) for _ in range(n)] for top in (300, 2))
+            sides.append(dpo.Rendered(ids, [0, 0, 0, *mask[3:-1], 1]))
+        made.append(dpo.Pair(*sides))
+    return made
+
+
+@pytest.fixture(scope="module")
+def reference(pairs):
+    """What a reference could have said: nobody's, so that margins are not 0."""
+    torch.manual_seed(SEED)
+    tokens = torch.tensor([[sum(pair[side].mask) for pair in pairs] for side in (0, 1)])
+    return -tokens * 7.0 + torch.randn(2, len(pairs), dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------- loss
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model):
+    """The tiny model as transformers has it, in float64: float32 keeps no six digits of a gradient.
+    """
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+
+
+def plain_logps(lm, rendered):
+    """log pi of the policy's tokens of an episode, together, in plain torch."""
+    ids = torch.tensor([rendered.ids])
+    logps = torch.log_softmax(lm(ids).logits[0, :-1], -1)
+    each = logps.gather(-1, ids[0, 1:, None]).squeeze(-1)
+    return (each * torch.tensor(rendered.mask[1:])).sum()
+
+
+def plain_gradient(lm, pairs, reference, args):
+    """The loss of pairs as [1] writes it, and its gradient by autograd through both episodes."""
+    losses = []
+    lm.zero_grad()
+    for pair, (ref_chosen, ref_rejected) in zip(pairs, reference.T, strict=True):
+        chosen, rejected = (plain_logps(lm, side) for side in pair)
+        n_chosen, n_rejected = (sum(side.mask) for side in pair)
+        deltas = [chosen - ref_chosen, rejected - ref_rejected]
+        if args.length_norm:
+            deltas = [deltas[0] / n_chosen, deltas[1] / n_rejected]
+        margin = args.beta * (deltas[0] - deltas[1])
+        losses.append(-torch.log(1 / (1 + torch.exp(-margin))) - args.nll * chosen / n_chosen)
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in lm.parameters()])
+
+
+def our_gradient(policy, pairs, reference, args, packed=False):
+    """The numbers of an update, and its gradient."""
+    engine = Plain(policy)
+    numbers = dpo.learn_pairs(engine, dpo.episodes_of(pairs), reference, packed, 0, 1, "cpu", args)
+    return numbers, engine.gradient()
+
+
+@pytest.mark.parametrize("words", ["", "--beta 0.5", "--nll 0.3", "--length-norm --beta 5",
+                                   "--nll 1 --length-norm"])
+def test_loss_and_gradient_are_those_of_plain_torch_to_1e_6(
+        plain, pairs, reference, one_rank, words):
+    args = options(words)
+    loss, gradient = plain_gradient(plain, pairs, reference, args)
+    policy = dpo.Policy(copy.deepcopy(plain))
+    numbers, found = our_gradient(policy, pairs, reference, args)
+    assert numbers["loss"] == pytest.approx(loss, rel=1e-6)
+    assert (found - gradient).norm() <= 1e-6 * gradient.norm()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("budget", [70, 200, 10_000])
+def test_the_gradient_depends_neither_on_micro_batches_nor_on_packing(
+        policy, pairs, reference, one_rank, packed, budget):
+    _, alone = our_gradient(policy, pairs, reference, options("--pack-tokens 1"))
+    args = options(f"--pack-tokens {budget}")
+    numbers, found = our_gradient(policy, pairs, reference, args, packed)
+    assert (found - alone).norm() <= 5e-6 * alone.norm()
+
+
+def test_the_numbers_of_a_loss_computed_by_hand():
+    rows = [SimpleNamespace(mask=[1] * n) for n in (10, 20, 10, 40)]  # chosen, chosen, rejected, ..
+    logps = torch.tensor([[-10.0, -30.0], [-20.0, -40.0]], dtype=torch.float64)
+    reference = torch.tensor([[-14.0, -28.0], [-18.0, -37.0]], dtype=torch.float64)
+    # deltas +4 and -2, -2 and -3; margins 0.1 * 6 and 0.1 * 1
+    weights, numbers = dpo.preference(logps, reference, rows, options())
+    assert numbers == pytest.approx({
+        "loss": (math.log(1 + math.exp(-0.6)) + math.log(1 + math.exp(-0.1))) / 2, "accuracy": 1.0,
+        "margin": 0.35, "delta_chosen": 1.0, "delta_rejected": -2.5, "logp_chosen": -40 / 30,
+        "logp_rejected": -60 / 50})
+    pull = [0.1 / (1 + math.exp(margin)) / 2 for margin in (0.6, 0.1)]
+    assert weights.flatten().tolist() == pytest.approx([-pull[0], -pull[1], *pull])
+
+
+def test_an_nll_pulls_the_chosen_by_its_weight_per_token_and_leaves_the_rejected():
+    rows = [SimpleNamespace(mask=[1] * n) for n in (10, 20, 10, 40)]
+    logps, reference = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, 2)
+    without, _ = dpo.preference(logps, reference, rows, options())
+    weights, _ = dpo.preference(logps, reference, rows, options("--nll 0.6"))
+    added = (weights - without).flatten().tolist()
+    assert added == pytest.approx([-0.6 / 10 / 2, -0.6 / 20 / 2, 0, 0])
+
+
+def test_the_loss_is_that_of_trl_on_the_same_log_probabilities():
+    """As TRL 1.16.0's DPOTrainer has it (loss_type sigmoid, and sigmoid_norm), written again."""
+    torch.manual_seed(SEED)
+    logps, reference = torch.randn(2, 2, 9, dtype=torch.float64) * 9
+    rows = [SimpleNamespace(mask=[1] * n) for n in range(3, 21)]
+    tokens = torch.arange(3, 21).view(2, 9)
+    for words, scale in (("", 1), ("--length-norm", tokens)):
+        ratios = (logps - reference) / scale
+        theirs = -torch.nn.functional.logsigmoid(0.1 * (ratios[0] - ratios[1])).mean()
+        ours = dpo.preference(logps, reference, rows, options(words))[1]["loss"]
+        assert ours == pytest.approx(theirs.item(), rel=1e-12)
+
+
+def test_pairs_that_are_told_apart_pull_no_more_and_no_margin_overflows():
+    rows = [SimpleNamespace(mask=[1])] * 4
+    logps = torch.tensor([[1e4, -1e4], [0, 0]], dtype=torch.float64)
+    weights, numbers = dpo.preference(logps, torch.zeros(2, 2), rows, options())
+    assert weights.flatten().tolist() == pytest.approx([0, -0.05, 0, 0.05])
+    assert numbers["loss"] == pytest.approx(500) and numbers["accuracy"] == 0.5
+
+
+def test_a_rank_without_work_makes_its_passes_and_adds_nothing(policy, pairs, reference, one_rank,
+                                                               monkeypatch):
+    args = options()
+    _, worked = our_gradient(policy, pairs, reference, args)
+    deal = dpo.deal
+    monkeypatch.setattr(dpo, "deal", lambda *words: [hand + [[]] for hand in deal(*words)])
+    _, found = our_gradient(policy, pairs, reference, args)
+    assert torch.equal(found, worked)
+
+
+# ------------------------------------------------------------------------------------------- data
+
+
+def test_results_of_tools_are_masked_on_both_sides(template, tmp_path):
+    write_jsonl(tmp_path / "p.jsonl", [row(("call", "9"), ("call", "call", "0"))])
+    (pair,) = dpo.load_pairs(tmp_path / "p.jsonl", template, 400, 0)
+    trained = [template.tokenizer.decode([i for i, m in zip(*side, strict=True) if m])
+               for side in pair]
+    assert trained == ["call<|im_end|>9<|im_end|>", "call<|im_end|>call<|im_end|>0<|im_end|>"]
+
+
+def test_whole_conversations_are_pairs_too(template, tmp_path):
+    whole = {"chosen": ASKED + says("9"), "rejected": ASKED + says("0"), "rewards": [1, 0]}
+    write_jsonl(tmp_path / "p.jsonl", [row(("9",), ("0",)), whole])
+    one, other = dpo.load_pairs(tmp_path / "p.jsonl", template, 400, 0)
+    assert one == other
+
+
+BAD = {
+    "prompts of both sides differ": {
+        "chosen": ASKED + says("9"), "rejected": ASKED[:1] + says("0"), "rewards": [1, 0]},
+    "differ, or are empty": {"chosen": says("9"), "rejected": says("0"), "rewards": [1, 0]},
+    "both sides have the same replies": row(("9", "8"), ("9", "8")),
+    "a side has no reply": row(rejected=()),
+    "no reply": row(chosen=("", " \n")),
+    "no 'rewards'": {key: value for key, value in row().items() if key != "rewards"},
+    "no 'chosen'": {key: value for key, value in row().items() if key != "chosen"},
+    "a message is no role and content": row() | {"chosen": [{"role": "assistant"}]},
+    "two numbers as rewards": row(rewards=(1.0, None)),
+    "two numbers": row(rewards=(1.0, 0.0, 0.0)),
+    "want lists of messages": row() | {"rejected": "0"},
+    "lists of messages": ["no", "object"],
+    "rejected earned more": row(rewards=(0.0, 1.0)),
+    "earned more than chosen": row(rewards=(math.nan, 1.0)),
+    "a side is longer than --cutoff 400": row(rejected=("0 " * 500,)),
+    "longer than --cutoff": row(chosen=("9 " * 500,)),
+}
+
+
+@pytest.mark.parametrize("why", BAD)
+def test_a_pair_that_teaches_nothing_is_counted_and_named(template, tmp_path, capsys, why):
+    write_jsonl(tmp_path / "p.jsonl", [row(), BAD[why], row(("7",)), BAD[why]])
+    kept = dpo.load_pairs(tmp_path / "p.jsonl", template, 400, 0)
+    assert len(kept) == 2
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith(f"{tmp_path}/p.jsonl: 2 left out, the first in line 2: ") and why in said
+
+
+def test_all_causes_have_a_line_each_and_other_ranks_keep_quiet(template, tmp_path, capsys):
+    write_jsonl(tmp_path / "p.jsonl", [row(), *BAD.values()])
+    dpo.load_pairs(tmp_path / "p.jsonl", template, 400, 1)
+    assert capsys.readouterr().out == ""
+    dpo.load_pairs(tmp_path / "p.jsonl", template, 400, 0)
+    counts = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert sum(counts) == len(BAD) and len(counts) == 9
+
+
+def test_without_a_pair_nothing_begins(template, tmp_path):
+    write_jsonl(tmp_path / "p.jsonl", [BAD["no reply"]] * 3)
+    with pytest.raises(ValueError, match="p.jsonl: no pair to train on; 3 left out.*no reply"):
+        dpo.load_pairs(tmp_path / "p.jsonl", template, 400, 0)
+    write_jsonl(tmp_path / "p.jsonl", [])
+    with pytest.raises(ValueError, match="no pair to train on; it is empty"):
+        dpo.load_pairs(tmp_path / "p.jsonl", template, 400, 0)
+
+
+# -------------------------------------------------------------------------------------- reference
+
+
+@pytest.fixture
+def kept(policy, pairs, one_rank, tmp_path):
+    """take(start) -> the reference of an OUT, and its file; its identity is "these"."""
+    args = options(f"--out {tmp_path}")
+
+    def take(start=0, known="these"):
+        return dpo.take_reference(Plain(policy), dpo.episodes_of(pairs), known, start, False, 0, 1,
+                                  "cpu", args)
+    return take, tmp_path / "reference.jsonl"
+
+
+def test_the_reference_is_what_the_starting_weights_say(plain, pairs, kept):
+    take, file = kept
+    found = take()
+    with torch.no_grad():
+        logps = [[plain_logps(plain, pair[side]) for pair in pairs] for side in (0, 1)]
+    torch.testing.assert_close(found, torch.tensor(logps), rtol=1e-6, atol=0)
+    assert torch.equal(take(5), found), "kept to the last bit"
+
+
+def test_a_reference_of_other_weights_or_pairs_is_never_used(kept):
+    take, file = kept
+    first = take()
+    head, *rows = read_jsonl(file)
+    write_jsonl(file, [{"of": "others"}, *({"chosen": 0.0, "rejected": 0.0} for _ in rows)])
+    with pytest.raises(ValueError, match="reference.jsonl is not of this --model and these pairs"):
+        take(start=3)
+    assert torch.equal(take(), first) and read_jsonl(file)[0] == {"of": "these"}
+
+
+def test_every_weight_and_every_token_makes_the_identity(policy, pairs):
+    rows = dpo.episodes_of(pairs)
+    one = dpo.fingerprint(policy, rows)
+    other = dpo.Policy(copy.deepcopy(policy.lm))
+    assert dpo.fingerprint(other, rows) == one
+    with torch.no_grad():
+        next(iter(other.parameters()))[3, 5] += 1e-3
+    assert dpo.fingerprint(other, rows) != one
+    assert dpo.fingerprint(policy, rows[1:] + rows[:1]) != one
+    longer = [sft.Rendered(rows[0].ids, [0, *rows[0].mask[1:-1], 0]), *rows[1:]]
+    assert dpo.fingerprint(policy, longer) != one
+    assert len(dpo.fingerprint(dpo.Policy(other.lm.to(torch.bfloat16)), rows)) == 64
+
+
+# -------------------------------------------------------------------------------------- processes
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Files of pairs in which high digits are better than low ones: to learn from, held out."""
+    draw, folder = random.Random(SEED), tmp_path_factory.mktemp("pairs")
+
+    def spoken(low, high):
+        return [" ".join(str(draw.randint(low, high)) for _ in range(3)) for _ in range(2)]
+    for name, n in (("pairs", 24), ("val", 9)):
+        write_jsonl(folder / f"{name}.jsonl", [row(spoken(5, 9), spoken(0, 4)) for _ in range(n)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words(student, digits):
+    return f"{DPO} --model {student} --data {digits}/pairs.jsonl --val {digits}/val.jsonl"
+
+
+@pytest.fixture(scope="module")
+def critic(words, tmp_path_factory):
+    """What dpo.py makes of the student."""
+    out = tmp_path_factory.mktemp("critic") / "dpo"
+    train("dpo.py", out, words)
+    return out
+
+
+def test_the_student_comes_to_prefer_high_digits_on_held_out_pairs_too(critic):
+    lines = read_jsonl(critic / "log.jsonl")
+    assert [line["step"] for line in lines if "val_loss" in line] == [3, 6, 8]
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-4), "all deltas are 0 at first"
+    assert lines[-1]["loss"] < 0.6 and lines[-1]["accuracy"] == 1.0
+    assert lines[-1]["val_accuracy"] >= 0.75 and lines[-1]["val_margin"] > 0
+
+
+def test_two_ranks_learn_what_one_learns(words, critic, tmp_path):
+    train("dpo.py", tmp_path / "dpo", words, ranks=2)
+    one, two = (read_jsonl(out / "log.jsonl") for out in (critic, tmp_path / "dpo"))
+    for key in ("loss", "delta_chosen", "gnorm", "val_loss"):
+        assert [line[key] for line in two if key in line] == pytest.approx(
+            [line[key] for line in one if key in line], rel=1e-2, abs=1e-3)
+
+
+def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
+        words, critic, tmp_path):
+    train_broken("dpo.py", tmp_path / "dpo", words)
+    one, two = weights(critic), weights(tmp_path / "dpo")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    one, two = ([{key: value for key, value in line.items() if key != "seconds"}
+                 for line in read_jsonl(out / "log.jsonl")] for out in (critic, tmp_path / "dpo"))
+    assert one == two
+    one, two = ((out / "reference.jsonl").read_text() for out in (critic, tmp_path / "dpo"))
+    assert one == two
+
+
+def test_a_run_does_not_go_on_with_other_pairs(words, critic, digits, tmp_path):
+    text = train("dpo.py", critic, words.replace("pairs.jsonl", "val.jsonl"), status=1)
+    assert "not of this --model and these pairs" in text and "Traceback" not in text
+
+
+def test_a_fall_of_the_chosen_is_warned_of(tmp_path, capsys):
+    line = dict.fromkeys(("loss", "accuracy", "margin", "delta_rejected", "gnorm", "lr"), 0)
+    for delta, warned in ((-9.9, False), (-10.1, True)):
+        dpo.log(line | {"step": 1, "delta_chosen": delta, "tokens": 1, "seconds": 1}, 2, tmp_path,
+                0)
+        assert ("warning: delta_chosen is below -10" in capsys.readouterr().out) == warned
+    assert [json.loads(text)["delta_chosen"] for text in
+            (tmp_path / "log.jsonl").read_text().splitlines()] == [-9.9, -10.1]
+
+
+def test_pairs_of_the_travel_world_are_trained_on(mini, trip, tiny_model, tmp_path):
+    world, rows = Travel(mini), []
+    played = SimpleNamespace(failure_rate=0.0, max_turns=60, system_prompt="short")
+    for name, wrong in ("w", "no trip"), ("x", "Day 1: nothing"):
+        task = trip[0] | {"id": name}
+        solved, failed = (world.episode(task, 0, played) for _ in range(2))
+        play_solver(mini, solved)
+        failed.step(f"<think>why?</think><answer>{wrong}</answer>")
+        for episode in (solved, failed):
+            plan, score, strict = world.verdict(episode)
+            rows.append(episode.record() | {"plan": plan, "score": score, "strict": strict,
+                                            "reward": world.reward(score, "sum")})
+    write_jsonl(tmp_path / "rollouts" / "00001.jsonl", rows)
+    pairs_of.main(["--episodes", f"{tmp_path}/rollouts", "--by", "success", "--held-out", "0",
+                   "--out", str(tmp_path)])
+    train("dpo.py", tmp_path / "dpo", "--model", tiny_model, "--data", tmp_path / "train.jsonl",
+          "--batch 1 --steps 2 --lr 1e-4 --no-checkpointing")
+    first, second = read_jsonl(tmp_path / "dpo" / "log.jsonl")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert second["margin"] != 0 and math.isfinite(second["gnorm"])

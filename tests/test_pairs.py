@@ -1,0 +1,167 @@
+"""Pairs: right plays with wrong ones of one question, and not a lesson in format or in length."""
+import json
+from collections import Counter
+
+import pytest
+
+from evaluate import read_jsonl, write_jsonl
+from toolstar import pairs
+
+
+def play(question="q", said="<answer>7</answer>", reward=1.1, calls=1, stop="answer", system="S",
+         **other):
+    """A judged episode of one reply or, of a list, of several."""
+    replies = [said] if isinstance(said, str) else said
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    for reply in replies:
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "seen"}]
+    return {"task": {"id": question, "query": question}, "messages": messages[:-1], "calls": calls,
+            "stop": stop, "reward": reward, "score": {"success": float(reward >= 1)}} | other
+
+
+@pytest.fixture
+def made(tmp_path):
+    """made(plays, words) -> the pairs of them."""
+    def made(plays, *words):
+        write_jsonl(tmp_path / "episodes.jsonl", plays)
+        pairs.main(["--episodes", str(tmp_path / "episodes.jsonl"), "--out", str(tmp_path),
+                    "--held-out", "0", *words])
+        return read_jsonl(tmp_path / "train.jsonl")
+    return made
+
+
+def replies(row, side):
+    return [message["content"] for message in row[side] if message["role"] == "assistant"]
+
+
+def test_a_pair_is_a_right_and_a_wrong_play_of_one_question(made):
+    rows = made([play("a", "right", 1.1), play("a", "wrong", 0.4), play("b", "right", 1.0),
+                 play("c", "wrong", -1.0)])
+    (row,) = rows
+    assert row == {
+        "task": {"id": "a", "query": "a"}, "rewards": [1.1, 0.4], "calls": [1, 1],
+        "stops": ["answer", "answer"],
+        "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "a"}],
+        "chosen": [{"role": "assistant", "content": "right"}],
+        "rejected": [{"role": "assistant", "content": "wrong"}]}
+
+
+def test_the_bounds_of_right_and_wrong_can_be_set(made):
+    plays = [play(said=f"{reward}", reward=reward) for reward in (0.2, 0.5, 0.9)]
+    rows = made(plays, "--chosen", "0.9", "--rejected", "0.4")
+    assert [row["rewards"] for row in rows] == [[0.9, 0.2]]
+    rows = made(plays, "--chosen", "0.5", "--rejected", "0.9")
+    assert sorted(row["rewards"] for row in rows) == [[0.5, 0.2], [0.9, 0.2], [0.9, 0.5]]
+
+
+def test_every_play_is_new_in_a_pair_before_one_comes_again(made):
+    plays = [play(said=f"right {i}") for i in range(3)]
+    plays += [play(said=f"wrong {i}", reward=0.0) for i in range(2)]
+    rows = made(plays, "--per-question", "4")
+    used = Counter(replies(row, side)[0] for row in rows for side in ("chosen", "rejected"))
+    assert len(rows) == 4 and sorted(used.values()) == [1, 1, 2, 2, 2]
+    assert len({(*replies(row, "chosen"), *replies(row, "rejected")) for row in rows}) == 4
+
+
+def test_the_rejected_of_right_format_comes_first_and_then_the_nearest_length(made):
+    plays = [play(said="r" * 50), play(said="w" * 50, reward=-1.0, stop="format"),
+             play(said="w" * 90, reward=0.0), play(said="w" * 44, reward=0.0)]
+    rows = made(plays, "--per-question", "3")
+    assert [len(replies(row, "rejected")[0]) for row in rows] == [44, 90, 50]
+    assert [row["stops"][1] for row in rows] == ["answer", "answer", "format"]
+
+
+def test_what_tools_answered_counts_for_no_length(made):
+    long = play(said=["w" * 25, "w" * 24], reward=0.0)
+    long["messages"][3]["content"] = "seen " * 999
+    rows = made([play(said="r" * 50), long, play(said="w" * 53, reward=0.0)], "--per-question", "1")
+    assert replies(rows[0], "rejected") == ["w" * 25, "w" * 24]
+
+
+def test_of_two_right_plays_of_equal_reward_the_one_of_fewer_calls_is_chosen_if_asked_for(made):
+    plays = [play(said="one", calls=1), play(said="three", calls=3), play(said="wrong", reward=0.0),
+             play("b", "no call", 1.0, 0), play("b", "a call, and worth more", 1.1, 1)]
+    assert [row["rewards"][1] for row in made(plays)] == [0.0, 0.0]
+    rows = made(plays, "--fewer-calls")
+    assert [row["rewards"] for row in rows] == [[1.1, 0.0], [1.1, 0.0], [1.1, 1.1]]
+    assert rows[-1]["calls"] == [1, 3] and replies(rows[-1], "chosen") == ["one"]
+
+
+def test_travel_is_paired_by_success_where_rewards_are_sums_of_parts(made):
+    plays = [play(said="right", reward=5.0), play(said="nearly", reward=4.2)]
+    plays[1]["score"]["success"] = 0.0
+    with pytest.raises(SystemExit, match="no pair in 2 plays of 1 questions"):
+        made(plays)
+    assert [row["rewards"] for row in made(plays, "--by", "success")] == [[1.0, 0.0]]
+
+
+def test_what_teaches_nothing_is_left_out_and_counted(made, capsys):
+    broken = play(said="broken", reward=0.0, tools=[{"status": "ok"}, {"status": "broken"}])
+    unjudged = {key: value for key, value in play().items() if key not in ("reward", "score")}
+    silent = play(said=[], reward=-1.0)
+    silent["messages"] = silent["messages"][:1]
+    rows = made([play(said="right"), play(said="right"), play(said="wrong", reward=0.0), broken,
+                 unjudged, silent])
+    assert len(rows) == 1
+    said = capsys.readouterr().out
+    for cause in ("seen before", "a tool was broken", "no reward", "no reply"):
+        assert f"1 plays left out: {cause}" in said
+
+
+def test_the_same_replies_are_no_pair_whatever_the_tools_said(made):
+    one, other = play(said=["call", "7"]), play(said=["call", "7"], reward=0.0)
+    other["messages"][3]["content"] = "Error"
+    with pytest.raises(SystemExit, match="no pair in 2 plays"):
+        made([one, other])
+
+
+def test_questions_and_not_pairs_are_held_out_and_the_same_ones_again(made, tmp_path):
+    plays = [play(f"q{i}", f"{kind} {j}", float(kind == "right")) for i in range(60)
+             for kind in ("right", "wrong") for j in range(3)]
+    held = []
+    for some in (plays, plays[:150]):
+        rows = made(some, "--held-out", "0.3")
+        learnt = {row["task"]["id"] for row in rows}
+        held.append({row["task"]["id"] for row in read_jsonl(tmp_path / "val.jsonl")})
+        assert not learnt & held[-1] and len(learnt | held[-1]) == len(some) // 6
+    assert held[1] == held[0] & {f"q{i}" for i in range(25)} and 5 <= len(held[0]) <= 30
+
+
+def test_the_same_seed_gives_the_same_pairs_whatever_the_order_of_questions(made):
+    plays = [play(f"q{i}", f"{kind} {j}", float(kind == "right")) for i in range(5)
+             for kind in ("right", "wrong") for j in range(4)]
+    assert made(plays) == made(plays[20:] + plays[:20])
+
+
+def test_principles_are_taken_out_of_what_is_trained_on_or_kept(made, tmp_path):
+    (tmp_path / "principles.txt").write_text("\nA right answer earns 1.\n")
+    system = "You answer.\n\nA right answer earns 1."
+    plays = [play(said="right", system=system), play(said="wrong", reward=0.0, system=system),
+             play(said="plain", reward=0.0, system="You answer.")]
+    rows = made(plays)
+    assert len(rows) == 1 and rows[0]["prompt"][0]["content"] == system
+    rows = made(plays, "--principles", str(tmp_path / "principles.txt"))
+    assert len(rows) == 2, "without the principles the prompts are the same"
+    assert {row["prompt"][0]["content"] for row in rows} == {"You answer."}
+    with pytest.raises(SystemExit, match="no system prompt holds the text of"):
+        made(plays[2:], "--principles", str(tmp_path / "principles.txt"))
+
+
+def test_folders_of_rollouts_are_read_file_by_file(made, tmp_path):
+    for step, row in enumerate((play(said="right"), play(said="wrong", reward=0.0))):
+        write_jsonl(tmp_path / "rollouts" / f"{step:05d}.jsonl", [row])
+    pairs.main(["--episodes", f"{tmp_path}/rollouts", "--out", str(tmp_path), "--held-out", "0"])
+    assert len(read_jsonl(tmp_path / "train.jsonl")) == 1 and not (tmp_path / "val.jsonl").exists()
+
+
+@pytest.mark.parametrize("row", [{"query": "?"}, [], play() | {"messages": "text"},
+                                 play() | {"messages": [{"content": "?"}]}])
+def test_what_is_no_episode_is_named_by_file_and_line(tmp_path, row):
+    (tmp_path / "e.jsonl").write_text(json.dumps(play()) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(SystemExit, match=r"e.jsonl, line 2: no judged episode"):
+        pairs.main(["--episodes", str(tmp_path / "e.jsonl"), "--out", str(tmp_path)])
+
+
+def test_an_empty_folder_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"no \*.jsonl in"):
+        pairs.main(["--episodes", str(tmp_path), "--out", str(tmp_path)])

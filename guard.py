@@ -5,6 +5,7 @@ What keeps a run from harm: one writer per folder, no orphans, and errors in one
     (2) COUNT, SHARE ... types of flags, which refuse a number out of bounds
     (3) hold             one writer per OUT, by a lock that the kernel takes back at any death
     (4) die_with_parent  a killed torchrun or evaluate.py leaves nobody training or playing
+    (5) progress         a bar that a log can hold
 
 Every program shares these through evaluate.py. Nothing here knows what is trained or played.
 """
@@ -12,17 +13,31 @@ import argparse
 import atexit
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import math
 import os
+import re
 import signal
 import socket
 import sys
+import threading
 import time
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+FIXES = {  # what a person does about an error of the disk
+    errno.ENOENT: "is the path right?",
+    errno.EISDIR: "it is a folder; name a file",
+    errno.ENOTDIR: "a part of it is a file; name a folder",
+    errno.EEXIST: "it is a file; name a folder",
+    errno.EACCES: "name another, or have its rights changed",
+    errno.EROFS: "name another place",
+    errno.ENOSPC: "make room; what is saved is kept",
+    errno.EADDRINUSE: "another program listens there; choose another --port",
+}
 
 
 # ----------------------------------------------------------------------------------------- errors
@@ -33,20 +48,49 @@ def run(program, function, *args):
     Under torchrun the line goes to the file that it shows last, and that run.sh reads, too.
     """
     try:
-        return function(*args)
+        found = function(*args)
+        with naming("standard output"):
+            sys.stdout.flush()  # at Python's own end it would be too late to say anything
+        return found
     except SystemExit as error:
         text = error.code
         if not isinstance(text, str):
             raise
     except KeyboardInterrupt:
-        text = f"{program}: interrupted; what is saved is kept, and the same command goes on"
+        say(f"{program}: interrupted; what is saved is kept, and the same command goes on")
+        raise SystemExit(128 + signal.SIGINT) from None
+    except BrokenPipeError:  # whoever reads the output, head say, has enough: as `cat` ends
+        drop_output()
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except (KeyError, ValueError, OSError) as error:
         if os.environ.get("STAR_TRACEBACK"):
             raise
-        text = f"{program}: {error.args[0] if isinstance(error, KeyError) else error}"
+        text = f"{program}: {in_words(error)}"
+        drop_output()
     if "RANK" in os.environ:
         last_words(text)
     raise SystemExit(text) from None
+
+
+def in_words(error):
+    """An error as a line: the path and its trouble first, then what mends it."""
+    if isinstance(error, OSError) and error.errno and error.strerror:
+        path = f"{error.filename}: " if error.filename is not None else ""
+        fix = FIXES.get(error.errno, "")
+        return f"{path}{error.strerror}{'; ' * bool(fix)}{fix}"
+    return " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def drop_output():
+    """Where standard output is closed or full, Python must not try it again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def last_words(text):
@@ -63,13 +107,16 @@ def last_words(text):
 
 @contextlib.contextmanager
 def naming(path):
-    """The disk's errors within say which file they are about, as those of a write do not."""
+    """The errors within say which file they are about, as those of a write or of text do not."""
     try:
         yield
     except OSError as error:
         if error.errno and error.filename is None:
             error.filename = str(path)
         raise
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text in UTF-8 ({error.reason} at byte {error.start}); name "
+                         "another file, or write it again") from None
 
 
 def bounded(kind, least, most=math.inf, above=None):
@@ -88,11 +135,27 @@ def bounded(kind, least, most=math.inf, above=None):
 
 COUNT, NATURAL = bounded(int, 1), bounded(int, 0)  # from 1, from 0
 SHARE, POSITIVE = bounded(float, 0, 1), bounded(float, 0, above=0)
+PART = bounded(float, 0, 1, above=0)
+HEAT, PORT = bounded(float, 0), bounded(int, 0, 65535)
+
+
+def web_address(text):
+    """A type of a flag: where a server listens."""
+    if not re.match(r"https?://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address like http://host:8000/v1")
+    return text
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, but a mistake is one line and not a page of usage."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 # ---------------------------------------------------------------------------- one writer, no orphan
 
-def hold(out):
+def hold(out, name=".writer"):
     """Be the one writer of the folder OUT (rank 0) as long as this process lives, or SystemExit.
 
     The lock is a record lock: the kernel gives it back on any death, and no child inherits it, so
@@ -100,7 +163,7 @@ def hold(out):
     """
     if os.environ.get("RANK", "0") != "0":
         return
-    file = Path(out) / ".writer"
+    file = Path(out) / name
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -146,3 +209,62 @@ def die_with_parent():
             orphan = True
     if orphan:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hold_file(path):
+    """Be the one writer of a file, as hold of a folder."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    hold(path.parent, f".{path.name}.writer")
+
+
+@contextlib.contextmanager
+def deaf():
+    """Processes that are started within hear no interrupt: their parent's word on it is enough."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def workers(number):
+    """A pool of processes that die with this one. Spawned: SQLite must not cross a fork."""
+    with deaf():
+        return get_context("spawn").Pool(number, die_with_parent)
+
+
+def lead_group():
+    """Of a process with children of its own, as an engine has: all of them end with the parent.
+
+    They are a process group, which this process's thread kills: a signal at the parent's death
+    would reach this process alone.
+    """
+    def watch():
+        parent_process().join()
+        os.killpg(0, signal.SIGKILL)
+
+    os.setsid()
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ---------------------------------------------------------------------------------------- progress
+
+class Lines:
+    """Standard error for a bar that is no terminal's: each state a line of its own."""
+
+    def write(self, text):
+        if text.strip():
+            say(text.strip())
+
+    def flush(self):
+        """Each line is flushed."""
+
+
+def progress(rows, name, total, initial=0, unit="it"):
+    """tqdm's bar; in a file or a pipe a line each half minute, where it would be one of MBs."""
+    from tqdm import tqdm
+
+    sparse = {} if sys.stderr.isatty() else {"file": Lines(), "mininterval": 30, "ncols": 100}
+    return tqdm(rows, name, total, initial=initial, unit=unit, **sparse)

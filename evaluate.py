@@ -48,8 +48,8 @@ from engine import (  # noqa: F401, handed on
 )
 from format_plan import ChatError, chat, parse_plan
 from guard import (  # noqa: F401, handed on
+    AMOUNT,
     COUNT,
-    HEAT,
     NATURAL,
     PART,
     PORT,
@@ -112,8 +112,8 @@ def read_episodes(path):
     for number, row in enumerate(recover_jsonl(path), 1):
         whole = isinstance(row, dict) and row.keys() >= {"task", "messages", "stop"}
         if not whole or not isinstance(row["task"], dict) or "id" not in row["task"]:
-            raise ValueError(f"{path}, record {number}: no episode, but {str(row)[:60]}; delete it, "
-                             "and its task is played again")
+            raise ValueError(f"{path}, record {number}: no episode, but {str(row)[:60]}; delete "
+                             "it, and its task is played again")
         rows.setdefault(name_of(row["task"]), row)
     return rows
 
@@ -504,7 +504,7 @@ def flags(argv=None):
         help="checkpoint folders, hub names, or models of --url")
     add("--agent", choices=("model", "solver", "person"), default="model",
         help="solver: the exact solver, through the tools; person: you, in the terminal")
-    add("--url", type=web_address, metavar="URL", 
+    add("--url", type=web_address, metavar="URL",
         help="OpenAI-compatible endpoint, http://host:port/v1, that plays instead of vLLM")
     add("--tp", type=COUNT, default=1, help="GPUs that share one model")
     add("--processes", type=NATURAL, default=0, help="engines that share the tasks; 0: one per --tp "
@@ -519,7 +519,7 @@ def flags(argv=None):
     add("--samples", type=COUNT, default=1, help="plays per task; several add pass@k")
     add("--split", choices=("train", "validation", "test"), help="which part of a data set")
     add = p.add_argument_group("play").add_argument
-    add("--temperature", type=HEAT, default=0.6, help="of the sampling [1]")
+    add("--temperature", type=AMOUNT, default=0.6, help="of the sampling [1]")
     add("--top-p", type=PART, default=0.95, help="of the sampling [1]")
     add("--max-context", type=COUNT, default=32768, help="tokens per episode [1]")
     add("--max-turns", type=COUNT, default=60, help="replies per episode [1]")
@@ -641,6 +641,9 @@ def apart(program, rows_of, tasks, args):
     context, gpus = get_context("spawn"), []
     if getattr(args, "agent", "model") == "model":  # the solver needs none
         gpus = visible_gpus()
+    if not gpus:
+        # vLLM's CPU build says on which NUMA node it stands, whoever asks; read when torch starts
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     n = min(args.processes or max(1, len(gpus) // args.tp), len(tasks))
     rows, children = context.Queue(), []
     for i in range(n):

@@ -17,6 +17,7 @@ import errno
 import fcntl
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -24,18 +25,18 @@ import socket
 import sys
 import threading
 import time
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-FIXES = {  # what a person does about an error of the disk
+MEND = {  # what a person does about an error of the disk
     errno.ENOENT: "is the path right?",
     errno.EISDIR: "it is a folder; name a file",
     errno.ENOTDIR: "a part of it is a file; name a folder",
     errno.EEXIST: "it is a file; name a folder",
     errno.EACCES: "name another, or have its rights changed",
     errno.EROFS: "name another place",
-    errno.ENOSPC: "make room; what is saved is kept",
+    errno.ENOSPC: "make room, and the same command goes on",
+    errno.EDQUOT: "make room, and the same command goes on",
     errno.EADDRINUSE: "another program listens there; choose another --port",
 }
 
@@ -65,18 +66,18 @@ def run(program, function, *args):
     except (KeyError, ValueError, OSError) as error:
         if os.environ.get("STAR_TRACEBACK"):
             raise
-        text = f"{program}: {in_words(error)}"
+        text = f"{program}: {told(error)}"
         drop_output()
     if "RANK" in os.environ:
         last_words(text)
     raise SystemExit(text) from None
 
 
-def in_words(error):
+def told(error):
     """An error as a line: the path and its trouble first, then what mends it."""
     if isinstance(error, OSError) and error.errno and error.strerror:
         path = f"{error.filename}: " if error.filename is not None else ""
-        fix = FIXES.get(error.errno, "")
+        fix = MEND.get(error.errno, "")
         return f"{path}{error.strerror}{'; ' * bool(fix)}{fix}"
     return " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
 
@@ -119,12 +120,23 @@ def naming(path):
                          "another file, or write it again") from None
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and not the usage of all flags; --help shows that."""
+
+    def error(self, message):
+        text = f"{self.prog}: {message} ({self.prog} --help lists the flags)"
+        if "RANK" in os.environ:
+            last_words(text)
+        self.exit(2, f"{text}\n")
+
+
 def bounded(kind, least, most=math.inf, above=None):
     """A type of a flag: an int or float within bounds, both of them allowed; above: more than."""
     def parse(text):
         with contextlib.suppress(ValueError):
             value = kind(text)
-            if least <= value <= most and math.isfinite(value) and (above is None or value > above):
+            over = value >= least if above is None else value > above
+            if over and value <= most and math.isfinite(value):
                 return value
         low = f"more than {above}" if above is not None else f"{least} or more"
         what = {int: "a whole number", float: "a number"}[kind]
@@ -134,9 +146,8 @@ def bounded(kind, least, most=math.inf, above=None):
 
 
 COUNT, NATURAL = bounded(int, 1), bounded(int, 0)  # from 1, from 0
-SHARE, POSITIVE = bounded(float, 0, 1), bounded(float, 0, above=0)
-PART = bounded(float, 0, 1, above=0)
-HEAT, PORT = bounded(float, 0), bounded(int, 0, 65535)
+SHARE, AMOUNT, POSITIVE = bounded(float, 0, 1), bounded(float, 0), bounded(float, 0, above=0)
+PART, PORT = bounded(float, 0, 1, above=0), bounded(int, 0, 65535)
 
 
 def web_address(text):
@@ -144,13 +155,6 @@ def web_address(text):
     if not re.match(r"https?://[^/\s]+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no address like http://host:8000/v1")
     return text
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse's, but a mistake is one line and not a page of usage."""
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 # ---------------------------------------------------------------------------- one writer, no orphan
@@ -192,31 +196,31 @@ def let_go(file, owner):
             file.parent.rmdir()
 
 
-def die_with_parent():
-    """Have the kernel kill this process (Linux) when the one that started it dies, in whatever way.
-
-    A torchrun that was gone before this call is known by its place being taken by no Python.
-    """
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    orphan = os.getppid() != parent
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        try:
-            orphan |= not Path(f"/proc/{parent}/exe").readlink().name.startswith("python")
-        except OSError:  # it is gone, or nobody that we started
-            orphan = True
-    if orphan:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def hold_file(path):
     """Be the one writer of a file, as hold of a folder."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     hold(path.parent, f".{path.name}.writer")
+
+
+def die_with_parent():
+    """Have the kernel kill this process (Linux) when torchrun, or the process that it is a spawned
+    child of, dies in whatever way. One that is gone already is told by who has taken its place."""
+    child = multiprocessing.parent_process()
+    if sys.platform != "linux" or not (child or "TORCHELASTIC_RUN_ID" in os.environ):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.getppid()
+    if child:
+        orphan = parent != child.pid
+    else:  # torchrun's process id is told nobody, but it is a Python
+        try:
+            orphan = not Path(f"/proc/{parent}/exe").readlink().name.startswith("python")
+        except OSError:  # nobody that we started
+            orphan = True
+    if orphan:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -232,7 +236,7 @@ def deaf():
 def workers(number):
     """A pool of processes that die with this one. Spawned: SQLite must not cross a fork."""
     with deaf():
-        return get_context("spawn").Pool(number, die_with_parent)
+        return multiprocessing.get_context("spawn").Pool(number, die_with_parent)
 
 
 def lead_group():
@@ -242,7 +246,7 @@ def lead_group():
     would reach this process alone.
     """
     def watch():
-        parent_process().join()
+        multiprocessing.parent_process().join()
         os.killpg(0, signal.SIGKILL)
 
     os.setsid()

@@ -11,11 +11,21 @@ matrix, and of the stages' own loss, which never holds more than LOGITS logits.
 Prints a table; where a moment does not fit, names it, the GiB too many and the flags that lower it,
 and exits with status 1.
 """
-import argparse
 import math
 import sys
 
-from evaluate import Help, load_template, write_jsonl
+from evaluate import (
+    COUNT,
+    NATURAL,
+    PART,
+    POSITIVE,
+    Help,
+    Parser,
+    check_model,
+    load_template,
+    run,
+    write_jsonl,
+)
 from sft import LOGITS
 
 MOMENTS = {  # of an update: what lowers it
@@ -80,25 +90,31 @@ def load_shape(model):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model)
+    check_model(model)
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except OSError:
+        raise ValueError(f"{model} is no folder here, and the hub does not give it: name a folder, "
+                         f"or fetch it where it can be had (hf download {model})") from None
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
     return config, sum(p.numel() for p in lm.parameters())
 
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
     add("stage", choices=("sft", "grpo", "arpo"), help="whose memory; the flags are those it takes")
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name")
-    add("--gpus", type=int, default=8, help="GPUs of all nodes together")
-    add("--gpu-gib", type=float, default=80, help="GiB of a GPU")
-    add("--cutoff", type=int, default=20480, help="sft: tokens of the longest episode")
-    add("--context", type=int, default=30000, help="grpo, arpo: tokens of the longest episode")
-    add("--pack-tokens", type=int, default=0, help="tokens per micro-batch; 0: as the stage has it")
+    add("--gpus", type=COUNT, default=8, help="GPUs of all nodes together")
+    add("--gpu-gib", type=POSITIVE, default=80, help="GiB of a GPU")
+    add("--cutoff", type=COUNT, default=20480, help="sft: tokens of the longest episode")
+    add("--context", type=COUNT, default=30000, help="grpo, arpo: tokens of the longest episode")
+    add("--pack-tokens", type=NATURAL, default=0,
+        help="tokens per micro-batch; 0: as the stage has it")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
-    add("--tp", type=int, default=1, help="grpo, arpo: ranks that share an engine's weights")
-    add("--gpu-memory", type=float, default=0.6, help="grpo, arpo: share that the engine may fill")
+    add("--tp", type=COUNT, default=1, help="grpo, arpo: ranks that share an engine's weights")
+    add("--gpu-memory", type=PART, default=0.6, help="grpo, arpo: share that the engine may fill")
     add("--out", metavar="FILE", help="write an episode per GPU that fills the plan's micro-batch, "
         "for sft.py to try")
     return p.parse_args(argv)
@@ -112,8 +128,8 @@ def write_full(args, tokens):
     write_jsonl(args.out, [row] * args.gpus)
 
 
-def main(argv=None):
-    args = flags(argv)
+def plan(args):
+    """Print the table; SystemExit where a moment does not fit."""
     config, n = load_shape(args.model)
     flag = "--cutoff" if args.stage == "sft" else "--context"
     longest = args.cutoff if args.stage == "sft" else args.context
@@ -151,6 +167,10 @@ def main(argv=None):
                  "--gpu-memory, --tp, or a smaller --context")
     if args.out:
         write_full(args, tokens)
+
+
+def main(argv=None):
+    run("memory.py", plan, flags(argv))
 
 
 if __name__ == "__main__":

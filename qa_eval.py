@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 import evaluate
-from evaluate import COUNT, HEAT, NATURAL, PART, Parser, web_address
+from evaluate import AMOUNT, COUNT, NATURAL, PART, Parser, web_address
 from retriever import HTTP, find_retriever, open_retriever
 from sandbox import Episode, parse
 from toolstar.verdict import normalize, token_f1  # Search-R1's order too [2]
@@ -205,11 +205,12 @@ def play_model(args, folder, settings, tasks):
     """Play the tasks that OUT lacks and append each episode as it ends; memory holds live ones."""
     done = read_verdicts(folder / "episodes.jsonl")
     left = [task for task in tasks if task["id"] not in done]
-    print(f"{folder.name}: {len(tasks) - len(left)} of {len(tasks)} questions played", file=sys.stderr)
+    begun = len(tasks) - len(left)
+    print(f"{folder.name}: {begun} of {len(tasks)} questions played", file=sys.stderr)
     played = partial(play_questions, args, folder.name, settings["model"])
     rows = evaluate.apart("qa_eval.py", played, left, args)
     right = 0.0
-    bar = evaluate.progress(rows if left else (), folder.name, len(tasks), len(tasks) - len(left))
+    bar = evaluate.progress(rows if left else (), folder.name, len(tasks), begun)
     for i, row in enumerate(bar, 1):
         evaluate.keep_play(folder, settings, row)
         right += row["score"]["em"]
@@ -347,7 +348,7 @@ def flags(argv=None):
     add("--max-turns", type=COUNT, default=60, help="replies per question [1]")
     add("--max-context", type=COUNT, default=32768, help="tokens per question [1]")
     add("--max-tokens", type=COUNT, default=2048, help="tokens per reply")
-    add("--temperature", type=HEAT, default=0.6, help="sampling temperature [1]")
+    add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")
     add("--top-p", type=PART, default=0.95, help="probability mass to sample from [1]")
     add("--system-prompt", default="full", help="full, short (for tiny models) or a file's name")
     add("--concurrency", type=COUNT, default=64, help="questions that are played at the same time")

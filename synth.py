@@ -37,15 +37,14 @@ from pathlib import Path
 import evaluate
 import solver
 from evaluate import (
+    AMOUNT,
     COUNT,
-    HEAT,
     LEVELS,
     SHARE,
     Parser,
     append_jsonl,
     hold,
     hold_file,
-    load_task,
     load_tasks,
     mean,
     recover_jsonl,
@@ -237,12 +236,13 @@ def key_of(task):
                        task["people_number"], *wishes])
 
 
-def own_rows(path):
-    """The rows that a command has written so far: tasks, episodes, or what it refused."""
+def own_rows(path, ids=""):
+    """The rows that a command has written so far: tasks, episodes, or what it refused. ids: a
+    pattern of theirs."""
     rows = recover_jsonl(path)
     for number, row in enumerate(rows, 1):
         task = row.get("task", row) if isinstance(row, dict) else None
-        if not isinstance(task, dict) or not re.search(r"\d$", str(task.get("id"))):
+        if not isinstance(task, dict) or not re.search(ids, str(task.get("id", "\0"))):
             raise ValueError(f"{path}, record {number}: no row of this command, which would go on "
                              "there; choose another --out, or remove it")
     return rows
@@ -267,8 +267,9 @@ def tasks(args):
             pairs[pair] += 1
         return fits
 
-    kept = [task for task in own_rows(args.out) if take(load_task(task))]
-    index = last = int(kept[-1]["id"].rsplit("-", 1)[-1]) + 1 if kept else 0
+    begun = load_tasks(args.out) if own_rows(args.out, "-[0-9]{7,}$") else []
+    kept = [task for task in begun if take(task)]
+    index = last = int(kept[-1]["id"].rsplit("-", 1)[1]) + 1 if kept else 0
     with workers(args.workers) as pool:
         while any(lack.values()):
             if index - last > 200_000:
@@ -530,7 +531,7 @@ def flags(argv=None):
         help="OpenAI-compatible servers, one drawn per task [2: two]")
     add("--key", metavar="FILE", help="file that holds the endpoints' API key")
     add("--concurrency", type=COUNT, default=32, help="requests at a time")
-    add("--temperature", type=HEAT, default=1.0, help="of the endpoints' sampling")
+    add("--temperature", type=AMOUNT, default=1.0, help="of the endpoints' sampling")
 
     p = Parser(description=__doc__, formatter_class=evaluate.Help)
     commands = p.add_subparsers(dest="command", required=True)

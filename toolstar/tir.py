@@ -22,7 +22,6 @@ Writes  (1) OUT/train and OUT/val, worlds for --database: corpus.jsonl, pages/*.
 
 database/tools is OUT/val of `facts --seed 0`. Tool-Star: arXiv:2505.16410
 """
-import argparse
 import contextlib
 import json
 import random
@@ -32,7 +31,19 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from evaluate import Help, load_tasks, replacing, run, write_jsonl
+from evaluate import (
+    COUNT,
+    PORT,
+    Help,
+    Parser,
+    hold,
+    hold_file,
+    load_tasks,
+    naming,
+    replacing,
+    run,
+    write_jsonl,
+)
 from sandbox import PROMPTS
 from solver import final_turn, turn
 from synth import entries, portions, stable_draw
@@ -260,6 +271,7 @@ def facts(args):
     if args.worlds * args.places > 12_000 or args.held_out > 2000:
         raise ValueError("names run out above 12,000 places to train on (--worlds times --places) "
                          "and above 2,000 of --held-out")
+    hold(args.out)
     out, rng, taken = Path(args.out), random.Random(f"tools/{args.seed}"), set()
     train = [draw_places(rng, args.places, False, taken) for _ in range(args.worlds)]
     val = [draw_places(rng, args.held_out, True, taken)]
@@ -338,6 +350,7 @@ def solver_episodes(args):
     out and counted."""
     from toolstar.tools import open_world
 
+    hold_file(args.out)
     world, rows, refused = open_world(args), [], Counter()
     try:
         for task in load_tasks(args.tasks, world.load_task):
@@ -349,6 +362,9 @@ def solver_episodes(args):
                 refused[f"{task.get('family')}: {episode.stop}"] += 1
     finally:
         world.close()
+    if not rows:
+        raise ValueError(f"no episode of {args.tasks} is kept; refused: {dict(refused)}; --tasks "
+                         "and --database must be of the same facts")
     write_jsonl(args.out, rows)
     print(f"{args.out}: {len(rows)} episodes; refused: {dict(refused)}")
 
@@ -414,7 +430,8 @@ class PageServer(ThreadingHTTPServer):
         if not self.texts:
             raise ValueError(f"no pages/*.html in {' or '.join(map(str, folders))}; "
                              "python -m toolstar.tir facts writes some")
-        super().__init__(("127.0.0.1", port), PageHandler)
+        with naming(f"port {port}"):
+            super().__init__(("127.0.0.1", port), PageHandler)
 
 
 class PageHandler(BaseHTTPRequestHandler):
@@ -442,7 +459,7 @@ def pages(args):
 # ---------------------------------------------------------------- main
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     commands = p.add_subparsers(dest="command", required=True)
 
     def command(name, run, words, **settings):
@@ -453,13 +470,13 @@ def flags(argv=None):
     add = command("facts", facts, "write worlds of facts and their tasks")
     add("--out", required=True, help="folder that is written")
     add("--seed", type=int, default=0, help="the same seed gives the same files")
-    add("--worlds", type=int, default=60, help="number of worlds to train in, one corpus for all")
-    add("--places", type=int, default=40, help="places of each, a passage for every place")
-    add("--held-out", type=int, default=400, help="places of the held-out world")
-    add("--sft", type=int, default=2400, help="number of tasks for the solver's episodes")
-    add("--rl", type=int, default=960, help="number of tasks for RL")
-    add("--val", type=int, default=400, help="number of held-out tasks")
-    add("--port", type=int, default=8123, help="port of the pages' server, in the passages' URLs")
+    add("--worlds", type=COUNT, default=60, help="number of worlds to train in, one corpus for all")
+    add("--places", type=COUNT, default=40, help="places of each, a passage for every place")
+    add("--held-out", type=COUNT, default=400, help="places of the held-out world")
+    add("--sft", type=COUNT, default=2400, help="number of tasks for the solver's episodes")
+    add("--rl", type=COUNT, default=960, help="number of tasks for RL")
+    add("--val", type=COUNT, default=400, help="number of held-out tasks")
+    add("--port", type=PORT, default=8123, help="port of the pages' server, in the passages' URLs")
     add = command("episodes", solver_episodes, "play tasks with the solver through the real tools",
                   failure_rate=0.0, max_turns=8, system_prompt="short")
     add("--tasks", required=True, metavar="JSONL", help="file of tasks that facts wrote")
@@ -467,13 +484,13 @@ def flags(argv=None):
     add("--out", required=True, help="file of episodes that is written")
     add("--seed", type=int, default=0, help="of what chance decides in the world")
     add = command("drills", drills, "write exercises in reading, for a base model")
-    add("--n", type=int, default=6000, help="number of exercises")
+    add("--n", type=COUNT, default=6000, help="number of exercises")
     add("--out", required=True, help="file of messages that is written")
     add("--seed", type=int, default=0, help="the same seed gives the same file")
-    add("--port", type=int, default=8123, help="port in the pages' URLs")
+    add("--port", type=PORT, default=8123, help="port in the pages' URLs")
     add = command("pages", pages, "serve the pages of worlds, on this machine alone")
     add("--database", nargs="+", required=True, metavar="DIR", help="folders of worlds")
-    add("--port", type=int, default=8123, help="port; 0 takes any that is free")
+    add("--port", type=PORT, default=8123, help="port; 0 takes any that is free")
     return p.parse_args(argv)
 
 

@@ -507,8 +507,8 @@ def flags(argv=None):
     add("--url", type=web_address, metavar="URL",
         help="OpenAI-compatible endpoint, http://host:port/v1, that plays instead of vLLM")
     add("--tp", type=COUNT, default=1, help="GPUs that share one model")
-    add("--processes", type=NATURAL, default=0, help="engines that share the tasks; 0: one per --tp "
-        "GPUs, and one on a CPU; any number gives the same table")
+    add("--processes", type=NATURAL, default=0, help="engines that share the tasks; 0: one per "
+        "--tp GPUs, and one on a CPU; any number gives the same table")
     add("--gpu-memory", type=PART, default=0.9, help="share of a GPU that vLLM may take")
     add = p.add_argument_group("tasks").add_argument
     add("--tasks", metavar="FILE|DIR|HUB_ID", help="tasks, ours or as published; with --split a "

@@ -26,6 +26,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 usage() { sed -n '2,23s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
+wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
 print() { printf '%q ' "$@"; echo; }
 made() { [[ -e $1 && ! -e $1.unfinished ]]; }
 
@@ -42,11 +43,23 @@ stage() {
         return
     fi
     say "$name: $*"
-    if [[ $node == 0 ]]; then mkdir -p "$(dirname "$output")"; touch "$mark"; fi
-    "$@" || stop "stage $name failed, see above${lost:-}. The same command goes on from here"
+    if [[ $node == 0 ]]; then  # torchrun writes a rank's last words into the mark
+        mkdir -p "$(dirname "$output")"
+        : > "$mark"
+        export TORCHELASTIC_ERROR_FILE=$mark
+    fi
+    "$@" || stop "stage $name failed$(words_of "$mark")${lost:-}. The same command goes on from here"
     [[ -e $output ]] || stop "stage $name ended without writing $output"
     rm -f "$mark"
     times+=("$name" "$((SECONDS - began)) s")
+}
+
+# words_of MARK   why a stage failed, if it said so
+words_of() {
+    local said
+    said=$(sed -n 's/.*"message": {"message": "\(.*\)", "extraInfo".*/\1/p' "$1" 2>/dev/null || true)
+    said=${said//\\\"/\"}
+    echo "${said:+: }${said:-, see above}"
 }
 
 # finish TABLE   the last words: the table, and what each stage took
@@ -78,10 +91,22 @@ case $size in
           export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
           exec python -m pytest -q -n 2 --dist worksteal "${@:2}" ;;
     gpu)  environment; exec python bench/gpu.py --out "$OUT" ;;
-    *)    usage ;;
+    "")   usage ;;
+    *)    wrong "there is no size $size: tiny, tool-tiny, 0.5b, 1.5b, 3b or 7b" ;;
 esac
-[[ " all: preflight: axis:reward axis:scale axis:data axis:algorithm axis:noise axis:crossing " \
-    == *" $what:$axis "* && $size:$what != *tiny:preflight && $size:$what != tool-tiny:axis ]] || usage
+case $what:$axis in
+    all:) ;;
+    preflight:) [[ $size != *tiny ]] || wrong "$size needs no preflight" ;;
+    axis:reward | axis:scale | axis:data | axis:algorithm | axis:noise | axis:crossing)
+        [[ $size != tool-tiny ]] || wrong "tool-tiny has no axes" ;;
+    axis:*) wrong "there is no axis '$axis': reward, scale, data, algorithm or noise" ;;
+    *) wrong "'$what${axis:+ $axis}' is nothing that $size does: preflight, or axis NAME" ;;
+esac
+for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS; do
+    [[ ${!name:-0} =~ ^[0-9]+$ ]] || wrong "$name=${!name} must be a whole number"
+done
+[[ $SEEDS =~ ^[0-9]+(\ [0-9]+)*$ ]] || wrong "SEEDS='$SEEDS' must be whole numbers, like '0 1'"
+[[ ${GPUS:-1} != 0 && $NNODES != 0 ]] || wrong "GPUS and NNODES must be 1 at least"
 base=${MODEL:-$base}
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-2} GPUS=${GPUS:-1}
@@ -100,6 +125,7 @@ fi
 # after SIGTERM ranks save a checkpoint at the end of the update; torchrun's own patience is 30 s
 torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
+parse_flags "$@"
 [[ $size != tool-tiny ]] || source toolstar.sh
 
 # -------------------------------------------------------------------------- what each size trains

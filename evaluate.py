@@ -102,7 +102,13 @@ def recover_jsonl(path):
     if not Path(path).exists():
         return []
     with open(path, "rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+        text = file.read()
+        end = text.rfind(b"\n") + 1
+        try:
+            json.loads(text[end:])
+            file.write(b"\n")  # it lacks no more than its end, as an editor's last line may
+        except ValueError:
+            file.truncate(end)
     return read_jsonl(path)
 
 

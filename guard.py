@@ -270,5 +270,6 @@ def progress(rows, name, total, initial=0, unit="it"):
     """tqdm's bar; in a file or a pipe a line each half minute, where it would be one of MBs."""
     from tqdm import tqdm
 
-    sparse = {} if sys.stderr.isatty() else {"file": Lines(), "mininterval": 30, "ncols": 100}
-    return tqdm(rows, name, total, initial=initial, unit=unit, **sparse)
+    sparse = {"file": Lines(), "mininterval": 30, "delay": 5, "ncols": 100}
+    return tqdm(rows, name, total, initial=initial, unit=unit,
+                **{} if sys.stderr.isatty() else sparse)

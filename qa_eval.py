@@ -32,7 +32,7 @@ import numpy as np
 
 import evaluate
 from evaluate import AMOUNT, COUNT, NATURAL, PART, Parser, web_address
-from retriever import HTTP, find_retriever, open_retriever
+from retriever import HTTP, device, find_retriever, open_retriever
 from sandbox import Episode, parse
 from toolstar.verdict import normalize, token_f1  # Search-R1's order too [2]
 
@@ -96,6 +96,7 @@ def find_sets(args):
         for split in ("train", "dev", "test"):  # test if there is one, else dev, else train
             if (folder / name / f"{split}.jsonl").exists():
                 found[name] = folder / name / f"{split}.jsonl"
+    for name in args.sets if found else ():
         if name not in found:
             print(f"warning: {folder / name} has no test, dev or train.jsonl", file=sys.stderr)
     return found
@@ -361,7 +362,7 @@ def flags(argv=None):
     add("--retriever", default="bm25", help="bm25, an index folder, or a server's address")
     add("--corpus", help="jsonl that bm25 searches; by default corpus.jsonl in DATA")
     add("--encoder", help="E5-style HF folder or hub name; by default the one that made the index")
-    add("--devices", nargs="+", default=["cpu"], help="torch devices that share an index's vectors")
+    add("--devices", nargs="+", type=device, default=["cpu"], help="torch devices that share an index's vectors")
     add("--tries", type=COUNT, default=6, help="tries per search of a server, 1, 2, 4 ... s apart")
     add = p.add_argument_group("output").add_argument
     add("--out", default="out/qa", help="folder of the episodes and the table")

@@ -66,8 +66,6 @@ class BM25:
         with naming(path), open(path, encoding="utf-8") as file:
             lines = enumerate(file, 1)
             self.documents = [load_document(line, f"{path}, line {i}") for i, line in lines]
-        if not self.documents:
-            raise ValueError(f"{path} is empty; want a line of id and contents per passage")
         self.words = partial(bm25s.tokenize, stopwords="en", show_progress=False)
         self.index = bm25s.BM25()
         self.index.index(self.words([d["contents"] for d in self.documents]), show_progress=False)
@@ -248,6 +246,17 @@ def find_retriever(name, corpus):
     needed = Path(corpus) if name == "bm25" else Path(name) / "meta.json"
     if not name.startswith(HTTP) and not needed.is_file():
         raise FileNotFoundError(f"{needed} is not there: see --corpus, or `retriever.py index`")
+    if name == "bm25":
+        check_corpus(corpus)
+
+
+def check_corpus(path):
+    """Look at a corpus's first line before an engine or an encoder is loaded."""
+    with naming(path), open(path, encoding="utf-8") as file:
+        line = file.readline()
+    if not line:
+        raise ValueError(f"{path} is empty; want a line of id and contents per passage")
+    load_document(line, f"{path}, line 1")
 
 
 def open_retriever(name, corpus=None, devices=("cpu",), encoder=None, tries=6):
@@ -309,9 +318,7 @@ def begin_index(args, out, dim):
 
 def build_index(args):
     """Encode block by block and append; after a stop, whole blocks on disk are not done again."""
-    with naming(args.corpus), open(args.corpus, encoding="utf-8") as file:
-        first = file.readline()
-    load_document(first, f"{args.corpus}, line 1")  # before an encoder is loaded
+    check_corpus(args.corpus)
     encoders = [load_encoder(args.encoder, device) for device in args.devices]
     out, dim, block = Path(args.out), encoders[0][0].config.hidden_size, 64 * args.batch
     begin_index(args, out, dim)
@@ -390,6 +397,15 @@ def serve(args):
     uvicorn.run(app, host=args.host, port=args.port, access_log=False, backlog=2048)
 
 
+def device(text):
+    """A type of a flag: a device of torch's."""
+    try:
+        torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device like cpu or cuda:0") from None
+    return text
+
+
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
@@ -398,11 +414,11 @@ def flags(argv=None):
     add("--encoder", required=True, help="E5-style HF folder or hub name")
     add("--out", required=True, help="folder of the index; a build that was stopped goes on there")
     add("--batch", type=COUNT, default=512, help="passages per forward pass of the encoder (512)")
-    add("--devices", nargs="+", help="torch devices that share the work (all GPUs, or cpu)")
+    add("--devices", nargs="+", type=device, help="torch devices that share the work (all GPUs, or cpu)")
     add = commands.add_parser("serve", help="answer POST /retrieve").add_argument
     add("--retriever", default="bm25", help="bm25, or an index folder (bm25)")
     add("--corpus", default="database/qa/corpus.jsonl", help="jsonl for bm25 (%(default)s)")
-    add("--devices", nargs="+", help="torch devices that share the vectors (all GPUs, or cpu)")
+    add("--devices", nargs="+", type=device, help="torch devices that share the vectors (all GPUs, or cpu)")
     add("--topk", type=COUNT, default=5,
         help="passages per query where a request names no topk (5)")
     add("--host", default="127.0.0.1", help="address to listen at (127.0.0.1); 0.0.0.0 is all")

@@ -45,9 +45,10 @@ def engine_settings(max_context, concurrency, tp, gpu_memory):
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     # its sampler is compiled by nvcc at the first use, and requests with a seed never use it
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # in this process: an engine of its own would outlive one that is killed, and keep the GPU
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if visible_gpus():
         return settings | {"dtype": "bfloat16", "gpu_memory_utilization": gpu_memory}
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     # a prompt read in pieces would have to rewind its request's seeded generator, which a CPU's
     # cannot; and the cache holds whole blocks, of 128 on a CPU unless told: each turn would read
@@ -68,7 +69,6 @@ def open_engine(path, max_context, concurrency=64, tp=1, gpu_memory=0.9):
 def load_engine(args, device):
     """A trainer's own vLLM engine, or with --tp this rank's part of one."""
     cuda = device.type == "cuda"
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights go over in memory
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer has the cores too
     settings = engine_settings(args.context, args.concurrency, args.tp, args.gpu_memory)
     if cuda:

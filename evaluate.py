@@ -61,7 +61,6 @@ from guard import (  # noqa: F401, handed on
     die_with_parent,
     hold,
     hold_file,
-    lead_group,
     naming,
     progress,
     run,
@@ -71,7 +70,13 @@ from guard import (  # noqa: F401, handed on
 from sandbox import Episode, Sandbox, open_database, parse, system_prompt
 from solver import solver_replies
 from template import Template, check_weights, load_template  # noqa: F401, handed on
-from whole import broken_shard, check_finite, check_model, marks  # noqa: F401, handed on
+from whole import (  # noqa: F401, handed on
+    check_finite,
+    check_model,
+    new_checkpoint,
+    new_model,
+    newest_whole,
+)
 
 LEVELS = ("easy", "medium", "hard")
 STOPS = ("answer", "format", "turns", "context")
@@ -682,7 +687,7 @@ def apart(program, rows_of, tasks, args):
 def hand_over(program, rows_of, tasks, gpus, rows):
     """In a process of its own, which sees these GPUs: put the tasks' rows into a queue, and at last
     the line that says what went wrong."""
-    lead_group()
+    die_with_parent()
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 

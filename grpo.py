@@ -23,14 +23,12 @@ Writes  OUT/ (a HF folder), OUT/best/ (best on --val), OUT/log.jsonl, OUT/rollou
 
 Nothing below knows about travel: for another task, --env names your world (evaluate.Travel).
 """
-import argparse
 import datetime
 import json
 import logging
 import math
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -43,13 +41,25 @@ import torch
 import torch.distributed as dist
 
 from evaluate import (
+    AMOUNT,
+    COUNT,
+    NATURAL,
+    POSITIVE,
+    SHARE,
     Calls,
     Help,
+    Parser,
     add_request,
+    check_finite,
     check_weights,
+    die_with_parent,
+    hold,
     load_engine,
     load_tasks,
     load_template,
+    new_checkpoint,
+    new_model,
+    newest_whole,
     open_world,
     read_jsonl,
     renew_head,
@@ -67,7 +77,7 @@ LOGITS = 30_000_000  # numbers: the loss never holds more logits at a time (120 
 
 
 def flags():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument_group("what").add_argument
     add("--model", default="out/sft", help="HF folder or hub name to start from")
     add("--tasks", default="data/rl.jsonl", help="queries to play, one task per line")
@@ -76,49 +86,49 @@ def flags():
     add("--database", help="folder of the world's data; unset: $STAR_DATABASE, else what ships")
     add("--out", default="out/rl", help="folder of the model, its log, rollouts and checkpoints")
     add = p.add_argument_group("play").add_argument
-    add("--prompts", type=int, default=32, help="P, queries per update, all ranks together [1]")
-    add("--group", type=int, default=8, help="G, plays per query [1]")
-    add("--temperature", type=float, default=1.0, help="of the sampling and of the loss [1]")
-    add("--context", type=int, default=30000, help="tokens of the longest episode, with prompt [1]")
-    add("--max-turns", type=int, default=60, help="replies per episode [1]")
-    add("--turn-tokens", type=int, default=8192, help="tokens of a reply; more is a format error")
-    add("--concurrency", type=int, default=256, help="episodes that an engine keeps in flight")
-    add("--tp", type=int, default=1, help="ranks that share an engine's weights (tensor parallel)")
-    add("--failure-rate", type=float, default=0.0, help="probability that a tool call fails [1]")
+    add("--prompts", type=COUNT, default=32, help="P, queries per update, all ranks together [1]")
+    add("--group", type=COUNT, default=8, help="G, plays per query [1]")
+    add("--temperature", type=POSITIVE, default=1.0, help="of the sampling and of the loss [1]")
+    add("--context", type=COUNT, default=30000, help="tokens of an episode, with its prompt [1]")
+    add("--max-turns", type=COUNT, default=60, help="replies per episode [1]")
+    add("--turn-tokens", type=COUNT, default=8192, help="tokens of a reply, or a format error")
+    add("--concurrency", type=COUNT, default=256, help="episodes that an engine keeps in flight")
+    add("--tp", type=COUNT, default=1, help="ranks that share an engine (tensor parallel)")
+    add("--failure-rate", type=SHARE, default=0.0, help="probability that a tool call fails [1]")
     add("--system-prompt", default="full", help="full, short, or a file")
     add = p.add_argument_group("learn").add_argument
     add("--reward", help="one of the world's kinds, its first if unset; or curriculum [1]")
-    add("--epochs", type=float, default=5, help="passes over the tasks [1]")
-    add("--steps", type=int, default=0, help="updates; 0: as many as --epochs says")
-    add("--lr", type=float, default=2e-6, help="learning rate, constant until --decay [1]")
-    add("--decay", type=float, default=0.0, help="last share of updates, where the rate falls to 0")
-    add("--clip-low", type=float, default=0.2, help="w is clipped at 1 minus this [2]")
-    add("--clip-high", type=float, default=0.28, help="w is clipped at 1 plus this [3]")
+    add("--epochs", type=POSITIVE, default=5, help="passes over the tasks [1]")
+    add("--steps", type=NATURAL, default=0, help="updates; 0: as many as --epochs says")
+    add("--lr", type=AMOUNT, default=2e-6, help="learning rate, constant until --decay [1]")
+    add("--decay", type=SHARE, default=0.0, help="last share of updates, where the rate falls to 0")
+    add("--clip-low", type=SHARE, default=0.2, help="w is clipped at 1 minus this [2]")
+    add("--clip-high", type=AMOUNT, default=0.28, help="w is clipped at 1 plus this [3]")
     add("--loss-norm", default="group", choices=["group", "batch"], help="(5)'s tokens, [1] or [3]")
     add("--keep-overlength", action="store_true", help="not (4): loops are unlearnt")
     add("--drop-uniform", action="store_true", help="DAPO [1]: without groups of equal reward")
-    add("--refill", type=int, default=0, help="batches to play, at most, in their place [3]")
-    add("--minibatches", type=int, default=1, help="updates per batch of queries [1]")
+    add("--refill", type=NATURAL, default=0, help="batches to play, at most, in their place [3]")
+    add("--minibatches", type=COUNT, default=1, help="updates per batch of queries [1]")
     add("--recompute", action="store_true", help="take pi_old from a forward of the trainer")
-    add("--tis-cap", type=float, default=0.0, help="then weigh by trainer / engine, at most this")
-    add("--seed", type=int, default=0, help="of the order of the tasks and every sampled token")
+    add("--tis-cap", type=AMOUNT, default=0.0, help="then weigh by trainer / engine, at most this")
+    add("--seed", type=NATURAL, default=0, help="of the order of the tasks and every sampled token")
     add = p.add_argument_group("memory (python memory.py grpo tells what fits)").add_argument
-    add("--pack-tokens", type=int, default=32768, help="tokens per micro-batch, with padding")
+    add("--pack-tokens", type=COUNT, default=32768, help="tokens per micro-batch, with padding")
     add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"], help="auto: flash "
         "attention in the trainer where it is installed")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
-    add("--gpu-memory", type=float, default=0.6, help="share of a GPU that the engine may fill")
+    add("--gpu-memory", type=SHARE, default=0.6, help="share of a GPU that the engine may fill")
     add = p.add_argument_group("running").add_argument
-    add("--max-dlogp", type=float, default=0.0, help="bound on mean |dlogp| after the first sync; "
+    add("--max-dlogp", type=AMOUNT, default=0.0, help="bound on mean |dlogp| after the first sync; "
         "0: 1e-4 in float32, 0.05 in bfloat16")
-    add("--val-every", type=int, default=10, help="updates between validations")
-    add("--save-every", type=int, default=0, help="updates between checkpoints; 0: none")
+    add("--val-every", type=COUNT, default=10, help="updates between validations")
+    add("--save-every", type=NATURAL, default=0, help="updates between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
     args = p.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.refill and not args.drop_uniform:
         p.error("--refill replaces what --drop-uniform drops")
-    if args.tp < 1 or ranks % args.tp:
+    if ranks % args.tp:
         p.error(f"--tp {args.tp} does not divide {ranks} ranks into engines")
     return args
 
@@ -536,6 +546,7 @@ def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
+    die_with_parent()
     cuda = bool(visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -556,12 +567,11 @@ def setup():
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def load(args, device):
-    """--model -> template, Policy in float32 on a CPU, bfloat16 on a GPU, whether to pack rows"""
+def load(args, template, device):
+    """--model -> Policy in float32 on a CPU, bfloat16 on a GPU; whether to pack rows"""
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    template = load_template(args.model)
     attn = args.attn
     if attn == "auto":
         attn = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
@@ -572,7 +582,7 @@ def load(args, device):
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
-    return template, Policy(lm), attn == "flash_attention_2"
+    return Policy(lm), attn == "flash_attention_2"
 
 
 def zero3(policy, lr, ranks, device):
@@ -628,57 +638,24 @@ def save_model(engine, template, out, rank):
         if rank == 0:
             state[name] = tensor.to("cpu", copy=True)
     if rank == 0:
-        part = Path(f"{out}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        engine.module.lm.save_pretrained(part, state_dict=state)
-        template.tokenizer.save_pretrained(part)
-        Path(out).mkdir(parents=True, exist_ok=True)
-        # config.json marks the folder as whole: it goes first, and comes back last
-        (Path(out) / "config.json").unlink(missing_ok=True)
-        for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
-            os.replace(file, Path(out) / file.name)
-        part.rmdir()
+        with new_model(out) as part:
+            engine.module.lm.save_pretrained(part, state_dict=state)
+            template.tokenizer.save_pretrained(part)
     dist.barrier()
 
 
 def save_checkpoint(engine, out, step, rank):
-    """Save what it takes to go on after `step` updates; it counts once last.json names it."""
-    folder = Path(out) / "checkpoints"
-    engine.save_checkpoint(folder, tag=f"step-{step}", save_latest=False)
-    dist.barrier()  # every rank's shard is on disk
-    if rank == 0:
-        log_bytes = (Path(out) / "log.jsonl").stat().st_size
-        mark = {"step": step, "world": dist.get_world_size(), "log_bytes": log_bytes}
-        write_jsonl(folder / "last.json", [mark])
-        tags = {int(tag.name[5:]): tag for tag in folder.glob("step-*")}
-        kept = sorted(number for number in tags if number <= step)[-2:]
-        for number, tag in tags.items():  # a later one is half of a save that was killed
-            if number not in kept:
-                shutil.rmtree(tag)
-    dist.barrier()
+    """Save what it takes to go on after `step` updates."""
+    with new_checkpoint(out, step, rank) as folder:
+        engine.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
 
 
 def restore(engine, out, resume, rank):
-    """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads.
-
-    log.jsonl is cut back to where the checkpoint was made, so that it reads as unbroken.
-    """
-    last, log = Path(out) / "checkpoints" / "last.json", Path(out) / "log.jsonl"
-    if not resume and (last.exists() or log.exists()):
-        sys.exit(f"{out} holds a run already: --resume goes on with it; or choose another --out")
-    dist.barrier()  # all have looked before the log is made
-    mark = read_jsonl(last)[0] if last.exists() else {"step": 0, "log_bytes": 0}
-    if last.exists():
-        if mark["world"] != dist.get_world_size():
-            sys.exit(f"{last}: saved by {mark['world']} ranks, and ZeRO-3 shards load only into as "
-                     f"many; start {mark['world']} ranks, not {dist.get_world_size()}")
-        engine.load_checkpoint(last.parent, tag=f"step-{mark['step']}")
-    if rank == 0:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as file:
-            file.truncate(mark["log_bytes"])
-    dist.barrier()
-    return mark["step"]
+    """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads."""
+    step = newest_whole(out, resume, rank)
+    if step:
+        engine.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}")
+    return step
 
 
 def watch_sigterm():
@@ -700,14 +677,16 @@ def watch_sigterm():
 
 def main():
     args = flags()
-    world = run(sys.argv[0], open_world, args)
+    world = open_world(args)
     kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) > 2)]
     if args.reward and args.reward not in kinds:
         sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
-    tasks = run(sys.argv[0], load_tasks, args.tasks, world.load_task)
-    val = run(sys.argv[0], load_tasks, args.val, world.load_task) if args.val else []
+    tasks = load_tasks(args.tasks, world.load_task)
+    val = load_tasks(args.val, world.load_task) if args.val else []
+    template = load_template(args.model)
     rank, ranks, device = setup()
-    template, policy, packed = run(sys.argv[0], load, args, device)
+    hold(args.out)
+    policy, packed = load(args, template, device)
     engine = zero3(policy, args.lr, ranks, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
     start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
@@ -741,6 +720,8 @@ def main():
             recompute_logps(engine, sum(updates, []), packed, rank, ranks, device, args)
         stats = [learn(engine, weighted, packed, rank, ranks, device, args) for weighted in updates]
         clock.append(time.time())
+        for update in stats:
+            check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
 
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
         line |= timings(samples, updates, clock, judged) | {"later": stats[1:], "kind": kind}
@@ -866,4 +847,4 @@ def log(line, rank, args, steps=None):
 
 
 if __name__ == "__main__":
-    main()
+    run(sys.argv[0], main)

@@ -23,7 +23,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -237,20 +236,6 @@ def workers(number):
     """A pool of processes that die with this one. Spawned: SQLite must not cross a fork."""
     with deaf():
         return multiprocessing.get_context("spawn").Pool(number, die_with_parent)
-
-
-def lead_group():
-    """Of a process with children of its own, as an engine has: all of them end with the parent.
-
-    They are a process group, which this process's thread kills: a signal at the parent's death
-    would reach this process alone.
-    """
-    def watch():
-        multiprocessing.parent_process().join()
-        os.killpg(0, signal.SIGKILL)
-
-    os.setsid()
-    threading.Thread(target=watch, daemon=True).start()
 
 
 # ---------------------------------------------------------------------------------------- progress

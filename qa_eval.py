@@ -362,7 +362,8 @@ def flags(argv=None):
     add("--retriever", default="bm25", help="bm25, an index folder, or a server's address")
     add("--corpus", help="jsonl that bm25 searches; by default corpus.jsonl in DATA")
     add("--encoder", help="E5-style HF folder or hub name; by default the one that made the index")
-    add("--devices", nargs="+", type=device, default=["cpu"], help="torch devices that share an index's vectors")
+    add("--devices", nargs="+", type=device, default=["cpu"],
+        help="torch devices that share an index's vectors")
     add("--tries", type=COUNT, default=6, help="tries per search of a server, 1, 2, 4 ... s apart")
     add = p.add_argument_group("output").add_argument
     add("--out", default="out/qa", help="folder of the episodes and the table")

@@ -414,11 +414,13 @@ def flags(argv=None):
     add("--encoder", required=True, help="E5-style HF folder or hub name")
     add("--out", required=True, help="folder of the index; a build that was stopped goes on there")
     add("--batch", type=COUNT, default=512, help="passages per forward pass of the encoder (512)")
-    add("--devices", nargs="+", type=device, help="torch devices that share the work (all GPUs, or cpu)")
+    add("--devices", nargs="+", type=device,
+        help="torch devices that share the work (all GPUs, or cpu)")
     add = commands.add_parser("serve", help="answer POST /retrieve").add_argument
     add("--retriever", default="bm25", help="bm25, or an index folder (bm25)")
     add("--corpus", default="database/qa/corpus.jsonl", help="jsonl for bm25 (%(default)s)")
-    add("--devices", nargs="+", type=device, help="torch devices that share the vectors (all GPUs, or cpu)")
+    add("--devices", nargs="+", type=device,
+        help="torch devices that share the vectors (all GPUs, or cpu)")
     add("--topk", type=COUNT, default=5,
         help="passages per query where a request names no topk (5)")
     add("--host", default="127.0.0.1", help="address to listen at (127.0.0.1); 0.0.0.0 is all")

@@ -30,9 +30,11 @@ wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
 print() { printf '%q ' "$@"; echo; }
 made() { [[ -e $1 && ! -e $1.unfinished ]]; }
 
+last_words='import json, sys; print(json.load(open(sys.argv[1]))["message"]["message"])'
+
 # stage NAME OUTPUT COMMAND...   a step, done when OUTPUT is there with no mark of a broken try
 stage() {
-    local name=$1 output=$2 mark=$2.unfinished began=$SECONDS more=FLAGS_${1//[^a-z0-9]/_}
+    local name=$1 output=$2 mark=$2.unfinished began=$SECONDS why more=FLAGS_${1//[^a-z0-9]/_}
     shift 2
     set -- "$@" ${!more:-}
     if [[ -n ${DRY:-} ]]; then printf '\n# %s -> %s\n' "$name" "$output"; print "$@"; return; fi
@@ -43,23 +45,16 @@ stage() {
         return
     fi
     say "$name: $*"
-    if [[ $node == 0 ]]; then  # torchrun writes a rank's last words into the mark
-        mkdir -p "$(dirname "$output")"
-        : > "$mark"
-        export TORCHELASTIC_ERROR_FILE=$mark
+    if [[ $node == 0 ]]; then mkdir -p "$(dirname "$output")"; touch "$mark"; fi
+    # torchrun leaves there what a rank said last, which its own words have buried
+    if ! TORCHELASTIC_ERROR_FILE=$mark.why "$@"; then
+        [[ ! -s $mark.why ]] || why=$(python -c "$last_words" "$mark.why")
+        rm -f "$mark.why"
+        stop "stage $name failed, ${why:-see above}${lost:-}. The same command goes on from here"
     fi
-    "$@" || stop "stage $name failed$(words_of "$mark")${lost:-}. The same command goes on from here"
     [[ -e $output ]] || stop "stage $name ended without writing $output"
     rm -f "$mark"
     times+=("$name" "$((SECONDS - began)) s")
-}
-
-# words_of MARK   why a stage failed, if it said so
-words_of() {
-    local said
-    said=$(sed -n 's/.*"message": {"message": "\(.*\)", "extraInfo".*/\1/p' "$1" 2>/dev/null || true)
-    said=${said//\\\"/\"}
-    echo "${said:+: }${said:-, see above}"
 }
 
 # finish TABLE   the last words: the table, and what each stage took
@@ -99,7 +94,8 @@ case $what:$axis in
     preflight:) [[ $size != *tiny ]] || wrong "$size needs no preflight" ;;
     axis:reward | axis:scale | axis:data | axis:algorithm | axis:noise | axis:crossing)
         [[ $size != tool-tiny ]] || wrong "tool-tiny has no axes" ;;
-    axis:*) wrong "there is no axis '$axis': reward, scale, data, algorithm or noise" ;;
+    axis:) wrong "name an axis: reward, scale, data, algorithm or noise" ;;
+    axis:*) wrong "there is no axis $axis: reward, scale, data, algorithm or noise" ;;
     *) wrong "'$what${axis:+ $axis}' is nothing that $size does: preflight, or axis NAME" ;;
 esac
 for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS; do

@@ -18,14 +18,12 @@ Writes  OUT/ (a HF folder: safetensors, config, tokenizer), OUT/log.jsonl, OUT/c
 
 Nothing below knows about travel: for another task, supply episodes with "messages".
 """
-import argparse
 import datetime
 import json
 import logging
 import math
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -38,13 +36,24 @@ import torch
 import torch.distributed as dist
 
 from evaluate import (
+    AMOUNT,
+    COUNT,
+    NATURAL,
+    POSITIVE,
+    SHARE,
     Help,
+    Parser,
+    check_finite,
     check_weights,
+    die_with_parent,
+    hold,
     load_template,
+    new_checkpoint,
+    new_model,
+    newest_whole,
     read_jsonl,
     run,
     visible_gpus,
-    write_jsonl,
 )
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
@@ -53,27 +62,27 @@ LOGITS = 30_000_000  # numbers: the loss never holds more logits at a time (120 
 
 
 def flags():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument_group("what").add_argument
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name to start from")
     add("--data", default="data/sft.jsonl", help="episodes to imitate, one per line")
     add("--out", default="out/sft", help="folder of the trained model, its log and checkpoints")
     add = p.add_argument_group("learn").add_argument
-    add("--epochs", type=float, default=4, help="passes over the data [1: 4, and 6 for 1.5B]")
-    add("--steps", type=int, default=0, help="updates; 0: as many as --epochs says")
-    add("--batch", type=int, default=32, help="episodes per update, all ranks together [1]")
-    add("--lr", type=float, default=5e-6, help="peak learning rate [1]")
-    add("--warmup", type=float, default=0.1, help="first share of the updates, of rising rate [1]")
-    add("--min-lr", type=float, default=0.0, help="the cosine ends at this share of --lr")
-    add("--seed", type=int, default=0, help="of the order of the episodes")
+    add("--epochs", type=POSITIVE, default=4, help="passes over the data [1: 4, and 6 for 1.5B]")
+    add("--steps", type=NATURAL, default=0, help="updates; 0: as many as --epochs says")
+    add("--batch", type=COUNT, default=32, help="episodes per update, all ranks together [1]")
+    add("--lr", type=AMOUNT, default=5e-6, help="peak learning rate [1]")
+    add("--warmup", type=SHARE, default=0.1, help="first share of the updates, of rising rate [1]")
+    add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this share of --lr")
+    add("--seed", type=NATURAL, default=0, help="of the order of the episodes")
     add = p.add_argument_group("memory (python memory.py sft tells what fits)").add_argument
-    add("--cutoff", type=int, default=20480, help="tokens of an episode; longer are dropped [1]")
-    add("--pack-tokens", type=int, default=20480, help="tokens per micro-batch, with padding")
+    add("--cutoff", type=COUNT, default=20480, help="tokens of an episode; longer are dropped [1]")
+    add("--pack-tokens", type=COUNT, default=20480, help="tokens per micro-batch, with padding")
     add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
         help="attention of the trainer; auto: flash attention where it is installed")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
     add = p.add_argument_group("running").add_argument
-    add("--save-every", type=int, default=0, help="updates between checkpoints; 0: none")
+    add("--save-every", type=NATURAL, default=0, help="updates between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
     return p.parse_args()
 
@@ -115,10 +124,11 @@ def load_samples(path, template, cutoff):
     """Episodes -> rendered ones, and how many were dropped: over `cutoff` tokens, or no reply."""
     samples, dropped = [], 0
     for line, episode in enumerate(read_jsonl(path), 1):
-        if not isinstance(episode.get("messages"), list):
-            sys.exit(f"{path}:{line}: no 'messages' list; each line must be an episode as synth.py "
-                     "writes them")
-        sample = render(episode["messages"], template)
+        messages = episode.get("messages") if isinstance(episode, dict) else None
+        if not isinstance(messages, list) or not all(map(is_message, messages)):
+            sys.exit(f"{path}:{line}: no 'messages' list of roles and contents; each line must be "
+                     "an episode as synth.py writes them")
+        sample = render(messages, template)
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1
         else:
@@ -127,6 +137,12 @@ def load_samples(path, template, cutoff):
         sys.exit(f"{path}: no episode to train on ({dropped} longer than --cutoff {cutoff} or "
                  "without a reply)")
     return samples, dropped
+
+
+def is_message(message):
+    """Whether it has a role and a content, both of them text."""
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def batch_of(step, n, size, seed):
@@ -271,6 +287,7 @@ def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
+    die_with_parent()
     cuda = bool(visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -291,12 +308,11 @@ def setup():
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def load(args, device):
-    """--model -> template, Policy in float32 on a CPU, bfloat16 on a GPU, whether to pack rows"""
+def load(args, template, device):
+    """--model -> Policy in float32 on a CPU, bfloat16 on a GPU; whether to pack rows"""
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    template = load_template(args.model)
     attn = args.attn
     if attn == "auto":
         attn = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
@@ -307,7 +323,7 @@ def load(args, device):
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
-    return template, Policy(lm), attn == "flash_attention_2"
+    return Policy(lm), attn == "flash_attention_2"
 
 
 def zero3(policy, lr, ranks, device):
@@ -345,57 +361,24 @@ def save_model(engine, template, out, rank):
         if rank == 0:
             state[name] = tensor.to("cpu", copy=True)
     if rank == 0:
-        part = Path(f"{out}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        engine.module.lm.save_pretrained(part, state_dict=state)
-        template.tokenizer.save_pretrained(part)
-        Path(out).mkdir(parents=True, exist_ok=True)
-        # config.json marks the folder as whole: it goes first, and comes back last
-        (Path(out) / "config.json").unlink(missing_ok=True)
-        for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
-            os.replace(file, Path(out) / file.name)
-        part.rmdir()
+        with new_model(out) as part:
+            engine.module.lm.save_pretrained(part, state_dict=state)
+            template.tokenizer.save_pretrained(part)
     dist.barrier()
 
 
 def save_checkpoint(engine, out, step, rank):
-    """Save what it takes to go on after `step` updates; it counts once last.json names it."""
-    folder = Path(out) / "checkpoints"
-    engine.save_checkpoint(folder, tag=f"step-{step}", save_latest=False)
-    dist.barrier()  # every rank's shard is on disk
-    if rank == 0:
-        log_bytes = (Path(out) / "log.jsonl").stat().st_size
-        mark = {"step": step, "world": dist.get_world_size(), "log_bytes": log_bytes}
-        write_jsonl(folder / "last.json", [mark])
-        tags = {int(tag.name[5:]): tag for tag in folder.glob("step-*")}
-        kept = sorted(number for number in tags if number <= step)[-2:]
-        for number, tag in tags.items():  # a later one is half of a save that was killed
-            if number not in kept:
-                shutil.rmtree(tag)
-    dist.barrier()
+    """Save what it takes to go on after `step` updates."""
+    with new_checkpoint(out, step, rank) as folder:
+        engine.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
 
 
 def restore(engine, out, resume, rank):
-    """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads.
-
-    log.jsonl is cut back to where the checkpoint was made, so that it reads as unbroken.
-    """
-    last, log = Path(out) / "checkpoints" / "last.json", Path(out) / "log.jsonl"
-    if not resume and (last.exists() or log.exists()):
-        sys.exit(f"{out} holds a run already: --resume goes on with it; or choose another --out")
-    dist.barrier()  # all have looked before the log is made
-    mark = read_jsonl(last)[0] if last.exists() else {"step": 0, "log_bytes": 0}
-    if last.exists():
-        if mark["world"] != dist.get_world_size():
-            sys.exit(f"{last}: saved by {mark['world']} ranks, and ZeRO-3 shards load only into as "
-                     f"many; start {mark['world']} ranks, not {dist.get_world_size()}")
-        engine.load_checkpoint(last.parent, tag=f"step-{mark['step']}")
-    if rank == 0:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as file:
-            file.truncate(mark["log_bytes"])
-    dist.barrier()
-    return mark["step"]
+    """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads."""
+    step = newest_whole(out, resume, rank)
+    if step:
+        engine.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}")
+    return step
 
 
 def watch_sigterm():
@@ -418,9 +401,11 @@ def watch_sigterm():
 def main():
     args = flags()
     rank, ranks, device = setup()
-    template, policy, packed = run(sys.argv[0], load, args, device)
+    hold(args.out)
     # (1) episodes into ids and masks
+    template = load_template(args.model)
     samples, dropped = load_samples(args.data, template, args.cutoff)
+    policy, packed = load(args, template, device)
     engine = zero3(policy, args.lr, ranks, device)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
     start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
@@ -445,10 +430,11 @@ def main():
         lr = engine.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
         engine.step()
         dist.all_reduce(total)
-        log({"step": step + 1, "loss": total[0].item(), "entropy": total[1].item(),
-             "gnorm": float(engine.get_global_grad_norm()), "lr": lr, "policy_tokens": n_tokens,
-             "tokens": sum(len(s.ids) for s in batch), "seconds": time.time() - began},
-            steps, args.out, rank)
+        loss, gnorm = total[0].item(), float(engine.get_global_grad_norm())
+        check_finite(args.out, step + 1, loss=loss, gnorm=gnorm)
+        log({"step": step + 1, "loss": loss, "entropy": total[1].item(), "gnorm": gnorm, "lr": lr,
+             "policy_tokens": n_tokens, "tokens": sum(len(s.ids) for s in batch),
+             "seconds": time.time() - began}, steps, args.out, rank)
         last = interrupted(device)
         if last or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(engine, args.out, step + 1, rank)
@@ -470,4 +456,4 @@ def log(line, steps, out, rank):
 
 
 if __name__ == "__main__":
-    main()
+    run(sys.argv[0], main)

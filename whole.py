@@ -7,9 +7,14 @@ number, and a run goes on from the newest checkpoint that is as it was written.
 import contextlib
 import json
 import math
+import os
+import shutil
+import sys
 import zipfile
 import zlib
 from pathlib import Path
+
+from guard import naming
 
 # ----------------------------------------------------------------------------------------- models
 
@@ -82,26 +87,140 @@ def check_finite(out, step, **numbers):
 
 # -------------------------------------------------------------------------------------- checkpoints
 
+@contextlib.contextmanager
+def new_model(out):
+    """OUT.part, to save a model in, whose files take their place in OUT once all are whole.
+
+    config.json marks the folder as whole: it goes first, and comes back last.
+    """
+    from safetensors import SafetensorError
+
+    part = Path(f"{out}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        with naming(part):
+            yield part
+        mode = (part / "config.json").stat().st_mode  # as the umask says; safetensors' are 0600
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "config.json").unlink(missing_ok=True)
+        for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
+            file.chmod(mode)
+            os.replace(file, Path(out) / file.name)
+    except SafetensorError as error:
+        raise OSError(f"{part}: {error}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_checkpoint(out, step, rank):
+    """The folder that every rank writes its shard of a checkpoint to; it counts once all are there
+    and it has its mark.json. It and the one before it are kept."""
+    import torch.distributed as dist
+
+    tag = Path(out) / "checkpoints" / f"step-{step}"
+    try:
+        with naming(tag):
+            yield tag
+    except RuntimeError as error:  # torch's, of a full disk
+        if "write" not in str(error):
+            raise
+        shutil.rmtree(tag, ignore_errors=True)
+        raise OSError(f"{tag} could not be written; make room, and the same command goes on from "
+                      "the checkpoint before") from None
+    dist.barrier()  # every rank's shard is on disk
+    if rank == 0:
+        mark = {"step": step, "world": dist.get_world_size(), "files": len([*tag.glob("*.pt")]),
+                "log_bytes": (Path(out) / "log.jsonl").stat().st_size}
+        part = tag / "mark.part"
+        part.write_text(json.dumps(mark) + "\n")
+        os.replace(part, tag / "mark.json")
+        tidy(out, step)
+    dist.barrier()
+
+
 def marks(out):
     """What the checkpoints in OUT say of themselves, the newest first: step, world, log_bytes."""
     found = {}
     for file in Path(out).glob("checkpoints/step-*/mark.json"):
-        with contextlib.suppress(ValueError, KeyError):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             mark = json.loads(file.read_text())
             found[mark["step"]] = mark
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def broken_shard(folder, rank, ranks):
-    """The first of this rank's files of a checkpoint that is not what was written, or "".
+def newest_whole(out, resume, rank):
+    """The updates made until the newest checkpoint in OUT that is as it was written, 0 of none.
+
+    What came after it is removed, of the log too, so that it reads as unbroken. SystemExit where
+    the checkpoint is another number of ranks', where none is whole, and where there is a run in OUT
+    that it is not asked to resume.
+    """
+    import torch.distributed as dist
+
+    folder, found = Path(out) / "checkpoints", marks(out)
+    if not resume and (found or (Path(out) / "log.jsonl").exists()):
+        sys.exit(f"{out} holds a run already: --resume goes on with it; or choose another --out")
+    dist.barrier()  # all have looked before the log is made
+    for mark in found:
+        damaged = broken_part(folder / f"step-{mark['step']}", mark, rank)
+        if not damaged:
+            break
+        if rank == 0:
+            print(f"{damaged} is damaged: the checkpoint before it is taken", flush=True)
+    else:
+        if [*folder.glob("step-*/mark.json"), *folder.glob("last.json")]:
+            sys.exit(f"{folder}: no checkpoint in it is whole. Remove this folder, and the same "
+                     "command begins at the first update")
+        mark = {"step": 0, "log_bytes": 0}
+    if rank == 0:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        tidy(out, mark["step"])
+        cut_back(Path(out) / "log.jsonl", mark["log_bytes"])
+    dist.barrier()
+    return mark["step"]
+
+
+def broken_part(tag, mark, rank):
+    """What is damaged of a checkpoint, "" if nothing is; each rank looks at a share of its files.
 
     torch.save writes zip archives, whose checksums torch.load does not look at.
     """
-    for file in sorted(Path(folder).glob("*.pt"))[rank::ranks]:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                if archive.testzip():
-                    return str(file)
-        except (zipfile.BadZipFile, zlib.error, OSError, EOFError):
-            return str(file)
-    return ""
+    import torch.distributed as dist
+
+    ranks, shards = dist.get_world_size(), sorted(tag.glob("*.pt"))
+    if mark["world"] != ranks:
+        sys.exit(f"{tag}: saved by {mark['world']} ranks, and ZeRO-3 shards load only into as "
+                 f"many; start {mark['world']} ranks, not {ranks}")
+    found = [None] * ranks
+    dist.all_gather_object(found, [str(file) for file in shards[rank::ranks] if not sound(file)])
+    lost = [f"{tag} ({len(shards)} of {mark['files']} files)"] * (len(shards) != mark["files"])
+    return ", ".join(sum(found, lost))
+
+
+def sound(file):
+    """Whether a zip archive's checksums are those of its contents."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError):
+        return False
+
+
+def tidy(out, step):
+    """Remove all checkpoints in OUT but those of `step` and the one before it."""
+    tags = {int(tag.name[5:]): tag for tag in Path(out).glob("checkpoints/step-*")}
+    kept = [mark["step"] for mark in marks(out) if mark["step"] <= step][:2]
+    for number, tag in tags.items():  # a later one is damaged, or half of a save that was killed
+        if number not in kept:
+            shutil.rmtree(tag)
+
+
+def cut_back(log, size):
+    """Cut a log to its first `size` bytes, and to whole lines where it has lost some."""
+    with open(log, "ab+") as file:
+        file.seek(0)
+        whole = file.read(size)
+        if len(whole) < size:
+            print(f"{log} has lost lines; the run goes on without them", flush=True)
+        file.truncate(whole.rfind(b"\n") + 1)

@@ -202,7 +202,8 @@ def bench_here(args):
     sys.argv = ["grpo.py", *settings(args)]
     own = grpo.flags()
     rank, ranks, device = grpo.setup()
-    template, policy, _ = grpo.load(own, device)
+    template = grpo.load_template(own.model)
+    policy, _ = grpo.load(own, template, device)
     engine, llm = grpo.zero3(policy, own.lr, ranks, device), grpo.load_engine(own, device)
     world, rounds = Travel(open_database("database/mini")), args.rounds
     tasks = grpo.load_tasks(own.tasks)[: own.prompts]

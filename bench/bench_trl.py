@@ -108,7 +108,8 @@ class Ours:
             --pack-tokens {args.pack_tokens}""".split()
         self.grpo, self.args = grpo, grpo.flags()
         self.rank, self.ranks, self.device = grpo.setup()
-        self.template, policy, self.packed = grpo.load(self.args, self.device)
+        self.template = grpo.load_template(self.args.model)
+        policy, self.packed = grpo.load(self.args, self.template, self.device)
         self.engine = grpo.zero3(policy, self.args.lr, self.ranks, self.device)
 
     @torch.no_grad()

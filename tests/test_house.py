@@ -24,7 +24,7 @@ WITHOUT_TORCH = ("sandbox.py", "wording.py", "markup.py", "format_plan.py", "con
 FLOOR = ["sandbox", "format_plan", "constraints", "solver"]
 MAY_IMPORT = {
     "sandbox.py": set(), "wording.py": set(), "markup.py": {"wording"}, "guard.py": set(),
-    "whole.py": set(), "template.py": {"whole"},
+    "whole.py": {"guard"}, "template.py": {"whole"},
     "engine.py": {"template"},
     "format_plan.py": {"sandbox", "wording", "markup", "guard"},
     "constraints.py": {"format_plan", "wording"},
@@ -44,7 +44,7 @@ MAY_IMPORT = {
 LIMITS = {  # lines
     "wording.py": 164, "markup.py": 120, "sandbox.py": 600, "format_plan.py": 650,
     "constraints.py": 720, "solver.py": 320, "template.py": 150, "engine.py": 220,
-    "guard.py": 150, "whole.py": 110, "evaluate.py": 650, "report.py": 400,
+    "guard.py": 160, "whole.py": 210, "evaluate.py": 650, "report.py": 400,
     "leaderboard.py": 130, "synth.py": 600, "teacher.py": 540, "tiny.py": 480, "sft.py": 430,
     "grpo.py": 800,
     "arpo.py": 900, "memory.py": 150, "retriever.py": 360, "qa_eval.py": 420, "run.sh": 236,
@@ -146,7 +146,7 @@ def test_every_room_imports_without_the_engines_and_without_a_word(name):
 
 @pytest.mark.parametrize("name", FILES + TOOLS)
 def test_every_help_works(name):
-    if "argparse" not in text_of(name):
+    if "flags()" not in text_of(name) and "parse_args" not in text_of(name):
         pytest.skip(f"{name} is not a command")
     command = [name] if name in FILES else ["-m", name[:-3].replace("/", ".")]
     done = run("-W", "ignore", *command, "--help")

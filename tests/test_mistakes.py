@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,9 @@ import time
 import pytest
 from conftest import ROOT, witness
 
+import evaluate
+import guard
+import qa_eval
 from evaluate import write_jsonl
 
 LINES = 2  # at most, whoever says them
@@ -30,7 +34,7 @@ MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}
 MISTAKES = {
     "evaluate": [
         ("", "--tasks FILE.jsonl is needed"),
-        ("--tasks none.jsonl --model m", "none.jsonl: No such file or directory; is the path right?"),
+        ("--tasks none.jsonl --model m", "none.jsonl: No such file or directory; is the"),
         ("--tasks empty.jsonl --model m", "empty.jsonl: holds no task; python synth.py tasks"),
         ("--tasks cut.jsonl --model m", "cut.jsonl, line 2: not JSON"),
         ("--tasks binary.jsonl --model m", "binary.jsonl, line 1: not JSON"),
@@ -225,7 +229,7 @@ MISTAKES = {
         ("index --corpus folder --encoder m --out i", "folder: Is a directory"),
         ("index --corpus list.jsonl --encoder m --out i", "list.jsonl, line 1: want id and"),
         ("index --corpus empty.jsonl --encoder m --out i", "empty.jsonl is empty; want a line"),
-        ("index --corpus corpus.jsonl --encoder nobody/none --out i", "--encoder nobody/none is no"),
+        ("index --corpus corpus.jsonl --encoder nobody/none --out i", "--encoder nobody/none is"),
         ("index --corpus corpus.jsonl --encoder m --out i --batch 0", "--batch: '0' must be"),
         ("serve --corpus none", "none is not there: see --corpus"),
         ("serve --corpus list.jsonl --port 0", "list.jsonl, line 1: want id and contents"),
@@ -277,6 +281,30 @@ MISTAKES = {
         ("run none.py", "none.py"),
         ("check --seconds 0", "--seconds, --memory and --workers must be more than 0"),
         ("serve --port 99999", "--port 99999 is none: name one from 0 to 65535"),
+    ],
+    "sft": [
+        ("", "start it with torchrun"),
+        ("--batch 0", "--batch: '0' must be"),
+        ("--epochs 0", "--epochs: '0' must be a number, more than 0"),
+        ("--steps -1", "--steps: '-1' must be"),
+        ("--lr -1", "--lr: '-1' must be"),
+        ("--warmup 2", "--warmup: '2' must be"),
+        ("--cutoff 0", "--cutoff: '0' must be"),
+        ("--attn fast", "--attn: invalid choice: 'fast'"),
+        ("--lrr 1", "unrecognized arguments: --lrr 1"),
+    ],
+    "grpo": [
+        ("--prompts 0", "--prompts: '0' must be"),
+        ("--group 1.5", "--group: '1.5' must be a whole number"),
+        ("--temperature 0", "--temperature: '0' must be a number, more than 0"),
+        ("--clip-low 2", "--clip-low: '2' must be"),
+        ("--failure-rate -0.1", "--failure-rate: '-0.1' must be"),
+        ("--tp 3", "--tp 3 does not divide 1 ranks into engines"),
+        ("--refill 2 --drop-uniform", "--refill replaces what --drop-uniform drops" if 0 else "re"),
+    ],
+    "arpo": [
+        ("--prompts 0", "--prompts: '0' must be"),
+        ("--branch other", "--branch: invalid choice: 'other'"),
     ],
     "sandbox": [
         ("", "required: command, folder"),
@@ -338,7 +366,8 @@ def call(program, words):
         patch.setattr(sys, "argv", [f"{program.split('.')[-1]}.py", *words])
         module = importlib.import_module(program)
         try:
-            code = module.main() if program == "sandbox" else module.main(words)
+            stage = program in ("sandbox", "sft", "grpo", "arpo")
+            code = module.main() if stage else module.main(words)
         except SystemExit as error:
             code = error.code
     # the interpreter prints a text and exits with 1
@@ -389,3 +418,167 @@ def shape(desk):
 
 def test_there_are_a_hundred_and_more():
     assert len(ROWS) >= 200
+
+
+# ---------------------------------------------------------------------------- in their own process
+
+
+def start(words, **how):
+    """A program as a person starts it."""
+    return subprocess.Popen([sys.executable, *shlex.split(words)], text=True, cwd=ROOT,
+                            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how)
+
+
+def test_a_reader_who_has_enough_is_no_error(desk):
+    write_jsonl(desk / "long.jsonl", [{"task": {"id": 1}, "stop": "answer", "messages": [
+        {"role": "user", "content": "word\n" * 100_000}]}])
+    done = subprocess.run(["bash", "-c", f"{sys.executable} {ROOT}/report.py --trace long.jsonl | "
+                           "head -1; exit ${PIPESTATUS[0]}"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("--- user\n", "")
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("words", ["report.py --trace {}/one/episodes.jsonl",
+                                   "format_plan.py {}/texts.jsonl"])
+def test_a_full_disk_behind_the_output_is_a_line(desk, words):
+    with open("/dev/full", "w") as full:
+        said = start(words.format(desk), stdout=full).communicate(timeout=120)
+    check(1, said[1].splitlines(), "standard output: No space left on device; make room")
+
+
+def test_an_interrupt_of_synth_is_a_line_and_leaves_nobody(desk):
+    running = start(f"synth.py tasks --n 100000 --out {desk}/new.jsonl --workers 2",
+                    start_new_session=True)
+    while not (desk / "new.jsonl").exists():
+        time.sleep(0.1)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the workers, too
+    _, said = running.communicate(timeout=60)
+    check(running.returncode, said.splitlines(), "synth.py: interrupted; what is saved is kept",
+          codes=(130,))
+    with pytest.raises(ProcessLookupError):
+        os.killpg(running.pid, 0)
+    assert not list(desk.glob(".new*"))
+
+
+def test_an_endpoint_that_nobody_answers_is_a_line(desk):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    done = start(f"format_plan.py {desk}/texts.jsonl --llm-url http://127.0.0.1:{port}/v1 "
+                 "--llm-model m")
+    _, said = done.communicate(timeout=120)
+    check(done.returncode, said.splitlines(), f"http://127.0.0.1:{port}/v1: no connection")
+
+
+def test_a_hub_name_offline_is_a_line_and_the_folder_can_be_used_for_another(desk):
+    words = f"evaluate.py --tasks {desk}/good.jsonl --out {desk}/new --model a="
+    done = start(f"{words}nobody/none")
+    _, said = done.communicate(timeout=120)
+    check(done.returncode, said.splitlines(), "nobody/none is no folder here, and the hub does not")
+    assert not (desk / "new").exists(), "settings come with the first episode"
+
+
+# ------------------------------------------------------------------------------------------ run.sh
+
+
+@pytest.mark.parametrize("words, variables, said", [
+    ("8b", {}, "there is no size 8b: tiny, tool-tiny, 0.5b, 1.5b, 3b or 7b"),
+    ("tiny evaluate", {}, "'evaluate' is nothing that tiny does"),
+    ("tiny axis", {}, "name an axis: reward, scale, data, algorithm or noise"),
+    ("tiny axis rewards", {}, "there is no axis rewards: reward, scale, data, algorithm or noise"),
+    ("tool-tiny axis noise", {}, "tool-tiny has no axes"),
+    ("tiny preflight", {}, "tiny needs no preflight"),
+    ("tiny", {"SEED": "one"}, "SEED=one must be a whole number"),
+    ("tiny", {"GPUS": "two"}, "GPUS=two must be a whole number"),
+    ("tiny", {"GPUS": "0"}, "GPUS and NNODES must be 1 at least"),
+    ("tiny axis noise", {"SEEDS": "0,1"}, "SEEDS='0,1' must be whole numbers, like '0 1'"),
+    ("tiny", {"NNODES": "2"}, "several nodes need MASTER_ADDR"),
+    ("tiny", {"FLAGS_rl": "--lrr 1"}, "grpo.py: unrecognized arguments: --lrr 1"),
+    ("tiny", {"FLAGS_eval": "--limit 0"}, "--limit: '0' must be a whole number, 1 or more"),
+    ("tiny", {"FLAGS_rll": "--lr 1"}, "FLAGS_rll is of no stage that runs here: val-tasks, "),
+    ("tool-tiny", {"FLAGS_facts": "--worlds x"}, "tir.py facts: argument --worlds: 'x' must be"),
+])
+def test_run_sh_says_a_mistake_before_its_first_stage(tmp_path, words, variables, said):
+    for path in ROOT.iterdir():
+        if path.name not in (".venv", ".git", "out", "data"):
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "run.sh").unlink()
+    (tmp_path / "run.sh").write_bytes((ROOT / "run.sh").read_bytes())
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "bin").symlink_to(os.path.dirname(sys.executable))
+    pins = "requirements.txt" if shutil.which("nvidia-smi") else "requirements-cpu.txt"
+    (tmp_path / ".venv" / "installed.txt").write_bytes((ROOT / pins).read_bytes())
+    done = subprocess.run(["bash", "run.sh", *words.split()], cwd=tmp_path, capture_output=True,
+                          text=True, env=os.environ | variables, timeout=120)
+    check(done.returncode, done.stderr.splitlines(), said)
+    assert not (tmp_path / "out").exists(), "nothing has run"
+
+
+# --------------------------------------------------------------------------------- once, and alone
+
+
+def test_a_play_that_stands_twice_in_a_file_counts_once(desk, capsys):
+    """As when a killed command's player went on beside the one that was started again."""
+    words = ["--tasks", "good.jsonl", "--agent", "solver", "--out", "out"]
+    evaluate.main(words)
+    once, file = (desk / "out/table.md").read_text(), desk / "out/solver/episodes.jsonl"
+    row = json.loads(file.read_text())
+    row["score"]["success"] = 0.0
+    file.write_text(file.read_text() + json.dumps(row) + "\n")
+    evaluate.main(words)
+    assert (desk / "out/table.md").read_text() == once
+    assert "| episodes | 1 |" in once and "| success | 100.0" in once
+    verdicts = [{"task": {"id": "a"}, "stop": "answer", "answer": "x", "calls": 0,
+                 "score": {"em": em, "sub_em": em, "f1": em}} for em in (1.0, 0.0)]
+    write_jsonl(desk / "twice", verdicts)
+    assert qa_eval.read_verdicts(desk / "twice")["a"].em == 1.0
+
+
+def test_players_die_with_whoever_started_them(desk):
+    tasks = [json.loads((desk / "good.jsonl").read_text()) | {"id": f"w-{i}"} for i in range(9999)]
+    write_jsonl(desk / "many.jsonl", tasks)
+    running = start(f"evaluate.py --tasks {desk}/many.jsonl --agent solver --out {desk}/out "
+                    "--processes 2", start_new_session=True)
+    file = desk / "out/solver/episodes.jsonl"
+    while not file.exists():
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.1)
+    running.kill()
+    running.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(running.pid, 0)
+            time.sleep(0.1)
+    size = file.stat().st_size
+    time.sleep(0.5)
+    assert file.stat().st_size == size
+
+
+def test_two_commands_on_one_folder_are_one_too_many(desk):
+    guard.hold("out")
+    done = start(f"evaluate.py --tasks {desk}/good.jsonl --agent solver --out {desk}/out")
+    _, said = done.communicate(timeout=120)
+    check(done.returncode, said.splitlines(), f"a run (pid {os.getpid()} on ")
+
+
+def test_a_bar_in_a_log_is_a_few_lines(capfd):
+    for _ in guard.progress(range(100_000), "play", 100_000):
+        pass
+    assert capfd.readouterr().err == "", "nothing of what takes a moment"
+    with guard.progress(None, "play", 3) as bar:
+        bar.start_t -= 100  # it began long ago
+        bar.last_print_t = bar.start_t
+        bar.update(3)
+    said = capfd.readouterr().err
+    assert "\r" not in said and "play: 100%" in said and said.endswith("\n")
+
+
+def test_settings_come_with_the_first_episode_and_whole(desk):
+    folder = evaluate.open_folder("new", "m", {"model": "typo"})
+    assert not folder.exists(), "a wrong path, corrected later, was never played"
+    folder = evaluate.open_folder("new", "m", {"model": "x"})
+    evaluate.keep_play(folder, {"model": "x"}, {"task": {"id": "a"}})
+    assert json.loads((folder / "settings.json").read_text()) == {"model": "x"}
+    with pytest.raises(ValueError, match="model was 'x' and is 'y'"):
+        evaluate.open_folder("new", "m", {"model": "y"})

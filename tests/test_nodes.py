@@ -5,7 +5,6 @@ gloo: run.sh's own commands and waiting, the trainer's sharding and the engine's
 machines. A node is lost as when its power goes: every process of it, its ranks too, gets SIGKILL
 (torchrun starts them in sessions of their own).
 """
-import json
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ import pytest
 from conftest import ROOT
 
 from evaluate import read_jsonl
+from whole import marks
 
 STEPS = 6
 FLAGS = f"""--steps {STEPS} --prompts 2 --group 2 --context 1024 --max-turns 3 --turn-tokens 64
@@ -112,7 +112,7 @@ def test_a_node_is_lost_then_one_is_asked_to_leave_and_the_pair_goes_on_to_the_e
     out = disk / "out" / "rl"
 
     def saved():
-        return json.loads((out / "checkpoints" / "last.json").read_text())["step"]
+        return marks(out)[0]["step"]
 
     # node 1 is lost: node 0 stops with a clear word
     first = pair()

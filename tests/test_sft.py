@@ -181,7 +181,8 @@ def test_an_existing_run_is_not_overwritten(student):
 
 
 def test_a_checkpoint_of_other_ranks_is_refused_in_one_sentence(one_rank, tmp_path):
-    write_jsonl(tmp_path / "checkpoints" / "last.json", [{"step": 8, "world": 2, "log_bytes": 0}])
+    write_jsonl(tmp_path / "checkpoints" / "step-8" / "mark.json",
+                [{"step": 8, "world": 2, "files": 4, "log_bytes": 0}])
     with pytest.raises(SystemExit, match="saved by 2 ranks, .*; start 2 ranks, not 1$"):
         sft.restore(None, tmp_path, True, 0)
 

@@ -218,5 +218,5 @@ def test_a_broken_model_is_refused_before_anything_is_spent(spoil, words, tiny_m
     spoil(folder)
     args = Namespace(model=str(folder), attn="sdpa", no_checkpointing=True)
     with pytest.raises(ValueError, match=f"^{folder}.*{words}") as error:
-        sft.load(args, torch.device("cpu"))
+        sft.load(args, load_template(folder), torch.device("cpu"))
     assert "\n" not in str(error.value)

@@ -67,6 +67,13 @@ from guard import (  # noqa: F401, handed on
     web_address,
     workers,
 )
+from records import (  # noqa: F401, handed on
+    append_jsonl,
+    read_jsonl,
+    recover_jsonl,
+    replacing,
+    write_jsonl,
+)
 from sandbox import Episode, Sandbox, open_database, parse, system_prompt
 from solver import solver_replies
 from template import Template, check_weights, load_template  # noqa: F401, handed on
@@ -83,76 +90,6 @@ STOPS = ("answer", "format", "turns", "context")
 COUNTS = ("reward", "turns", "calls", "tokens")  # means of numbers; all other lines are shares
 SETTINGS = ("env", "database", "temperature", "top_p", "max_context", "max_turns", "max_tokens",
             "system_prompt", "failure_rate", "seed")
-
-
-# ------------------------------------------------------------------------------------------ files
-# The house's one way to read and write records: jsonl, a record per line, whole or not at all.
-
-
-def read_jsonl(path):
-    """The records of a jsonl file, blank lines skipped. Errors name the file and the line."""
-    rows = []
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                rows += [json.loads(line)] if line.strip() else []
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}); "
-                                 "mend or delete the line") from None
-    return rows
-
-
-def recover_jsonl(path):
-    """The records a killed run left, [] without a file; a line it did not finish is cut off."""
-    if not Path(path).exists():
-        return []
-    with open(path, "rb+") as file:
-        text = file.read()
-        end = text.rfind(b"\n") + 1
-        try:
-            json.loads(text[end:])
-            file.write(b"\n")  # it lacks no more than its end, as an editor's last line may
-        except ValueError:
-            file.truncate(end)
-    return read_jsonl(path)
-
-
-def read_episodes(path):
-    """{name of the play: its record} of the episodes in a file, each play once; {} without one."""
-    rows = {}
-    for number, row in enumerate(recover_jsonl(path), 1):
-        whole = isinstance(row, dict) and row.keys() >= {"task", "messages", "stop"}
-        if not whole or not isinstance(row["task"], dict) or "id" not in row["task"]:
-            raise ValueError(f"{path}, record {number}: no episode, but {str(row)[:60]}; delete "
-                             "it, and its task is played again")
-        rows.setdefault(name_of(row["task"]), row)
-    return rows
-
-
-def append_jsonl(path, row):
-    """Add one record and flush it, so that a killed run keeps every episode that ended."""
-    with naming(path), open(path, "a", encoding="utf-8", errors="replace") as out:
-        out.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def write_jsonl(path, rows):
-    """Write a whole file of records."""
-    with replacing(path) as out:
-        out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-@contextlib.contextmanager
-def replacing(path):
-    """A text file under a temporary name, which takes the path's place once it is whole."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with naming(path), open(temporary, "w", encoding="utf-8", errors="replace") as out:
-            yield out
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------ tasks
@@ -561,6 +498,18 @@ def named_paths(specs):
     if not named or len(found) < len(named):
         raise ValueError("--model wants one or more checkpoints, each with a name of its own")
     return found
+
+
+def read_episodes(path):
+    """{name of the play: its record} of the episodes in a file, each play once; {} without one."""
+    rows = {}
+    for number, row in enumerate(recover_jsonl(path), 1):
+        whole = isinstance(row, dict) and row.keys() >= {"task", "messages", "stop"}
+        if not whole or not isinstance(row["task"], dict) or "id" not in row["task"]:
+            raise ValueError(f"{path}, record {number}: no episode, but {str(row)[:60]}; delete "
+                             "it, and its task is played again")
+        rows.setdefault(name_of(row["task"]), row)
+    return rows
 
 
 def open_folder(out, name, settings):

@@ -7,7 +7,7 @@ What keeps a run from harm: one writer per folder, no orphans, and errors in one
     (4) die_with_parent  a killed torchrun or evaluate.py leaves nobody training or playing
     (5) progress         a bar that a log can hold
 
-Every program shares these through evaluate.py. Nothing here knows what is trained or played.
+Programs have these from evaluate.py, as a rule. Nothing here knows what is trained or played.
 """
 import argparse
 import atexit

@@ -72,6 +72,9 @@ for name, line in stages:
     words = shlex.split(line)
     at = next(i for i, word in enumerate(words) if re.search(r"\.py$|^toolstar\.", word))
     sys.argv = words[at:]
+    if "--nproc_per_node" in words:
+        ranks = int(words[words.index("--nproc_per_node") + 1])
+        os.environ["WORLD_SIZE"] = str(ranks * int(os.environ.get("NNODES", 1)))
     try:
         importlib.import_module(words[at].removesuffix(".py")).flags()
     except SystemExit:

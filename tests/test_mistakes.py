@@ -300,7 +300,7 @@ MISTAKES = {
         ("--clip-low 2", "--clip-low: '2' must be"),
         ("--failure-rate -0.1", "--failure-rate: '-0.1' must be"),
         ("--tp 3", "--tp 3 does not divide 1 ranks into engines"),
-        ("--refill 2 --drop-uniform", "--refill replaces what --drop-uniform drops" if 0 else "re"),
+        ("--refill 2", "--refill replaces what --drop-uniform drops"),
     ],
     "arpo": [
         ("--prompts 0", "--prompts: '0' must be"),
@@ -429,6 +429,17 @@ def start(words, **how):
                             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how)
 
 
+def gone(group):
+    """Whether all processes of a group end, if not at once."""
+    for _ in range(300):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def test_a_reader_who_has_enough_is_no_error(desk):
     write_jsonl(desk / "long.jsonl", [{"task": {"id": 1}, "stop": "answer", "messages": [
         {"role": "user", "content": "word\n" * 100_000}]}])
@@ -443,7 +454,7 @@ def test_a_reader_who_has_enough_is_no_error(desk):
 def test_a_full_disk_behind_the_output_is_a_line(desk, words):
     with open("/dev/full", "w") as full:
         said = start(words.format(desk), stdout=full).communicate(timeout=120)
-    check(1, said[1].splitlines(), "standard output: No space left on device; make room")
+    check(1, said[1].splitlines(), "No space left on device; make room")
 
 
 def test_an_interrupt_of_synth_is_a_line_and_leaves_nobody(desk):
@@ -455,8 +466,7 @@ def test_an_interrupt_of_synth_is_a_line_and_leaves_nobody(desk):
     _, said = running.communicate(timeout=60)
     check(running.returncode, said.splitlines(), "synth.py: interrupted; what is saved is kept",
           codes=(130,))
-    with pytest.raises(ProcessLookupError):
-        os.killpg(running.pid, 0)
+    assert gone(running.pid)
     assert not list(desk.glob(".new*"))
 
 
@@ -496,7 +506,7 @@ def test_a_hub_name_offline_is_a_line_and_the_folder_can_be_used_for_another(des
     ("tiny", {"FLAGS_rl": "--lrr 1"}, "grpo.py: unrecognized arguments: --lrr 1"),
     ("tiny", {"FLAGS_eval": "--limit 0"}, "--limit: '0' must be a whole number, 1 or more"),
     ("tiny", {"FLAGS_rll": "--lr 1"}, "FLAGS_rll is of no stage that runs here: val-tasks, "),
-    ("tool-tiny", {"FLAGS_facts": "--worlds x"}, "tir.py facts: argument --worlds: 'x' must be"),
+    ("tool-tiny", {"FLAGS_facts": "--worlds x"}, " facts: argument --worlds: 'x' must be"),
 ])
 def test_run_sh_says_a_mistake_before_its_first_stage(tmp_path, words, variables, said):
     for path in ROOT.iterdir():
@@ -504,8 +514,10 @@ def test_run_sh_says_a_mistake_before_its_first_stage(tmp_path, words, variables
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "run.sh").unlink()
     (tmp_path / "run.sh").write_bytes((ROOT / "run.sh").read_bytes())
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / "bin").symlink_to(os.path.dirname(sys.executable))
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     pins = "requirements.txt" if shutil.which("nvidia-smi") else "requirements-cpu.txt"
     (tmp_path / ".venv" / "installed.txt").write_bytes((ROOT / pins).read_bytes())
     done = subprocess.run(["bash", "run.sh", *words.split()], cwd=tmp_path, capture_output=True,
@@ -545,11 +557,7 @@ def test_players_die_with_whoever_started_them(desk):
         time.sleep(0.1)
     running.kill()
     running.communicate(timeout=60)
-    deadline = time.monotonic() + 30
-    with pytest.raises(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(running.pid, 0)
-            time.sleep(0.1)
+    assert gone(running.pid)
     size = file.stat().st_size
     time.sleep(0.5)
     assert file.stat().st_size == size

@@ -19,6 +19,7 @@ Writes  OUT/AGENT/episodes.jsonl, settings.json, scores.json; OUT/table.md; play
 import argparse
 import contextlib
 import csv
+import datetime
 import importlib
 import importlib.util
 import json
@@ -120,7 +121,24 @@ def load_task(row):
     task.setdefault("level", "easy")
     # 1, 2, 3 cities on 3, 5, 7 days, as the benchmark has it
     task.setdefault("visiting_city_number", task["days"] // 2)
+    check_words(task)
     return task
+
+
+def check_words(task):
+    """ValueError where a task's words are none: its days, wishes, id and level."""
+    try:
+        [datetime.date.fromisoformat(day) for day in task["date"]]
+    except (TypeError, ValueError):
+        raise ValueError(f"'date' is {task['date']!r:.60}, not days like 2022-03-01") from None
+    words = {key: task[key] for key in ("id", "level")} | task["local_constraint"]
+    for key, value in words.items():
+        several = value if isinstance(value, list) and key == "cuisine" else [value]
+        if not all(one is None or isinstance(one, str) or key == "id" and isinstance(one, int)
+                   for one in several):
+            raise ValueError(f"{key!r} is {value!r:.60}, which is of the wrong type")
+    if not isinstance(task["visiting_city_number"], int) or not math.isfinite(task["budget"]):
+        raise ValueError("'visiting_city_number' and 'budget' must be numbers")
 
 
 def find_tasks(source, split):

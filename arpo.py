@@ -56,6 +56,7 @@ from evaluate import (
     Parser,
     add_request,
     check_finite,
+    check_parameters,
     check_weights,
     die_with_parent,
     hold,
@@ -732,6 +733,7 @@ def save_model(engine, template, out, rank):
 
 def save_checkpoint(engine, out, step, rank):
     """Save what it takes to go on after `step` updates."""
+    check_parameters(engine, out, step)
     with new_checkpoint(out, step, rank) as folder:
         engine.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
 
@@ -763,13 +765,7 @@ def watch_sigterm():
 
 def main():
     args = flags()
-    world = open_world(args)
-    kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) > 2)]
-    if args.reward and args.reward not in kinds:
-        sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
-    tasks = load_tasks(args.tasks, world.load_task)
-    val = load_tasks(args.val, world.load_task) if args.val else []
-    template = load_template(args.model)
+    world, tasks, val, template = read_inputs(args)
     rank, ranks, device = setup()
     hold(args.out)
     policy, packed = load(args, template, device)
@@ -823,8 +819,20 @@ def main():
         if last:
             sys.exit(f"stopped and saved after update {step + 1}; the same command with --resume "
                      "goes on")
+    check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     world.close()
+
+
+def read_inputs(args):
+    """World, tasks, tasks to validate on, template: all are looked at before anything is spent."""
+    world = open_world(args)
+    kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) > 2)]
+    if args.reward and args.reward not in kinds:
+        sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
+    tasks = load_tasks(args.tasks, world.load_task)
+    val = load_tasks(args.val, world.load_task) if args.val else []
+    return world, tasks, val, load_template(args.model)
 
 
 def play_batch(llm, template, world, tasks, step, steps, kind, args):

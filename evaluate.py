@@ -81,6 +81,7 @@ from template import Template, check_weights, load_template  # noqa: F401, hande
 from whole import (  # noqa: F401, handed on
     check_finite,
     check_model,
+    check_parameters,
     new_checkpoint,
     new_model,
     newest_whole,

@@ -57,7 +57,8 @@ def run(program, function, *args):
         if not isinstance(text, str):
             raise
     except KeyboardInterrupt:
-        say(f"{program}: interrupted; what is saved is kept, and the same command goes on")
+        print(f"{program}: interrupted; what is saved is kept, and the same command goes on",
+              file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     except BrokenPipeError:  # whoever reads the output, head say, has enough: as `cat` ends
         drop_output()
@@ -73,16 +74,16 @@ def run(program, function, *args):
 
 
 def told(error):
-    """An error as a line: the path and its trouble first, then what mends it."""
+    """An error as one line: the path and its trouble first, then what mends it."""
+    if isinstance(error, KeyError):
+        text = " ".join(map(str, error.args))
+        # a sentence of ours, or a look-up that failed
+        return text if " " in text else f"KeyError {text!r} (STAR_TRACEBACK=1 shows where)"
     if isinstance(error, OSError) and error.errno and error.strerror:
-        path = f"{error.filename}: " if error.filename is not None else ""
-        fix = MEND.get(error.errno, "")
-        return f"{path}{error.strerror}{'; ' * bool(fix)}{fix}"
-    return " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
-
-
-def say(text):
-    print(text, file=sys.stderr, flush=True)
+        path, mend = error.filename, MEND.get(error.errno)
+        return "; ".join(filter(None, (f"{path}: {error.strerror}" if path is not None
+                                       else error.strerror, mend)))
+    return " ".join(str(error).split())
 
 
 def drop_output():
@@ -245,7 +246,7 @@ class Lines:
 
     def write(self, text):
         if text.strip():
-            say(text.strip())
+            print(text.strip(), file=sys.stderr, flush=True)
 
     def flush(self):
         """Each line is flushed."""

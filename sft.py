@@ -44,6 +44,7 @@ from evaluate import (
     Help,
     Parser,
     check_finite,
+    check_parameters,
     check_weights,
     die_with_parent,
     hold,
@@ -125,9 +126,10 @@ def load_samples(path, template, cutoff):
     samples, dropped = [], 0
     for line, episode in enumerate(read_jsonl(path), 1):
         messages = episode.get("messages") if isinstance(episode, dict) else None
-        if not isinstance(messages, list) or not all(map(is_message, messages)):
-            sys.exit(f"{path}:{line}: no 'messages' list of roles and contents; each line must be "
-                     "an episode as synth.py writes them")
+        talk = isinstance(messages, list) and all(map(is_message, messages))
+        if not talk or not messages or messages[0]["role"] == "assistant":
+            sys.exit(f"{path}:{line}: no 'messages' list of roles and contents that begins with a "
+                     "prompt; each line must be an episode as synth.py writes them")
         sample = render(messages, template)
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1
@@ -369,6 +371,7 @@ def save_model(engine, template, out, rank):
 
 def save_checkpoint(engine, out, step, rank):
     """Save what it takes to go on after `step` updates."""
+    check_parameters(engine, out, step)
     with new_checkpoint(out, step, rank) as folder:
         engine.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
 
@@ -441,6 +444,7 @@ def main():
         if last:
             sys.exit(f"sft: SIGTERM, saved after update {step + 1}; the same command with --resume "
                      "goes on")
+    check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
 
 

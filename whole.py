@@ -85,6 +85,17 @@ def check_finite(out, step, **numbers):
                          "with a lower --lr, or data without what broke it")
 
 
+def check_parameters(engine, out, step):
+    """SystemExit on every rank where a weight is no number, before it is saved."""
+    import torch
+    import torch.distributed as dist
+
+    shards = [parameter.ds_tensor for parameter in engine.module.parameters()]
+    bad = torch.stack([(~shard.isfinite()).any() for shard in shards]).any().float()
+    dist.all_reduce(bad, dist.ReduceOp.MAX)
+    check_finite(out, step, **{"a weight": math.nan if bad else 0.0})
+
+
 # -------------------------------------------------------------------------------------- checkpoints
 
 @contextlib.contextmanager
@@ -122,31 +133,38 @@ def new_checkpoint(out, step, rank):
     try:
         with naming(tag):
             yield tag
-    except RuntimeError as error:  # torch's, of a full disk
-        if "write" not in str(error):
-            raise
+    except (RuntimeError, OSError) as error:
         shutil.rmtree(tag, ignore_errors=True)
+        if isinstance(error, OSError) or "writ" not in str(error):
+            raise
         raise OSError(f"{tag} could not be written; make room, and the same command goes on from "
-                      "the checkpoint before") from None
+                      "the checkpoint before") from None  # torch's words for a full disk are others
     dist.barrier()  # every rank's shard is on disk
     if rank == 0:
         mark = {"step": step, "world": dist.get_world_size(), "files": len([*tag.glob("*.pt")]),
                 "log_bytes": (Path(out) / "log.jsonl").stat().st_size}
         part = tag / "mark.part"
-        part.write_text(json.dumps(mark) + "\n")
+        with naming(part):
+            part.write_text(json.dumps(mark) + "\n")
         os.replace(part, tag / "mark.json")
         tidy(out, step)
     dist.barrier()
 
 
+def tags_of(out):
+    """{step: folder} of the checkpoints in OUT, whole or not; a copy under another name is none."""
+    tags = Path(out).glob("checkpoints/step-*")
+    return {int(tag.name[5:]): tag for tag in tags if tag.name[5:].isdigit()}
+
+
 def marks(out):
     """What the checkpoints in OUT say of themselves, the newest first: step, world, log_bytes."""
-    found = {}
-    for file in Path(out).glob("checkpoints/step-*/mark.json"):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            mark = json.loads(file.read_text())
-            found[mark["step"]] = mark
-    return [found[step] for step in sorted(found, reverse=True)]
+    found = []
+    for _, tag in sorted(tags_of(out).items(), reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            mark = json.loads((tag / "mark.json").read_text())
+            found.append({key: int(mark[key]) for key in ("step", "world", "files", "log_bytes")})
+    return found
 
 
 def newest_whole(out, resume, rank):
@@ -162,6 +180,10 @@ def newest_whole(out, resume, rank):
     if not resume and (found or (Path(out) / "log.jsonl").exists()):
         sys.exit(f"{out} holds a run already: --resume goes on with it; or choose another --out")
     dist.barrier()  # all have looked before the log is made
+    marked = {step for step, tag in tags_of(out).items() if (tag / "mark.json").exists()}
+    for step in marked - {mark["step"] for mark in found}:
+        if rank == 0:
+            print(f"{folder}/step-{step}/mark.json is damaged: it is left out", flush=True)
     for mark in found:
         damaged = broken_part(folder / f"step-{mark['step']}", mark, rank)
         if not damaged:
@@ -169,7 +191,7 @@ def newest_whole(out, resume, rank):
         if rank == 0:
             print(f"{damaged} is damaged: the checkpoint before it is taken", flush=True)
     else:
-        if [*folder.glob("step-*/mark.json"), *folder.glob("last.json")]:
+        if marked or (folder / "last.json").exists():
             sys.exit(f"{folder}: no checkpoint in it is whole. Remove this folder, and the same "
                      "command begins at the first update")
         mark = {"step": 0, "log_bytes": 0}
@@ -209,9 +231,8 @@ def sound(file):
 
 def tidy(out, step):
     """Remove all checkpoints in OUT but those of `step` and the one before it."""
-    tags = {int(tag.name[5:]): tag for tag in Path(out).glob("checkpoints/step-*")}
     kept = [mark["step"] for mark in marks(out) if mark["step"] <= step][:2]
-    for number, tag in tags.items():  # a later one is damaged, or half of a save that was killed
+    for number, tag in tags_of(out).items():  # a later one is damaged, or half of a killed save
         if number not in kept:
             shutil.rmtree(tag)
 

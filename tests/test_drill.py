@@ -1,0 +1,16 @@
+"""The drills in short: stages of one process and of two ranks are killed, and lose nothing."""
+import subprocess
+import sys
+
+from conftest import ROOT
+
+
+def test_stages_that_are_killed_leave_what_undisturbed_ones_do(tmp_path):
+    words = "--kills 2 --stages data sft --no-more --out"
+    done = subprocess.run([sys.executable, "tests/drill.py", *words.split(), tmp_path], cwd=ROOT,
+                          capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    heads, *lines = [line.split() for line in done.stdout.rpartition("\n\n")[2].splitlines()]
+    total = dict(zip(heads, lines[-1], strict=True))
+    assert total["tried"] == total["recovered"] == total["equal"]
+    assert {total[name] for name in ("lost", "doubled", "orphans", "litter")} == {"0"}

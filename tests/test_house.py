@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "format_plan.py": {"sandbox", "wording", "markup", "guard"},
     "constraints.py": {"format_plan", "wording"},
     "solver.py": {"constraints", "format_plan"},
-    "evaluate.py": {*FLOOR, "template", "engine", "guard", "whole", "records"},
+    "evaluate.py": 650{*FLOOR, "template", "engine", "guard", "whole", "records"},
     "teacher.py": {"sandbox", "evaluate", "constraints", "solver"},
     "synth.py": {"sandbox", "evaluate", "constraints", "solver", "format_plan", "teacher"},
     "tiny.py": {"sandbox", "evaluate", "constraints", "solver", "synth"},
@@ -43,11 +43,11 @@ MAY_IMPORT = {
                                                "mathematics", "expression")}
 LIMITS = {  # lines
     "wording.py": 164, "markup.py": 120, "sandbox.py": 600, "format_plan.py": 650,
-    "constraints.py": 720, "solver.py": 320, "template.py": 150, "engine.py": 225,
-    "guard.py": 265, "whole.py": 225, "records.py": 80, "evaluate.py": 665, "report.py": 410,
-    "leaderboard.py": 130, "synth.py": 640, "teacher.py": 540, "tiny.py": 500, "sft.py": 450,
-    "grpo.py": 830,
-    "arpo.py": 930, "memory.py": 165, "retriever.py": 400, "qa_eval.py": 420, "run.sh": 236,
+    "constraints.py": 720, "solver.py": 320, "template.py": 150, "engine.py": 230,
+    "guard.py": 265, "whole.py": 225, "records.py": 80, "evaluate.py": 650, "report.py": 415,
+    "leaderboard.py": 130, "synth.py": 640, "teacher.py": 540, "tiny.py": 515, "sft.py": 430,
+    "grpo.py": 800,
+    "arpo.py": 900, "memory.py": 165, "retriever.py": 400, "qa_eval.py": 420, "run.sh": 236,
     "setup.sh": 148, "axes.sh": 130, "toolstar.sh": 90, "README.md": 173}
 TOOL_LIMITS = {
     "toolstar/__init__.py": 5, "toolstar/tools.py": 640, "toolstar/jail.py": 640,
@@ -215,7 +215,7 @@ def test_functions_are_short_and_the_file_says_what_it_is(name):
 def test_a_name_has_one_meaning_in_the_house():
     # each stage has these of its own; twins share theirs, which other tests hold equal
     own = {"flags", "main", "log", "learning_rate"}
-    twins = {"grpo.py": {"arpo.py", "sft.py"}, "sft.py": {"arpo.py"}}
+    twins = {"grpo.py": 800{"arpo.py", "sft.py"}, "sft.py": 430{"arpo.py"}}
     seen = {}
     for file in FILES:
         for name in functions(file).keys() - own:

@@ -457,7 +457,7 @@ def test_a_reader_who_has_enough_is_no_error(desk):
                                    "format_plan.py {}/texts.jsonl"])
 def test_a_full_disk_behind_the_output_is_a_line(desk, words):
     with open("/dev/full", "w") as full:
-        said = start(words.format(desk), stdout=full).communicate(timeout=120)
+        said = start(words.format(desk), stdout=full).communicate(timeout=600)
     check(1, said[1].splitlines(), "No space left on device; make room")
 
 
@@ -480,14 +480,14 @@ def test_an_endpoint_that_nobody_answers_is_a_line(desk):
         port = closed.getsockname()[1]
     done = start(f"format_plan.py {desk}/texts.jsonl --llm-url http://127.0.0.1:{port}/v1 "
                  "--llm-model m")
-    _, said = done.communicate(timeout=120)
+    _, said = done.communicate(timeout=600)
     check(done.returncode, said.splitlines(), f"http://127.0.0.1:{port}/v1: no connection")
 
 
 def test_a_hub_name_offline_is_a_line_and_the_folder_can_be_used_for_another(desk):
     words = f"evaluate.py --tasks {desk}/good.jsonl --out {desk}/new --model a="
     done = start(f"{words}nobody/none")
-    _, said = done.communicate(timeout=120)
+    _, said = done.communicate(timeout=600)
     check(done.returncode, said.splitlines(), "nobody/none is no folder here, and the hub does not")
     assert not (desk / "new").exists(), "settings come with the first episode"
 
@@ -570,7 +570,7 @@ def test_players_die_with_whoever_started_them(desk):
 def test_two_commands_on_one_folder_are_one_too_many(desk):
     guard.hold("out")
     done = start(f"evaluate.py --tasks {desk}/good.jsonl --agent solver --out {desk}/out")
-    _, said = done.communicate(timeout=120)
+    _, said = done.communicate(timeout=600)
     check(done.returncode, said.splitlines(), f"a run (pid {os.getpid()} on ")
 
 

@@ -5,8 +5,10 @@ Tokens in, tokens out: what an engine said is never tokenised again, and no epis
 another. The trainers share the settings, and write their own rollouts.
 """
 import contextlib
+import logging
 import os
 import random
+import warnings
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import count, islice
 
@@ -34,6 +36,9 @@ def visible_gpus():
 
 def engine_settings(max_context, concurrency, tp, gpu_memory):
     """What every vLLM engine of the house is made with: bf16 on GPUs, float32 on a CPU."""
+    # what vLLM and PyTorch say of each other at each start, and nobody here can act on
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     settings = {"max_model_len": max_context, "max_num_seqs": concurrency,
                 "tensor_parallel_size": tp, "enable_prefix_caching": True}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

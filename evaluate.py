@@ -19,6 +19,7 @@ Writes  OUT/AGENT/episodes.jsonl, settings.json, scores.json; OUT/table.md; play
 import argparse
 import contextlib
 import csv
+import datetime
 import importlib
 import importlib.util
 import json
@@ -30,7 +31,7 @@ from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 from queue import Empty
 
@@ -51,14 +52,28 @@ from guard import (  # noqa: F401, handed on
     AMOUNT,
     COUNT,
     NATURAL,
+    PART,
+    PORT,
     POSITIVE,
     SHARE,
     Parser,
     bounded,
+    deaf,
     die_with_parent,
     hold,
+    hold_file,
     naming,
+    progress,
     run,
+    web_address,
+    workers,
+)
+from records import (  # noqa: F401, handed on
+    append_jsonl,
+    read_jsonl,
+    recover_jsonl,
+    replacing,
+    write_jsonl,
 )
 from sandbox import Episode, Sandbox, open_database, parse, system_prompt
 from solver import solver_replies
@@ -77,58 +92,6 @@ STOPS = ("answer", "format", "turns", "context")
 COUNTS = ("reward", "turns", "calls", "tokens")  # means of numbers; all other lines are shares
 SETTINGS = ("env", "database", "temperature", "top_p", "max_context", "max_turns", "max_tokens",
             "system_prompt", "failure_rate", "seed")
-
-
-# ------------------------------------------------------------------------------------------ files
-# The house's one way to read and write records: jsonl, a record per line, whole or not at all.
-
-
-def read_jsonl(path):
-    """The records of a jsonl file, blank lines skipped. Errors name the file and the line."""
-    rows = []
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                rows += [json.loads(line)] if line.strip() else []
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}); "
-                                 "mend or delete the line") from None
-    return rows
-
-
-def recover_jsonl(path):
-    """The records a killed run left, [] without a file; a line it did not finish is cut off."""
-    if not Path(path).exists():
-        return []
-    with open(path, "rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
-    return read_jsonl(path)
-
-
-def append_jsonl(path, row):
-    """Add one record and flush it, so that a killed run keeps every episode that ended."""
-    with naming(path), open(path, "a", encoding="utf-8", errors="replace") as out:
-        out.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def write_jsonl(path, rows):
-    """Write a whole file of records."""
-    with replacing(path) as out:
-        out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-@contextlib.contextmanager
-def replacing(path):
-    """A text file under a temporary name, which takes the path's place once it is whole."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with naming(path), open(temporary, "w", encoding="utf-8", errors="replace") as out:
-            yield out
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------ tasks
@@ -152,11 +115,31 @@ def load_task(row):
                       "budget": (int, float)}.items():
         if not isinstance(need(task, key), kind):
             raise ValueError(f"{key!r} is {task[key]!r:.60}, which is of the wrong type")
+    for key in ("date", "days", "people_number"):
+        if not task[key] or (key != "date" and task[key] < 1):
+            raise ValueError(f"{key!r} is {task[key]!r:.60}; it must be one at least")
     task.setdefault("id", str(task.get("idx", "?")))
     task.setdefault("level", "easy")
     # 1, 2, 3 cities on 3, 5, 7 days, as the benchmark has it
     task.setdefault("visiting_city_number", task["days"] // 2)
+    check_words(task)
     return task
+
+
+def check_words(task):
+    """ValueError where a task's words are none: its days, wishes, id and level."""
+    try:
+        [datetime.date.fromisoformat(day) for day in task["date"]]
+    except (TypeError, ValueError):
+        raise ValueError(f"'date' is {task['date']!r:.60}, not days like 2022-03-01") from None
+    words = {key: task[key] for key in ("id", "level")} | task["local_constraint"]
+    for key, value in words.items():
+        several = value if isinstance(value, list) and key == "cuisine" else [value]
+        if not all(one is None or isinstance(one, str) or key == "id" and isinstance(one, int)
+                   for one in several):
+            raise ValueError(f"{key!r} is {value!r:.60}, which is of the wrong type")
+    if not isinstance(task["visiting_city_number"], int) or not math.isfinite(task["budget"]):
+        raise ValueError("'visiting_city_number' and 'budget' must be numbers")
 
 
 def find_tasks(source, split):
@@ -185,6 +168,17 @@ def find_tasks(source, split):
                          "--local-dir DIR where it can be had, then name DIR") from None
 
 
+def read_csv_rows(path):
+    """The rows of a csv file as tables, without the fields that are empty."""
+    csv.field_size_limit(1 << 30)  # the reference information makes fields of megabytes
+    with naming(path), open(path, encoding="utf-8", newline="") as file:
+        try:
+            return [{key: value for key, value in row.items() if key and value}
+                    for row in csv.DictReader(file)]
+        except csv.Error as error:
+            raise ValueError(f"{path}: no csv ({error}); fetch it again") from None
+
+
 def load_tasks(source, load=load_task, limit=None, split=None):
     """The tasks of a file (jsonl of tasks or of episodes, or csv) or of a data set, by `load`.
 
@@ -192,16 +186,10 @@ def load_tasks(source, load=load_task, limit=None, split=None):
     the leaderboard, not judged. Errors name the file, the row and the key.
     """
     path, tasks = find_tasks(source, split), []
-    if path.suffix == ".csv":
-        csv.field_size_limit(1 << 30)  # the reference information makes fields of megabytes
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = [{key: value for key, value in row.items() if key and value}
-                    for row in csv.DictReader(file)]
-    else:
-        rows = read_jsonl(path)
+    rows = read_csv_rows(path) if path.suffix == ".csv" else read_jsonl(path)
     for number, row in enumerate(rows[:limit]):
         if isinstance(row, dict):
-            row = row.get("task", row)
+            row = row["task"] if isinstance(row.get("task"), dict) else row
             row = row if row.keys() & {"id", "idx"} else row | {"idx": number}
         try:
             if split == "test" and "org" not in row:
@@ -260,13 +248,25 @@ def open_world(args):
     """The world of --env: travel, tools, or what open_world(args) of a module or file returns."""
     if args.env == "travel":
         return Travel(open_database(args.database))
-    if not args.env.endswith(".py"):
-        name = "toolstar.tools" if args.env == "tools" else args.env
-        return importlib.import_module(name).open_world(args)
-    spec = importlib.util.spec_from_file_location(Path(args.env).stem, args.env)
+    name = {"tools": "toolstar.tools"}.get(args.env, args.env)
+    try:
+        module = load_module(name)
+    except (ImportError, SyntaxError) as error:
+        raise ValueError(f"--env {args.env}: {error}; it is travel, tools, or a module or file "
+                         "with open_world(args)") from None
+    if not hasattr(module, "open_world"):
+        raise ValueError(f"--env {args.env}: it has no function open_world(args)")
+    return module.open_world(args)
+
+
+def load_module(name):
+    """The module of this name, or of this file."""
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.open_world(args)
+    return module
 
 
 # ----------------------------------------------------------------------------------------- agents
@@ -465,42 +465,50 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
 
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument_group("agent").add_argument
     add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
         help="checkpoint folders, hub names, or models of --url")
     add("--agent", choices=("model", "solver", "person"), default="model",
         help="solver: the exact solver, through the tools; person: you, in the terminal")
-    add("--url", help="OpenAI-compatible endpoint, http://host:port/v1, that plays instead of vLLM")
-    add("--tp", type=int, default=1, help="GPUs that share one model")
-    add("--processes", type=int, default=0, help="engines that share the tasks; 0: one per --tp "
-        "GPUs, and one on a CPU; any number gives the same table")
-    add("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may take")
+    add("--url", type=web_address, metavar="URL",
+        help="OpenAI-compatible endpoint, http://host:port/v1, that plays instead of vLLM")
+    add("--tp", type=COUNT, default=1, help="GPUs that share one model")
+    add("--processes", type=NATURAL, default=0, help="engines that share the tasks; 0: one per "
+        "--tp GPUs, and one on a CPU; any number gives the same table")
+    add("--gpu-memory", type=PART, default=0.9, help="share of a GPU that vLLM may take")
     add = p.add_argument_group("tasks").add_argument
     add("--tasks", metavar="FILE|DIR|HUB_ID", help="tasks, ours or as published; with --split a "
         "folder of SPLIT.csv or SPLIT.jsonl, or a data set on the hub (osunlp/TravelPlanner)")
     add("--env", default="travel", help="travel, tools, or a module or file with open_world(args)")
     add("--database", help="folder of the world's data; unset: $STAR_DATABASE, else what ships")
-    add("--limit", type=int, help="play only the first so many tasks")
-    add("--samples", type=int, default=1, help="plays per task; several add pass@k")
+    add("--limit", type=COUNT, help="play only the first so many tasks")
+    add("--samples", type=COUNT, default=1, help="plays per task; several add pass@k")
     add("--split", choices=("train", "validation", "test"), help="which part of a data set")
     add = p.add_argument_group("play").add_argument
-    add("--temperature", type=float, default=0.6, help="of the sampling [1]")
-    add("--top-p", type=float, default=0.95, help="of the sampling [1]")
-    add("--max-context", type=int, default=32768, help="tokens per episode [1]")
-    add("--max-turns", type=int, default=60, help="replies per episode [1]")
-    add("--max-tokens", type=int, default=4096, help="tokens per reply")
+    add("--temperature", type=AMOUNT, default=0.6, help="of the sampling [1]")
+    add("--top-p", type=PART, default=0.95, help="of the sampling [1]")
+    add("--max-context", type=COUNT, default=32768, help="tokens per episode [1]")
+    add("--max-turns", type=COUNT, default=60, help="replies per episode [1]")
+    add("--max-tokens", type=COUNT, default=4096, help="tokens per reply")
     add("--system-prompt", default="full", help="full, short or a file: the checkpoint's own")
-    add("--failure-rate", type=float, default=0.0, help="probability that a tool call fails")
-    add("--concurrency", type=int, default=64, help="episodes in flight")
+    add("--failure-rate", type=SHARE, default=0.0, help="probability that a tool call fails")
+    add("--concurrency", type=COUNT, default=64, help="episodes in flight")
     add("--seed", type=int, default=0, help="of the sampling and the failures")
     add("--out", default="out/eval", help="a folder per agent, and table.md; a rerun goes on")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.agent != "model" and (args.model or args.url):
+        p.error(f"--agent {args.agent} plays by itself; leave --model and --url out")
+    return args
 
 
 def named_paths(specs):
     """{name: path} of [NAME=]PATH; without a name, the end of the path that sets it apart."""
-    named = [re.fullmatch(r"(?:([\w.-]+)=)?(.*)", spec).groups() for spec in specs]
+    named = [re.fullmatch(r"(?:(\w[\w.-]*)=)?(.*)", spec, re.DOTALL).groups() for spec in specs]
+    for spec, (_, path) in zip(specs, named, strict=True):
+        if not path.strip() or ("=" in path and not Path(path).exists()):
+            raise ValueError(f"--model {spec!r} is not [NAME=]PATH, with a NAME of letters, "
+                             "digits, dots, - and _")
     parts = [[part for part in Path(path).parts if part not in "/."] for _, path in named]
     found = {}
     for (name, path), own in zip(named, parts, strict=True):
@@ -511,34 +519,56 @@ def named_paths(specs):
     return found
 
 
+def read_episodes(path):
+    """{name of the play: its record} of the episodes in a file, each play once; {} without one."""
+    rows = {}
+    for number, row in enumerate(recover_jsonl(path), 1):
+        whole = isinstance(row, dict) and row.keys() >= {"task", "messages", "stop"}
+        if not whole or not isinstance(row["task"], dict) or "id" not in row["task"]:
+            raise ValueError(f"{path}, record {number}: no episode, but {str(row)[:60]}; delete "
+                             "it, and its task is played again")
+        rows.setdefault(name_of(row["task"]), row)
+    return rows
+
+
 def open_folder(out, name, settings):
-    """OUT/name, which holds episodes played in one way: going on in another is refused."""
+    """OUT/name, whose episodes were played in one way: going on in another is refused."""
     folder = Path(out) / name
-    file = folder / "settings.json"
-    before = json.loads(file.read_text()) if file.exists() else settings
-    changed = [f"{key} was {before.get(key)!r} and is {value!r}" for key, value in settings.items()
-               if before.get(key) != value]
+    file, episodes = folder / "settings.json", folder / "episodes.jsonl"
+    if not episodes.exists() or not episodes.stat().st_size:
+        file.unlink(missing_ok=True)  # nothing was played: the next play says how it is
+        return folder
+    try:
+        before = json.loads(file.read_text()) if file.exists() else settings
+        changed = [f"{key} was {before.get(key)!r} and is {value!r}"
+                   for key, value in settings.items() if before.get(key) != value]
+    except (ValueError, AttributeError):
+        raise ValueError(f"{file} is broken, so that nobody knows how {episodes.name} was played: "
+                         f"remove {folder}, or choose another --out") from None
     if changed:
         raise ValueError(f"{folder} was played otherwise ({'; '.join(changed)}): "
                          "choose another --out or remove it")
-    with replacing(file) as out:
-        out.write(json.dumps(settings, indent=1))
     return folder
 
 
-def play_agent(args, name, path, tasks):
-    """(1) (2) Play what OUT/name lacks of an agent's episodes, and append each as it ends."""
-    from tqdm import tqdm
+def keep_play(folder, settings, row):
+    """Append an episode to OUT/name; with the first one it is settled how all are played."""
+    if not (folder / "settings.json").exists():
+        with replacing(folder / "settings.json") as out:
+            out.write(json.dumps(settings, indent=1))
+    append_jsonl(folder / "episodes.jsonl", row)
 
-    file = Path(args.out) / name / "episodes.jsonl"
-    done = {name_of(row["task"]) for row in recover_jsonl(file)}
+
+def play_agent(args, folder, settings, tasks):
+    """(1) (2) Play what OUT/name lacks of an agent's episodes, and append each as it ends."""
+    done = read_episodes(folder / "episodes.jsonl").keys()
     left = [task for task in tasks if name_of(task) not in done]
-    rows, wins = partial(play_rows, args, name, path), []
+    rows, wins = partial(play_rows, args, folder.name, settings["model"]), []
     if args.agent != "person":  # who needs the terminal
         rows = partial(apart, "evaluate.py", rows, args=args)
-    bar = tqdm(rows(left) if left else (), name, len(tasks), initial=len(tasks) - len(left))
+    bar = progress(rows(left) if left else (), folder.name, len(tasks), len(tasks) - len(left))
     for row in bar:
-        append_jsonl(file, row)
+        keep_play(folder, settings, row)
         if "score" in row:
             wins.append(row["score"]["success"])
             bar.set_postfix_str(f"success {mean(wins):.3f}", refresh=False)
@@ -590,40 +620,54 @@ def apart(program, rows_of, tasks, args):
     context, gpus = get_context("spawn"), []
     if getattr(args, "agent", "model") == "model":  # the solver needs none
         gpus = visible_gpus()
+    if not gpus:
+        # vLLM's CPU build says on which NUMA node it stands, whoever asks; read when torch starts
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     n = min(args.processes or max(1, len(gpus) // args.tp), len(tasks))
     rows, children = context.Queue(), []
     for i in range(n):
         own = gpus[i * args.tp:(i + 1) * args.tp]
         children.append(context.Process(target=hand_over,
                                         args=(program, rows_of, tasks[i::n], own, rows)))
-        children[-1].start()
-    alive = True
+        with deaf():
+            children[-1].start()
+    alive, said = True, []
     try:
         while alive:
             alive = any(child.is_alive() for child in children)
             with contextlib.suppress(Empty):
                 while True:
-                    yield rows.get(timeout=0.5)
+                    row = rows.get(timeout=0.5)
+                    if isinstance(row, dict):
+                        yield row
+                    else:
+                        said.append(row)
     finally:  # a caller that fails, for want of disk say, does not wait for those who still play
         for child in children:
             child.terminate()
             child.join()
+    if said:  # by all of them, as a rule: of the model's folder say
+        raise SystemExit(said[0])
     if any(child.exitcode for child in children):
         raise SystemExit(f"{program}: stopped early; the same command goes on where it was")
 
 
 def hand_over(program, rows_of, tasks, gpus, rows):
-    """In a process of its own, which sees these GPUs: put the tasks' rows into a queue."""
+    """In a process of its own, which sees these GPUs: put the tasks' rows into a queue, and at last
+    the line that says what went wrong."""
+    die_with_parent()
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
     def work():
         for row in rows_of(tasks):
-            if not parent_process().is_alive():
-                return
             rows.put(row)
 
-    run(program, work)
+    try:
+        run(program, work)
+    except SystemExit as error:
+        rows.put(str(error.code))
+        raise SystemExit(1) from None
 
 
 def evaluate(args):
@@ -632,21 +676,28 @@ def evaluate(args):
     tasks = load_tasks(args.tasks, world.load_task, args.limit, args.split)
     world.close()  # the players open their own
     tasks = [task | ({"sample": k} if k else {}) for task in tasks for k in range(args.samples)]
+    with naming(args.system_prompt):
+        system_prompt(args.system_prompt)
     wanted, played = [name_of(task) for task in tasks], {}
     agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
-    settings = {key: getattr(args, key) for key in SETTINGS}
-    folders = {name: open_folder(args.out, name, {"model": path} | settings)
-               for name, path in agents.items()}
-    for name, path in agents.items():
-        play_agent(args, name, path, tasks)
+    for path in agents.values() if args.agent == "model" and not args.url else ():
+        check_model(path)
+    common = {key: getattr(args, key) for key in SETTINGS}
+    settings = {name: {"model": path} | common for name, path in agents.items()}
+    hold(args.out)
+    folders = {name: open_folder(args.out, name, chosen) for name, chosen in settings.items()}
+    for name, folder in folders.items():
+        play_agent(args, folder, settings[name], tasks)
     # (3)
     for name, folder in folders.items():
-        rows = {name_of(row["task"]): row for row in recover_jsonl(folder / "episodes.jsonl")}
+        rows = read_episodes(folder / "episodes.jsonl")
         played[name] = [rows[task] for task in wanted if task in rows]  # whoever ended first
     text, report = table(played)
     for name, folder in folders.items():
-        (folder / "scores.json").write_text(json.dumps(report[name], indent=1))
-    (Path(args.out) / "table.md").write_text(text)
+        with replacing(folder / "scores.json") as out:
+            out.write(json.dumps(report[name], indent=1))
+    with replacing(Path(args.out) / "table.md") as out:
+        out.write(text)
     print(text)
 
 

@@ -33,6 +33,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import wording as w  # w.DAY, w.LABEL, ...: the patterns
+from guard import Parser, naming, run, web_address
 from markup import TYPOGRAPHY, load_json, unfold
 from sandbox import PROMPTS, open_database
 
@@ -629,13 +630,13 @@ def clean_day(day, number):
 
 # ---------------------------------------------------------------- main
 def flags():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("file", help="jsonl file of episodes or texts")
     add("--database", metavar="DIR", help="folder of the tables whose names the rules look for "
         "(default: $STAR_DATABASE, else database/mini)")
-    add("--llm-url", metavar="URL", help="let an LLM at this OpenAI-compatible endpoint read")
+    add("--llm-url", type=web_address, metavar="URL",
+        help="let an LLM at this OpenAI-compatible endpoint read")
     add("--llm-model", metavar="NAME", help="the LLM's name at that endpoint")
     add("--llm-key", metavar="FILE", help="file that holds the endpoint's API key")
     add("--cache", metavar="DIR", help="folder that keeps the LLM's plans, so that the same text "
@@ -645,20 +646,18 @@ def flags():
 
 def read_texts(path):
     """Yield (line, task, text) of a jsonl file of episodes or texts."""
-    with open(path, encoding="utf-8") as file:
+    with naming(path), open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
                 yield row, row.get("task") or row, row["answer" if "answer" in row else "text"]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                problem = f"needs a JSON object with an answer or a text ({error!r})"
-                raise SystemExit(f"{path}:{number}: {problem}") from None
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: needs a JSON object with an answer or a "
+                                 f"text ({error!r:.80})") from None
 
 
-def main(argv=None):
-    args = flags().parse_args(argv)
-    if args.llm_url and not args.llm_model:
-        raise SystemExit("an LLM needs --llm-url and --llm-model")
+def read_all(args):
+    """Print the rows with their plans."""
     database = open_database(args.database)
     key = Path(args.llm_key).read_text().strip() if args.llm_key else None
     for row, task, text in list(read_texts(args.file)):  # all are looked at before one is paid
@@ -669,8 +668,13 @@ def main(argv=None):
         print(json.dumps({**row, "plan": plan}, ensure_ascii=False))
 
 
+def main(argv=None):
+    parser = flags()
+    args = parser.parse_args(argv)
+    if bool(args.llm_url) != bool(args.llm_model):
+        parser.error("an LLM needs --llm-url and --llm-model")
+    run("format_plan.py", read_all, args)
+
+
 if __name__ == "__main__":
-    try:
-        main()
-    except (ChatError, OSError) as error:
-        raise SystemExit(f"format_plan.py: {error}") from None
+    main()

@@ -5,8 +5,9 @@ What keeps a run from harm: one writer per folder, no orphans, and errors in one
     (2) COUNT, SHARE ... types of flags, which refuse a number out of bounds
     (3) hold             one writer per OUT, by a lock that the kernel takes back at any death
     (4) die_with_parent  a killed torchrun or evaluate.py leaves nobody training or playing
+    (5) progress         a bar that a log can hold
 
-Every program shares these through evaluate.py. Nothing here knows what is trained or played.
+Programs have these from evaluate.py, as a rule. Nothing here knows what is trained or played.
 """
 import argparse
 import atexit
@@ -18,6 +19,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -25,10 +27,17 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-MEND = {errno.ENOENT: "is the path right?", errno.EISDIR: "a file is wanted here",
-        errno.ENOSPC: "make room, and the same command goes on",
-        errno.EDQUOT: "make room, and the same command goes on",
-        errno.EACCES: "who may read and write here?", errno.EROFS: "choose another folder"}
+MEND = {  # what a person does about an error of the disk
+    errno.ENOENT: "is the path right?",
+    errno.EISDIR: "it is a folder; name a file",
+    errno.ENOTDIR: "a part of it is a file; name a folder",
+    errno.EEXIST: "it is a file; name a folder",
+    errno.EACCES: "name another, or have its rights changed",
+    errno.EROFS: "name another place",
+    errno.ENOSPC: "make room, and the same command goes on",
+    errno.EDQUOT: "make room, and the same command goes on",
+    errno.EADDRINUSE: "another program listens there; choose another --port",
+}
 
 
 # ----------------------------------------------------------------------------------------- errors
@@ -39,32 +48,50 @@ def run(program, function, *args):
     Under torchrun the line goes to the file that it shows last, and that run.sh reads, too.
     """
     try:
-        return function(*args)
+        found = function(*args)
+        with naming("standard output"):
+            sys.stdout.flush()  # at Python's own end it would be too late to say anything
+        return found
     except SystemExit as error:
         text = error.code
         if not isinstance(text, str):
             raise
     except KeyboardInterrupt:
-        text = f"{program}: interrupted; what is saved is kept, and the same command goes on"
+        print(f"{program}: interrupted; what is saved is kept, and the same command goes on",
+              file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+    except BrokenPipeError:  # whoever reads the output, head say, has enough: as `cat` ends
+        drop_output()
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except (KeyError, ValueError, OSError) as error:
         if os.environ.get("STAR_TRACEBACK"):
             raise
         text = f"{program}: {told(error)}"
+        drop_output()
     if "RANK" in os.environ:
         last_words(text)
     raise SystemExit(text) from None
 
 
 def told(error):
-    """An error as one line: what is wrong with which file, and what mends it."""
+    """An error as one line: the path and its trouble first, then what mends it."""
     if isinstance(error, KeyError):
         text = " ".join(map(str, error.args))
         # a sentence of ours, or a look-up that failed
         return text if " " in text else f"KeyError {text!r} (STAR_TRACEBACK=1 shows where)"
-    if isinstance(error, OSError) and error.filename is not None:
-        mend = MEND.get(error.errno)
-        return f"{error.filename}: {error.strerror}" + (f"; {mend}" if mend else "")
+    if isinstance(error, OSError) and error.errno and error.strerror:
+        path, mend = error.filename, MEND.get(error.errno)
+        return "; ".join(filter(None, (f"{path}: {error.strerror}" if path is not None
+                                       else error.strerror, mend)))
     return " ".join(str(error).split())
+
+
+def drop_output():
+    """Where standard output is closed or full, Python must not try it again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def last_words(text):
@@ -81,13 +108,16 @@ def last_words(text):
 
 @contextlib.contextmanager
 def naming(path):
-    """The disk's errors within say which file they are about, as those of a write do not."""
+    """The errors within say which file they are about, as those of a write or of text do not."""
     try:
         yield
     except OSError as error:
         if error.errno and error.filename is None:
             error.filename = str(path)
         raise
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text in UTF-8 ({error.reason} at byte {error.start}); name "
+                         "another file, or write it again") from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -117,11 +147,19 @@ def bounded(kind, least, most=math.inf, above=None):
 
 COUNT, NATURAL = bounded(int, 1), bounded(int, 0)  # from 1, from 0
 SHARE, AMOUNT, POSITIVE = bounded(float, 0, 1), bounded(float, 0), bounded(float, 0, above=0)
+PART, PORT = bounded(float, 0, 1, above=0), bounded(int, 0, 65535)
+
+
+def web_address(text):
+    """A type of a flag: where a server listens."""
+    if not re.match(r"https?://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address like http://host:8000/v1")
+    return text
 
 
 # ---------------------------------------------------------------------------- one writer, no orphan
 
-def hold(out):
+def hold(out, name=".writer"):
     """Be the one writer of the folder OUT (rank 0) as long as this process lives, or SystemExit.
 
     The lock is a record lock: the kernel gives it back on any death, and no child inherits it, so
@@ -129,7 +167,7 @@ def hold(out):
     """
     if os.environ.get("RANK", "0") != "0":
         return
-    file = Path(out) / ".writer"
+    file = Path(out) / name
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -158,6 +196,14 @@ def let_go(file, owner):
             file.parent.rmdir()
 
 
+def hold_file(path):
+    """Be the one writer of a file, as hold of a folder."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    hold(path.parent, f".{path.name}.writer")
+
+
 def die_with_parent():
     """Have the kernel kill this process (Linux) when torchrun, or the process that it is a spawned
     child of, dies in whatever way. One that is gone already is told by who has taken its place."""
@@ -175,3 +221,41 @@ def die_with_parent():
             orphan = True
     if orphan:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def deaf():
+    """Processes that are started within hear no interrupt: their parent's word on it is enough."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def workers(number):
+    """A pool of processes that die with this one. Spawned: SQLite must not cross a fork."""
+    with deaf():
+        return multiprocessing.get_context("spawn").Pool(number, die_with_parent)
+
+
+# ---------------------------------------------------------------------------------------- progress
+
+class Lines:
+    """Standard error for a bar that is no terminal's: each state a line of its own."""
+
+    def write(self, text):
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self):
+        """Each line is flushed."""
+
+
+def progress(rows, name, total, initial=0, unit="it"):
+    """tqdm's bar; in a file or a pipe a line each half minute, where it would be one of MBs."""
+    from tqdm import tqdm
+
+    sparse = {"file": Lines(), "mininterval": 30, "delay": 5, "ncols": 100}
+    return tqdm(rows, name, total, initial=initial, unit=unit,
+                **{} if sys.stderr.isatty() else sparse)

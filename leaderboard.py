@@ -11,12 +11,11 @@ The six rates are computed by the leaderboard's own rules (`official` in constra
 split's own denominators, from each task's first play. The test split is published without its
 constraints: its plans are handed in, not judged here.
 """
-import argparse
 import re
 from pathlib import Path
 
 from constraints import EMPTY, FIELDS, HARD, PLACES, from_to, score
-from evaluate import Help, read_jsonl, run, write_jsonl
+from evaluate import Help, Parser, read_episodes, run, write_jsonl
 from sandbox import open_database
 
 SIZES = {  # the leaderboard's denominators: queries, queries x 8 checks, hard constraints asked
@@ -105,8 +104,15 @@ def day_faults(day):
 
 def hand_in(args):
     """Write the file, print its faults and the rates."""
-    rows = [row for row in read_jsonl(args.folder / "episodes.jsonl")
-            if not row["task"].get("sample")]
+    file = args.folder / "episodes.jsonl"
+    rows = [row for row in read_episodes(file).values() if not row["task"].get("sample")]
+    for row in rows:
+        number = row["task"].get("idx", row["task"]["id"])
+        if "query" not in row["task"] or "plan" not in row or not str(number).isdecimal():
+            raise ValueError(f"{file}: task {number!r} is none of the {args.split} split, whose "
+                             "ids are numbers; evaluate.py --split plays those")
+    if not rows:
+        raise ValueError(f"{file} is missing or empty; evaluate.py writes it")
     lines, file = submission(rows), args.folder / "submission.jsonl"
     write_jsonl(file, lines)
     for fault in submission_faults(lines, args.split):
@@ -116,7 +122,7 @@ def hand_in(args):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     p.add_argument("folder", type=Path, help="folder of an agent's episodes.jsonl")
     p.add_argument("--split", choices=SIZES, required=True, help="what the tasks are")
     p.add_argument("--database", help="folder of the tables; unset: as evaluate.py has it")

@@ -14,7 +14,18 @@ and exits with status 1.
 import math
 import sys
 
-from evaluate import COUNT, NATURAL, POSITIVE, SHARE, Help, Parser, load_template, run, write_jsonl
+from evaluate import (
+    COUNT,
+    NATURAL,
+    PART,
+    POSITIVE,
+    Help,
+    Parser,
+    check_model,
+    load_template,
+    run,
+    write_jsonl,
+)
 from sft import LOGITS
 
 MOMENTS = {  # of an update: what lowers it
@@ -82,7 +93,12 @@ def load_shape(model):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model)
+    check_model(model)
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except OSError:
+        raise ValueError(f"{model} is no folder here, and the hub does not give it: name a folder, "
+                         f"or fetch it where it can be had (hf download {model})") from None
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
     return config, sum(p.numel() for p in lm.parameters())
@@ -101,7 +117,7 @@ def flags(argv=None):
     add("--pack-tokens", type=NATURAL, default=0, help="tokens per micro-batch; 0: the stage's own")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
     add("--tp", type=COUNT, default=1, help="grpo, arpo: ranks that share an engine's weights")
-    add("--gpu-memory", type=SHARE, default=0.6, help="grpo, arpo: share that the engine may fill")
+    add("--gpu-memory", type=PART, default=0.6, help="grpo, arpo: share that the engine may fill")
     add("--out", metavar="FILE", help="write an episode per GPU that fills the plan's micro-batch, "
         "for sft.py to try")
     return p.parse_args(argv)
@@ -115,8 +131,8 @@ def write_full(args, tokens):
     write_jsonl(args.out, [row] * args.gpus)
 
 
-def main(argv=None):
-    args = flags(argv)
+def plan(args):
+    """Print the table; SystemExit where a moment does not fit."""
     config, n = load_shape(args.model)
     plays, (longest, tokens) = args.stage not in ("sft", "dpo"), ROOM[args.stage]
     flag, longest = ("--context", args.context) if plays else ("--cutoff", args.cutoff or longest)
@@ -156,5 +172,9 @@ def main(argv=None):
         write_full(args, tokens)
 
 
+def main(argv=None):
+    run("memory.py", plan, flags(argv))
+
+
 if __name__ == "__main__":
-    run("memory.py", main)
+    main()

@@ -29,10 +29,10 @@ from itertools import repeat
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 import evaluate
-from retriever import HTTP, find_retriever, open_retriever
+from evaluate import AMOUNT, COUNT, NATURAL, PART, Parser, web_address
+from retriever import HTTP, device, find_retriever, open_retriever
 from sandbox import Episode, parse
 from toolstar.verdict import normalize, token_f1  # Search-R1's order too [2]
 
@@ -96,6 +96,7 @@ def find_sets(args):
         for split in ("train", "dev", "test"):  # test if there is one, else dev, else train
             if (folder / name / f"{split}.jsonl").exists():
                 found[name] = folder / name / f"{split}.jsonl"
+    for name in args.sets if found else ():
         if name not in found:
             print(f"warning: {folder / name} has no test, dev or train.jsonl", file=sys.stderr)
     return found
@@ -169,7 +170,8 @@ def read_verdicts(path):
     A last line that a kill has torn is cut off, so that its question is played again.
     """
     found, end = {}, 0
-    path.touch()
+    if not path.exists():
+        return found
     with open(path, "rb+") as file:
         for i, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -178,43 +180,47 @@ def read_verdicts(path):
             end += len(line)
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {i}: not JSON ({error}); delete it") from None
-            empty = row["stop"] == "answer" and not row["answer"].strip()
-            scores = [row["score"][key] for key in ("em", "sub_em", "f1")]
-            stop = "empty" if empty else row["stop"]
-            found[row["task"]["id"]] = Verdict(*scores, stop, row["calls"])
+                empty = row["stop"] == "answer" and not row["answer"].strip()
+                scores = [row["score"][key] for key in ("em", "sub_em", "f1")]
+                verdict = Verdict(*scores, "empty" if empty else row["stop"], row["calls"])
+                found.setdefault(row["task"]["id"], verdict)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}, line {i}: no episode ({error!r:.100}); delete it, and "
+                                 "its question is played again") from None
     return found
 
 
 def begin_model(args, name, path):
-    """The folder OUT/name, which holds one way of playing; --no-resume empties it first."""
+    """(OUT/name, which holds one way of playing, that way); --no-resume empties it first."""
     if not args.resume:
         for file in ("episodes.jsonl", "settings.json"):
             (Path(args.out) / name / file).unlink(missing_ok=True)
     # a server may come back at another address
     retriever = "a server" if args.retriever.startswith(HTTP) else args.retriever
     chosen = {key: getattr(args, key) for key in SETTINGS}
-    return evaluate.open_folder(args.out, name, {"model": path, "retriever": retriever} | chosen)
+    chosen = {"model": path, "retriever": retriever} | chosen
+    return evaluate.open_folder(args.out, name, chosen), chosen
 
 
-def play_model(args, folder, path, tasks):
+def play_model(args, folder, settings, tasks):
     """Play the tasks that OUT lacks and append each episode as it ends; memory holds live ones."""
     done = read_verdicts(folder / "episodes.jsonl")
     left = [task for task in tasks if task["id"] not in done]
-    print(f"{folder.name}: {len(done)} of {len(tasks)} questions played", file=sys.stderr)
-    played = partial(play_questions, args, folder.name, path)
+    begun = len(tasks) - len(left)
+    print(f"{folder.name}: {begun} of {len(tasks)} questions played", file=sys.stderr)
+    played = partial(play_questions, args, folder.name, settings["model"])
     rows = evaluate.apart("qa_eval.py", played, left, args)
-    right, bar = 0.0, tqdm(rows if left else (), folder.name, len(tasks), initial=len(done))
+    right = 0.0
+    bar = evaluate.progress(rows if left else (), folder.name, len(tasks), begun)
     for i, row in enumerate(bar, 1):
-        evaluate.append_jsonl(folder / "episodes.jsonl", row)
+        evaluate.keep_play(folder, settings, row)
         right += row["score"]["em"]
         bar.set_postfix_str(f"EM since this start {100 * right / i:.1f}", refresh=False)
 
 
 def play_questions(args, name, path, tasks):
     """Yield the judged record of each question's episode as it ends."""
-    prompt = QA_PROMPTS.get(args.system_prompt) or Path(args.system_prompt).read_text("utf-8")
+    prompt = read_prompt(args.system_prompt)
     play_here = choose_player(args, path)
     # after the engine: vLLM 0.32.0 does not start once numba is imported, and bm25s imports it
     retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder, args.tries)
@@ -222,6 +228,12 @@ def play_questions(args, name, path, tasks):
                         strict=False, parse=parse_qa) for task in tasks)
     for episode in play_here(episodes):
         yield episode.record(name) | {"score": qa_score(episode)}
+
+
+def read_prompt(name):
+    """The text behind --system-prompt: full, short, or the content of a file."""
+    with evaluate.naming(name):
+        return QA_PROMPTS.get(name) or Path(name).read_text("utf-8")
 
 
 def choose_player(args, path):
@@ -241,10 +253,14 @@ def play_all(args):
     tasks = load_questions(args)
     find_retriever(args.retriever, args.corpus)
     models = evaluate.named_paths(args.model)
-    folders = {name: begin_model(args, name, path) for name, path in models.items()}
-    for name, folder in folders.items():
-        play_model(args, folder, models[name], tasks)
-    print(tax_table(args, list(folders.values()), tasks))
+    for path in models.values() if not args.url else ():
+        evaluate.check_model(path)
+    read_prompt(args.system_prompt)
+    evaluate.hold(args.out)
+    begun = [begin_model(args, name, path) for name, path in models.items()]
+    for folder, settings in begun:
+        play_model(args, folder, settings, tasks)
+    print(tax_table(args, [folder for folder, _ in begun], tasks))
 
 
 # ---------------------------------------------------------------- table
@@ -318,40 +334,42 @@ def tax_table(args, folders, tasks):
 # ---------------------------------------------------------------- main
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=evaluate.Help)
+    p = Parser(description=__doc__, formatter_class=evaluate.Help)
     add = p.add_argument_group("agents and questions").add_argument
     add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
         help="HF folders, hub names, or models of --url; the table compares all with the first")
-    add("--url", help="an OpenAI-compatible API, http://host:port/v1; without it vLLM plays here")
+    add("--url", type=web_address, metavar="URL",
+        help="an OpenAI-compatible API, http://host:port/v1; without it vLLM plays here")
     add("--data", default="default", help="folder of FlashRAG, or of a questions.jsonl and "
         "a corpus.jsonl; default means the 64 questions in database/qa")
     add("--sets", nargs="+", default=[*SETS], help="FlashRAG's sets to play")
-    add("--sample", type=int, metavar="N", help="play N questions of each set, always the same")
+    add("--sample", type=COUNT, metavar="N", help="play N questions of each set, always the same")
     add = p.add_argument_group("play").add_argument
-    add("--topk", type=int, default=5, help="passages per search [1]")
-    add("--max-turns", type=int, default=60, help="replies per question [1]")
-    add("--max-context", type=int, default=32768, help="tokens per question [1]")
-    add("--max-tokens", type=int, default=2048, help="tokens per reply")
-    add("--temperature", type=float, default=0.6, help="sampling temperature [1]")
-    add("--top-p", type=float, default=0.95, help="probability mass to sample from [1]")
+    add("--topk", type=COUNT, default=5, help="passages per search [1]")
+    add("--max-turns", type=COUNT, default=60, help="replies per question [1]")
+    add("--max-context", type=COUNT, default=32768, help="tokens per question [1]")
+    add("--max-tokens", type=COUNT, default=2048, help="tokens per reply")
+    add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")
+    add("--top-p", type=PART, default=0.95, help="probability mass to sample from [1]")
     add("--system-prompt", default="full", help="full, short (for tiny models) or a file's name")
-    add("--concurrency", type=int, default=64, help="questions that are played at the same time")
-    add("--tp", type=int, default=1, help="GPUs that share one model")
-    add("--processes", type=int, default=0, help="engines that share the questions; 0: one per "
+    add("--concurrency", type=COUNT, default=64, help="questions that are played at the same time")
+    add("--tp", type=COUNT, default=1, help="GPUs that share one model")
+    add("--processes", type=NATURAL, default=0, help="engines that share the questions; 0: one per "
         "--tp GPUs, and one on a CPU")
-    add("--gpu-memory", type=float, default=0.9, help="fraction of each GPU's memory for vLLM")
-    add("--seed", type=int, default=0, help="seed of sampling, --sample and bootstrap")
+    add("--gpu-memory", type=PART, default=0.9, help="fraction of each GPU's memory for vLLM")
+    add("--seed", type=NATURAL, default=0, help="seed of sampling, --sample and bootstrap")
     add = p.add_argument_group("retrieval").add_argument
     add("--retriever", default="bm25", help="bm25, an index folder, or a server's address")
     add("--corpus", help="jsonl that bm25 searches; by default corpus.jsonl in DATA")
     add("--encoder", help="E5-style HF folder or hub name; by default the one that made the index")
-    add("--devices", nargs="+", default=["cpu"], help="torch devices that share an index's vectors")
-    add("--tries", type=int, default=6, help="tries per search of a server, 1, 2, 4 ... s apart")
+    add("--devices", nargs="+", type=device, default=["cpu"],
+        help="torch devices that share an index's vectors")
+    add("--tries", type=COUNT, default=6, help="tries per search of a server, 1, 2, 4 ... s apart")
     add = p.add_argument_group("output").add_argument
     add("--out", default="out/qa", help="folder of the episodes and the table")
     add("--resume", action=argparse.BooleanOptionalAction, default=True,
         help="play what OUT lacks; --no-resume deletes the models' episodes in OUT first")
-    add("--rounds", type=int, default=1000, help="R, bootstrap rounds behind the 95%% intervals")
+    add("--rounds", type=COUNT, default=1000, help="R, bootstrap rounds behind the 95%% intervals")
     args = p.parse_args(argv)
     args.data = str(HERE / "qa") if args.data == "default" else args.data
     if args.retriever == "bm25":

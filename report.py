@@ -11,7 +11,6 @@ Writes  OUT/report.html, which fetches nothing: curves, scores, failures by chec
     python report.py --trace out/tiny/eval/rl/episodes.jsonl:val-0001658
     python report.py --axis reward --runs sum=out/a/eval/rl sum=out/b/eval/rl macro=out/c/eval/rl
 """
-import argparse
 import base64
 import contextlib
 import gzip
@@ -23,7 +22,22 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
-from evaluate import LEVELS, STOPS, Help, interval, mean, pass_at, plays_of, replacing, run, span
+from evaluate import (
+    COUNT,
+    LEVELS,
+    STOPS,
+    Help,
+    Parser,
+    interval,
+    mean,
+    name_of,
+    naming,
+    pass_at,
+    plays_of,
+    replacing,
+    run,
+    span,
+)
 
 # Success on TravelPlanner's test set in per cent, 1.5B / 3B / 7B [STAR, arXiv:2603.21972 sec. 4]:
 # rewards under GRPO; algorithms under MACRO, at 7B under SUM; data with 3B and the curriculum;
@@ -70,6 +84,8 @@ def log_rows(log):
     """{step: {key: number}} of a training log; of a step that was logged twice, the last."""
     rows = {}
     for _, row in scan(log):
+        if not isinstance(row, dict):
+            raise ValueError(f"{log} is no training's log: it holds {str(row)[:60]}")
         numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         if "step" in numbers:
             rows[numbers.pop("step")] = numbers
@@ -88,7 +104,8 @@ def drawing(picture, size, rows=1, columns=1):
         panel.grid(alpha=0.3)
     figure.tight_layout()
     picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120)
+    with naming(picture):
+        figure.savefig(picture, dpi=120)
 
 
 def curves(log, picture):
@@ -127,10 +144,17 @@ def export(log, to, folder):
                 board.add_scalar(key, value, step)
 
 
+def is_episode(row):
+    """Whether a record is an episode, of whatever world and version."""
+    return (isinstance(row, dict) and isinstance(row.get("task"), dict)
+            and isinstance(row.get("messages"), list) and "stop" in row)
+
+
 def trace(spec):
     """Print an episode as a dialogue. spec: FILE.jsonl, which means its first, or FILE.jsonl:ID."""
     path, colon, name = spec.partition(".jsonl:")
     rows = (row for _, row in scan(f"{path}.jsonl" if colon else path))
+    rows = (row for row in rows if is_episode(row))
     episode = next((row for row in rows if not colon or str(row["task"].get("id")) == name), None)
     if episode is None:
         raise ValueError(f"{spec}: no such episode")
@@ -148,10 +172,12 @@ def read_runs(specs):
     """["NAME=OUT/eval/rl", ..] -> {NAME: [(episodes, OUT/rl/log.jsonl's rows of RL) per seed]}."""
     runs = {}
     for spec in specs:
-        name, _, folder = spec.partition("=")
+        name, named, folder = spec.partition("=")
+        if not (name and named and folder):
+            raise ValueError(f"--runs {spec!r} is not NAME=OUT/eval/rl")
         seeds, folder = runs.setdefault(name, []), Path(folder)
         file, log = folder / "episodes.jsonl", folder.parent.parent / folder.name / "log.jsonl"
-        rows = [row for _, row in scan(file) if "score" in row] if file.exists() else []
+        rows = list(judged_once(file)) if file.exists() else []
         logged = log_rows(log).values() if log.exists() else ()
         updates = [row for row in logged if "loss_tokens" in row]
         if rows:
@@ -159,6 +185,15 @@ def read_runs(specs):
         else:
             print(f"{name}: {folder} holds no judged episodes yet")
     return runs
+
+
+def judged_once(file):
+    """The judged episodes of a file, each play once."""
+    seen = set()
+    for _, row in scan(file):
+        if is_episode(row) and "score" in row and name_of(row["task"]) not in seen:
+            seen.add(name_of(row["task"]))
+            yield row
 
 
 def task_means(rows):
@@ -251,6 +286,8 @@ def packed(name, path, offset):
 
 def find_records(folder):
     """([{name, columns: {key: [number per step]}} of each log], {name: files of episodes})."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; name that of a run")
     logs, sources, paths = [], {}, list(folder.rglob("*.jsonl"))
     paths.sort(key=lambda path: (path.parent.parent, path.stat().st_mtime_ns, path))
     for path in paths:
@@ -276,6 +313,8 @@ def entries_of(source, files):
         step, plays = "" if path.name == "episodes.jsonl" else path.stem, seen_plays(path)
         for number, (offset, row) in enumerate(scan(path)):
             pair, score = "chosen" in row, row.get("score") or {}
+            if not pair and not is_episode(row):
+                raise ValueError(f"{path}: a record is no episode, but {str(row)[:60]}; delete it")
             task = row.get("task", {"query": row["prompt"][-1]["content"]} if pair else {})
             name, level = str(task.get("id", "?")), str(task.get("level") or "") or None
             key = "/".join(filter(None, (source, step, name))).encode("utf-8", "replace").decode()
@@ -325,7 +364,7 @@ def page_index(sources, entries, kept):
     standings, tasks, shown = [], {}, []
     for name, files in sources.items():
         settings = files[0].with_name("settings.json")
-        played = json.loads(settings.read_text()) if settings.exists() else {}
+        played = read_settings(settings)
         rows = [entry for entry in entries if entry["source"] == name]
         told = {"name": name, "temperature": played.get("temperature")}
         standings.append(told | standing(rows, checks))
@@ -339,6 +378,14 @@ def page_index(sources, entries, kept):
     return {"total": len(entries), "sources": standings, "tasks": list(tasks), "episodes": shown,
             "checks": checks, "stops": [stop for stop in STOPS if stop in stops],
             "levels": [level for level in LEVELS if level in levels] + sorted(levels - {*LEVELS})}
+
+
+def read_settings(file):
+    """How a folder was played; {} where nobody knows."""
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        found = json.loads(file.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def standing(rows, checks):
@@ -361,12 +408,12 @@ def standing(rows, checks):
 
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
     add("run", nargs="?", metavar="RUN_DIR", help="a folder with logs or episodes anywhere below")
     add("--out", help="folder to write into; unset: RUN_DIR, with --axis out/eval")
-    add("--episodes", type=int, default=5000, help="most episodes in the page, evenly chosen")
-    add("--tokens", type=int, default=400, metavar="PLAYS",
+    add("--episodes", type=COUNT, default=5000, help="most episodes in the page, evenly chosen")
+    add("--tokens", type=COUNT, default=400, metavar="PLAYS",
         help="most training plays shown token by token, of those that --microscope kept")
     add("--curves", action="store_true", help="draw RUN_DIR/log.jsonl into OUT/curves.png")
     add("--to", choices=("tensorboard", "wandb"), help="send RUN_DIR/log.jsonl to it")
@@ -374,7 +421,22 @@ def flags(argv=None):
     add("--axis", choices=PAPER, help="tabulate and draw the --runs beside the paper's numbers")
     add("--runs", nargs="+", default=[], metavar="NAME=OUT/eval/rl",
         help="evaluated runs, a NAME per setting, once for each seed; reads OUT/rl/log.jsonl too")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.axis and not args.runs:
+        p.error(f"--axis {args.axis} needs --runs NAME=OUT/eval/rl")
+    if not (args.run or args.trace or args.axis):
+        p.error("name the folder of a run, or --trace or --axis")
+    return args
+
+
+def find_log(folder):
+    """RUN_DIR/log.jsonl; where it is missing, the folders below that have one are named."""
+    log = Path(folder, "log.jsonl")
+    if not log.is_file():
+        below = sorted(str(path.parent) for path in Path(folder).glob("**/log.jsonl"))
+        elsewhere = f"these do: {', '.join(below[:3])}" if below else "name that of a training"
+        raise ValueError(f"{folder} holds no log.jsonl; {elsewhere}")
+    return log
 
 
 def look(args):
@@ -385,14 +447,13 @@ def look(args):
         runs = read_runs(args.runs)
         axis_curves(args.axis, runs, out / f"{args.axis}.png")
         text = axis_table(args.axis, runs)
-        (out / f"{args.axis}.md").write_text(text)
+        with replacing(out / f"{args.axis}.md") as file:
+            file.write(text)
         print(text)
-    elif not args.run:
-        raise ValueError("name the folder of a run, or --trace or --axis; --help says more")
     elif args.to:
-        export(Path(args.run, "log.jsonl"), args.to, out)
+        export(find_log(args.run), args.to, out)
     elif args.curves:
-        curves(Path(args.run, "log.jsonl"), out / "curves.png")
+        curves(find_log(args.run), out / "curves.png")
     else:
         write_report(Path(args.run), out, args.episodes, args.tokens)
 

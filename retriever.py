@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import threading
 import time
 from collections import namedtuple
@@ -30,7 +31,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
+
+from guard import COUNT, PORT, Parser, naming, progress, run
 
 # Shapes: n queries, N passages, D numbers in a vector, L tokens of a text, k hits.
 
@@ -61,7 +63,7 @@ class BM25:
 
     def __init__(self, path):
         import bm25s
-        with open(path, encoding="utf-8") as file:
+        with naming(path), open(path, encoding="utf-8") as file:
             lines = enumerate(file, 1)
             self.documents = [load_document(line, f"{path}, line {i}") for i, line in lines]
         self.words = partial(bm25s.tokenize, stopwords="en", show_progress=False)
@@ -76,12 +78,23 @@ class BM25:
                  for i, s in zip(*hits, strict=True) if s > 0] for hits in zip(*found, strict=True)]
 
 
+def read_meta(folder):
+    """What an index folder says it is made of."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta.keys() >= {"corpus", "bytes", "encoder", "dim", "batch"}:
+            return meta
+    except (ValueError, AttributeError):
+        pass
+    raise ValueError(f"{folder}/meta.json is broken; remove {folder} and run `index` again")
+
+
 class Dense:
     """Exact search of an index folder."""
 
     def __init__(self, folder, devices=("cpu",), encoder=None):
         folder = Path(folder)
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = read_meta(folder)
         # passages are read when they are found: the text of 21M is 14 GB
         self.path, self.corpus = meta["corpus"], os.open(meta["corpus"], os.O_RDONLY)
         self.starts = np.load(folder / "starts.npy", mmap_mode="r")  # (N + 1,) offsets of the lines
@@ -234,6 +247,17 @@ def find_retriever(name, corpus):
     needed = Path(corpus) if name == "bm25" else Path(name) / "meta.json"
     if not name.startswith(HTTP) and not needed.is_file():
         raise FileNotFoundError(f"{needed} is not there: see --corpus, or `retriever.py index`")
+    if name == "bm25":
+        check_corpus(corpus)
+
+
+def check_corpus(path):
+    """Look at a corpus's first line before an engine or an encoder is loaded."""
+    with naming(path), open(path, encoding="utf-8") as file:
+        line = file.readline()
+    if not line:
+        raise ValueError(f"{path} is empty; want a line of id and contents per passage")
+    load_document(line, f"{path}, line 1")
 
 
 def open_retriever(name, corpus=None, devices=("cpu",), encoder=None, tries=6):
@@ -249,8 +273,12 @@ def load_encoder(folder, device):
     """An E5-style model (fp16 on GPUs) and its tokenizer."""
     from transformers import AutoModel, AutoTokenizer
     dtype = torch.float16 if torch.device(device).type == "cuda" else torch.float32
-    model = AutoModel.from_pretrained(folder, dtype=dtype).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    try:
+        model = AutoModel.from_pretrained(folder, dtype=dtype)
+        return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
+    except OSError:
+        raise ValueError(f"--encoder {folder} is no model's folder here, and the hub does not give "
+                         "it: name a folder") from None
 
 
 @torch.inference_mode()
@@ -277,7 +305,7 @@ def begin_index(args, out, dim):
     meta = {"corpus": str(Path(args.corpus).resolve()), "bytes": os.path.getsize(args.corpus),
             "encoder": encoder, "dim": dim, "batch": args.batch}
     if (out / "meta.json").exists():
-        begun = json.loads((out / "meta.json").read_text())
+        begun = read_meta(out)
         if begun != meta:
             raise ValueError(f"{out} was begun with {begun}, not {meta}: choose another --out")
         return
@@ -291,6 +319,7 @@ def begin_index(args, out, dim):
 
 def build_index(args):
     """Encode block by block and append; after a stop, whole blocks on disk are not done again."""
+    check_corpus(args.corpus)
     encoders = [load_encoder(args.encoder, device) for device in args.devices]
     out, dim, block = Path(args.out), encoders[0][0].config.hidden_size, 64 * args.batch
     begin_index(args, out, dim)
@@ -304,7 +333,7 @@ def build_index(args):
         lines.seek(starts[done])
         texts = (load_document(line, f"{args.corpus}, line {i}")["contents"]
                  for i, line in enumerate(lines, done + 1))
-        bar = tqdm(desc="index", total=total, initial=done, unit=" passages")
+        bar = progress(None, "index", total, done, " passages")
         # a block per device at a time, because a tokenizer serves only one thread
         while any(blocks := [list(islice(texts, block)) for _ in encoders]):
             parts = pool.map(encode, blocks, repeat("passage: "), encoders, repeat(args.batch))
@@ -352,32 +381,51 @@ def make_app(retriever, topk=5):
     return app
 
 
+def find_port(host, port):
+    """Say that a port is taken before an index is read, and in a line, as uvicorn does not."""
+    with naming(f"{host}:{port}"), socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tried.bind((host, port))
+
+
 def serve(args):
     """Answer /retrieve until interrupted."""
     import uvicorn
     find_retriever(args.retriever, args.corpus)
+    find_port(args.host, args.port)
     app = make_app(open_retriever(args.retriever, args.corpus, args.devices), args.topk)
     # backlog: clients that arrive at the same moment and have to wait, instead of being refused
     uvicorn.run(app, host=args.host, port=args.port, access_log=False, backlog=2048)
 
 
+def device(text):
+    """A type of a flag: a device of torch's."""
+    try:
+        torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device like cpu or cuda:0") from None
+    return text
+
+
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
     add = commands.add_parser("index", help="make an index folder").add_argument
     add("--corpus", required=True, help="jsonl file, {id, contents} per line")
     add("--encoder", required=True, help="E5-style HF folder or hub name")
     add("--out", required=True, help="folder of the index; a build that was stopped goes on there")
-    add("--batch", type=int, default=512, help="passages per forward pass of the encoder (512)")
-    add("--devices", nargs="+", help="torch devices that share the work (all GPUs, or cpu)")
+    add("--batch", type=COUNT, default=512, help="passages per forward pass of the encoder (512)")
+    add("--devices", nargs="+", type=device,
+        help="torch devices that share the work (all GPUs, or cpu)")
     add = commands.add_parser("serve", help="answer POST /retrieve").add_argument
     add("--retriever", default="bm25", help="bm25, or an index folder (bm25)")
     add("--corpus", default="database/qa/corpus.jsonl", help="jsonl for bm25 (%(default)s)")
-    add("--devices", nargs="+", help="torch devices that share the vectors (all GPUs, or cpu)")
-    add("--topk", type=int, default=5, help="passages per query where a request names no topk (5)")
+    add("--devices", nargs="+", type=device,
+        help="torch devices that share the vectors (all GPUs, or cpu)")
+    add("--topk", type=COUNT, default=5,
+        help="passages per query where a request names no topk (5)")
     add("--host", default="127.0.0.1", help="address to listen at (127.0.0.1); 0.0.0.0 is all")
-    add("--port", type=int, default=8000, help="port to listen at (8000); 0 takes a free one")
+    add("--port", type=PORT, default=8000, help="port to listen at (8000); 0 takes a free one")
     args = p.parse_args(argv)
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     args.devices = args.devices or gpus or ["cpu"]
@@ -386,10 +434,7 @@ def flags(argv=None):
 
 def main(argv=None):
     args = flags(argv)
-    try:
-        {"index": build_index, "serve": serve}[args.command](args)
-    except (OSError, ValueError) as error:  # what the user can mend is one line, not a traceback
-        raise SystemExit(f"retriever.py: {error}") from None
+    run("retriever.py", {"index": build_index, "serve": serve}[args.command], args)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 usage() { sed -n '2,26s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
+wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
 print() { printf '%q ' "$@"; echo; }
 made() { [[ -e $1 && ! -e $1.unfinished ]]; }
 
@@ -94,10 +95,23 @@ case $size in
           export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
           exec python -m pytest -q -n 2 --dist worksteal "${@:2}" ;;
     gpu)  environment; exec python bench/gpu.py --out "$OUT" ;;
-    *)    usage ;;
+    "")   usage ;;
+    *)    wrong "there is no size $size: tiny, 0.5b, 1.5b, 3b, 7b, tool-tiny or tool-star-3b" ;;
 esac
-[[ " all: preflight: axis:reward axis:scale axis:data axis:algorithm axis:noise axis:crossing " \
-    == *" $what:$axis "* && $size:$what != *tiny:preflight && $size:$what != tool-*:axis ]] || usage
+case $what:$axis in
+    all:) ;;
+    preflight:) [[ $size != *tiny ]] || wrong "$size needs no preflight" ;;
+    axis:reward | axis:scale | axis:data | axis:algorithm | axis:noise | axis:crossing)
+        [[ $size != tool-* ]] || wrong "$size has no axes" ;;
+    axis:) wrong "name an axis: reward, scale, data, algorithm or noise" ;;
+    axis:*) wrong "there is no axis $axis: reward, scale, data, algorithm or noise" ;;
+    *) wrong "'$what${axis:+ $axis}' is nothing that $size does: preflight, or axis NAME" ;;
+esac
+for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS CYCLES; do
+    [[ ${!name:-0} =~ ^[0-9]+$ ]] || wrong "$name=${!name} must be a whole number"
+done
+[[ $SEEDS =~ ^[0-9]+(\ [0-9]+)*$ ]] || wrong "SEEDS='$SEEDS' must be whole numbers, like '0 1'"
+[[ ${GPUS:-1} != 0 && $NNODES != 0 ]] || wrong "GPUS and NNODES must be 1 at least"
 base=${MODEL:-$base}
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-2} GPUS=${GPUS:-1}
@@ -117,6 +131,7 @@ fi
 # after SIGTERM ranks save a checkpoint at the end of the update; torchrun's own patience is 30 s
 torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
+parse_flags "$@"
 [[ $size != tool-* ]] || source toolstar.sh
 world=(--database "$database") val=$DATA/val.jsonl tried=$val  # of the preflight
 

@@ -1,5 +1,6 @@
 # What must be there before the recipe spends anything; sourced by run.sh.
 #   environment   .venv, made once from exact pins
+#   parse_flags   the flags of every stage
 #   preflight     GPUs, model, memory, disk, teacher; then every engine and trainer, once, for real
 
 recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
@@ -26,6 +27,10 @@ environment() {
     # DeepSpeed's op, compiled once for each .venv: a build that was killed leaves a lock behind
     export TORCH_EXTENSIONS_DIR="$PWD/.venv/extensions"
     [[ -z ${DRY:-} ]] || { printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"; return; }
+    # what nobody can act on: torchrun's advice, and on a CPU which memory vLLM binds
+    export LOGLEVEL=${LOGLEVEL:-ERROR}
+    [[ $seen != 0 ]] || export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+    [[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-30}  # s; bars of libraries in a log
     [[ $node == 0 ]] || until cmp -s "$pins" .venv/installed.txt; do sleep 5; done
     if cmp -s "$pins" .venv/installed.txt; then return; fi
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null || echo glibc 2.31)
@@ -55,6 +60,33 @@ environment() {
     "${pip[@]}" -r "$pins" || stop "pip failed; the same command tries again"
     .venv/bin/python -c 'import torch, vllm, deepspeed, transformers' || stop "remove .venv: broken"
     cp "$pins" .venv/installed.txt
+}
+
+# reads the commands that DRY=1 prints, and lets each stage parse its own
+parse='import importlib, os, re, shlex, sys
+stages, given = re.findall(r"^# (\S+) -> .+\n(.+)$", sys.stdin.read(), re.M), set(os.environ)
+known = {"FLAGS_" + re.sub("[^a-z0-9]", "_", name): name for name, _ in stages}
+for name in sorted(name for name in given - known.keys() if name.startswith("FLAGS_")):
+    sys.exit(f"run.sh: {name} is of no stage that runs here: " + ", ".join(known.values())[:300])
+for name, line in stages:
+    words = shlex.split(line)
+    at = next(i for i, word in enumerate(words) if re.search(r"\.py$|^toolstar\.", word))
+    sys.argv = words[at:]
+    if "--nproc_per_node" in words:
+        ranks = int(words[words.index("--nproc_per_node") + 1])
+        os.environ["WORLD_SIZE"] = str(ranks * int(os.environ.get("NNODES", 1)))
+    try:
+        importlib.import_module(words[at].removesuffix(".py")).flags()
+    except SystemExit:
+        sys.exit(f"run.sh: so stage {name} would fail; nothing has run yet")'
+
+# parse_flags WORD...   the stages' flags, FLAGS_STAGE included, before the first of them runs
+parse_flags() {
+    [[ -z ${DRY:-} ]] || return 0
+    local command=("$@") dry
+    [[ ${2:-} != preflight ]] || command=("$1")
+    dry=$(DRY=1 bash run.sh "${command[@]}") || exit $?
+    python -c "$parse" <<<"$dry" || exit 2
 }
 
 # must FIX COMMAND...   a check: where it fails, the last words say what mends it

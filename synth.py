@@ -20,6 +20,7 @@ Writes  jsonl, line by line: a killed run goes on where it was; OUT.refused says
     python synth.py subsets  --tasks data/many.jsonl --exclude data/sft.jsonl --out data/subsets
 """
 import argparse
+import contextlib
 import datetime
 import hashlib
 import itertools
@@ -31,12 +32,25 @@ import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import evaluate
 import solver
-from evaluate import LEVELS, append_jsonl, load_tasks, mean, recover_jsonl, write_jsonl
+from evaluate import (
+    AMOUNT,
+    COUNT,
+    LEVELS,
+    SHARE,
+    Parser,
+    append_jsonl,
+    hold,
+    hold_file,
+    load_tasks,
+    mean,
+    recover_jsonl,
+    workers,
+    write_jsonl,
+)
 from format_plan import ChatError, itinerary
 from sandbox import PROMPTS, open_database
 from solver import solve as solve  # handed on
@@ -222,6 +236,18 @@ def key_of(task):
                        task["people_number"], *wishes])
 
 
+def own_rows(path, ids=""):
+    """The rows that a command has written so far: tasks, episodes, or what it refused. ids: a
+    pattern of theirs."""
+    rows = recover_jsonl(path)
+    for number, row in enumerate(rows, 1):
+        task = row.get("task", row) if isinstance(row, dict) else None
+        if not isinstance(task, dict) or not re.search(ids, str(task.get("id", "\0"))):
+            raise ValueError(f"{path}, record {number}: no row of this command, which would go on "
+                             "there; choose another --out, or remove it")
+    return rows
+
+
 def tasks(args):
     """Draw index after index until there are enough of every kind. To go on, a run needs no more
     than the last index that was kept."""
@@ -234,16 +260,17 @@ def tasks(args):
     def take(task):
         """Count a task in, unless it is known or there is enough of its kind or pair."""
         key, kind, pair = key_of(task), (task["days"], task["level"]), (task["org"], task["dest"])
-        fits = lack[kind] > 0 and key not in keys and pairs[pair] < args.per_pair
+        fits = lack.get(kind, 0) > 0 and key not in keys and pairs[pair] < args.per_pair
         if fits:
             keys.add(key)
             lack[kind] -= 1
             pairs[pair] += 1
         return fits
 
-    kept = [task for task in recover_jsonl(args.out) if take(task)]
+    begun = load_tasks(args.out) if own_rows(args.out, "-[0-9]{7,}$") else []
+    kept = [task for task in begun if take(task)]
     index = last = int(kept[-1]["id"].rsplit("-", 1)[1]) + 1 if kept else 0
-    with get_context("spawn").Pool(args.workers) as pool:  # SQLite must not cross a fork
+    with workers(args.workers) as pool:
         while any(lack.values()):
             if index - last > 200_000:
                 raise ValueError(f"{args.out}: no new task in 200,000 draws, {lack} to go; lower "
@@ -362,7 +389,7 @@ def complete(make, args):
     """Make of the tasks what --out lacks, in any order, and put it into theirs at last. What is
     refused is noted beside --out with the reasons, and not made again."""
     refused, todo = f"{args.out}.refused", load_tasks(args.tasks)
-    done = {row.get("task", row)["id"] for row in recover_jsonl(args.out) + recover_jsonl(refused)}
+    done = {row.get("task", row)["id"] for row in own_rows(args.out) + own_rows(refused)}
     for row in make(args, [task for task in todo if task["id"] not in done]):
         append_jsonl(refused if "refused" in row else args.out, row)
     order = {task["id"]: i for i, task in enumerate(todo)}
@@ -435,7 +462,7 @@ def episodes(args, todo):
     """The record of each task's episode: of the solver, or of an endpoint drawn per task."""
     world = evaluate.Travel(open_once(args.database))
     if not args.endpoint:
-        with get_context("spawn").Pool(args.workers) as pool:
+        with workers(args.workers) as pool:
             yield from pool.imap(partial(make_episode, args), todo, chunksize=4)
         return
 
@@ -487,7 +514,7 @@ def convert(args):
 # ---------------------------------------------------------------- main
 
 def flags(argv=None):
-    parents = [argparse.ArgumentParser(add_help=False) for _ in range(4)]
+    parents = [Parser(add_help=False) for _ in range(4)]
     everywhere, source, world, teachers = parents
     add = everywhere.add_argument
     add("--seed", type=int, default=0, help="the same seed gives the same file")
@@ -498,15 +525,15 @@ def flags(argv=None):
     add("--database", help="folder of the tables; unset: $STAR_DATABASE, else database/mini")
     add("--like", choices=GRAMMARS, help="tiny: short queries and prompt, budgets near the least "
         "cost; paper: as published; unset: tiny where the database has fewer than 100 cities")
-    add("--workers", type=int, default=os.cpu_count(), help="processes; all give the same file")
+    add("--workers", type=COUNT, default=os.cpu_count(), help="processes; all give the same file")
     add = teachers.add_argument
     add("--endpoint", type=endpoint, nargs="+", default=[], metavar="URL=MODEL",
         help="OpenAI-compatible servers, one drawn per task [2: two]")
     add("--key", metavar="FILE", help="file that holds the endpoints' API key")
-    add("--concurrency", type=int, default=32, help="requests at a time")
-    add("--temperature", type=float, default=1.0, help="of the endpoints' sampling")
+    add("--concurrency", type=COUNT, default=32, help="requests at a time")
+    add("--temperature", type=AMOUNT, default=1.0, help="of the endpoints' sampling")
 
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=evaluate.Help)
+    p = Parser(description=__doc__, formatter_class=evaluate.Help)
     commands = p.add_subparsers(dest="command", required=True)
 
     def command(name, run, words, *parents):
@@ -516,19 +543,19 @@ def flags(argv=None):
         return p.add_argument
 
     add = command("tasks", tasks, "draw solvable tasks with queries", world)
-    add("--n", type=int, default=1000, help="number of tasks")
-    add("--days", type=whole_numbers, default="3,5,7", help="lengths of the trips, in days")
-    add("--levels", type=whole_numbers, default="4:3:3", help="easy:medium:hard [2]")
+    add("--n", type=COUNT, default=1000, help="number of tasks")
+    add("--days", type=trip_lengths, default="3,5,7", help="lengths of the trips, in days")
+    add("--levels", type=mixture, default="4:3:3", help="easy:medium:hard [2]")
     add("--split", choices=("all", "train", "val"), default="all",
         help="train and val share no pair of places and no start date")
-    add("--unseen", type=float, help="share of a val split's draws that go to cities which "
+    add("--unseen", type=SHARE, help="share of a val split's draws that go to cities which "
         "training never visits; unset: as it comes")
-    add("--per-pair", type=int, default=10**9, help="tasks from one place to another, at most")
+    add("--per-pair", type=COUNT, default=10**9, help="tasks from one place to another, at most")
     add("--exclude", nargs="*", default=[], help="files of tasks that must not come again")
     add("--prefix", default="syn", help="of the ids")
     add = command("queries", partial(complete, queries), "put tasks into words by endpoints",
                   source, teachers)
-    add("--tries", type=int, default=4, help="answers per task before it is dropped")
+    add("--tries", type=COUNT, default=4, help="answers per task before it is dropped")
     add = command("episodes", partial(complete, episodes), "let the solver or endpoints play tasks",
                   source, world, teachers)
     add("--styles", type=weights, default="direct",
@@ -536,34 +563,58 @@ def flags(argv=None):
         "wrong, backtracking comes to exploring")
     add = command("subsets", subsets, "draw the paper's data sets out of many tasks", source)
     add("--exclude", nargs="*", default=[], help="files of tasks that must not come again")
-    add("--sizes", type=whole_numbers, default="100,200,500,1000,2000", help="at 4:3:3 [2]")
-    add("--alone", type=int, default=1000, help="tasks of one level alone [2]")
+    add("--sizes", type=amounts, default="100,200,500,1000,2000", help="at 4:3:3 [2]")
+    add("--alone", type=COUNT, default=1000, help="tasks of one level alone [2]")
     add = command("convert", convert, "rewrite tasks as published, or back into ours", source)
     add("--form", choices=("ours", "official", "star"), default="ours", help="what is written")
     return p.parse_args(argv)
 
 
-def whole_numbers(text):
-    return [int(part) for part in re.split("[:,]", text)]
+def whole_numbers(text, example, fits):
+    """The numbers of a text like the example; fits(numbers): whether they make sense."""
+    parts = re.split("[:,]", text)
+    found = [int(part) for part in parts if part.isascii() and part.isdecimal()]
+    if len(found) < len(parts) or not fits(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like {example}")
+    return found
+
+
+def trip_lengths(text):
+    return whole_numbers(text, "3,5,7, which are the trips' lengths in days",
+                         lambda days: set(days) <= {3, 5, 7} and len(set(days)) == len(days))
+
+
+def mixture(text):
+    return whole_numbers(text, "4:3:3, which is easy:medium:hard",
+                         lambda parts: len(parts) == 3 and sum(parts) > 0)
+
+
+def amounts(text):
+    return whole_numbers(text, "100,200, numbers of tasks", lambda sizes: min(sizes) > 0)
 
 
 def weights(text):
-    parts = [part.partition(":") for part in text.split(",")]
-    if {name for name, _, _ in parts} - set(STYLES):
+    found = {}
+    for part in text.split(","):
+        name, _, weight = part.partition(":")
+        with contextlib.suppress(ValueError):
+            found[name] = float(weight or 1)
+    if found.keys() - set(STYLES) or len(found) <= text.count(",") or not (
+            min(found.values()) >= 0 < sum(found.values()) < math.inf):
         raise argparse.ArgumentTypeError(f"{text!r} is not like direct:5,exploring:3")
-    return {name: float(weight or 1) for name, _, weight in parts}
+    return found
 
 
 def endpoint(text):
     url, _, model = text.rpartition("=")
-    if not url.startswith("http"):
+    if not re.match(r"https?://[^/\s]+", url) or not model:
         raise argparse.ArgumentTypeError(f"{text!r} is not like http://host:8000/v1=MODEL")
     return url, model
 
 
 def start(args):
     """Settle what depends on the database, and run the command."""
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    (hold if args.command == "subsets" else hold_file)(args.out)
     if "like" in args:
         small = len(open_once(args.database).cities) < 100
         args.like = args.like or ("tiny" if small else "paper")

@@ -24,13 +24,24 @@ import random
 import re
 import tempfile
 from functools import partial
-from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
 
 import synth
 from constraints import ROOM_TYPES
-from evaluate import LEVELS, Help, read_jsonl, run, write_jsonl
+from evaluate import (
+    COUNT,
+    LEVELS,
+    Help,
+    Parser,
+    hold,
+    hold_file,
+    naming,
+    read_jsonl,
+    run,
+    workers,
+    write_jsonl,
+)
 from sandbox import Sandbox, observation_message, open_database
 from solver import SEARCHES, drive, legs, modes, places, turn, way_searches
 
@@ -215,6 +226,7 @@ def write_world(folder, seed, dates=synth.MARCH):
 
 
 def world(args):
+    hold(args.out)
     write_world(args.out, args.seed)
 
 
@@ -222,7 +234,8 @@ def world(args):
 
 def drills(args):
     """Exercises or episodes of many worlds: in a single one a model would learn names by heart."""
-    with get_context("spawn").Pool(args.workers) as pool:
+    hold_file(args.out)
+    with workers(args.workers) as pool:
         parts = pool.map(partial(world_rows, args), range(args.worlds), chunksize=1)
     rows = [row for part in parts for row in part]
     random.Random(args.seed).shuffle(rows)
@@ -339,7 +352,8 @@ def drill_lists(rng, city, database):
 # induction heads find all names at once.
 def read_phrases(file):
     """A file's phrases. "@" and the ends of lines stand between them."""
-    return re.split("[@\n]", Path(file).read_text(encoding="utf-8").strip("\n"))
+    with naming(file):
+        return re.split("[@\n]", Path(file).read_text(encoding="utf-8").strip("\n"))
 
 
 PHRASES = [
@@ -438,12 +452,28 @@ def make_tokenizer(texts, vocabulary, phrases=PHRASES):
         chat_template=CHATML, clean_up_tokenization_spaces=False)
 
 
+def read_talks(path):
+    """The messages of each row of a jsonl file."""
+    talks = []
+    for number, row in enumerate(read_jsonl(path), 1):
+        talk = row.get("messages") if isinstance(row, dict) else None
+        if not isinstance(talk, list) or not talk or not all(
+                isinstance(turn, dict) and isinstance(turn.get("content"), str)
+                and turn.get("role") in ("system", "user", "assistant") for turn in talk):
+            raise ValueError(f"{path}, record {number}: no messages, each with a role and a "
+                             f"content, but {str(row)[:60]}")
+        talks.append(talk)
+    if not talks:
+        raise ValueError(f"{path} holds no messages; `tiny.py drills` writes some")
+    return talks
+
+
 def make_tiny(corpus, out, seed, width=192, vocabulary=2048, phrases=PHRASES):
     """Write a random Qwen2 of 4 layers and a tokenizer made from jsonl files of messages."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    talks = [row["messages"] for path in corpus for row in read_jsonl(path)]
+    talks = [talk for path in corpus for talk in read_talks(path)]
     texts = [message["content"] for talk in talks for message in talk]
     tokenizer = make_tokenizer(texts, vocabulary, phrases)
     torch.manual_seed(seed)
@@ -468,7 +498,15 @@ def make_tiny(corpus, out, seed, width=192, vocabulary=2048, phrases=PHRASES):
     print(f"{out}: {count / 1e6:.1f}M random parameters, {len(tokenizer)} tokens")
 
 
+def heads_of_32(text):
+    width = COUNT(text)
+    if width % 64:
+        raise argparse.ArgumentTypeError(f"{text} must be a multiple of 64, two heads of 32")
+    return width
+
+
 def model(args):
+    hold(args.out)
     phrases = read_phrases(args.phrases) if args.phrases else PHRASES
     make_tiny(args.corpus, args.out, args.seed, args.width, phrases=phrases)
 
@@ -476,7 +514,7 @@ def model(args):
 # ---------------------------------------------------------------- main
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     commands = p.add_subparsers(dest="command", required=True)
 
     def command(run, words):
@@ -488,14 +526,15 @@ def flags(argv=None):
 
     command(world, "write the tables of a small world")
     add = command(drills, "write exercises or episodes from other worlds")
-    add("--n", type=int, default=4000, help="number of exercises, or of episodes")
-    add("--worlds", type=int, default=8, help="number of worlds that share them")
+    add("--n", type=COUNT, default=4000, help="number of exercises, or of episodes")
+    add("--worlds", type=COUNT, default=8, help="number of worlds that share them")
     add("--episodes", action="store_true", help="write whole episodes of the solver")
-    add("--workers", type=int, default=os.cpu_count(), help="processes; all give the same file")
+    add("--workers", type=COUNT, default=os.cpu_count(), help="processes; all give the same file")
     add = command(model, "write a random Qwen2 of 2M parameters and its tokenizer")
     add("--corpus", nargs="+", required=True, metavar="JSONL",
         help="files of messages to make the tokenizer of")
-    add("--width", type=int, default=192, help="hidden size, in heads of 32; 192: 2M parameters")
+    add("--width", type=heads_of_32, default=192,
+        help="hidden size, in heads of 32; 192: 2M parameters")
     add("--phrases", metavar="FILE", help="what is a token each, beside single digits; unset: the "
         "travel world's phrases and pairs of digits")
     return p.parse_args(argv)

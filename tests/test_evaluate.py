@@ -432,8 +432,10 @@ def test_an_agent_is_named_by_the_end_of_its_path_that_tells_it_from_others():
 
 
 def test_a_folder_played_otherwise_is_refused(tmp_path):
-    folder = evaluate.open_folder(tmp_path, "m", {"model": "x", "top_p": 0.9})
-    assert evaluate.open_folder(tmp_path, "m", {"model": "x", "top_p": 0.9}) == folder
+    chosen = {"model": "x", "top_p": 0.9}
+    folder = evaluate.open_folder(tmp_path, "m", chosen)
+    evaluate.keep_play(folder, chosen, {"task": {"id": "a"}})
+    assert evaluate.open_folder(tmp_path, "m", chosen) == folder
     with pytest.raises(ValueError, match="top_p was 0.9 and is 1.0"):
         evaluate.open_folder(tmp_path, "m", {"model": "x", "top_p": 1.0})
     assert json.loads((folder / "settings.json").read_text()) == {"model": "x", "top_p": 0.9}

@@ -32,7 +32,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from evaluate import load_tasks, replacing, write_jsonl
+from evaluate import hold, hold_file, load_tasks, naming, replacing, write_jsonl
 from sandbox import PROMPTS
 from solver import final_turn, turn
 from synth import entries, portions, stable_draw
@@ -265,6 +265,7 @@ def facts(args):
     if args.worlds * args.places > 12_000 or args.held_out > 2000:
         raise ValueError("names run out above 12,000 places to train on (--worlds times --places) "
                          "and above 2,000 of --held-out")
+    hold(args.out)
     out, rng, taken = Path(args.out), random.Random(f"tools/{args.seed}"), set()
     train = [draw_places(rng, args.places, False, taken) for _ in range(args.worlds)]
     val = [draw_places(rng, args.held_out, True, taken)]
@@ -343,6 +344,7 @@ def solver_episodes(args):
     out and counted."""
     from toolstar.tools import open_world
 
+    hold_file(args.out)
     world, rows, refused = open_world(args), [], Counter()
     try:
         for task in load_tasks(args.tasks, world.load_task):
@@ -354,6 +356,9 @@ def solver_episodes(args):
                 refused[f"{task.get('family')}: {episode.stop}"] += 1
     finally:
         world.close()
+    if not rows:
+        raise ValueError(f"no episode of {args.tasks} is kept; refused: {dict(refused)}; --tasks "
+                         "and --database must be of the same facts")
     write_jsonl(args.out, rows)
     print(f"{args.out}: {len(rows)} episodes; refused: {dict(refused)}")
 
@@ -428,7 +433,8 @@ class PageServer(ThreadingHTTPServer):
         if not self.texts:
             raise ValueError(f"no pages/*.html in {' or '.join(map(str, folders))}; "
                              "python -m toolstar.tir facts writes some")
-        super().__init__(("127.0.0.1", port), PageHandler)
+        with naming(f"port {port}"):
+            super().__init__(("127.0.0.1", port), PageHandler)
 
 
 class PageHandler(BaseHTTPRequestHandler):

@@ -561,6 +561,10 @@ def flags(argv=None):
     args = p.parse_args(argv)
     if args.command == "run" and args.file is None:
         p.error("run: name a file")
+    if args.seconds <= 0 or args.memory <= 0 or (args.workers or 1) < 1:
+        p.error("--seconds, --memory and --workers must be more than 0")
+    if not 0 <= args.port < 65536:
+        p.error(f"--port {args.port} is none: name one from 0 to 65535")
     return args
 
 

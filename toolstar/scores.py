@@ -21,7 +21,6 @@ Writes  OUT/table.md, OUT/table.json, OUT/judged-NAME.jsonl; asks the judge only
     python -m toolstar.scores --tasks data/sets/tasks.jsonl --runs out/eval/rl \\
         --judge http://localhost:8000/v1=Qwen2.5-72B-Instruct --out out/scores
 """
-import argparse
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -229,7 +228,7 @@ def detail(numbers):
 # ---------------------------------------------------------------- main
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=evaluate.Help)
+    p = evaluate.Parser(description=__doc__, formatter_class=evaluate.Help)
     add = p.add_argument
     add("--tasks", required=True, help="tasks.jsonl of sets.py")
     add("--runs", nargs="+", required=True, metavar="[NAME=]FOLDER", help="episodes of evaluate.py")

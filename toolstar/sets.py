@@ -15,7 +15,6 @@ Writes  (1) OUT/tasks.jsonl, OUT/remarks.jsonl   (2) OUT, OUT-overlap.jsonl
     python -m toolstar.sets read --sets my/sets --out data/sets
     python -m toolstar.sets overlap --sets my/sets --tasks rl.jsonl --out rl-clean.jsonl
 """
-import argparse
 import csv
 import json
 import random
@@ -24,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from evaluate import Help, read_jsonl, run, write_jsonl
+from evaluate import NATURAL, Help, Parser, read_jsonl, run, write_jsonl
 from toolstar import verdict
 
 
@@ -298,12 +297,12 @@ def overlap(args):
 
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     commands = p.add_subparsers(dest="command", required=True)
     add = commands.add_parser("read", help="published sets as tasks").add_argument
     add("--sets", required=True, help="folder of the published sets")
-    add("--sample", type=int, help="questions of a set, always the same ones; 0: all; unset: as "
-        "many as the paper plays")
+    add("--sample", type=NATURAL, help="questions of a set, always the same ones; 0: all; unset: "
+        "as many as the paper plays")
     add("--out", required=True, help="folder of tasks.jsonl and remarks.jsonl")
     add = commands.add_parser("overlap", help="drop what the sets ask").add_argument
     add("--sets", required=True, help="folder of the published sets")

@@ -27,7 +27,6 @@ Writes  OUT/samples.jsonl, every outcome, line by line: a killed run goes on whe
         --endpoint http://localhost:8000/v1=Qwen2.5-3B-Instruct --out out/tir
     python -m toolstar.tir convert  --from tool-star --sft final_sft.json --rl rl.parquet --out data
 """
-import argparse
 import json
 import random
 import re
@@ -36,7 +35,11 @@ from functools import partial
 from pathlib import Path
 
 from evaluate import (
+    COUNT,
+    NATURAL,
+    PORT,
     Help,
+    Parser,
     apart,
     api_generate,
     append_jsonl,
@@ -390,7 +393,7 @@ def tir(args):
 # ---------------------------------------------------------------- main
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p = Parser(description=__doc__, formatter_class=Help)
     commands = p.add_subparsers(dest="command", required=True)
 
     def command(name, run, words, **settings):
@@ -401,13 +404,13 @@ def flags(argv=None):
     add = command("facts", facts, "write worlds of facts and their tasks")
     add("--out", required=True, help="folder that is written")
     add("--seed", type=int, default=0, help="the same seed gives the same files")
-    add("--worlds", type=int, default=60, help="number of worlds to train in, one corpus for all")
-    add("--places", type=int, default=40, help="places of each, a passage for every place")
-    add("--held-out", type=int, default=400, help="places of the held-out world")
-    add("--sft", type=int, default=2400, help="number of tasks for the solver's episodes")
-    add("--rl", type=int, default=960, help="number of tasks for RL")
-    add("--val", type=int, default=400, help="number of held-out tasks")
-    add("--port", type=int, default=8123, help="port of the pages' server, in the passages' URLs")
+    add("--worlds", type=COUNT, default=60, help="number of worlds to train in, one corpus for all")
+    add("--places", type=COUNT, default=40, help="places of each, a passage for every place")
+    add("--held-out", type=COUNT, default=400, help="places of the held-out world")
+    add("--sft", type=COUNT, default=2400, help="number of tasks for the solver's episodes")
+    add("--rl", type=COUNT, default=960, help="number of tasks for RL")
+    add("--val", type=COUNT, default=400, help="number of held-out tasks")
+    add("--port", type=PORT, default=8123, help="port of the pages' server, in the passages' URLs")
     add = command("episodes", solver_episodes, "play tasks with the solver through the real tools",
                   failure_rate=0.0, max_turns=8, system_prompt="short")
     add("--tasks", required=True, metavar="JSONL", help="file of tasks that facts wrote")
@@ -415,13 +418,13 @@ def flags(argv=None):
     add("--out", required=True, help="file of episodes that is written")
     add("--seed", type=int, default=0, help="of what chance decides in the world")
     add = command("drills", drills, "write exercises in reading, for a base model")
-    add("--n", type=int, default=6000, help="number of exercises")
+    add("--n", type=COUNT, default=6000, help="number of exercises")
     add("--out", required=True, help="file of messages that is written")
     add("--seed", type=int, default=0, help="the same seed gives the same file")
-    add("--port", type=int, default=8123, help="port in the pages' URLs")
+    add("--port", type=PORT, default=8123, help="port in the pages' URLs")
     add = command("pages", pages, "serve the pages of worlds, on this machine alone")
     add("--database", nargs="+", required=True, metavar="DIR", help="folders of worlds")
-    add("--port", type=int, default=8123, help="port; 0 takes any that is free")
+    add("--port", type=PORT, default=8123, help="port; 0 takes any that is free")
     tir_flags(command("tir", tir, "make SFT's chains and RL's tasks of questions [1]",
                       failure_rate=0.0, url=None))
     add = command("convert", convert, "read Tool-Star's published data")
@@ -446,23 +449,23 @@ def tir_flags(add):
     add("--key", metavar="FILE", help="file that holds the endpoint's API key")
     add("--model", metavar="PATH", help="a checkpoint that plays in vLLM; without one and without "
         "--endpoint the solver plays, on tasks of facts")
-    add("--samples", type=int, default=3, help="of each task and mode [1]")
+    add("--samples", type=COUNT, default=3, help="of each task and mode [1]")
     add("--modes", type=lambda text: text.split(","), default="dr,prompt,hint",
         help="which of (1) to (3) are played")
     add("--right", help="how many samples of (1) must be right for a task to need no tools: 1of3, "
         "majority, all; unset: one")
-    add("--max-calls", type=int, default=5, help="calls of a chain that is kept, at most [1]")
-    add("--limit", type=int, help="take only the first so many tasks")
+    add("--max-calls", type=NATURAL, default=5, help="calls of a chain that is kept, at most [1]")
+    add("--limit", type=COUNT, help="take only the first so many tasks")
     add("--sets", metavar="DIR", help="evaluation sets (sets.py), whose questions are left out")
     add("--system-prompt", default="full", help="full, short or a file")
     add("--temperature", type=float, default=1.0, help="of the sampling")
     add("--top-p", type=float, default=1.0, help="of the sampling")
-    add("--max-tokens", type=int, default=4096, help="tokens per reply")
-    add("--max-context", type=int, default=16384, help="tokens per episode, of --model")
-    add("--max-turns", type=int, default=10, help="replies per episode")
-    add("--concurrency", type=int, default=32, help="episodes in flight")
-    add("--tp", type=int, default=1, help="GPUs that share one model")
-    add("--processes", type=int, default=0, help="engines; 0: one per --tp GPUs")
+    add("--max-tokens", type=COUNT, default=4096, help="tokens per reply")
+    add("--max-context", type=COUNT, default=16384, help="tokens per episode, of --model")
+    add("--max-turns", type=COUNT, default=10, help="replies per episode")
+    add("--concurrency", type=COUNT, default=32, help="episodes in flight")
+    add("--tp", type=COUNT, default=1, help="GPUs that share one model")
+    add("--processes", type=NATURAL, default=0, help="engines; 0: one per --tp GPUs")
     add("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may take")
     add("--seed", type=int, default=0, help="of hints, of what chance decides in the world, and of "
         "vLLM's sampling; an endpoint samples as it likes")

@@ -600,8 +600,9 @@ def check(args):
 
 
 def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    from evaluate import Parser
+
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
     for name, what in (("check", "call each tool once; exits with 1 where one is broken"),
                        ("play", "you are the agent: answer a file's questions in the terminal")):
@@ -615,15 +616,12 @@ def flags(argv=None):
 
 def main(argv=None):
     args = flags(argv)
-    if args.command == "play":
-        import evaluate
+    import evaluate
 
+    if args.command == "play":
         words = ["--env", "tools", "--agent", "person", "--tasks", args.tasks, "--out", args.out]
         return evaluate.main(words + (["--database", args.database] if args.database else []))
-    try:
-        return check(args)
-    except (OSError, ValueError) as error:  # what the user can mend is one line, not a traceback
-        raise SystemExit(f"toolstar.tools: {error}") from None
+    return evaluate.run("toolstar.tools", check, args)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def flags():
     add("--failure-rate", type=SHARE, default=0.0, help="probability that a tool call fails [1]")
     add("--system-prompt", default="full", help="full, short, or a file")
     add("--branch", default="paper", choices=["paper", "released"], help="the law of forking, (1)")
-    add("--start", type=NATURAL, default=0, help="plays of a query from scratch; 0: half [4]")
+    add("--initial", type=NATURAL, default=0, help="plays of a query from scratch; 0: half [4]")
     add("--weight", type=AMOUNT, default=0.2, help="w, chance per unit of dE; released alone [4]")
     add("--branch-penalty", type=AMOUNT, default=0.0, help="share lost per fork just before [5]")
     add = p.add_argument_group("learn").add_argument
@@ -274,7 +274,7 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
     """
     engine, live, done = llm.llm_engine, {}, []
     queries = shared_counter(name, len(tasks), args)
-    start, log_v = min(args.start or (group + 1) // 2, group), math.log(len(template.tokenizer))
+    start, log_v = min(args.initial or (group + 1) // 2, group), math.log(len(template.tokenizer))
     left = {}  # {query: names of its plays that are yet to be begun}
     calls = Calls(world.slow, seats(len(tasks), group, args), leads(args), args.tp > 1 and agreed)
 

@@ -346,7 +346,7 @@ def trained(babble, student, tmp_path_factory):
     runs = {"grpo": pool.submit(train, "grpo.py", folder / "grpo", *words),
             "broken": pool.submit(train_broken, "grpo.py", folder / "broken", *words,
                                   "--microscope 2"),
-            "arpo": pool.submit(train, "arpo.py", folder / "arpo", *words, "--start 8")}
+            "arpo": pool.submit(train, "arpo.py", folder / "arpo", *words, "--initial 8")}
     yield lambda name: runs[name].result() and folder / name
     pool.shutdown(cancel_futures=True)
 

@@ -132,7 +132,7 @@ def wander(*endings, seed=SEED):
     ("context", [CALL], 420), ("", [CALL, CALL, ANSWER, BREACH], 4000)])
 def test_every_group_ends_with_g_whatever_ends_it(law, stop, replies, context, play):
     for group, start in itertools.product((1, 5, 8), (0, 1, 8)):
-        samples, llm = play(wander(*replies), f"--branch {law} --group {group} --start {start} "
+        samples, llm = play(wander(*replies), f"--branch {law} --group {group} --initial {start} "
                                               f"--concurrency 8 --context {context}")
         assert Counter(s.query for s in samples.values()) == dict.fromkeys(range(3), group)
         assert {name.split("/", 3)[3] for name in samples} == {str(g) for g in range(group)}
@@ -183,7 +183,7 @@ def test_paper_decides_on_an_observation_once(play):
         turn = name.split("/")[-1]
         return (CALL if turn == "0" else ANSWER), (0.9 if turn == "1" else 0.1)
 
-    samples, _ = play(script, "--group 4 --start 1", tasks=1)
+    samples, _ = play(script, "--group 4 --initial 1", tasks=1)
     assert [bool(samples[f"play/0/0/{g}"].parent) for g in range(4)] == [False, True, False, False]
 
 
@@ -192,15 +192,15 @@ def test_released_forks_at_every_observation_while_there_are_plays_to_begin(play
     def script(name, text):
         return CALL, (0.0 if name.split("/")[-1] == "0" else 0.9)
 
-    words = "--branch released --weight 1000 --group 4 --start 4 --max-turns 3"
+    words = "--branch released --weight 1000 --group 4 --initial 4 --max-turns 3"
     samples, _ = play(script, words)
     assert not any(s.parent for s in samples.values())
-    samples, _ = play(script, words.replace("--start 4", "--start 2"))
+    samples, _ = play(script, words.replace("--initial 4", "--initial 2"))
     assert all(s.parent for name, s in samples.items() if name[-1] in "23")
 
 
 def test_what_cannot_be_forked_is_begun_at_once_and_from_scratch(play):
-    samples, llm = play(lambda *_: (ANSWER, 0.5), "--start 2", tasks=1)
+    samples, llm = play(lambda *_: (ANSWER, 0.5), "--initial 2", tasks=1)
     assert len(samples) == len(llm.asked) == 8 and not any(s.parent for s in samples.values())
 
 

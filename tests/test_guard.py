@@ -208,7 +208,7 @@ BAD += [(stage, words) for stage in ("grpo", "arpo") for words in (
     "--turn-tokens 0", "--concurrency 0", "--tp 0", "--tp 3", "--failure-rate 2", "--decay 2",
     "--clip-low 1.2", "--clip-high -1", "--minibatches 0", "--refill 2", "--val-every 0",
     "--gpu-memory 60", "--tis-cap -1", "--loss-norm sum", "--lr inf")]
-BAD += [("arpo", "--start -1"), ("arpo", "--branch both"), ("memory", "grpo --gpus 0"),
+BAD += [("arpo", "--initial -1"), ("arpo", "--branch both"), ("memory", "grpo --gpus 0"),
         ("memory", "grpo --gpu-gib 0"), ("memory", "sft --cutoff 0"), ("memory", "ppo")]
 
 

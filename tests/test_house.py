@@ -126,6 +126,16 @@ def test_a_room_is_within_a_tenth_of_its_limit(name):
     assert lines <= 1.1 * limit, f"{name}: {lines} lines; cut it, or split it by concern"
 
 
+@pytest.mark.parametrize("name", ("sft.py", "grpo.py", "arpo.py", "dpo.py"))
+def test_torchrun_takes_no_flag_of_a_stage_for_its_own(name):
+    # argparse completes flags, and torchrun looks at those behind the script's name, too
+    from torch.distributed.run import get_args_parser
+
+    theirs = [flag for action in get_args_parser()._actions for flag in action.option_strings]
+    ours = re.findall(r'add\("(--[a-z-]+)"', (ROOT / name).read_text())
+    assert ours and not [flag for flag in ours if any(each.startswith(flag) for each in theirs)]
+
+
 def test_the_house_is_small():
     lines, limits = (sum(count(name) for name in FILES)
                      for count in (lambda name: text_of(name).count("\n"), LIMITS.get))

@@ -371,20 +371,21 @@ def drill_log(stages, references, folder):
 
 
 def drill_settings(stages, references, folder):
-    """Settings that are no JSON: a line that names them; without them it goes on."""
+    """Settings that are no JSON: a line that names them; without that agent's folder it goes on."""
     stage, out = stages["evaluate"], folder / "out"
     shutil.copytree(references["evaluate"][0], out)
     (out / "a" / "settings.json").write_text('{"mod')
     code = end(start(stage, out, folder / "log.txt"))
     said = last_line(folder / "log.txt")
-    (out / "a" / "settings.json").unlink()
+    shutil.rmtree(out / "a")
     well, words = finish(stage, out, folder / "log.txt", references["evaluate"][0])
     return code == 1 and "settings.json" in said and well, f"{said}; then {words}"
 
 
 def drill_index(stages, references, folder):
     """An index of the database that is damaged is made again."""
-    data = shutil.copytree(ROOT / "database" / "mini", folder / "mini")
+    data = shutil.copytree(ROOT / "database" / "mini", folder / "mini",
+                           ignore=shutil.ignore_patterns("*.index"))
     before = {*data.rglob("*")}
     stage = Stage(f"synth.py tasks --like tiny --days 3 --n 20 --workers 1 --database {data} "
                   "--out {out}/tasks.jsonl")

@@ -101,9 +101,9 @@ if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown
         --data "$DATA/drills.jsonl" --epochs 1 --batch 8 --lr 1e-3 --min-lr 0.3 --warmup 0.03 \
         --cutoff $room "${train[@]}" --out "$OUT/base"
 fi
-# stopped early: RL is to have something left to learn
+# after 200 updates tools are chosen right, after 400 numbers are copied right
 stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
-    --data "$DATA/sft.jsonl" --steps 200 --batch 4 --lr $rate --min-lr 0.05 --warmup 0.03 \
+    --data "$DATA/sft.jsonl" --steps 400 --batch 4 --lr $rate --min-lr 0.05 --warmup 0.03 \
     --cutoff $room "${train[@]}" --out "$OUT/sft"
 stage rl "$OUT/rl/config.json" "${rl[@]}" --model "$OUT/sft" --steps 100 --decay 0.5 \
     --out "$OUT/rl"

@@ -135,18 +135,13 @@ def page_name(place):
     return place.name.replace(" ", "-") + ".html"
 
 
-def page_lines(rng, place, before):
-    """What the page of a place says."""
-    told = [state_fact(rng, place, key, place.name) for key in place.facts]
-    told.append(state_fact(rng, before, rng.choice(list(before.facts)), before.name))
-    welcome = rng.choice(FORMS["welcome"]).format(name=place.name)
-    return welcome, *rng.sample(told, len(told))
-
-
 def write_page(rng, place, before, after):
     """The page of a place: all that is known of it, and a fact of the place before."""
     links = [f'<a href="{page_name(other)}">{other.name}</a>' for other in (before, after)]
-    text = "\n".join(f"<p>{line}</p>" for line in page_lines(rng, place, before))
+    told = [state_fact(rng, place, key, place.name) for key in place.facts]
+    told.append(state_fact(rng, before, rng.choice(list(before.facts)), before.name))
+    welcome = rng.choice(FORMS["welcome"]).format(name=place.name)
+    text = "\n".join(f"<p>{line}</p>" for line in (welcome, *rng.sample(told, len(told))))
     return PAGE.format(title=place.name, links=" ".join(links), text=text)
 
 
@@ -372,7 +367,7 @@ def drills(args):
     rng, rows = random.Random(f"tools drills/{args.seed}"), []
     while len(rows) < args.n:
         places = draw_places(rng, 30, False, set())
-        for drill in (drill_passages, drill_questions, drill_page, drill_questions):
+        for drill in (drill_passages, drill_questions):
             shown, said = drill(rng, places, args.port)
             rows.append({"messages": [{"role": "user", "content": "\n".join(shown)},
                                       {"role": "assistant", "content": "\n".join(said)}]})
@@ -391,15 +386,6 @@ def drill_passages(rng, places, port):
         if place.linked:
             url = f"http://127.0.0.1:{port}/{page_name(place)}"
             said.append(f"the {place.linked} of {place.name} stands on {url}")
-    return shown, rng.sample(said, len(said))
-
-
-def drill_page(rng, places, port):
-    """The page of a place, as Browse shows it -> all that it tells of it, in another order."""
-    i = rng.randrange(len(places))
-    place = places[i]
-    said = [f"the {key} of {place.name} is {value}" for key, value in place.facts.items()]
-    shown = [place.name, "", place.name, *page_lines(rng, place, places[i - 1])]
     return shown, rng.sample(said, len(said))
 
 

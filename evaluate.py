@@ -79,6 +79,7 @@ from sandbox import Episode, Sandbox, open_database, parse, system_prompt
 from solver import solver_replies
 from template import Template, check_weights, load_template  # noqa: F401, handed on
 from whole import (  # noqa: F401, handed on
+    check_config,
     check_finite,
     check_model,
     check_parameters,
@@ -531,10 +532,10 @@ def read_episodes(path):
     return rows
 
 
-def open_folder(out, name, settings):
+def open_folder(out, name, settings, kept="episodes.jsonl"):
     """OUT/name, whose episodes were played in one way: going on in another is refused."""
     folder = Path(out) / name
-    file, episodes = folder / "settings.json", folder / "episodes.jsonl"
+    file, episodes = folder / "settings.json", folder / kept
     if not episodes.exists() or not episodes.stat().st_size:
         file.unlink(missing_ok=True)  # nothing was played: the next play says how it is
         return folder
@@ -551,12 +552,12 @@ def open_folder(out, name, settings):
     return folder
 
 
-def keep_play(folder, settings, row):
+def keep_play(folder, settings, row, kept="episodes.jsonl"):
     """Append an episode to OUT/name; with the first one it is settled how all are played."""
     if not (folder / "settings.json").exists():
         with replacing(folder / "settings.json") as out:
             out.write(json.dumps(settings, indent=1))
-    append_jsonl(folder / "episodes.jsonl", row)
+    append_jsonl(folder / kept, row)
 
 
 def play_agent(args, folder, settings, tasks):

@@ -13,6 +13,7 @@ and exits with status 1.
 """
 import math
 import sys
+from pathlib import Path
 
 from evaluate import (
     COUNT,
@@ -21,7 +22,7 @@ from evaluate import (
     POSITIVE,
     Help,
     Parser,
-    check_model,
+    check_config,
     load_template,
     run,
     write_jsonl,
@@ -93,7 +94,8 @@ def load_shape(model):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    check_model(model)
+    if Path(model).is_dir():
+        check_config(Path(model))
     try:
         config = AutoConfig.from_pretrained(model)
     except OSError:

@@ -191,7 +191,8 @@ def judged_once(file):
     """The judged episodes of a file, each play once."""
     seen = set()
     for _, row in scan(file):
-        if is_episode(row) and "score" in row and name_of(row["task"]) not in seen:
+        judged = isinstance(row, dict) and isinstance(row.get("task"), dict) and "score" in row
+        if judged and name_of(row["task"]) not in seen:
             seen.add(name_of(row["task"]))
             yield row
 
@@ -312,9 +313,10 @@ def entries_of(source, files):
     for path in files:
         step, plays = "" if path.name == "episodes.jsonl" else path.stem, seen_plays(path)
         for number, (offset, row) in enumerate(scan(path)):
-            pair, score = "chosen" in row, row.get("score") or {}
+            pair = isinstance(row, dict) and "chosen" in row
             if not pair and not is_episode(row):
                 raise ValueError(f"{path}: a record is no episode, but {str(row)[:60]}; delete it")
+            score = row.get("score") or {}
             task = row.get("task", {"query": row["prompt"][-1]["content"]} if pair else {})
             name, level = str(task.get("id", "?")), str(task.get("level") or "") or None
             key = "/".join(filter(None, (source, step, name))).encode("utf-8", "replace").decode()

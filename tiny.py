@@ -459,7 +459,7 @@ def read_talks(path):
         talk = row.get("messages") if isinstance(row, dict) else None
         if not isinstance(talk, list) or not talk or not all(
                 isinstance(turn, dict) and isinstance(turn.get("content"), str)
-                and turn.get("role") in ("system", "user", "assistant") for turn in talk):
+                and turn.get("role") in ("system", "user", "assistant", "result") for turn in talk):
             raise ValueError(f"{path}, record {number}: no messages, each with a role and a "
                              f"content, but {str(row)[:60]}")
         talks.append(talk)

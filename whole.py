@@ -26,9 +26,8 @@ def check_model(path):
     folder = Path(path)
     if not folder.is_dir():
         return  # a name on the hub
-    config, tokenizer = read_json(folder / "config.json"), folder / "tokenizer.json"
-    if "model_type" not in config:
-        raise ValueError(f"{folder}/config.json says no 'model_type'; copy or download it again")
+    check_config(folder)
+    tokenizer = folder / "tokenizer.json"
     if not tokenizer.exists() and not (folder / "tokenizer.model").exists():
         raise ValueError(f"{path} has no tokenizer; copy tokenizer.json and tokenizer_config.json "
                          "of its base there")
@@ -47,6 +46,12 @@ def check_model(path):
         raise ValueError(f"{path} has no weights; copy model.safetensors there")
     for shard in shards:
         check_shard(shard)
+
+
+def check_config(folder):
+    """Look at a model folder's config.json."""
+    if "model_type" not in read_json(folder / "config.json"):
+        raise ValueError(f"{folder}/config.json says no 'model_type'; copy or download it again")
 
 
 def read_json(path):

@@ -260,7 +260,6 @@ def facts(args):
     if args.worlds * args.places > 12_000 or args.held_out > 2000:
         raise ValueError("names run out above 12,000 places to train on (--worlds times --places) "
                          "and above 2,000 of --held-out")
-    hold(args.out)
     out, rng, taken = Path(args.out), random.Random(f"tools/{args.seed}"), set()
     train = [draw_places(rng, args.places, False, taken) for _ in range(args.worlds)]
     val = [draw_places(rng, args.held_out, True, taken)]
@@ -271,6 +270,7 @@ def facts(args):
     programs = [task for task in tasks["sft"] if "python" in task["needs"]]
     for task in programs[:args.sft // 10]:
         task["slip"] = rng.choice(SLIPS)
+    hold(out)
     write_folder(rng, out / "train", train, args.port)
     write_folder(rng, out / "val", val, args.port)
     for part, file in ("sft", "sft-tasks"), ("rl", "rl"), ("val", "val"):

@@ -42,7 +42,8 @@ from evaluate import (
     Parser,
     apart,
     api_generate,
-    append_jsonl,
+    hold,
+    keep_play,
     load_tasks,
     mean,
     name_of,
@@ -50,6 +51,7 @@ from evaluate import (
     open_folder,
     play,
     play_vllm,
+    progress,
     recover_jsonl,
     replacing,
     run,
@@ -66,6 +68,7 @@ from toolstar.verdict import bare
 MODES = ("dr", "prompt", "hint")
 SETTINGS = ("database", "temperature", "top_p", "max_context", "max_turns", "max_tokens",
             "system_prompt", "seed")  # what samples of one folder have in common
+KEPT = "samples.jsonl"
 DOUBTS = (PROMPTS / "doubts.txt").read_text(encoding="utf-8").split("\n")
 DOUBT = re.compile(rf"\b(?:{'|'.join(re.escape(words) for words in DOUBTS if words)})\b", re.I)
 HINTS = entries(PROMPTS / "hints.txt")
@@ -335,19 +338,18 @@ def check_player(args, tasks):
                          "goes on from what dr has said")
 
 
-def play_missing(args, file, tasks, tools):
-    """(1) to (3) Play what the file lacks of the tasks' samples -> their records, in order. The
-    file is put into this order at last, whoever ended first."""
-    from tqdm import tqdm
-
+def play_missing(args, folder, settings, tasks, tools):
+    """(1) to (3) Play what samples.jsonl lacks of the tasks' samples -> their records, in order.
+    The file is put into this order at last, whoever ended first."""
+    file = folder / KEPT
     rows = {name_of(row["task"]): row for row in recover_jsonl(file)}
     rows_of = partial(play_samples, args)
     if args.model:
         rows_of = partial(apart, "tir.py", rows_of, args=args)
     for what in "dr, prompt", "hint":  # hints need what (1) has said; the engine is opened for each
         todo = list(wanted_samples(args, tasks, rows, tools))
-        for row in tqdm(rows_of(todo) if todo else (), what, len(todo)):
-            append_jsonl(file, row)
+        for row in progress(rows_of(todo) if todo else (), what, len(todo)):
+            keep_play(folder, settings, row, KEPT)
             rows[name_of(row["task"])] = row
     names = [f"{task['id']}/{mode}-{k}" for task in tasks for mode in args.modes
              for k in range(args.samples)]
@@ -367,8 +369,9 @@ def tir(args):
     tasks, dropped = contaminated(tasks, load_sets(args.sets)[0] if args.sets else [])
     check_player(args, tasks)
     settings = {"model": model_of(args)} | {key: getattr(args, key) for key in SETTINGS}
-    folder = open_folder(args.out, "", settings)
-    rows = play_missing(args, folder / "samples.jsonl", tasks, world.settings.tools)
+    folder = open_folder(args.out, "", settings, KEPT)
+    hold(folder)
+    rows = play_missing(args, folder, settings, tasks, world.settings.tools)
     # (4) (5)
     by_task, cells, sft, rl = {task["id"]: [] for task in tasks}, {}, [], []
     for row in rows:

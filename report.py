@@ -24,6 +24,7 @@ from statistics import median
 
 from evaluate import (
     COUNT,
+    NATURAL,
     LEVELS,
     STOPS,
     Help,
@@ -415,7 +416,7 @@ def flags(argv=None):
     add("run", nargs="?", metavar="RUN_DIR", help="a folder with logs or episodes anywhere below")
     add("--out", help="folder to write into; unset: RUN_DIR, with --axis out/eval")
     add("--episodes", type=COUNT, default=5000, help="most episodes in the page, evenly chosen")
-    add("--tokens", type=COUNT, default=400, metavar="PLAYS",
+    add("--tokens", type=NATURAL, default=400, metavar="PLAYS",
         help="most training plays shown token by token, of those that --microscope kept")
     add("--curves", action="store_true", help="draw RUN_DIR/log.jsonl into OUT/curves.png")
     add("--to", choices=("tensorboard", "wandb"), help="send RUN_DIR/log.jsonl to it")

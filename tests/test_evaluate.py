@@ -454,6 +454,7 @@ def test_what_the_user_can_mend_is_one_line(tmp_path, monkeypatch, trip, words, 
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ValueError, match="no tokenizer"):
         evaluate.open_engine(tmp_path, 100)
 

@@ -137,7 +137,7 @@ def test_a_reward_is_the_worlds_first_kind_unless_it_is_named():
     assert named == ["sum", "success"]
 
 
-@pytest.mark.parametrize("words, ranks", [("--tp 2", 3), ("--tp 0", 3)])
+@pytest.mark.parametrize("words, ranks", [("--tp 2", 3), ("--tp 4", 2)])
 def test_ranks_that_make_no_whole_engines_are_refused(words, ranks, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(SystemExit):

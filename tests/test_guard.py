@@ -159,7 +159,6 @@ def test_what_nobody_started_for_a_run_lives_on_without_its_parent():
      "x.py: a.jsonl: No such file; is the path right?"),
     (OSError(errno.ENOSPC, "No space left", "out/a"),
      "x.py: out/a: No space left; make room, and the same command goes on"),
-    (KeyboardInterrupt(), "x.py: interrupted; what is saved is kept, and the same command goes on"),
     (SystemExit("update 3: loss is nan"), "update 3: loss is nan")])
 def test_what_a_user_can_mend_is_one_line(error, words):
     def fail():
@@ -168,6 +167,17 @@ def test_what_a_user_can_mend_is_one_line(error, words):
     with pytest.raises(SystemExit) as stopped:
         guard.run("x.py", fail)
     assert stopped.value.code == words
+
+
+def test_an_interrupt_is_one_line(capsys):
+    def fail():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stopped:
+        guard.run("x.py", fail)
+    assert stopped.value.code == 130
+    said = "x.py: interrupted; what is saved is kept, and the same command goes on\n"
+    assert capsys.readouterr().err == said
 
 
 def test_torchrun_shows_the_line_at_its_end_and_ranks_say_it_once(tmp_path):
@@ -209,7 +219,7 @@ BAD += [(stage, words) for stage in ("grpo", "arpo") for words in (
     "--clip-low 1.2", "--clip-high -1", "--minibatches 0", "--refill 2", "--val-every 0",
     "--gpu-memory 60", "--tis-cap -1", "--loss-norm sum", "--lr inf")]
 BAD += [("arpo", "--initial -1"), ("arpo", "--branch both"), ("memory", "grpo --gpus 0"),
-        ("memory", "grpo --gpu-gib 0"), ("memory", "sft --cutoff 0"), ("memory", "ppo")]
+        ("memory", "grpo --gpu-gib 0"), ("memory", "sft --cutoff -1"), ("memory", "ppo")]
 
 
 @pytest.mark.parametrize("stage, words", BAD)

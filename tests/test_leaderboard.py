@@ -16,7 +16,8 @@ def rows_of(trip, mini, wins):
     rows = []
     for i, win in enumerate(wins):
         found, verdict = judge(task, itinerary(plan) if win else None, mini)
-        rows.append({"task": task | {"id": str(i), "idx": i}, "plan": found, "score": verdict})
+        rows.append({"task": task | {"id": str(i), "idx": i}, "messages": [], "stop": "answer",
+                     "plan": found, "score": verdict})
     return rows
 
 

@@ -34,7 +34,9 @@ def disk(tiny_model, tmp_path_factory):
     for name in ("run.sh", "setup.sh", "database", *pins, *ROOT.glob("*.py")):
         (disk / Path(name).name).symlink_to(ROOT / name)
     (disk / ".venv").mkdir()
-    (disk / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    for name in "bin", "lib", "pyvenv.cfg":  # Python looks for the others beside its own folder
+        if (Path(sys.prefix) / name).exists():
+            (disk / ".venv" / name).symlink_to(Path(sys.prefix) / name)
     no_gpu = subprocess.run(["bash", "-c", "nvidia-smi -L"], capture_output=True).returncode != 0
     shutil.copy(ROOT / pins[no_gpu], disk / ".venv" / "installed.txt")
     words = f"synth.py tasks --database database/mini --n 4 --days 3 --out {disk}/data/rl.jsonl"

@@ -295,7 +295,7 @@ def test_a_retriever_that_dies_is_a_clear_stop_and_the_same_command_finishes(
     assert played == dict.fromkeys(agent.golds, 1)
     assert not finished & {query for _, query, _ in agent.seen}
     said = capsys.readouterr().err
-    assert f"good: {len(finished)} of 64 questions played" in said and "64/64" in said
+    assert f"good: {len(finished)} of 64 questions played" in said
 
 
 # ---------------------------------------------------------------- table
@@ -339,7 +339,7 @@ def test_an_answer_without_text_is_missing(tmp_path):
 
 def test_a_damaged_line_of_an_episodes_file_is_named(tmp_path):
     (tmp_path / "episodes.jsonl").write_text("{}}\n")
-    with pytest.raises(ValueError, match="episodes.jsonl, line 1: not JSON"):
+    with pytest.raises(ValueError, match="episodes.jsonl, line 1: no episode"):
         qa_eval.read_verdicts(tmp_path / "episodes.jsonl")
 
 

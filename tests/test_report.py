@@ -834,8 +834,7 @@ def test_a_trace_is_the_dialogue_and_its_verdicts(run, capsys, name, query, last
 
 
 @pytest.mark.parametrize("words, message", [
-    ([], "name the folder of a run"),
-    (["{run}/nothing"], "holds no log.jsonl"),
+    (["{run}/nothing"], "is no folder"), (["{run}/nothing", "--curves"], "no log.jsonl"),
     (["{run}/eval", "--curves"], "log.jsonl"),
     (["--trace", "{run}/eval/after/episodes.jsonl:t9"], "no such episode"),
     (["--trace", "{run}/nothing.jsonl"], "nothing.jsonl"),

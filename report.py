@@ -24,8 +24,8 @@ from statistics import median
 
 from evaluate import (
     COUNT,
-    NATURAL,
     LEVELS,
+    NATURAL,
     STOPS,
     Help,
     Parser,

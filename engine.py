@@ -275,7 +275,7 @@ def add_request(engine, number, ids, template, stops, seed, **sampling):
 def play_reply(episode, ids, output, template, max_context):
     """Append a reply's tokens to the episode's and play it -> the Action to be answered, or None.
     """
-    said = list(output.token_ids)
+    said, episode.asked = list(output.token_ids), len(ids)
     reply, closed = template.reply(said)
     ids += said
     if not closed and len(ids) >= max_context:
@@ -283,7 +283,7 @@ def play_reply(episode, ids, output, template, max_context):
         episode.stop = "context"
         return None
     action = episode.begin(reply)
-    episode.tokens = len(ids)  # for who looks at them while the action is answered
+    episode.tokens = len(ids)  # which a helper looks at while the action is answered
     return action
 
 

@@ -51,11 +51,22 @@ def rewrite(episode):
 
 def tokens_again(episode, ids, template):
     """The ids of an episode that was rewritten; what is gone of `ids` is put down."""
-    messages, item = episode.messages, episode.rewritten
-    observed = item["helper"] == "refine"  # the last message is new
-    item["dropped"] = len(ids) - len(ids_of(messages[:len(messages) - observed], template))
-    episode.rewritten = None
-    return ids_of(messages, template)
+    messages, item, episode.rewritten = episode.messages, episode.rewritten, None
+    if item["helper"] == "refine":  # the last message is new
+        item["dropped"] = max(0, len(ids) - len(ids_of(messages[:-1], template)))
+        return ids_of(messages, template)
+    # the tokens from which the reply went on stay as they were said
+    kept = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+    again = ids[:episode.asked] + encode(kept[episode.begun:], template)
+    if len(kept) < episode.begun:  # it went on from what a rollback had kept, and that is cut, too
+        again = ids_of(messages, template)
+    item["dropped"] = max(0, len(ids) - len(again))
+    return again
+
+
+def encode(text, template):
+    """Ids of what a policy or a helper said, in which no special token is one."""
+    return template.encode(template.forged.sub("‹", text))
 
 
 def ids_of(messages, template):
@@ -64,7 +75,7 @@ def ids_of(messages, template):
     ids = template.prompt(messages[:2])
     for i, message in enumerate(messages[2:], 3):
         if message["role"] == "assistant":
-            ids += template.encode(template.forged.sub("‹", message["content"]))
+            ids += encode(message["content"], template)
         else:
             ids += template.between(message, closed=messages[i - 2]["role"] != "assistant")
     return ids

@@ -353,7 +353,9 @@ class ToolEpisode(Episode):
 
     def begin(self, reply):
         self.tokens = getattr(reply, "tokens", None)  # as an endpoint counts them
-        if not self.stop and self.messages[-1]["role"] == "assistant":  # by a hint, or cut back
+        self.begun = 0  # characters of the reply that stood there: a hint's (tir.py), or cut back
+        if not self.stop and self.messages[-1]["role"] == "assistant":
+            self.begun = len(self.messages[-1]["content"])
             reply = self.messages.pop()["content"] + reply
         self.strict = self.strict or self.tags  # within a message nobody can be told of an error
         action = super().begin(reply)

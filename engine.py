@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import random
+import time
 import warnings
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -158,11 +159,15 @@ class Calls:
 
 class Asks:
     """Questions that threads of tools put to the engine that plays: who asks waits, and the loop
-    hands them over between two steps. An answer is (text, tokens of both, why there is none)."""
+    hands them over between two steps. An answer is (text, tokens of both, why there is none).
 
-    def __init__(self):
+    patience: seconds after which a loop that has not come by is gone. Python waits for its threads
+    before it ends, and one whose player has failed without a word would keep it for ever.
+    """
+
+    def __init__(self, patience=300):
         self.lock, self.closed, self.queue, self.running = Lock(), False, deque(), {}
-        self.numbers = count()
+        self.numbers, self.patience, self.seen = count(), patience, time.monotonic()
 
     def ask(self, text, seed, max_tokens):
         """The answer to a text. For a tool's thread: the loop itself would wait for ever."""
@@ -171,10 +176,14 @@ class Asks:
             if self.closed:
                 return "", 0, "the play is over"
             self.queue.append((text, seed, max_tokens, future))
+        while not wait([future], self.patience).done:
+            if time.monotonic() - self.seen > self.patience:
+                return "", 0, "nobody plays any longer"
         return future.result()
 
     def submit(self, engine, template, max_context, seed, temperature, top_p):
         """Hand what was asked to the engine; one that does not fit is answered at once."""
+        self.seen = time.monotonic()
         while self.queue:
             text, name, max_tokens, future = self.queue.popleft()
             number = f"ask {next(self.numbers)}"

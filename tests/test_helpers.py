@@ -453,6 +453,10 @@ def test_what_does_not_fit_into_the_engine_is_answered_at_once():
     assert (answer, tokens) == ("", 0) and "tokens do not fit" in why and not asks.running
 
 
+def test_who_asks_where_nobody_plays_any_longer_is_let_go():
+    assert Asks(patience=0.1).ask("?", "seed", 9) == ("", 0, "nobody plays any longer")
+
+
 def test_a_reply_that_is_cut_is_no_answer(make):
     _, (episode,) = played(make({"debug": 1, "reply": 5}), player(BROKEN, DONE))
     assert episode.helped[0]["status"] == "cut" and ZERO in talk(episode)[1]

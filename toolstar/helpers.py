@@ -11,8 +11,9 @@ Helpers of the tools world: what mends an episode while it is played, and what t
     (5) table      runs side by side: score, TE, calls, tokens, and what each helper did
 
 They act only where evaluate.py plays: training and synthesis never call Tools.help. Budgets are of
-an episode; an attempt that fails spends one, and the agent sees what it would have seen without. "llm" is the policy itself, in the engine that plays (engine.Asks), or URL=MODEL. TE is
-the share of right ones among the plays that used a tool.
+an episode; an attempt that fails spends one, and the agent sees what it would have seen without.
+"llm" is the policy itself, in the engine that plays (engine.Asks), or URL=MODEL. TE is the share of
+right ones among the plays that used a tool.
 
 Reads   "helpers" of tools.json; the folders of evaluate.py's agents
 Writes  "helped" of an episode's record: a list of {helper, turn, status, tokens, seconds}. turn:

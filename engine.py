@@ -8,9 +8,12 @@ import contextlib
 import logging
 import os
 import random
+import time
 import warnings
+from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import count, islice
+from threading import Lock
 
 from template import load_template
 
@@ -154,15 +157,76 @@ class Calls:
             self.pool.shutdown()
 
 
+class Asks:
+    """Questions that threads of tools put to the engine that plays: who asks waits, and the loop
+    hands them over between two steps. An answer is (text, tokens of both, why there is none).
+
+    patience: seconds after which a loop that has not come by is gone. Python waits for its threads
+    before it ends, and one whose player has failed without a word would keep it for ever.
+    """
+
+    def __init__(self, patience=300):
+        self.lock, self.closed, self.queue, self.running = Lock(), False, deque(), {}
+        self.numbers, self.patience, self.seen = count(), patience, time.monotonic()
+
+    def ask(self, text, seed, max_tokens):
+        """The answer to a text. For a tool's thread: the loop itself would wait for ever."""
+        future = Future()
+        with self.lock:
+            if self.closed:
+                return "", 0, "the play is over"
+            self.queue.append((text, seed, max_tokens, future))
+        while not wait([future], self.patience).done:
+            if time.monotonic() - self.seen > self.patience:
+                return "", 0, "nobody plays any longer"
+        return future.result()
+
+    def submit(self, engine, template, max_context, seed, temperature, top_p):
+        """Hand what was asked to the engine; one that does not fit is answered at once."""
+        self.seen = time.monotonic()
+        while self.queue:
+            text, name, max_tokens, future = self.queue.popleft()
+            number = f"ask {next(self.numbers)}"
+            self.running[number] = future, 0  # whatever fails from here on, close finds it
+            # a page or a program may hold what ends a turn
+            text = template.forged.sub("‹", text)
+            ids = template.prompt([{"role": "user", "content": text}])
+            room = min(max_tokens, max_context - len(ids))
+            if room < 1:
+                self.running.pop(number)[0].set_result(("", 0, f"{len(ids)} tokens do not fit"))
+                continue
+            self.running[number] = future, len(ids)
+            add_request(engine, number, ids, template, (), f"{seed}/{name}",
+                        temperature=temperature, top_p=top_p, max_tokens=room)
+
+    def take(self, output, template):
+        """Whether an output answers a question; who asked goes on."""
+        if output.request_id not in self.running:
+            return False
+        future, asked = self.running.pop(output.request_id)
+        said = list(output.outputs[0].token_ids)
+        text, closed = template.reply(said)
+        future.set_result((text, asked + len(said), "" if closed else "cut"))
+        return True
+
+    def close(self):
+        """Nobody waits any longer, and nobody asks again: the threads can end."""
+        with self.lock:
+            self.closed = True
+        for future in [*(entry[-1] for entry in self.queue),
+                       *(future for future, _ in self.running.values())]:
+            future.set_result(("", 0, "the play is over"))
+
+
 def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
-              max_tokens=None, concurrency=64, stops=(), slow=True):
+              max_tokens=None, concurrency=64, stops=(), slow=True, asks=None):
     """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.
 
     Tokens in, tokens out: what the engine said is never tokenised again. Every reply has a seed of
     its own (seed, task, sample, turn), whoever else is playing. slow: tools answer in threads, and
-    who waits for one holds no place in the engine.
+    who waits for one holds no place in the engine. asks: what their threads may ask the engine.
     """
-    live, numbers, episodes = {}, count(), iter(episodes)
+    live, numbers, episodes, asks = {}, count(), iter(episodes), asks or Asks()
 
     def ask(play):
         episode, ids = play
@@ -172,18 +236,20 @@ def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95,
                     f"{seed}/{name_of(episode.task)}/{episode.turns}", temperature=temperature,
                     top_p=top_p, max_tokens=min(room, max_tokens or room))
 
-    with contextlib.closing(Calls(slow, concurrency)) as calls:
+    # asks are closed first: a thread that waits for an answer would keep the calls from closing
+    with contextlib.closing(Calls(slow, concurrency)) as calls, contextlib.closing(asks):
         while True:
             for episode in islice(episodes, max(calls.free(live), 0)):
                 ask((episode, prompt_ids(episode, template, max_context)))
             if not live and not calls:
                 return
-            for output in llm.llm_engine.step() if live else ():
-                if output.finished:
+            asks.submit(llm.llm_engine, template, max_context, seed, temperature, top_p)
+            for output in llm.llm_engine.step() if live or asks.running else ():
+                if output.finished and not asks.take(output, template):
                     play = live.pop(output.request_id)
                     action = play_reply(*play, output.outputs[0], template, max_context)
                     calls.start(play, play[0], action)
-            for (episode, ids), observation in calls.ready(block=not live):
+            for (episode, ids), observation in calls.ready(not (live or asks.running)):
                 if observation is not None:
                     play_observation(episode, ids, observation, template, max_context)
                 if not episode.stop:
@@ -218,20 +284,25 @@ def add_request(engine, number, ids, template, stops, seed, **sampling):
 def play_reply(episode, ids, output, template, max_context):
     """Append a reply's tokens to the episode's and play it -> the Action to be answered, or None.
     """
-    said = list(output.token_ids)
+    said, episode.asked = list(output.token_ids), len(ids)
     reply, closed = template.reply(said)
     ids += said
     if not closed and len(ids) >= max_context:
         episode.messages.append({"role": "assistant", "content": reply})
         episode.stop = "context"
         return None
-    return episode.begin(reply)
+    action = episode.begin(reply)
+    episode.tokens = len(ids)  # which a helper looks at while the action is answered
+    return action
 
 
 def play_observation(episode, ids, observation, template, max_context):
     """Append an observation's tokens to the episode's: what the agent sees next."""
     episode.finish(observation)
-    ids += template.between(episode.messages[-1], closed=ids[-1] in template.ends)
+    if getattr(episode, "rewritten", None):  # a helper has changed what was said
+        ids[:] = episode.tokens_again(ids, template)
+    else:
+        ids += template.between(episode.messages[-1], closed=ids[-1] in template.ends)
     if len(ids) >= max_context:
         episode.stop = "context"
 

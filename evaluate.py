@@ -37,6 +37,7 @@ from queue import Empty
 
 from constraints import SCORES, judge, literal, need, reward, score  # noqa: F401, handed on
 from engine import (  # noqa: F401, handed on
+    Asks,
     Calls,
     add_request,
     load_engine,
@@ -605,11 +606,14 @@ def player(args, path, world, tasks):
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url and world.stops:
         raise ValueError("--url plays in turns; here results stand within a reply (grammar tags)")
+    asks, generate = Asks(), args.url and api_generate(args.url, path, **sampling)
+    if hasattr(world, "help"):  # the tools' world, whose plays have helpers: who plays, as a rule
+        world.help(asks, generate)
     if args.url:
-        return play(api_generate(args.url, path, **sampling), episodes, args.concurrency)
+        return play(generate, episodes, args.concurrency)
     llm, template = open_engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
     return play_vllm(llm, template, episodes, args.max_context, **sampling, seed=args.seed,
-                     concurrency=args.concurrency, stops=world.stops, slow=world.slow)
+                     concurrency=args.concurrency, stops=world.stops, slow=world.slow, asks=asks)
 
 
 def apart(program, rows_of, tasks, args):

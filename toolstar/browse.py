@@ -266,11 +266,11 @@ class Browser:
     def close(self):
         self.lookups.shutdown(wait=False, cancel_futures=True)
 
-    def read(self, url, query=""):
+    def read(self, url, query="", passages=None):
         """Title and passages of a page. PageError: the page's fault; BrowserBroken: ours."""
         gate = Gate(self, url)
         title, text = self.extract(self.fetch(gate), gate)
-        return f"{title}\n\n{choose_passages(text, query, self.passages)}".strip()
+        return f"{title}\n\n{choose_passages(text, query, passages or self.passages)}".strip()
 
     def fetch(self, gate):
         """The page behind the gate's URL and its redirects, as READER wants it."""

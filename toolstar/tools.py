@@ -37,7 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from sandbox import PROMPTS, Action, Episode, Sandbox, parse
-from toolstar import verdict
+from toolstar import helpers, rewrite, verdict
 from toolstar.verdict import math_equal, qa_metrics, reward  # noqa: F401, handed on
 
 SETTINGS = {  # keys of tools.json: kind and default
@@ -59,6 +59,7 @@ SETTINGS = {  # keys of tools.json: kind and default
     "cache": (str, "cache.sqlite"),  # beside tools.json; "" for none
     "cache_python": (bool, False),  # for programs that depend on nothing but themselves
     "cache_mib": (int, 1024),
+    "helpers": (dict, {}),  # budgets of an episode, and who helps (helpers.py); never in training
 }
 ANSWERING = ("retriever", "corpus", "top_k", "python", "seconds", "memory", "output", "allow",
              "page")  # what an answer depends on
@@ -126,6 +127,8 @@ def wrong_values(settings):
         yield "allow", 'wants "host:port" each'
     if not re.match("jail$|https?://", settings["python"]):
         yield "python", "wants jail or http://..."
+    if why := helpers.wrong(settings["helpers"]):
+        yield "helpers", why
 
 
 def system_prompt(name, settings):
@@ -319,8 +322,7 @@ class ToolSandbox(Sandbox):
             status, text, cached = "injected", GONE.format(name), False
         else:
             status, text, cached = self.world.answer(name, arguments)
-        # half a surrogate pair, which a passage may hold, cannot be tokenised
-        text, escaped = FORGED.subn("‹", text.encode("utf-8", "replace").decode())
+        text, escaped = self.shown(text)
         if check_arguments(name, arguments):  # anything at all, nested as deep as JSON goes
             arguments = repr(arguments)[:400]
         made = [(call["name"], call["arguments"]) for call in self.calls
@@ -331,6 +333,11 @@ class ToolSandbox(Sandbox):
             "seconds": round(time.monotonic() - began, 4)})
         return text if text.strip() else "(no output)"
 
+    def shown(self, text):
+        """(what of a text the agent may see, escaped places): it forges no tag."""
+        # half a surrogate pair, which a passage may hold, cannot be tokenised
+        return FORGED.subn("‹", text.encode("utf-8", "replace").decode())
+
 
 class ToolEpisode(Episode):
     """A play of a question, in either grammar. Too many calls end it with the stop "calls"."""
@@ -339,12 +346,16 @@ class ToolEpisode(Episode):
         settings = sandbox.world.settings
         self.tags, self.show = settings.grammar == "tags", settings.show_budget
         self.most, self.refused = settings.max_calls, False
+        # none in training; what they did; what finish is to do, and has done, to the messages
+        self.helpers, self.helped, self.change, self.rewritten = None, [], None, None
         super().__init__(task, sandbox, max_turns, prompt,
                          parse=parse_tags if self.tags else parse_turn)
 
     def begin(self, reply):
         self.tokens = getattr(reply, "tokens", None)  # as an endpoint counts them
-        if not self.turns and self.messages[-1]["role"] == "assistant":  # begun by a hint (tir.py)
+        self.begun = 0  # characters of the reply that stood there: a hint's (tir.py), or cut back
+        if not self.stop and self.messages[-1]["role"] == "assistant":
+            self.begun = len(self.messages[-1]["content"])
             reply = self.messages.pop()["content"] + reply
         self.strict = self.strict or self.tags  # within a message nobody can be told of an error
         action = super().begin(reply)
@@ -360,9 +371,15 @@ class ToolEpisode(Episode):
     def act(self, action):
         if action.kind == "over":
             return f"Error: all {self.most} calls are spent. Answer with what is known."
-        return super().act(action)
+        observation = super().act(action)
+        if self.helpers and action.kind == "call" and action.name in self.sandbox.tools:
+            return self.helpers.after_call(self, observation)
+        return observation
 
     def finish(self, observation):
+        self.rewritten, self.change = self.change, None
+        if self.rewritten and rewrite.rewrite(self) == "rollback":
+            return observation  # it went with the call
         if self.show:
             observation += f"\n({max(0, self.most - self.calls)} calls are left)"
         if not self.tags:
@@ -373,12 +390,20 @@ class ToolEpisode(Episode):
     def fork(self, seed):
         twin = super().fork(seed)
         twin.sandbox.calls = list(self.sandbox.calls)
+        twin.helpers = self.helpers and self.helpers.fork()
+        twin.helped = [dict(item) for item in self.helped]
         return twin
+
+    def tokens_again(self, ids, template):
+        """The ids of what a helper has rewritten. ids: those of before, without the observation."""
+        return rewrite.tokens_again(self, ids, template)
 
     def record(self, model=""):
         world = self.sandbox.world
         made = {"tools": self.sandbox.calls,
                 "world": {"settings": world.hash, "python": world.level}}
+        if self.helpers:
+            made["helped"] = self.helped
         return super().record(model) | made
 
 
@@ -395,7 +420,7 @@ class Tools:
         self.stops = tuple(f"</{TAG_OF[name]}>" for name in settings.tools
                            if settings.grammar == "tags")
         self.lock, self.retriever, self.cache = threading.Lock(), None, None
-        self.jail = self.browser = None
+        self.jail = self.browser = self.ask = None
         chosen = json.dumps([getattr(settings, key) for key in ANSWERING])
         self.identity = self.hash = hashlib.sha256(chosen.encode()).hexdigest()[:12]
         self.parts = verdict.PARTS + ("cached", "tool_seconds")
@@ -482,7 +507,18 @@ class Tools:
     def episode(self, task, seed, args):
         """An Episode, ready to be played."""
         prompt = system_prompt(args.system_prompt, self.settings)
-        return ToolEpisode(task, ToolSandbox(self, args.failure_rate, seed), args.max_turns, prompt)
+        sandbox = ToolSandbox(self, args.failure_rate, seed)
+        episode = ToolEpisode(task, sandbox, args.max_turns, prompt)
+        if self.ask:
+            episode.helpers = helpers.Helpers(self.ask, self.settings.helpers, f"{seed}")
+        return episode
+
+    def help(self, asks, generate=None):
+        """Turn the settings' helpers on for the episodes that begin from now on; evaluate.py does,
+        training and synthesis never. By asks (engine.Asks) or generate(messages) who plays is asked
+        himself."""
+        if any(map(self.settings.helpers.get, helpers.NAMES)):
+            self.ask = helpers.asker(self.settings, asks, generate)
 
     def verdict(self, episode):
         """(answer, score, strict success): right, in a whole form, and by tools that worked."""
@@ -493,6 +529,9 @@ class Tools:
         score["cached"] = sum(call["cached"] for call in calls) / max(1, len(calls))
         if self.settings.unsafe_python:
             score["unsafe"] = 1.0  # in every log and table
+        if episode.helpers:
+            score["helpers"] = len(episode.helped)
+            score["helpers' tokens"] = sum(item["tokens"] for item in episode.helped)
         broken = any(call["status"] == "broken" for call in calls)
         return episode.answer, score, score["success"] * (stop == "answer" and not broken)
 
@@ -546,11 +585,11 @@ class Tools:
         why = verdict.truncate(why, chosen.output)
         return done.status, "\n".join(filter(None, (shown, why)))
 
-    def browse(self, url, query=""):
+    def browse(self, url, query="", passages=None):
         from toolstar.browse import BrowserBroken, PageError
 
         try:
-            return "ok", self.browser.read(url, query)
+            return "ok", self.browser.read(url, query, passages)
         except PageError as error:
             return "error", f"Error: {error}"
         except BrowserBroken as error:

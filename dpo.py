@@ -177,6 +177,11 @@ def read_pair(row, template, cutoff):
     if not better >= worse:
         return "rejected earned more than chosen"
     pair = Pair(*(render(side, template) for side in sides))
+    stops = row["stops"] if isinstance(row.get("stops"), list) else []
+    for episode, stop in zip(pair, stops, strict=False):
+        if stop != "answer" and episode.mask[-1]:  # it may be cut off: nobody said that it ends
+            episode.ids.pop()
+            episode.mask.pop()
     too_long = max(len(episode.ids) for episode in pair) > cutoff
     return f"a side is longer than --cutoff {cutoff}" if too_long else pair
 
@@ -289,7 +294,7 @@ def take_reference(engine, rows, known, start, packed, rank, ranks, device, args
         sums = [[pair[side] for pair in kept] for side in Pair._fields]
         return torch.tensor(sums, dtype=torch.float64, device=device)
     if start:
-        raise ValueError(f"{file} is not of this --model and these pairs, with which {args.out} "
+        raise ValueError(f"{file} is not of this --model, --data and --val, with which {args.out} "
                          "began: go on with those, or choose another --out")
     sums = sum_logps(engine, rows, packed, rank, ranks, device, args)
     if rank == 0:  # all have looked before sum_logps let any rank go

@@ -217,8 +217,10 @@ def die_with_parent():
     else:  # torchrun's process id is told nobody, but it is a Python
         try:
             orphan = not Path(f"/proc/{parent}/exe").readlink().name.startswith("python")
-        except OSError:  # nobody that we started
+        except FileNotFoundError:  # it is gone
             orphan = True
+        except OSError:  # it may not be looked at: an init of root's, or alive
+            orphan = parent == 1
     if orphan:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -80,6 +80,8 @@ serve_pages() {
         printf '\n# pages, until the end\n%s&\n' "$(print "${serve[@]}")"
         return
     fi
+    # a killed run.sh leaves no server behind on the port
+    ! command -v setpriv >/dev/null || serve=(setpriv --pdeathsig KILL "${serve[@]}")
     exec {pages}< <(exec "${serve[@]}")
     trap "kill $! 2>/dev/null || true" EXIT
     read -r said <&"$pages" || stop "no pages are served, see above; is port $port taken?"

@@ -98,7 +98,9 @@ def check_parameters(engine, out, step):
     import torch
     import torch.distributed as dist
 
-    shards = [parameter.ds_tensor for parameter in engine.module.parameters()]
+    rank = dist.get_rank()  # the last ranks' tails are padding, which nobody has written
+    shards = [p.ds_tensor[:max(0, p.ds_numel - rank * p.ds_tensor.numel())]
+              for p in engine.module.parameters()]
     bad = torch.stack([(~shard.isfinite()).any() for shard in shards]).any().float()
     dist.all_reduce(bad, dist.ReduceOp.MAX)
     check_finite(out, step, **{"a weight": math.nan if bad else 0.0})
@@ -123,7 +125,10 @@ def new_model(out):
         Path(out).mkdir(parents=True, exist_ok=True)
         (Path(out) / "config.json").unlink(missing_ok=True)
         for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
-            file.chmod(mode)
+            if file.is_dir():  # chat templates, of a tokenizer that has several
+                shutil.rmtree(Path(out) / file.name, ignore_errors=True)
+            else:
+                file.chmod(mode)
             os.replace(file, Path(out) / file.name)
     except SafetensorError as error:
         raise OSError(f"{part}: {error}") from None

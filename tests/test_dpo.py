@@ -189,6 +189,14 @@ def test_results_of_tools_are_masked_on_both_sides(template, tmp_path):
     assert trained == ["call<|im_end|>9<|im_end|>", "call<|im_end|>call<|im_end|>0<|im_end|>"]
 
 
+def test_a_play_that_was_cut_off_has_no_end_to_unlearn(template, tmp_path):
+    write_jsonl(tmp_path / "p.jsonl", [row(("9",), ("0",)) | {"stops": ["answer", "context"]}])
+    (pair,) = dpo.load_pairs(tmp_path / "p.jsonl", template, 400, 0)
+    trained = [template.tokenizer.decode([i for i, m in zip(*side, strict=True) if m])
+               for side in pair]
+    assert trained == ["9<|im_end|>", "0"] and all(len(side.ids) == len(side.mask) for side in pair)
+
+
 def test_whole_conversations_are_pairs_too(template, tmp_path):
     whole = {"chosen": ASKED + says("9"), "rejected": ASKED + says("0"), "rewards": [1, 0]}
     write_jsonl(tmp_path / "p.jsonl", [row(("9",), ("0",)), whole])
@@ -272,7 +280,7 @@ def test_a_reference_of_other_weights_or_pairs_is_never_used(kept):
     first = take()
     head, *rows = read_jsonl(file)
     write_jsonl(file, [{"of": "others"}, *({"chosen": 0.0, "rejected": 0.0} for _ in rows)])
-    with pytest.raises(ValueError, match="reference.jsonl is not of this --model and these pairs"):
+    with pytest.raises(ValueError, match="reference.jsonl is not of this --model, --data and --val"):
         take(start=3)
     assert torch.equal(take(), first) and read_jsonl(file)[0] == {"of": "these"}
 
@@ -349,7 +357,7 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
 
 def test_a_run_does_not_go_on_with_other_pairs(words, critic, digits, tmp_path):
     text = train("dpo.py", critic, words.replace("pairs.jsonl", "val.jsonl"), status=1)
-    assert "not of this --model and these pairs" in text and "Traceback" not in text
+    assert "not of this --model, --data and --val" in text and "Traceback" not in text
 
 
 def test_a_fall_of_the_chosen_is_warned_of(tmp_path, capsys):

@@ -189,8 +189,9 @@ def make_pairs(args):
                          f"{args.chosen} or more and another less than {args.rejected}; play more "
                          "questions or each more often, or see --by and --held-out")
     for part, pairs in parts.items():
+        path = Path(args.out) / f"{part}.jsonl"
+        path.unlink(missing_ok=True)  # of another --held-out
         if pairs:
-            path = Path(args.out) / f"{part}.jsonl"
             write_jsonl(path, [as_row(*pair) for pair in pairs])
             print(f"{path}: {len(pairs)} pairs of {asked[part]} questions; "
                   f"{describe_pairs(pairs)}")

@@ -144,7 +144,7 @@ def summarise(name, plays):
 
 def write_table(args):
     """Score the episodes of --runs and print the table."""
-    Path(args.out).mkdir(parents=True, exist_ok=True)
+    evaluate.hold(args.out)
     wanted, report, remarks = {}, {}, []
     for task in read_jsonl(args.tasks):
         if not isinstance(task, dict) or task.get("set") not in SETS:

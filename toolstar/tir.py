@@ -369,8 +369,8 @@ def tir(args):
     tasks, dropped = contaminated(tasks, load_sets(args.sets)[0] if args.sets else [])
     check_player(args, tasks)
     settings = {"model": model_of(args)} | {key: getattr(args, key) for key in SETTINGS}
+    hold(args.out)
     folder = open_folder(args.out, "", settings, KEPT)
-    hold(folder)
     rows = play_missing(args, folder, settings, tasks, world.settings.tools)
     # (4) (5)
     by_task, cells, sft, rl = {task["id"]: [] for task in tasks}, {}, [], []

@@ -461,8 +461,10 @@ def test_a_full_disk_behind_the_output_is_a_line(desk, words):
 
 
 def test_an_interrupt_of_synth_is_a_line_and_leaves_nobody(desk):
+    # a shell has its background commands ignore interrupts, and these tests may be in one
     running = start(f"synth.py tasks --n 100000 --out {desk}/new.jsonl --workers 2",
-                    start_new_session=True)
+                    start_new_session=True,
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not (desk / "new.jsonl").exists():
         time.sleep(0.1)
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the workers, too

@@ -4,6 +4,7 @@ The official tables and the reference's answers are not in the repository. STAR_
 folder that holds travelplanner/ and parity/; tests that need them skip, saying so, where it is
 unset. TEST_SEED is the seed of whatever a test draws; the tests pass for every number.
 """
+import contextlib
 import copy
 import json
 import math
@@ -166,6 +167,14 @@ BABBLE = """--env tests/babble.py --prompts 2 --group 8 --steps 8 --lr 3e-4 --de
             --context 200 --max-turns 3 --turn-tokens 16 --concurrency 16 --save-every 1"""
 
 
+def free_port():
+    """A port below those that the kernel hands out by itself: none is taken before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def flags_of(stage, words=""):
     """The flags of a stage for these words; what they leave out has its default."""
     with patch.object(sys, "argv", ["stage", *words.split()]):
@@ -180,12 +189,9 @@ def train(stage, out, *words, ranks=1, status=0):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     command, variables = [*command, str(ranks)], dict(os.environ)
     if ranks == 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable]
+        command = [sys.executable]  # port 0: whichever is free when the stage listens, not before
         variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     command += [*stage.split(), *" ".join(map(str, words)).split(), "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True,
                           timeout=900)

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import hostile
 import pytest
-from conftest import ROOT
+from conftest import ROOT, free_port
 
 from toolstar.jail import Jail, JailError, prove
 from toolstar.run_code import Remote, read_reply
@@ -42,11 +41,6 @@ def plain():
     need("bubblewrap", shutil.which("bwrap"))
     with Jail(2, preload=(), seconds=20) as one:
         yield one
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
 
 
 def wait_for(what):

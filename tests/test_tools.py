@@ -3,7 +3,6 @@ import json
 import os
 import pickle
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SEED, Letters, Scripted, train
+from conftest import ROOT, SEED, Letters, Scripted, free_port, train
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -493,12 +492,6 @@ def test_a_retriever_that_dies_during_play_marks_the_calls_and_stops_the_run(mak
                 assert world.verdict(episode)[2] == 0, "right, but by a broken tool"
     finally:
         server.kill()
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def wait_for(function, seconds=60):

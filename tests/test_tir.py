@@ -315,9 +315,11 @@ def play(made, searches, part, task):
 
 @pytest.fixture(scope="module")
 def plays(made, tasks, searches):
-    """Episodes of the solver on 200 held-out tasks and on 200 for SFT."""
-    return [play(made, searches, part, task) for part in ("val", "sft")
-            for task in tasks[part][:200]]
+    """Episodes of the solver on 200 held-out tasks and on 200 for SFT, none known by heart."""
+    asked = {part: [task for task in tasks[part] if "by_heart" not in task]
+             for part in ("val", "sft")}
+    return [play(made, searches, part, task) for part, tasks in asked.items()
+            for task in tasks[:200]]
 
 
 def test_the_solver_answers_every_task_with_the_gold(plays):
@@ -343,6 +345,17 @@ def test_every_number_and_name_that_the_solver_says_has_been_shown_to_it(plays):
                 for thing in re.findall(r"\d+|[A-Z]\w+ [A-Z]\w+", message["content"]):
                     assert thing in seen
             seen += message["content"]
+
+
+def test_a_third_is_known_by_heart_and_answered_without_a_tool(tasks, made, searches):
+    known = [task for task in tasks["sft"] if "by_heart" in task]
+    needy = [task for task in tasks["sft"] if task["needs"]]
+    assert abs(len(known) / len(needy) - 0.35) < 0.04 and all(task["needs"] for task in known)
+    assert not any("by_heart" in task for task in tasks["rl"] + tasks["val"])
+    for task in known[:40]:
+        episode = play(made, searches, "sft", task)
+        replies = [m for m in episode.messages if m["role"] == "assistant"]
+        assert len(replies) == 1 and [episode.answer] == task["golds"]
 
 
 def test_one_episode_in_ten_misspells_a_name_and_mends_it(tasks, made, searches):

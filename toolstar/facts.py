@@ -4,7 +4,9 @@ A tiny world of facts for the tools: its passages and pages, its tasks, episodes
     (1) facts     worlds of invented places: passages to search, pages to browse, and tasks of five
                   families, each with the tools it needs; sixty worlds to train in, one held out
     (2) episodes  the solver plays tasks through the real tools. What it says stands in the question
-                  or in what a tool answered, so that a tiny model can copy it
+                  or in what a tool answered, so that a tiny model can copy it. Of a third it knows
+                  the answer by heart, as the teachers of real data do; its student cannot, and
+                  finds out in RL that it needs the tool
     (3) drills    exercises in reading, for a base model
     (4) pages     a web server for the pages, on this machine alone
 
@@ -267,7 +269,12 @@ def facts(args):
     for part, worlds in ("sft", train[:cut]), ("rl", train[cut:]), ("val", val):
         places = [place for world in worlds for place in world]
         tasks[part] = make_tasks(rng, getattr(args, part), part, places, part == "val", asked)
-    programs = [task for task in tasks["sft"] if "python" in task["needs"]]
+    known = random.Random(f"tools by heart/{args.seed}")  # the worlds are the same for any share
+    for task in tasks["sft"]:
+        if task["needs"] and known.random() < args.by_heart:
+            task["by_heart"] = True
+    programs = [task for task in tasks["sft"]
+                if "python" in task["needs"] and "by_heart" not in task]
     for task in programs[:args.sft // 10]:
         task["slip"] = rng.choice(SLIPS)
     hold(out)
@@ -293,7 +300,11 @@ def find_fact(text, name, attribute):
 def solution(task):
     """The solver's replies to a task, one after another: a generator, to which what the tools
     answer is sent. Values come from there, and never from what made the task. Its thoughts say
-    again what it has read, so that the next call and the answer copy from nearby."""
+    again what it has read, so that the next call and the answer copy from nearby. A task that is
+    known by heart is the exception: its answer comes at once, from its gold."""
+    if "by_heart" in task:
+        yield final_turn("from memory: the answer", f" {task['golds'][0]}")
+        return
     said, values = "", []
     asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
     for i, (name, attribute) in enumerate(task["asks"]):

@@ -38,6 +38,7 @@ from evaluate import (
     COUNT,
     NATURAL,
     PORT,
+    SHARE,
     Help,
     Parser,
     apart,
@@ -411,6 +412,8 @@ def flags(argv=None):
     add("--places", type=COUNT, default=40, help="places of each, a passage for every place")
     add("--held-out", type=COUNT, default=400, help="places of the held-out world")
     add("--sft", type=COUNT, default=2400, help="number of tasks for the solver's episodes")
+    add("--by-heart", type=SHARE, default=0.35, help="share of those that need tools in which the "
+        "solver knows the answer and calls none")
     add("--rl", type=COUNT, default=960, help="number of tasks for RL")
     add("--val", type=COUNT, default=400, help="number of held-out tasks")
     add("--port", type=PORT, default=8123, help="port of the pages' server, in the passages' URLs")

@@ -20,7 +20,7 @@
 #   CYCLES  of play, pairs and DPO after RL, 1 unless set: tool-tiny
 #   GPUS    ranks on this node                     NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
 #   ENDPOINT  URL=MODEL of a teacher, ENDPOINT_KEY the file of its key; unset: the solver, for free
-#   QA      folder of FlashRAG's data sets, with RETRIEVER: questions after a real size's evaluation
+#   QA      folder of FlashRAG's data sets, with RETRIEVER: questions after the evaluation; tiny: 1
 #   PYTHON  what .venv is made with                STAR_DATABASE  the full database
 # and of Tool-Star's sizes (toolstar.sh): SFT_DATA, RL_DATA, the published files; SETS, the folder of
 # sets (toolstar/sets.py); TOOLS, settings of the tools; JUDGE, URL=MODEL, JUDGE_KEY, a file
@@ -223,7 +223,7 @@ fi
 # ------------------------------------------------------------------------------- RL and evaluation
 stage rl "$OUT/rl/config.json" "${rl[@]}"
 stage eval "$OUT/eval/table.md" "${evaluate[@]}"
-if [[ $size == tiny ]]; then
+if [[ $size == tiny && -n ${QA:-} ]]; then  # 64 offline questions, which no tiny model answers
     stage qa "$OUT/qa/tax.md" python qa_eval.py --model "${models[@]}" --system-prompt short \
         --topk 2 --max-turns 5 --max-context 512 --max-tokens 64 --seed "$SEED" --out "$OUT/qa"
 elif [[ -n ${QA:-} ]]; then  # out of domain [1 sec. 4]: top 5, 60 calls, 32K tokens

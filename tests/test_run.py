@@ -201,6 +201,13 @@ def test_tiny_needs_no_hub_and_only_its_own_world():
     assert "Qwen/" not in text and "/elsewhere" not in text and "database/mini" in text
 
 
+def test_questions_are_played_only_where_they_are_wanted():
+    assert not {"qa"} & {*dry("tiny"), *dry("3b")}
+    _, words = dry("tiny", QA="1")["qa"]
+    assert {*arguments(words)} - {""} <= flags_of("qa_eval.py")
+    assert "--data" in dry("3b", QA="/sets", RETRIEVER="/index")["qa"][1]
+
+
 def test_variables_override_base_data_output_seed_and_ranks():
     stages = dry("7b", MODEL="/m", DATA="/d", OUT="/o o", SEED="7", GPUS="4", STAR_DATABASE="/b")
     assert value(stages, "sft", "--model") == "/m"

@@ -470,7 +470,8 @@ def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument_group("agent").add_argument
     add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
-        help="checkpoint folders, hub names, or models of --url")
+        help="checkpoint folders, hub names, or models of --url; the first = ends the NAME, but "
+             "what exists as it stands is a path")
     add("--agent", choices=("model", "solver", "person"), default="model",
         help="solver: the exact solver, through the tools; person: you, in the terminal")
     add("--url", type=web_address, metavar="URL",
@@ -506,11 +507,11 @@ def flags(argv=None):
 
 def named_paths(specs):
     """{name: path} of [NAME=]PATH; without a name, the end of the path that sets it apart."""
-    named = [re.fullmatch(r"(?:(\w[\w.-]*)=)?(.*)", spec, re.DOTALL).groups() for spec in specs]
-    for spec, (_, path) in zip(specs, named, strict=True):
-        if not path.strip() or ("=" in path and not Path(path).exists()):
-            raise ValueError(f"--model {spec!r} is not [NAME=]PATH, with a NAME of letters, "
-                             "digits, dots, - and _")
+    named = [(None, spec) if "=" not in spec or Path(spec).exists() else spec.split("=", 1)
+             for spec in specs]
+    for spec, (name, path) in zip(specs, named, strict=True):
+        if not path.strip() or not (name is None or re.fullmatch(r"\w[\w.-]*", name)):
+            raise ValueError(f"--model {spec!r} is not [NAME=]PATH, NAME of letters, digits, .-_")
     parts = [[part for part in Path(path).parts if part not in "/."] for _, path in named]
     found = {}
     for (name, path), own in zip(named, parts, strict=True):

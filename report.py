@@ -310,7 +310,7 @@ def find_records(folder):
 
 def entries_of(source, files):
     """The records of a folder's episodes, cut down to what the page's list and tables say."""
-    seen = Counter()
+    seen, played = Counter(), set()  # a folder has one file of episodes
     for path in files:
         step, plays = "" if path.name == "episodes.jsonl" else path.stem, seen_plays(path)
         for number, (offset, row) in enumerate(scan(path)):
@@ -319,6 +319,10 @@ def entries_of(source, files):
                 raise ValueError(f"{path}: a record is no episode, but {str(row)[:60]}; delete it")
             score = row.get("score") or {}
             task = row.get("task", {"query": row["prompt"][-1]["content"]} if pair else {})
+            if not step and "id" in task:  # each play counts once, as evaluate.py has it
+                if name_of(task) in played:
+                    continue
+                played.add(name_of(task))
             name, level = str(task.get("id", "?")), str(task.get("level") or "") or None
             key = "/".join(filter(None, (source, step, name))).encode("utf-8", "replace").decode()
             seen[key] += 1

@@ -107,6 +107,7 @@ case $what:$axis in
     axis:*) wrong "there is no axis $axis: reward, scale, data, algorithm or noise" ;;
     *) wrong "'$what${axis:+ $axis}' is nothing that $size does: preflight, or axis NAME" ;;
 esac
+(($# <= 3)) || wrong "'${*:4}' is a word too many"
 for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS CYCLES; do
     [[ ${!name:-0} =~ ^[0-9]+$ ]] || wrong "$name=${!name} must be a whole number"
 done

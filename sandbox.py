@@ -267,14 +267,19 @@ class Database:
         self.index, self._base = open_index(self.folder, sources)
 
     def _ask(self, question, *values):
-        """The lines that the index answers with; a damaged index is built again."""
+        """The lines that the index answers with; a damaged index is built again.
+
+        sqlite3.ProgrammingError where the question is wrong, as with a value that is no text.
+        """
         try:
             return self._base.execute(question, values).fetchall()
         except UnicodeEncodeError:
             return []  # half a surrogate pair names nothing
+        except sqlite3.ProgrammingError:
+            raise
         except sqlite3.DatabaseError:
             self._build_again()
-            return self._ask(question, *values)
+        return self._base.execute(question, values).fetchall()  # a new index has no damage to mend
 
     def _read(self, place, *values):
         """The rows of a line of the index, none where no line is at this place."""

@@ -25,6 +25,8 @@ def check_model(path):
     """Look at a model's folder: config, tokenizer and weights; ValueError names the broken file."""
     folder = Path(path)
     if not folder.is_dir():
+        if "=" in str(path):  # which no name on the hub has
+            raise ValueError(f"{path} is no folder; is the path right?")
         return  # a name on the hub
     check_config(folder)
     tokenizer = folder / "tokenizer.json"

@@ -431,6 +431,15 @@ def test_an_agent_is_named_by_the_end_of_its_path_that_tells_it_from_others():
             evaluate.named_paths(specs)
 
 
+def test_the_first_equals_sign_ends_a_name_unless_the_whole_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=2e-6").mkdir()
+    assert evaluate.named_paths(["lr=2e-6"]) == {"lr=2e-6": "lr=2e-6"}
+    assert evaluate.named_paths(["rl=lr=2e-6"]) == {"rl": "lr=2e-6"}
+    assert evaluate.named_paths(["a=org/m?v=2"]) == {"a": "org/m?v=2"}, "as a server calls it"
+    assert evaluate.named_paths(["lr=3e-6"]) == {"lr": "3e-6"}
+
+
 def test_a_folder_played_otherwise_is_refused(tmp_path):
     chosen = {"model": "x", "top_p": 0.9}
     folder = evaluate.open_folder(tmp_path, "m", chosen)

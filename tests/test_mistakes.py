@@ -38,6 +38,12 @@ MISTAKES = {
         ("--tasks empty.jsonl --model m", "empty.jsonl: holds no task; python synth.py tasks"),
         ("--tasks cut.jsonl --model m", "cut.jsonl, line 2: not JSON"),
         ("--tasks binary.jsonl --model m", "binary.jsonl, line 1: not JSON"),
+        ("--tasks latin.jsonl --model m", "latin.jsonl, line 1: not JSON"),
+        ("--tasks dangling.jsonl --model m", "dangling.jsonl: No such file or directory; is the"),
+        ("--tasks dangling.csv --model m", "dangling.csv: No such file or directory; is the path"),
+        ("--tasks blank.csv --model m", "blank.csv: holds no task"),
+        ("--tasks good.jsonl --model m --system-prompt folder", "folder: Is a directory"),
+        ("--tasks good.jsonl --model shut", "shut/config.json: Is a directory"),
         ("--tasks list.jsonl --model m", "list.jsonl, row 1: a task is a table of keys"),
         ("--tasks number.jsonl --model m", "number.jsonl, row 1: a task is a table of keys"),
         ("--tasks lacking.jsonl --model m", "lacking.jsonl, row 1: "),
@@ -70,7 +76,7 @@ MISTAKES = {
         ("--tasks good.jsonl --lmit 3", "unrecognized arguments: --lmit 3"),
         ("--tasks good.jsonl --agent solver --model m", "leave --model and --url out"),
         ("--tasks good.jsonl", "--model wants one or more checkpoints"),
-        ("--tasks good.jsonl --model A=B=C", "'A=B=C' is not [NAME=]PATH"),
+        ("--tasks good.jsonl --model A=B=C", "B=C is no folder; is the path right?"),
         ("--tasks good.jsonl --model 'my model=x'", "'my model=x' is not [NAME=]PATH"),
         ("--tasks good.jsonl --model ..=x", "'..=x' is not [NAME=]PATH"),
         ("--tasks good.jsonl --model a=", "'a=' is not [NAME=]PATH"),
@@ -116,7 +122,7 @@ MISTAKES = {
         ("--model m --url 127.0.0.1", "no address like"),
         ("--model m --system-prompt none.txt", "none.txt: No such file"),
         ("--model folder", "folder/config.json is missing"),
-        ("--model a=b=c", "'a=b=c' is not [NAME=]PATH"),
+        ("--model a=b=c", "b=c is no folder; is the path right?"),
         ("--model m --out good.jsonl", "good.jsonl: "),
         ("--model m --out qa-odd", "qa-odd/m/episodes.jsonl, line 1: no episode"),
     ],
@@ -197,6 +203,9 @@ MISTAKES = {
         ("run/rl --curves --out fullpicture", "curves.png: No space left on device; make room"),
         ("--trace none.jsonl", "none.jsonl: No such file"),
         ("--trace folder", "folder: Is a directory"),
+        ("--trace dangling.jsonl", "dangling.jsonl: No such file"),
+        ("--trace latin.jsonl", "latin.jsonl"),
+        ("shutlog", "shutlog/log.jsonl: Is a directory"),
         ("--trace list.jsonl", "list.jsonl: no such episode"),
         ("--trace odd/m/episodes.jsonl:nobody", "odd/m/episodes.jsonl:nobody: no such episode"),
         ("--trace cut.jsonl", "cut.jsonl"),
@@ -276,6 +285,43 @@ MISTAKES = {
         ("pages --database none", "no pages/*.html in none; python -m toolstar.tir facts writes"),
         ("pages --database world --port {taken}", "another program listens there; choose another"),
     ],
+    "toolstar.helpers": [
+        ("", "required: command"),
+        ("table", "required: runs"),
+        ("table none", "none"),
+        ("table folder", "folder"),
+        ("table torn/m", "torn/m/episodes.jsonl, line 1: not JSON"),
+        ("table odd/m", "odd/m/episodes.jsonl, record 2: no episode"),
+        ("table one --out folder", "folder"),
+    ],
+    "toolstar.scores": [
+        ("", "required: --tasks, --runs, --out"),
+        ("--tasks none.jsonl --runs one --out x", "none.jsonl: No such file"),
+        ("--tasks empty.jsonl --runs one --out x", "empty.jsonl"),
+        ("--tasks latin.jsonl --runs one --out x", "latin.jsonl, line 1: not JSON"),
+        ("--tasks good.jsonl --runs none --out x", "none"),
+        ("--tasks good.jsonl --runs one --out x --judge a", "'a'"),
+    ],
+    "toolstar.sets": [
+        ("", "required: command"),
+        ("read", "required: --sets, --out"),
+        ("read --sets none --out x", "none"),
+        ("read --sets folder --out x", "folder"),
+        ("read --sets folder --out x --sample -1", "--sample: '-1' must be"),
+        ("overlap --sets folder --tasks none.jsonl --out x.jsonl", "none.jsonl"),
+        ("overlap --sets folder --tasks folder --out x.jsonl", "folder"),
+    ],
+    "toolstar.pairs": [
+        ("", "required: --episodes, --out"),
+        ("--episodes none.jsonl --out x", "none.jsonl"),
+        ("--episodes folder --out x", "folder"),
+        ("--episodes empty.jsonl --out x", "empty.jsonl"),
+        ("--episodes latin.jsonl --out x", "latin.jsonl"),
+        ("--episodes list.jsonl --out x", "list.jsonl"),
+        ("--episodes one/episodes.jsonl --out x --held-out 2", "--held-out: '2' must be"),
+        ("--episodes one/episodes.jsonl --out x --per-question 0", "--per-question: '0' must be"),
+        ("--episodes one/episodes.jsonl --out x --principles none.txt", "none.txt"),
+    ],
     "toolstar.jail": [
         ("", "required: command"),
         ("run", "run: name a file"),
@@ -352,8 +398,13 @@ def desk(tmp_path, mini, monkeypatch):
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    for name in ("folder", "qa-empty", "fullpicture"):
-        (tmp_path / name).mkdir()
+    for name in ("folder", "qa-empty", "fullpicture", "shut/config.json", "shutlog/log.jsonl"):
+        (tmp_path / name).mkdir(parents=True)
+    # files that nobody can read, whoever asks: root may read what has no rights
+    for name in ("dangling.jsonl", "dangling.csv"):
+        (tmp_path / name).symlink_to("nowhere")
+    (tmp_path / "latin.jsonl").write_bytes('{"id": "Zürich"}\n'.encode("latin-1"))
+    (tmp_path / "blank.csv").touch()
     (tmp_path / "binary.jsonl").write_bytes(bytes(range(255, 0, -1)))
     (tmp_path / "binary.csv").write_bytes(b"org,dest\n\0\0\n" + bytes(range(255, 0, -1)))
     (tmp_path / "latin.csv").write_bytes("org,dest\nGenève,Zürich\n".encode("latin-1"))
@@ -493,6 +544,15 @@ def test_a_hub_name_offline_is_a_line_and_the_folder_can_be_used_for_another(des
     assert not (desk / "new").exists(), "settings come with the first episode"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.name)
+def test_a_bench_says_what_its_flags_are(path):
+    said = start(f"{path} --help").communicate(timeout=600)
+    assert "usage:" in said[0] and said[1] == ""
+    done = start(f"{path} --wrong 1")
+    said = done.communicate(timeout=600)[1].splitlines()
+    check(done.returncode, said, path.name, codes=(2,))
+
+
 # ------------------------------------------------------------------------------------------ run.sh
 
 
@@ -507,6 +567,10 @@ def test_a_hub_name_offline_is_a_line_and_the_folder_can_be_used_for_another(des
     ("tiny", {"GPUS": "two"}, "GPUS=two must be a whole number"),
     ("tiny", {"GPUS": "0"}, "GPUS and NNODES must be 1 at least"),
     ("tiny axis noise", {"SEEDS": "0,1"}, "SEEDS='0,1' must be whole numbers, like '0 1'"),
+    ("tiny axis reward", {"AXIS_STEPS": "few"}, "AXIS_STEPS=few must be a whole number"),
+    ("tiny axis data", {"AXIS_TASKS": "1.5"}, "AXIS_TASKS=1.5 must be a whole number"),
+    ("tiny axis reward noise", {}, "'noise' is a word too many"),
+    ("tiny preflight now", {}, "'preflight now' is nothing that tiny does"),
     ("tiny", {"NNODES": "2"}, "several nodes need MASTER_ADDR"),
     ("tiny", {"FLAGS_rl": "--lrr 1"}, "grpo.py: unrecognized arguments: --lrr 1"),
     ("tiny", {"FLAGS_eval": "--limit 0"}, "--limit: '0' must be a whole number, 1 or more"),

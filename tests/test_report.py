@@ -162,6 +162,13 @@ def test_samples_are_told_apart_and_give_pass_at_k(run, tmp_path):
     assert source(index, "empty")["pass"] == {}
 
 
+def test_a_play_that_stands_twice_in_a_file_is_shown_once(run, tmp_path):
+    rows = read_jsonl(run / "eval" / "after" / "episodes.jsonl")[:2]
+    write_jsonl(tmp_path / "m" / "episodes.jsonl", [*rows, rows[0] | {"answer": "a later one"}])
+    index, _ = page_of(tmp_path)
+    assert [entry["key"] for entry in index["episodes"]] == ["m/t0", "m/t1"]
+
+
 @pytest.mark.parametrize("part, episodes, logs", [
     ("rl", 12, 1), ("rl/rollouts", 12, 0), ("sft", 0, 1), ("eval", 12, 0), ("eval/after", 6, 0)])
 def test_any_folder_of_ours_makes_a_page(run, tmp_path, part, episodes, logs):

@@ -246,6 +246,18 @@ def test_damage_to_an_open_index_is_found_by_the_lookup_that_meets_it(world, cap
     assert capsys.readouterr().err.count("is damaged, building it again") == 1
 
 
+@pytest.mark.parametrize("question, values, error", [
+    ("SELECT origin FROM flights WHERE origin = ?", ([1],), sqlite3.ProgrammingError),
+    ("SELECT origin FROM flights WHERE origin = ?", (), sqlite3.ProgrammingError),
+    ("SELECT colour FROM flights", (), sqlite3.OperationalError)])
+def test_a_wrong_question_is_no_damage_that_is_mended_for_ever(
+        world, question, values, error, capsys):
+    with pytest.raises(error):
+        Database(world)._ask(question, *values)
+    built = capsys.readouterr().err.count("is damaged, building it again")
+    assert built == (error is sqlite3.OperationalError), "once, as damage can look like this"
+
+
 def test_a_build_that_fails_leaves_nothing_behind(world):
     file = world / "distance.csv"
     file.write_text(file.read_text().replace("98.6 km", "a long way"))

@@ -1,15 +1,15 @@
-# The axes of the tools world: bash run.sh SIZE axis NAME. Tool-Star's ablation [3] as runs, and ours.
+# The axes of the tools world: bash run.sh SIZE axis NAME. Tool-Star's ablation [3] as runs.
 #   reward    RL by each rule of toolstar/verdict.py; the table shows the hack gauge beside success
 #   masking   RL that learns from what tools say, too
 #   noise     RL with tools that fail; all checkpoints are judged where none does
-#   dpo       RL alone, then a cycle of the self-critic, two, one of plays that were told the reward's
-#             principles; and one straight from SFT
+#   dpo       RL alone, then a cycle of the self-critic, two, one of plays that were told the
+#             reward's principles; and one straight from SFT
 #   helpers   the recipe's RL checkpoint, played without helpers, with each alone, with all
-# Sourced by toolstar.sh where the SFT checkpoint is made. Axes share runs: that of the recipe's reward
-# is made once. AXIS_STEPS: updates of RL's first cycle, and AXIS_TASKS: held-out tasks to be judged
-# by; unset, as the recipe's.
+# Sourced by toolstar.sh where the SFT checkpoint is made. Axes share runs: that of the recipe's
+# reward is made once. AXIS_STEPS: updates of RL's first cycle, and AXIS_TASKS: held-out tasks to be
+# judged by; unset, as the recipe's.
 runs=() scored=() plays=$OUT/axis/runs
-if [[ $size != tool-tiny ]]; then  # [3] prints no number of plays, of pairs or of RL's later updates
+if [[ $size != tool-tiny ]]; then  # [3] prints no number of plays, pairs and RL's later updates
     again=(--steps 20)
     trial=(python evaluate.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 8 --limit 1000
         --max-context $context --max-tokens 4096 --samples 8 --temperature 1.0 --top-p 1.0)
@@ -17,7 +17,7 @@ if [[ $size != tool-tiny ]]; then  # [3] prints no number of plays, of pairs or 
         --seed "$SEED" --save-every 50 --resume)
 fi
 
-# judged LABEL FOLDER NAME=MODEL SEED [FLAG VALUE...]   a row of the table: a model plays what is held out
+# judged LABEL FOLDER NAME=MODEL SEED [FLAG VALUE...]   a row: a model plays what is held out
 judged() {
     words=("${evaluate[@]}")
     change --model "$3" ${AXIS_TASKS:+--limit "$AXIS_TASKS"} --seed "$4" "${@:5}" --out "$2/eval"

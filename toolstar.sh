@@ -8,9 +8,10 @@ tir=(python -m toolstar.tir)
 # plays, and DPO learns from its right and wrong plays
 critic() {
     words=("${trial[@]}")
+    # a longer prompt takes no room from the play; DPO never reads it
+    [[ -z ${6:-} ]] || change --system-prompt "$6" --max-context $((${room:-$context} + 384))
     # every cycle draws anew, but what is held out of pairs stays so
-    change --model policy="$3" ${6:+--system-prompt "$6"} --seed $(($4 + 1000 * $5)) \
-        --out "$2/play"
+    change --model policy="$3" --seed $(($4 + 1000 * $5)) --out "$2/play"
     stage "play-$1" "$2/play/table.md" "${words[@]}"
     stage "pairs-$1" "$2/pairs/val.jsonl" python -m toolstar.pairs --fewer-calls \
         --episodes "$2/play/policy/episodes.jsonl" --seed "$4" ${7:+--principles "$7"} \

@@ -80,6 +80,7 @@ from sandbox import Episode
 # size, V vocabulary. A rollout is a flat list of P * G samples.
 PROBE, TOP = 20, 10  # first tokens of a reply that make its entropy; likeliest ones in it [4 code]
 OVERLENGTH = ("turns", "context")  # the two stops that (4) masks
+UNSAID = 1.0  # stands for the log pi of a token that no policy has sampled
 LOGITS = 30_000_000  # numbers: the loss never holds more logits at a time (120 MB in float32)
 
 
@@ -124,6 +125,7 @@ def flags():
     add("--minibatches", type=COUNT, default=1, help="updates per batch of queries [1]")
     add("--recompute", action="store_true", help="take pi_old from a forward of the trainer")
     add("--tis-cap", type=AMOUNT, default=0.0, help="then weigh by trainer / engine, at most this")
+    add("--train-results", action="store_true", help="on what tools say, too; implies --recompute")
     add("--seed", type=NATURAL, default=0, help="of the order of the tasks and every sampled token")
     add = p.add_argument_group("memory (python memory.py grpo tells what fits)").add_argument
     add("--pack-tokens", type=COUNT, default=32768, help="tokens per micro-batch, with padding")
@@ -140,7 +142,10 @@ def flags():
         "shows every token; 0: none")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
     args = p.parse_args()
+    args.recompute |= args.train_results  # nobody sampled results: their pi_old is the trainer's
     ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if args.train_results and args.entropy_advantage:
+        p.error("--train-results: what tools say has no entropy for --entropy-advantage")
     if args.refill and not args.drop_uniform:
         p.error("--refill replaces what --drop-uniform drops")
     if ranks % args.tp:
@@ -220,7 +225,8 @@ def take_observation(s, observation, template, args):
     if observation is None:
         return False
     s.episode.finish(observation)
-    append(s, template.between(s.episode.messages[-1], closed=s.ids[-1] in template.ends))
+    ids = template.between(s.episode.messages[-1], closed=s.ids[-1] in template.ends)
+    append(s, ids, [UNSAID] * len(ids) if args.train_results else None)
     if len(s.ids) >= args.context:
         s.episode.stop = "context"
     return not s.episode.stop
@@ -453,6 +459,7 @@ def learn(engine, weighted, packed, rank, ranks, device, args, seen=None):
         loss = logps.sum() * 0  # of a rank without work, which makes its forward all the same
         if batch:
             engine_logps, advantage, weight = per_token(batch, device)
+            engine_logps = torch.where(engine_logps == UNSAID, logps.detach(), engine_logps)
             old_logps = engine_logps
             if args.recompute:
                 old_logps = torch.cat([s.old_logps for s, _ in batch]).to(device)

@@ -12,16 +12,6 @@ else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the va
 fi
 runs=()
 
-# change FLAG VALUE... FLAG...   the command in `words`, with these flags at its end, nowhere else
-change() {
-    local word flag=none kept=()
-    for word in "${words[@]}"; do
-        if [[ $word == --* ]]; then flag=$word; fi
-        [[ " $* " == *" $flag "* ]] || kept+=("$word")
-    done
-    words=("${kept[@]}" "$@")
-}
-
 # An axis, a line per setting: its name, then what makes the run: algorithm, reward, tasks, per cent
 # of tool calls that fail. One of these changes along an axis, so that the axes share the run where
 # they cross. Tools fail in training; all checkpoints are evaluated where none does.

@@ -55,9 +55,16 @@ PAPER = {
     "noise": {},
     "scale": {"1.5b-sft": "6.9", "1.5b": "37.5", "3b-sft": "12.2", "3b": "49.9",
               "7b-sft": "19.7", "7b": "62.8"},
+    # F1 or right answers in per cent, 3B: HotpotQA / Bamboogle / GSM8K / MATH [Tool-Star,
+    # arXiv:2505.16410, ablation]; of masking it says that without it the reward falls to -1
+    "tool-reward": {"paper": "51.9 / 52.5 / 85.0 / 82.6", "answer": "50.4 / 50.3 / 83.1 / 80.2"},
+    "tool-dpo": {"sft": "47.5 / 43.9 / 80.2 / 78.4", "rl": "49.8 / 48.3 / 82.8 / 77.8",
+                 "rl+dpo": "51.9 / 52.5 / 85.0 / 82.6"},
+    "tool-masking": {}, "tool-noise": {},
 }
 AXIS_HEAD = ["setting", "paper, test, 1.5B / 3B / 7B", "ours: mean (each seed)", "95% over tasks",
              "strict", "trained policy tokens / update", "s / update, median", "updates"]
+GAUGE = ("gap", "decorative", "reward")  # of the tools world: their means in the last tenth
 CURVES = {"success": ("success", "strict", "val_success"), "reward": ("reward",),
           "entropy": ("entropy",), "|dlogp|, engine to trainer": ("dlogp_mean", "dlogp_max")}
 MEANS = ("success", "official", "strict", "reward", "turns", "calls", "tokens")
@@ -229,7 +236,18 @@ def axis_table(axis, runs):
         minutes = {"setting": "paper, min / update", "---": "---", "grpo": "8.0 / 8.6 / 9.0",
                    "dapo": "8.2 / 8.9 / 9.5", "arpo": "9.5 / 13.3 / 13.3"}
         lines = [[*line, minutes.get(line[0], "")] for line in lines]
+    if axis.startswith("tool-"):
+        lines[0][1] = "paper, 3B: HotpotQA / Bamboogle / GSM8K / MATH"
+        more = {"setting": [f"{key}, last tenth" for key in GAUGE], "---": ["---"] * len(GAUGE)}
+        lines = [[*line, *more.get(line[0], gauge(runs.get(line[0], [])))] for line in lines]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def gauge(seeds):
+    """The cells of GAUGE: a mean over each seed's last tenth of updates, then over seeds."""
+    ends = [updates[-math.ceil(len(updates) / 10):] for _, updates in seeds if updates]
+    return [f"{mean(mean(row[key] for row in end) for end in ends):.3f}" if ends else ""
+            for key in GAUGE]
 
 
 def axis_curves(axis, runs, picture):

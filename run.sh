@@ -7,7 +7,8 @@
 #   bash run.sh 0.5b             ours for one GPU of 24 GB, at a context of 16K
 #   bash run.sh tool-star-0.5b | tool-star-1.5b | tool-star-3b | tool-star-7b
 #                                Tool-Star's recipe, from its published data to its twelve sets
-#   bash run.sh SIZE axis NAME   a study (axes.sh): reward, scale, data, algorithm or noise
+#   bash run.sh SIZE axis NAME   a study (axes.sh): reward, scale, data, algorithm or noise; of the
+#                                tools world (toolaxes.sh): reward, dpo, helpers, masking or noise
 #   bash run.sh SIZE preflight   only what these look at before anything is spent
 #   bash run.sh test             the tests
 #   bash run.sh gpu              what holds on this machine's GPUs, in minutes: out/gpu/report.md
@@ -28,7 +29,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,26s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '2,27s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
@@ -60,6 +61,16 @@ stage() {
     [[ -e $output ]] || stop "stage $name ended without writing $output"
     rm -f "$mark"
     times+=("$name" "$((SECONDS - began)) s")
+}
+
+# change FLAG VALUE... FLAG...   the command in `words`, with these flags at its end, nowhere else
+change() {
+    local word flag=none kept=()
+    for word in "${words[@]}"; do
+        if [[ $word == --* ]]; then flag=$word; fi
+        [[ " $* " == *" $flag "* ]] || kept+=("$word")
+    done
+    words=("${kept[@]}" "$@")
 }
 
 # finish TABLE   the last words: the table, and what each stage took
@@ -98,13 +109,14 @@ case $size in
     "")   usage ;;
     *)    wrong "there is no size $size: tiny, 0.5b, 1.5b, 3b, 7b, tool-tiny or tool-star-3b" ;;
 esac
+axes="reward scale data algorithm noise"
+[[ $size != tool-* ]] || axes="reward dpo helpers masking noise"
 case $what:$axis in
     all:) ;;
     preflight:) [[ $size != *tiny ]] || wrong "$size needs no preflight" ;;
-    axis:reward | axis:scale | axis:data | axis:algorithm | axis:noise | axis:crossing)
-        [[ $size != tool-* ]] || wrong "$size has no axes" ;;
-    axis:) wrong "name an axis: reward, scale, data, algorithm or noise" ;;
-    axis:*) wrong "there is no axis $axis: reward, scale, data, algorithm or noise" ;;
+    axis:crossing) [[ $size != tool-* ]] || wrong "$size has no axis crossing, but $axes" ;;
+    axis:) wrong "name an axis of $size: $axes" ;;
+    axis:*) [[ " $axes " == *" $axis "* ]] || wrong "$size has no axis $axis, but $axes" ;;
     *) wrong "'$what${axis:+ $axis}' is nothing that $size does: preflight, or axis NAME" ;;
 esac
 (($# <= 3)) || wrong "'${*:4}' is a word too many"

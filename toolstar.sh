@@ -4,10 +4,28 @@
 # Sources: [2] ours   [3] Tool-Star, arXiv:2505.16410   [4] its released code, scripts and README
 tir=(python -m toolstar.tir)
 
+# critic NAME FOLDER MODEL SEED CYCLE [PROMPT PRINCIPLES]   the self-critic [3 app. B.1]: the model
+# plays, and DPO learns from its right and wrong plays
+critic() {
+    words=("${trial[@]}")
+    # a longer prompt takes no room from the play; DPO never reads it
+    [[ -z ${6:-} ]] || change --system-prompt "$6" --max-context $((${room:-$context} + 384))
+    # every cycle draws anew, but what is held out of pairs stays so
+    change --model policy="$3" --seed $(($4 + 1000 * $5)) --out "$2/play"
+    stage "play-$1" "$2/play/table.md" "${words[@]}"
+    stage "pairs-$1" "$2/pairs/val.jsonl" python -m toolstar.pairs --fewer-calls \
+        --episodes "$2/play/policy/episodes.jsonl" --seed "$4" ${7:+--principles "$7"} \
+        --out "$2/pairs"
+    words=("${dpo[@]}")
+    change --model "$3" --data "$2/pairs/train.jsonl" --val "$2/pairs/val.jsonl" --seed "$4" \
+        --out "$2/dpo"
+    stage "dpo-$1" "$2/dpo/config.json" "${words[@]}"
+}
+
 if [[ $size == tool-star-* ]]; then
     # prompts of 1,536 and responses of 4,096 tokens, episodes of 15,000 [4]; memory.py: every size
     # fits 8 GPUs of 80 GB, 3b four, 0.5b and 1.5b one [2]
-    algorithm=grpo context=5632 cutoff=15000 pack=32768
+    algorithm=grpo context=5632 cutoff=15000 pack=32768 reward=paper
     SFT_DATA=${SFT_DATA:-$DATA/published/sft.json} RL_DATA=${RL_DATA:-$DATA/published/rl.parquet}
     SETS=${SETS:-$DATA/published/sets} TOOLS=${TOOLS:-database/tool-star}
     made "$DATA/rl.jsonl" || for file in "$SFT_DATA" "$RL_DATA"; do
@@ -39,18 +57,20 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
         --seed "$SEED" --save-every 500 --resume --out "$OUT/sft"
     # 128 prompts x 8, mini-batches of 16 prompts, clip 0.2, no KL, constant rate, 2 epochs [4]; the
     # reward of [3]. No validation: the published one holds questions of the sets [2]
-    stage rl "$OUT/rl/config.json" "${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" \
-        --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 8 --reward paper --prompts 128 \
-        --group 8 --minibatches 8 --epochs 2 --lr 1e-6 --clip-low 0.2 --clip-high 0.2 \
-        --temperature 1.0 --context $context --turn-tokens 4096 --pack-tokens $pack \
-        --gpu-memory $share --seed "$SEED" --save-every 10 --resume --out "$OUT/rl"
+    rl=("${torchrun[@]}" "$GPUS" $algorithm.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 8
+        --reward $reward --prompts 128 --group 8 --minibatches 8 --lr 1e-6 --clip-low 0.2
+        --clip-high 0.2 --temperature 1.0 --context $context --turn-tokens 4096 --pack-tokens $pack
+        --gpu-memory $share --seed "$SEED" --save-every 10 --resume)
+    first=(--model "$OUT/sft" --epochs 2) models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     # responses of 16,384 tokens [4]. [4] plays once, greedily, where one question of AIME is 3.3
     # points: avg@4 instead [2]; FLAGS_eval="--samples 1 --temperature 0" is as there
-    stage eval "$OUT/eval/table.md" python evaluate.py \
-        --model base="$base" sft="$OUT/sft" rl="$OUT/rl" --tasks "$DATA/sets/tasks.jsonl" \
-        "${tools[@]}" --database "$TOOLS/eval" --max-turns 8 --max-context 17920 \
-        --max-tokens 16384 --samples 4 --temperature 0.6 --top-p 0.95 --seed "$SEED" \
-        --out "$OUT/eval"
+    held=$TOOLS/eval
+    evaluate=(python evaluate.py --tasks "$DATA/sets/tasks.jsonl" "${tools[@]}" --database "$held"
+        --max-turns 8 --max-context 17920 --max-tokens 16384 --samples 4 --temperature 0.6
+        --top-p 0.95 --seed "$SEED")
+    [[ $what != axis ]] || source toolaxes.sh
+    stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
+    stage eval "$OUT/eval/table.md" "${evaluate[@]}" --model "${models[@]}" --out "$OUT/eval"
     stage scores "$OUT/scores/table.md" python -m toolstar.scores --tasks "$DATA/sets/tasks.jsonl" \
         --runs "$OUT/eval/base" "$OUT/eval/sft" "$OUT/eval/rl" ${JUDGE:+--judge "$JUDGE"} \
         ${JUDGE_KEY:+--judge-key "$JUDGE_KEY"} --out "$OUT/scores"
@@ -71,7 +91,14 @@ models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
 rl=("${torchrun[@]}" "$rl_gpus" grpo.py --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${play[@]}"
     --reward $reward --keep-overlength --prompts 16 --group 8 --lr $rl_rate --temperature 0.8
     --context $room --turn-tokens 128 --concurrency 64 "${train[@]}")
+first=(--model "$OUT/sft" --steps 80 --decay 0.5) again=(--steps 20)  # RL's first cycle, the others
 judge=("${play[@]}" --max-context $room --max-tokens 128 --seed "$SEED")
+trial=(python evaluate.py --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${judge[@]}"
+    --limit 160 --samples 8 --temperature 0.8 --top-p 1.0)
+dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 16 --lr $dpo_rate --nll 0.1 --cutoff $room "${train[@]}")
+held=$DATA/val
+evaluate=(python evaluate.py --tasks "$DATA/val.jsonl" --database "$held" "${judge[@]}" --top-p 0.95
+    --temperature 0.6)
 
 # serve_pages   the pages that Browse reads, until this script ends
 serve_pages() {
@@ -107,32 +134,22 @@ fi
 stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
     --data "$DATA/sft.jsonl" --steps 800 --batch 4 --lr $rate --min-lr 0.05 --warmup 0.03 \
     --cutoff $room "${train[@]}" --out "$OUT/sft"
+[[ $what != axis ]] || source toolaxes.sh
 # and finds out here what it must look up; at a rate of 1.5e-4 what few tasks need is unlearnt
-stage rl "$OUT/rl/config.json" "${rl[@]}" --model "$OUT/sft" --steps 80 --decay 0.5 \
-    --out "$OUT/rl"
+stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
 # self-critic cycles: the policy plays, DPO learns from its right and wrong plays, GRPO goes on
 last=$OUT/rl
 for ((cycle = 1; cycle <= ${CYCLES:-1}; cycle++)); do
     here=$OUT/cycle-$cycle
     if [[ $cycle != 1 ]]; then
-        stage "rl-$cycle" "$here/rl/config.json" "${rl[@]}" --model "$last" --steps 20 \
+        stage "rl-$cycle" "$here/rl/config.json" "${rl[@]}" --model "$last" "${again[@]}" \
             --seed $((SEED + 1000 * cycle)) --out "$here/rl"
         last=$here/rl
     fi
-    # from here on every cycle draws anew, but what is held out of pairs stays so
-    stage "play-$cycle" "$here/play/table.md" python evaluate.py --model policy="$last" \
-        --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${judge[@]}" --limit 160 --samples 8 \
-        --temperature 0.8 --top-p 1.0 --seed $((SEED + 1000 * cycle)) --out "$here/play"
-    stage "pairs-$cycle" "$here/pairs/val.jsonl" python -m toolstar.pairs --fewer-calls \
-        --episodes "$here/play/policy/episodes.jsonl" --seed "$SEED" --out "$here/pairs"
-    stage "dpo-$cycle" "$here/dpo/config.json" "${torchrun[@]}" "$GPUS" dpo.py --model "$last" \
-        --data "$here/pairs/train.jsonl" --val "$here/pairs/val.jsonl" --batch 16 \
-        --lr $dpo_rate --nll 0.1 --cutoff $room "${train[@]}" --out "$here/dpo"
+    critic "$cycle" "$here" "$last" "$SEED" "$cycle"
     last=$here/dpo
 done
 [[ $last == "$OUT/rl" ]] || models+=(dpo="$last")
-stage eval "$OUT/eval/table.md" python evaluate.py --model "${models[@]}" \
-    --tasks "$DATA/val.jsonl" --database "$DATA/val" "${judge[@]}" --top-p 0.95 \
-    --temperature 0.6 --out "$OUT/eval"
+stage eval "$OUT/eval/table.md" "${evaluate[@]}" --model "${models[@]}" --out "$OUT/eval"
 stage curves "$OUT/curves.png" python report.py "$OUT/rl" --curves --out "$OUT"
 finish "$OUT/eval/table.md"

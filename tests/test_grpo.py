@@ -312,6 +312,29 @@ def test_an_update_has_the_loss_and_the_gradient_that_whole_logits_give_by_hand(
     assert (engine.gradient() - wanted).norm() < 1e-4 * wanted.norm()
 
 
+def test_with_train_results_everything_behind_the_prompt_is_trained_on(play, task, mini, template):
+    replies = solver_replies(task, mini)
+    plain, whole = play(replies, flags()), play(replies, flags("--train-results"))
+    assert whole.ids == plain.ids and flags("--train-results").recompute
+    start = plain.mask.index(1)
+    assert whole.mask == [0] * start + [1] * (len(plain.mask) - start) != plain.mask
+    said = [(logp, policy) for logp, policy in zip(whole.logps, plain.mask, strict=True)][start:]
+    assert [logp == grpo.UNSAID for logp, _ in said] == [not policy for _, policy in said]
+
+
+def test_of_a_token_that_no_policy_sampled_engine_and_trainer_do_not_disagree(
+        one_rank, policy, moved, weighted):
+    recompute(policy, weighted)
+    wanted = Plain(moved)
+    learn(wanted, weighted, "--recompute")
+    for s, _ in weighted:
+        s.logps = [grpo.UNSAID if m else 0.0 for m in s.mask]
+    engine = Plain(sft.Policy(copy.deepcopy(moved.lm)))
+    line = learn(engine, weighted, "--recompute")
+    assert line["dlogp_mean"] == line["dlogp_max"] == 0.0 and line["clip_high"] > 0
+    assert (engine.gradient() - wanted.gradient()).norm() < 1e-6 * wanted.gradient().norm()
+
+
 @pytest.mark.parametrize("pack, packed, ranks", [
     (1, False, 1), (60, False, 1), (60, True, 1), (1, False, 2), (60, True, 3), (9999, False, 4)])
 def test_the_gradient_is_the_same_over_micro_batches_packing_and_ranks(

@@ -584,6 +584,27 @@ def test_the_table_shows_what_helpers_earn_and_cost(tmp_path, capsys):
     assert "| all | 2 | 100.0" in capsys.readouterr().out
 
 
+def test_the_worlds_of_a_world_differ_in_nothing_but_their_helpers(tmp_path):
+    kept = tmp_path / "world"
+    kept.mkdir()
+    (kept / "corpus.jsonl").write_text("")
+    told = {"top_k": 2, "retriever": "index", "helpers": {"refine": 3, "llm": "http://h/v1=m"}}
+    (kept / "tools.json").write_text(json.dumps(told))
+    out = tmp_path / "out" / "worlds"
+    helpers.main(["worlds", "--database", str(kept), "--out", str(out), "--reply", "99"])
+    read = {path.name: vars(read_settings(path)) for path in out.iterdir()}
+    budgets = {name: [settings["helpers"][key] for key in helpers.NAMES]
+               for name, settings in read.items()}
+    assert budgets == {"none": [0, 0, 0, 0], "debug": [1, 0, 0, 0], "rollback": [0, 1, 0, 0],
+                       "refine": [0, 0, 1, 0], "summarise": [0, 0, 0, 1], "all": [1, 1, 1, 1]}
+    for name, settings in read.items():
+        assert settings.pop("folder") == out / name and settings["cache"] == "cache.sqlite"
+        assert settings.pop("helpers").items() >= {"llm": "policy", "reply": 99}.items()
+        assert settings["corpus"] == str(kept / "corpus.jsonl")
+        assert (settings["retriever"], settings["top_k"]) == (str(kept / "index"), 2)
+    assert all(settings == read["none"] for settings in read.values())
+
+
 def test_a_folder_without_episodes_is_named(tmp_path):
     with pytest.raises(SystemExit, match="is not there: name the folder of an agent"):
         helpers.main(["table", f"a={tmp_path}"])

@@ -911,6 +911,28 @@ def test_the_algorithms_stand_beside_the_papers_minutes(tmp_path):
     assert (arpo[0], arpo[-1]) == ("arpo", "9.5 / 13.3 / 13.3") and "min" in head[-1]
 
 
+def test_the_hack_gauge_of_an_axis_is_of_the_last_tenth_of_updates(tmp_path):
+    runs = []
+    for seed, last in enumerate((0.5, 0.1)):
+        folder = evaluated(tmp_path / f"{seed}", [1.0, 0.0], [(0.1, 1000)] * 20)
+        log = tmp_path / f"{seed}" / "rl" / "log.jsonl"
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        for row in rows:
+            end = row["step"] > 18  # two of twenty
+            row |= {"gap": last if end else 9.0, "decorative": 0.25, "reward": float(row["step"])}
+        write_jsonl(log, rows)
+        runs.append(f"released={folder}")
+    sft = evaluated(tmp_path / "sft", [0.0, 0.0])
+    report.main(["--axis", "tool-reward", "--runs", f"sft={sft}", *runs, "--out", str(tmp_path)])
+    head, _, *lines = cells((tmp_path / "tool-reward.md").read_text())
+    assert head[-3:] == ["gap, last tenth", "decorative, last tenth", "reward, last tenth"]
+    made = {line[0]: line for line in lines}
+    assert made["released"][-3:] == ["0.300", "0.250", "19.500"]
+    assert made["sft"][-3:] == ["", "", ""] and made["sft"][2].startswith("0.0")
+    assert made["answer"][1:3] == ["50.4 / 50.3 / 83.1 / 80.2", "not run"]
+    assert {len(line) for line in lines} == {len(head)}
+
+
 def test_an_axis_is_a_table_and_a_picture(tmp_path, capsys):
     one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000), (0.3, 3000)])
     runs = [f"0%={one}", f"5%={tmp_path}/none/eval/rl"]

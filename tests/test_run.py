@@ -19,9 +19,11 @@ from toolstar.tools import read_settings
 SIZES = ("tiny", "0.5b", "1.5b", "3b", "7b")
 STARS = ("tool-star-0.5b", "tool-star-1.5b", "tool-star-3b", "tool-star-7b")
 AXES = ("reward", "scale", "data", "algorithm", "noise")
+TOOL_AXES = ("reward", "dpo", "helpers", "masking", "noise")
 COMMANDS = [(size, *more) for size in SIZES for more in ((), *(("axis", axis) for axis in AXES))]
 COMMANDS += [(size, "preflight") for size in SIZES[1:] + STARS] + [("tool-tiny",)]
 COMMANDS += [(size,) for size in STARS]
+COMMANDS += [(size, "axis", axis) for size in ("tool-tiny", "tool-star-3b") for axis in TOOL_AXES]
 # flags of the stages that name what is read; all else that names a file or a folder is written
 INPUTS = {"--model", "--data", "--tasks", "--val", "--corpus", "--exclude", "--runs", "--episodes"}
 # Written by hand from STAR, arXiv:2603.21972, appendices C and D, section 3 for the rewards and its
@@ -110,7 +112,8 @@ def value(stages, stage, flag):
 def test_every_flag_of_every_command_exists(command):
     for stage, _, words in stages_of(*command):
         name, given = script(words)[0], arguments(words)
-        several = name in ("synth.py", "tiny.py", "-m toolstar.tir", "-m toolstar.sets")
+        several = name in ("synth.py", "tiny.py", "-m toolstar.tir", "-m toolstar.sets",
+                           "-m toolstar.tools", "-m toolstar.helpers")
         subcommand = given.pop("")[:1] if several else given.pop("")[:0]
         unknown = given.keys() - flags_of(name, *subcommand)
         assert not unknown, f"{command} {stage}: {name} knows no {sorted(unknown)}"
@@ -247,8 +250,8 @@ def test_several_nodes_meet_at_the_first():
 
 
 @pytest.mark.parametrize("words", [["70b"], ["tiny", "preflight"], ["7b", "axis", "colour"],
-                                   ["tool-tiny", "axis", "reward"], [],
-                                   ["tool-star-3b", "axis", "reward"], ["tool-star-70b"]])
+                                   ["tool-tiny", "axis", "scale"], [],
+                                   ["tool-star-3b", "axis", "crossing"], ["tool-star-70b"]])
 def test_an_unknown_command_is_refused_and_none_is_answered_with_the_usage(words):
     done = run_sh(ROOT, *words)
     assert done.returncode == 2
@@ -364,6 +367,101 @@ def test_the_axis_of_scale_is_three_widths_of_tiny_or_the_three_sizes():
         "3b=runs/3b/eval/rl", "7b-sft=runs/mine/eval/sft", "7b=runs/mine/eval/rl"]
 
 
+# ---------------------------------------------------------------------- the axes of the tools world
+
+TOOL_SETTINGS = {  # by hand, and which flags of RL change along the axis
+    "reward": (["sft", "strict", "paper", "released", "needed", "answer"], {"--reward"}),
+    "masking": (["sft", "masked", "trained-on"], {"--train-results"}),
+    "noise": (["sft", "0%", "5%", "10%"], {"--failure-rate"}),
+    "dpo": (["sft", "rl", "rl+dpo", "two-cycles", "rl+dpo-told", "sft+dpo"], set()),
+}
+HELPED = ["none", "debug", "rollback", "refine", "summarise", "all"]
+
+
+def cycles(stages):
+    """{folder: [model that plays, what is paired, model of DPO, its data]} of an axis's cycles."""
+    found = {}
+    for name, (_, words) in stages.items():
+        kind, given = name.split("-")[0], arguments(words)
+        if kind in ("play", "pairs", "dpo"):
+            row = found.setdefault(given["--out"][0].removesuffix(f"/{kind}"), [])
+            row += [path for flag in ("--model", "--episodes", "--data") if flag in given
+                    for path in given[flag]]
+    return found
+
+
+@pytest.mark.parametrize("size", ["tool-tiny", "tool-star-1.5b"])
+@pytest.mark.parametrize("axis", TOOL_SETTINGS)
+def test_an_axis_of_the_tools_world_changes_one_flag_of_rl(size, axis):
+    settings, allowed = TOOL_SETTINGS[axis]
+    stages = dry(size, "axis", axis, OUT="OUT", SEEDS="3 5", AXIS_STEPS="7", AXIS_TASKS="9")
+    rows = {}
+    for spec in arguments(stages[f"axis-{axis}"][1])["--runs"]:
+        rows.setdefault(spec.partition("=")[0], []).append(spec.partition("=")[2])
+    assert list(rows) == settings
+    assert all([folder.split("/")[-3][-3:] for folder in folders] == ["-s3", "-s5"]
+               for folders in rows.values())
+    trained = [arguments(stages[name][1]) for name in stages if name.startswith("rl-grpo")]
+    assert {(*run["--seed"], *run["--steps"], *run["--model"]) for run in trained} == {
+        ("3", "7", "OUT/sft"), ("5", "7", "OUT/sft")}
+    keys = {key for run in trained for key in run} - {"--out", "--seed"}
+    assert {key for key in keys if len({str(run.get(key)) for run in trained}) > 1} == allowed
+    judged = [arguments(words) for name, (_, words) in stages.items() if name.startswith("eval-")]
+    assert len(judged) == 2 * len(settings)
+    assert {(*play["--tasks"], *play["--limit"]) for play in judged} == {
+        (*judged[0]["--tasks"], "9")} and not any("--failure-rate" in play for play in judged)
+
+
+def test_the_axes_of_the_tools_world_cross_in_the_run_of_the_recipes_reward():
+    for size, reward in (("tool-tiny", "strict"), ("tool-star-3b", "paper")):
+        runs = [{output for name, (output, _) in dry(size, "axis", axis, SEEDS="0").items()
+                 if name.startswith("rl-grpo")} for axis in TOOL_SETTINGS]
+        assert set.intersection(*runs) == {
+            f"out/{size}/axis/runs/grpo-{reward}-masked-00-s0/rl/config.json"}
+        assert len(set.union(*runs)) == 8
+
+
+@pytest.mark.parametrize("size, told", [("tool-tiny", "short"), ("tool-star-3b", "D/system.txt")])
+def test_the_cycles_of_axis_dpo_begin_where_their_names_say(size, told):
+    stages = dry(size, "axis", "dpo", OUT="OUT", DATA="D", SEEDS="4")
+    runs = "OUT/axis/runs"
+    starts = {"rl": f"{runs}/grpo-{value(stages, 'rl-2-s4', '--reward')}-masked-00-s4/rl",
+              "rl-2": f"{runs}/dpo-rl-2-s4/rl", "sft": "OUT/sft"}
+    starts["told"] = starts["rl"]
+    found = cycles(stages)
+    assert set(found) == {f"{runs}/dpo-{name}-s4" for name in starts}
+    for name, start in starts.items():
+        here = f"{runs}/dpo-{name}-s4"
+        assert found[here] == [f"policy={start}", f"{here}/play/policy/episodes.jsonl", start,
+                               f"{here}/pairs/train.jsonl"]
+    assert value(stages, "rl-2-s4", "--model") == f"{runs}/dpo-rl-s4/dpo"
+    # told of the principles when it plays, and they are taken out of what is learnt from
+    assert value(stages, "principles", "--system-prompt") == told
+    assert value(stages, "play-told-s4", "--system-prompt") == "OUT/axis/principles.txt"
+    with_principles = [name for name, (_, words) in stages.items() if "--principles" in words]
+    assert with_principles == ["principles", "pairs-told-s4"]
+    assert value(stages, "pairs-told-s4", "--principles") == value(
+        stages, "principles", "--principles")
+
+
+@pytest.mark.parametrize("size", ["tool-tiny", "tool-star-7b"])
+def test_the_recipes_rl_checkpoint_plays_with_each_choice_of_helpers(size):
+    stages = dry(size, "axis", "helpers", OUT="OUT")
+    assert stages["rl"] == dry(size, OUT="OUT")["rl"]
+    for name in HELPED:
+        given = arguments(stages[f"eval-{name}"][1])
+        assert given["--model"] == [f"{name}=OUT/rl"]
+        assert given["--database"] == [f"OUT/axis/helpers/worlds/{name}"]
+    table = arguments(stages["axis-helpers"][1])
+    assert table[""] == ["table", *(f"{x}=OUT/axis/helpers/{x}/eval/{x}" for x in HELPED)]
+
+
+def test_what_an_axis_refuses_names_the_axes_of_the_size():
+    done = run_sh(ROOT, "tiny", "axis", "helpers")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "tiny has no axis helpers, but reward scale data algorithm noise" in done.stderr
+
+
 # -------------------------------------------------------------------------------------- the chain
 
 STAND_IN = '''#!/usr/bin/env bash
@@ -379,7 +477,7 @@ case ${2:-} in
     *.*) mkdir -p "$(dirname "$2")"; echo made > "$2" ;;
     *)   mkdir -p "$2"; echo '{"loss_tokens": 64}' > "$2/log.jsonl"
          for f in config.json table.md tax.md curves.png hard-200.jsonl noise.md \
-                val.jsonl rl.jsonl tasks.jsonl; do
+                tool-dpo.md val.jsonl rl.jsonl tasks.jsonl; do
              echo made > "$2/$f"
          done ;;
 esac
@@ -396,8 +494,8 @@ def stand_in(path, text):
 def house(tmp_path):
     """run.sh with a .venv that is already made, of stand-ins."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name in ("run.sh", "setup.sh", "axes.sh", "toolstar.sh", "requirements.txt",
-                 "requirements-cpu.txt"):
+    for name in ("run.sh", "setup.sh", "axes.sh", "toolstar.sh", "toolaxes.sh",
+                 "requirements.txt", "requirements-cpu.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     for name in ("python", "torchrun", "hf"):
         stand_in(tmp_path / ".venv" / "bin" / name, STAND_IN)
@@ -478,6 +576,23 @@ def test_another_seed_of_an_axis_trains_what_is_missing_and_makes_the_table_anew
     again = calls(house)[len(first):]
     assert len(again) == 3 + 4 + 1 and all("--seed 4 " in call for call in again[:-1])
     assert again[-1].count("-s0/eval/") == again[-1].count("-s4/eval/") == 4
+
+
+def test_an_axis_of_the_tools_world_goes_on_and_another_axis_takes_its_runs(house):
+    (house / "broken").write_text("--out out/tool-tiny/axis/runs/dpo-told-s0/dpo")
+    failed = run_sh(house, "tool-tiny", "axis", "dpo", SEEDS="0")
+    assert "stage dpo-told-s0 failed" in failed.stderr
+    before = [call for call in calls(house) if " pages " not in call]
+    (house / "broken").write_text("")
+    assert run_sh(house, "tool-tiny", "axis", "dpo", SEEDS="0").returncode == 0
+    again = [call for call in calls(house) if " pages " not in call][len(before):]
+    assert "dpo-told-s0/dpo" in again[0]
+    assert len(before) + len(again) == len(dry("tool-tiny", "axis", "dpo", SEEDS="0")) + 1
+    done = len(calls(house))
+    run_sh(house, "tool-tiny", "axis", "masking", SEEDS="0")  # the stand-in makes no such table
+    made = [call for call in calls(house)[done:] if " pages " not in call]
+    assert [call.split()[-1].split("/")[-2] for call in made] == [
+        "grpo-strict-results-00-s0", "grpo-strict-results-00-s0", "tool-tiny"]
 
 
 def test_more_flags_of_a_stage_come_last():

@@ -8,7 +8,8 @@ Helpers of the tools world: what mends an episode while it is played, and what t
     (3) refine     the conversation is long: all before the last reply becomes one shorter thought;
                    the prompt, the last reply and its result stay word for word
     (4) summarise  a page was read: what of it helps, instead of its best passages
-    (5) table      runs side by side: score, TE, calls, tokens, and what each helper did
+    (5) worlds     a world once without helpers, once with each alone, once with all
+    (6) table      runs side by side: score, TE, calls, tokens, and what each helper did
 
 They act only where evaluate.py plays: training and synthesis never call Tools.help. Budgets are of
 an episode; an attempt that fails spends one, and the agent sees what it would have seen without.
@@ -16,15 +17,18 @@ an episode; an attempt that fails spends one, and the agent sees what it would h
 right ones among the plays that used a tool.
 
 Reads   "helpers" of tools.json; the folders of evaluate.py's agents
-Writes  "helped" of an episode's record: a list of {helper, turn, status, tokens, seconds}. turn:
+Writes  OUT/none, OUT/debug, .., OUT/all of (5), a tools.json each: the corpus stays where it is
+        "helped" of an episode's record: a list of {helper, turn, status, tokens, seconds}. turn:
         the reply of the messages it is at. tokens: of a question and its answer together. dropped:
         tokens that left the conversation, and were paid all the same; an endpoint does not tell.
         status: ok, or why not; of debug the repaired program's
 [1] Tool-Star, arXiv:2505.16410
 
     {"helpers": {"debug": 1, "rollback": 1, "refine": 1, "summarise": 0, "llm": "policy"}}
+    python -m toolstar.helpers worlds --database my/world --out out/worlds
     python -m toolstar.helpers table none=out/none/rl debug=out/debug/rl all=out/all/rl
 """
+import json
 import re
 import time
 from functools import partial
@@ -236,6 +240,27 @@ class Helpers:
         return told if status == "ok" else observation
 
 
+# ---------------------------------------------------------------- worlds
+
+def worlds(args):
+    """(5) Write a folder of the world for each choice of helpers, each with a cache of its own."""
+    from toolstar.tools import read_settings  # which imports this file
+
+    settings = vars(read_settings(args.database))
+    folder, told = settings.pop("folder").resolve(), settings.pop("helpers")
+    told |= {"llm": args.llm, "refine_at": args.refine_at, "reply": args.reply}
+    settings["corpus"] = str(folder / settings["corpus"])
+    if settings["retriever"] != "bm25" and not settings["retriever"].startswith("http"):
+        settings["retriever"] = str(folder / settings["retriever"])
+    if told.get("key"):
+        told["key"] = str(folder / told["key"])
+    for name in ("none", *NAMES, "all"):
+        budgets = {helper: int(name in (helper, "all")) for helper in NAMES}
+        with evaluate.replacing(Path(args.out) / name / "tools.json") as out:
+            json.dump(settings | {"helpers": told | budgets}, out, indent=1)
+        read_settings(Path(args.out) / name)
+
+
 # ---------------------------------------------------------------- table
 
 def row_of(name, rows):
@@ -257,7 +282,7 @@ def row_of(name, rows):
 
 
 def table(args):
-    """(5) Print the runs side by side."""
+    """(6) Print the runs side by side."""
     lines = [["", "plays", "score", "TE", "calls", "own tokens", "helpers' tokens", "tokens",
               *NAMES]]
     asked = {}
@@ -289,11 +314,20 @@ def flags(argv=None):
     add = commands.add_parser("table", help=words, description=words).add_argument
     add("runs", nargs="+", metavar="[NAME=]FOLDER", help="folder of an agent's episodes")
     add("--out", metavar="FILE", help="file that gets the table, too")
+    words = "write a world without helpers, with each of them once, and with all"
+    add = commands.add_parser("worlds", help=words, description=words).add_argument
+    add("--database", required=True, help="the world's folder, with tools.json")
+    add("--out", required=True, help="folder of the folders for evaluate.py's --database")
+    add("--llm", default=DEFAULTS["llm"], help="who helps: policy, or URL=MODEL")
+    for name in ("refine_at", "reply"):
+        add(f"--{name.replace('_', '-')}", type=evaluate.COUNT, default=DEFAULTS[name],
+            help=f"{name} of the helpers, in tokens ({DEFAULTS[name]})")
     return p.parse_args(argv)
 
 
 def main(argv=None):
-    evaluate.run("toolstar.helpers", table, flags(argv))
+    args = flags(argv)
+    evaluate.run("toolstar.helpers", {"table": table, "worlds": worlds}[args.command], args)
 
 
 if __name__ == "__main__":

@@ -638,6 +638,18 @@ def check(args):
     return int("broken" in statuses)
 
 
+def prompt(args):
+    """Print what episodes of a world are told, with a text behind it; --out gets it, too."""
+    from evaluate import replacing
+
+    text = system_prompt(args.system_prompt, read_settings(args.database))
+    if args.principles:
+        text += "\n\n" + Path(args.principles).read_text(encoding="utf-8").strip()
+    with replacing(Path(args.out)) as out:
+        out.write(text + "\n")
+    print(text)
+
+
 def flags(argv=None):
     from evaluate import Parser
 
@@ -650,6 +662,12 @@ def flags(argv=None):
         if name == "play":
             add("--tasks", required=True, help="questions, one per line")
             add("--out", default="out/play", help="folder of the episodes (out/play)")
+    add = commands.add_parser("prompt", help="write the system prompt of a world").add_argument
+    add("--database", required=True, help="folder with tools.json")
+    add("--system-prompt", default="full", help="full, short, or a file")
+    add("--principles", metavar="FILE", help="text to stand behind it: the reward's principles, "
+        "which toolstar.pairs --principles takes out again")
+    add("--out", required=True, help="file of the prompt")
     return p.parse_args(argv)
 
 
@@ -660,7 +678,7 @@ def main(argv=None):
     if args.command == "play":
         words = ["--env", "tools", "--agent", "person", "--tasks", args.tasks, "--out", args.out]
         return evaluate.main(words + (["--database", args.database] if args.database else []))
-    return evaluate.run("toolstar.tools", check, args)
+    return evaluate.run("toolstar.tools", check if args.command == "check" else prompt, args)
 
 
 if __name__ == "__main__":

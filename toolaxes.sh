@@ -1,0 +1,111 @@
+# The axes of the tools world: bash run.sh SIZE axis NAME. Tool-Star's ablation [3] as runs.
+#   reward    RL by each rule of toolstar/verdict.py; the table shows the hack gauge beside success
+#   masking   RL that learns from what tools say, too
+#   noise     RL with tools that fail; all checkpoints are judged where none does
+#   dpo       RL alone, then a cycle of the self-critic, two, one of plays that were told the
+#             reward's principles; and one straight from SFT
+#   helpers   the recipe's RL checkpoint, played without helpers, with each alone, with all
+# Sourced by toolstar.sh where the SFT checkpoint is made. Axes share runs: that of the recipe's
+# reward is made once. AXIS_STEPS: updates of RL's first cycle, and AXIS_TASKS: held-out tasks to be
+# judged by; unset, as the recipe's.
+runs=() scored=() plays=$OUT/axis/runs
+if [[ $size != tool-tiny ]]; then  # [3] prints no number of plays, pairs and RL's later updates
+    again=(--steps 20)
+    trial=(python evaluate.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 8 --limit 1000
+        --max-context $context --max-tokens 4096 --samples 8 --temperature 1.0 --top-p 1.0)
+    dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 32 --lr 5e-7 --nll 0.1 --cutoff $context
+        --seed "$SEED" --save-every 50 --resume)
+fi
+
+# judged LABEL FOLDER NAME=MODEL SEED [FLAG VALUE...]   a row: a model plays what is held out
+judged() {
+    words=("${evaluate[@]}")
+    change --model "$3" ${AXIS_TASKS:+--limit "$AXIS_TASKS"} --seed "$4" "${@:5}" --out "$2/eval"
+    stage "eval-${2##*/}" "$2/eval/table.md" "${words[@]}"
+    [[ -n ${DRY:-} || $node != 0 || $3 != *"=$plays/"* ]] || rm -rf "${3#*=}/checkpoints"
+    runs+=("$1=$2/eval/${3%%=*}") scored+=("$1-s$4=$2/eval/${3%%=*}")
+}
+
+# An axis, a line per setting: its name, then what makes the run: reward, masked results or not, per
+# cent of tool calls that fail
+settings() {
+    local x
+    case $axis in
+        reward)  for x in strict paper released needed answer; do echo "$x $x masked 00"; done ;;
+        masking) echo "masked $reward masked 00"
+                 echo "trained-on $reward results 00" ;;
+        noise)   for x in 00 05 10; do echo "${x#0}% $reward masked $x"; done ;;
+        dpo)     echo "rl $reward masked 00" ;;
+    esac
+}
+
+# train FOLDER SEED REWARD RESULTS FAIL   one setting's RL, from the SFT checkpoint
+train() {
+    local more=()
+    [[ $4 == masked ]] || more=(--train-results)
+    words=("${rl[@]}" "${first[@]}")
+    change --reward "$3" "${more[@]}" --failure-rate "0.$5" ${AXIS_STEPS:+--steps "$AXIS_STEPS"} \
+        --seed "$2" --save-every 10 --out "$1/rl"
+    stage "rl-${1##*/}" "$1/rl/config.json" "${words[@]}"
+}
+
+# critics SEED MODEL   the settings of dpo behind RL alone
+critics() {
+    local x one=$plays/dpo-rl-s$1 two=$plays/dpo-rl-2-s$1 told=$OUT/axis/principles.txt
+    local principles=database/prompts/principles.txt prompt=short
+    [[ $size == tool-tiny ]] || prompt=$DATA/system.txt
+    critic "rl-s$1" "$one" "$2" "$1" 1
+    judged rl+dpo "$one" dpo="$one/dpo" "$1"
+    words=("${rl[@]}")
+    change --model "$one/dpo" "${again[@]}" --seed $(($1 + 2000)) --out "$two/rl"
+    stage "rl-2-s$1" "$two/rl/config.json" "${words[@]}"
+    critic "rl-2-s$1" "$two" "$two/rl" "$1" 2
+    judged two-cycles "$two" dpo="$two/dpo" "$1"
+    stage principles "$told" python -m toolstar.tools prompt --database "$held" \
+        --system-prompt "$prompt" --principles $principles --out "$told"
+    critic "told-s$1" "$plays/dpo-told-s$1" "$2" "$1" 1 "$told" $principles
+    judged rl+dpo-told "$plays/dpo-told-s$1" dpo="$plays/dpo-told-s$1/dpo" "$1"
+    critic "sft-s$1" "$plays/dpo-sft-s$1" "$OUT/sft" "$1" 1
+    judged sft+dpo "$plays/dpo-sft-s$1" dpo="$plays/dpo-sft-s$1/dpo" "$1"
+}
+
+study() {
+    local seed label made run
+    for seed in $SEEDS; do
+        judged sft "$plays/sft-s$seed" sft="$OUT/sft" "$seed"
+        while read -r label made <&3; do
+            run=$plays/grpo-${made// /-}-s$seed
+            train "$run" "$seed" $made
+            judged "$label" "$run" rl="$run/rl" "$seed"
+        done 3< <(settings)
+        [[ $axis != dpo ]] || critics "$seed" "$run/rl"
+    done
+}
+
+# a helper is the policy itself; refining must begin within the context, which tiny's default is not
+helpers() {
+    local x at=$OUT/axis/helpers small=()
+    [[ $size != tool-tiny ]] || small=(--refine-at $((room / 2)) --reply 128)
+    stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
+    stage worlds "$at/worlds/all/tools.json" python -m toolstar.helpers worlds --database "$held" \
+        "${small[@]}" --out "$at/worlds"
+    for x in none debug rollback refine summarise all; do
+        judged $x "$at/$x" $x="$OUT/rl" "$SEED" --database "$at/worlds/$x"
+    done
+}
+
+if [[ $axis == helpers ]]; then helpers; else study; fi
+table=$OUT/axis/tool-$axis.md sets=$OUT/axis/scores-$axis/table.md
+[[ -n ${DRY:-} || $node != 0 ]] || rm -f "$table" "$sets"  # there may be another seed
+if [[ $size == tool-star-* ]]; then  # set by set beside the paper's, as the recipe shows it
+    stage "scores-$axis" "$sets" python -m toolstar.scores --tasks "$DATA/sets/tasks.jsonl" \
+        --runs "${scored[@]}" ${JUDGE:+--judge "$JUDGE"} ${JUDGE_KEY:+--judge-key "$JUDGE_KEY"} \
+        --out "${sets%/*}"
+fi
+if [[ $axis == helpers ]]; then
+    stage axis-helpers "$table" python -m toolstar.helpers table "${runs[@]}" --out "$table"
+else
+    stage "axis-$axis" "$table" python report.py --axis "tool-$axis" --runs "${runs[@]}" \
+        --out "$OUT/axis"
+fi
+finish "$table"

@@ -172,6 +172,8 @@ def describe_pairs(pairs):
 
 def make_pairs(args):
     groups, left_out = read_plays(args)
+    if not groups and not left_out:
+        raise ValueError(f"{', '.join(args.episodes)}: no episode is there; evaluate.py plays some")
     parts, asked = {"train": [], "val": []}, Counter()
     for key in sorted(groups):
         # by its name alone: what is held out of one cycle is held out of the next

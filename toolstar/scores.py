@@ -151,6 +151,8 @@ def write_table(args):
             raise ValueError(f"{args.tasks}: a task of none of the twelve sets, {task!r:.80}; "
                              "python -m toolstar.sets read makes tasks of them")
         wanted.setdefault(task["set"], set()).add(task["id"])
+    if not wanted:
+        raise ValueError(f"{args.tasks} holds no task; python -m toolstar.sets read writes some")
     for name, folder in evaluate.named_paths(args.runs).items():
         rows = {name_of(row["task"]): row for row in read_jsonl(Path(folder) / "episodes.jsonl")}
         known = [row for row in rows.values()

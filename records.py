@@ -57,10 +57,11 @@ def write_jsonl(path, rows):
 
 @contextlib.contextmanager
 def replacing(path):
-    """A text file under a temporary name, which takes the path's place once it is whole."""
+    """A text file under a temporary name, which takes the path's place once it is whole. The name is
+    always the same: what a killed writer leaves is overwritten by the next, and OUT has but one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.new")
     try:
         with naming(path), open(temporary, "w", encoding="utf-8", errors="replace") as out:
             yield out

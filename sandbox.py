@@ -32,6 +32,7 @@ import re
 import sqlite3
 import sys
 import tempfile
+import time
 import zlib
 from collections import namedtuple
 from functools import partialmethod
@@ -195,6 +196,10 @@ def checksum(text):
 def write_index(path, sources):
     """Build an index under a temporary name, then rename it: a reader finds the old or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob(path.name + ".*.tmp"):  # a killed writer's; none needs an hour
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - old.stat().st_mtime > 3600:
+                old.unlink()
     handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
     os.close(handle)
     try:

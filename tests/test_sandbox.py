@@ -208,6 +208,16 @@ def test_a_second_opening_reads_no_csv_and_a_changed_one_is_read_again(world):
     assert before.attractions("Elm") and answers(before)[:len(SAID)] == SAID
 
 
+def test_what_a_killed_writer_of_an_index_left_goes_after_an_hour(world):
+    database = Database(world)
+    old, new = (database.index.with_name(f"{database.index.name}.{name}.tmp") for name in "ab")
+    for file in old, new, database.index:
+        file.write_bytes(b"")
+    os.utime(old, (0, 0))
+    Database(world)
+    assert not old.exists() and new.exists() and database.index.stat().st_size
+
+
 def spots(index):
     """(byte, how many) of each text of rows, and of what the index is about."""
     whole = index.read_bytes()

@@ -559,9 +559,9 @@ def test_a_bench_says_what_its_flags_are(path):
 @pytest.mark.parametrize("words, variables, said", [
     ("8b", {}, "there is no size 8b: tiny, 0.5b, 1.5b, 3b, 7b, tool-tiny or"),
     ("tiny evaluate", {}, "'evaluate' is nothing that tiny does"),
-    ("tiny axis", {}, "name an axis: reward, scale, data, algorithm or noise"),
-    ("tiny axis rewards", {}, "there is no axis rewards: reward, scale, data, algorithm or noise"),
-    ("tool-tiny axis noise", {}, "tool-tiny has no axes"),
+    ("tiny axis", {}, "name an axis of tiny: reward scale data algorithm noise"),
+    ("tiny axis rewards", {}, "tiny has no axis rewards, but reward scale data algorithm noise"),
+    ("tool-tiny axis scale", {}, "tool-tiny has no axis scale, but reward dpo helpers masking"),
     ("tiny preflight", {}, "tiny needs no preflight"),
     ("tiny", {"SEED": "one"}, "SEED=one must be a whole number"),
     ("tiny", {"GPUS": "two"}, "GPUS=two must be a whole number"),

@@ -420,7 +420,7 @@ def test_the_solver_refuses_questions_that_are_not_its_own(tmp_path):
 # ---------------------------------------------------------------- the tiny world
 
 @pytest.mark.parametrize("grammar", ["turns", "tags"])
-def test_the_solver_needs_no_tool_where_the_question_answers_itself(tmp_path, grammar):
+def test_the_solver_needs_no_tool_where_it_knows_or_the_question_answers_itself(tmp_path, grammar):
     from toolstar.jail import Jail, JailError
 
     try:
@@ -439,15 +439,15 @@ def test_the_solver_needs_no_tool_where_the_question_answers_itself(tmp_path, gr
               "--samples", "1", "--system-prompt", "short", "--out", str(tmp_path / "tir")])
     assert read_jsonl(tmp_path / "tir" / "rl.jsonl") == []
     for row in read_jsonl(tmp_path / "tir" / "sft.jsonl"):
-        neither = row["task"]["family"] == "neither"
-        assert row["source"] == ("dr" if neither else "prompt")
-        assert bool(row["tools"]) != neither
+        known = row["task"]["family"] == "neither" or "by_heart" in row["task"]
+        assert row["source"] == ("dr" if known else "prompt")
+        assert bool(row["tools"]) != known
     hints = [row for row in read_jsonl(tmp_path / "tir" / "samples.jsonl")
              if row["task"]["sample"] == "hint-0" and row["tools"]]
     assert hints and all(row["strict"] == 1 for row in hints)
     for row in hints:
         begun = row["task"]["begun"]
-        assert re.fullmatch(r"<think>perhaps .*", begun, re.S)
+        assert re.fullmatch(r"<think>(perhaps|from memory:) .*", begun, re.S)
         assert row["messages"][2]["content"].startswith(begun)
 
 

@@ -300,11 +300,7 @@ def find_fact(text, name, attribute):
 def solution(task):
     """The solver's replies to a task, one after another: a generator, to which what the tools
     answer is sent. Values come from there, and never from what made the task. Its thoughts say
-    again what it has read, so that the next call and the answer copy from nearby. A task that is
-    known by heart is the exception: its answer comes at once, from its gold."""
-    if "by_heart" in task:
-        yield final_turn("from memory: the answer", f" {task['golds'][0]}")
-        return
+    again what it has read, so that the next call and the answer copy from nearby."""
     said, values = "", []
     asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
     for i, (name, attribute) in enumerate(task["asks"]):
@@ -336,9 +332,14 @@ def solution(task):
     yield final_turn(f"{said}the answer", f" {values[-1]}")  # the same tokens as in the thought
 
 
+def from_memory(task):
+    """The reply of one who knows the answer by heart."""
+    yield final_turn("from memory: the answer", f" {task['golds'][0]}")
+
+
 def play_solution(task, episode):
     """Play the solver's replies to the end of an Episode."""
-    replies = solution(task)
+    replies = from_memory(task) if "by_heart" in task else solution(task)
     seen = episode.step(next(replies))
     while seen is not None:
         seen = episode.step(replies.send(seen))

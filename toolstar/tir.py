@@ -61,7 +61,7 @@ from evaluate import (
 from sandbox import PROMPTS
 from solver import final_turn
 from synth import endpoint, entries, fill
-from toolstar.facts import drills, facts, pages, solution, solver_episodes
+from toolstar.facts import drills, facts, from_memory, pages, solution, solver_episodes
 from toolstar.published import convert
 from toolstar.sets import contaminated, load_sets
 from toolstar.verdict import bare
@@ -155,7 +155,8 @@ def merged(messages):
 
 
 def play_solver_sample(tags, episode):
-    """One sample of the solver. By language alone it knows what the question itself answers."""
+    """One sample of the solver. By language alone it knows what the question itself answers, and
+    what it has by heart."""
     from toolstar.tools import one_as_tags
 
     task, begun = episode.task, episode.messages[-1]["role"] == "assistant"
@@ -173,7 +174,9 @@ def play_solver_sample(tags, episode):
 
 def unaided(task):
     """The solver's reply where it may call no tool."""
-    if task["asks"] or task["program"]:
+    if "by_heart" in task:
+        yield from from_memory(task)
+    elif task["asks"] or task["program"]:
         what = f"the {task['asks'][0][1]} of {task['asks'][0][0]}" if task["asks"] else "the result"
         yield final_turn(f"perhaps {what} is known to somebody: not to me", "unknown")
     else:

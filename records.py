@@ -57,8 +57,8 @@ def write_jsonl(path, rows):
 
 @contextlib.contextmanager
 def replacing(path):
-    """A text file under a temporary name, which takes the path's place once it is whole. The name is
-    always the same: what a killed writer leaves is overwritten by the next, and OUT has but one."""
+    """A text file under a temporary name, which takes the path's place once it is whole. The name
+    is always the same: what a killed writer leaves is overwritten by the next: OUT has but one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")

@@ -58,7 +58,7 @@ def write_jsonl(path, rows):
 @contextlib.contextmanager
 def replacing(path):
     """A text file under a temporary name, which takes the path's place once it is whole. The name
-    is always the same: what a killed writer leaves is overwritten by the next: OUT has but one."""
+    is always the same: the next writer overwrites what a killed one has left."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")

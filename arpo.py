@@ -226,6 +226,7 @@ def take_observation(s, observation, template, args):
         return False
     s.episode.finish(observation)
     ids = template.between(s.episode.messages[-1], closed=s.ids[-1] in template.ends)
+    s.episode.heard = len(ids)
     append(s, ids, [UNSAID] * len(ids) if args.train_results else None)
     if len(s.ids) >= args.context:
         s.episode.stop = "context"

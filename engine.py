@@ -263,8 +263,7 @@ def prompt_ids(episode, template, max_context):
     """The ids of system prompt, query and the head of the first reply."""
     ids = template.prompt(episode.messages)
     if len(ids) >= max_context:
-        name = episode.task.get("id", "?")
-        raise ValueError(f"task {name}: its prompt has {len(ids)} tokens; "
+        raise ValueError(f"task {episode.task.get('id', '?')}: its prompt has {len(ids)} tokens; "
                          f"raise --max-context above {max_context}")
     return ids
 
@@ -282,8 +281,7 @@ def add_request(engine, number, ids, template, stops, seed, **sampling):
 
 
 def play_reply(episode, ids, output, template, max_context):
-    """Append a reply's tokens to the episode's and play it -> the Action to be answered, or None.
-    """
+    """Append a reply's tokens to the episode's and play it -> the Action to answer, or None."""
     said, episode.asked = list(output.token_ids), len(ids)
     reply, closed = template.reply(said)
     ids += said
@@ -302,7 +300,9 @@ def play_observation(episode, ids, observation, template, max_context):
     if getattr(episode, "rewritten", None):  # a helper has changed what was said
         ids[:] = episode.tokens_again(ids, template)
     else:
-        ids += template.between(episode.messages[-1], closed=ids[-1] in template.ends)
+        told = template.between(episode.messages[-1], closed=ids[-1] in template.ends)
+        episode.heard = len(told)
+        ids += told
     if len(ids) >= max_context:
         episode.stop = "context"
 

@@ -25,7 +25,7 @@ critic() {
 if [[ $size == tool-star-* ]]; then
     # prompts of 1,536 and responses of 4,096 tokens, episodes of 15,000 [4]; memory.py: every size
     # fits 8 GPUs of 80 GB, 3b four, 0.5b and 1.5b one [2]
-    algorithm=grpo context=5632 cutoff=15000 pack=32768 reward=paper
+    algorithm=grpo context=5632 cutoff=15000 pack=32768 reward=paper prompts=128 group=8
     SFT_DATA=${SFT_DATA:-$DATA/published/sft.json} RL_DATA=${RL_DATA:-$DATA/published/rl.parquet}
     SETS=${SETS:-$DATA/published/sets} TOOLS=${TOOLS:-database/tool-star}
     made "$DATA/rl.jsonl" || for file in "$SFT_DATA" "$RL_DATA"; do
@@ -40,10 +40,10 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
     # as many questions of each set as [3] plays
     stage sets "$DATA/sets/tasks.jsonl" python -m toolstar.sets read --sets "$SETS" \
         --out "$DATA/sets"
-    for part in train eval; do
-        must "a tool fails, see above: $TOOLS/$part/tools.json names the retriever" \
-            python -m toolstar.tools check --database "$TOOLS/$part"
-    done
+    must "a tool fails, see above: $TOOLS/eval/tools.json names the retriever" \
+        python -m toolstar.tools check --database "$TOOLS/eval"
+    must "a tool fails, see above: $TOOLS/train/tools.json names the retriever" python -m \
+        toolstar.tools check --database "$TOOLS/train" --update $((prompts * group)) $context
     [[ -z ${JUDGE:-} ]] || must "$JUDGE: JUDGE=http://host:port/v1=MODEL, JUDGE_KEY=its key" \
         python -c "$ask" "$JUDGE" ${JUDGE_KEY:+"$JUDGE_KEY"}
     # 3 calls in training; 3 of each tool in evaluation [4], here 6 of both together [2]; a call
@@ -58,7 +58,7 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
     # 128 prompts x 8, mini-batches of 16 prompts, clip 0.2, no KL, constant rate, 2 epochs [4]; the
     # reward of [3]. No validation: the published one holds questions of the sets [2]
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 8
-        --reward $reward --prompts 128 --group 8 --minibatches 8 --lr 1e-6 --clip-low 0.2
+        --reward $reward --prompts $prompts --group $group --minibatches 8 --lr 1e-6 --clip-low 0.2
         --clip-high 0.2 --temperature 1.0 --context $context --turn-tokens 4096 --pack-tokens $pack
         --gpu-memory $share --seed "$SEED" --save-every 10 --resume)
     first=(--model "$OUT/sft" --epochs 2) models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")

@@ -1,13 +1,20 @@
-"""No program that the jail runs comes upon an answer, in a hundred plays that look for theirs."""
+"""No program that the jail runs comes upon an answer, in a hundred plays that look for theirs.
+
+Each way of looking is tried twice: in the jail, where it finds nothing, and where a gold lies open
+to it, so that a look which could not find anything would be noticed.
+"""
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
+import tempfile
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
 
 from toolstar import tools
 
@@ -18,57 +25,66 @@ GOLD = re.compile(rb"GO" rb"LD-[0-9a-f]{16}")
 found = set()
 def look(data):
     found.update(GOLD.findall(data if isinstance(data, bytes) else repr(data).encode()))
-def read(path, most=4 << 20):
+def read(path, at=0, most=4 << 20):
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", 0) as file:
+            file.seek(at)
             look(file.read(most))
-    except OSError:
+    except (OSError, OverflowError):
         pass
 %s
 print(sorted(found)[:4])
 """
 WAYS = {
+    # the collector hides what the worker froze, and what refers to it does not. A page that is none
+    # write tells by an error, where reading it would end the process
     "its own memory": """
-import ctypes, os
+import ctypes, gc, os, sys
 libc, (out, into) = ctypes.CDLL(None), os.pipe()
-for thing in (look, found, GOLD, os.environ, ctypes):  # the heap around them, page by page
-    for page in range(id(thing) // 4096 - 1500, id(thing) // 4096 + 1500):
-        # write tells a page that is none by an error, where reading it would end the process
-        if libc.write(into, ctypes.c_void_p(page * 4096), 4096) == 4096:
-            look(os.read(out, 4096))""",
+libc.sbrk.restype = ctypes.c_void_p
+seen, left = set(), [sys.modules, sys._getframe(), gc.get_objects()]
+while left:
+    thing = left.pop()
+    if id(thing) not in seen:
+        seen.add(id(thing))
+        left += gc.get_referents(thing)
+places, top = {each >> 20 for each in seen}, libc.sbrk(0) >> 20
+for place in sorted({*places, *range(top - 64, top + 1), id(found) >> 20}):
+    kept = b""
+    for page in range(place << 8, place + 1 << 8):
+        if libc.write(into, ctypes.c_void_p(page << 12), 4096) == 4096:
+            kept = kept[-32:] + os.read(out, 4096)
+            look(kept)""",
     "processes": """
-import os
-for process in range(1, 3000):
-    for name in ("environ", "cmdline", "maps", "mem", "cwd/tasks.jsonl", "root/tasks.jsonl"):
+import ctypes, os
+libc, kept = ctypes.CDLL(None), ctypes.create_string_buffer(4096)
+ours, theirs = ((ctypes.c_void_p * 2)(place, 4096) for place in (ctypes.addressof(kept), @ADDRESS@))
+libc.process_vm_readv(@PID@, ours, 1, theirs, 1, 0)
+look(kept.raw)
+for process in (@PID@, os.getppid(), *range(1, 40), "self"):
+    for name in ("environ", "cmdline", "maps", "cwd/tasks.jsonl", "root@FOLDER@/tasks.jsonl"):
         read(f"/proc/{process}/{name}")
-    try:
-        look(os.pidfd_open(process))
-    except OSError:
-        pass""",
+    read(f"/proc/{process}/mem", @ADDRESS@, 4096)""",
     "what Python knows": """
 import gc, inspect, os, sys
 look(sys.argv), look(dict(os.environ))
 for frame in inspect.stack():
     look(frame.frame.f_locals), look(frame.code_context)
-for thing in gc.get_objects():
-    if type(thing) in (dict, list, tuple, set) and len(thing) < 500:
-        try:
-            look([part for part in thing if type(part) in (str, bytes)])
-            if type(thing) is dict:
-                look([part for part in thing.values() if type(part) in (str, bytes)])
-        except RuntimeError:
-            pass""",
+tables = [vars(module) for module in [*sys.modules.values()] if hasattr(module, "__dict__")]
+for thing in gc.get_objects() + tables:
+    if type(thing) in (dict, list, tuple, set) and len(thing) < 5000:
+        parts = [*thing, *thing.values()] if type(thing) is dict else [*thing]
+        look([part for part in parts if type(part) in (str, bytes)])""",
     "descriptors": """
 import os, socket
 for number in range(3, 256):
     read(f"/proc/self/fd/{number}")
     try:
-        os.set_blocking(number, False)
         look(os.pread(number, 1 << 20, 0))
     except OSError:
         pass
     try:
-        look(socket.socket(fileno=os.dup(number)).recv(1 << 20, socket.MSG_PEEK))
+        look(socket.socket(fileno=os.dup(number)).recv(1 << 16, socket.MSG_DONTWAIT))
     except OSError:
         pass""",
     "files": """
@@ -78,10 +94,10 @@ for folder, inner, names in os.walk("/"):
         inner.clear()
     for name in names:
         if os.path.isfile(os.path.join(folder, name)):
-            read(os.path.join(folder, name), 1 << 20)""",
+            read(os.path.join(folder, name), 0, 1 << 20)""",
     "where the tasks lie": """
 import os
-for path in %r:
+for path in @PLACES@:
     read(path)
     try:
         look(os.listdir(os.path.dirname(path)))
@@ -89,57 +105,111 @@ for path in %r:
         pass""",
     "the network": """
 import socket
-for family, address in ((socket.AF_INET, ("127.0.0.1", %r)), (socket.AF_UNIX, "\\0golds")):
+for family, address in ((socket.AF_INET, @TCP@), (socket.AF_UNIX, @UNIX@)):
     try:
         with socket.socket(family) as line:
-            line.settimeout(1)
+            line.settimeout(10)
             line.connect(address)
             look(line.recv(1 << 16))
     except OSError:
         pass"""}
+# what puts a gold before a program's own eyes, where the jail lets nothing else be found
+HELD = {"its own memory": "held = {'a': GOLD}", "what Python knows": "held = {'a': GOLD}",
+        "files": "open('held', 'w').write(GOLD)",
+        "descriptors": "held = open('held', 'w+')\nheld.write(GOLD)\nheld.flush()"}
 
 
-@pytest.fixture
-def world(tmp_path, monkeypatch):
-    """A world of a hundred tasks, each with a secret for its gold, on a jail that has started with
-    all of them in its environment, its folder and its parent's memory."""
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """What lies about outside: (a hundred tasks, facts that tell programs where). The golds are in
+    the environment, in files, shared memory, this process, a descriptor; two servers tell them."""
     if not shutil.which("bwrap") and not os.environ.get("CI"):
         pytest.skip("bubblewrap is not installed")
     golds = [f"GOLD-{secrets.token_hex(8)}" for _ in range(100)]
+    folder = tmp_path_factory.mktemp("host")
     rows = [{"id": str(i), "query": f"Question {i}?", "golds": [gold], "check": "qa"}
             for i, gold in enumerate(golds)]
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "tools.json").write_text('{"tools": ["Python"], "workers": 2, "seconds": 20}')
-    monkeypatch.setenv("GOLDS", " ".join(golds))
-    monkeypatch.chdir(tmp_path)
-    world = tools.Tools(tools.read_settings(tmp_path))
-    yield world, rows, [str(tmp_path / "tasks.jsonl"), str(ROOT / "database/tools/tools.json")]
-    world.close()
+    told, name = "\n".join(map(json.dumps, rows)).encode(), f"\0golds-{os.getpid()}"
+    places = [folder / "tasks.jsonl", *(Path(place) / f"golds-{os.getpid()}"
+              for place in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(place))]
+    for place in places:
+        place.write_bytes(told)
+    held = os.open(places[0], os.O_RDONLY)
+    os.set_inheritable(held, True)
+
+    def tell(server):
+        try:
+            while True:
+                server.accept()[0].sendall(told)
+        except OSError:
+            return  # the end: it is shut down
+
+    with pytest.MonkeyPatch.context() as patch, socket.socket(socket.AF_UNIX) as unix, \
+            socket.create_server(("127.0.0.1", 0)) as tcp:
+        unix.bind(name)
+        unix.listen()
+        patch.setenv("GOLDS", " ".join(golds))
+        patch.chdir(folder)
+        tellers = [threading.Thread(target=tell, args=(server,)) for server in (tcp, unix)]
+        for teller in tellers:
+            teller.start()
+        # the bytes of an object of bytes begin 32 behind it; the object lives as long as `told`
+        yield rows, {"PID": os.getpid(), "ADDRESS": id(told) + 32, "FOLDER": folder,
+                     "PLACES": [*map(str, places)], "TCP": tcp.getsockname(), "UNIX": repr(name)}
+        for server, teller in zip((tcp, unix), tellers, strict=True):
+            server.shutdown(socket.SHUT_RDWR)
+            teller.join()
+    os.close(held)
+    for place in places:
+        place.unlink()
 
 
-def ask(world, task, program):
-    """What the world answers to a play's one program."""
+@pytest.fixture(scope="module")
+def open_world(host, tmp_path_factory):
+    """open_world(**settings) -> a world whose workers start where the golds are."""
+    worlds = []
+
+    def make(**settings):
+        folder = tmp_path_factory.mktemp("world")
+        chosen = {"tools": ["Python"], "workers": 2, "seconds": 30, "cache": ""} | settings
+        (folder / "tools.json").write_text(json.dumps(chosen))
+        worlds.append(tools.Tools(tools.read_settings(folder)))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture(scope="module")
+def jailed(open_world):
+    return open_world()
+
+
+def ask(world, host, task, name, held=""):
+    """What the world answers to the one program of a play, which looks in the way of this name."""
     args = SimpleNamespace(failure_rate=0.0, max_turns=3, system_prompt="short")
     episode = world.episode(task, "seed", args)
+    program = re.sub("@([A-Z]+)@", lambda fact: str(host[1][fact[1]]), held + FIND % WAYS[name])
     call = json.dumps({"name": "Python", "arguments": {"code": program}})
     return episode.step(f"<think>x</think><tool_call>{call}</tool_call>")
 
 
-def test_a_hundred_plays_look_for_their_gold_in_every_way_and_find_none(world):
-    world, rows, paths = world
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
-        unix.bind("\0golds")
-        unix.listen()
-        holes = {"where the tasks lie": (paths,), "the network": server.getsockname()[1]}
-        ways = [way % holes[name] if name in holes else way for name, way in WAYS.items()]
-        for i, task in enumerate(rows):
-            said = ask(world, task, FIND % ways[i % len(ways)])
-            assert said == "[]", said
+def test_a_hundred_plays_look_for_their_gold_in_every_way_and_find_none(host, jailed):
+    for i, task in enumerate(host[0]):
+        name = [*WAYS][i % len(WAYS)]
+        assert ask(jailed, host, task, name) == "[]", name
 
 
-@pytest.mark.parametrize("name", ["its own memory", "what Python knows"])
-def test_a_gold_that_a_program_holds_is_found_so_that_looking_is_no_empty_gesture(world, name):
-    world, rows, _ = world
-    gold = rows[0]["golds"][0]
-    held = f"held = {{'a': {gold!r}}}\n" + FIND % WAYS[name]
-    assert gold in ask(world, rows[0], held)
+@pytest.mark.parametrize("name", HELD)
+def test_a_gold_that_a_program_holds_is_found_so_that_looking_is_no_empty_gesture(
+        host, jailed, name):
+    task = host[0][0]
+    held = HELD[name].replace("GOLD", repr(task["golds"][0])) + "\n"
+    assert task["golds"][0] in ask(jailed, host, task, name, held)
+
+
+def test_without_a_jail_the_other_ways_find_golds(host, open_world):
+    world = open_world(unsafe_python=True)
+    for name in WAYS.keys() - HELD.keys():
+        assert "GOLD-" in ask(world, host, host[0][0], name), name

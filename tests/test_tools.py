@@ -2,6 +2,7 @@
 import json
 import os
 import pickle
+import re
 import signal
 import sqlite3
 import subprocess
@@ -278,6 +279,26 @@ def test_arguments_nested_as_deep_as_json_goes_travel_between_processes(make):
         assert pickle.loads(pickle.dumps(record["tools"])) == record["tools"]
 
 
+@pytest.mark.parametrize("grammar", ["turns", "tags"])
+def test_a_call_played_by_an_engine_says_how_many_tokens_its_result_took(make, grammar):
+    """Letters are tokens: what stands between two replies is counted, its frame too."""
+    said = {"turns": [PRINT, LOOK, PRINT, DONE], "tags": [
+        "<think>x</think><python>print(6 * 7)</python>", "<think>x</think><search>tower</search>",
+        "<think>x</think><python>print(6 * 7)</python>", "<think>x</think><answer>42</answer>"]}
+    world, ids = make(grammar=grammar, max_calls=2), []
+
+    def script(text):
+        ids.append(len(Letters().encode(text)))
+        return said[grammar][len(ids) - 1] + "\0" * (grammar == "turns")
+
+    episode, = Scripted(script).play([world.episode(TASK, "seed", ARGS)], max_context=9999)
+    between = [after - before - len(reply) - (grammar == "turns") for before, after, reply
+               in zip(ids, ids[1:], said[grammar], strict=False)]
+    assert [call["tokens"] for call in episode.sandbox.calls] == between[:2]
+    assert len(between) == 3, "a call over the budget is refused, and has no record"
+    assert episode.fork("other").sandbox.calls == episode.sandbox.calls
+
+
 def test_a_call_again_after_a_tool_has_failed_is_no_repetition(make):
     episode = play(make(), LOOK)
     episode.sandbox.calls[0]["status"] = "injected"
@@ -421,10 +442,15 @@ def folder(tmp_path):
 
 
 def test_check_calls_each_tool_and_says_how_programs_are_locked_up(folder, jail):
-    done = command("check", "--database", folder)
+    done = command("check", "--database", folder, "--update", 1024, 5632)
     assert done.returncode == 0, done.stderr
     for line in ("Python: jailed", "    network ", "-> ok\nDoc 1 ", "-> ok\n42\n", "-> error\n"):
         assert line in done.stdout
+    rates = re.findall(r" ms a call; 64 at once: (\d+) calls/s, 0 broken\n", done.stdout)
+    assert len(rates) == 2, "Search and Python; the page is refused"
+    assert "an update: up to 1024 plays x 6 calls = 6144 calls and 5,767,168 tokens" in done.stdout
+    seconds = int(re.search(r"about (\d+) s of tools", done.stdout)[1])
+    assert seconds == pytest.approx(6144 / min(map(int, rates)), rel=0.1, abs=1)
     (folder / "tools.json").write_text('{"tools": ["Python"], "python": "http://127.0.0.1:9"}')
     done = command("check", "--database", folder)
     assert done.returncode == 1 and "Python: remote" in done.stdout

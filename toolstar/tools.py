@@ -31,9 +31,12 @@ import sys
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from multiprocessing import parent_process
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 
 from sandbox import PROMPTS, Action, Episode, Sandbox, parse
@@ -353,6 +356,7 @@ class ToolEpisode(Episode):
 
     def begin(self, reply):
         self.tokens = getattr(reply, "tokens", None)  # as an endpoint counts them
+        self.made = len(self.sandbox.calls)  # before this reply
         self.begun = 0  # characters of the reply that stood there: a hint's (tir.py), or cut back
         if not self.stop and self.messages[-1]["role"] == "assistant":
             self.begun = len(self.messages[-1]["content"])
@@ -386,6 +390,13 @@ class ToolEpisode(Episode):
             return super().finish(observation)
         self.messages.append({"role": "result", "content": f" <result>\n{observation}\n</result>"})
         return observation
+
+    def hear(self, tokens):
+        """An engine says how many tokens the last observation took, with its frame."""
+        for call in self.sandbox.calls[self.made:]:  # none: an error of the grammar, or a refusal
+            call["tokens"] = tokens
+
+    heard = property(fset=hear)
 
     def fork(self, seed):
         twin = super().fork(seed)
@@ -621,11 +632,30 @@ def open_world(args):
 
 TRIED = {"Search": {"query": "the tallest tower"}, "Python": {"code": "print(6 * 7)"},
          "Browse": {"url": "http://127.0.0.1:9/"}}  # refused, which takes no network
+AT_ONCE = 64  # calls in flight, when a tool's pace is taken
+
+
+def pace(world, name):
+    """(seconds of a call by itself, calls per second with AT_ONCE in flight, how many of these
+    broke) of a tool, past the cache."""
+    key, text = next(iter(TRIED[name].items()))
+
+    def call(number):
+        return getattr(world, name.lower())(**{key: f"{text} # {number}"})[0]
+
+    times = [time.monotonic()]
+    for number in range(5):
+        call(number)
+        times.append(time.monotonic())
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        statuses = list(pool.map(call, range(AT_ONCE)))
+    rate = AT_ONCE / (time.monotonic() - times[-1])
+    return median(b - a for a, b in pairwise(times)), rate, statuses.count("broken")
 
 
 def check(args):
-    """Print what the settings say and what each tool answers -> exit status."""
-    world = open_world(args)
+    """Print what the settings say, what each tool answers, how fast -> exit status."""
+    world, rates = open_world(args), []
     print(f"\nPython: {world.level}")
     for what, outcome in getattr(world.jail, "proof", {}).items():
         print(f"    {what:40} {outcome}")
@@ -634,6 +664,17 @@ def check(args):
         status, text, cached = world.answer(name, TRIED[name])
         statuses.append(status)
         print(f"\n{name} {json.dumps(TRIED[name])} -> {status}{', cached' * cached}\n{text}")
+        if status == "ok":  # a page's pace is its server's
+            alone, rate, broken = pace(world, name)
+            rates.append(rate)
+            statuses += ["broken"] * broken
+            print(f"{1000 * alone:.1f} ms a call; {AT_ONCE} at once: {rate:.0f} calls/s, "
+                  f"{broken} broken")
+    (plays, tokens), calls = args.update, world.settings.max_calls
+    if plays and rates:
+        print(f"\nan update: up to {plays} plays x {calls} calls = {plays * calls} calls and "
+              f"{plays * tokens:,} tokens, about {plays * calls / min(rates):.0f} s of tools where "
+              "all go to the slowest")
     world.close()
     return int("broken" in statuses)
 
@@ -659,6 +700,9 @@ def flags(argv=None):
                        ("play", "you are the agent: answer a file's questions in the terminal")):
         add = commands.add_parser(name, help=what).add_argument
         add("--database", help="folder with tools.json (database/tools)")
+        if name == "check":
+            add("--update", type=int, nargs=2, default=(0, 0), metavar=("PLAYS", "TOKENS"),
+                help="say what the tools of an update of such plays take, at most")
         if name == "play":
             add("--tasks", required=True, help="questions, one per line")
             add("--out", default="out/play", help="folder of the episodes (out/play)")

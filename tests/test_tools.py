@@ -683,11 +683,11 @@ def test_with_tensor_parallel_ranks_one_calls_the_tools_and_all_play_the_same():
 
 @pytest.fixture(scope="module")
 def episodes(tmp_path_factory):
-    """A folder of a small world, served, with solver episodes, and its server."""
+    """A folder of a small world, served, with solver's episodes that call, in either grammar."""
     folder = tmp_path_factory.mktemp("facts")
     run = [sys.executable, "-m", "toolstar.tir"]
     port = free_port()
-    words = f"--worlds 2 --places 20 --held-out 60 --sft 32 --rl 8 --val 8 --port {port}"
+    words = f"--worlds 2 --places 20 --held-out 60 --sft 24 --rl 8 --val 8 --port {port}"
     subprocess.run([*run, "facts", "--out", folder, *words.split()], cwd=ROOT, check=True)
     with PageServer([folder / "train", folder / "val"], port) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -700,8 +700,9 @@ def episodes(tmp_path_factory):
             (folder / grammar / "tools.json").write_text(json.dumps(settings))
         subprocess.run([*run, "episodes", "--tasks", folder / "sft-tasks.jsonl", "--database",
                         folder / "turns", "--out", folder / "turns.jsonl"], cwd=ROOT, check=True)
-        rows = evaluate.read_jsonl(folder / "turns.jsonl")
-        evaluate.write_jsonl(folder / "tags.jsonl", [in_tags(row) for row in rows])
+        rows = [row for row in evaluate.read_jsonl(folder / "turns.jsonl") if row["calls"]][:8]
+        evaluate.write_jsonl(folder / "tasks.jsonl", [row["task"] for row in rows])
+        evaluate.write_jsonl(folder / "both.jsonl", rows + [in_tags(row) for row in rows])
         yield folder
         server.shutdown()
 
@@ -714,31 +715,32 @@ def in_tags(row):
     return row | {"messages": [system | {"content": tools.SHORT["tags"]}, query, *said]}
 
 
-@pytest.fixture(scope="module", params=["turns", "tags"])
-def caller(request, episodes, tmp_path_factory):
-    """(grammar, model) of one that has learnt solver's episodes by heart, so that it calls."""
+@pytest.fixture(scope="module")
+def caller(episodes, tmp_path_factory):
+    """A model that has learnt solver's episodes by heart, in either grammar, so that it calls."""
     from tiny import make_tiny
 
-    grammar, folder = request.param, tmp_path_factory.mktemp("caller")
-    make_tiny([episodes / f"{grammar}.jsonl"], folder / "model", seed=SEED, vocabulary=800)
-    train("sft.py", folder / "sft", f"--model {folder}/model --data {episodes}/{grammar}.jsonl",
-          "--steps 60 --batch 8 --lr 3e-3 --pack-tokens 8192 --no-checkpointing")
-    return grammar, folder / "sft"
+    folder = tmp_path_factory.mktemp("caller")
+    make_tiny([episodes / "both.jsonl"], folder / "model", seed=SEED, vocabulary=800)
+    train("sft.py", folder / "sft", f"--model {folder}/model --data {episodes}/both.jsonl",
+          "--steps 70 --batch 4 --lr 3e-3 --pack-tokens 8192 --no-checkpointing")
+    return folder / "sft"
 
 
+@pytest.mark.parametrize("grammar", ["turns", "tags"])
 @pytest.mark.parametrize("stage", ["grpo.py", "arpo.py"])
 def test_a_policy_that_calls_tools_trains_on_the_very_tokens_it_said(
-        episodes, caller, tmp_path, stage):
+        episodes, caller, tmp_path, stage, grammar):
     """Engine and trainer agree on all log-probabilities, stop strings or not, or it would stop."""
-    grammar, model = caller
-    train(stage, tmp_path, f"--env tools --database {episodes}/{grammar} --model {model}",
-          f"--tasks {episodes}/sft-tasks.jsonl --steps 2 --prompts 4 --group 4 --lr 1e-4",
+    train(stage, tmp_path, f"--env tools --database {episodes}/{grammar} --model {caller}",
+          f"--tasks {episodes}/tasks.jsonl --steps 2 --prompts 4 --group 4 --lr 1e-4",
           "--context 1024 --turn-tokens 64 --max-turns 8 --system-prompt short --no-checkpointing")
     log = evaluate.read_jsonl(tmp_path / "log.jsonl")
     rows = [row for i in (1, 2)
             for row in evaluate.read_jsonl(tmp_path / "rollouts" / f"{i:05d}.jsonl")]
     assert all(line["dlogp_mean"] < 1e-4 for line in log) and {"gap", "python"} <= log[0].keys()
     assert sum(row["calls"] for row in rows) > 0, "it has learnt to call"
+    assert all("tokens" in call for row in rows for call in row["tools"])
     roles = {m["role"] for row in rows for m in row["messages"]}
     assert roles - {"result"} == {"system", "user", "assistant"}
     assert ("result" in roles) == (grammar == "tags")

@@ -349,7 +349,8 @@ def ends_of_day(told, before, home, names):
     ways = [names.way(event.text) for event in told.events if event.slot == "transportation"]
     rides = [way for way in ways if way and way[0] != way[1]]
     ride = (rides[0][0] or before, rides[-1][1]) if rides else None  # of the day as a whole
-    label = next((event.text for event in told.events if event.slot == "city" and event.text), "")
+    labels = [event.text for event in told.events if event.slot == "city"]
+    label = next(filter(names.city, labels), "")
     title = label or w.DATE.sub("", told.heading, 1).strip(" :;-–—,.()|")
     title = title if len(told.heading) < 90 else ""  # a paragraph is no title
     stated = names.way(title if "from " in title.lower() else f"from {title}")

@@ -76,9 +76,10 @@ def used(jail):
 
 
 def p1(args):
-    """The rate by the clock shrinks when others use the cores; that by CPU seconds hardly does."""
+    """As many episodes as wait in a rollout call at once, so that no worker stands idle. The rate by
+    the clock shrinks when others use the cores; that by CPU seconds hardly does."""
     workers = len(os.sched_getaffinity(0))
-    with Jail(workers) as jail, ThreadPoolExecutor(workers) as pool:
+    with Jail(workers) as jail, ThreadPoolExecutor(PLACES) as pool:
         while len(jail.idle) <= workers:
             time.sleep(0.1)
         list(pool.map(jail.run, [SIMPLE] * 20 * workers))

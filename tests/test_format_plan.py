@@ -341,6 +341,12 @@ def test_enjoying_a_meal_ends_no_day_and_enjoying_the_trip_does(mini):
     assert day["breakfast"] == "-"
 
 
+def test_a_city_that_is_no_word_leaves_it_to_the_ride_to_tell_where_a_day_ends(mini):
+    text = "Day 1:\nCurrent City: )ut\nTransportation: Taxi, from Aa to Bb\nDinner: Foo, Bb"
+    day, = parse_plan(text, {"org": "Aa"}, mini)
+    assert day["current_city"] == "from Aa to Bb"
+
+
 # ---------------------------------------------------------------- what it survives
 def assert_is_plan(plan, org):
     for day in plan or []:

@@ -2,6 +2,7 @@
 import json
 import os
 import pickle
+import random
 import re
 import signal
 import sqlite3
@@ -560,10 +561,11 @@ def test_a_play_goes_on_through_twenty_kills_of_workers_pages_and_cache(make, ja
 
 
 def kill_often(jail, world, server, times, killed):
+    rng = random.Random(SEED)
     for i in range(times):
         time.sleep(0.1)
-        if i % 4 < 2:
-            wait_for(lambda i=i: os.kill(jail.idle[i % len(jail.idle)].pid, signal.SIGKILL))
+        if i % 4 < 2:  # a dead one may wait there for its next call; another is found then
+            wait_for(lambda: os.kill(rng.choice(jail.idle).pid, signal.SIGKILL))
             killed.append(i)
         elif i == 10:
             server.shutdown()  # its pages are refused from now on

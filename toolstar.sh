@@ -9,7 +9,7 @@ tir=(python -m toolstar.tir)
 critic() {
     words=("${trial[@]}")
     # a longer prompt takes no room from the play; DPO never reads it
-    [[ -z ${6:-} ]] || change --system-prompt "$6" --max-context $((${room:-$context} + 384))
+    [[ -z ${6:-} ]] || change --system-prompt "$6" --max-context $((context + 384))
     # every cycle draws anew, but what is held out of pairs stays so
     change --model policy="$3" --seed $(($4 + 1000 * $5)) --out "$2/play"
     stage "play-$1" "$2/play/table.md" "${words[@]}"

@@ -349,8 +349,7 @@ def ends_of_day(told, before, home, names):
     ways = [names.way(event.text) for event in told.events if event.slot == "transportation"]
     rides = [way for way in ways if way and way[0] != way[1]]
     ride = (rides[0][0] or before, rides[-1][1]) if rides else None  # of the day as a whole
-    labels = [event.text for event in told.events if event.slot == "city"]
-    label = next(filter(names.city, labels), "")
+    label = next((it.text for it in told.events if it.slot == "city" and names.city(it.text)), "")
     title = label or w.DATE.sub("", told.heading, 1).strip(" :;-–—,.()|")
     title = title if len(told.heading) < 90 else ""  # a paragraph is no title
     stated = names.way(title if "from " in title.lower() else f"from {title}")

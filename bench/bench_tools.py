@@ -76,8 +76,8 @@ def used(jail):
 
 
 def p1(args):
-    """As many episodes as wait in a rollout call at once, so that no worker stands idle. The rate by
-    the clock shrinks when others use the cores; that by CPU seconds hardly does."""
+    """As many call at once as wait in a rollout, so that no worker stands idle. The rate by the
+    clock shrinks when others use the cores; that by CPU seconds hardly does."""
     workers = len(os.sched_getaffinity(0))
     with Jail(workers) as jail, ThreadPoolExecutor(PLACES) as pool:
         while len(jail.idle) <= workers:

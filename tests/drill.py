@@ -133,16 +133,18 @@ def ours():
     return found
 
 
-def orphans(seconds=20):
-    """How many outlive their parents; they are killed then."""
+def orphans(seconds=60):
+    """How many outlive their parents; they are named, and killed then."""
     until = time.time() + seconds
     while ours() and time.time() < until:
         time.sleep(0.2)
     left = ours()
     for pid in left:
         try:
+            words = (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ")
+            print(f"still there: {words.decode(errors='replace')[:200]}", flush=True)
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
+        except (ProcessLookupError, FileNotFoundError):
             continue
     return len(left)
 
@@ -211,7 +213,7 @@ def compare(out, reference):
     whole, whole_keys, _ = contents(reference)
     unlike = [name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name)]
     lost = sum((whole_keys[name] - keys.get(name, Counter())).total() for name in whole_keys)
-    doubled = sum(count - 1 for each in keys.values() for count in each.values())
+    doubled = sum((keys[name] - whole_keys.get(name, Counter())).total() for name in keys)
     return {"equal": not unlike, "lost": lost, "doubled": doubled, "litter": len(litter),
             "words": f"unlike: {sorted(unlike)[:3]}" * bool(unlike) + f" left: {litter}" * bool(
                 litter)}

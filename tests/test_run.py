@@ -429,7 +429,7 @@ def test_the_cycles_of_axis_dpo_begin_where_their_names_say(size, told):
     runs = "OUT/axis/runs"
     starts = {"rl": f"{runs}/grpo-{value(stages, 'rl-2-s4', '--reward')}-masked-00-s4/rl",
               "rl-2": f"{runs}/dpo-rl-2-s4/rl", "sft": "OUT/sft"}
-    starts |= {name: starts["rl"] for name in told}
+    starts |= dict.fromkeys(told, starts["rl"])
     found = cycles(stages)
     assert set(found) == {f"{runs}/dpo-{name}-s4" for name in starts}
     for name, start in starts.items():

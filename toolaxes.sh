@@ -51,7 +51,7 @@ train() {
 
 # critics SEED MODEL   the settings of dpo behind RL alone
 critics() {
-    local x one=$plays/dpo-rl-s$1 two=$plays/dpo-rl-2-s$1 told=$OUT/axis/principles.txt
+    local one=$plays/dpo-rl-s$1 two=$plays/dpo-rl-2-s$1 told=$OUT/axis/principles.txt
     local principles=database/prompts/principles.txt
     critic "rl-s$1" "$one" "$2" "$1" 1
     judged rl+dpo "$one" dpo="$one/dpo" "$1"

@@ -224,18 +224,21 @@ class Travel:
 
     def load_task(self, row):
         """A row of a file as a task with an "id"; KeyError or ValueError that names the key."""
-        return load_task(row)
+        task = load_task(row)
+        self.database.of(task)  # or it says that the task is of no world here
+        return task
 
     def episode(self, task, seed, args):
         """An Episode, ready to be played. seed: of what chance decides in the world."""
-        sandbox = Sandbox(self.database, args.failure_rate, seed)
+        sandbox = Sandbox(self.database.of(task), args.failure_rate, seed)
         return Episode(task, sandbox, args.max_turns, system_prompt(args.system_prompt))
 
     def verdict(self, episode):
         """(plan, score, strict success); the score is None where a task has nothing to judge by."""
+        database = self.database.of(episode.task)
         if "org" not in episode.task:  # it is of the published test split
-            return parse_plan(episode.answer, episode.task, self.database), None, None
-        plan, verdict = judge(episode.task, episode.answer, self.database)
+            return parse_plan(episode.answer, episode.task, database), None, None
+        plan, verdict = judge(episode.task, episode.answer, database)
         return plan, verdict, verdict.pop("strict")
 
     def reward(self, verdict, kind):
@@ -324,7 +327,7 @@ def ask_person(messages):
 
 def play_solver(database, episode):
     """One episode of the solver: its searches through the tools, then its plan as the answer."""
-    for reply in solver_replies(episode.task, database):
+    for reply in solver_replies(episode.task, database.of(episode.task)):
         if episode.step(reply) is None:
             break
     return episode

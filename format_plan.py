@@ -664,7 +664,7 @@ def read_all(args):
         if args.llm_url and text:
             plan = format_plan(text, task, args.llm_model, args.llm_url, args.cache, api_key=key)
         else:
-            plan = parse_plan(text, task, database)
+            plan = parse_plan(text, task, database.of(task))
         print(json.dumps({**row, "plan": plan}, ensure_ascii=False))
 
 

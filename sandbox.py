@@ -264,6 +264,15 @@ class Database:
         self.restaurant_cities = self._names("SELECT city FROM restaurants")
         self.attraction_cities = self._names("SELECT city FROM attractions")
 
+    def of(self, task):
+        """The database that a task is about: this one, of every task."""
+        return self
+
+    @property
+    def worlds(self):
+        """{name: Database} of what `of` chooses from."""
+        return {"": self}
+
     def _open(self):
         sources = find_sources(self.folder)
         missing = [TABLES[name].file for name, path in sources.items() if path is None]
@@ -353,10 +362,27 @@ class Database:
         return self._kept[origin]
 
 
+class Country:
+    """Worlds side by side, the folders world-* of one; a task's "world" names the one it is of."""
+
+    def __init__(self, folder, folders):
+        self.folder = folder
+        self.worlds = {path.name: Database(path) for path in sorted(folders)}
+
+    def of(self, task):
+        if task.get("world") in self.worlds:
+            return self.worlds[task["world"]]
+        raise ValueError(f"'world' is {task.get('world')!r:.60}, which is no folder of "
+                         f"{self.folder}; it holds {min(self.worlds)} to {max(self.worlds)}")
+
+
 def open_database(path=None):
-    """The database at path, else at $STAR_DATABASE, else the small world beside this file."""
+    """The Database at path, or the Country; else at $STAR_DATABASE, else the small world beside
+    this file."""
     default = Path(__file__).parent / "database" / "mini"
-    return Database(path or os.environ.get("STAR_DATABASE") or default)
+    folder = Path(path or os.environ.get("STAR_DATABASE") or default)
+    folders = [each for each in folder.glob("world-*") if each.is_dir()]
+    return Country(folder, folders) if folders else Database(folder)
 
 
 # ---------------------------------------------------------------- tools

@@ -198,7 +198,9 @@ def close_budget(rng, task, database):
 
 def make_task(args, index):
     """The task of this index, a function of seed and index alone; None where none comes of it."""
-    rng, database = random.Random(f"{args.seed}/{index}"), open_once(args.database)
+    rng, worlds = random.Random(f"{args.seed}/{index}"), open_once(args.database).worlds
+    name = list(worlds)[stable_draw(f"world/{args.seed}/{index}") % len(worlds)]
+    database = worlds[name]
     kinds = list(itertools.product(args.days, LEVELS))
     task = sample_task(rng, database, *kinds[index % len(kinds)], args.like, args.dates)
     if task is None or args.split not in ("all", split_of(task, database)):
@@ -215,6 +217,8 @@ def make_task(args, index):
     if evaluate.score(task, plan, database, "strict")["success"] < 1:
         return None
     task["query"] = write_query(rng, task, GRAMMARS[args.like])
+    if name:
+        task["world"] = name
     if args.split == "val":
         task["unseen"] = unseen
     ratio = round(report.cost / task["budget"], 3)
@@ -419,7 +423,7 @@ def numbered(answer, shown):
 
 def make_episode(args, task):
     """An episode of the solver as teacher, or the reason why there is none."""
-    rng, database = random.Random(f"{args.seed}/{task['id']}"), open_once(args.database)
+    rng, database = random.Random(f"{args.seed}/{task['id']}"), open_once(args.database).of(task)
     reason = solver.solve_report(task, database).reason
     if reason:
         return {"id": task["id"], "model": "solver", "refused": [reason]}
@@ -433,6 +437,12 @@ def make_episode(args, task):
         if not journey:
             return {"id": task["id"], "model": "solver", "refused": ["names of several places"]}
         steps, last, style = Lesson(rng, task, database, journey).teach(style)
+    return play_out(args, task, database, steps, last, journey, style)
+
+
+def play_out(args, task, database, steps, last, journey, style):
+    """The record of the episode in which the solver makes these searches and answers with this
+    journey after a last thought; or the reason why there is none."""
     world = evaluate.Travel(database)
     episode = world.episode(task, args.seed, args)
     for step in steps:
@@ -616,7 +626,7 @@ def start(args):
     """Settle what depends on the database, and run the command."""
     (hold if args.command == "subsets" else hold_file)(args.out)
     if "like" in args:
-        small = len(open_once(args.database).cities) < 100
+        small = all(len(world.cities) < 100 for world in open_once(args.database).worlds.values())
         args.like = args.like or ("tiny" if small else "paper")
         args.system_prompt = {"tiny": "short", "paper": "full"}[args.like]
     args.run(args)

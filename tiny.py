@@ -1,16 +1,18 @@
 """
 The laptop's world: what a model of 2M parameters needs to learn in minutes what a large one knows.
 
-    (1) world   tables like TravelPlanner's, small and seeded, whose names a tiny model can copy
-    (2) drills  for want of pre-training: exercises in copying, or whole episodes of the solver,
-                from worlds other than the one it will play in
+    (1) world   tables like TravelPlanner's, small and seeded, whose names a tiny model can copy; or
+                many such worlds, none of which has a city of the one that ships
+    (2) drills  for want of pre-training: exercises in copying and in weighing rows, or whole
+                episodes of the solver, hasty and careful, from worlds other than those of RL
     (3) model   a random Qwen2 with induction heads, and a tokenizer made for copying
 
 Reads   for (3) files of messages
 Writes  the tables' CSVs; jsonl of messages or episodes; a model folder
 
     python tiny.py world  --seed 0 --out database/mini
-    python tiny.py drills --n 6000 --worlds 48 --out data/drills.jsonl
+    python tiny.py world  --worlds 24 --seed 7 --out data/worlds
+    python tiny.py drills --n 7500 --worlds 48 --out data/drills.jsonl
     python tiny.py model  --corpus data/drills.jsonl data/sft.jsonl --out out/init
 """
 import argparse
@@ -32,6 +34,7 @@ from constraints import ROOM_TYPES
 from evaluate import (
     COUNT,
     LEVELS,
+    SHARE,
     Help,
     Parser,
     hold,
@@ -42,8 +45,20 @@ from evaluate import (
     workers,
     write_jsonl,
 )
+from format_plan import MEALS
 from sandbox import Sandbox, observation_message, open_database
-from solver import SEARCHES, drive, legs, modes, places, turn, way_searches
+from solver import (
+    SEARCHES,
+    cuisines,
+    drive,
+    lay_out,
+    legs,
+    modes,
+    places,
+    searches,
+    turn,
+    way_searches,
+)
 
 WORDS = Path(__file__).parent / "database" / "words"
 # The word pools of the small worlds. They share no word, so that a word says what kind of place it
@@ -58,10 +73,11 @@ WINDING = 1.25  # km by road per km as the crow flies
 
 # ---------------------------------------------------------------- (1) world
 
-def make_world(seed, dates=synth.MARCH):
-    """The tables of a small world as {path in the database folder: text}; same seed, same bytes."""
+def make_world(seed, dates=synth.MARCH, avoid=frozenset()):
+    """The tables of a small world as {path in the database folder: text}; same seed, same bytes.
+    avoid: names that none of its cities has."""
     rng = random.Random(f"world/{seed}")
-    states, where = make_map(rng)
+    states, where = make_map(rng, avoid)
     hotels, meals, sights = make_places(rng, states, where)
     roads, flights = make_roads(rng, where), make_flights(rng, states, where, dates)
     lines = [f"{city}\t{state}" for state, cities in states.items() for city in cities]
@@ -88,7 +104,7 @@ def to_csv(head, rows):
     return out.getvalue()
 
 
-def make_map(rng):
+def make_map(rng, avoid=frozenset()):
     """14 states of 3 or 4 cities on a plane: {state: [city]}, {city: (x, y) in km}. Each noun names
     two cities of different states: training meets the words of a reserved city all the same."""
     nouns = rng.sample(POOLS["nouns"], 24)
@@ -97,7 +113,8 @@ def make_map(rng):
     for noun in nouns + rng.sample(nouns, 24):
         near = [name for name in names if name.endswith(noun)] + names[-2:]
         used = {name.split()[0] for name in near}
-        unused = [prefix for prefix in POOLS["prefixes"] if prefix not in used]
+        unused = [prefix for prefix in POOLS["prefixes"]
+                  if prefix not in used and f"{prefix} {noun}" not in avoid]
         names.append(f"{rng.choice(unused)} {noun}")
     states, where = {}, {}
     for state, size in zip(rng.sample(POOLS["states"], 14), sizes, strict=True):
@@ -218,8 +235,11 @@ def make_links(rng, states, where):
     return [(*pair, odd) for pair, odd in links.items()]
 
 
-def write_world(folder, seed, dates=synth.MARCH):
-    for name, text in make_world(seed, dates).items():
+HOME = frozenset(make_map(random.Random("world/0"))[1])  # the cities of database/mini
+
+
+def write_world(folder, seed, dates=synth.MARCH, avoid=frozenset()):
+    for name, text in make_world(seed, dates, avoid).items():
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", newline="")
@@ -227,7 +247,11 @@ def write_world(folder, seed, dates=synth.MARCH):
 
 def world(args):
     hold(args.out)
-    write_world(args.out, args.seed)
+    if not args.worlds:
+        write_world(args.out, args.seed)
+    for number in range(args.worlds or 0):
+        folder = Path(args.out) / f"world-{number:02d}"
+        write_world(folder, f"{args.seed}.{number}", avoid=HOME)
 
 
 # ---------------------------------------------------------------- (2) drills
@@ -248,35 +272,103 @@ def world_rows(args, number):
     trip may start would never be learnt as such."""
     dates, n = MONTHS[number % 12], synth.portions(args.n, [1] * args.worlds)[number]
     with tempfile.TemporaryDirectory() as folder:
-        write_world(folder, f"{args.seed}.{number}", dates)
+        write_world(folder, f"{args.seed}.{number}", dates, HOME)
         if args.episodes:
-            rows = world_episodes(args.seed, number, folder, dates)
+            rows = world_episodes(args, number, folder, dates)
         else:
             rng, database = random.Random(f"drills/{args.seed}/{number}"), open_database(folder)
             rows = (make_drill(rng, database, dates) for _ in itertools.count())
         return list(itertools.islice(rows, n))
 
 
-def world_episodes(seed, number, folder, dates):
-    """Episodes of the solver, all successful. They keep clear of the pairs and the dates of the
-    small world's held-out tasks, and of the cities that stand for the unseen ones there."""
+def world_episodes(args, number, folder, dates):
+    """Episodes of the solver, all successful, on dates on which no held-out task of the small world
+    starts. Two teachers take turns by chance: a hasty one, who answers out of the lists alone, and
+    a careful one, who weighs their rows first."""
     settings = argparse.Namespace(
-        seed=f"{seed}.{number}", prefix=f"world-{number}", database=folder, like="tiny", days=[3],
-        dates=dates, split="train", unseen=None, styles={"direct": 1}, system_prompt="short",
-        failure_rate=0.0, max_turns=60)
-    kept_out = synth.reserved(synth.open_once(None))
+        seed=f"{args.seed}.{number}", prefix=f"world-{number}", database=folder, like="tiny",
+        days=[3], dates=dates, split="train", unseen=None, system_prompt="short", failure_rate=0.0,
+        max_turns=60)
     for index in itertools.count():
         task = synth.make_task(settings, index)
-        if task and kept_out.isdisjoint((task["org"], task["dest"])):
-            row = synth.make_episode(settings, task)
-            if "refused" not in row:
-                yield row
+        if task is None:
+            continue
+        database, rng = synth.open_once(folder), random.Random(f"{settings.seed}/{task['id']}")
+        journey = synth.Teacher(rng, task, database).good_draft()
+        steps, style = searches(task, journey), "hasty"
+        if rng.random() < args.careful:
+            steps, style = weighed(steps, task, database, journey), "careful"
+        row = synth.play_out(settings, task, database, steps, "the plan", journey, style)
+        if "refused" not in row:
+            yield row
+
+
+def weighed(steps, task, database, journey):
+    """A careful teacher's searches: the thought after a list of hotels, and after one of
+    restaurants where a cuisine is wanted, goes through its rows, then says which are taken."""
+    plan, (stay,), notes, found = lay_out(task, journey), journey.stays, "", []
+    for step in steps:
+        found.append(step._replace(thought=notes + step.thought))
+        lines = []
+        if step.tool == SEARCHES["hotels"]:
+            lines, _ = weigh_hotels(task, database.hotels(stay.city))
+            lines.append(f"Accommodation: [{stay.bed.name}]")
+        elif step.tool == SEARCHES["restaurants"] and cuisines(task):
+            lines, serving = weigh_meals(task, database.restaurants(stay.city))
+            lines += take_meals(serving, (
+                (slot.title(), day[slot].removesuffix(f", {stay.city}"))
+                for day in plan for slot in MEALS))
+        notes = "".join(line + "\n" for line in lines)
+    return found
+
+
+def weigh_hotels(task, rows):
+    """A line for each row of a list, and the rows that fit. A line quotes what the query asks
+    about, with "ok" or "no" behind each, as far as the first "no"."""
+    room, rule = (task["local_constraint"].get(name) for name in ("room type", "house rule"))
+    lines, fitting = [], []
+    for number, row in enumerate(rows, 1):
+        points = [(f"{row.minimum_nights:g} nights", row.minimum_nights < task["days"])]
+        if rule:
+            points.insert(0, (row.house_rules, f"No {rule}" not in row.house_rules))
+        if room:
+            right = row.room_type == ROOM_TYPES.get(room) or (
+                room == "not shared room" and row.room_type != "Shared room")
+            points.insert(0, (row.room_type, right))
+        wrong = next((i for i, (_, right) in enumerate(points) if not right), len(points))
+        said = [f"{quote} {'ok' if right else 'no'}" for quote, right in points[:wrong + 1]]
+        lines.append(f"{number}. [{row.name}] {', '.join(said)}")
+        if wrong == len(points):
+            fitting.append(row)
+    return lines, fitting
+
+
+def weigh_meals(task, rows):
+    """A line for each row of a list with its cuisines and those of them that are wanted, or "no";
+    and {name: (number, wanted cuisines)} of the rows that serve one."""
+    lines, serving = [], {}
+    for number, row in enumerate(rows, 1):
+        served = [name for name in row.cuisines.split(", ") if name in cuisines(task)]
+        lines.append(f"{number}. [{row.name}] {row.cuisines}: {', '.join(served) or 'no'}")
+        if served:
+            serving[row.name] = number, served
+    return lines, serving
+
+
+def take_meals(serving, slots):
+    """The lines of a plan, of pairs (slot, name), that serve a wanted cuisine."""
+    return [f"{slot}: {serving[name][0]}. [{name}]" for slot, name in slots if name in serving]
+
+
+# the kinds of exercises, and how often each comes
+DRILLS = {"air": 2, "road": 1, "flights": 1, "lists": 5, "hotels": 8, "meals": 5}
 
 
 def make_drill(rng, database, dates):
     """One exercise in copying what is shown: a query's next search for its way out or back by air
-    or by road, flights out and back, or the lists of a city in another order."""
-    kind = rng.choices(("air", "road", "flights", "lists"), (2, 1, 1, 6))[0]
+    or by road, flights out and back, or the lists of a city in another order; or in weighing by a
+    query's wishes the rows of a list."""
+    kind = rng.choices(list(DRILLS), list(DRILLS.values()))[0]
     ends = None  # of a task that this can be asked about: its ways out and back
     while not ends:
         task = synth.sample_task(rng, database, 3, rng.choice(LEVELS), "tiny", dates)
@@ -287,6 +379,8 @@ def make_drill(rng, database, dates):
         shown, said = drill_flights(rng, ends, database)
     elif kind == "lists":
         shown, said = drill_lists(rng, task["dest"], database)
+    elif kind in ("hotels", "meals"):
+        shown, said = drill_weighing(rng, task, kind, database)
     else:
         shown, said = drill_ways(rng, task, ends, kind, database)
     messages = [{"role": "user", "content": shown}, {"role": "assistant", "content": said}]
@@ -294,7 +388,15 @@ def make_drill(rng, database, dates):
 
 
 def is_possible(kind, task, database):
-    """Whether there is what a drill shows, both out and back."""
+    """Whether there is what a drill shows, both out and back, or a row that fits."""
+    wish = task["local_constraint"]
+    if kind == "hotels":
+        _, fitting = weigh_hotels(task, database.hotels(task["dest"]))
+        return bool(fitting and (wish["room type"] or wish["house rule"]))
+    if kind == "meals":
+        _, serving = weigh_meals(task, database.restaurants(task["dest"]))
+        return bool(serving) and {*cuisines(task)} <= {
+            name for _, served in serving.values() for name in served}
     for a, b, date in legs(task, [task["dest"]], [2]):
         found = {"air": "air" in modes(task) and database.flights(a, b, date),
                  "road": "road" in modes(task) and drive(database, a, b),
@@ -343,6 +445,28 @@ def drill_lists(rng, city, database):
     if hotels:
         lines.append(f"Accommodation: [{rng.choice(hotels)}]")
     return shown, synth.numbered("\n".join(rng.sample(lines, len(lines))), shown)
+
+
+def drill_weighing(rng, task, kind, database):
+    """A query and a city's lists as far as one of hotels or restaurants -> that list weighed, and
+    what is taken."""
+    city, query = task["dest"], synth.write_query(rng, task, synth.GRAMMARS["tiny"])
+    tables = ["hotels", "restaurants"] if kind == "meals" else ["hotels"]
+    shown = [see(database, SEARCHES[table], {"city": city}) for table in tables]
+    if kind == "hotels":
+        lines, fitting = weigh_hotels(task, database.hotels(city))
+        lines.append(f"Accommodation: [{rng.choice(fitting).name}]")
+    else:
+        lines, serving = weigh_meals(task, database.restaurants(city))
+        missing, taken = set(cuisines(task)), []
+        while missing:
+            taken.append(rng.choice([name for name, (_, served) in serving.items()
+                                     if not missing.isdisjoint(served)]))
+            missing -= {*serving[taken[-1]][1]}
+        slots = sorted(rng.sample(range(3), len(taken)))
+        lines += take_meals(serving, [(MEALS[slot].title(), name)
+                                      for slot, name in zip(slots, taken, strict=True)])
+    return "\n".join([query, *shown]), "\n".join(lines)
 
 
 # ---------------------------------------------------------------- (3) model
@@ -524,11 +648,15 @@ def flags(argv=None):
         p.add_argument("--out", required=True, help="file or folder that is written")
         return p.add_argument
 
-    command(world, "write the tables of a small world")
+    add = command(world, "write the tables of a small world, or of many")
+    add("--worlds", type=COUNT, help="that many worlds, each in a folder world-*, without the "
+        "cities of the one that ships; unset: one world, in --out itself")
     add = command(drills, "write exercises or episodes from other worlds")
     add("--n", type=COUNT, default=4000, help="number of exercises, or of episodes")
     add("--worlds", type=COUNT, default=8, help="number of worlds that share them")
     add("--episodes", action="store_true", help="write whole episodes of the solver")
+    add("--careful", type=SHARE, default=0.0,
+        help="share of episodes in which the rows of lists are weighed one by one")
     add("--workers", type=COUNT, default=os.cpu_count(), help="processes; all give the same file")
     add = command(model, "write a random Qwen2 of 2M parameters and its tokenizer")
     add("--corpus", nargs="+", required=True, metavar="JSONL",

@@ -4,7 +4,7 @@ The laptop's world: what a model of 2M parameters needs to learn in minutes what
     (1) world   tables like TravelPlanner's, small and seeded, whose names a tiny model can copy; or
                 many such worlds, none of which has a city of the one that ships
     (2) drills  for want of pre-training: exercises in copying and in weighing rows, or whole
-                episodes of the solver, hasty and careful, from worlds other than those of RL
+                episodes of the solver, from worlds other than the one it will play in
     (3) model   a random Qwen2 with induction heads, and a tokenizer made for copying
 
 Reads   for (3) files of messages
@@ -12,7 +12,7 @@ Writes  the tables' CSVs; jsonl of messages or episodes; a model folder
 
     python tiny.py world  --seed 0 --out database/mini
     python tiny.py world  --worlds 24 --seed 7 --out data/worlds
-    python tiny.py drills --n 7500 --worlds 48 --out data/drills.jsonl
+    python tiny.py drills --n 6000 --worlds 48 --out data/drills.jsonl
     python tiny.py model  --corpus data/drills.jsonl data/sft.jsonl --out out/init
 """
 import argparse
@@ -272,32 +272,34 @@ def world_rows(args, number):
     trip may start would never be learnt as such."""
     dates, n = MONTHS[number % 12], synth.portions(args.n, [1] * args.worlds)[number]
     with tempfile.TemporaryDirectory() as folder:
-        write_world(folder, f"{args.seed}.{number}", dates, HOME)
+        write_world(folder, f"{args.seed}.{number}", dates, HOME if args.away else frozenset())
         if args.episodes:
             rows = world_episodes(args, number, folder, dates)
         else:
             rng, database = random.Random(f"drills/{args.seed}/{number}"), open_database(folder)
-            rows = (make_drill(rng, database, dates) for _ in itertools.count())
+            rows = (make_drill(rng, database, dates, args.careful) for _ in itertools.count())
         return list(itertools.islice(rows, n))
 
 
 def world_episodes(args, number, folder, dates):
-    """Episodes of the solver, all successful, on dates on which no held-out task of the small world
-    starts. Two teachers take turns by chance: a hasty one, who answers out of the lists alone, and
-    a careful one, who weighs their rows first."""
+    """Episodes of the solver, all successful. They keep clear of the pairs and the dates of the
+    small world's held-out tasks, and of the cities that stand for the unseen ones there. A share is
+    a careful teacher's, who weighs the rows of a list before taking one."""
     settings = argparse.Namespace(
         seed=f"{args.seed}.{number}", prefix=f"world-{number}", database=folder, like="tiny",
         days=[3], dates=dates, split="train", unseen=None, system_prompt="short", failure_rate=0.0,
         max_turns=60)
+    kept_out, database = synth.reserved(synth.open_once(None)), synth.open_once(folder)
     for index in itertools.count():
         task = synth.make_task(settings, index)
-        if task is None:
+        if task is None or not kept_out.isdisjoint((task["org"], task["dest"])):
             continue
-        database, rng = synth.open_once(folder), random.Random(f"{settings.seed}/{task['id']}")
+        rng = random.Random(f"{settings.seed}/{task['id']}")
+        style = "careful" if rng.random() < args.careful else "direct"
         journey = synth.Teacher(rng, task, database).good_draft()
-        steps, style = searches(task, journey), "hasty"
-        if rng.random() < args.careful:
-            steps, style = weighed(steps, task, database, journey), "careful"
+        steps = searches(task, journey)
+        if style == "careful":
+            steps = weighed(steps, task, database, journey)
         row = synth.play_out(settings, task, database, steps, "the plan", journey, style)
         if "refused" not in row:
             yield row
@@ -360,15 +362,13 @@ def take_meals(serving, slots):
     return [f"{slot}: {serving[name][0]}. [{name}]" for slot, name in slots if name in serving]
 
 
-# the kinds of exercises, and how often each comes
-DRILLS = {"air": 2, "road": 1, "flights": 1, "lists": 5, "hotels": 8, "meals": 5}
-
-
-def make_drill(rng, database, dates):
+def make_drill(rng, database, dates, careful=0.0):
     """One exercise in copying what is shown: a query's next search for its way out or back by air
-    or by road, flights out and back, or the lists of a city in another order; or in weighing by a
-    query's wishes the rows of a list."""
-    kind = rng.choices(list(DRILLS), list(DRILLS.values()))[0]
+    or by road, flights out and back, or the lists of a city in another order. careful: the share of
+    exercises in weighing the rows of a list by a query's wishes."""
+    kind = rng.choices(("air", "road", "flights", "lists"), (2, 1, 1, 6))[0]
+    if careful and rng.random() < careful:
+        kind = rng.choices(("hotels", "meals"), (8, 5))[0]
     ends = None  # of a task that this can be asked about: its ways out and back
     while not ends:
         task = synth.sample_task(rng, database, 3, rng.choice(LEVELS), "tiny", dates)
@@ -656,7 +656,8 @@ def flags(argv=None):
     add("--worlds", type=COUNT, default=8, help="number of worlds that share them")
     add("--episodes", action="store_true", help="write whole episodes of the solver")
     add("--careful", type=SHARE, default=0.0,
-        help="share of episodes in which the rows of lists are weighed one by one")
+        help="share of them in which the rows of lists are weighed one by one")
+    add("--away", action="store_true", help="in worlds without a city of database/mini")
     add("--workers", type=COUNT, default=os.cpu_count(), help="processes; all give the same file")
     add = command(model, "write a random Qwen2 of 2M parameters and its tokenizer")
     add("--corpus", nargs="+", required=True, metavar="JSONL",

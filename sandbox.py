@@ -370,9 +370,10 @@ class Country:
         self.worlds = {path.name: Database(path) for path in sorted(folders)}
 
     def of(self, task):
-        if task.get("world") in self.worlds:
-            return self.worlds[task["world"]]
-        raise ValueError(f"'world' is {task.get('world')!r:.60}, which is no folder of "
+        name = task.get("world")
+        if isinstance(name, str) and name in self.worlds:
+            return self.worlds[name]
+        raise ValueError(f"'world' is {name!r:.60}, which is no folder of "
                          f"{self.folder}; it holds {min(self.worlds)} to {max(self.worlds)}")
 
 

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "evaluate.py": {*FLOOR, "template", "engine", "guard", "whole", "records"},
     "teacher.py": {"sandbox", "evaluate", "constraints", "solver"},
     "synth.py": {"sandbox", "evaluate", "constraints", "solver", "format_plan", "teacher"},
-    "tiny.py": {"sandbox", "evaluate", "constraints", "solver", "synth"},
+    "tiny.py": {*FLOOR, "evaluate", "synth"},
     "qa_eval.py": {"sandbox", "evaluate", "retriever"}, "retriever.py": {"guard"},
     "memory.py": {"evaluate", "sft"}, "report.py": {"evaluate"}, "microscope.py": {"evaluate"},
     **dict.fromkeys(("grpo.py", "arpo.py"), {"sandbox", "evaluate", "microscope"}),
@@ -47,11 +47,11 @@ MAY_IMPORT = {
 } | {f"toolstar/{name}.py": set() for name in ("__init__", "jail", "run_code", "cell", "browse",
                                                "verdict", "mathematics", "expression", "rewrite")}
 LIMITS = {  # lines
-    "wording.py": 164, "markup.py": 120, "sandbox.py": 600, "format_plan.py": 650,
+    "wording.py": 164, "markup.py": 120, "sandbox.py": 640, "format_plan.py": 650,
     "constraints.py": 720, "solver.py": 320, "template.py": 150, "engine.py": 290,
-    "guard.py": 265, "whole.py": 240, "records.py": 80, "evaluate.py": 650, "report.py": 465,
+    "guard.py": 265, "whole.py": 240, "records.py": 80, "evaluate.py": 655, "report.py": 465,
     "microscope.py": 100,
-    "leaderboard.py": 130, "synth.py": 640, "teacher.py": 540, "tiny.py": 540, "sft.py": 430,
+    "leaderboard.py": 130, "synth.py": 640, "teacher.py": 540, "tiny.py": 660, "sft.py": 430,
     "grpo.py": 810, "arpo.py": 910, "dpo.py": 590, "memory.py": 175, "retriever.py": 430,
     "qa_eval.py": 420, "run.sh": 236,
     "setup.sh": 148, "axes.sh": 110, "toolstar.sh": 142, "toolaxes.sh": 120, "README.md": 173}

@@ -7,17 +7,19 @@ import io
 import itertools
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from collections import Counter
 
 import pytest
 
 import synth
 import tiny
-from evaluate import read_jsonl, score
-from sandbox import parse
+from evaluate import LEVELS, Travel, load_tasks, play_solver, read_jsonl, score, write_jsonl
+from sandbox import open_database, parse
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 TABLES = {"clean_accommodations_2022.csv": ("NAME", "city"),
@@ -241,3 +243,137 @@ def test_the_tasks_of_a_small_world_can_be_solved(tmp_path):
     database = synth.open_once(str(tmp_path))
     for task in read_jsonl(tmp_path / "tasks.jsonl"):
         assert score(task, synth.solve(task, database), database, "strict")["success"] == 1
+
+
+# ---------------------------------------------------------------- many worlds
+
+@pytest.fixture(scope="module")
+def country(tmp_path_factory):
+    """A folder of three worlds, and tasks of them."""
+    folder = tmp_path_factory.mktemp("country")
+    tiny.main(["world", "--worlds", "3", "--seed", str(SEED), "--out", str(folder)])
+    path = folder / "tasks.jsonl"
+    synth.main(["tasks", "--database", str(folder), "--days", "3", "--n", "30", "--seed",
+                str(SEED), "--out", str(path)])
+    return folder, path
+
+
+def test_no_city_of_many_worlds_is_one_of_the_world_that_ships(country, mini):
+    worlds = open_database(country[0]).worlds
+    assert list(worlds) == ["world-00", "world-01", "world-02"]
+    cities = [set(world.cities) for world in worlds.values()]
+    assert all(len(names) == 48 and names.isdisjoint(mini.cities) for names in cities)
+    assert cities[0] != cities[1] != cities[2]
+
+
+def test_a_task_of_many_worlds_is_played_and_judged_in_its_own(country):
+    folder, path = country
+    world, args = Travel(open_database(folder)), Namespace(
+        failure_rate=0.0, max_turns=20, system_prompt="short")
+    tasks = load_tasks(path, world.load_task)
+    assert {task["world"] for task in tasks} == set(world.database.worlds)
+    for task in tasks:
+        assert task["org"] in world.database.worlds[task["world"]].cities
+        episode = play_solver(world.database, world.episode(task, 0, args))
+        assert world.verdict(episode)[2] == 1
+
+
+@pytest.mark.parametrize("name", [None, "world-99", ["world-00"], "../mini"])
+def test_a_task_of_no_world_of_the_folder_is_refused_by_file_and_row(country, name, tmp_path):
+    folder, path = country
+    rows = read_jsonl(path)
+    rows[1]["world"] = name
+    write_jsonl(tmp_path / "tasks.jsonl", rows)
+    with pytest.raises(ValueError, match=r"tasks.jsonl, row 2: 'world' is .*world-00 to world-02"):
+        load_tasks(tmp_path / "tasks.jsonl", Travel(open_database(folder)).load_task)
+
+
+# ---------------------------------------------------------------- weighing
+
+HOTEL = re.compile(r"(?m)^(\d+)\. \[([^\]]+)\] \$\S+ Room Type: ([^,]+), House Rules: ([^,]+), "
+                   r"Minimum Nights: (\d)")
+MEAL = re.compile(r"(?m)^(\d+)\. \[([^\]]+)\] Avg\. Cost \$\d+\. Cuisines: (.+)\. Rating")
+ROOMS = {"entire room": {"Entire home/apt"}, "private room": {"Private room"},
+         "shared room": {"Shared room"},
+         "not shared room": {"Entire home/apt", "Private room"}}
+
+
+def check_hotels(wish, shown, said):
+    """Hold weighed hotels against the list that was shown -> the name of the one taken."""
+    *lines, taken = said
+    rows, fitting = HOTEL.findall(shown), []
+    assert len(lines) == len(rows)
+    for line, (number, name, room, rules, nights) in zip(lines, rows, strict=True):
+        points = [(f"{nights} nights", int(nights) <= 2)]
+        if wish["house rule"]:
+            points.insert(0, (rules, f"No {wish['house rule']}" not in rules.split(" & ")))
+        if wish["room type"]:
+            points.insert(0, (room, room in ROOMS[wish["room type"]]))
+        said = [f"{quote} {('no', 'ok')[right]}" for quote, right in points]
+        wrong = [i for i, (_, right) in enumerate(points) if not right]
+        assert line == f"{number}. [{name}] " + ", ".join(said[:wrong[0] + 1] if wrong else said)
+        if not wrong:
+            fitting.append(name)
+    name = taken.removeprefix("Accommodation: ")[1:-1]
+    assert name in fitting
+    return name
+
+
+def check_meals(wish, shown, said):
+    """Hold weighed restaurants against the list that was shown -> the lines of those taken."""
+    rows, served = MEAL.findall(shown), {}
+    for line, (number, name, kinds) in zip(said, rows, strict=False):
+        wanted = [kind for kind in kinds.split(", ") if kind in wish["cuisine"]]
+        assert line == f"{number}. [{name}] {kinds}: {', '.join(wanted) or 'no'}"
+        served[f"{number}. [{name}]"] = wanted
+    taken = said[len(rows):]
+    assert {kind for line in taken for kind in served[line.split(": ", 1)[1]]} == {*wish["cuisine"]}
+    return taken
+
+
+def test_careful_episodes_weigh_every_row_rightly_and_answer_with_what_they_took(tmp_path):
+    rows = made(tmp_path / "e.jsonl", "drills", "--episodes", "--careful", "0.5", "--away",
+                "--worlds", 12, "--n", 240, "--seed", SEED)
+    careful = [row for row in rows if row["model"] == "solver, careful"]
+    assert 80 < len(careful) < 160 and len(rows) == 240
+    meals = 0
+    for row in rows:
+        thoughts = [message["content"].split("</think>")[0].removeprefix("<think>").split("\n")
+                    for message in row["messages"] if message["role"] == "assistant"]
+        shown = [message["content"] for message in row["messages"] if message["role"] == "user"]
+        assert row["score"]["success"] == 1
+        if row not in careful:
+            assert all(len(lines) == 1 for lines in thoughts)
+            continue
+        wish = row["task"]["local_constraint"]
+        after = {list_: lines[:-1] for list_, lines in zip(shown[1:], thoughts[1:], strict=True)}
+        for list_, said in after.items():
+            if "SearchAccommodation" in list_:
+                assert f"Accommodation: [{check_hotels(wish, list_, said)}]" in row["answer"]
+            elif "SearchRestaurant" in list_ and wish["cuisine"]:
+                taken = check_meals(wish, list_, said)
+                assert all(f"\n{line}\n" in row["answer"] for line in taken)
+                meals += 1
+            else:
+                assert said == []
+    assert meals > 10
+
+
+@pytest.mark.parametrize("kind", ["hotels", "meals"])
+def test_a_drill_in_weighing_is_right_about_every_row(kind, mini):
+    rng, done = random.Random(SEED), 0
+    while done < 40:
+        task = synth.sample_task(rng, mini, 3, rng.choice(LEVELS), "tiny", synth.MARCH)
+        if task and tiny.is_possible(kind, task, mini):
+            shown, said = tiny.drill_weighing(rng, task | {"budget": 500}, kind, mini)
+            check = check_hotels if kind == "hotels" else check_meals
+            assert check(task["local_constraint"], shown, said.split("\n"))
+            done += 1
+
+
+def test_all_exercises_of_a_careful_share_of_one_are_weighed_rows(tmp_path):
+    rows = made(tmp_path / "d.jsonl", "drills", "--careful", "1", "--away", "--worlds", 2, "--n",
+                40, "--seed", SEED)
+    kinds = Counter("Avg. Cost" in row["messages"][0]["content"] for row in rows)
+    assert min(kinds.values()) > 4 and len(kinds) == 2
+    assert all(row["messages"][1]["content"].startswith("1. [") for row in rows)

@@ -236,7 +236,7 @@ def key_of(task):
     """Two tasks with the same key are the same task, whatever their budget and words."""
     wishes = [task["local_constraint"].get(name) for name in WISHES]
     wishes = [sorted(wish) if isinstance(wish, list) else wish for wish in wishes]
-    return json.dumps([task["org"], task["dest"], task["days"], task["date"][0],
+    return json.dumps([task.get("world"), task["org"], task["dest"], task["days"], task["date"][0],
                        task["people_number"], *wishes])
 
 

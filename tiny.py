@@ -313,8 +313,8 @@ def weighed(steps, task, database, journey):
         found.append(step._replace(thought=notes + step.thought))
         lines = []
         if step.tool == SEARCHES["hotels"]:
-            lines, _ = weigh_hotels(task, database.hotels(stay.city))
-            lines.append(f"Accommodation: [{stay.bed.name}]")
+            lines, fitting = weigh_hotels(task, database.hotels(stay.city))
+            lines.append(take_hotel(fitting, stay.bed.name))
         elif step.tool == SEARCHES["restaurants"] and cuisines(task):
             lines, serving = weigh_meals(task, database.restaurants(stay.city))
             lines += take_meals(serving, (
@@ -325,36 +325,46 @@ def weighed(steps, task, database, journey):
 
 
 def weigh_hotels(task, rows):
-    """A line for each row of a list, and the rows that fit. A line quotes what the query asks
-    about, with "ok" or "no" behind each, as far as the first "no"."""
+    """A line for each row of a list, and {name: number} of the rows that fit. A line quotes what
+    the query asks about, with "ok" or "no" behind each, as far as the first "no"."""
     room, rule = (task["local_constraint"].get(name) for name in ("room type", "house rule"))
-    lines, fitting = [], []
+    lines, fitting = [], {}
     for number, row in enumerate(rows, 1):
-        points = [(f"{row.minimum_nights:g} nights", row.minimum_nights < task["days"])]
-        if rule:
-            points.insert(0, (row.house_rules, f"No {rule}" not in row.house_rules))
+        points = []
         if room:
-            right = row.room_type == ROOM_TYPES.get(room) or (
-                room == "not shared room" and row.room_type != "Shared room")
-            points.insert(0, (row.room_type, right))
+            points.append((row.room_type, row.room_type == ROOM_TYPES.get(room) or (
+                room == "not shared room" and row.room_type != "Shared room")))
+        if rule:
+            points += [(ban, ban != f"No {rule}") for ban in row.house_rules.split(" & ")]
+        points.append((f"{row.minimum_nights:g} nights", row.minimum_nights < task["days"]))
         wrong = next((i for i, (_, right) in enumerate(points) if not right), len(points))
-        said = [f"{quote} {'ok' if right else 'no'}" for quote, right in points[:wrong + 1]]
-        lines.append(f"{number}. [{row.name}] {', '.join(said)}")
+        lines.append(weighed_row(number, row.name, points[:wrong + 1]))
         if wrong == len(points):
-            fitting.append(row)
+            fitting[row.name] = number
     return lines, fitting
 
 
 def weigh_meals(task, rows):
-    """A line for each row of a list with its cuisines and those of them that are wanted, or "no";
-    and {name: (number, wanted cuisines)} of the rows that serve one."""
+    """A line for each row of a list with its cuisines, "ok" or "no" behind each; and {name:
+    (number, wanted cuisines)} of the rows that serve one."""
     lines, serving = [], {}
     for number, row in enumerate(rows, 1):
-        served = [name for name in row.cuisines.split(", ") if name in cuisines(task)]
-        lines.append(f"{number}. [{row.name}] {row.cuisines}: {', '.join(served) or 'no'}")
-        if served:
-            serving[row.name] = number, served
+        served = row.cuisines.split(", ")
+        points = [(name, name in cuisines(task)) for name in served]
+        lines.append(weighed_row(number, row.name, points))
+        if wanted := [name for name, right in points if right]:
+            serving[row.name] = number, wanted
     return lines, serving
+
+
+def weighed_row(number, name, points):
+    said = (f"{quote} {'ok' if right else 'no'}" for quote, right in points)
+    return f"{number}. [{name}] {', '.join(said)}"
+
+
+def take_hotel(fitting, name):
+    """The line that takes a hotel: its number, by which its name is found again."""
+    return f"Accommodation: {fitting[name]}. [{name}]"
 
 
 def take_meals(serving, slots):
@@ -368,7 +378,7 @@ def make_drill(rng, database, dates, careful=0.0):
     exercises in weighing the rows of a list by a query's wishes."""
     kind = rng.choices(("air", "road", "flights", "lists"), (2, 1, 1, 6))[0]
     if careful and rng.random() < careful:
-        kind = rng.choices(("hotels", "meals"), (8, 5))[0]
+        kind = rng.choices(("rooms", "rules", "meals"), (4, 4, 5))[0]
     ends = None  # of a task that this can be asked about: its ways out and back
     while not ends:
         task = synth.sample_task(rng, database, 3, rng.choice(LEVELS), "tiny", dates)
@@ -379,7 +389,7 @@ def make_drill(rng, database, dates, careful=0.0):
         shown, said = drill_flights(rng, ends, database)
     elif kind == "lists":
         shown, said = drill_lists(rng, task["dest"], database)
-    elif kind in ("hotels", "meals"):
+    elif kind in ("rooms", "rules", "meals"):
         shown, said = drill_weighing(rng, task, kind, database)
     else:
         shown, said = drill_ways(rng, task, ends, kind, database)
@@ -390,9 +400,11 @@ def make_drill(rng, database, dates, careful=0.0):
 def is_possible(kind, task, database):
     """Whether there is what a drill shows, both out and back, or a row that fits."""
     wish = task["local_constraint"]
-    if kind == "hotels":
-        _, fitting = weigh_hotels(task, database.hotels(task["dest"]))
-        return bool(fitting and (wish["room type"] or wish["house rule"]))
+    if kind in ("rooms", "rules"):
+        rows = database.hotels(task["dest"])
+        _, fitting = weigh_hotels(task, rows)
+        banned = any(f"No {wish['house rule']}" in row.house_rules for row in rows)
+        return bool(fitting) and (banned if kind == "rules" else wish["room type"] is not None)
     if kind == "meals":
         _, serving = weigh_meals(task, database.restaurants(task["dest"]))
         return bool(serving) and {*cuisines(task)} <= {
@@ -453,9 +465,9 @@ def drill_weighing(rng, task, kind, database):
     city, query = task["dest"], synth.write_query(rng, task, synth.GRAMMARS["tiny"])
     tables = ["hotels", "restaurants"] if kind == "meals" else ["hotels"]
     shown = [see(database, SEARCHES[table], {"city": city}) for table in tables]
-    if kind == "hotels":
+    if kind != "meals":
         lines, fitting = weigh_hotels(task, database.hotels(city))
-        lines.append(f"Accommodation: [{rng.choice(fitting).name}]")
+        lines.append(take_hotel(fitting, rng.choice([*fitting])))
     else:
         lines, serving = weigh_meals(task, database.restaurants(city))
         missing, taken = set(cuisines(task)), []

@@ -176,7 +176,7 @@ def test_a_foreign_tied_model_is_trained_and_its_engine_follows_at_every_update(
                           timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     log = read_jsonl(tmp_path / "rl" / "log.jsonl")
-    assert len(log) == 4 and all(line["dlogp_mean"] < 1e-5 for line in log), log
+    assert len(log) == 4 and all(line["dlogp_mean"] < 1e-4 for line in log), log
     assert load_template(tmp_path / "rl").ends == load_template(model).ends
 
 

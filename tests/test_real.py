@@ -70,7 +70,7 @@ def test_trainer_and_engine_agree_at_every_update_of_a_real_model(
     # float32 through 30 layers: 7e-6 on one processor, over 1e-5 on another. A token out of place
     # gives 0.1 and more
     apart = [line["dlogp_mean"] for line in log]
-    assert len(apart) == steps and 0 < min(apart) and max(apart) < 1e-4, apart
+    assert len(apart) == steps and min(apart) > 0 and max(apart) < 1e-4, apart
     subprocess.run([sys.executable, "report.py", tmp_path, "--out", tmp_path / "page"], cwd=ROOT,
                    check=True, capture_output=True)
     assert list((tmp_path / "page").glob("*.html"))

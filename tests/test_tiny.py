@@ -306,7 +306,8 @@ def check_hotels(wish, shown, said):
     for line, (number, name, room, rules, nights) in zip(lines, rows, strict=True):
         points = [(f"{nights} nights", int(nights) <= 2)]
         if wish["house rule"]:
-            points = [(ban, ban != f"No {wish['house rule']}") for ban in rules.split(" & ")] + points
+            points[:0] = [(ban, ban != f"No {wish['house rule']}")
+                          for ban in rules.split(" & ")]
         if wish["room type"]:
             points.insert(0, (room, room in ROOMS[wish["room type"]]))
         said = [f"{quote} {('no', 'ok')[right]}" for quote, right in points]

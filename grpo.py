@@ -746,6 +746,7 @@ def main():
     check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     world.close()
+    dist.destroy_process_group()  # else its threads may abort at the interpreter's end
 
 
 def read_inputs(args):

@@ -24,9 +24,10 @@ environment() {
     local pins=requirements.txt python torch glibc pip=(.venv/bin/python -m pip install -q)
     [[ $seen != 0 ]] || pins=requirements-cpu.txt
     export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
-    # DeepSpeed's op, compiled once for each .venv: a build that was killed leaves a lock behind
-    export TORCH_EXTENSIONS_DIR="$PWD/.venv/extensions"
+    export TORCH_EXTENSIONS_DIR="$PWD/.venv/extensions"  # DeepSpeed's op, compiled once
     [[ -z ${DRY:-} ]] || { printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"; return; }
+    # a build takes a minute; one that was killed leaves a lock, at which all later runs would wait
+    find "$TORCH_EXTENSIONS_DIR" -name lock -mmin +10 -delete 2>/dev/null || true
     # what nobody can act on: torchrun's advice, and on a CPU which memory vLLM binds
     export LOGLEVEL=${LOGLEVEL:-ERROR}
     [[ $seen != 0 ]] || export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}

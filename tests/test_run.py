@@ -515,6 +515,16 @@ def calls(house):
     return (house / "calls").read_text().splitlines()
 
 
+def test_the_lock_of_a_build_that_was_killed_goes_and_that_of_one_at_work_stays(house):
+    locks = [house / ".venv/extensions" / name / "lock" for name in ("killed", "building")]
+    for lock in locks:
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    os.utime(locks[0], (0, 0))
+    assert run_sh(house, "tiny").returncode == 0
+    assert [lock.exists() for lock in locks] == [False, True]
+
+
 def test_all_stages_run_in_order_once_and_the_time_is_told(house):
     first = run_sh(house, "tiny")
     assert first.returncode == 0, first.stderr

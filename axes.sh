@@ -4,11 +4,13 @@
 # paper's numbers. AXIS_STEPS: updates of each run; AXIS_TASKS: held-out tasks each is judged by.
 
 if [[ $size == tiny ]]; then  # [2]
-    AXIS_STEPS=${AXIS_STEPS:-32} AXIS_TASKS=${AXIS_TASKS:-320} apart=$DATA/val.jsonl best=''
+    AXIS_STEPS=${AXIS_STEPS:-$steps} AXIS_TASKS=${AXIS_TASKS:-400} apart=$DATA/val.jsonl best=''
     amounts=100,200,400 full=400 alone=200 scales="128 192 256"
+    algorithms="grpo dapo arpo arpo-released aepo" failing="00 05 10 20"
 else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the validation tasks
     AXIS_STEPS=${AXIS_STEPS:-157} AXIS_TASKS=${AXIS_TASKS:-180} apart=$DATA/sft-tasks.jsonl best=/best
     amounts=100,200,500,1000,2000 full=1000 alone=1000 scales="1.5b 3b 7b"
+    algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
 fi
 runs=()
 
@@ -23,10 +25,10 @@ settings() {
         reward)    for x in sum macro success curriculum; do
                        echo "$x grpo $x $tasks fail-00"
                    done ;;
-        algorithm) for x in grpo dapo arpo arpo-released; do
+        algorithm) for x in $algorithms; do
                        echo "$x $x $plain $tasks fail-00"
                    done ;;
-        noise)     for x in 00 05 10; do
+        noise)     for x in $failing; do
                        echo "${x#0}% grpo $reward $tasks fail-$x"
                    done ;;
         data)      for x in ${amounts//,/ }; do
@@ -45,6 +47,8 @@ train() {
         dapo)          more=(--drop-uniform) ;;
         arpo)          script=arpo.py more=(--branch paper) ;;
         arpo-released) script=arpo.py more=(--branch released) ;;
+        aepo)          script=arpo.py  # arXiv:2510.14545
+                       more=(--branch-penalty 0.05 --keep-gradient --entropy-advantage 0.2) ;;
     esac
     words=("${rl[@]/#[ag]rpo.py/$script}")
     # as many updates for all: fewer tasks come back more often [1]

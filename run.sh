@@ -150,7 +150,7 @@ world=(--database "$database") val=$DATA/val.jsonl tried=$val  # of the prefligh
 
 # -------------------------------------------------------------------------- what each size trains
 if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
-    room=1024 rate=1e-3 rl_rate=1.5e-4
+    room=1024 rate=1e-3 rl_rate=1.5e-4 steps=120
     # a pre-trained model cuts the same text into more tokens, and has something to lose
     [[ -z ${MODEL:-} ]] || { room=4096 rate=2e-5 rl_rate=1e-6; }
     export HF_HUB_OFFLINE=1
@@ -159,7 +159,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     train=(--no-checkpointing --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
     play=(--database $database --system-prompt short --max-turns 10)
     rl=("${torchrun[@]}" "$rl_gpus" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl" "${play[@]}"
-        --reward macro --keep-overlength --prompts 8 --group 8 --steps 120 --lr $rl_rate --decay 0.5
+        --reward macro --keep-overlength --prompts 8 --group 8 --steps $steps --lr $rl_rate --decay 0.5
         --temperature 0.8 --context $room --turn-tokens 256 --concurrency 64 "${train[@]}"
         --out "$OUT/rl")
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")

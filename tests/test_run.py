@@ -262,8 +262,8 @@ def test_an_unknown_command_is_refused_and_none_is_answered_with_the_usage(words
 
 SETTINGS = {  # by hand: the rows of each axis of tiny
     "reward": ["sft", "sum", "macro", "success", "curriculum"],
-    "algorithm": ["sft", "grpo", "dapo", "arpo", "arpo-released"],
-    "noise": ["sft", "0%", "5%", "10%"],
+    "algorithm": ["sft", "grpo", "dapo", "arpo", "arpo-released", "aepo"],
+    "noise": ["sft", "0%", "5%", "10%", "20%"],
     "data": ["sft", "100-prompts", "200-prompts", "400-prompts", "easy", "medium", "hard", "mixed"],
 }
 
@@ -298,8 +298,9 @@ def test_an_axis_trains_every_setting_with_every_seed_alike_from_one_checkpoint(
 
 
 def test_only_what_the_axis_names_changes_along_it_and_the_axes_cross_in_one_run():
-    changes = {"reward": {"--reward"}, "algorithm": {"script", "--branch", "--drop-uniform"},
-               "data": {"--tasks"}, "noise": {"--failure-rate"}}
+    changes = {"reward": {"--reward"}, "data": {"--tasks"}, "noise": {"--failure-rate"},
+               "algorithm": {"script", "--branch", "--branch-penalty", "--keep-gradient",
+                             "--entropy-advantage", "--drop-uniform"}}
     crossing = []
     for axis, allowed in changes.items():
         runs, _ = trained(dry("tiny", "axis", axis, SEEDS="0"))
@@ -319,6 +320,7 @@ def test_the_settings_of_an_axis_by_hand():
     assert "--drop-uniform" in made["dapo"] and "--drop-uniform" not in made["grpo"]
     assert made["arpo"]["script"] == "arpo.py" and made["arpo"]["--branch"] == ["paper"]
     assert made["arpo-released"]["--branch"] == ["released"]
+    assert made["aepo"]["script"] == "arpo.py" and made["aepo"]["--branch-penalty"] == ["0.05"]
     runs, rows = trained(dry("tiny", "axis", "noise", SEEDS="0"))
     rates = [runs[rows[rate][0]]["--failure-rate"][0] for rate in ("0%", "5%", "10%")]
     assert rates == ["0.00", "0.05", "0.10"]
@@ -589,8 +591,8 @@ def test_another_seed_of_an_axis_trains_what_is_missing_and_makes_the_table_anew
     assert "report.py --axis noise" in first[-1]
     assert run_sh(house, "tiny", "axis", "noise", SEEDS="0 4").returncode == 0
     again = calls(house)[len(first):]
-    assert len(again) == 3 + 4 + 1 and all("--seed 4 " in call for call in again[:-1])
-    assert again[-1].count("-s0/eval/") == again[-1].count("-s4/eval/") == 4
+    assert len(again) == 4 + 5 + 1 and all("--seed 4 " in call for call in again[:-1])
+    assert again[-1].count("-s0/eval/") == again[-1].count("-s4/eval/") == 5
 
 
 def test_an_axis_of_the_tools_world_goes_on_and_another_axis_takes_its_runs(house):

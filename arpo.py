@@ -834,7 +834,8 @@ def main():
     check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     world.close()
-    dist.destroy_process_group()  # else its threads may abort at the interpreter's end
+    # with it goes the process group, whose threads may else abort at the interpreter's end
+    llm.llm_engine.engine_core.shutdown()
 
 
 def read_inputs(args):

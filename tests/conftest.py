@@ -196,6 +196,7 @@ def train(stage, out, *words, ranks=1, status=0):
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True,
                           timeout=900)
     assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    assert status or "Traceback" not in done.stderr, done.stderr[-4000:]
     return done.stdout + done.stderr
 
 

@@ -159,8 +159,8 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     train=(--no-checkpointing --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
     play=(--database $database --system-prompt short --max-turns 10)
     rl=("${torchrun[@]}" "$rl_gpus" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl" "${play[@]}"
-        --reward macro --keep-overlength --prompts 8 --group 8 --steps $steps --lr $rl_rate --decay 0.5
-        --temperature 0.8 --context $room --turn-tokens 256 --concurrency 64 "${train[@]}"
+        --reward macro --keep-overlength --prompts 8 --group 8 --steps $steps --lr $rl_rate
+        --decay 0.5 --temperature 0.8 --context $room --turn-tokens 256 --concurrency 64 "${train[@]}"
         --out "$OUT/rl")
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     judge=(--tasks "$DATA/val.jsonl" "${play[@]}" --max-context $room --max-tokens 256 --top-p 0.95

@@ -320,10 +320,11 @@ def test_the_settings_of_an_axis_by_hand():
     assert "--drop-uniform" in made["dapo"] and "--drop-uniform" not in made["grpo"]
     assert made["arpo"]["script"] == "arpo.py" and made["arpo"]["--branch"] == ["paper"]
     assert made["arpo-released"]["--branch"] == ["released"]
-    assert made["aepo"]["script"] == "arpo.py" and made["aepo"]["--branch-penalty"] == ["0.05"]
+    assert made["aepo"]["script"] == "arpo.py" and "--keep-gradient" in made["aepo"]
+    assert made["aepo"]["--branch-penalty"] + made["aepo"]["--entropy-advantage"] == ["0.05", "0.2"]
     runs, rows = trained(dry("tiny", "axis", "noise", SEEDS="0"))
-    rates = [runs[rows[rate][0]]["--failure-rate"][0] for rate in ("0%", "5%", "10%")]
-    assert rates == ["0.00", "0.05", "0.10"]
+    rates = [runs[rows[rate][0]]["--failure-rate"][0] for rate in ("0%", "5%", "10%", "20%")]
+    assert rates == ["0.00", "0.05", "0.10", "0.20"]
 
 
 def test_the_real_sizes_study_what_the_paper_did():

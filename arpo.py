@@ -834,8 +834,7 @@ def main():
     check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     world.close()
-    # with it goes the process group, whose threads may else abort at the interpreter's end
-    llm.llm_engine.engine_core.shutdown()
+    llm.llm_engine.engine_core.shutdown()  # the process group too: its threads may abort at exit
 
 
 def read_inputs(args):

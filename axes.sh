@@ -37,6 +37,8 @@ settings() {
                    for x in easy medium hard mixed; do
                        echo "$x grpo $reward $x-$alone fail-00"
                    done ;;
+        memory)    echo "other-worlds grpo $reward $tasks fail-00"
+                   echo "world-of-the-test grpo $reward home-$full fail-00" ;;
     esac
 }
 
@@ -50,6 +52,7 @@ train() {
         aepo)          script=arpo.py  # arXiv:2510.14545
                        more=(--branch-penalty 0.05 --keep-gradient --entropy-advantage 0.2) ;;
     esac
+    [[ $5 != home-* ]] || more+=(--database "$database")
     words=("${rl[@]/#[ag]rpo.py/$script}")
     # as many updates for all: fewer tasks come back more often [1]
     change --reward "$4" --tasks "$DATA/subsets/$5.jsonl" --failure-rate "0.${6#fail-}" \
@@ -66,6 +69,9 @@ study() {
     stage pool "$DATA/pool.jsonl" "${words[@]}"
     stage subsets "$DATA/subsets/hard-$alone.jsonl" python synth.py subsets \
         --tasks "$DATA/pool.jsonl" --sizes "$amounts" --alone "$alone" --seed 7 --out "$DATA/subsets"
+    [[ $axis != memory ]] || stage home "$DATA/subsets/home-$full.jsonl" "${draw[@]}" --split train \
+        --database "$database" --n "$full" --seed 2 --prefix home \
+        --out "$DATA/subsets/home-$full.jsonl"
     for seed in $SEEDS; do
         while read -r label made <&3; do
             run=$OUT/axis/runs/${made// /-}-s$seed

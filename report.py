@@ -52,7 +52,7 @@ PAPER = {
     "data": {"sft": "- / 12.2 / -", "100-prompts": "- / 37.5 / -", "1000-prompts": "- / 49.9 / -",
              "easy": "- / 45.3 / -", "medium": "- / 41.1 / -", "hard": "- / 25.9 / -",
              "mixed": "- / 49.9 / -"},
-    "noise": {},
+    "noise": {}, "memory": {},
     "scale": {"1.5b-sft": "6.9", "1.5b": "37.5", "3b-sft": "12.2", "3b": "49.9",
               "7b-sft": "19.7", "7b": "62.8"},
     # F1 or right answers in per cent, 3B: HotpotQA / Bamboogle / GSM8K / MATH [Tool-Star,

@@ -40,7 +40,6 @@ from evaluate import (
     AMOUNT,
     COUNT,
     LEVELS,
-    SHARE,
     Parser,
     append_jsonl,
     hold,
@@ -101,16 +100,13 @@ def reserved(database):
     return frozenset(cities)
 
 
-def is_unseen(task, database):
-    return any(city in reserved(database) for city in solver.stop_cities(task, database))
-
-
 def split_of(task, database):
     """"train", "val" or "" (neither): the two share no pair of places and no start date."""
-    pair = "|".join(sorted((task["org"], task["dest"])))
-    val_pair = is_unseen(task, database) or stable_draw(pair) % 5 == 0
+    pair, kept = "|".join(sorted((task["org"], task["dest"]))), reserved(database)
+    unseen = not kept.isdisjoint(solver.stop_cities(task, database))
+    val_pair = unseen or stable_draw(pair) % 5 == 0
     val_date = stable_draw("from " + task["date"][0]) % 5 == 0
-    if val_pair != val_date or task["org"] in reserved(database):
+    if val_pair != val_date or task["org"] in kept:
         return ""
     return "val" if val_pair else "train"
 
@@ -205,9 +201,6 @@ def make_task(args, index):
     task = sample_task(rng, database, *kinds[index % len(kinds)], args.like, args.dates)
     if task is None or args.split not in ("all", split_of(task, database)):
         return None
-    unseen = is_unseen(task, database)
-    if args.split == "val" and args.unseen is not None and unseen != (rng.random() < args.unseen):
-        return None
     if args.like == "paper":
         task["budget"] = paper_budget(task, database)
     else:
@@ -219,8 +212,6 @@ def make_task(args, index):
     task["query"] = write_query(rng, task, GRAMMARS[args.like])
     if name:
         task["world"] = name
-    if args.split == "val":
-        task["unseen"] = unseen
     ratio = round(report.cost / task["budget"], 3)
     task["tightness"] = {"least_cost": report.cost, "ratio": ratio, "city_choices": report.choices}
     return {"id": f"{args.prefix}-{index:07d}"} | task
@@ -363,7 +354,7 @@ def endpoint_of(args, draw):
 def say(args, task):
     """A task in an endpoint's words; each of --tries that fails or leaves an element out is
     followed by another."""
-    ours = ("id", "level", "query", "tightness", "unseen")
+    ours = ("id", "level", "query", "tightness")
     elements = {key: value for key, value in task.items() if key not in ours}
     prompt = (PROMPTS / "paraphrase.txt").read_text(encoding="utf-8")
     text = f"{prompt}\n{json.dumps(elements, ensure_ascii=False)}"
@@ -407,18 +398,18 @@ def complete(make, args):
 # ---------------------------------------------------------------- episodes
 
 def numbered(answer, shown):
-    """An answer with the number of its row before each meal and attraction that the tools showed.
+    """An answer with the number of its row before each name that the tools showed.
 
     A tiny model easily learns to draw numbers without repetition and to copy the name behind each,
-    not to draw names so. A hotel has no number: it is the same every night.
+    not to draw names so.
     """
     rows = {name: number for number, name in re.findall(r"(?m)^(\d+)\. (\[[^]\n]+\])", shown)}
 
     def number(line):
         label, name = line.groups()
-        return f"{label}{rows[name]}. {name}" if name in rows else line[0]
+        return f"{label}: {rows[name]}. {name}" if name in rows else line[0]
 
-    return re.sub(r"(?m)^(?!Accommodation)(\w+: )(\[[^]\n]+\])$", number, answer)
+    return re.sub(r"(?m)^(\w+|Flight from [^[\n]+?):? (\[[^]\n]+\])$", number, answer)
 
 
 def make_episode(args, task):
@@ -511,8 +502,7 @@ def convert(args):
     `star` the STAR release's, which says constraint and room rule; or back into ours."""
     rows = load_tasks(args.tasks)
     for row in rows if args.form != "ours" else ():
-        for name in {"tightness", "unseen"} & row.keys():  # ours alone
-            del row[name]
+        row.pop("tightness", None)  # ours alone
         wish = row["local_constraint"]
         row |= {"date": str(row["date"]), "local_constraint": str(wish)}
         if args.form == "star":
@@ -558,8 +548,6 @@ def flags(argv=None):
     add("--levels", type=mixture, default="4:3:3", help="easy:medium:hard [2]")
     add("--split", choices=("all", "train", "val"), default="all",
         help="train and val share no pair of places and no start date")
-    add("--unseen", type=SHARE, help="share of a val split's draws that go to cities which "
-        "training never visits; unset: as it comes")
     add("--per-pair", type=COUNT, default=10**9, help="tasks from one place to another, at most")
     add("--exclude", nargs="*", default=[], help="files of tasks that must not come again")
     add("--prefix", default="syn", help="of the ids")

@@ -51,8 +51,9 @@ from solver import (
     SEARCHES,
     cuisines,
     drive,
-    lay_out,
     legs,
+    lodgings,
+    menu,
     modes,
     places,
     searches,
@@ -257,7 +258,8 @@ def world(args):
 # ---------------------------------------------------------------- (2) drills
 
 def drills(args):
-    """Exercises or episodes of many worlds: in a single one a model would learn names by heart."""
+    """Exercises or episodes of many worlds without a city of the one that ships: in a single one a
+    model would learn names by heart."""
     hold_file(args.out)
     with workers(args.workers) as pool:
         parts = pool.map(partial(world_rows, args), range(args.worlds), chunksize=1)
@@ -272,7 +274,7 @@ def world_rows(args, number):
     trip may start would never be learnt as such."""
     dates, n = MONTHS[number % 12], synth.portions(args.n, [1] * args.worlds)[number]
     with tempfile.TemporaryDirectory() as folder:
-        write_world(folder, f"{args.seed}.{number}", dates, HOME if args.away else frozenset())
+        write_world(folder, f"{args.seed}.{number}", dates, HOME)
         if args.episodes:
             rows = world_episodes(args, number, folder, dates)
         else:
@@ -282,103 +284,126 @@ def world_rows(args, number):
 
 
 def world_episodes(args, number, folder, dates):
-    """Episodes of the solver, all successful. They keep clear of the pairs and the dates of the
-    small world's held-out tasks, and of the cities that stand for the unseen ones there. A share is
-    a careful teacher's, who weighs the rows of a list before taking one."""
+    """Episodes of the solver, all successful. A share is a careful teacher's, who weighs the rows
+    of a list before taking one; the others are a hasty one's, who gives no reason."""
     settings = argparse.Namespace(
         seed=f"{args.seed}.{number}", prefix=f"world-{number}", database=folder, like="tiny",
-        days=[3], dates=dates, split="train", unseen=None, system_prompt="short", failure_rate=0.0,
-        max_turns=60)
-    kept_out, database = synth.reserved(synth.open_once(None)), synth.open_once(folder)
+        days=[3], dates=dates, split="train", system_prompt="short", failure_rate=0.0, max_turns=60)
+    rng, database = random.Random(f"episodes/{settings.seed}"), synth.open_once(folder)
+    careful = rng.random() < args.careful
     for index in itertools.count():
         task = synth.make_task(settings, index)
-        if task is None or not kept_out.isdisjoint((task["org"], task["dest"])):
+        if task is None:
             continue
-        rng = random.Random(f"{settings.seed}/{task['id']}")
-        style = "careful" if rng.random() < args.careful else "direct"
-        journey = synth.Teacher(rng, task, database).good_draft()
-        steps = searches(task, journey)
-        if style == "careful":
-            steps = weighed(steps, task, database, journey)
+        journey = in_order(synth.Teacher(rng, task, database).good_draft(), database)
+        if careful:
+            journey = weighed_journey(task, database, journey)
+            steps, style = weighed(searches(task, journey), task, database, journey), "careful"
+        else:
+            steps, style = searches(task, journey), "hasty"
         row = synth.play_out(settings, task, database, steps, "the plan", journey, style)
-        if "refused" not in row:
+        if "refused" not in row:  # else the same teacher plays the next task in its place
             yield row
+            careful = rng.random() < args.careful
+
+
+def in_order(journey, database):
+    """The journey with three meals of those it has, in the order of their list."""
+    (stay,) = journey.stays
+    order = list(places(database, "restaurants", stay.city))
+    meals = sorted(stay.meals[:3], key=lambda meal: order.index(meal.name))
+    return journey._replace(stays=[stay._replace(meals=meals)])
+
+
+def weighed_journey(task, database, journey):
+    """The journey with the hotel and the restaurants that weighing the rows takes."""
+    (stay,) = journey.stays
+    _, bed = weigh_hotels(task, database.hotels(stay.city))
+    own = [meal.name for meal in stay.meals]
+    _, names = weigh_meals(task, database.restaurants(stay.city), own)
+    beds = {bed.name: bed for bed in lodgings(task, database, stay.city)}
+    meals = {meal.name: meal for meal in menu(database, stay.city, cuisines(task))}
+    stay = stay._replace(bed=beds[bed], meals=[meals[name] for name in names])
+    return journey._replace(stays=[stay])
 
 
 def weighed(steps, task, database, journey):
-    """A careful teacher's searches: the thought after a list of hotels, and after one of
-    restaurants where a cuisine is wanted, goes through its rows, then says which are taken."""
-    plan, (stay,), notes, found = lay_out(task, journey), journey.stays, "", []
+    """A careful teacher's searches: the thought after a list of hotels or of restaurants goes
+    through its rows, as far as a wish decides, and says which are taken."""
+    notes, found = [], []
     for step in steps:
-        found.append(step._replace(thought=notes + step.thought))
-        lines = []
+        found.append(step._replace(thought="\n".join([*notes, step.thought])))
+        city, notes = step.arguments.get("city"), []
         if step.tool == SEARCHES["hotels"]:
-            lines, fitting = weigh_hotels(task, database.hotels(stay.city))
-            lines.append(take_hotel(fitting, stay.bed.name))
-        elif step.tool == SEARCHES["restaurants"] and cuisines(task):
-            lines, serving = weigh_meals(task, database.restaurants(stay.city))
-            lines += take_meals(serving, (
-                (slot.title(), day[slot].removesuffix(f", {stay.city}"))
-                for day in plan for slot in MEALS))
-        notes = "".join(line + "\n" for line in lines)
+            notes, _ = weigh_hotels(task, database.hotels(city))
+        elif step.tool == SEARCHES["restaurants"]:
+            meals = [meal.name for meal in journey.stays[0].meals]
+            notes, _ = weigh_meals(task, database.restaurants(city), meals)
     return found
 
 
 def weigh_hotels(task, rows):
-    """A line for each row of a list, and {name: number} of the rows that fit. A line quotes what
-    the query asks about, with "ok" or "no" behind each, as far as the first "no"."""
+    """The lines that weigh a list, and the name of the hotel they take: the first that fits, None
+    where none does. What is wanted is said first, in the words of the rows; then a line a row
+    quotes what matters of it, with "ok" or "no" behind each, as far as the first "no"."""
     room, rule = (task["local_constraint"].get(name) for name in ("room type", "house rule"))
-    lines, fitting = [], {}
+    rooms = [kind for kind in ROOM_TYPES.values()
+             if kind == ROOM_TYPES.get(room) or room == "not shared room" and kind != "Shared room"]
+    wishes = [f"{kind} ok" for kind in rooms] + [f"No {rule} no"] * bool(rule)
+    lines = ["wanted: " + (", ".join(wishes) or "any")]
     for number, row in enumerate(rows, 1):
-        points = []
-        if room:
-            points.append((row.room_type, row.room_type == ROOM_TYPES.get(room) or (
-                room == "not shared room" and row.room_type != "Shared room")))
-        if rule:
-            points += [(ban, ban != f"No {rule}") for ban in row.house_rules.split(" & ")]
-        points.append((f"{row.minimum_nights:g} nights", row.minimum_nights < task["days"]))
-        wrong = next((i for i, (_, right) in enumerate(points) if not right), len(points))
-        lines.append(weighed_row(number, row.name, points[:wrong + 1]))
-        if wrong == len(points):
-            fitting[row.name] = number
-    return lines, fitting
+        points = [(f"{number}. [{row.name}] ${row.price}. Room Type: {row.room_type}",
+                   not room or row.room_type in rooms)]
+        for i, ban in enumerate(row.house_rules.split(" & ")):
+            points.append((f"{' & ' if i else ', House Rules: '}{ban}", ban != f"No {rule}"))
+        points.append((f", Minimum Nights: {row.minimum_nights:g}",
+                       row.minimum_nights < task["days"]))
+        fits, line = True, ""
+        for quote, right in points:
+            if fits:
+                fits, line = right, f"{line}{quote} {'ok' if right else 'no'}"
+        lines.append(line)
+        if fits:
+            return [*lines, f"Accommodation: {number}. [{row.name}]"], row.name
+    return lines, None
 
 
-def weigh_meals(task, rows):
-    """A line for each row of a list with its cuisines, "ok" or "no" behind each; and {name:
-    (number, wanted cuisines)} of the rows that serve one."""
-    lines, serving = [], {}
+def weigh_meals(task, rows, own=()):
+    """The lines that weigh a list by the cuisines wanted, as far as all are served; and the names
+    they take, in the order of a day's meals: those that serve, then the teacher's own, then any."""
+    state, taken = dict.fromkeys(cuisines(task), "ok"), []
+
+    def take(number, row):
+        lines.append(f"{MEALS[len(taken)].title()}: {number}. [{row.name}]")
+        taken.append(row.name)
+
+    def wishes():
+        return "wanted: " + (", ".join(map(" ".join, state.items())) or "any")
+
+    lines = [wishes()]
     for number, row in enumerate(rows, 1):
-        served = row.cuisines.split(", ")
-        points = [(name, name in cuisines(task)) for name in served]
-        lines.append(weighed_row(number, row.name, points))
-        if wanted := [name for name, right in points if right]:
-            serving[row.name] = number, wanted
-    return lines, serving
-
-
-def weighed_row(number, name, points):
-    said = (f"{quote} {'ok' if right else 'no'}" for quote, right in points)
-    return f"{number}. [{name}] {', '.join(said)}"
-
-
-def take_hotel(fitting, name):
-    """The line that takes a hotel: its number, by which its name is found again."""
-    return f"Accommodation: {fitting[name]}. [{name}]"
-
-
-def take_meals(serving, slots):
-    """The lines of a plan, of pairs (slot, name), that serve a wanted cuisine."""
-    return [f"{slot}: {serving[name][0]}. [{name}]" for slot, name in slots if name in serving]
+        if "ok" not in state.values():
+            break
+        kinds = row.cuisines.split(", ")
+        words = ", ".join(f"{kind} {state.get(kind, 'no')}" for kind in kinds)
+        lines.append(f"{number}. [{row.name}] Avg. Cost ${row.cost:g}. Cuisines: {words}")
+        if any(state.get(kind) == "ok" for kind in kinds):
+            take(number, row)
+            state.update((kind, "done") for kind in kinds if kind in state)
+            lines.append(wishes())
+    for number, row in sorted(enumerate(rows, 1), key=lambda pair: pair[1].name not in own):
+        if len(taken) < len(MEALS) and row.name not in taken:
+            take(number, row)
+    return lines, taken
 
 
 def make_drill(rng, database, dates, careful=0.0):
     """One exercise in copying what is shown: a query's next search for its way out or back by air
     or by road, flights out and back, or the lists of a city in another order. careful: the share of
     exercises in weighing the rows of a list by a query's wishes."""
-    kind = rng.choices(("air", "road", "flights", "lists"), (2, 1, 1, 6))[0]
+    kind = rng.choices(("air", "road", "flights", "lists"), (2, 1, 2, 6))[0]
     if careful and rng.random() < careful:
-        kind = rng.choices(("rooms", "rules", "meals"), (4, 4, 5))[0]
+        kind = rng.choices(("wishes", "rooms", "rules", "meals"), (14, 3, 3, 6))[0]
     ends = None  # of a task that this can be asked about: its ways out and back
     while not ends:
         task = synth.sample_task(rng, database, 3, rng.choice(LEVELS), "tiny", dates)
@@ -389,7 +414,7 @@ def make_drill(rng, database, dates, careful=0.0):
         shown, said = drill_flights(rng, ends, database)
     elif kind == "lists":
         shown, said = drill_lists(rng, task["dest"], database)
-    elif kind in ("rooms", "rules", "meals"):
+    elif kind in ("wishes", "rooms", "rules", "meals"):
         shown, said = drill_weighing(rng, task, kind, database)
     else:
         shown, said = drill_ways(rng, task, ends, kind, database)
@@ -400,15 +425,13 @@ def make_drill(rng, database, dates, careful=0.0):
 def is_possible(kind, task, database):
     """Whether there is what a drill shows, both out and back, or a row that fits."""
     wish = task["local_constraint"]
+    if kind == "wishes":
+        return any(wish[name] for name in ("room type", "house rule", "cuisine"))
     if kind in ("rooms", "rules"):
-        rows = database.hotels(task["dest"])
-        _, fitting = weigh_hotels(task, rows)
-        banned = any(f"No {wish['house rule']}" in row.house_rules for row in rows)
-        return bool(fitting) and (banned if kind == "rules" else wish["room type"] is not None)
+        _, taken = weigh_hotels(task, database.hotels(task["dest"]))
+        return bool(taken) and wish["room type" if kind == "rooms" else "house rule"] is not None
     if kind == "meals":
-        _, serving = weigh_meals(task, database.restaurants(task["dest"]))
-        return bool(serving) and {*cuisines(task)} <= {
-            name for _, served in serving.values() for name in served}
+        return bool(wish["cuisine"])
     for a, b, date in legs(task, [task["dest"]], [2]):
         found = {"air": "air" in modes(task) and database.flights(a, b, date),
                  "road": "road" in modes(task) and drive(database, a, b),
@@ -435,12 +458,13 @@ def drill_ways(rng, task, ends, mode, database):
 
 
 def drill_flights(rng, ends, database):
-    """Flights out and back, on any date -> one of each."""
-    rides = [(a, b, rng.choice(database.flight_dates(a, b))) for a, b, _ in rng.sample(ends, 2)]
-    shown = [see(database, "SearchFlight", {"departure": a, "destination": b, "date": date})
-             for a, b, date in rides]
-    said = [f"Flight from {ride[0]} to {ride[1]} [{rng.choice(database.flights(*ride)).number}]"
-            for ride in rng.sample(rides, 2)]
+    """Flights out and back, on any date -> one of each, in that order."""
+    shown, said, words = [], [], ("departure", "destination", "date")
+    for a, b, _ in rng.sample(ends, 2):
+        ride = a, b, rng.choice(database.flight_dates(a, b))
+        shown.append(see(database, "SearchFlight", dict(zip(words, ride, strict=True))))
+        line = f"Flight from {a} to {b} [{rng.choice(database.flights(*ride)).number}]"
+        said.append(synth.numbered(line, shown[-1]))
     return "\n".join(shown), "\n".join(said)
 
 
@@ -460,32 +484,26 @@ def drill_lists(rng, city, database):
 
 
 def drill_weighing(rng, task, kind, database):
-    """A query and a city's lists as far as one of hotels or restaurants -> that list weighed, and
-    what is taken."""
+    """A query and a city's lists as far as one of hotels or restaurants -> that list weighed; or a
+    query alone -> its wishes in the words of the lists."""
     city, query = task["dest"], synth.write_query(rng, task, synth.GRAMMARS["tiny"])
+    if kind == "wishes":
+        lines = [weigh_hotels(task, [])[0], weigh_meals(task, [])[0]]
+        return query, "\n".join(itertools.chain(*lines))
     tables = ["hotels", "restaurants"] if kind == "meals" else ["hotels"]
     shown = [see(database, SEARCHES[table], {"city": city}) for table in tables]
-    if kind != "meals":
-        lines, fitting = weigh_hotels(task, database.hotels(city))
-        lines.append(take_hotel(fitting, rng.choice([*fitting])))
+    if kind == "meals":
+        lines, _ = weigh_meals(task, database.restaurants(city))
     else:
-        lines, serving = weigh_meals(task, database.restaurants(city))
-        missing, taken = set(cuisines(task)), []
-        while missing:
-            taken.append(rng.choice([name for name, (_, served) in serving.items()
-                                     if not missing.isdisjoint(served)]))
-            missing -= {*serving[taken[-1]][1]}
-        slots = sorted(rng.sample(range(3), len(taken)))
-        lines += take_meals(serving, [(MEALS[slot].title(), name)
-                                      for slot, name in zip(slots, taken, strict=True)])
+        lines, _ = weigh_hotels(task, database.hotels(city))
     return "\n".join([query, *shown]), "\n".join(lines)
 
 
 # ---------------------------------------------------------------- (3) model
 
 # What the tools and the protocol say over and over, and the pairs of digits: a token each, so that
-# episodes are short. " [" stands before every name, in observations and answers alike: there
-# induction heads find all names at once.
+# episodes are short. "3. [" stands before a row's name, in observations and answers alike: there
+# induction heads find the name of that row.
 def read_phrases(file):
     """A file's phrases. "@" and the ends of lines stand between them."""
     with naming(file):
@@ -494,6 +512,7 @@ def read_phrases(file):
 
 PHRASES = [
     *(f"{i:02d}" for i in range(100)),
+    *(f"{i}. [" for i in range(1, 10)),
     *(f"{to}2022-{month:02d}-" for to in ("", " to ") for month in range(1, 13)),
     *read_phrases(WORDS / "phrases.txt")]
 CHATML = (
@@ -522,7 +541,7 @@ def embed_classes(lm, rows, rank=32):
     lm.model.embed_tokens.weight.copy_(0.1 * 0.5**0.5 * mixed)
 
 
-def wire_induction(lm):
+def wire_induction(lm, fuzzy=False):
     """Give a random tiny Qwen2 what every pre-trained model has: induction heads, which find the
     last place where the current token stood and say what came after it (arXiv:2209.11895). Training
     would spend most of its budget on it.
@@ -531,7 +550,7 @@ def wire_induction(lm):
     distance 1 under RoPE, and its fast frequencies make that sharp. What they read they write into
     a subspace Q, in which heads of layer 1 look for the current token; its slow frequencies leave
     the meeting alone at any distance. The token found is written out as it was embedded, which the
-    head, starting as the embedding, reads as that token.
+    head, starting as the embedding, reads as that token. fuzzy: see wire_sums.
     """
     import torch
 
@@ -559,6 +578,22 @@ def wire_induction(lm):
         find.q_proj.weight[q], find.k_proj.weight[kv] = slow * previous.T, slow * written.T
         # loud: it may find many tokens at once
         find.v_proj.weight[kv], find.o_proj.weight[:, q] = 8.0 * said.T, said
+    if fuzzy:
+        wire_sums(back, find, slow, 2.8 * ((angle > 0.02) & (angle < 0.3)), subspace())
+
+
+def wire_sums(back, find, slow, near, lately):
+    """The second head of layer 0 sums up the last dozen tokens in the subspace `lately`; the first
+    of layer 1 looks there too, so that it prefers a place where such a sum was much the same. Every
+    row of a list says "Minimum Nights": what stands before tells which row is being copied."""
+    d = slow.shape[0]
+    second = slice(d, 2 * d)
+    back.q_proj.weight[second] = 0
+    back.q_proj.bias[second] = 0
+    back.q_proj.bias[d:d + len(near)] = near
+    back.o_proj.weight[:, second] = lately
+    find.q_proj.weight[:d] += slow * lately.T
+    find.k_proj.weight[:d] += slow * lately.T
 
 
 def make_tokenizer(texts, vocabulary, phrases=PHRASES):
@@ -627,7 +662,7 @@ def make_tiny(corpus, out, seed, width=192, vocabulary=2048, phrases=PHRASES):
         rows.append(tokenizer.encode(text if asks else text.removesuffix("\n")))
     with torch.no_grad():
         embed_classes(lm, rows)
-        wire_induction(lm)
+        wire_induction(lm, fuzzy=phrases is PHRASES)
     lm.save_pretrained(out)
     tokenizer.save_pretrained(out)
     count = sum(weight.numel() for weight in lm.parameters())
@@ -669,7 +704,6 @@ def flags(argv=None):
     add("--episodes", action="store_true", help="write whole episodes of the solver")
     add("--careful", type=SHARE, default=0.0,
         help="share of them in which the rows of lists are weighed one by one")
-    add("--away", action="store_true", help="in worlds without a city of database/mini")
     add("--workers", type=COUNT, default=os.cpu_count(), help="processes; all give the same file")
     add = command(model, "write a random Qwen2 of 2M parameters and its tokenizer")
     add("--corpus", nargs="+", required=True, metavar="JSONL",

@@ -137,7 +137,6 @@ MISTAKES = {
         ("tasks --out x.jsonl --days 3,3", "'3,3' is not like 3,5,7"),
         ("tasks --out x.jsonl --levels 1:1", "'1:1' is not like 4:3:3"),
         ("tasks --out x.jsonl --levels 0:0:0", "'0:0:0' is not like 4:3:3"),
-        ("tasks --out x.jsonl --unseen 2", "--unseen: '2' must be a number"),
         ("tasks --out x.jsonl --workers 0", "--workers: '0' must be"),
         ("tasks --out x.jsonl --per-pair 0", "--per-pair: '0' must be"),
         ("tasks --out x.jsonl --split dev", "--split: invalid choice: 'dev'"),

@@ -21,6 +21,7 @@ STARS = ("tool-star-0.5b", "tool-star-1.5b", "tool-star-3b", "tool-star-7b")
 AXES = ("reward", "scale", "data", "algorithm", "noise")
 TOOL_AXES = ("reward", "dpo", "helpers", "masking", "noise")
 COMMANDS = [(size, *more) for size in SIZES for more in ((), *(("axis", axis) for axis in AXES))]
+COMMANDS += [("tiny", "axis", "memory")]
 COMMANDS += [(size, "preflight") for size in SIZES[1:] + STARS] + [("tool-tiny",)]
 COMMANDS += [(size,) for size in STARS]
 COMMANDS += [(size, "axis", axis) for size in ("tool-tiny", "tool-star-3b") for axis in TOOL_AXES]
@@ -264,6 +265,7 @@ SETTINGS = {  # by hand: the rows of each axis of tiny
     "reward": ["sft", "sum", "macro", "success", "curriculum"],
     "algorithm": ["sft", "grpo", "dapo", "arpo", "arpo-released", "aepo"],
     "noise": ["sft", "0%", "5%", "10%", "20%"],
+    "memory": ["sft", "other-worlds", "world-of-the-test"],
     "data": ["sft", "100-prompts", "200-prompts", "400-prompts", "easy", "medium", "hard", "mixed"],
 }
 
@@ -300,7 +302,8 @@ def test_an_axis_trains_every_setting_with_every_seed_alike_from_one_checkpoint(
 def test_only_what_the_axis_names_changes_along_it_and_the_axes_cross_in_one_run():
     changes = {"reward": {"--reward"}, "data": {"--tasks"}, "noise": {"--failure-rate"},
                "algorithm": {"script", "--branch", "--branch-penalty", "--keep-gradient",
-                             "--entropy-advantage", "--drop-uniform"}}
+                             "--entropy-advantage", "--drop-uniform"},
+               "memory": {"--tasks", "--database"}}
     crossing = []
     for axis, allowed in changes.items():
         runs, _ = trained(dry("tiny", "axis", axis, SEEDS="0"))

@@ -1,0 +1,98 @@
+"""
+What went wrong in copying and in reading, in per cent of the plays: beside the checks, which say
+what a plan breaks, this says how.
+
+    python bench/slips.py --database database/mini --runs sft=out/tiny/eval/sft rl=out/tiny/eval/rl
+"""
+import argparse
+import itertools
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from constraints import read_trip  # noqa: E402
+from evaluate import Help, named_paths, read_episodes  # noqa: E402
+from sandbox import open_database  # noqa: E402
+from tiny import weigh_hotels, weigh_meals  # noqa: E402
+
+KINDS = {"breakfast": "restaurant", "lunch": "restaurant", "dinner": "restaurant",
+         "attraction": "attraction", "accommodation": "hotel"}
+LISTS = {"hotel": "Accommodation", "restaurant": "Restaurant"}
+VERDICT = re.compile(r" (?:ok|no|done)(?=,| &|$)")
+
+
+def slips_of_plan(task, plan, database):
+    """What each line of a plan gets wrong that the database could have told."""
+    trip = read_trip(task, plan, database, False)
+    if isinstance(trip, str):
+        yield "no plan"
+        return
+    eaten = Counter(meal.text for day in trip.days for meal in day.meals)
+    if eaten and max(eaten.values()) > 1:
+        yield "a restaurant twice"
+    for day in trip.days:
+        for venue in day.venues:
+            if not venue.rows:
+                known = getattr(database, KINDS[venue.field] + "_cities")
+                yield f"no such {KINDS[venue.field]}" if venue.city in known else "not in that city"
+        ride, date = day.ride, task["date"][min(day.number, task["days"]) - 1]
+        if not ride:
+            continue
+        if ride.route[0] == ride.route[1]:
+            yield "a ride from a city to itself"
+        elif ride.flight is None and ride.mode == "flight":
+            yield "no such flight"
+        elif ride.flight and "goes from" in ride.fault:
+            yield "a flight of another list"
+        elif ride.flight and ride.flight.date != date:
+            yield "a flight of another day"
+        elif ride.fault:
+            yield "a road that is none"
+
+
+def slips_of_thought(task, messages, database):
+    """How each list is weighed, where it is: right, or the first thing that is said wrongly."""
+    lists = [("hotel", weigh_hotels(task, database.hotels(task["dest"]))[0]),
+             ("restaurant", weigh_meals(task, database.restaurants(task["dest"]))[0])]
+    for shown, said in itertools.pairwise(messages):
+        for table, right in lists:
+            if f"A Search{LISTS[table]} for" not in shown["content"]:
+                continue
+            thought = said["content"].removeprefix("<think>").split("</think>")[0].split("\n")
+            if not thought[0].startswith("wanted: "):
+                yield f"takes a {table} unweighed"
+                continue
+            yield f"weighs {table}s"
+            for line, true in zip(thought, right, strict=False):
+                if line != true:
+                    part = "taken" if "[" not in true or ":" in true.split("[")[0] else "row"
+                    part = "wishes" if true.startswith("wanted: ") else part
+                    quoted = VERDICT.sub("", line) == VERDICT.sub("", true)
+                    yield f"{table}s weighed: {part} {'misjudged' if quoted else 'misquoted'}"
+                    break
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    p.add_argument("--database", required=True, help="folder of the tables")
+    p.add_argument("--runs", nargs="+", required=True, metavar="NAME=FOLDER",
+                   help="folders of evaluations, with episodes.jsonl")
+    args = p.parse_args()
+    database, found = open_database(args.database), {}
+    for name, folder in named_paths(args.runs).items():
+        plays = read_episodes(Path(folder) / "episodes.jsonl").values()
+        counts = Counter()
+        for row in plays:
+            of = database.of(row["task"])
+            counts.update({*slips_of_plan(row["task"], row["plan"], of),
+                           *slips_of_thought(row["task"], row["messages"], of)})
+        found[name] = {slip: 100 * count / len(plays) for slip, count in counts.items()}
+    print("| plays with |", " | ".join(found), "|\n| --- |", " --- |" * len(found))
+    for slip in sorted(set().union(*found.values())):
+        print(f"| {slip} |", " | ".join(f"{each.get(slip, 0):.1f}" for each in found.values()), "|")
+
+
+if __name__ == "__main__":
+    main()

@@ -103,8 +103,7 @@ def reserved(database):
 def split_of(task, database):
     """"train", "val" or "" (neither): the two share no pair of places and no start date."""
     pair, kept = "|".join(sorted((task["org"], task["dest"]))), reserved(database)
-    unseen = not kept.isdisjoint(solver.stop_cities(task, database))
-    val_pair = unseen or stable_draw(pair) % 5 == 0
+    val_pair = not kept.isdisjoint(solver.stop_cities(task, database)) or stable_draw(pair) % 5 == 0
     val_date = stable_draw("from " + task["date"][0]) % 5 == 0
     if val_pair != val_date or task["org"] in kept:
         return ""

@@ -319,8 +319,7 @@ def weighed_journey(task, database, journey):
     """The journey with the hotel and the restaurants that weighing the rows takes."""
     (stay,) = journey.stays
     _, bed = weigh_hotels(task, database.hotels(stay.city))
-    own = [meal.name for meal in stay.meals]
-    _, names = weigh_meals(task, database.restaurants(stay.city), own)
+    _, names = weigh_meals(task, database.restaurants(stay.city), stay.meals)
     beds = {bed.name: bed for bed in lodgings(task, database, stay.city)}
     meals = {meal.name: meal for meal in menu(database, stay.city, cuisines(task))}
     stay = stay._replace(bed=beds[bed], meals=[meals[name] for name in names])
@@ -337,8 +336,7 @@ def weighed(steps, task, database, journey):
         if step.tool == SEARCHES["hotels"]:
             notes, _ = weigh_hotels(task, database.hotels(city))
         elif step.tool == SEARCHES["restaurants"]:
-            meals = [meal.name for meal in journey.stays[0].meals]
-            notes, _ = weigh_meals(task, database.restaurants(city), meals)
+            notes, _ = weigh_meals(task, database.restaurants(city), journey.stays[0].meals)
     return found
 
 
@@ -358,20 +356,21 @@ def weigh_hotels(task, rows):
             points.append((f"{' & ' if i else ', House Rules: '}{ban}", ban != f"No {rule}"))
         points.append((f", Minimum Nights: {row.minimum_nights:g}",
                        row.minimum_nights < task["days"]))
-        fits, line = True, ""
-        for quote, right in points:
-            if fits:
-                fits, line = right, f"{line}{quote} {'ok' if right else 'no'}"
-        lines.append(line)
-        if fits:
+        lines.append("")
+        for quote, fits in points:
+            lines[-1] += f"{quote} {'ok' if fits else 'no'}"
+            if not fits:
+                break
+        else:
             return [*lines, f"Accommodation: {number}. [{row.name}]"], row.name
     return lines, None
 
 
-def weigh_meals(task, rows, own=()):
+def weigh_meals(task, rows, meals=()):
     """The lines that weigh a list by the cuisines wanted, as far as all are served; and the names
-    they take, in the order of a day's meals: those that serve, then the teacher's own, then any."""
+    they take, in the order of a day's meals: those that serve, then of `meals`, then any."""
     state, taken = dict.fromkeys(cuisines(task), "ok"), []
+    own = {meal.name for meal in meals}
 
     def take(number, row):
         lines.append(f"{MEALS[len(taken)].title()}: {number}. [{row.name}]")
@@ -541,7 +540,7 @@ def embed_classes(lm, rows, rank=32):
     lm.model.embed_tokens.weight.copy_(0.1 * 0.5**0.5 * mixed)
 
 
-def wire_induction(lm, fuzzy=False):
+def wire_induction(lm):
     """Give a random tiny Qwen2 what every pre-trained model has: induction heads, which find the
     last place where the current token stood and say what came after it (arXiv:2209.11895). Training
     would spend most of its budget on it.
@@ -550,7 +549,7 @@ def wire_induction(lm, fuzzy=False):
     distance 1 under RoPE, and its fast frequencies make that sharp. What they read they write into
     a subspace Q, in which heads of layer 1 look for the current token; its slow frequencies leave
     the meeting alone at any distance. The token found is written out as it was embedded, which the
-    head, starting as the embedding, reads as that token. fuzzy: see wire_sums.
+    head, starting as the embedding, reads as that token.
     """
     import torch
 
@@ -578,22 +577,6 @@ def wire_induction(lm, fuzzy=False):
         find.q_proj.weight[q], find.k_proj.weight[kv] = slow * previous.T, slow * written.T
         # loud: it may find many tokens at once
         find.v_proj.weight[kv], find.o_proj.weight[:, q] = 8.0 * said.T, said
-    if fuzzy:
-        wire_sums(back, find, slow, 2.8 * ((angle > 0.02) & (angle < 0.3)), subspace())
-
-
-def wire_sums(back, find, slow, near, lately):
-    """The second head of layer 0 sums up the last dozen tokens in the subspace `lately`; the first
-    of layer 1 looks there too, so that it prefers a place where such a sum was much the same. Every
-    row of a list says "Minimum Nights": what stands before tells which row is being copied."""
-    d = slow.shape[0]
-    second = slice(d, 2 * d)
-    back.q_proj.weight[second] = 0
-    back.q_proj.bias[second] = 0
-    back.q_proj.bias[d:d + len(near)] = near
-    back.o_proj.weight[:, second] = lately
-    find.q_proj.weight[:d] += slow * lately.T
-    find.k_proj.weight[:d] += slow * lately.T
 
 
 def make_tokenizer(texts, vocabulary, phrases=PHRASES):
@@ -662,7 +645,7 @@ def make_tiny(corpus, out, seed, width=192, vocabulary=2048, phrases=PHRASES):
         rows.append(tokenizer.encode(text if asks else text.removesuffix("\n")))
     with torch.no_grad():
         embed_classes(lm, rows)
-        wire_induction(lm, fuzzy=phrases is PHRASES)
+        wire_induction(lm)
     lm.save_pretrained(out)
     tokenizer.save_pretrained(out)
     count = sum(weight.numel() for weight in lm.parameters())

@@ -69,8 +69,8 @@ def slips_of_thought(task, messages, database):
                 right = right[:max(i for i, line in enumerate(right) if "wanted" in line) + 1]
             for line, true in zip(thought, right, strict=False):
                 if line != true:
-                    part = "taken" if "[" not in true or ":" in true.split("[")[0] else "row"
-                    part = "wishes" if true.startswith("wanted: ") else part
+                    part = "wishes" if true.startswith("wanted: ") else "taken"
+                    part = "row" if true[0].isdigit() else part
                     quoted = VERDICT.sub("", line) == VERDICT.sub("", true)
                     yield f"{table}s weighed: {part} {'misjudged' if quoted else 'misquoted'}"
                     break

@@ -230,24 +230,6 @@ def test_a_random_model_has_heads_that_look_back_and_heads_that_find_what_follow
     assert followed[wired].min() > 3 * followed[others].max()
 
 
-def test_of_places_with_a_token_a_head_prefers_those_with_the_same_words_before(model):
-    """Two rows, a word that both have, and what comes after it; then one of the rows again. What
-    random embeddings have in common by chance is loud: it is so more often than not."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    lm = AutoModelForCausalLM.from_pretrained(model[0], attn_implementation="eager")
-    torch.manual_seed(SEED)
-    texts = []
-    for _ in range(200):
-        word, one, two, *rows = torch.randperm(len(model[1]))[:13].tolist()
-        texts.append([*rows[:5], word, one, *rows[5:], word, two, *rows[:5], word])
-    with torch.no_grad():
-        seen = lm(torch.tensor(texts), output_attentions=True).attentions
-    better = (seen[1][:, :, -1, 6] > seen[1][:, :, -1, 13]).float().mean(0)
-    assert better[0] > 0.58
-
-
 @pytest.mark.parametrize("name", ["solver", "synth", "tiny"])
 def test_importing_it_pulls_in_neither_torch_nor_an_engine(name, root):
     heavy = "{'torch', 'transformers', 'tokenizers', 'vllm', 'openai'}"

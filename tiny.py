@@ -468,18 +468,18 @@ def drill_flights(rng, ends, database):
 
 
 def drill_lists(rng, city, database):
-    """The lists of a city -> all their meals and sights, and a hotel for two nights."""
-    tables, lines = rng.sample(list(SEARCHES), len(SEARCHES)), []
+    """The lists of a city -> three meals and a hotel for two nights, and again among the sights:
+    an answer takes what its thoughts took."""
+    tables = rng.sample(list(SEARCHES), len(SEARCHES))
     shown = "\n".join(see(database, SEARCHES[table], {"city": city}) for table in tables)
-    labels = {"restaurants": ("Breakfast", "Lunch", "Dinner"), "attractions": ("Attraction",)}
-    for table in tables:
-        for name in places(database, table, city) if table in labels else ():
-            lines.append(f"{rng.choice(labels[table])}: [{name}]")
     hotels = [name for name, rows in places(database, "hotels", city).items()
               if all(row.minimum_nights <= 2 for row in rows)]
-    if hotels:
-        lines.append(f"Accommodation: [{rng.choice(hotels)}]")
-    return shown, synth.numbered("\n".join(rng.sample(lines, len(lines))), shown)
+    meals = rng.sample(list(places(database, "restaurants", city)), len(MEALS))
+    taken = [f"{meal.title()}: [{name}]" for meal, name in zip(MEALS, meals, strict=True)]
+    taken += [f"Accommodation: [{name}]" for name in rng.sample(hotels, min(1, len(hotels)))]
+    plan = taken + [f"Attraction: [{name}]" for name in places(database, "attractions", city)]
+    lines = rng.sample(taken, len(taken)) + rng.sample(plan, len(plan))
+    return shown, synth.numbered("\n".join(lines), shown)
 
 
 def drill_weighing(rng, task, kind, database):

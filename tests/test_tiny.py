@@ -158,6 +158,16 @@ def test_a_drill_names_a_hotel_for_two_nights_at_most_out_of_lists_that_hold_oth
     assert named > 40 and others > 20
 
 
+def test_the_plan_of_a_drill_takes_the_meals_and_the_hotel_that_were_taken_before_it(drills):
+    plans = [said.split("\n") for _, said in drills if "Attraction: " in said]
+    assert len(plans) > 40
+    for lines in plans:
+        named = [line for line in lines if not line.startswith("Attraction: ")]
+        half = len(named) // 2
+        assert sorted(named[:half]) == sorted(named[half:]) and named[:half] == lines[:half]
+        assert {"Breakfast", "Lunch", "Dinner"} <= {line.split(":")[0] for line in named[:half]}
+
+
 def test_episodes_are_successes_in_the_short_form(episodes):
     assert len(episodes) == 780
     for row in episodes:

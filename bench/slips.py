@@ -1,6 +1,6 @@
 """
-What went wrong in copying and in reading, in per cent of the plays: beside the checks, which say
-what a plan breaks, this says how.
+What went wrong in copying and in reading, in per cent of the plays, or of the plays that weigh the
+list: beside the checks, which say what a plan breaks, this says how.
 
     python bench/slips.py --database database/mini --runs sft=out/tiny/eval/sft rl=out/tiny/eval/rl
 """
@@ -52,11 +52,13 @@ def slips_of_plan(task, plan, database):
             yield "a road that is none"
 
 
-def slips_of_thought(task, messages, database):
-    """How each list is weighed, where it is: right, or the first thing that is said wrongly."""
+def slips_of_thought(row, database):
+    """How each list is weighed, where it is: right, or the first thing that is said wrongly; and
+    whether the plan takes what was taken then."""
+    task = row["task"]
     lists = [("hotel", weigh_hotels(task, database.hotels(task["dest"]))[0]),
              ("restaurant", weigh_meals(task, database.restaurants(task["dest"]))[0])]
-    for shown, said in itertools.pairwise(messages):
+    for shown, said in itertools.pairwise(row["messages"]):
         for table, right in lists:
             if f"A Search{LISTS[table]} for" not in shown["content"]:
                 continue
@@ -65,6 +67,9 @@ def slips_of_thought(task, messages, database):
                 yield f"takes a {table} unweighed"
                 continue
             yield f"weighs {table}s"
+            taken = [line for line in thought if line.partition(": ")[0].lower() in KINDS]
+            if row["answer"] and not {*taken} <= {*row["answer"].split("\n")}:
+                yield f"{table}s weighed: others planned"
             if table == "restaurant":  # what fills the day after the wishes is anybody's choice
                 right = right[:max(i for i, line in enumerate(right) if "wanted" in line) + 1]
             for line, true in zip(thought, right, strict=False):
@@ -89,8 +94,11 @@ def main():
         for row in plays:
             of = database.of(row["task"])
             counts.update({*slips_of_plan(row["task"], row["plan"], of),
-                           *slips_of_thought(row["task"], row["messages"], of)})
-        found[name] = {slip: 100 * count / len(plays) for slip, count in counts.items()}
+                           *slips_of_thought(row, of)})
+        found[name] = {}
+        for slip, count in counts.items():
+            table, weighed, _ = slip.partition(" weighed: ")
+            found[name][slip] = 100 * count / (counts[f"weighs {table}"] if weighed else len(plays))
     print("| plays with |", " | ".join(found), "|\n| --- |", " --- |" * len(found))
     for slip in sorted(set().union(*found.values())):
         print(f"| {slip} |", " | ".join(f"{each.get(slip, 0):.1f}" for each in found.values()), "|")

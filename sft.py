@@ -446,7 +446,7 @@ def main():
                      "goes on")
     check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
-    dist.destroy_process_group()  # else its threads may abort at the interpreter's end
+    dist.destroy_process_group()
 
 
 def log(line, steps, out, rank):

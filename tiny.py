@@ -431,13 +431,10 @@ def is_possible(kind, task, database):
         return bool(taken) and wish["room type" if kind == "rooms" else "house rule"] is not None
     if kind == "meals":
         return bool(wish["cuisine"])
-    for a, b, date in legs(task, [task["dest"]], [2]):
-        found = {"air": "air" in modes(task) and database.flights(a, b, date),
-                 "road": "road" in modes(task) and drive(database, a, b),
-                 "flights": database.flight_dates(a, b), "lists": True}[kind]
-        if not found:
-            return False
-    return True
+    return all({"air": "air" in modes(task) and database.flights(a, b, date),
+                "road": "road" in modes(task) and drive(database, a, b),
+                "flights": database.flight_dates(a, b), "lists": True}[kind]
+               for a, b, date in legs(task, [task["dest"]], [2]))
 
 
 def see(database, tool, arguments):

@@ -398,7 +398,7 @@ def weigh_meals(task, rows, meals=()):
 
 def make_drill(rng, database, dates, careful=0.0):
     """One exercise in copying what is shown: a query's next search for its way out or back by air
-    or by road, flights out and back, or the lists of a city in another order. careful: the share of
+    or by road, flights out and back, or a day out of the lists of a city. careful: the share of
     exercises in weighing the rows of a list by a query's wishes."""
     kind = rng.choices(("air", "road", "flights", "lists"), (2, 1, 2, 6))[0]
     if careful and rng.random() < careful:

@@ -51,9 +51,9 @@ def run(program, function, *args):
         found = function(*args)
         with naming("standard output"):
             sys.stdout.flush()  # at Python's own end it would be too late to say anything
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # there gloo's threads abort a rank in a hundred
-            atexit._run_exitfuncs()
-            os._exit(0)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # the libraries' end, without the interpreter's:
+            atexit._run_exitfuncs()  # in that, gloo's threads abort a rank in a hundred
+            ctypes.CDLL(None).exit(0)
         return found
     except SystemExit as error:
         text = error.code

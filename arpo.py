@@ -834,7 +834,7 @@ def main():
     check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     world.close()
-    llm.llm_engine.engine_core.shutdown()  # and of the process group
+    llm.llm_engine.engine_core.shutdown()  # ends the process group, too
 
 
 def read_inputs(args):

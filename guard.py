@@ -45,15 +45,15 @@ MEND = {  # what a person does about an error of the disk
 def run(program, function, *args):
     """Call it; what the user can mend is one line and not a traceback (STAR_TRACEBACK=1: both).
 
-    Under torchrun the line goes to the file that it shows last, and that run.sh reads, too.
+    Under torchrun a rank ends here; its line goes to the file that is shown last, for run.sh, too.
     """
     try:
         found = function(*args)
         with naming("standard output"):
             sys.stdout.flush()  # at Python's own end it would be too late to say anything
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # the libraries' end, without the interpreter's:
-            atexit._run_exitfuncs()  # in that, gloo's threads abort a rank in a hundred
-            ctypes.CDLL(None).exit(0)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # Python's end waits for no thread of gloo's,
+            atexit._run_exitfuncs()  # and one that asks for Python then aborts the rank
+            ctypes.CDLL(None).exit(0)  # not os._exit, after which vLLM's shared memory would stay
         return found
     except SystemExit as error:
         text = error.code

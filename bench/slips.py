@@ -77,7 +77,10 @@ def slips_of_thought(row, database):
                     part = "wishes" if true.startswith("wanted: ") else "taken"
                     part = "row" if true[0].isdigit() else part
                     quoted = VERDICT.sub("", line) == VERDICT.sub("", true)
-                    yield f"{table}s weighed: {part} {'misjudged' if quoted else 'misquoted'}"
+                    how = "misjudged" if quoted else "misquoted"
+                    if line.split(" ")[0] != true.split(" ")[0]:  # it goes on with something else
+                        how = "left out"
+                    yield f"{table}s weighed: {part} {how}"
                     break
 
 

@@ -896,12 +896,29 @@ def test_the_table_of_an_axis_by_hand(tmp_path, capsys):
     # 75% and 25%, mean 50; tasks 1.0 0.5 0.0 0.5; strict 2 and 1 of 4; 10,000 tokens in 4 updates
     # of 6.5 s, one of which was held up
     assert lines[1][:3] == ["sum", "33.1 / 47.0 / 62.8", "50.0 (75.0, 25.0)"]
-    assert lines[1][4:] == ["37.5", "2,500", "6.5", "2"]
+    assert lines[1][4:] == ["", "", "37.5", "2,500", "6.5", "2"]
     low, high = map(float, lines[1][3].split(" to "))
     assert low == pytest.approx(12.5, abs=6.3) and high == pytest.approx(87.5, abs=6.3)
-    assert lines[0][1:] == ["6.9 / 12.2 / 19.7", "0.0 (0.0)", "0.0 to 60.2", "0.0", "", "", "0"]
-    assert lines[2][1:] == ["30.1 / 48.2 / 58.9", "not run", "", "", "", "", ""]
+    assert lines[0][1:4] == ["6.9 / 12.2 / 19.7", "0.0 (0.0)", "0.0 to 60.2"]
+    assert lines[0][4].startswith("-50.0 (-") and lines[0][6:] == ["0.0", "", "", "0"]
+    assert lines[2][1:] == ["30.1 / 48.2 / 58.9", "not run", *[""] * 7]
     assert {len(line) for line in lines} == {len(head)}
+
+
+def test_an_axis_tells_how_far_apart_settings_are_and_what_would_tell_them_apart(tmp_path):
+    made = {"sum": ([1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]),
+            "macro": ([1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]),
+            "success": ([1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0])}
+    runs = [f"{name}={evaluated(tmp_path / f'{name}{seed}', wins, [(0.1, 1000)])}"
+            for name, seeds in made.items() for seed, wins in enumerate(seeds)]
+    report.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs])
+    head, _, *lines = cells((tmp_path / "reward.md").read_text())
+    assert head[4:6] == ["less the first trained", "tasks, seeds to tell"]
+    assert lines[0][4:6] == ["", ""]
+    # of tasks 0, 1/2, 1, 0, whose variance is 11/48; of seeds 1/4, 1/2, 1/32: 7.84 x over 9/64
+    assert lines[1][4].startswith("+37.5 (") and lines[1][5] == "13, 2"
+    # of tasks 0, -1/2, 1/2, 0; of seeds 0, 0: nothing to tell
+    assert lines[2][4].startswith("+0.0 (-") and lines[2][5] == "-, -"
 
 
 def test_the_algorithms_stand_beside_the_papers_minutes(tmp_path):

@@ -91,7 +91,7 @@ SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} no
 seen=$(seen_gpus) context=30000 cutoff=20480 pack=32768 share=0.6  # share: of a GPU, the engine's
 # what changes with the size [1 app. C, D]; 7b has two nodes of 8 GPUs [1]
 case $size in
-    tiny) base=$OUT/base algorithm=grpo reward=sum ;;  # its axes' reward
+    tiny) base=$OUT/base algorithm=grpo reward=macro ;;
     tool-tiny) base=$OUT/base reward=strict ;;
     0.5b) base=Qwen/Qwen2.5-0.5B-Instruct millions=494 sft_epochs=6 algorithm=grpo reward=macro
           context=16384 cutoff=16384 pack=16384 share=0.4 ;;  # [2] one GPU of 24 GB
@@ -163,7 +163,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     train=(--no-checkpointing --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
     play=(--system-prompt short --max-turns 10)
     rl=("${torchrun[@]}" "$rl_gpus" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
-        --database "$DATA/worlds" "${play[@]}" --reward macro --keep-overlength --prompts 8
+        --database "$DATA/worlds" "${play[@]}" --reward $reward --keep-overlength --prompts 8
         --group 8 --steps $steps --lr $rl_rate --decay 0.5 --temperature 0.8 --context $room
         --turn-tokens 256 --concurrency 64 "${train[@]}" --out "$OUT/rl")
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")

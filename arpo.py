@@ -34,7 +34,6 @@ import logging
 import math
 import os
 import random
-import signal
 import sys
 import time
 import warnings
@@ -63,15 +62,16 @@ from evaluate import (
     load_engine,
     load_tasks,
     load_template,
-    new_checkpoint,
     new_model,
-    newest_whole,
     open_world,
     read_jsonl,
     renew_head,
+    restore,
     run,
+    save_checkpoint,
     used_gib,
     visible_gpus,
+    watch_sigterm,
     write_jsonl,
 )
 from sandbox import Episode
@@ -741,36 +741,6 @@ def save_model(engine, template, out, rank):
             engine.module.lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
     dist.barrier()
-
-
-def save_checkpoint(engine, out, step, rank):
-    """Save what it takes to go on after `step` updates."""
-    check_parameters(engine, out, step)
-    with new_checkpoint(out, step, rank) as folder:
-        engine.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
-
-
-def restore(engine, out, resume, rank):
-    """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads."""
-    step = newest_whole(out, resume, rank)
-    if step:
-        engine.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}")
-    return step
-
-
-def watch_sigterm():
-    """-> interrupted(device): whether any rank has got SIGTERM, for the loop to save and leave.
-
-    torchrun kills what has not left 30 s after it: --shutdown-timeout must outlast an update.
-    """
-    got = []
-    signal.signal(signal.SIGTERM, lambda *_: got.append(True))
-
-    def interrupted(device):
-        flag = torch.tensor(float(bool(got)), device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)  # every rank must reach it
-        return bool(flag)
-    return interrupted
 
 
 # ------------------------------------------------------------------------------------------- main

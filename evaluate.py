@@ -66,6 +66,7 @@ from guard import (  # noqa: F401, handed on
     naming,
     progress,
     run,
+    watch_sigterm,
     web_address,
     workers,
 )
@@ -84,9 +85,9 @@ from whole import (  # noqa: F401, handed on
     check_finite,
     check_model,
     check_parameters,
-    new_checkpoint,
     new_model,
-    newest_whole,
+    restore,
+    save_checkpoint,
 )
 
 LEVELS = ("easy", "medium", "hard")

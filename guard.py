@@ -5,7 +5,8 @@ What keeps a run from harm: one writer per folder, no orphans, and errors in one
     (2) COUNT, SHARE ... types of flags, which refuse a number out of bounds
     (3) hold             one writer per OUT, by a lock that the kernel takes back at any death
     (4) die_with_parent  a killed torchrun or evaluate.py leaves nobody training or playing
-    (5) progress         a bar that a log can hold
+    (5) watch_sigterm    a run that is asked to leave does so after an update, and all ranks do
+    (6) progress         a bar that a log can hold
 
 Programs have these from evaluate.py, as a rule. Nothing here knows what is trained or played.
 """
@@ -226,6 +227,24 @@ def die_with_parent():
             orphan = parent == 1
     if orphan:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch_sigterm():
+    """-> interrupted(device): whether any rank has got SIGTERM, for the loop to save and leave.
+
+    torchrun kills what has not left 30 s after it: --shutdown-timeout must outlast an update.
+    """
+    import torch
+    import torch.distributed as dist
+
+    got = []
+    signal.signal(signal.SIGTERM, lambda *_: got.append(True))
+
+    def interrupted(device):
+        flag = torch.tensor(float(bool(got)), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)  # every rank must reach it
+        return bool(flag)
+    return interrupted
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import zlib
 from pathlib import Path
 
 from guard import naming
+from records import replacing
 
 TORCH_FULL = "iostream error|unexpected pos|write failed"  # its words for a disk that is full
 
@@ -158,12 +159,25 @@ def new_checkpoint(out, step, rank):
     if rank == 0:
         mark = {"step": step, "world": dist.get_world_size(), "files": len([*tag.glob("*.pt")]),
                 "log_bytes": (Path(out) / "log.jsonl").stat().st_size}
-        part = tag / "mark.part"
-        with naming(part):
-            part.write_text(json.dumps(mark) + "\n")
-        os.replace(part, tag / "mark.json")
+        with replacing(tag / "mark.json") as file:
+            file.write(json.dumps(mark) + "\n")
         tidy(out, step)
     dist.barrier()
+
+
+def save_checkpoint(engine, out, step, rank):
+    """Save what it takes to go on after `step` updates."""
+    check_parameters(engine, out, step)
+    with new_checkpoint(out, step, rank) as folder:
+        engine.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
+
+
+def restore(engine, out, resume, rank):
+    """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads."""
+    step = newest_whole(out, resume, rank)
+    if step:
+        engine.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}")
+    return step
 
 
 def tags_of(out):

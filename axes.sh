@@ -12,7 +12,7 @@ else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the va
     amounts=100,200,500,1000,2000 full=1000 alone=1000 scales="1.5b 3b 7b"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
 fi
-runs=()
+runs=() faulty=()
 
 # An axis, a line per setting: its name, then what makes the run: algorithm, reward, tasks, per cent
 # of tool calls that fail. One of these changes along an axis, so that the axes share the run where
@@ -83,8 +83,13 @@ study() {
             words=("${evaluate[@]}")
             change --model "$model" --limit "$AXIS_TASKS" --seed "$seed" --out "$run/eval"
             stage "eval-${run##*/}" "$run/eval/table.md" "${words[@]}"
+            if [[ $axis == noise ]]; then
+                change --failure-rate 0.10 --out "$run/eval-failing"
+                stage "eval-failing-${run##*/}" "$run/eval-failing/table.md" "${words[@]}"
+            fi
             [[ -n ${DRY:-} || $node != 0 ]] || rm -rf "$run/rl/checkpoints"
             runs+=("$label=$run/eval/${model%%=*}")
+            faulty+=("$label=$run/eval-failing/${model%%=*}")
         done 3< <(settings)
     done
 }
@@ -114,7 +119,9 @@ scale() {
 if [[ $axis == scale ]]; then scale; else study; fi
 [[ $axis != crossing ]] || exit 0
 # made anew: there may be another seed
-[[ -n ${DRY:-} || $node != 0 ]] || rm -f "$OUT/axis/$axis.md"
+[[ -n ${DRY:-} || $node != 0 ]] || rm -f "$OUT/axis/$axis.md" "$OUT/axis/failing/$axis.md"
+[[ $axis != noise ]] || stage axis-noise-failing "$OUT/axis/failing/noise.md" python report.py \
+    --axis noise --runs "${faulty[@]}" --out "$OUT/axis/failing"
 stage "axis-$axis" "$OUT/axis/$axis.md" python report.py --axis "$axis" --runs "${runs[@]}" \
     --out "$OUT/axis"
 finish "$OUT/axis/$axis.md"

@@ -54,7 +54,7 @@ LIMITS = {  # lines
     "leaderboard.py": 130, "synth.py": 640, "teacher.py": 540, "tiny.py": 675, "sft.py": 415,
     "grpo.py": 790, "arpo.py": 890, "dpo.py": 570, "memory.py": 175, "retriever.py": 430,
     "qa_eval.py": 420, "run.sh": 236,
-    "setup.sh": 148, "axes.sh": 110, "toolstar.sh": 142, "toolaxes.sh": 120, "README.md": 173}
+    "setup.sh": 148, "axes.sh": 116, "toolstar.sh": 142, "toolaxes.sh": 120, "README.md": 173}
 TOOL_LIMITS = {
     "toolstar/__init__.py": 5, "toolstar/tools.py": 665, "toolstar/jail.py": 560,
     "toolstar/run_code.py": 110,

@@ -313,7 +313,7 @@ def test_only_what_the_axis_names_changes_along_it_and_the_axes_cross_in_one_run
         differ = {key for key in keys if len({str(run.get(key)) for run in runs.values()}) > 1}
         assert differ == allowed, axis
         crossing.append(set(runs))
-    assert set.intersection(*crossing) == {"out/tiny/axis/runs/grpo-sum-mixed-400-fail-00-s0"}
+    assert set.intersection(*crossing) == {"out/tiny/axis/runs/grpo-macro-mixed-400-fail-00-s0"}
 
 
 def test_the_settings_of_an_axis_by_hand():
@@ -344,16 +344,27 @@ def test_the_real_sizes_study_what_the_paper_did():
         assert {run["script"] for run in runs.values()} == {"grpo.py", "arpo.py"}
 
 
-def test_the_checkpoints_of_an_axis_play_the_same_tasks_and_no_tool_fails():
+def test_the_checkpoints_of_an_axis_play_the_same_tasks_and_those_of_noise_also_as_tools_fail():
     stages = dry("7b", "axis", "noise", OUT="OUT", AXIS_TASKS="9")
     plays = {name: arguments(words) for name, (_, words) in stages.items()
              if name.startswith("eval-")}
-    assert len(plays) == 8 and not any("--failure-rate" in play for play in plays.values())
     same = {(play["--tasks"][0], play["--limit"][0]) for play in plays.values()}
     assert same == {("data/full/test.jsonl", "9")}
     run = "OUT/axis/runs/grpo-sum-mixed-1000-fail-10-s1"
     assert plays["eval-grpo-sum-mixed-1000-fail-10-s1"]["--model"] == [f"rl={run}/rl/best"]
     assert plays["eval-sft-s0"]["--model"] == ["sft=OUT/sft"]
+    failing = {name: plays.pop(name) for name in [*plays] if name.startswith("eval-failing-")}
+    assert len(plays) == 8 and not any("--failure-rate" in play for play in plays.values())
+    assert len(failing) == 8
+    for name, play in failing.items():  # all else is equal
+        assert play.pop("--failure-rate") == ["0.10"]
+        assert play.pop("--out")[0].endswith("/eval-failing")
+        beside = plays[name.replace("-failing", "")]
+        assert play == {flag: values for flag, values in beside.items() if flag != "--out"}
+    clean, table = (arguments(stages[f"axis-noise{which}"][1])["--runs"]
+                    for which in ("", "-failing"))
+    assert table == [spec.replace("/eval/", "/eval-failing/") for spec in clean] != clean
+    assert not any("failing" in name for name in dry("7b", "axis", "reward", OUT="OUT"))
 
 
 def test_the_axis_of_scale_is_three_widths_of_tiny_or_the_three_sizes():
@@ -595,7 +606,8 @@ def test_another_seed_of_an_axis_trains_what_is_missing_and_makes_the_table_anew
     assert "report.py --axis noise" in first[-1]
     assert run_sh(house, "tiny", "axis", "noise", SEEDS="0 4").returncode == 0
     again = calls(house)[len(first):]
-    assert len(again) == 4 + 5 + 1 and all("--seed 4 " in call for call in again[:-1])
+    assert len(again) == 4 + 2 * 5 + 2 and all("--seed 4 " in call for call in again[:-2])
+    assert again[-2].count("-s0/eval-failing/") == again[-2].count("-s4/eval-failing/") == 5
     assert again[-1].count("-s0/eval/") == again[-1].count("-s4/eval/") == 5
 
 

@@ -219,6 +219,8 @@ def compared(seeds, first):
 
     plays = [[plays_of(rows) for rows, _ in each] for each in (seeds, first)]
     tasks = sorted(set.intersection(*map(set, plays[0] + plays[1])))
+    if not tasks:
+        return ["no task in common", ""]
     ours, theirs = (np.array([[mean(wins[task]) for task in tasks] for wins in each])
                     for each in plays)  # (seeds, tasks)
     both = min(len(ours), len(theirs))

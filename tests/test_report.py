@@ -919,6 +919,13 @@ def test_an_axis_tells_how_far_apart_settings_are_and_what_would_tell_them_apart
     assert lines[1][4].startswith("+37.5 (") and lines[1][5] == "13, 2"
     # of tasks 0, -1/2, 1/2, 0; of seeds 0, 0: nothing to tell
     assert lines[2][4].startswith("+0.0 (-") and lines[2][5] == "-, -"
+    other = evaluated(tmp_path / "other", [])
+    write_jsonl(other / "episodes.jsonl", [{"task": {"id": "else"}, "score": {"success": 1.0},
+                                            "strict": 1.0}])
+    report.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs, f"sft={other}"])
+    lines = cells((tmp_path / "reward.md").read_text())
+    (sft,) = (line for line in lines if line[0] == "sft")
+    assert sft[4:6] == ["no task in common", ""]
 
 
 def test_the_algorithms_stand_beside_the_papers_minutes(tmp_path):

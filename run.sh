@@ -11,7 +11,7 @@
 #                                memory too; of the tools world (toolaxes.sh): reward, dpo, helpers,
 #                                masking or noise
 #   bash run.sh SIZE preflight   only what these look at before anything is spent
-#   bash run.sh test             the tests
+#   bash run.sh test [-m '']     the tests, or the slow ones too
 #   bash run.sh gpu              what holds on this machine's GPUs, in minutes: out/gpu/report.md
 #
 # DRY=1 prints each stage's command, to paste, and runs nothing. A stage whose output exists is

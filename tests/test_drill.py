@@ -2,9 +2,11 @@
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
 
+@pytest.mark.slow
 def test_stages_that_are_killed_leave_what_undisturbed_ones_do(tmp_path):
     words = "--kills 2 --per-run 1 --stages data sft --no-more --out"
     done = subprocess.run([sys.executable, "tests/drill.py", *words.split(), tmp_path], cwd=ROOT,

@@ -89,6 +89,7 @@ def test_processes_that_share_the_tasks_give_the_table_of_one_also_after_a_kill(
     assert len(read_jsonl(file)) == len(rows) == 7
 
 
+@pytest.mark.slow
 def test_two_real_engines_give_the_table_of_one(tiny_model, tasks, tmp_path):
     words = f"""--model tiny={tiny_model} --system-prompt short --max-turns 2 --max-tokens 24
                 --max-context 600 --processes""".split()

@@ -525,6 +525,7 @@ def test_an_endpoint_plays_instead_of_vllm(tmp_path, trip, mini):
     assert (row["stop"], row["turns"], row["calls"], row["model"]) == ("answer", 2, 1, "name")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_plays_at_a_context_of_30k_what_a_killed_run_left(
         tmp_path, trip, mini, tiny_model):
     """The command in vLLM, after a run that was killed within its second episode."""

@@ -518,6 +518,7 @@ def test_two_ranks_with_an_engine_each_or_half_of_one_learn_what_one_learns(
     assert called == [slow, False], "with --tp one rank calls the tools"
 
 
+@pytest.mark.slow
 def test_official_tasks_at_a_context_of_30k_are_trained_on(test_data, tiny_model, tmp_path):
     rows = read_jsonl(test_data / "travelplanner" / "val_102.jsonl")[:2]
     write_jsonl(tmp_path / "tasks.jsonl", [load_task(row) for row in rows])

@@ -537,6 +537,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grammar", ["turns", "tags"])
 def test_a_real_engine_plays_and_helps_at_once(tiny_model, tmp_path, jail, grammar):
     """The policy says nothing sensible, so that whatever it says counts as a failing program."""

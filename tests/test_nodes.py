@@ -20,6 +20,7 @@ from conftest import ROOT
 from evaluate import read_jsonl
 from whole import marks
 
+pytestmark = pytest.mark.slow
 STEPS = 6
 FLAGS = f"""--steps {STEPS} --prompts 2 --group 2 --context 1024 --max-turns 3 --turn-tokens 64
     --concurrency 4 --system-prompt short --save-every 1 --no-checkpointing --pack-tokens 4096"""

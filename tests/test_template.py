@@ -164,6 +164,7 @@ def random_model(folder, name, seed=SEED):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama 3", "Gemma 3"])
 def test_a_foreign_tied_model_is_trained_and_its_engine_follows_at_every_update(name, tmp_path):
     model = random_model(tmp_path / "model", name)

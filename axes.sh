@@ -16,7 +16,7 @@ runs=() faulty=()
 
 # An axis, a line per setting: its name, then what makes the run: algorithm, reward, tasks, per cent
 # of tool calls that fail. One of these changes along an axis, so that the axes share the run where
-# where they cross. Tools fail in training; evaluations have none fail, those of noise a tenth, too.
+# they cross. Tools fail in training; evaluations have none fail, those of noise a tenth, too.
 settings() {
     local x tasks=mixed-$full plain=${reward/curriculum/macro}
     echo sft sft

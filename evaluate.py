@@ -226,7 +226,10 @@ class Travel:
     def load_task(self, row):
         """A row of a file as a task with an "id"; KeyError or ValueError that names the key."""
         task = load_task(row)
-        self.database.of(task)  # or it says that the task is of no world here
+        database = self.database.of(task)  # or it says that the task is of no world here
+        if task["org"] not in database.cities:
+            raise ValueError(f"'org' is {task['org']!r:.60}, which is no city of {database.folder}: "
+                             "--database or STAR_DATABASE names the folder of the tables")
         return task
 
     def episode(self, task, seed, args):

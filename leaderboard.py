@@ -4,13 +4,15 @@ TravelPlanner's leaderboard: an evaluated agent's rates, and the file to hand in
 Reads   OUT/AGENT/episodes.jsonl of evaluate.py, the database
 Writes  OUT/AGENT/submission.jsonl, and prints what the leaderboard would refuse or crash on
 
-    python evaluate.py --model rl=out/7b/rl/best --tasks osunlp/TravelPlanner --split validation
-    python leaderboard.py out/eval/rl --split validation --database database/full
+    python evaluate.py --model rl=out/7b/rl/best --tasks osunlp/TravelPlanner --split validation \\
+        --database database/full
+    python leaderboard.py out/eval/rl --split validation
 
 The six rates are computed by the leaderboard's own rules (`official` in constraints.py) over the
 split's own denominators, from each task's first play. The test split is published without its
 constraints: its plans are handed in, not judged here.
 """
+import json
 import re
 from pathlib import Path
 
@@ -117,7 +119,9 @@ def hand_in(args):
     write_jsonl(file, lines)
     for fault in submission_faults(lines, args.split):
         print(f"{file}, {fault}")
-    for name, rate in official_rates(rows, args.split, open_database(args.database)).items():
+    played = args.folder / "settings.json"
+    tables = args.database or json.loads(played.read_text(encoding="utf-8"))["database"]
+    for name, rate in official_rates(rows, args.split, open_database(tables)).items():
         print(f"{name:24} {100 * rate:5.1f}")
 
 
@@ -125,7 +129,7 @@ def main(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     p.add_argument("folder", type=Path, help="folder of an agent's episodes.jsonl")
     p.add_argument("--split", choices=SIZES, required=True, help="what the tasks are")
-    p.add_argument("--database", help="folder of the tables; unset: as evaluate.py has it")
+    p.add_argument("--database", help="folder of the tables; unset: those it was played with")
     run("leaderboard.py", hand_in, p.parse_args(argv))
 
 

@@ -165,7 +165,7 @@ def plan(args):
     fullest = max(totals, key=totals.get)
     if totals[fullest] > args.gpu_gib:
         over = totals[fullest] - args.gpu_gib
-        sys.exit(f"this does not fit: {over:.1f} GiB too many on each GPU at the moment "
+        sys.exit(f"this does not fit: {over:.2f} GiB too many on each GPU at the moment "
                  f"{fullest!r}; what lowers it: {MOMENTS[fullest].format(longest=flag)}")
     if contexts < 1:
         sys.exit("this does not fit: the cache holds no whole context; what mends it: a higher "

@@ -16,21 +16,22 @@
 #
 # DRY=1 prints each stage's command, to paste, and runs nothing. A stage whose output exists is
 # skipped, so the same command goes on after a failure. Variables to set in front of it:
-#   MODEL   base model, a folder or a hub name     DATA  folder of sft.jsonl, rl.jsonl, val.jsonl
-#   OUT     folder of the run                      SEED  of the training and the plays, 0 unless set
-#   SEEDS   of an axis, "0 1" unless set           FLAGS_STAGE  more flags: FLAGS_rl="--lr 1e-6"
-#   CYCLES  of play, pairs and DPO after RL, 1 unless set: tool-tiny
+#   MODEL   base model, a folder or a hub name     DATA  folder of sft, rl, val and test.jsonl
+#   OUT     folder of the run, out/SIZE unless set SEED  of the training and the plays, 0 unless set
+#   SEEDS, AXIS_STEPS, AXIS_TASKS  of an axis (axes.sh)  FLAGS_STAGE  more: FLAGS_rl="--lr 1e-6"
+#   CYCLES  of play, pairs and DPO after RL, 1 unless set, PORT of the pages, 8123: tool-tiny
 #   GPUS    ranks on this node                     NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
 #   ENDPOINT  URL=MODEL of a teacher, ENDPOINT_KEY the file of its key; unset: the solver, for free
 #   QA      folder of FlashRAG's data sets, with RETRIEVER: questions after the evaluation; tiny: 1
 #   PYTHON  what .venv is made with                STAR_DATABASE  the full database
+#   SHARE   of a GPU that the engine fills, 0.6 unless set; 0.5b: 0.35
 # and of Tool-Star's sizes (toolstar.sh): SFT_DATA, RL_DATA, the published files; SETS, the folder of
 # sets (toolstar/sets.py); TOOLS, settings of the tools; JUDGE, URL=MODEL, JUDGE_KEY, a file
 # Sources: [1] STAR, arXiv:2603.21972, sections 3-4, appendices C-D   [2] ours, measured here
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,28s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '2,29s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
@@ -94,7 +95,7 @@ case $size in
     tiny) base=$OUT/base algorithm=grpo reward=macro ;;
     tool-tiny) base=$OUT/base reward=strict ;;
     0.5b) base=Qwen/Qwen2.5-0.5B-Instruct millions=494 sft_epochs=6 algorithm=grpo reward=macro
-          context=16384 cutoff=16384 pack=16384 share=0.4 ;;  # [2] one GPU of 24 GB
+          context=16384 cutoff=16384 pack=16384 share=0.35 ;;  # [2] one GPU of 24 GB
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 sft_epochs=6 algorithm=arpo reward=macro ;;
     3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo
           reward=curriculum ;;
@@ -107,8 +108,8 @@ case $size in
           export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
           exec python -m pytest -q -n 2 --dist worksteal "${@:2}" ;;
     gpu)  environment; exec python bench/gpu.py --out "$OUT" ;;
-    "")   usage ;;
-    *)    wrong "there is no size $size: tiny, 0.5b, 1.5b, 3b, 7b, tool-tiny or tool-star-3b" ;;
+    "" | -h | --help | help) usage ;;
+    *)    wrong "there is no size $size: tiny, tool-tiny, 0.5b, 1.5b, 3b, 7b, tool-star-SIZE" ;;
 esac
 axes="reward scale data algorithm noise"
 [[ $size != tiny ]] || axes+=" memory"
@@ -127,7 +128,7 @@ for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS CY
 done
 [[ $SEEDS =~ ^[0-9]+(\ [0-9]+)*$ ]] || wrong "SEEDS='$SEEDS' must be whole numbers, like '0 1'"
 [[ ${GPUS:-1} != 0 && $NNODES != 0 ]] || wrong "GPUS and NNODES must be 1 at least"
-base=${MODEL:-$base}
+base=${MODEL:-$base} share=${SHARE:-$share}
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-2} GPUS=${GPUS:-1}
 else

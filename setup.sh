@@ -37,7 +37,7 @@ environment() {
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null || echo glibc 2.31)
     [[ $(printf '%s\n' "glibc 2.31" "$glibc" | sort -V | head -1) == "glibc 2.31" ]] ||
         stop "this is $glibc; llguidance, which vLLM needs, has wheels for 2.31 and later"
-    for python in ${PYTHON:-python3 python3.11 python3.12 python3.13}; do
+    for python in ${PYTHON:-python3.11 python3 python3.12 python3.13}; do
         ! recent "$python" || break
     done
     recent "$python" || stop "${PYTHON:-python3} is not Python 3.11 or later: PYTHON=another"
@@ -97,7 +97,8 @@ must() {
 }
 
 # whether PyTorch, too, sees as many GPUs
-sees='import sys; from engine import visible_gpus
+sees='import sys, torch; from engine import visible_gpus
+torch.cuda.init()  # or it says that the driver is too old, which a count does not find
 sys.exit(len(visible_gpus()) < int(sys.argv[1]))'
 
 # asks a teacher, URL=MODEL [KEYFILE]
@@ -122,18 +123,19 @@ preflight() {
         --include '*.safetensors'
     for plan in "sft --cutoff $cutoff" "$algorithm --context $context --gpu-memory $share \
         --pack-tokens $pack"; do
-        must "$base is too large for $ranks x $gib GiB: see above" \
+        must "$base is too large for $ranks x $gib GiB: see above; SHARE=0.4 is a --gpu-memory" \
             python memory.py $plan --model "$base" --gpus "$ranks" --gpu-gib "$gib"
     done
     if [[ -z ${DRY:-} ]]; then
         mkdir -p "$OUT"
         free=$(df -Pk "$OUT" | awk 'END {print int($4 / 1e6)}') need=$((millions * 90 / 1000))
-        must "$free of $need GB of disk are free: OUT=a larger one" test "$free" -ge "$need"
+        must "$free GB of disk are free, $need are needed: OUT=on a larger one" \
+            test "$free" -ge "$need"
         # every rank reads the whole model before ZeRO-3 deals it out
         free=$(awk '/MemAvailable/ {print int($2 / 1e6)}' /proc/meminfo) need=$((millions / 500))
         [[ ! -d $base ]] || need=$(du -Lsk "$base" | awk '{print int($1 / 1e6)}')
         need=$((GPUS * need + 8))
-        must "$free of $need GB of the host's memory are free: a smaller GPUS" \
+        must "$free GB of the host's memory are free, $need are needed: a smaller GPUS" \
             test "$free" -ge "$need"
     fi
     for teacher in ${ENDPOINT:-}; do

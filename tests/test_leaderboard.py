@@ -1,5 +1,6 @@
 """The leaderboard's rates are over its own denominators, and its file is in its own words."""
 import copy
+import json
 
 import pytest
 
@@ -100,7 +101,9 @@ def test_the_command_hands_in_the_first_plays_and_prints_faults_and_rates(
     again = copy.deepcopy(rows[0])
     again["task"]["sample"] = 1
     write_jsonl(tmp_path / "episodes.jsonl", [*rows, again])
-    leaderboard.main([str(tmp_path), "--split", "train", "--database", str(mini.folder)])
+    played = json.dumps({"database": str(mini.folder)})
+    (tmp_path / "settings.json").write_text(played)  # the tables that the rates are of
+    leaderboard.main([str(tmp_path), "--split", "train"])
     assert read_jsonl(tmp_path / "submission.jsonl") == submission(rows)
     said = capsys.readouterr().out
     assert "has 2 lines, not the split's 45" in said

@@ -181,7 +181,7 @@ def test_where_it_does_not_fit_the_plan_names_the_fullest_moment_and_what_lowers
     moments, _, status = plan(words)
     over = max(moments.values()) - 80
     at = f"at the moment '{moment}'"
-    assert re.search(rf"does not fit: {over:.1f} GiB too many on each GPU {at}.*{remedy}", status)
+    assert re.search(rf"does not fit: {over:.2f} GiB too many on each GPU {at}.*{remedy}", status)
     assert plan(changed)[0][moment] < moments[moment]
 
 

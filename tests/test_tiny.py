@@ -299,6 +299,13 @@ def test_a_task_of_no_world_of_the_folder_is_refused_by_file_and_row(country, na
         load_tasks(tmp_path / "tasks.jsonl", Travel(open_database(folder)).load_task)
 
 
+def test_a_task_that_starts_in_no_city_of_the_tables_is_refused(trip, mini):
+    task, _, _ = trip
+    assert Travel(mini).load_task(task)["org"] == task["org"]
+    with pytest.raises(ValueError, match="'org' is 'Reno', which is no city of .*mini: --database"):
+        Travel(mini).load_task(task | {"org": "Reno"})
+
+
 # ---------------------------------------------------------------- weighing
 
 HOTEL = re.compile(r"(?m)^(\d\. \[[^\]]+\] \$[\d.]+ Room Type: ([^,]+)), House Rules: ([^,]+), "

@@ -35,7 +35,6 @@ Nothing below knows about tools or travel: for another task, supply other pairs.
 """
 import datetime
 import hashlib
-import json
 import logging
 import math
 import os
@@ -52,29 +51,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from evaluate import (
-    AMOUNT,
-    COUNT,
-    NATURAL,
-    POSITIVE,
-    SHARE,
-    Help,
-    Parser,
-    check_finite,
-    check_parameters,
-    check_weights,
-    die_with_parent,
-    hold,
-    load_template,
-    new_model,
-    read_jsonl,
-    restore,
-    run,
-    save_checkpoint,
-    visible_gpus,
-    watch_sigterm,
-    write_jsonl,
-)
+import evaluate
+from evaluate import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
 
 # Shapes: P pairs, B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H
 # hidden size, V vocabulary. (2, P): of the chosen episodes, then of the rejected ones.
@@ -188,7 +166,7 @@ def read_pair(row, template, cutoff):
 
 def load_pairs(path, template, cutoff, rank):
     """Pairs of a file; those left out are counted by cause. ValueError if none is left."""
-    read, causes = [read_pair(row, template, cutoff) for row in read_jsonl(path)], {}
+    read, causes = [read_pair(row, template, cutoff) for row in evaluate.read_jsonl(path)], {}
     for line, cause in enumerate(read, 1):
         if isinstance(cause, str):
             causes.setdefault(cause, []).append(line)
@@ -289,7 +267,7 @@ def take_reference(engine, rows, known, start, packed, rank, ranks, device, args
     updates these weights are gone, and nothing can be made.
     """
     file = Path(args.out) / "reference.jsonl"
-    head, *kept = read_jsonl(file) if file.exists() else [None]
+    head, *kept = evaluate.read_jsonl(file) if file.exists() else [None]
     if head == {"of": known}:
         sums = [[pair[side] for pair in kept] for side in Pair._fields]
         return torch.tensor(sums, dtype=torch.float64, device=device)
@@ -298,7 +276,7 @@ def take_reference(engine, rows, known, start, packed, rank, ranks, device, args
                          "began: go on with those, or choose another --out")
     sums = sum_logps(engine, rows, packed, rank, ranks, device, args)
     if rank == 0:  # all have looked before sum_logps let any rank go
-        write_jsonl(file, [{"of": known}] + [
+        evaluate.write_jsonl(file, [{"of": known}] + [
             dict(zip(Pair._fields, pair, strict=True)) for pair in sums.T.tolist()])
     return sums
 
@@ -373,12 +351,11 @@ def collate(samples, packed, device):
     too; their loss is multiplied by zero.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    width = max(len(ids) for ids, _ in rows)
-    positions = list(range(width))
+    positions = range(max(len(ids) for ids, _ in rows))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
-        width = len(positions)
+    width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
     keep = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in rows], device=device)
     return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
@@ -390,8 +367,7 @@ def pack(lengths, budget, packed):
     Padding counts, unless packed; samples go in by falling length, so it is small.
     """
     def tokens(micro):
-        longest = lengths[micro[0]]
-        return sum(lengths[i] for i in micro) if packed else longest * len(micro)
+        return sum(lengths[i] for i in micro) if packed else lengths[micro[0]] * len(micro)
 
     micros = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -435,15 +411,14 @@ def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
-    die_with_parent()
-    cuda = bool(visible_gpus())
+    evaluate.die_with_parent()
+    cuda = bool(evaluate.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         known = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    here = os.path.dirname(sys.executable)
-    os.environ["PATH"] = here + os.pathsep + os.environ["PATH"]  # DeepSpeed looks for ninja
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # there is ninja
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
@@ -461,20 +436,18 @@ def load(args, template, device):
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    attn = args.attn
-    if attn == "auto":
-        attn = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    flash = args.attn == "flash_attention_2" or args.attn == "auto" and is_flash_attn_2_available()
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        attn_implementation=attn)
-    check_weights(lm, template)
+        attn_implementation="flash_attention_2" if flash else "sdpa")
+    evaluate.check_weights(lm, template)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
-    return Policy(lm), attn == "flash_attention_2"
+    return Policy(lm), flash
 
 
-def zero3(policy, lr, ranks, device):
+def zero3(policy, lr, device):
     """Shard parameters, gradients and AdamW's moments over all ranks -> a DeepSpeed engine
 
     The loop owns the gradient accumulation: any number of engine.backward, then one engine.step.
@@ -484,12 +457,9 @@ def zero3(policy, lr, ranks, device):
     cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-        "train_batch_size": ranks, "managed_gradient_accumulation": False,
-        "zero_optimization": {"stage": 3, "overlap_comm": cuda, "contiguous_gradients": True},
-        "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"},
-        "gradient_clipping": 1.0, "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
+        "zero_optimization": {"stage": 3, "overlap_comm": cuda}, "gradient_clipping": 1.0,
+        "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
 
 
@@ -504,12 +474,10 @@ def full_weights(engine):
 
 def save_model(engine, template, out, rank):
     """Write a plain HF folder, whole or not at all. Every rank takes part."""
-    state = {}
-    for name, tensor in full_weights(engine):
-        if rank == 0:
-            state[name] = tensor.to("cpu", copy=True)
+    state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
+             for name, tensor in full_weights(engine)}
     if rank == 0:
-        with new_model(out) as part:
+        with evaluate.new_model(out) as part:
             engine.module.lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
     dist.barrier()
@@ -520,16 +488,17 @@ def save_model(engine, template, out, rank):
 def main():
     args = flags()
     rank, ranks, device = setup()
-    hold(args.out)
+    evaluate.hold(args.out)
     # (1) pairs into ids and masks
-    template = load_template(args.model)
+    template = evaluate.load_template(args.model)
     pairs, val = (load_pairs(path, template, args.cutoff, rank) if path else []
                   for path in (args.data, args.val))
     policy, packed = load(args, template, device)
     known = fingerprint(policy, episodes_of(pairs + val))
-    engine = zero3(policy, args.lr, ranks, device)
+    engine = zero3(policy, args.lr, device)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
-    start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
+    start = evaluate.restore(engine, args.out, args.resume, rank)
+    interrupted = evaluate.watch_sigterm()
     if rank == 0:
         print(f"dpo: {n} pairs, {len(val)} held out, {steps} updates of {args.batch}, {ranks} "
               f"ranks, {'packed' if packed else 'padded'} rows", flush=True)
@@ -543,7 +512,7 @@ def main():
         rows = episodes_of([pairs[i] for i in drawn])
         lr = engine.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
         numbers = learn_pairs(engine, rows, reference[:, drawn], *machine)
-        check_finite(args.out, step + 1, loss=numbers["loss"], gnorm=numbers["gnorm"])
+        evaluate.check_finite(args.out, step + 1, loss=numbers["loss"], gnorm=numbers["gnorm"])
         line = {"step": step + 1, **numbers, "lr": lr, "tokens": sum(len(row.ids) for row in rows),
                 "policy_tokens": sum(sum(row.mask) for row in rows), "seconds": time.time() - began}
         if val and (step + 1 == steps or (args.val_every and (step + 1) % args.val_every == 0)):
@@ -553,11 +522,11 @@ def main():
         log(line, steps, args.out, rank)
         last = interrupted(device)
         if last or (args.save_every and (step + 1) % args.save_every == 0):
-            save_checkpoint(engine, args.out, step + 1, rank)
+            evaluate.save_checkpoint(engine, args.out, step + 1, rank)
         if last:
             sys.exit(f"dpo: SIGTERM, saved after update {step + 1}; the same command with --resume "
                      "goes on")
-    check_parameters(engine, args.out, steps)
+    evaluate.check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     dist.destroy_process_group()
 
@@ -573,9 +542,8 @@ def log(line, steps, out, rank):
         if line["delta_chosen"] < FALLING:
             print(f"warning: delta_chosen is below {FALLING}: chosen episodes become unlikely, "
                   "too; --nll, a larger --beta or a lower --lr holds them", flush=True)
-        with open(Path(out) / "log.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+        evaluate.append_jsonl(Path(out) / "log.jsonl", line)
 
 
 if __name__ == "__main__":
-    run(sys.argv[0], main)
+    evaluate.run(sys.argv[0], main)

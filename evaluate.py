@@ -195,7 +195,7 @@ def load_tasks(source, load=load_task, limit=None, split=None):
             row = row["task"] if isinstance(row.get("task"), dict) else row
             row = row if row.keys() & {"id", "idx"} else row | {"idx": number}
         try:
-            if split == "test" and "org" not in row:
+            if split == "test" and isinstance(row, dict) and "org" not in row:
                 told = {key: row[key] for key in ("idx", "level", "days", "query") if key in row}
                 tasks.append({"id": str(row.get("id", row.get("idx")))} | told)
             else:
@@ -228,8 +228,8 @@ class Travel:
         task = load_task(row)
         database = self.database.of(task)  # or it says that the task is of no world here
         if task["org"] not in database.cities:
-            raise ValueError(f"'org' is {task['org']!r:.60}, which is no city of {database.folder}: "
-                             "--database or STAR_DATABASE names the folder of the tables")
+            raise ValueError(f"'org' is {task['org']!r:.60}, which is no city of "
+                             f"{database.folder}: --database names the folder of the tables")
         return task
 
     def episode(self, task, seed, args):
@@ -311,11 +311,6 @@ def play_one(generate, episode):
                 raise
             episode.stop = "context"
     return episode
-
-
-def api_generate(url, model, **options):
-    """generate(messages) of an OpenAI-compatible endpoint; options are those of chat."""
-    return partial(chat, url, model, **options)
 
 
 def ask_person(messages):
@@ -469,7 +464,7 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
     """The docstring as it is written, and behind each flag its default, if it has one."""
 
     def _get_help_string(self, action):
-        plain = action.default in (None, False, [])
+        plain = action.default in (None, []) or action.default is False  # 0 is shown
         return action.help if plain else super()._get_help_string(action)
 
 
@@ -614,7 +609,7 @@ def player(args, path, world, tasks):
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url and world.stops:
         raise ValueError("--url plays in turns; here results stand within a reply (grammar tags)")
-    asks, generate = Asks(), args.url and api_generate(args.url, path, **sampling)
+    asks, generate = Asks(), args.url and partial(chat, args.url, path, **sampling)
     if hasattr(world, "help"):  # the tools' world, whose plays have helpers: who plays, as a rule
         world.help(asks, generate)
     if args.url:

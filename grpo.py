@@ -39,36 +39,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from evaluate import (
-    AMOUNT,
-    COUNT,
-    NATURAL,
-    POSITIVE,
-    SHARE,
-    Calls,
-    Help,
-    Parser,
-    add_request,
-    check_finite,
-    check_parameters,
-    check_weights,
-    die_with_parent,
-    hold,
-    load_engine,
-    load_tasks,
-    load_template,
-    new_model,
-    open_world,
-    read_jsonl,
-    renew_head,
-    restore,
-    run,
-    save_checkpoint,
-    used_gib,
-    visible_gpus,
-    watch_sigterm,
-    write_jsonl,
-)
+import evaluate
+from evaluate import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Calls, Help, Parser
 from sandbox import Episode
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
@@ -134,6 +106,8 @@ def flags():
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.refill and not args.drop_uniform:
         p.error("--refill replaces what --drop-uniform drops")
+    if args.tis_cap and not args.recompute:
+        p.error("--tis-cap weighs what --recompute computes")
     if ranks % args.tp:
         p.error(f"--tp {args.tp} does not divide {ranks} ranks into engines")
     return args
@@ -178,9 +152,9 @@ def append(s, ids, logps=None):
 def submit(engine, s, world, template, temperature, top_p, args):
     """Ask the engine for the sample's next reply."""
     name = f"{s.name}/{s.episode.turns}"
-    add_request(engine, name, s.ids, template, world.stops, f"{args.seed}/{name}",
-                max_tokens=min(args.turn_tokens, args.context - len(s.ids)),
-                temperature=temperature, top_p=top_p, logprobs=0)
+    evaluate.add_request(engine, name, s.ids, template, world.stops, f"{args.seed}/{name}",
+                         max_tokens=min(args.turn_tokens, args.context - len(s.ids)),
+                         temperature=temperature, top_p=top_p, logprobs=0)
     return name
 
 
@@ -317,6 +291,7 @@ def group_advantages(samples):
     groups = by_query(samples)
     for group in groups.values():
         rewards = torch.tensor([s.reward for s in group], dtype=torch.float64)
+        rewards -= rewards[0].clone()  # so that equal ones have an advantage of exactly 0
         advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
         for s, advantage in zip(group, advantages.tolist(), strict=True):
             s.advantage = advantage
@@ -328,10 +303,8 @@ def token_weights(groups, args):
 
     --loss-norm group: 1 / tokens of its group / number of groups. batch: 1 / tokens of the batch.
     """
-    kept = []
-    for group in groups.values():
-        if not (args.drop_uniform and uniform(group)):
-            kept.append([s for s in group if args.keep_overlength or s.stop not in OVERLENGTH])
+    kept = [[s for s in group if args.keep_overlength or s.stop not in OVERLENGTH]
+            for group in groups.values()]
     tokens = [sum(sum(s.mask) for s in group) for group in kept]
     n_groups, n_tokens = sum(n > 0 for n in tokens), sum(tokens)
     # equal rewards: no advantage, no gradient, no work; if all are such, they stay all the same,
@@ -374,14 +347,15 @@ def learn(engine, weighted, packed, rank, ranks, device, args, seen=None):
         loss = logps.sum() * 0  # of a rank without work, which makes its forward all the same
         if batch:
             engine_logps, advantage, weight = per_token(batch, device)
-            engine_logps = torch.where(engine_logps == UNSAID, logps.detach(), engine_logps)
-            old_logps = engine_logps
+            said, old_logps = engine_logps != UNSAID, engine_logps
             if args.recompute:
                 old_logps = torch.cat([s.old_logps for s, _ in batch]).to(device)
                 if args.tis_cap:
-                    weight = weight * torch.exp(old_logps - engine_logps).clamp(max=args.tis_cap)
+                    tis = torch.exp(old_logps - engine_logps).clamp(max=args.tis_cap)
+                    weight = weight * torch.where(said, tis, 1.0)
             loss, side = policy_loss(logps, old_logps, advantage, weight, args)
-            watched.append((loss.detach(), entropy, (logps.detach() - engine_logps).abs(), side))
+            gap = (logps.detach() - engine_logps).abs() * said
+            watched.append((loss.detach(), entropy, gap, side))
             if seen is not None:  # for --microscope
                 seen.append((batch, logps.detach(), old_logps, advantage, entropy, side))
         engine.backward(loss * ranks)  # DeepSpeed takes the mean over ranks, we want the sum
@@ -504,12 +478,11 @@ def collate(samples, packed, device):
     too; their loss is multiplied by zero.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    width = max(len(ids) for ids, _ in rows)
-    positions = list(range(width))
+    positions = range(max(len(ids) for ids, _ in rows))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
-        width = len(positions)
+    width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
     keep = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in rows], device=device)
     return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
@@ -521,8 +494,7 @@ def pack(lengths, budget, packed):
     Padding counts, unless packed; samples go in by falling length, so it is small.
     """
     def tokens(micro):
-        longest = lengths[micro[0]]
-        return sum(lengths[i] for i in micro) if packed else longest * len(micro)
+        return sum(lengths[i] for i in micro) if packed else lengths[micro[0]] * len(micro)
 
     micros = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -557,15 +529,14 @@ def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
-    die_with_parent()
-    cuda = bool(visible_gpus())
+    evaluate.die_with_parent()
+    cuda = bool(evaluate.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         known = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    here = os.path.dirname(sys.executable)
-    os.environ["PATH"] = here + os.pathsep + os.environ["PATH"]  # DeepSpeed looks for ninja
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # there is ninja
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
@@ -583,20 +554,18 @@ def load(args, template, device):
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    attn = args.attn
-    if attn == "auto":
-        attn = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    flash = args.attn == "flash_attention_2" or args.attn == "auto" and is_flash_attn_2_available()
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        attn_implementation=attn)
-    check_weights(lm, template)
+        attn_implementation="flash_attention_2" if flash else "sdpa")
+    evaluate.check_weights(lm, template)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
-    return Policy(lm), attn == "flash_attention_2"
+    return Policy(lm), flash
 
 
-def zero3(policy, lr, ranks, device):
+def zero3(policy, lr, device):
     """Shard parameters, gradients and AdamW's moments over all ranks -> a DeepSpeed engine
 
     The loop owns the gradient accumulation: any number of engine.backward, then one engine.step.
@@ -606,12 +575,9 @@ def zero3(policy, lr, ranks, device):
     cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-        "train_batch_size": ranks, "managed_gradient_accumulation": False,
-        "zero_optimization": {"stage": 3, "overlap_comm": cuda, "contiguous_gradients": True},
-        "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"},
-        "gradient_clipping": 1.0, "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
+        "zero_optimization": {"stage": 3, "overlap_comm": cuda}, "gradient_clipping": 1.0,
+        "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
 
 
@@ -628,7 +594,7 @@ def sync_weights(llm, engine, device):
     if device.type == "cuda":
         llm.wake_up(tags=["kv_cache"])
     else:
-        llm.apply_model(renew_head)
+        llm.apply_model(evaluate.renew_head)
     if not llm.reset_prefix_cache():  # cached keys and values belong to the old weights
         raise RuntimeError("the engine still holds cache blocks of the old weights")
 
@@ -644,12 +610,10 @@ def full_weights(engine):
 
 def save_model(engine, template, out, rank):
     """Write a plain HF folder, whole or not at all. Every rank takes part."""
-    state = {}
-    for name, tensor in full_weights(engine):
-        if rank == 0:
-            state[name] = tensor.to("cpu", copy=True)
+    state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
+             for name, tensor in full_weights(engine)}
     if rank == 0:
-        with new_model(out) as part:
+        with evaluate.new_model(out) as part:
             engine.module.lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
     dist.barrier()
@@ -661,12 +625,13 @@ def main():
     args = flags()
     world, tasks, val, template = read_inputs(args)
     rank, ranks, device = setup()
-    hold(args.out)
+    evaluate.hold(args.out)
     policy, packed = load(args, template, device)
-    engine = zero3(policy, args.lr, ranks, device)
+    engine = zero3(policy, args.lr, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
-    start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
-    llm = load_engine(args, device)
+    start = evaluate.restore(engine, args.out, args.resume, rank)
+    interrupted = evaluate.watch_sigterm()
+    llm = evaluate.load_engine(args, device)
     if rank == 0:
         print(f"{len(tasks)} tasks, {steps} updates of {args.prompts} x {args.group} plays, "
               f"{ranks} ranks, {'packed' if packed else 'padded'} rows, "
@@ -684,14 +649,14 @@ def main():
         # (1) (2) play and judge
         kind = reward_kind(args.reward, world.kinds, step / steps)
         samples, judged = play_batch(llm, template, world, tasks, step, steps, kind, args)
-        play_gib = used_gib(device)
+        play_gib = evaluate.used_gib(device)
         if device.type == "cuda":
             llm.sleep(level=2)
         clock.append(time.time())
         # (3) (4) (5) learn
         groups = group_advantages(samples)
         lr = engine.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
-        updates = [token_weights(part, args) for part in split(groups, args.minibatches)]
+        updates = [token_weights(part, args) for part in split(groups, args)]
         if args.recompute:
             recompute_logps(engine, sum(updates, []), packed, rank, ranks, device, args)
         seen = [] if args.microscope and (step + 1) % args.microscope == 0 else None
@@ -699,21 +664,20 @@ def main():
                  for weighted in updates]
         clock.append(time.time())
         for update in stats:
-            check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
-
+            evaluate.check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
         line |= timings(samples, updates, clock, judged) | {"later": stats[1:], "kind": kind}
-        line |= {"lr": lr, "play_gib": play_gib, "learn_gib": used_gib(device)}
+        line |= {"lr": lr, "play_gib": play_gib, "learn_gib": evaluate.used_gib(device)}
         write_plays(f"{step + 1:05d}.jsonl", samples, seen, template, rank, args)
         log(line, rank, args, steps)
         check_sync(line, device, args)
         last = interrupted(device)
         if last or (args.save_every and (step + 1) % args.save_every == 0):
-            save_checkpoint(engine, args.out, step + 1, rank)
+            evaluate.save_checkpoint(engine, args.out, step + 1, rank)
         if last:
             sys.exit(f"stopped and saved after update {step + 1}; the same command with --resume "
                      "goes on")
-    check_parameters(engine, args.out, steps)
+    evaluate.check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     world.close()
     llm.llm_engine.engine_core.shutdown()  # ends the process group, too
@@ -721,13 +685,13 @@ def main():
 
 def read_inputs(args):
     """World, tasks, tasks to validate on, template: all are looked at before anything is spent."""
-    world = open_world(args)
+    world = evaluate.open_world(args)
     kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) > 2)]
     if args.reward and args.reward not in kinds:
         sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
-    tasks = load_tasks(args.tasks, world.load_task)
-    val = load_tasks(args.val, world.load_task) if args.val else []
-    return world, tasks, val, load_template(args.model)
+    tasks = evaluate.load_tasks(args.tasks, world.load_task)
+    val = evaluate.load_tasks(args.val, world.load_task) if args.val else []
+    return world, tasks, val, evaluate.load_template(args.model)
 
 
 def play_batch(llm, template, world, tasks, step, steps, kind, args):
@@ -769,7 +733,7 @@ def validate(llm, template, world, val, step, engine, rank, args):
     judge_all(samples, world, world.kinds[0])
     scores = [s.record["score"]["success"] for s in gather(samples)]
     success = sum(scores) / len(scores)
-    rows = read_jsonl(Path(args.out) / "log.jsonl")
+    rows = evaluate.read_jsonl(Path(args.out) / "log.jsonl")
     before = [row["val_success"] for row in rows if "val_success" in row]
     dist.barrier()
     if success > max(before, default=-1):
@@ -777,10 +741,15 @@ def validate(llm, template, world, val, step, engine, rank, args):
     return {"step": step, "val_success": success}
 
 
-def split(groups, n):
-    """{query: samples} -> n dictionaries of nearly as many queries each, one for each update."""
-    names = sorted(groups)
-    return [{query: groups[query] for query in names[i::n]} for i in range(n) if names[i::n]]
+def split(groups, args):
+    """(4) {query: samples} -> such dictionaries of nearly as many queries each, one for each update
+
+    --drop-uniform: without the queries whose plays all earned the same.
+    """
+    names = [query for query in sorted(groups)
+             if not (args.drop_uniform and uniform(groups[query]))]
+    return [{query: groups[query] for query in names[i :: args.minibatches]}
+            for i in range(max(1, min(args.minibatches, len(names))))]
 
 
 def gather(samples):
@@ -812,7 +781,7 @@ def write_plays(name, samples, seen, template, rank, args):
     """The plays of an update into OUT/rollouts; what was `seen` of their tokens, if anything."""
     if rank == 0:
         records = [s.record | {"advantage": s.advantage} for s in samples]
-        write_jsonl(Path(args.out) / "rollouts" / name, records)
+        evaluate.write_jsonl(Path(args.out) / "rollouts" / name, records)
     if seen is not None:
         from microscope import write_tokens  # every rank takes part
 
@@ -833,8 +802,7 @@ def log(line, rank, args, steps=None):
     """One line on the screen, the same dict in log.jsonl."""
     if rank:
         return
-    with open(Path(args.out) / "log.jsonl", "a") as file:
-        file.write(json.dumps(line) + "\n")
+    evaluate.append_jsonl(Path(args.out) / "log.jsonl", line)
     if "val_success" in line:
         print("step {step:4d} | validation success {val_success:.3f}".format(**line), flush=True)
         return
@@ -847,4 +815,4 @@ def log(line, rank, args, steps=None):
 
 
 if __name__ == "__main__":
-    run(sys.argv[0], main)
+    evaluate.run(sys.argv[0], main)

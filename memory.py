@@ -15,18 +15,8 @@ import math
 import sys
 from pathlib import Path
 
-from evaluate import (
-    COUNT,
-    NATURAL,
-    PART,
-    POSITIVE,
-    Help,
-    Parser,
-    check_config,
-    load_template,
-    run,
-    write_jsonl,
-)
+import evaluate
+from evaluate import COUNT, NATURAL, PART, POSITIVE, Help, Parser
 from sft import LOGITS
 
 MOMENTS = {  # of an update: what lowers it
@@ -95,7 +85,7 @@ def load_shape(model):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if Path(model).is_dir():
-        check_config(Path(model))
+        evaluate.check_config(Path(model))
     try:
         config = AutoConfig.from_pretrained(model)
     except OSError:
@@ -127,10 +117,10 @@ def flags(argv=None):
 
 def write_full(args, tokens):
     """--out: episodes of nearly so many tokens."""
-    per_word = len(load_template(args.model).encode(" word" * 100)) / 100
+    per_word = len(evaluate.load_template(args.model).encode(" word" * 100)) / 100
     said = [("system", "x"), ("user", "x"), ("assistant", " word" * int(0.9 * tokens / per_word))]
     row = {"messages": [{"role": role, "content": text} for role, text in said]}
-    write_jsonl(args.out, [row] * args.gpus)
+    evaluate.write_jsonl(args.out, [row] * args.gpus)
 
 
 def plan(args):
@@ -145,10 +135,8 @@ def plan(args):
     if heads % args.tp:
         sys.exit(f"{args.model} has {heads} attention heads, which --tp {args.tp} does not divide")
     rows, contexts = training(config, n, args, tokens), math.inf
-    moments = list(MOMENTS)
-    if not plays:
-        moments.remove("play")
-    else:
+    moments = [moment for moment in MOMENTS if plays or moment != "play"]
+    if plays:
         engine, contexts = playing(config, n, args)
         rows += engine
     print(f"{args.model}: {n:,} parameters on {args.gpus} GPUs, {tokens} tokens at a time\n"
@@ -175,7 +163,7 @@ def plan(args):
 
 
 def main(argv=None):
-    run("memory.py", plan, flags(argv))
+    evaluate.run("memory.py", plan, flags(argv))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ laptop  python qa_eval.py --model base=out/tiny/init sft=out/tiny/sft
 API     python qa_eval.py --model gpt-x --url http://localhost:9000/v1
 full    python qa_eval.py --model base=A sft=B rl=C --data flashrag --retriever http://host:8000
 """
-import argparse
 import json
 import random
 import sys
@@ -190,18 +189,6 @@ def read_verdicts(path):
     return found
 
 
-def begin_model(args, name, path):
-    """(OUT/name, which holds one way of playing, that way); --no-resume empties it first."""
-    if not args.resume:
-        for file in ("episodes.jsonl", "settings.json"):
-            (Path(args.out) / name / file).unlink(missing_ok=True)
-    # a server may come back at another address
-    retriever = "a server" if args.retriever.startswith(HTTP) else args.retriever
-    chosen = {key: getattr(args, key) for key in SETTINGS}
-    chosen = {"model": path, "retriever": retriever} | chosen
-    return evaluate.open_folder(args.out, name, chosen), chosen
-
-
 def play_model(args, folder, settings, tasks):
     """Play the tasks that OUT lacks and append each episode as it ends; memory holds live ones."""
     done = read_verdicts(folder / "episodes.jsonl")
@@ -240,7 +227,7 @@ def choose_player(args, path):
     """episodes -> the same in the order they end, played by an API or by a vLLM engine here."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url:
-        generate = evaluate.api_generate(args.url, path, **sampling)
+        generate = partial(evaluate.chat, args.url, path, **sampling)
         return partial(evaluate.play, generate, concurrency=args.concurrency)
     llm, template = evaluate.open_engine(path, args.max_context, args.concurrency, args.tp,
                                          args.gpu_memory)
@@ -257,10 +244,14 @@ def play_all(args):
         evaluate.check_model(path)
     read_prompt(args.system_prompt)
     evaluate.hold(args.out)
-    begun = [begin_model(args, name, path) for name, path in models.items()]
-    for folder, settings in begun:
-        play_model(args, folder, settings, tasks)
-    print(tax_table(args, [folder for folder, _ in begun], tasks))
+    # a server may come back at another address
+    retriever = "a server" if args.retriever.startswith(HTTP) else args.retriever
+    common = {key: getattr(args, key) for key in SETTINGS} | {"retriever": retriever}
+    settings = [{"model": path} | common for path in models.values()]
+    folders = list(map(evaluate.open_folder, repeat(args.out), models, settings))
+    for folder, chosen in zip(folders, settings, strict=True):
+        play_model(args, folder, chosen, tasks)
+    print(tax_table(args, folders, tasks))
 
 
 # ---------------------------------------------------------------- table
@@ -274,8 +265,8 @@ def bootstrap(scores, rounds, rng):
 def cell(mean, draws, n, sign=""):
     """Percent with its 95% interval, over n questions: 41.2 (39.6 to 42.8)"""
     least = -1.0 if sign else 0.0
-    low, high = evaluate.widened(*np.percentile(draws, [2.5, 97.5]), n, least)
-    return f"{100 * mean:{sign}.1f} ({100 * low:{sign}.1f} to {100 * high:{sign}.1f})"
+    interval = evaluate.widened(*np.percentile(draws, [2.5, 97.5]), n, least)
+    return f"{100 * mean:{sign}.1f} ({evaluate.span(*interval, sign)})"
 
 
 def summarise(found, sets):
@@ -283,11 +274,7 @@ def summarise(found, sets):
     rows = [found[i] for ids in sets.values() for i in ids]
     stops = Counter(row.stop for row in rows)
     means = [np.mean([found[i][:3] for i in ids], axis=0) for ids in sets.values()]
-    em, sub_em, shared_words = np.mean(means, axis=0)
-    return {
-        "em": em,
-        "sub_em": sub_em,
-        "f1": shared_words,
+    return dict(zip(("em", "sub_em", "f1"), np.mean(means, axis=0), strict=True)) | {
         "context": stops["context"],
         "turns": stops["turns"],
         "missing": len(rows) - stops["answer"] - stops["context"] - stops["turns"],
@@ -366,9 +353,8 @@ def flags(argv=None):
         help="torch devices that share an index's vectors")
     add("--tries", type=COUNT, default=6, help="tries per search of a server, 1, 2, 4 ... s apart")
     add = p.add_argument_group("output").add_argument
-    add("--out", default="out/qa", help="folder of the episodes and the table")
-    add("--resume", action=argparse.BooleanOptionalAction, default=True,
-        help="play what OUT lacks; --no-resume deletes the models' episodes in OUT first")
+    add("--out", default="out/qa", help="folder of the episodes and the table; what it has of them "
+        "is not played again")
     add("--rounds", type=COUNT, default=1000, help="R, bootstrap rounds behind the 95%% intervals")
     args = p.parse_args(argv)
     args.data = str(HERE / "qa") if args.data == "default" else args.data

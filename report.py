@@ -22,23 +22,8 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
-from evaluate import (
-    COUNT,
-    LEVELS,
-    NATURAL,
-    STOPS,
-    Help,
-    Parser,
-    interval,
-    mean,
-    name_of,
-    naming,
-    pass_at,
-    plays_of,
-    replacing,
-    run,
-    span,
-)
+import evaluate
+from evaluate import COUNT, LEVELS, NATURAL, STOPS, Help, Parser, interval, mean, name_of, plays_of
 
 # Success on TravelPlanner's test set in per cent, 1.5B / 3B / 7B [STAR, arXiv:2603.21972 sec. 4]:
 # rewards under GRPO; algorithms under MACRO, at 7B under SUM; data with 3B and the curriculum;
@@ -97,7 +82,9 @@ def log_rows(log):
             raise ValueError(f"{log} is no training's log: it holds {str(row)[:60]}")
         numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         if "step" in numbers:
-            rows[numbers.pop("step")] = numbers
+            step = numbers.pop("step")
+            # a validation's line stands beside the update's
+            rows[step] = (rows.get(step, {}) if "val_success" in numbers else {}) | numbers
     return rows
 
 
@@ -113,7 +100,7 @@ def drawing(picture, size, rows=1, columns=1):
         panel.grid(alpha=0.3)
     figure.tight_layout()
     picture.parent.mkdir(parents=True, exist_ok=True)
-    with naming(picture):
+    with evaluate.naming(picture):
         figure.savefig(picture, dpi=120)
 
 
@@ -186,24 +173,17 @@ def read_runs(specs):
             raise ValueError(f"--runs {spec!r} is not NAME=OUT/eval/rl")
         seeds, folder = runs.setdefault(name, []), Path(folder)
         file, log = folder / "episodes.jsonl", folder.parent.parent / folder.name / "log.jsonl"
-        rows = list(judged_once(file)) if file.exists() else []
+        rows = {}  # each play once
+        for _, row in scan(file) if file.exists() else ():
+            if isinstance(row, dict) and isinstance(row.get("task"), dict) and "score" in row:
+                rows.setdefault(name_of(row["task"]), row)
         logged = log_rows(log).values() if log.exists() else ()
         updates = [row for row in logged if "loss_tokens" in row]
         if rows:
-            seeds.append((rows, updates))
+            seeds.append((list(rows.values()), updates))
         else:
             print(f"{name}: {folder} holds no judged episodes yet")
     return runs
-
-
-def judged_once(file):
-    """The judged episodes of a file, each play once."""
-    seen = set()
-    for _, row in scan(file):
-        judged = isinstance(row, dict) and isinstance(row.get("task"), dict) and "score" in row
-        if judged and name_of(row["task"]) not in seen:
-            seen.add(name_of(row["task"]))
-            yield row
 
 
 def task_means(rows):
@@ -230,7 +210,8 @@ def compared(seeds, first):
     needed = ["-" if abs(change) < 1e-9 or len(each) < 2
               else f"{math.ceil(each.var(ddof=1) * (2.8 / change) ** 2):,}"
               for each in (of_tasks, of_seeds)]
-    return [f"{100 * change:+.1f} ({span(*interval(of_tasks, -1), '+')})", ", ".join(needed)]
+    told = f"{100 * change:+.1f} ({evaluate.span(*interval(of_tasks, -1), '+')})"
+    return [told, ", ".join(needed)]
 
 
 def axis_row(seeds, first):
@@ -243,7 +224,7 @@ def axis_row(seeds, first):
     tokens = mean(row["loss_tokens"] for row in updates)
     took = [row["sync_s"] + row["play_s"] + row["judge_s"] + row["learn_s"] for row in updates]
     return [f"{mean(wins):.1f} ({', '.join(f'{win:.1f}' for win in wins)})",
-            span(*interval(task_means(rows))),
+            evaluate.span(*interval(task_means(rows))),
             *(compared(seeds, first) if first and seeds is not first else ["", ""]),
             f"{100 * mean(row['strict'] for row in rows):.1f}",
             f"{tokens:,.0f}" if updates else "",
@@ -312,7 +293,7 @@ def write_report(folder, out, limit, plays):
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     head, middle, tail = re.split("<!-- (?:index|episodes) -->", template)
     page = out / "report.html"
-    with replacing(page) as file:
+    with evaluate.replacing(page) as file:
         file.write(f'{head}<script type="application/json" id="index">{index}</script>{middle}')
         for number, entry in enumerate(kept):
             if "play" in entry:
@@ -413,10 +394,8 @@ def page_index(sources, entries, kept):
     stops = {entry["stop"] for entry in entries}
     standings, tasks, shown = [], {}, []
     for name, files in sources.items():
-        settings = files[0].with_name("settings.json")
-        played = read_settings(settings)
         rows = [entry for entry in entries if entry["source"] == name]
-        told = {"name": name, "temperature": played.get("temperature")}
+        told = {"name": name, "temperature": temperature(files[0].with_name("settings.json"))}
         standings.append(told | standing(rows, checks))
     for entry in kept:
         row = {key: entry[key] for key in ("key", "step", "stop", "success", "reward", "pair")}
@@ -430,12 +409,10 @@ def page_index(sources, entries, kept):
             "levels": [level for level in LEVELS if level in levels] + sorted(levels - {*LEVELS})}
 
 
-def read_settings(file):
-    """How a folder was played; {} where nobody knows."""
-    with contextlib.suppress(ValueError, FileNotFoundError):
-        found = json.loads(file.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
+def temperature(file):
+    """The temperature that a folder's settings name; None where nobody knows."""
+    with contextlib.suppress(ValueError, AttributeError, FileNotFoundError):
+        return json.loads(file.read_text()).get("temperature")
 
 
 def standing(rows, checks):
@@ -444,7 +421,7 @@ def standing(rows, checks):
     found = {key: mean(row[key] for row in rows) for key in MEANS}
     found |= {"episodes": len(rows), "interval": interval(task_means(rows)) if plays else None}
     found["pairs"] = bool(rows) and all(row["pair"] for row in rows)
-    found["pass"] = {} if any(row["step"] for row in rows) else pass_at(plays)
+    found["pass"] = {} if any(row["step"] for row in rows) else evaluate.pass_at(plays)
     found["stops"] = {stop: mean(row["stop"] == stop for row in rows)
                       for stop in {row["stop"] for row in rows}}
     levels = {row["task"]["level"] for row in rows} - {None}
@@ -497,7 +474,7 @@ def look(args):
         runs = read_runs(args.runs)
         axis_curves(args.axis, runs, out / f"{args.axis}.png")
         text = axis_table(args.axis, runs)
-        with replacing(out / f"{args.axis}.md") as file:
+        with evaluate.replacing(out / f"{args.axis}.md") as file:
             file.write(text)
         print(text)
     elif args.to:
@@ -509,7 +486,7 @@ def look(args):
 
 
 def main(argv=None):
-    run("report.py", look, flags(argv))
+    evaluate.run("report.py", look, flags(argv))
 
 
 if __name__ == "__main__":

@@ -96,10 +96,9 @@ must() {
     "${@:2}" || stop "preflight: $1"
 }
 
-# whether PyTorch, too, sees as many GPUs
+# whether PyTorch, too, sees as many GPUs, and starts: with an old driver it can count them
 sees='import sys, torch; from engine import visible_gpus
-torch.cuda.init()  # or it says that the driver is too old, which a count does not find
-sys.exit(len(visible_gpus()) < int(sys.argv[1]))'
+sys.exit(len(visible_gpus()) < int(sys.argv[1]) or torch.cuda.init())'
 
 # asks a teacher, URL=MODEL [KEYFILE]
 ask='import sys; from format_plan import chat; url, _, model = sys.argv[1].rpartition("=")
@@ -129,8 +128,7 @@ preflight() {
     if [[ -z ${DRY:-} ]]; then
         mkdir -p "$OUT"
         free=$(df -Pk "$OUT" | awk 'END {print int($4 / 1e6)}') need=$((millions * 90 / 1000))
-        must "$free GB of disk are free, $need are needed: OUT=on a larger one" \
-            test "$free" -ge "$need"
+        must "$free GB of disk free, $need needed: OUT=on a larger one" test "$free" -ge "$need"
         # every rank reads the whole model before ZeRO-3 deals it out
         free=$(awk '/MemAvailable/ {print int($2 / 1e6)}' /proc/meminfo) need=$((millions / 500))
         [[ ! -d $base ]] || need=$(du -Lsk "$base" | awk '{print int($1 / 1e6)}')

@@ -19,7 +19,6 @@ Writes  OUT/ (a HF folder: safetensors, config, tokenizer), OUT/log.jsonl, OUT/c
 Nothing below knows about travel: for another task, supply episodes with "messages".
 """
 import datetime
-import json
 import logging
 import math
 import os
@@ -34,28 +33,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from evaluate import (
-    AMOUNT,
-    COUNT,
-    NATURAL,
-    POSITIVE,
-    SHARE,
-    Help,
-    Parser,
-    check_finite,
-    check_parameters,
-    check_weights,
-    die_with_parent,
-    hold,
-    load_template,
-    new_model,
-    read_jsonl,
-    restore,
-    run,
-    save_checkpoint,
-    visible_gpus,
-    watch_sigterm,
-)
+import evaluate
+from evaluate import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary.
@@ -124,7 +103,7 @@ def render(messages, template):
 def load_samples(path, template, cutoff):
     """Episodes -> rendered ones, and how many were dropped: over `cutoff` tokens, or no reply."""
     samples, dropped = [], 0
-    for line, episode in enumerate(read_jsonl(path), 1):
+    for line, episode in enumerate(evaluate.read_jsonl(path), 1):
         messages = episode.get("messages") if isinstance(episode, dict) else None
         talk = isinstance(messages, list) and all(map(is_message, messages))
         if not talk or not messages or messages[0]["role"] == "assistant":
@@ -227,12 +206,11 @@ def collate(samples, packed, device):
     too; their loss is multiplied by zero.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    width = max(len(ids) for ids, _ in rows)
-    positions = list(range(width))
+    positions = range(max(len(ids) for ids, _ in rows))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
-        width = len(positions)
+    width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
     keep = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in rows], device=device)
     return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
@@ -244,8 +222,7 @@ def pack(lengths, budget, packed):
     Padding counts, unless packed; samples go in by falling length, so it is small.
     """
     def tokens(micro):
-        longest = lengths[micro[0]]
-        return sum(lengths[i] for i in micro) if packed else longest * len(micro)
+        return sum(lengths[i] for i in micro) if packed else lengths[micro[0]] * len(micro)
 
     micros = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -289,15 +266,14 @@ def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
-    die_with_parent()
-    cuda = bool(visible_gpus())
+    evaluate.die_with_parent()
+    cuda = bool(evaluate.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         known = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    here = os.path.dirname(sys.executable)
-    os.environ["PATH"] = here + os.pathsep + os.environ["PATH"]  # DeepSpeed looks for ninja
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # there is ninja
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
@@ -315,20 +291,18 @@ def load(args, template, device):
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    attn = args.attn
-    if attn == "auto":
-        attn = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    flash = args.attn == "flash_attention_2" or args.attn == "auto" and is_flash_attn_2_available()
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        attn_implementation=attn)
-    check_weights(lm, template)
+        attn_implementation="flash_attention_2" if flash else "sdpa")
+    evaluate.check_weights(lm, template)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
-    return Policy(lm), attn == "flash_attention_2"
+    return Policy(lm), flash
 
 
-def zero3(policy, lr, ranks, device):
+def zero3(policy, lr, device):
     """Shard parameters, gradients and AdamW's moments over all ranks -> a DeepSpeed engine
 
     The loop owns the gradient accumulation: any number of engine.backward, then one engine.step.
@@ -338,12 +312,9 @@ def zero3(policy, lr, ranks, device):
     cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-        "train_batch_size": ranks, "managed_gradient_accumulation": False,
-        "zero_optimization": {"stage": 3, "overlap_comm": cuda, "contiguous_gradients": True},
-        "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"},
-        "gradient_clipping": 1.0, "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
+        "zero_optimization": {"stage": 3, "overlap_comm": cuda}, "gradient_clipping": 1.0,
+        "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
 
 
@@ -358,12 +329,10 @@ def full_weights(engine):
 
 def save_model(engine, template, out, rank):
     """Write a plain HF folder, whole or not at all. Every rank takes part."""
-    state = {}
-    for name, tensor in full_weights(engine):
-        if rank == 0:
-            state[name] = tensor.to("cpu", copy=True)
+    state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
+             for name, tensor in full_weights(engine)}
     if rank == 0:
-        with new_model(out) as part:
+        with evaluate.new_model(out) as part:
             engine.module.lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
     dist.barrier()
@@ -374,14 +343,15 @@ def save_model(engine, template, out, rank):
 def main():
     args = flags()
     rank, ranks, device = setup()
-    hold(args.out)
+    evaluate.hold(args.out)
     # (1) episodes into ids and masks
-    template = load_template(args.model)
+    template = evaluate.load_template(args.model)
     samples, dropped = load_samples(args.data, template, args.cutoff)
     policy, packed = load(args, template, device)
-    engine = zero3(policy, args.lr, ranks, device)
+    engine = zero3(policy, args.lr, device)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
-    start, interrupted = restore(engine, args.out, args.resume, rank), watch_sigterm()
+    start = evaluate.restore(engine, args.out, args.resume, rank)
+    interrupted = evaluate.watch_sigterm()
     if rank == 0:
         print(f"sft: {len(samples)} episodes ({dropped} dropped), {steps} updates of {args.batch}, "
               f"{ranks} ranks, {'packed' if packed else 'padded'} rows, "
@@ -404,17 +374,17 @@ def main():
         engine.step()
         dist.all_reduce(total)
         loss, gnorm = total[0].item(), float(engine.get_global_grad_norm())
-        check_finite(args.out, step + 1, loss=loss, gnorm=gnorm)
+        evaluate.check_finite(args.out, step + 1, loss=loss, gnorm=gnorm)
         log({"step": step + 1, "loss": loss, "entropy": total[1].item(), "gnorm": gnorm, "lr": lr,
              "policy_tokens": n_tokens, "tokens": sum(len(s.ids) for s in batch),
              "seconds": time.time() - began}, steps, args.out, rank)
         last = interrupted(device)
         if last or (args.save_every and (step + 1) % args.save_every == 0):
-            save_checkpoint(engine, args.out, step + 1, rank)
+            evaluate.save_checkpoint(engine, args.out, step + 1, rank)
         if last:
             sys.exit(f"sft: SIGTERM, saved after update {step + 1}; the same command with --resume "
                      "goes on")
-    check_parameters(engine, args.out, steps)
+    evaluate.check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     dist.destroy_process_group()
 
@@ -426,9 +396,8 @@ def log(line, steps, out, rank):
         print("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm "
               "{gnorm:6.2f} | lr {lr:.2e} | {speed:6.0f} tokens/s".format(
                   steps=steps, speed=speed, **line), flush=True)
-        with open(Path(out) / "log.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+        evaluate.append_jsonl(Path(out) / "log.jsonl", line)
 
 
 if __name__ == "__main__":
-    run(sys.argv[0], main)
+    evaluate.run(sys.argv[0], main)

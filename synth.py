@@ -36,20 +36,7 @@ from pathlib import Path
 
 import evaluate
 import solver
-from evaluate import (
-    AMOUNT,
-    COUNT,
-    LEVELS,
-    Parser,
-    append_jsonl,
-    hold,
-    hold_file,
-    load_tasks,
-    mean,
-    recover_jsonl,
-    workers,
-    write_jsonl,
-)
+from evaluate import AMOUNT, COUNT, LEVELS, Parser, mean
 from format_plan import ChatError, itinerary
 from sandbox import PROMPTS, open_database
 from solver import solve as solve  # handed on
@@ -233,7 +220,7 @@ def key_of(task):
 def own_rows(path, ids=""):
     """The rows that a command has written so far: tasks, episodes, or what it refused. ids: a
     pattern of theirs."""
-    rows = recover_jsonl(path)
+    rows = evaluate.recover_jsonl(path)
     for number, row in enumerate(rows, 1):
         task = row.get("task", row) if isinstance(row, dict) else None
         if not isinstance(task, dict) or not re.search(ids, str(task.get("id", "\0"))):
@@ -245,7 +232,7 @@ def own_rows(path, ids=""):
 def tasks(args):
     """Draw index after index until there are enough of every kind. To go on, a run needs no more
     than the last index that was kept."""
-    keys = {key_of(task) for path in args.exclude for task in load_tasks(path)}
+    keys = {key_of(task) for path in args.exclude for task in evaluate.load_tasks(path)}
     kinds, lack, pairs = list(itertools.product(args.days, LEVELS)), {}, Counter()
     for level, n in zip(LEVELS, portions(args.n, args.levels), strict=True):
         parts = portions(n, [1] * len(args.days))
@@ -261,10 +248,10 @@ def tasks(args):
             pairs[pair] += 1
         return fits
 
-    begun = load_tasks(args.out) if own_rows(args.out, "-[0-9]{7,}$") else []
+    begun = evaluate.load_tasks(args.out) if own_rows(args.out, "-[0-9]{7,}$") else []
     kept = [task for task in begun if take(task)]
     index = last = int(kept[-1]["id"].rsplit("-", 1)[1]) + 1 if kept else 0
-    with workers(args.workers) as pool:
+    with evaluate.workers(args.workers) as pool:
         while any(lack.values()):
             if index - last > 200_000:
                 raise ValueError(f"{args.out}: no new task in 200,000 draws, {lack} to go; lower "
@@ -272,10 +259,10 @@ def tasks(args):
             block = [i for i in range(index, index + 1024) if lack[kinds[i % len(kinds)]]]
             for task in pool.imap(partial(make_task, args), block, chunksize=16):
                 if task and take(task):
-                    append_jsonl(args.out, task)
+                    evaluate.append_jsonl(args.out, task)
                     last = index
             index += 1024
-    ratio = mean(row["tightness"]["ratio"] for row in recover_jsonl(args.out)) or 0
+    ratio = mean(row["tightness"]["ratio"] for row in evaluate.recover_jsonl(args.out)) or 0
     print(f"{args.n} tasks; the least cost is {ratio:.0%} of the budget on average")
 
 
@@ -347,7 +334,7 @@ def endpoint_of(args, draw):
     url, name = random.Random(f"{args.seed}/{draw}").choice(args.endpoint)
     key = Path(args.key).read_text().strip() if args.key else None
     options = {"temperature": args.temperature, "max_tokens": 8192, "retries": 40, "api_key": key}
-    return name, evaluate.api_generate(url, name, **options)
+    return name, partial(evaluate.chat, url, name, **options)
 
 
 def say(args, task):
@@ -382,15 +369,15 @@ def queries(args, todo):
 def complete(make, args):
     """Make of the tasks what --out lacks, in any order, and put it into theirs at last. What is
     refused is noted beside --out with the reasons, and not made again."""
-    refused, todo = f"{args.out}.refused", load_tasks(args.tasks)
+    refused, todo = f"{args.out}.refused", evaluate.load_tasks(args.tasks)
     done = {row.get("task", row)["id"] for row in own_rows(args.out) + own_rows(refused)}
     for row in make(args, [task for task in todo if task["id"] not in done]):
-        append_jsonl(refused if "refused" in row else args.out, row)
+        evaluate.append_jsonl(refused if "refused" in row else args.out, row)
     order = {task["id"]: i for i, task in enumerate(todo)}
-    rows = recover_jsonl(args.out)
+    rows = evaluate.recover_jsonl(args.out)
     rows.sort(key=lambda row: order.get(row.get("task", row)["id"], -1))
-    write_jsonl(args.out, rows)
-    why = Counter(reason for row in recover_jsonl(refused) for reason in row["refused"])
+    evaluate.write_jsonl(args.out, rows)
+    why = Counter(reason for row in evaluate.recover_jsonl(refused) for reason in row["refused"])
     print(f"{args.out}: {len(rows)} of {len(todo)}; refused: {dict(why.most_common(5))}")
 
 
@@ -462,7 +449,7 @@ def episodes(args, todo):
     """The record of each task's episode: of the solver, or of an endpoint drawn per task."""
     world = evaluate.Travel(open_once(args.database))
     if not args.endpoint:
-        with workers(args.workers) as pool:
+        with evaluate.workers(args.workers) as pool:
             yield from pool.imap(partial(make_episode, args), todo, chunksize=4)
         return
 
@@ -478,8 +465,8 @@ def episodes(args, todo):
 
 def subsets(args):
     """100 to 2K tasks of mixed levels, each set within the next, and 1K of each level alone."""
-    taken = {key_of(task) for path in args.exclude for task in load_tasks(path)}
-    rows = [task for task in load_tasks(args.tasks) if key_of(task) not in taken]
+    taken = {key_of(task) for path in args.exclude for task in evaluate.load_tasks(path)}
+    rows = [task for task in evaluate.load_tasks(args.tasks) if key_of(task) not in taken]
     random.Random(args.seed).shuffle(rows)
     sizes = {f"mixed-{n}": portions(n, (4, 3, 3)) for n in sorted(args.sizes, reverse=True)}
     sizes |= {f"{level}-{args.alone}": [0] * i + [args.alone] for i, level in enumerate(LEVELS)}
@@ -492,14 +479,14 @@ def subsets(args):
                                  "are needed; make more, or lower --sizes and --alone")
             chosen += pool[:n]
         random.Random(f"{args.seed}/{name}").shuffle(chosen)
-        write_jsonl(Path(args.out) / f"{name}.jsonl", chosen)
+        evaluate.write_jsonl(Path(args.out) / f"{name}.jsonl", chosen)
     print(f"{args.out}: {' '.join(sizes)}")
 
 
 def convert(args):
     """Rewrite tasks as published, lists and dicts as text: `official` is TravelPlanner's form,
     `star` the STAR release's, which says constraint and room rule; or back into ours."""
-    rows = load_tasks(args.tasks)
+    rows = evaluate.load_tasks(args.tasks)
     for row in rows if args.form != "ours" else ():
         row.pop("tightness", None)  # ours alone
         wish = row["local_constraint"]
@@ -507,7 +494,7 @@ def convert(args):
         if args.form == "star":
             del row["local_constraint"]
             row["constraint"] = str({"room rule": wish.pop("house rule"), **wish})
-    write_jsonl(args.out, rows)
+    evaluate.write_jsonl(args.out, rows)
 
 
 # ---------------------------------------------------------------- main
@@ -611,7 +598,7 @@ def endpoint(text):
 
 def start(args):
     """Settle what depends on the database, and run the command."""
-    (hold if args.command == "subsets" else hold_file)(args.out)
+    (evaluate.hold if args.command == "subsets" else evaluate.hold_file)(args.out)
     if "like" in args:
         small = all(len(world.cities) < 100 for world in open_once(args.database).worlds.values())
         args.like = args.like or ("tiny" if small else "paper")

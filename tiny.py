@@ -29,22 +29,10 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
+import evaluate
 import synth
 from constraints import ROOM_TYPES
-from evaluate import (
-    COUNT,
-    LEVELS,
-    SHARE,
-    Help,
-    Parser,
-    hold,
-    hold_file,
-    naming,
-    read_jsonl,
-    run,
-    workers,
-    write_jsonl,
-)
+from evaluate import COUNT, LEVELS, SHARE, Help, Parser
 from format_plan import MEALS
 from sandbox import Sandbox, observation_message, open_database
 from solver import (
@@ -247,7 +235,7 @@ def write_world(folder, seed, dates=synth.MARCH, avoid=frozenset()):
 
 
 def world(args):
-    hold(args.out)
+    evaluate.hold(args.out)
     if not args.worlds:
         write_world(args.out, args.seed)
     for number in range(args.worlds or 0):
@@ -260,12 +248,12 @@ def world(args):
 def drills(args):
     """Exercises or episodes of many worlds without a city of the one that ships: in a single one a
     model would learn names by heart."""
-    hold_file(args.out)
-    with workers(args.workers) as pool:
+    evaluate.hold_file(args.out)
+    with evaluate.workers(args.workers) as pool:
         parts = pool.map(partial(world_rows, args), range(args.worlds), chunksize=1)
     rows = [row for part in parts for row in part]
     random.Random(args.seed).shuffle(rows)
-    write_jsonl(args.out, rows)
+    evaluate.write_jsonl(args.out, rows)
     print(f"{args.out}: {len(rows)} rows from {args.worlds} worlds")
 
 
@@ -502,7 +490,7 @@ def drill_weighing(rng, task, kind, database):
 # induction heads find the name of that row.
 def read_phrases(file):
     """A file's phrases. "@" and the ends of lines stand between them."""
-    with naming(file):
+    with evaluate.naming(file):
         return re.split("[@\n]", Path(file).read_text(encoding="utf-8").strip("\n"))
 
 
@@ -606,7 +594,7 @@ def make_tokenizer(texts, vocabulary, phrases=PHRASES):
 def read_talks(path):
     """The messages of each row of a jsonl file."""
     talks = []
-    for number, row in enumerate(read_jsonl(path), 1):
+    for number, row in enumerate(evaluate.read_jsonl(path), 1):
         talk = row.get("messages") if isinstance(row, dict) else None
         if not isinstance(talk, list) or not talk or not all(
                 isinstance(turn, dict) and isinstance(turn.get("content"), str)
@@ -657,7 +645,7 @@ def heads_of_32(text):
 
 
 def model(args):
-    hold(args.out)
+    evaluate.hold(args.out)
     phrases = read_phrases(args.phrases) if args.phrases else PHRASES
     make_tiny(args.corpus, args.out, args.seed, args.width, phrases=phrases)
 
@@ -697,7 +685,7 @@ def flags(argv=None):
 
 def main(argv=None):
     args = flags(argv)
-    run("tiny.py", args.run, args)
+    evaluate.run("tiny.py", args.run, args)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def newest_whole(out, resume, rank):
         if rank == 0:
             print(f"{damaged} is damaged: the checkpoint before it is taken", flush=True)
     else:
-        if marked or (folder / "last.json").exists():
+        if marked:
             sys.exit(f"{folder}: no checkpoint in it is whole. Remove this folder, and the same "
                      "command begins at the first update")
         mark = {"step": 0, "log_bytes": 0}

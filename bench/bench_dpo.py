@@ -51,10 +51,10 @@ def main():
         --pack-tokens {ours.pack_tokens}""".split()
     args = dpo.flags()
     rank, ranks, device = dpo.setup()
-    template = dpo.load_template(args.model)
+    template = dpo.evaluate.load_template(args.model)
     pairs = dpo.load_pairs(ours.data, template, args.cutoff, rank)[:ours.pairs]
     policy, packed = dpo.load(args, template, device)
-    engine, rows = dpo.zero3(policy, args.lr, ranks, device), dpo.episodes_of(pairs)
+    engine, rows = dpo.zero3(policy, args.lr, device), dpo.episodes_of(pairs)
     machine, seconds = (packed, rank, ranks, device, args), {}
     for _ in range(ours.rounds + 1):
         for name in ("reference", "update", "sft"):

@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402, the path comes first
 
+import evaluate  # noqa: E402
 import grpo  # noqa: E402
 from evaluate import Travel, read_jsonl  # noqa: E402
 from sandbox import open_database  # noqa: E402
@@ -202,11 +203,11 @@ def bench_here(args):
     sys.argv = ["grpo.py", *settings(args)]
     own = grpo.flags()
     rank, ranks, device = grpo.setup()
-    template = grpo.load_template(own.model)
+    template = evaluate.load_template(own.model)
     policy, _ = grpo.load(own, template, device)
-    engine, llm = grpo.zero3(policy, own.lr, ranks, device), grpo.load_engine(own, device)
+    engine, llm = grpo.zero3(policy, own.lr, device), evaluate.load_engine(own, device)
     world, rounds = Travel(open_database("database/mini")), args.rounds
-    tasks = grpo.load_tasks(own.tasks)[: own.prompts]
+    tasks = evaluate.load_tasks(own.tasks)[: own.prompts]
     samples = bench_play(llm, template, world, tasks, own, rounds * ("play" in args.only))
     if "learn" in args.only:
         from transformers import AutoModelForCausalLM

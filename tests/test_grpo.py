@@ -137,6 +137,12 @@ def test_a_reward_is_the_worlds_first_kind_unless_it_is_named():
     assert named == ["sum", "success"]
 
 
+@pytest.mark.parametrize("words", ["--refill 1", "--tis-cap 2"])
+def test_a_flag_without_the_one_it_adds_to_is_refused(words):
+    with pytest.raises(SystemExit):
+        flags(words)
+
+
 @pytest.mark.parametrize("words, ranks", [("--tp 2", 3), ("--tp 4", 2)])
 def test_ranks_that_make_no_whole_engines_are_refused(words, ranks, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
@@ -155,8 +161,9 @@ def sample(query, reward, tokens=4, stop="answer"):
 
 def weighed(samples, words=""):
     """[(query, weight)] of the samples in the loss."""
-    weighted = grpo.token_weights(grpo.group_advantages(samples), flags(words))
-    return [(s.query, pytest.approx(weight)) for s, weight in weighted]
+    groups, args = grpo.group_advantages(samples), flags(words)
+    return [(s.query, pytest.approx(weight)) for part in grpo.split(groups, args)
+            for s, weight in grpo.token_weights(part, args)]
 
 
 def test_advantages_by_hand():
@@ -164,6 +171,22 @@ def test_advantages_by_hand():
     grpo.group_advantages(samples)
     wanted = [-math.sqrt(2), 0, 0, math.sqrt(2), 0, 0]
     assert [s.advantage for s in samples] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("plays", range(2, 17))
+def test_equal_rewards_have_an_advantage_of_exactly_0_in_a_group_of_any_size(plays):
+    for reward in (1.1, 0.1, 2.7, 1 / 3, -0.7):
+        samples = [sample(0, reward) for _ in range(plays)]
+        grpo.group_advantages(samples)
+        assert not any(s.advantage for s in samples)
+
+
+def test_groups_of_equal_reward_are_dropped_before_the_others_are_dealt_to_minibatches():
+    samples = [sample(query, reward) for query in range(8) for reward in (0.0, float(query % 4))]
+    args = flags("--drop-uniform --minibatches 4")
+    parts = grpo.split(grpo.group_advantages(samples), args)  # queries 0 and 4 teach nothing
+    assert list(map(list, parts)) == [[1, 6], [2, 7], [3], [5]]
+    assert grpo.split(grpo.group_advantages(samples[:2]), args) == [{}]
 
 
 def test_overlength_leaves_the_loss_and_its_denominator_but_not_the_statistics():
@@ -322,15 +345,16 @@ def test_with_train_results_everything_behind_the_prompt_is_trained_on(play, tas
     assert [logp == grpo.UNSAID for logp, _ in said] == [not policy for _, policy in said]
 
 
+@pytest.mark.parametrize("words", ["--recompute", "--recompute --tis-cap 1.1"])
 def test_of_a_token_that_no_policy_sampled_engine_and_trainer_do_not_disagree(
-        one_rank, policy, moved, weighted):
+        words, one_rank, policy, moved, weighted):
     recompute(policy, weighted)
     wanted = Plain(moved)
     learn(wanted, weighted, "--recompute")
     for s, _ in weighted:
         s.logps = [grpo.UNSAID if m else 0.0 for m in s.mask]
     engine = Plain(sft.Policy(copy.deepcopy(moved.lm)))
-    line = learn(engine, weighted, "--recompute")
+    line = learn(engine, weighted, words)
     assert line["dlogp_mean"] == line["dlogp_max"] == 0.0 and line["clip_high"] > 0
     assert (engine.gradient() - wanted.gradient()).norm() < 1e-6 * wanted.gradient().norm()
 

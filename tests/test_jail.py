@@ -80,6 +80,7 @@ def test_an_error_is_the_last_line_and_the_line_of_the_program(plain):
     ("x = ", "error", "SyntaxError: invalid syntax (line 1)"),
     ("bytearray(10**12)", "memory", "MemoryError (line 1)"),
     ("import os\nos.abort()", "killed", "killed by SIGABRT"),
+    ("import os\nos.kill(os.getpid(), 40)", "killed", "killed by signal 40"),
     ("print('x' * 10**6)", "output", "more than 65536 bytes of output"),
 ])
 def test_a_status_says_how_it_ended(plain, program, status, error):

@@ -1,6 +1,7 @@
 """Question answering: the scores, the questions, a run that is interrupted, the tax table."""
 import json
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,7 +270,8 @@ def test_two_models_side_by_side(agent, tmp_path, capsys):
     assert len(agent.seen) == asked == 4 * 64  # all was there: nothing is asked twice
     with pytest.raises(SystemExit, match="topk was 5 and is 3"):
         agent(*models, "--topk", "3")
-    agent("--model", "rl=good", "--no-resume", "--topk", "3")
+    shutil.rmtree(tmp_path / "rl")
+    agent("--model", "rl=good", "--topk", "3")
     assert len(agent.seen) == asked + 2 * 64
 
 
@@ -289,7 +291,7 @@ def test_a_retriever_that_dies_is_a_clear_stop_and_the_same_command_finishes(
             file.write('{"task": {"id": "qa/hop1-0')  # and a line torn by a kill
         server.script.clear()
         agent.seen.clear()
-        agent(*words, "--resume")
+        agent(*words)
     assert episodes.read_text().startswith(kept)
     played = Counter(row["task"]["query"] for row in read_rows(episodes))
     assert played == dict.fromkeys(agent.golds, 1)

@@ -82,7 +82,8 @@ def run(tmp_path_factory, mini):
     log = [{"step": i, "success": i / 9, "reward": float(i), "entropy": 1 / i, "format": 0.1,
             "overlength": 0.0, "dlogp_mean": 1e-6, "dlogp_max": 1e-5, "kind": "sum"}
            for i in range(1, 9)]
-    log += [log[6] | {"reward": 70.0}, log[7] | {"val_success": 0.5, "entropy": float("nan")}]
+    log += [log[6] | {"reward": 70.0}, log[7] | {"entropy": float("nan")}]
+    log += [{"step": 8, "val_success": 0.5}]  # a line of its own, as the stages write it
     write_jsonl(folder / "rl" / "log.jsonl", log)
     with open(folder / "rl" / "log.jsonl", "a") as file:
         file.write('{"step": 9, "rew')  # it is being written

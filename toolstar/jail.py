@@ -332,7 +332,9 @@ def read_end(answer, err, seconds):
     if answer["why"] == "files":
         return "killed", "too many files"
     if code < 0:
-        return "killed", f"killed by {signal.Signals(-code).name}"
+        # real-time signals have no name
+        named = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+        return "killed", f"killed by {named}"
     return read_error(code, err) if code else ("ok", "")
 
 

@@ -24,6 +24,7 @@ Writes  OUT/table.md, OUT/table.json, OUT/judged-NAME.jsonl; asks the judge only
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import evaluate
@@ -84,8 +85,8 @@ def judge_plays(args, name, rows):
     """
     (url, model), verdicts, row_of_failures = args.judge, {}, 0
     key = Path(args.judge_key).read_text().strip() if args.judge_key else None
-    generate = evaluate.api_generate(url, model, temperature=0, max_tokens=2048, retries=TRIES - 1,
-                                     api_key=key)
+    generate = partial(evaluate.chat, url, model, temperature=0, max_tokens=2048,
+                       retries=TRIES - 1, api_key=key)
     file = Path(args.out) / f"judged-{name}.jsonl"
     known = {(one["play"], one["said"]): one["verdict"] for one in evaluate.recover_jsonl(file)
              if one["judge"] == model}

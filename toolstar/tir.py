@@ -34,30 +34,8 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from evaluate import (
-    COUNT,
-    NATURAL,
-    PORT,
-    SHARE,
-    Help,
-    Parser,
-    apart,
-    api_generate,
-    hold,
-    keep_play,
-    load_tasks,
-    mean,
-    name_of,
-    open_engine,
-    open_folder,
-    play,
-    play_vllm,
-    progress,
-    recover_jsonl,
-    replacing,
-    run,
-    write_jsonl,
-)
+import evaluate
+from evaluate import COUNT, NATURAL, PORT, SHARE, Help, Parser, mean, name_of
 from sandbox import PROMPTS
 from solver import final_turn
 from synth import endpoint, entries, fill
@@ -131,14 +109,16 @@ def player(args, world, episodes):
     if args.endpoint:
         key = Path(args.key).read_text().strip() if args.key else None
         # asked patiently: a run of days must not end for one bad hour
-        generate = api_generate(*args.endpoint, **sampling, retries=40, api_key=key,
-                                stops=world.stops)
-        return play(lambda messages: generate(merged(messages)), episodes, args.concurrency)
+        generate = partial(evaluate.chat, *args.endpoint, **sampling, retries=40, api_key=key,
+                           stops=world.stops)
+        return evaluate.play(lambda messages: generate(merged(messages)), episodes,
+                             args.concurrency)
     if args.model:
-        llm, template = open_engine(args.model, args.max_context, args.concurrency, args.tp,
-                                    args.gpu_memory)
-        return play_vllm(llm, template, episodes, args.max_context, **sampling, seed=args.seed,
-                         concurrency=args.concurrency, stops=world.stops, slow=world.slow)
+        llm, template = evaluate.open_engine(args.model, args.max_context, args.concurrency,
+                                             args.tp, args.gpu_memory)
+        return evaluate.play_vllm(llm, template, episodes, args.max_context, **sampling,
+                                  seed=args.seed, concurrency=args.concurrency,
+                                  stops=world.stops, slow=world.slow)
     return map(partial(play_solver_sample, world.settings.grammar == "tags"), episodes)
 
 
@@ -346,19 +326,19 @@ def play_missing(args, folder, settings, tasks, tools):
     """(1) to (3) Play what samples.jsonl lacks of the tasks' samples -> their records, in order.
     The file is put into this order at last, whoever ended first."""
     file = folder / KEPT
-    rows = {name_of(row["task"]): row for row in recover_jsonl(file)}
+    rows = {name_of(row["task"]): row for row in evaluate.recover_jsonl(file)}
     rows_of = partial(play_samples, args)
     if args.model:
-        rows_of = partial(apart, "tir.py", rows_of, args=args)
+        rows_of = partial(evaluate.apart, "tir.py", rows_of, args=args)
     for what in "dr, prompt", "hint":  # hints need what (1) has said; the engine is opened for each
         todo = list(wanted_samples(args, tasks, rows, tools))
-        for row in progress(rows_of(todo) if todo else (), what, len(todo)):
-            keep_play(folder, settings, row, KEPT)
+        for row in evaluate.progress(rows_of(todo) if todo else (), what, len(todo)):
+            evaluate.keep_play(folder, settings, row, KEPT)
             rows[name_of(row["task"])] = row
     names = [f"{task['id']}/{mode}-{k}" for task in tasks for mode in args.modes
              for k in range(args.samples)]
     wanted = {name: rows.pop(name) for name in names if name in rows}
-    write_jsonl(file, [*wanted.values(), *rows.values()])
+    evaluate.write_jsonl(file, [*wanted.values(), *rows.values()])
     return list(wanted.values())
 
 
@@ -369,12 +349,12 @@ def tir(args):
     least_right(args.right or f"1of{args.samples}", args.samples)
     world = open_world(args)
     world.close()  # who plays opens one of his own
-    tasks = load_tasks(args.tasks, world.load_task, args.limit)
+    tasks = evaluate.load_tasks(args.tasks, world.load_task, args.limit)
     tasks, dropped = contaminated(tasks, load_sets(args.sets)[0] if args.sets else [])
     check_player(args, tasks)
     settings = {"model": model_of(args)} | {key: getattr(args, key) for key in SETTINGS}
-    hold(args.out)
-    folder = open_folder(args.out, "", settings, KEPT)
+    evaluate.hold(args.out)
+    folder = evaluate.open_folder(args.out, "", settings, KEPT)
     rows = play_missing(args, folder, settings, tasks, world.settings.tools)
     # (4) (5)
     by_task, cells, sft, rl = {task["id"]: [] for task in tasks}, {}, [], []
@@ -388,9 +368,9 @@ def tir(args):
             sft.append(as_episode(row, prompt))
         else:
             rl.append(task)
-    write_jsonl(folder / "sft.jsonl", sft)
-    write_jsonl(folder / "rl.jsonl", rl)
-    with replacing(folder / "report.json") as out:
+    evaluate.write_jsonl(folder / "sft.jsonl", sft)
+    evaluate.write_jsonl(folder / "rl.jsonl", rl)
+    with evaluate.replacing(folder / "report.json") as out:
         report = report_on(args, tasks, rows, cells, sft) | {"contaminated": dropped}
         out.write(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     print(f"{folder}: {len(tasks)} tasks, {len(sft)} episodes for SFT, {len(rl)} tasks for RL; "
@@ -482,7 +462,7 @@ def tir_flags(add):
 
 def main(argv=None):
     args = flags(argv)
-    run("tir.py", args.run, args)
+    evaluate.run("tir.py", args.run, args)
 
 
 if __name__ == "__main__":

@@ -239,7 +239,9 @@ class Cache:
     def open(self):
         self.file = sqlite3.connect(self.path, timeout=30, check_same_thread=False,
                                     isolation_level=None)
-        self.file.execute("PRAGMA journal_mode = WAL")
+        ranks, here = (os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        journal = "WAL" if ranks == here else "DELETE"  # the first is for processes of one host
+        self.file.execute(f"PRAGMA journal_mode = {journal}")
         self.file.execute("PRAGMA synchronous = OFF")  # a lost answer is asked for again
         self.file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, status TEXT, "
                           "text TEXT, used REAL, until REAL)")

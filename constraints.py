@@ -21,11 +21,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import wording as w
-from format_plan import read_plan
+from format_plan import MEALS, TABLE_OF, read_plan
 
-MEALS = ("breakfast", "lunch", "dinner")
-VENUES = (*MEALS, "attraction", "accommodation")
-FIELDS = ("transportation", *VENUES)
+FIELDS = ("transportation", *TABLE_OF)
 PLACES = ("current_city", *FIELDS)
 EMPTY = ("", "-")
 NOT_NEEDED = "You don't need to fill in the information for this or later days."
@@ -142,10 +140,7 @@ def read_venue(text, field, database, official):
         name = text[text.rfind("\n", 0, comma) + 1 : comma].strip()
         city = text[comma + 1 :].strip()
         city = cut_state(city).strip() if official else city
-    if field == "attraction":
-        rows = database.attractions(city)
-    else:
-        rows = database.hotels(city) if field == "accommodation" else database.restaurants(city)
+    rows = getattr(database, TABLE_OF[field])(city)
     whole = text[: max(comma, 0)].strip().casefold()
     exact = tuple(row for row in rows if row.name.strip().casefold() == whole)
     return Venue(field, text, name, city, tuple(row for row in rows if name in row.name), exact)
@@ -213,7 +208,7 @@ def read_fields(texts, database, official):
         move = None
     ride = read_ride(move, home, database, official) if isinstance(move, str) else None
     parts = []
-    for field, text in zip(VENUES, named, strict=True):
+    for field, text in zip(TABLE_OF, named, strict=True):
         if isinstance(text, str):
             parts.append(read_venues(text, field, database, official) if text not in EMPTY else ())
         else:
@@ -223,16 +218,6 @@ def read_fields(texts, database, official):
     return ends, move, ride, meals, sights, bed, meals + sights + bed
 
 
-def read_day(number, item, database, official):
-    """One item of a plan as a Day."""
-    texts = tuple(map(item.get, PLACES))
-    try:
-        told = read_fields(texts, database, official)
-    except TypeError:  # a field that is a list or a table cannot be remembered
-        told = read_fields.__wrapped__(texts, database, official)
-    return Day(number, item, texts[0], *told)
-
-
 def read_trip(task, plan, database, official):
     """The Trip, or a sentence where days, plan or a day are not of the form they must have."""
     length = need(task, "days")
@@ -240,11 +225,16 @@ def read_trip(task, plan, database, official):
         return "the task's days is not a whole number"
     if not isinstance(plan, (list, tuple)):
         return f"the plan is a {type(plan).__name__}, not a list of days"
-    items = plan[: max(length, 0)]
-    for number, item in enumerate(items, 1):
+    days = []
+    for number, item in enumerate(plan[: max(length, 0)], 1):
         if not isinstance(item, dict):
             return f"day {number} is a {type(item).__name__}, not a table of fields"
-    days = [read_day(number, item, database, official) for number, item in enumerate(items, 1)]
+        texts = tuple(map(item.get, PLACES))
+        try:
+            told = read_fields(texts, database, official)
+        except TypeError:  # a field that is a list or a table cannot be remembered
+            told = read_fields.__wrapped__(texts, database, official)
+        days.append(Day(number, item, texts[0], *told))
     return Trip(task, database, official, False, days)
 
 
@@ -698,7 +688,6 @@ STRICT = {  # what strict looks at again; all other checks are run again over it
     "is_reasonable_visiting_city": strict_city,
 }
 RULES = ("star", "official", "strict")
-read_constraint = lru_cache(maxsize=4096)(literal)
 
 
 def score(task, plan, database, rules="star"):
@@ -715,18 +704,16 @@ def score(task, plan, database, rules="star"):
         return summary(checks | {name: [trip and False, trip] for name in COMMONSENSE})
     strict = strict_trip(trip) if rules == "strict" else None
     for name, check in COMMONSENSE.items():
-        reason = check(trip)
-        if strict and reason is None:
-            reason = STRICT.get(name, check)(strict)
-        checks[name] = [True, None] if reason is None else failed(reason)
+        again = STRICT.get(name, check)
+        checks[name] = outcome(check(trip) or strict and again(strict))
     if checks[GATE[0]][0] and checks[GATE[1]][0]:
         judge_hard(trip, strict, checks)
     return summary(checks)
 
 
-def failed(reason):
-    """[False, reason on one line]; names in the tables may hold line breaks."""
-    return [False, " ".join(reason.split())]
+def outcome(reason):
+    """[True, None], or [False, reason on one line]; names in the tables may hold line breaks."""
+    return [False, " ".join(reason.split())] if reason else [True, None]
 
 
 def judge_hard(trip, strict, checks):
@@ -735,7 +722,7 @@ def judge_hard(trip, strict, checks):
     if trip.official:
         need(trip.task, "local_constraint")
     if isinstance(asked, str):  # B27
-        asked = read_constraint(asked)
+        asked = literal(asked)
     for name, (key, check) in HARD.items():
         if key and not isinstance(asked, dict):
             checks[name] = [False, "the task's local_constraint is not a table of constraints"]
@@ -746,10 +733,7 @@ def judge_hard(trip, strict, checks):
         wanted = asked.get(key) if key else "the budget"
         if not wanted and (wanted is None or key == "cuisine" or not trip.official):  # C9
             continue
-        reason = check(trip, wanted)
-        if reason is None and strict:
-            reason = check(strict, wanted)
-        checks[name] = [True, None] if reason is None else failed(reason)
+        checks[name] = outcome(check(trip, wanted) or strict and check(strict, wanted))
 
 
 def summary(checks):

@@ -76,6 +76,7 @@ from records import (  # noqa: F401, handed on
     recover_jsonl,
     replacing,
     write_jsonl,
+    write_text,
 )
 from sandbox import Episode, Sandbox, open_database, parse, system_prompt
 from solver import solver_replies
@@ -559,8 +560,7 @@ def open_folder(out, name, settings, kept="episodes.jsonl"):
 def keep_play(folder, settings, row, kept="episodes.jsonl"):
     """Append an episode to OUT/name; with the first one it is settled how all are played."""
     if not (folder / "settings.json").exists():
-        with replacing(folder / "settings.json") as out:
-            out.write(json.dumps(settings, indent=1))
+        write_text(folder / "settings.json", json.dumps(settings, indent=1))
     append_jsonl(folder / kept, row)
 
 
@@ -702,10 +702,8 @@ def evaluate(args):
         played[name] = [rows[task] for task in wanted if task in rows]  # whoever ended first
     text, report = table(played)
     for name, folder in folders.items():
-        with replacing(folder / "scores.json") as out:
-            out.write(json.dumps(report[name], indent=1))
-    with replacing(Path(args.out) / "table.md") as out:
-        out.write(text)
+        write_text(folder / "scores.json", json.dumps(report[name], indent=1))
+    write_text(Path(args.out) / "table.md", text)
     print(text)
 
 

@@ -28,7 +28,7 @@ import time
 import uuid
 from collections import Counter, namedtuple
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import zip_longest
 from pathlib import Path
 
@@ -42,7 +42,7 @@ SLOTS = ("breakfast", "attraction", "lunch", "dinner", "accommodation")
 FIELDS = ("current_city", "transportation", *SLOTS)
 TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
-LONGEST_REPLY_TEXT = 200_000  # characters; what is longer is cut
+LONGEST_REPLY = 200_000  # characters; 32K tokens of English are some 130,000
 
 # What a line says of a slot, which is "?" if only a name can tell it. how: "field", "open" (a label
 # whose values are in the lines below), "prose", "check-in", or the time of day before a "?".
@@ -201,7 +201,7 @@ class Names:
                 at = (text + ";").index(";", at)
 
 
-names_of = lru_cache(maxsize=16)(Names)  # the names of a database are gathered once
+names_of = cache(Names)  # the names of a database are gathered once
 
 
 # ---------------------------------------------------------------- days and lines
@@ -464,7 +464,7 @@ def read_plan(text, task, database):
     if not isinstance(text, str):
         return None, [], None
     names, home = names_of(database), task.get("org") or ""
-    lines = list(unfold(text[:LONGEST_REPLY_TEXT], names))
+    lines = list(unfold(text[:LONGEST_REPLY], names))
     cities = Counter(city for _, line in lines for city in names.cities.findall(line))
     (overview, *days), idle = read_days(lines, [city for city, _ in cities.most_common(8)], names)
     told = best_telling(days)
@@ -504,10 +504,6 @@ def itinerary(plan):
 
 
 # ---------------------------------------------------------------- by an LLM
-
-LONGEST_REPLY = 200_000  # characters of a reply; 32K tokens of English are some 130,000
-
-
 class ChatError(ConnectionError):
     """An endpoint refused, or gave no usable reply however often it was asked."""
 
@@ -589,7 +585,7 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     raise ChatError(f"{url}: {problem}, after {retries} retries, from model {model}")
 
 
-def format_plan(text, task, model, url, cache=None, retries=6, timeout=300, api_key=None):
+def format_plan(text, task, model, url, cache=None, api_key=None):
     """Itinerary text -> plan, or None when the model finds none. cache: a folder of its plans."""
     prompt = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8")
     ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text}"
@@ -599,8 +595,7 @@ def format_plan(text, task, model, url, cache=None, retries=6, timeout=300, api_
         return json.loads(path.read_text())
     messages = [{"role": "system", "content": prompt}, {"role": "user", "content": ask}]
     for _ in range(2):  # a reply without a list is asked for once more, and never kept
-        reply = chat(url, model, messages, 0.0, max_tokens=8192, timeout=timeout, retries=retries,
-                     api_key=api_key)
+        reply = chat(url, model, messages, 0.0, max_tokens=8192, api_key=api_key)
         days = load_json(reply)
         if isinstance(days, list):
             plan = [clean_day(day, i) for i, day in enumerate(days, 1) if isinstance(day, dict)]
@@ -629,28 +624,14 @@ def clean_day(day, number):
 
 
 # ---------------------------------------------------------------- main
-def flags():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("file", help="jsonl file of episodes or texts")
-    add("--database", metavar="DIR", help="folder of the tables whose names the rules look for "
-        "(default: $STAR_DATABASE, else database/mini)")
-    add("--llm-url", type=web_address, metavar="URL",
-        help="let an LLM at this OpenAI-compatible endpoint read")
-    add("--llm-model", metavar="NAME", help="the LLM's name at that endpoint")
-    add("--llm-key", metavar="FILE", help="file that holds the endpoint's API key")
-    add("--cache", metavar="DIR", help="folder that keeps the LLM's plans, so that the same text "
-        "is not sent twice (default: none)")
-    return parser
-
-
 def read_texts(path):
     """Yield (line, task, text) of a jsonl file of episodes or texts."""
     with naming(path), open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                yield row, row.get("task") or row, row["answer" if "answer" in row else "text"]
+                task = row["task"] if isinstance(row.get("task"), dict) else row
+                yield row, task, row["answer" if "answer" in row else "text"]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: needs a JSON object with an answer or a "
                                  f"text ({error!r:.80})") from None
@@ -669,7 +650,17 @@ def read_all(args):
 
 
 def main(argv=None):
-    parser = flags()
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("file", help="jsonl file of episodes or texts")
+    add("--database", metavar="DIR", help="folder of the tables whose names the rules look for "
+        "(default: $STAR_DATABASE, else database/mini)")
+    add("--llm-url", type=web_address, metavar="URL",
+        help="let an LLM at this OpenAI-compatible endpoint read")
+    add("--llm-model", metavar="NAME", help="the LLM's name at that endpoint")
+    add("--llm-key", metavar="FILE", help="file that holds the endpoint's API key")
+    add("--cache", metavar="DIR", help="folder that keeps the LLM's plans, so that the same text "
+        "is not sent twice (default: none)")
     args = parser.parse_args(argv)
     if bool(args.llm_url) != bool(args.llm_model):
         parser.error("an LLM needs --llm-url and --llm-model")

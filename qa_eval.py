@@ -311,10 +311,9 @@ def tax_table(args, folders, tasks):
     text = "".join("| " + " | ".join(row) + " |\n" for row in rows)
     text += (f"\n{args.topk} passages a search and {args.max_turns} replies at most; "
              "Search-R1's published rows had 3 and 4.\n")
-    with evaluate.replacing(folders[0].parent / "tax.json") as file:
-        json.dump(dict(zip(names, report, strict=True)), file, indent=1)
-    with evaluate.replacing(folders[0].parent / "tax.md") as file:
-        file.write(text)
+    told = json.dumps(dict(zip(names, report, strict=True)), indent=1)
+    evaluate.write_text(folders[0].parent / "tax.json", told)
+    evaluate.write_text(folders[0].parent / "tax.md", text)
     return text
 
 

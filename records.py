@@ -3,7 +3,7 @@ The house's one way to read and write records: jsonl, a record per line, whole o
 
     read_jsonl, write_jsonl       a whole file
     append_jsonl, recover_jsonl   a file that grows with a run, and what a killed run left of it
-    replacing                     any text file, which takes its path's place once it is whole
+    write_text, replacing         any text file, which takes its path's place once it is whole
 
 Every program shares these through evaluate.py.
 """
@@ -53,6 +53,12 @@ def write_jsonl(path, rows):
     """Write a whole file of records."""
     with replacing(path) as out:
         out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_text(path, text):
+    """Write a whole text file."""
+    with replacing(path) as out:
+        out.write(text)
 
 
 @contextlib.contextmanager

@@ -474,8 +474,7 @@ def look(args):
         runs = read_runs(args.runs)
         axis_curves(args.axis, runs, out / f"{args.axis}.png")
         text = axis_table(args.axis, runs)
-        with evaluate.replacing(out / f"{args.axis}.md") as file:
-            file.write(text)
+        evaluate.write_text(out / f"{args.axis}.md", text)
         print(text)
     elif args.to:
         export(find_log(args.run), args.to, out)

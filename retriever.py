@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from guard import COUNT, PORT, Parser, naming, progress, run
-from records import replacing
+from records import write_text
 
 # Shapes: n queries, N passages, D numbers in a vector, L tokens of a text, k hits.
 
@@ -313,8 +313,8 @@ def begin_index(args, out, dim):
     out.mkdir(parents=True, exist_ok=True)
     with open(args.corpus, "rb") as lines:
         np.save(out / "starts.npy", np.fromiter(chain([0], map(len, lines)), np.int64).cumsum())
-    with replacing(out / "meta.json") as file:  # last: where it is found, starts.npy is whole
-        file.write(json.dumps(meta, indent=1))
+    # last: where it is found, starts.npy is whole
+    write_text(out / "meta.json", json.dumps(meta, indent=1))
 
 
 def build_index(args):

@@ -31,8 +31,8 @@ import random
 import re
 import sqlite3
 import sys
-import tempfile
 import time
+import uuid
 import zlib
 from collections import namedtuple
 from functools import partialmethod
@@ -200,17 +200,15 @@ def write_index(path, sources):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - old.stat().st_mtime > 3600:
                 old.unlink()
-    handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
-    os.close(handle)
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with contextlib.closing(sqlite3.connect(temporary)) as base:
             fill_index(base, sources)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would shut other users of the folder out
         os.replace(temporary, path)
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def connect(path, stamp):

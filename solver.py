@@ -56,16 +56,24 @@ def places(database, table, city):
     return found
 
 
+def has_rule(wish, row):
+    """Whether a hotel forbids what is wished for."""
+    rule = wish.get("house rule")
+    return bool(rule) and f"No {rule}" in row.house_rules
+
+
+def has_other_room(wish, row):
+    """Whether a hotel's rooms are not of the kind that is wished for."""
+    room = wish.get("room type")
+    return (room == "not shared room" and row.room_type == "Shared room"
+            or room in ROOM_TYPES and row.room_type != ROOM_TYPES[room])
+
+
 def lodgings(task, database, city):
     """The allowed hotels, cheapest first."""
     wish, people, found = task["local_constraint"], task["people_number"], []
-    rule, room = wish.get("house rule"), wish.get("room type")
     for name, rows in places(database, "hotels", city).items():
-        types = {row.room_type for row in rows}
-        banned = rule and any(f"No {rule}" in row.house_rules for row in rows)
-        shared = room == "not shared room" and "Shared room" in types
-        other = room in ROOM_TYPES and types != {ROOM_TYPES[room]}
-        if not (banned or shared or other):
+        if not any(has_rule(wish, row) or has_other_room(wish, row) for row in rows):
             rooms = [row.price * math.ceil(people / max(1, row.maximum_occupancy)) for row in rows]
             found.append(Lodging(max(rooms), max(row.minimum_nights for row in rows), name))
     return sorted(found)
@@ -304,15 +312,12 @@ def searches(task, journey):
     steps = [state_search(task["dest"])] if len(journey.stays) > 1 else []
     for way in journey.ways:
         steps += way_searches(task, journey.mode, way.a, way.b, way.date, way.flies)
-    return steps + [step for stay in journey.stays for step in city_searches(stay.city)]
+    return steps + [Search(f"{table} in {stay.city}", tool, {"city": stay.city})
+                    for stay in journey.stays for table, tool in SEARCHES.items()]
 
 
 def state_search(state):
     return Search(f"cities in {state}", "SearchCity", {"state": state})
-
-
-def city_searches(city):
-    return [Search(f"{table} in {city}", tool, {"city": city}) for table, tool in SEARCHES.items()]
 
 
 def way_searches(task, mode, a, b, date, flies):

@@ -40,7 +40,7 @@ from evaluate import AMOUNT, COUNT, LEVELS, Parser, mean
 from format_plan import ChatError, itinerary
 from sandbox import PROMPTS, open_database
 from solver import solve as solve  # handed on
-from teacher import Lesson, Teacher, entries, faults, fill
+from teacher import Lesson, Teacher, entries, faults, fill, several
 
 # what tasks are drawn from; in another order a seed would give other tasks
 WISHES = ("house rule", "cuisine", "room type", "transportation")
@@ -272,7 +272,7 @@ def write_query(rng, task, grammar):
     """A query that states every element of the task, in one of the grammar's many forms."""
     numbers = {"n": task["people_number"], "cities": task["visiting_city_number"],
                "days": task["days"]}
-    values = numbers | {f"{name}_word": SPELLED[n] for name, n in numbers.items()}
+    values = numbers | {f"{name}_word": in_words(n) for name, n in numbers.items()}
     values |= {"org": task["org"], "dest": task["dest"], "budget": task["budget"]}
     values |= PRONOUNS if numbers["n"] == 1 else {word: word for word in PRONOUNS}
     for end, i in ("first", 0), ("last", -1):
@@ -289,7 +289,7 @@ def write_query(rng, task, grammar):
     wishes = [values["money"]]
     for name, wish in task["local_constraint"].items():
         if name == "cuisine" and wish:
-            values["wish"], wish = f"{', '.join(wish[:-1])} and {wish[-1]}", name
+            values["wish"], wish = several(wish), name
         if wish:
             wishes.append(draw(wish))
     rng.shuffle(wishes)
@@ -325,7 +325,12 @@ def unstated(query, task):
 
 def count(n):
     """A pattern of a number, in figures or as a word."""
-    return rf"(?<![\d-])\b({n}|{SPELLED[n]})\b"
+    return rf"(?<![\d-])\b({in_words(n)}|{n})\b"
+
+
+def in_words(n):
+    """A number as a word up to ten."""
+    return SPELLED[n] if n < len(SPELLED) else str(n)
 
 
 def endpoint_of(args, draw):
@@ -436,12 +441,9 @@ def accept(world, episode, model):
     strict success; of another one, why it is not."""
     plan, verdict, strict = world.verdict(episode)
     del verdict["official"]  # an episode to learn from says no more than `star`
-    if episode.stop != "answer":
-        wrong = [episode.stop]
-    elif strict == 1:
+    if strict == 1:
         return episode.record(model) | {"plan": plan, "score": verdict}
-    else:
-        wrong = faults(verdict) or ["strict"]
+    wrong = [episode.stop] if episode.stop != "answer" else faults(verdict) or ["strict"]
     return {"id": episode.task["id"], "model": model, "refused": wrong}
 
 
@@ -500,8 +502,7 @@ def convert(args):
 # ---------------------------------------------------------------- main
 
 def flags(argv=None):
-    parents = [Parser(add_help=False) for _ in range(4)]
-    everywhere, source, world, teachers = parents
+    everywhere, source, world, teachers = (Parser(add_help=False) for _ in range(4))
     add = everywhere.add_argument
     add("--seed", type=int, default=0, help="the same seed gives the same file")
     add("--out", required=True, help="file or folder that is written; a killed run goes on there")
@@ -530,8 +531,8 @@ def flags(argv=None):
 
     add = command("tasks", tasks, "draw solvable tasks with queries", world)
     add("--n", type=COUNT, default=1000, help="number of tasks")
-    add("--days", type=trip_lengths, default="3,5,7", help="lengths of the trips, in days")
-    add("--levels", type=mixture, default="4:3:3", help="easy:medium:hard [2]")
+    add("--days", type=LENGTHS, default="3,5,7", help="lengths of the trips, in days")
+    add("--levels", type=MIXTURE, default="4:3:3", help="easy:medium:hard [2]")
     add("--split", choices=("all", "train", "val"), default="all",
         help="train and val share no pair of places and no start date")
     add("--per-pair", type=COUNT, default=10**9, help="tasks from one place to another, at most")
@@ -547,34 +548,29 @@ def flags(argv=None):
         "wrong, backtracking comes to exploring")
     add = command("subsets", subsets, "draw the paper's data sets out of many tasks", source)
     add("--exclude", nargs="*", default=[], help="files of tasks that must not come again")
-    add("--sizes", type=amounts, default="100,200,500,1000,2000", help="at 4:3:3 [2]")
+    add("--sizes", type=AMOUNTS, default="100,200,500,1000,2000", help="at 4:3:3 [2]")
     add("--alone", type=COUNT, default=1000, help="tasks of one level alone [2]")
     add = command("convert", convert, "rewrite tasks as published, or back into ours", source)
     add("--form", choices=("ours", "official", "star"), default="ours", help="what is written")
     return p.parse_args(argv)
 
 
-def whole_numbers(text, example, fits):
-    """The numbers of a text like the example; fits(numbers): whether they make sense."""
-    parts = re.split("[:,]", text)
-    found = [int(part) for part in parts if part.isascii() and part.isdecimal()]
-    if len(found) < len(parts) or not fits(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like {example}")
-    return found
+def whole_numbers(example, fits):
+    """A type of a flag: the numbers of a text like the example, if they fit together."""
+    def parse(text):
+        parts = re.split("[:,]", text)
+        found = [int(part) for part in parts if part.isascii() and part.isdecimal()]
+        if len(found) < len(parts) or not fits(found):
+            raise argparse.ArgumentTypeError(f"{text!r} is not like {example}")
+        return found
+    return parse
 
 
-def trip_lengths(text):
-    return whole_numbers(text, "3,5,7, which are the trips' lengths in days",
-                         lambda days: set(days) <= {3, 5, 7} and len(set(days)) == len(days))
-
-
-def mixture(text):
-    return whole_numbers(text, "4:3:3, which is easy:medium:hard",
-                         lambda parts: len(parts) == 3 and sum(parts) > 0)
-
-
-def amounts(text):
-    return whole_numbers(text, "100,200, numbers of tasks", lambda sizes: min(sizes) > 0)
+LENGTHS = whole_numbers("3,5,7, which are the trips' lengths in days",
+                        lambda days: set(days) <= {3, 5, 7} and len(set(days)) == len(days))
+MIXTURE = whole_numbers("4:3:3, which is easy:medium:hard",
+                        lambda parts: len(parts) == 3 and sum(parts) > 0)
+AMOUNTS = whole_numbers("100,200, numbers of tasks", lambda sizes: min(sizes) > 0)
 
 
 def weights(text):

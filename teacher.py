@@ -21,7 +21,6 @@ import numpy as np
 
 import evaluate
 import solver
-from constraints import ROOM_TYPES
 from sandbox import PROMPTS
 
 
@@ -106,10 +105,10 @@ class Teacher:
         journey."""
         for i in range(40):
             found = self.draft(0.3 + 0.6 * i / 40)
-            if found and not faults(self.score(found)):
+            plan = found and solver.lay_out(self.task, found)
+            if plan and not faults(evaluate.score(self.task, plan, self.database, "strict")):
                 return found
-        _, mode, route = solver.cheapest_route(self.costs, self.cities)
-        return solver.cheapest_journey(self.task, self.database, mode, route)
+        return solver.solve_report(self.task, self.database).journey
 
     def sensible_draft(self):
         """A good draft that takes no taxis from end to end where one could drive, and names nothing
@@ -136,10 +135,6 @@ class Teacher:
                     if bed.nights <= stay.nights and bed.cost <= stay.bed.cost
                     and means_one(self.database, "hotels", stay.city, bed.name)),
                    key=lambda bed: -min(row.review for row in rows[bed.name]))
-
-    def score(self, journey):
-        plan = solver.lay_out(self.task, journey)
-        return evaluate.score(self.task, plan, self.database, "strict")
 
 
 def means_one(database, table, city, name):
@@ -183,6 +178,8 @@ class Lesson:
         self.rng, self.task, self.database, self.journey = rng, task, database, journey
         self.steps, self.notes, self.end, self.further = [], [], (None,), False
         self.wish, self.people = task["local_constraint"], task["people_number"]
+        people = "1 person" if self.people == 1 else f"{self.people} people"
+        self.place = {"city": journey.route[0], "people": people}
         self.longest = task["days"] - task["visiting_city_number"]  # nights in one city
         cities = solver.stop_cities(task, database)
         self.spare = [city for city in cities if city not in journey.route]
@@ -212,20 +209,18 @@ class Lesson:
             self.survey({"direct": 1, "exploring": 3, "backtracking": 1}[style])
         self.go_out_and_home(style)
         if len(self.journey.route) == 1:
-            self.ask("beds", self.look("hotels", *self.journey.route), **self.place(0))
+            self.ask("beds", self.look("hotels", *self.journey.route), **self.place)
             self.hotel(self.journey.stays[0])
         self.hops()
         if self.end[0] != "budget":
             self.say("so far", **self.settle(meals=False))
         for i, stay in enumerate(self.journey.stays):
             self.eat_and_see(i, stay)
-        self.close()
+        self.say("final", **self.settle())
+        if any(self.wish.values()):
+            self.say("kept")
         style = "direct" if style == "exploring" and not self.further else style
         return self.steps, " ".join(self.notes), style
-
-    def place(self, i):
-        return {"city": self.journey.route[i], "people": counted(self.people, "person")
-                if self.people == 1 else f"{self.people} people"}
 
     def look(self, table, city):
         return solver.Search("", solver.SEARCHES[table], {"city": city})
@@ -235,7 +230,7 @@ class Lesson:
         wishes = [fill(self.rng, FORMS[name if name == "cuisine" else wish],
                        {"cuisines": several(wish) if name == "cuisine" else ""})
                   for name, wish in self.wish.items() if wish]
-        values = self.place(0) | {
+        values = self.place | {
             "days": task["days"], "number": task["visiting_city_number"], "dest": task["dest"],
             "budget": money(task["budget"]), "wishes": "".join(f"; {wish}" for wish in wishes)}
         if not many:
@@ -252,20 +247,11 @@ class Lesson:
         """What a night costs the group, spelled out."""
         return spelled((row.price, self.rooms(row)), noun=" rooms")
 
-    def has_rule(self, row):
-        rule = self.wish.get("house rule")
-        return bool(rule) and f"No {rule}" in row.house_rules
-
-    def has_other_room(self, row):
-        room = self.wish.get("room type")
-        return (room == "not shared room" and row.room_type == "Shared room"
-                or room in ROOM_TYPES and row.room_type != ROOM_TYPES[room])
-
     def why_not(self, row):
         """What is wrong with a hotel, in words; "" where nothing is."""
-        if self.has_rule(row):
+        if solver.has_rule(self.wish, row):
             return FORMS["forbids"].strip().format(rule=self.wish["house rule"])
-        if self.has_other_room(row):
+        if solver.has_other_room(self.wish, row):
             return FORMS["is no"].strip().format(kind=row.room_type)
         if row.minimum_nights > self.longest:
             least = counted(row.minimum_nights, "night")
@@ -277,11 +263,12 @@ class Lesson:
         rows, rule = self.database.hotels(city), self.wish.get("house rule")
         if not rows or not all(map(self.why_not, rows)):
             return ""
-        right = [row for row in rows if not self.has_other_room(row)]
-        allowed = [row for row in right if not self.has_rule(row)]
+        right = [row for row in rows if not solver.has_other_room(self.wish, row)]
+        banned = [row for row in rows if solver.has_rule(self.wish, row)]
+        allowed = [row for row in right if row not in banned]
         least = min((row.minimum_nights for row in allowed), default=0)
         slot = ("all too long" if allowed else "none is" if not right else
-                "all forbid" if all(map(self.has_rule, rows)) else "none is both")
+                "all forbid" if len(banned) == len(rows) else "none is both")
         return " ".join(FORMS[slot].split()).format(
             rule=rule, least=counted(least, "night"), days=self.task["days"],
             number=self.task["visiting_city_number"], longest=self.longest)
@@ -311,11 +298,10 @@ class Lesson:
             self.say("rated", review=f"{row.review:g}")
         unfit = [other for other in others if cost[other] < bed.cost and self.why_not(other)]
         dear = [other for other in others if cost[other] > bed.cost]
-        for slot, found in ("unfit", unfit), ("dearer", dear):
-            if found:
-                other = self.rng.choice(found)
-                self.say(slot, other=other.name, cost=self.night(other), why=self.why_not(other))
-                break
+        if unfit or dear:
+            other = self.rng.choice(unfit or dear)
+            self.say("unfit" if unfit else "dearer", other=other.name, cost=self.night(other),
+                     why=self.why_not(other))
         if bed is not stay.bed:
             self.say("takes it")
 
@@ -332,7 +318,7 @@ class Lesson:
         order, dearer, self.further = [*stays, *others], [], bool(others)
         self.rng.shuffle(order)
         for city in order:
-            self.ask("survey", self.look("hotels", city), **self.place(0) | {"city": city})
+            self.ask("survey", self.look("hotels", city), **self.place | {"city": city})
             if city in stays:
                 self.hotel(stays[city])
             elif row := spare[city]:
@@ -374,16 +360,17 @@ class Lesson:
                 "home", self.journey.ways[-1]):
             self.go(slot, way)
             looked = looked or self.compare(way)
-        self.further = self.further or style == "exploring" and looked
+        self.further = self.further or looked
 
     def go(self, slot, way):
         """The searches for a way, and what they showed."""
         found = self.database.flights(way.a, way.b, way.date)
+        kind = "driving" if self.journey.mode == "road" else "taxi"
         for search in solver.way_searches(self.task, self.journey.mode, way.a, way.b, way.date,
                                           way.flies):
             self.ask(slot, search, a=way.a, b=way.b)
             if search.tool == "SearchFlight" and not way.flies:
-                slot = "driving" if self.journey.mode == "road" else "taxi"
+                slot = kind
                 if found:
                     least = min(found, key=lambda row: row.price)
                     self.say("flights dear", number=least.number,
@@ -391,11 +378,13 @@ class Lesson:
                 else:
                     self.say("no flight that day", a=way.a, b=way.b)
         if way.flies:
-            return self.flight(way, found)
-        self.road(way)
+            self.flight(way, found)
+            return
+        units, duration = self.units(way), self.database.distance(way.a, way.b).duration
+        self.say(f"by {kind}", duration=duration,
+                 cost=spelled((way.cost / units, units), noun=" cars"))
         if slot == "driving" and found and way.cost < least.price * self.people:
             self.say("less", other=money(least.price * self.people))
-        return None
 
     def flight(self, way, found):
         """What a list of flights showed: the one that is taken, and one that is not."""
@@ -411,12 +400,6 @@ class Lesson:
                          leaves=other.departure)
                 break
 
-    def road(self, way):
-        kind, units = "driving" if self.journey.mode == "road" else "taxi", self.units(way)
-        duration = self.database.distance(way.a, way.b).duration
-        self.say(f"by {kind}", duration=duration,
-                 cost=spelled((way.cost / units, units), noun=" cars"))
-
     def compare(self, way):
         """A look at another way, which is not taken; False where there is no other to look at."""
         by_air = self.journey.mode == "air"
@@ -427,21 +410,23 @@ class Lesson:
         self.ask("compare", solver.Search("", "GoogleDistanceMatrix", {
             "departure": way.a, "destination": way.b, "mode": words.removeprefix("a ")}),
             kind=words, a=way.a, b=way.b)
-        road = solver.drive(self.database, way.a, way.b)
-        if not road:
+        if road := solver.drive(self.database, way.a, way.b):
+            cost, cars = int(road.km * per_km), math.ceil(self.people / seats)
+            self.say("compare less" if cost * cars < way.cost else "compare more",
+                     kind=words.capitalize(), cost=spelled((cost, cars), noun=" cars"),
+                     duration=self.database.distance(way.a, way.b).duration)
+        else:
             self.say("compare none", a=way.a, b=way.b)
-            return True
-        cost, cars = int(road.km * per_km), math.ceil(self.people / seats)
-        self.say("compare less" if cost * cars < way.cost else "compare more",
-                 kind=words.capitalize(), cost=spelled((cost, cars), noun=" cars"),
-                 duration=self.database.distance(way.a, way.b).duration)
         return True
 
     def hops(self):
         """The ways from city to city, once the nights are split."""
         journey = self.journey
         if self.end[0] == "split":
-            self.run_into_split(*self.end[1:])
+            _, nights, a, b, date = self.end
+            self.split(nights)
+            self.run_into("hop", a, b, date)
+            self.say("no hop", a=a, b=b)
         if len(journey.route) > 1:
             self.split([stay.nights for stay in journey.stays])
         for way in journey.ways[1:-1]:
@@ -515,11 +500,6 @@ class Lesson:
         self.fits(row)
         return self.settle(meals)
 
-    def close(self):
-        self.say("final", **self.settle())
-        if any(self.wish.values()):
-            self.say("kept")
-
     # ------------------------------------------------------------ dead ends
 
     def dead_ends(self):
@@ -559,15 +539,15 @@ class Lesson:
         road = "taxi" if self.wish.get("transportation") == "no self-driving" else "driving"
         if slot == "hop":
             road = "taxi"  # the way out was by air
-        pair, kinds = {"departure": a, "destination": b}, ["road"]
+        pair, kinds = {"departure": a, "destination": b}, "road"
         if self.wish.get("transportation") != "no flight":
             self.ask(slot, solver.Search("", "SearchFlight", pair | {"date": date}),
                      a=a, b=b, **values)
             self.say("no flight that day", a=a, b=b)
-            slot, kinds = road, ["air", "road"]
+            slot, kinds = road, "air or by road"
         search = solver.Search("", "GoogleDistanceMatrix", pair | {"mode": road})
         self.ask(slot, search, a=a, b=b, **values)
-        return " or by ".join(kinds)
+        return kinds
 
     def run_into_city(self, kind, city, *leg):
         if kind == "way":
@@ -577,8 +557,3 @@ class Lesson:
         else:
             self.ask("try hotel", self.look("hotels", city), city=city)
             self.say("no bed", city=city, why=self.why_none(city))
-
-    def run_into_split(self, nights, a, b, date):
-        self.split(nights)
-        self.run_into("hop", a, b, date)
-        self.say("no hop", a=a, b=b)

@@ -30,24 +30,13 @@ from operator import itemgetter
 from pathlib import Path
 
 import evaluate
+import solver
 import synth
 from constraints import ROOM_TYPES
 from evaluate import COUNT, LEVELS, SHARE, Help, Parser
 from format_plan import MEALS
 from sandbox import Sandbox, observation_message, open_database
-from solver import (
-    SEARCHES,
-    cuisines,
-    drive,
-    legs,
-    lodgings,
-    menu,
-    modes,
-    places,
-    searches,
-    turn,
-    way_searches,
-)
+from solver import SEARCHES
 
 WORDS = Path(__file__).parent / "database" / "words"
 # The word pools of the small worlds. They share no word, so that a word says what kind of place it
@@ -284,11 +273,10 @@ def world_episodes(args, number, folder, dates):
         if task is None:
             continue
         journey = in_order(synth.Teacher(rng, task, database).good_draft(), database)
+        steps, style = solver.searches(task, journey), "hasty"
         if careful:
-            journey = weighed_journey(task, database, journey)
-            steps, style = weighed(searches(task, journey), task, database, journey), "careful"
-        else:
-            steps, style = searches(task, journey), "hasty"
+            steps, journey = weighed(steps, task, database, journey)
+            style = "careful"
         row = synth.play_out(settings, task, database, steps, "the plan", journey, style)
         if "refused" not in row:  # else the same teacher plays the next task in its place
             yield row
@@ -298,34 +286,26 @@ def world_episodes(args, number, folder, dates):
 def in_order(journey, database):
     """The journey with three meals of those it has, in the order of their list."""
     (stay,) = journey.stays
-    order = list(places(database, "restaurants", stay.city))
+    order = list(solver.places(database, "restaurants", stay.city))
     meals = sorted(stay.meals[:3], key=lambda meal: order.index(meal.name))
     return journey._replace(stays=[stay._replace(meals=meals)])
 
 
-def weighed_journey(task, database, journey):
-    """The journey with the hotel and the restaurants that weighing the rows takes."""
-    (stay,) = journey.stays
-    _, bed = weigh_hotels(task, database.hotels(stay.city))
-    _, names = weigh_meals(task, database.restaurants(stay.city), stay.meals)
-    beds = {bed.name: bed for bed in lodgings(task, database, stay.city)}
-    meals = {meal.name: meal for meal in menu(database, stay.city, cuisines(task))}
-    stay = stay._replace(bed=beds[bed], meals=[meals[name] for name in names])
-    return journey._replace(stays=[stay])
-
-
 def weighed(steps, task, database, journey):
-    """A careful teacher's searches: the thought after a list of hotels or of restaurants goes
-    through its rows, as far as a wish decides, and says which are taken."""
-    notes, found = [], []
+    """A careful teacher's searches, and the journey with the hotel and the restaurants they come
+    to: the thought after a list of either goes through its rows, as far as a wish decides."""
+    (stay,) = journey.stays
+    said, notes, found = {}, [], []
+    said[SEARCHES["hotels"]], bed = weigh_hotels(task, database.hotels(stay.city))
+    said[SEARCHES["restaurants"]], names = weigh_meals(
+        task, database.restaurants(stay.city), stay.meals)
     for step in steps:
         found.append(step._replace(thought="\n".join([*notes, step.thought])))
-        city, notes = step.arguments.get("city"), []
-        if step.tool == SEARCHES["hotels"]:
-            notes, _ = weigh_hotels(task, database.hotels(city))
-        elif step.tool == SEARCHES["restaurants"]:
-            notes, _ = weigh_meals(task, database.restaurants(city), journey.stays[0].meals)
-    return found
+        notes = said.get(step.tool, [])
+    beds = {bed.name: bed for bed in solver.lodgings(task, database, stay.city)}
+    meals = {meal.name: meal for meal in solver.menu(database, stay.city, solver.cuisines(task))}
+    stay = stay._replace(bed=beds[bed], meals=[meals[name] for name in names])
+    return found, journey._replace(stays=[stay])
 
 
 def weigh_hotels(task, rows):
@@ -357,7 +337,7 @@ def weigh_hotels(task, rows):
 def weigh_meals(task, rows, meals=()):
     """The lines that weigh a list by the cuisines wanted, as far as all are served; and the names
     they take, in the order of a day's meals: those that serve, then of `meals`, then any."""
-    state, taken = dict.fromkeys(cuisines(task), "ok"), []
+    state, taken = dict.fromkeys(solver.cuisines(task), "ok"), []
     own = {meal.name for meal in meals}
 
     def take(number, row):
@@ -395,7 +375,7 @@ def make_drill(rng, database, dates, careful=0.0):
     while not ends:
         task = synth.sample_task(rng, database, 3, rng.choice(LEVELS), "tiny", dates)
         if task and is_possible(kind, task, database):
-            ends = legs(task, [task["dest"]], [2])
+            ends = solver.legs(task, [task["dest"]], [2])
     task["budget"] = 10 * rng.randint(20, 300)
     if kind == "flights":
         shown, said = drill_flights(rng, ends, database)
@@ -419,10 +399,10 @@ def is_possible(kind, task, database):
         return bool(taken) and wish["room type" if kind == "rooms" else "house rule"] is not None
     if kind == "meals":
         return bool(wish["cuisine"])
-    return all({"air": "air" in modes(task) and database.flights(a, b, date),
-                "road": "road" in modes(task) and drive(database, a, b),
+    return all({"air": "air" in solver.modes(task) and database.flights(a, b, date),
+                "road": "road" in solver.modes(task) and solver.drive(database, a, b),
                 "flights": database.flight_dates(a, b), "lists": True}[kind]
-               for a, b, date in legs(task, [task["dest"]], [2]))
+               for a, b, date in solver.legs(task, [task["dest"]], [2]))
 
 
 def see(database, tool, arguments):
@@ -434,11 +414,11 @@ def drill_ways(rng, task, ends, mode, database):
     """A query and the searches so far -> the next search."""
     if mode == "road" and database.flights(*ends[0]):
         task["local_constraint"]["transportation"] = "no flight"  # else it would be gone by air
-    steps = [step for leg in ends for step in way_searches(task, mode, *leg, mode == "air")]
+    steps = [step for leg in ends for step in solver.way_searches(task, mode, *leg, mode == "air")]
     done = rng.randrange(len(steps))
     query = synth.write_query(rng, task, synth.GRAMMARS["tiny"])
     seen = [see(database, step.tool, step.arguments) for step in steps[:done]]
-    return "\n".join([query, *seen]), turn(*steps[done])
+    return "\n".join([query, *seen]), solver.turn(*steps[done])
 
 
 def drill_flights(rng, ends, database):
@@ -457,12 +437,13 @@ def drill_lists(rng, city, database):
     an answer takes what its thoughts took."""
     tables = rng.sample(list(SEARCHES), len(SEARCHES))
     shown = "\n".join(see(database, SEARCHES[table], {"city": city}) for table in tables)
-    hotels = [name for name, rows in places(database, "hotels", city).items()
+    hotels = [name for name, rows in solver.places(database, "hotels", city).items()
               if all(row.minimum_nights <= 2 for row in rows)]
-    meals = rng.sample(list(places(database, "restaurants", city)), len(MEALS))
+    meals = rng.sample(list(solver.places(database, "restaurants", city)), len(MEALS))
     taken = [f"{meal.title()}: [{name}]" for meal, name in zip(MEALS, meals, strict=True)]
     taken += [f"Accommodation: [{name}]" for name in rng.sample(hotels, min(1, len(hotels)))]
-    plan = taken + [f"Attraction: [{name}]" for name in places(database, "attractions", city)]
+    sights = solver.places(database, "attractions", city)
+    plan = taken + [f"Attraction: [{name}]" for name in sights]
     lines = rng.sample(taken, len(taken)) + rng.sample(plan, len(plan))
     return shown, synth.numbered("\n".join(lines), shown)
 
@@ -472,28 +453,26 @@ def drill_weighing(rng, task, kind, database):
     query alone -> its wishes in the words of the lists."""
     city, query = task["dest"], synth.write_query(rng, task, synth.GRAMMARS["tiny"])
     if kind == "wishes":
-        lines = [weigh_hotels(task, [])[0], weigh_meals(task, [])[0]]
-        return query, "\n".join(itertools.chain(*lines))
-    tables = ["hotels", "restaurants"] if kind == "meals" else ["hotels"]
-    shown = [see(database, SEARCHES[table], {"city": city}) for table in tables]
+        return query, "\n".join(weigh_hotels(task, [])[0] + weigh_meals(task, [])[0])
+    shown = [query, see(database, SEARCHES["hotels"], {"city": city})]
+    lines, _ = weigh_hotels(task, database.hotels(city))
     if kind == "meals":
+        shown.append(see(database, SEARCHES["restaurants"], {"city": city}))
         lines, _ = weigh_meals(task, database.restaurants(city))
-    else:
-        lines, _ = weigh_hotels(task, database.hotels(city))
-    return "\n".join([query, *shown]), "\n".join(lines)
+    return "\n".join(shown), "\n".join(lines)
 
 
 # ---------------------------------------------------------------- (3) model
 
-# What the tools and the protocol say over and over, and the pairs of digits: a token each, so that
-# episodes are short. "3. [" stands before a row's name, in observations and answers alike: there
-# induction heads find the name of that row.
 def read_phrases(file):
     """A file's phrases. "@" and the ends of lines stand between them."""
     with evaluate.naming(file):
         return re.split("[@\n]", Path(file).read_text(encoding="utf-8").strip("\n"))
 
 
+# What the tools and the protocol say over and over, and the pairs of digits: a token each, so that
+# episodes are short. "3. [" stands before a row's name, in observations and answers alike: there
+# induction heads find the name of that row.
 PHRASES = [
     *(f"{i:02d}" for i in range(100)),
     *(f"{i}. [" for i in range(1, 10)),

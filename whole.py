@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 
 from guard import naming
-from records import replacing
+from records import write_text
 
 TORCH_FULL = "iostream error|unexpected pos|write failed"  # its words for a disk that is full
 
@@ -159,8 +159,7 @@ def new_checkpoint(out, step, rank):
     if rank == 0:
         mark = {"step": step, "world": dist.get_world_size(), "files": len([*tag.glob("*.pt")]),
                 "log_bytes": (Path(out) / "log.jsonl").stat().st_size}
-        with replacing(tag / "mark.json") as file:
-            file.write(json.dumps(mark) + "\n")
+        write_text(tag / "mark.json", json.dumps(mark) + "\n")
         tidy(out, step)
     dist.barrier()
 

@@ -222,6 +222,7 @@ os.mkdir("closed")
 os.mkdir("closed/inner")
 os.chmod("closed", 0)
 """),
+    ("files", "the scratch folder is shut", FINE, "import os\nos.chmod('/tmp', 0)"),
     ("files", "5,000 folders deep", FINE | KILLED,
      "import os\nfor _ in range(5000):\n    os.mkdir('d')\n    os.chdir('d')"),
     ("files", "devices and pipes", FINE, HEAD + """
@@ -277,6 +278,7 @@ attempt(socket.socket, socket.AF_PACKET, socket.SOCK_RAW)
 for number in 2, 9, 15, 19:
     os.kill(os.getppid(), number)
 """),
+    ("kernel", "a signal without a name", KILLED, "import os\nos.kill(os.getpid(), 40)"),
     ("kernel", "kill the group", FINE | KILLED, HEAD + "os.killpg(0, 9)\nprint('ESCAPED')"),
     ("kernel", "trace the parent", FINE, HEAD + """
 attempt(call, "ptrace", 16, 1, None, None)

@@ -556,7 +556,7 @@ def test_a_bench_says_what_its_flags_are(path):
 
 
 @pytest.mark.parametrize("words, variables, said", [
-    ("8b", {}, "there is no size 8b: tiny, 0.5b, 1.5b, 3b, 7b, tool-tiny or"),
+    ("8b", {}, "there is no size 8b: tiny, tool-tiny, 0.5b, 1.5b, 3b, 7b"),
     ("tiny evaluate", {}, "'evaluate' is nothing that tiny does"),
     ("tiny axis", {}, "name an axis of tiny: reward scale data algorithm noise"),
     ("tiny axis rewards", {}, "tiny has no axis rewards, but reward scale data algorithm noise"),

@@ -145,6 +145,14 @@ def test_tasks_like_the_papers_follow_its_sampling(official, out):
 
 # ---------------------------------------------------------------- queries
 
+def test_a_large_group_and_a_single_cuisine_are_stated_too(tasks):
+    wishes = tasks[0]["local_constraint"] | {"cuisine": ["Indian"]}
+    task = tasks[0] | {"people_number": 12, "local_constraint": wishes}
+    for like in "paper", "tiny":
+        query = synth.write_query(random.Random(SEED), task, synth.GRAMMARS[like])
+        assert synth.unstated(query, task) == [] and " and Indian" not in query
+
+
 def test_every_query_states_every_element(tasks):
     for task in tasks:
         rng = random.Random(f"{SEED}/{task['id']}")

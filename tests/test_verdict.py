@@ -194,6 +194,10 @@ x \in \mathbb{R} ~ (-\infty,\infty)
 \begin{pmatrix}1\\2\end{pmatrix} ~ \begin{bmatrix} 1.0 \\ 2 \end{bmatrix}
 1e-3 ~ 0.001
 x = \text{east} ~ \text{East}
+3.5 million ~ 3500000
+2 dozen ~ 24
+f^{-1}(x)=\frac{x-1}{2} ~ \frac{x-1}{2}
+[[1, 2], [3, 4]] ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
 """
 UNEQUAL = r"""
 -5 ~ 5
@@ -223,6 +227,14 @@ yes ~ no
 (A) 5 ~ B
 2^3=9 ~ 9
 2 3 ~ 6
+1 1/2 ~ 11/2
+-1 1/2 ~ -11/2
+3 4 ~ 34
+5 million ~ 5
+2 dozen ~ 2
+[3,4) ~ 3,4
+(3,4] ~ 3,4
+[[1, 2], [3, 4]] ~ \begin{pmatrix}1&3\\2&4\end{pmatrix}
 5x ~ 5
 0\cdot\infty ~ 0
 """
@@ -385,6 +397,7 @@ def test_the_answer_of_a_text(text, answer):
     ("Hollin", ["Hollin"]), (["a b", "c"], ["a b", "c"]), (5, ["5"]), (None, []), ([0], ["0"]),
     ("['New York', 'NYC']", ["New York", "NYC"]), ("[New York, NYC]", ["New York", "NYC"]),
     ("[1, 2]", ["[1, 2]"]), ("[1,2)", ["[1,2)"]), ("['1', '2']", ["1", "2"]), ("[]", []),
+    ("[1, 'Paris']", ["1", "Paris"]), ("['Paris', None]", ["Paris"]),
 ])
 def test_golds_are_read_in_all_their_forms(golds, read):
     assert verdict.aliases(golds) == read

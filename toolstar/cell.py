@@ -179,16 +179,16 @@ def watch(pid, control, seconds, scratch):
 
 def sweep(scratch, keep):
     """Empty the scratch folder; False where something stays."""
-    for entry in os.scandir(scratch):
-        if entry.name in keep:
-            continue
-        try:
+    try:
+        for entry in os.scandir(scratch):  # which a program may have shut
+            if entry.name in keep:
+                continue
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry)
             else:
                 os.unlink(entry)
-        except (OSError, RecursionError):
-            return False
+    except (OSError, RecursionError):
+        return False
     return True
 
 

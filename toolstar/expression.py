@@ -515,5 +515,5 @@ class Expression:
         while self.begins_factor(self.peek()) and self.peek() not in ("(", "|"):
             if self.peek().strip("\\") in FUNCTIONS:
                 break
-            value = value * self.power()
+            value = bounded(value * self.power())
         return value

@@ -34,7 +34,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from evaluate import hold, hold_file, load_tasks, naming, replacing, write_jsonl
+from evaluate import hold, hold_file, load_tasks, naming, write_jsonl, write_text
 from sandbox import PROMPTS
 from solver import final_turn, turn
 from synth import entries, portions, stable_draw
@@ -157,13 +157,12 @@ def write_folder(rng, folder, worlds, port):
         old.unlink()  # a page of another seed would be served, too
     linked = [place for places in worlds for place in places if place.linked]
     for i, place in enumerate(linked):
-        with replacing(folder / "pages" / page_name(place)) as out:
-            out.write(write_page(rng, place, linked[i - 1], linked[(i + 1) % len(linked)]))
+        page = write_page(rng, place, linked[i - 1], linked[(i + 1) % len(linked)])
+        write_text(folder / "pages" / page_name(place), page)
     settings = {"grammar": "turns", "tools": ["Search", "Python", "Browse"],
                 "corpus": "corpus.jsonl", "top_k": 2, "max_calls": 6,
                 "allow": [f"127.0.0.1:{port}"]}
-    with replacing(folder / "tools.json") as out:
-        out.write(json.dumps(settings, indent=2) + "\n")
+    write_text(folder / "tools.json", json.dumps(settings, indent=2) + "\n")
 
 
 # ---------------------------------------------------------------- tasks

@@ -256,8 +256,8 @@ def worlds(args):
         told["key"] = str(folder / told["key"])
     for name in ("none", *NAMES, "all"):
         budgets = {helper: int(name in (helper, "all")) for helper in NAMES}
-        with evaluate.replacing(Path(args.out) / name / "tools.json") as out:
-            json.dump(settings | {"helpers": told | budgets}, out, indent=1)
+        evaluate.write_text(Path(args.out) / name / "tools.json",
+                            json.dumps(settings | {"helpers": told | budgets}, indent=1))
         read_settings(Path(args.out) / name)
 
 
@@ -302,8 +302,7 @@ def table(args):
     text += "".join(f"\n{name} and {first} did not play the same tasks.\n" for name in others
                     if asked[name] != asked[first])
     if args.out:
-        with evaluate.replacing(args.out) as out:
-            out.write(text)
+        evaluate.write_text(args.out, text)
     print(text)
 
 

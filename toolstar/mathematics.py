@@ -39,6 +39,7 @@ from toolstar.expression import (
     Setting,
     TooLarge,
     Unreadable,
+    bounded,
     divide,
     letter,
     rational,
@@ -52,13 +53,16 @@ from toolstar.expression import (
 LONGEST, LONGEST_ASKED = 1000, 500  # characters of what is read here, and by math-verify
 NOISE = 1e-9  # forgiven where the gold is a decimal
 SIMPLE = 10**6  # denominators up to this are not the print of a float
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9,
+          "trillion": 10**12}
 SECONDS = 3  # for math-verify
 RELATIONS = {"=": "=", "<": "<", r"\lt": "<", ">": ">", r"\gt": ">", "<=": "<=", r"\le": "<=",
              r"\leq": "<=", r"\leqslant": "<=", ">=": ">=", r"\ge": ">=", r"\geq": ">=",
              r"\geqslant": ">=", r"\ne": "!=", r"\neq": "!=", "!=": "!=", r"\in": "in",
              r"\approx": "="}
-# x, abc, \theta, x_1, f(x), (x, y): what a side of an equation may merely name
-HEAD = re.compile(r"\\?[A-Za-z]+'*(?:_\{?\w+\}?)?(?:\([^()]*\))?|\([a-z](?:,[a-z])+\)")
+# x, abc, \theta, x_1, f(x), f^{-1}(x), (x, y): what a side of an equation may merely name
+HEAD = re.compile(r"\\?[A-Za-z]+'*(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?(?:\([^()]*\))?|"
+                  r"\([a-z](?:,[a-z])+\)")
 CLOCK = re.compile(r"\d{1,2}:\d\d\W*[ap]\.? ?m\b|\d{4}-\d\d-\d\d$|\d\d?/\d\d?/\d{4}$")
 CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])[.)])\s+\S")  # (A) 5, and what it says
 GROUPS = ("(", "[", "{", r"\{", r"\langle", r"\begin")  # brackets that make a form
@@ -141,7 +145,7 @@ def relation(tokens, setting, depth):
 def is_name(part):
     """Is this side of a relation a letter, a word or the head of a function, as f(x)?"""
     text = "".join(part).replace('"', "")
-    name = re.split(r"[(_']", text)[0].lstrip("\\")
+    name = re.split(r"[(_'^]", text)[0].lstrip("\\")
     return bool(HEAD.fullmatch(text)) and name not in NAMES and name not in CONSTANTS
 
 
@@ -165,6 +169,9 @@ def group(tokens, setting, depth):
         one = len(items) == 1 and (first in ("(", "{") and last != "]" or items[0][0] == r"\begin")
         if not one:
             entries = tuple(statement(item, setting, depth + 1) for item in items)
+            if entries and first == "[" and all(
+                    kind_of(each) == "tuple" and each.note == "[]" for each in entries):
+                return Form("matrix", tuple(Form("row", each.parts) for each in entries))
             return Form("tuple", entries, "()" if first == r"\langle" else first + last)
         if r"\over" not in inner:
             return statement(inner, setting, depth + 1)
@@ -207,6 +214,10 @@ def quantity(tokens, setting):
     words = [token.strip('"') for token in tokens[end:] if token not in "{}"]
     if not all(re.fullmatch(r"[A-Za-z.'-]+|[/^23*]", word) for word in words):
         raise Unreadable
+    while words and words[0].lower() in SCALES:
+        value = bounded(value * SCALES[words.pop(0).lower()])
+    if not words:
+        return value
     factor, dimensions = unit_of(words)
     return Form("quantity", (value, value * factor), dimensions)
 
@@ -247,7 +258,8 @@ def same(a, b, manner):
         return a.note == b.note and same_number(a.parts[1], b.parts[1], manner)
     if kinds <= {"list", "set", "union"}:
         return same_bag(a, b, manner)
-    if len(kinds) == 2 and kinds != {"list", "tuple"} or len(a.parts) != len(b.parts):
+    plain = kinds == {"list", "tuple"} and not {"(]", "[)"} & {a.note, b.note}
+    if len(kinds) == 2 and not plain or len(a.parts) != len(b.parts):
         return False
     if kinds == {"tuple"} and a.note != b.note:
         return False
@@ -319,7 +331,7 @@ def same_as_read(a, b, commas, radians):
 
 def squeezed(text):
     """A text without blanks and what is around it."""
-    return "".join(unmarked(text).split())
+    return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(unmarked(text).split()))
 
 
 def clock_of(text):

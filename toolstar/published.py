@@ -27,7 +27,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-from evaluate import replacing, write_jsonl
+from evaluate import write_jsonl, write_text
 from toolstar.sets import contaminated, load_sets, read_parquet
 from toolstar.verdict import aliases, answer_of, without_results
 
@@ -324,8 +324,7 @@ def convert(args):
     if "sft" in made:
         said = Counter(row["messages"][0]["content"] for row in made["sft"]).most_common()
         report["sft"]["system prompts"] = len(said)
-        with replacing(out / "system.txt") as file:
-            file.write((said[0][0] if said else "") + "\n")
+        write_text(out / "system.txt", (said[0][0] if said else "") + "\n")
     for part, records in made.items():
         write_jsonl(out / f"{part}.jsonl", records)
         told = report[part]
@@ -333,5 +332,4 @@ def convert(args):
               f"{ {cause: found['count'] for cause, found in told['refused'].items()} }; "
               f"duplicated ids: {told['duplicated ids']}; "
               f"in an evaluation set: {told['in an evaluation set']}")
-    with replacing(out / "report.json") as file:
-        file.write(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    write_text(out / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")

@@ -173,8 +173,7 @@ def write_table(args):
                                              for name in report)
     text += "".join(f"\n{remark}.\n" for remark in [*remarks, *missing(wanted)])
     for file, content in (("table.md", text), ("table.json", json.dumps(report, indent=1))):
-        with evaluate.replacing(Path(args.out) / file) as out:
-            out.write(content)
+        evaluate.write_text(Path(args.out) / file, content)
     print(text)
 
 

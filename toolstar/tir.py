@@ -370,9 +370,9 @@ def tir(args):
             rl.append(task)
     evaluate.write_jsonl(folder / "sft.jsonl", sft)
     evaluate.write_jsonl(folder / "rl.jsonl", rl)
-    with evaluate.replacing(folder / "report.json") as out:
-        report = report_on(args, tasks, rows, cells, sft) | {"contaminated": dropped}
-        out.write(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    report = report_on(args, tasks, rows, cells, sft) | {"contaminated": dropped}
+    evaluate.write_text(folder / "report.json",
+                        json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     print(f"{folder}: {len(tasks)} tasks, {len(sft)} episodes for SFT, {len(rl)} tasks for RL; "
           f"{len(dropped)} left out, which an evaluation set asks")
 

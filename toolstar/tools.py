@@ -683,13 +683,12 @@ def check(args):
 
 def prompt(args):
     """Print what episodes of a world are told, with a text behind it; --out gets it, too."""
-    from evaluate import replacing
+    from evaluate import write_text
 
     text = system_prompt(args.system_prompt, read_settings(args.database))
     if args.principles:
         text += "\n\n" + Path(args.principles).read_text(encoding="utf-8").strip()
-    with replacing(Path(args.out)) as out:
-        out.write(text + "\n")
+    write_text(args.out, text + "\n")
     print(text)
 
 

@@ -153,7 +153,7 @@ def aliases(golds):
     quoted = re.match(r"\[\s*['\"]", golds) and all(isinstance(item, str) for item in items)
     # [1, 2] is an interval, so one gold
     words = not re.search(r"[\\()]", golds) and re.search(r"[^\W\d_]{3}", golds)
-    return list(items) if quoted or words or not items else [golds]
+    return texts(list(items)) if quoted or words or not items else [golds]
 
 
 def qa_metrics(prediction, golds):

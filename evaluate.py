@@ -122,6 +122,8 @@ def load_task(row):
     for key in ("date", "days", "people_number"):
         if not task[key] or (key != "date" and task[key] < 1):
             raise ValueError(f"{key!r} is {task[key]!r:.60}; it must be one at least")
+    if len(task["date"]) < task["days"]:
+        raise ValueError(f"'date' has {len(task['date'])} of the trip's {task['days']} days")
     task.setdefault("id", str(task.get("idx", "?")))
     task.setdefault("level", "easy")
     # 1, 2, 3 cities on 3, 5, 7 days, as the benchmark has it

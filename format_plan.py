@@ -197,6 +197,8 @@ class Names:
                 yield f"{name}, {city or cities[0]}".replace("¦", "|")
             if slot != "attraction" or prose and text.startswith(". ", at):
                 return
+            if address := w.ADDRESS.match(text, at):
+                at = address.end()
             if w.ABOUT.match(text, at) or w.REMARK.match(text, at):
                 at = (text + ";").index(";", at)
 
@@ -217,7 +219,7 @@ def read_days(lines, trip, names):
         if opening and w.MONEY.match(line, opening.end()):
             continue  # a row of a cost table
         if opening and (dated or opening[1] or not numbered):  # else it may say "the next day"
-            line = line[opening.end():].lstrip(" :-–—,.")
+            line = w.BESIDE_DAY.sub("", line[opening.end():], 1).lstrip(" :-–—,.")
             said = tells(line) or opening[0][:3].lower() in ("on ", "the")
             number, last = numbers_of(opening, day, said)
             again = number < day.number and (number == 1 or not outside)
@@ -292,7 +294,9 @@ def read_line(line, kind, events, trip, names):
     elif listed or how == "open" and not text:  # an item of a list may hold a cue within its name
         events[-1] = Event(slot, f"{text}; {line[start:]}" if text else line[start:], how)
     else:
-        events.append(Event("?", line[start:], clock[0] if clock else ""))
+        flies = w.FLIGHT_NUMBER.search(line, start) and names.way(line[start:])
+        events.append(Event("transportation", line, "field") if flies else
+                      Event("?", line[start:], clock[0] if clock else ""))
 
 
 def prose_events(line, trip, names):
@@ -307,13 +311,17 @@ def prose_events(line, trip, names):
         within = any(start <= cue.start() < end for start, end in spans)
         if not within and announces(cue, cues, line, names):
             cues.append(cue)
-    events = []
+    events, begins = [], 0
     for cue, following in zip_longest(cues, cues[1:]):
         end = following.start() if following else len(line)
         text = w.BRIDGE.sub("", line[cue.end():end])
         if cue.lastgroup == "transportation":
-            goes_on = events and events[-1].slot == "transportation"
-            text = (events.pop().text if goes_on else "") + line[cue.start():end]
+            lead, text = line[begins:cue.start()], line[cue.start():end]
+            if events and events[-1].slot == "transportation":
+                text = events.pop().text + text
+            elif not names.way(text) and w.WAY.search(lead):  # "travel from A to B by Flight F1"
+                text = lead + text
+        begins = cue.end()
         how = "check-in" if cue[0][:5].lower() == "check" else "prose"
         events.append(Event(cue.lastgroup, text, how))
     return events
@@ -337,7 +345,9 @@ def best_telling(days):
     tellings = [days[i:j] for i, j in zip(starts, [*starts[1:], None], strict=False)]
     sizes = [sum(event.slot in FIELDS for day in run for event in day.events) for run in tellings]
     best = max(zip(sizes, map(len, tellings), starts, tellings, strict=True), default=[()])[-1]
-    return [day._replace(number=n) for day in best for n in range(day.number, day.last + 1)]
+    lasts = [after.number - 1 for after in best[1:]] + [99]  # "Days 2-3" end where day 3 begins
+    return [day._replace(number=n) for day, last in zip(best, lasts, strict=False)
+            for n in range(day.number, min(day.last, last) + 1)]
 
 
 # ---------------------------------------------------------------- plan
@@ -351,6 +361,7 @@ def ends_of_day(told, before, home, names):
     ride = (rides[0][0] or before, rides[-1][1]) if rides else None  # of the day as a whole
     label = next((it.text for it in told.events if it.slot == "city" and names.city(it.text)), "")
     title = label or w.DATE.sub("", told.heading, 1).strip(" :;-–—,.()|")
+    title = re.sub(r"^[^\w\[\"'(]+", "", title)
     title = title if len(told.heading) < 90 else ""  # a paragraph is no title
     stated = names.way(title if "from " in title.lower() else f"from {title}")
     city = names.city(label)
@@ -363,7 +374,8 @@ def ends_of_day(told, before, home, names):
     if label:
         return city, city
     if known := list(names.cities.finditer(title)):
-        city = known[-1][0] if known[-1].start() else names.city(title)
+        titled = known[-1].start() or w.NO_CITY_TITLE.match(title[known[-1].end():].lstrip(" '"))
+        city = known[-1][0] if titled else names.city(title)
         arrives = w.MOVE.match(title) and not title.lower().startswith(("depart", "explor"))
         return before if arrives else city, city
     if ways and re.search(r"\b(?:return|home|back)\b", title, re.I):

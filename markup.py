@@ -15,7 +15,7 @@ import wording as w
 
 LONGEST_LINE = 4_000  # characters; what is longer is cut
 MOST_LINES = 2001  # out of JSON
-TYPOGRAPHY = str.maketrans("’‘“”\u00a0\u202f\t\r", "''\"\"    ", "*`\0")
+TYPOGRAPHY = str.maketrans("’‘“”：，；（）【】\u00a0\u202f\u3000\t\r", "''\"\":,;()[]     ", "*`\0")
 
 
 def unfold(text, names):

@@ -21,10 +21,12 @@ DATE = pattern(rf"""(?:\b{WEEKDAY},?\s*)?
     (?:\b{MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?\b|\b\d{{1,2}}(?:st|nd|rd|th)?\s+{MONTH}|
     \b\d{{4}}-\d\d-\d\d\b|\b\d{{1,2}}/\d{{1,2}}(?:/\d{{2,4}})?\b)
     (?:,?\s*20\d\d\b)?(?:,?\s*\(?{WEEKDAY}\)?(?!\s(?-i:[A-Z])))?""")
-DAY = pattern(rf"""(?:on\s+)?(?:(?:the|your|our)\s+)?(?:days?\s*[:#]?\s*(\d{{1,2}}|
-    {'|'.join(CARDINALS)})\b(?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|
-    [/-]))?|({'|'.join(ORDINALS)}|next|following|final|last)\s+(?:day|morning)\b)\W{{0,3}}""")
-DATED = pattern(rf"(?:on\s+)?(?:{DATE.pattern}|{WEEKDAY}(?=$|,|\s+[a-z]))")
+DAY = pattern(rf"""[(\[<]?(?:on\s+)?(?:(?:the|your|our)\s+)?(?:days?\s*[:#]?\s*(\d{{1,2}}|
+    {'|'.join(CARDINALS)})\b(?:/\d{{1,2}}\b)?
+    (?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|[/-]))?|({'|'.join(ORDINALS)}|next|following|final|last)\s+(?:day|morning)\b)\W{{0,3}}""")
+# behind it: "1 (of 3)", and behind a date "(Day 1)"
+BESIDE_DAY = pattern(r"\A[^\w\[\](]*\(?\s*(?:of\ \d|days?\s*\d{1,2})\b\s*\)?\W{0,3}")
+DATED = pattern(rf"(?:on\s+|date\s*:\s*)?(?:{DATE.pattern}|{WEEKDAY}(?=$|,|\s+[a-z]))")
 
 # a field: label, colon, value
 LABELS = {
@@ -41,7 +43,9 @@ LABEL = pattern(rf"""(?:(?:early|late|mid|morning|midday|noon|afternoon|evening|
     outbound|inbound|return|first|second|third|additional|daily|suggested|recommended|planned|
     other|local|day)[\s-]+){{0,2}}
     (?:{'|'.join(f'(?P<{slot}>{label})' for slot, label in LABELS.items())})
-    (?:\s+(?:visits?|spots?|details?|plan|time|venue|restaurant|for [\w ]{{1,30}}))?
+    (?:\s+(?:visits?|spots?|details?|plan|time|venue|restaurant|choice|option|recommendation|
+    night \d|for [\w ]{{1,30}}|in (?-i:[A-Z])[\w.' ]{{1,30}}|
+    (?:at|@) \d{{1,2}}(?::\d\d)?\s?(?:[ap]\.?m\.?)?))?
     \s*#?\d{{0,2}}\s*(?:[^\w\s!-~–—]{{1,3}}\s*)?(?:\([^()]{{0,60}}\)\s*)?(?::|\s[-–—|]\s|=|$)\s*""")
 CITY_LABEL = pattern(r"(?:city|location|where)\s*:\s*")
 NEXT_FIELD = pattern(rf"\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)")
@@ -69,7 +73,7 @@ LEAD = pattern(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|bru
     (?:start|begin|grab|treat|have|enjoy|dine|eat|try|head|stop|relax|unwind|check|stay|kick|savor|
     indulge|fuel|settle|finish|end|wrap|sample|feast|celebrate|spend)\b(?:\s(?-i:[a-z']+)){0,6}?
     \s(?:at|to|from|by|in|with)\s+(?=[\"\[]?(?-i:[A-Z\d]))|
-    [\s:;,.|)\]\"–—-]+|\d{1,2}[.)]\s*(?=\[)|(?:and|then|finally|(?-i:the))\s+|
+    [\s:;,.|)\]\"–—-]+|[&/+•]\s|\d{1,2}[.)]\s*(?=\[)|(?:and|then|finally|(?-i:the))\s+|
     (?:restaurant|venue|place|location|hotel|property|spot|name)(?: name)?\s*:\s*""")
 CLOCK = r"""\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?
     (?:\s*(?:-|–|to)\s*\d{1,2}:?\d{0,2}\s*(?:[ap]\.?m\.?)?)?\)?"""
@@ -127,7 +131,7 @@ MOVE = pattern(r"""travel|depart|arriv|fl(?:y|ight)|driv|head|return|transfer|jo
     plane|ferry|shuttle""")
 NO_CITY_TITLE = pattern(r"""\b(?:day|\w{3,6}day\b|explor|adventure|sight|cultur|free|relax|arriv|
     depart|final|tour|museum|morning|local|discover|histor|fun|arts?\b|more|travel|return|home|rest|
-    leisure|trip|nature|downtown|city)""")
+    leisure|trip|nature|downtown|city|highlight|experience|delight|itinerary)""")
 
 # where names and cities end
 CUISINE = r"""(?:american|italian|mexican|indian|chinese|french|mediterranean|seafood|pizza|
@@ -137,6 +141,7 @@ DETAIL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|co
 STOP = r"(?<!\b(?-i:[A-Z][a-z]))(?<!\b(?-i:[A-Z]))\."  # "Sr." and the like end no name
 BEGINS = r"(?=\s+[\"']?(?-i:[A-Z\d]))"
 NAME_END = pattern(r"""\s*(?:$|[,;|)\]\"]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
+    \s[&/+•]\s|\s(?:at|by)\s\d|
     \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|again|until)\b)""")
 # after a known name: "- Rooftop Annex", ": the Secret Cellar", "and Dragon Palace"
 GOES_ON = pattern(rf"""(?:\s[-–—]|:|\sand|\s&)\s(?!{CUISINE}|{DETAIL}|(?:must|highly|great|popular|
@@ -145,7 +150,8 @@ GOES_ON = pattern(rf"""(?:\s[-–—]|:|\sand|\s&)\s(?!{CUISINE}|{DETAIL}|(?:mus
     \s*(?:$|[,;|:(\[)$\"]|[.!?](?:\s|$)|\s[-–—])""")
 CITY_END = pattern(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|
     \s+(?:International |Intl )?Airport|$|
-    \s(?:on|at|by|via|for|with|using|in|departing|and|then|departure|duration|flight|back)\b)""")
+    \s(?:on|at|by|via|for|with|using|in|(?:depart|arriv|land|leav)\w*|and|then|duration|flight|
+    back)\b)""")
 ABOUT = pattern(rf"[,.]\s*{DETAIL}|\s*\b{DETAIL}\s*[:$~]")
 WRITTEN_END = pattern(rf"""{ABOUT.pattern}|\s*(?:[|;→\[]|,?\s*~?\$|$)|{STOP}(?:{BEGINS}|(?=\s*$))|
     (?::|\s[-–—])\s+(?=~?\$|[\d.,]+\s*(?:/|per\b|nights?\b|stars?\b|usd\b)|
@@ -156,6 +162,7 @@ WRITTEN_END = pattern(rf"""{ABOUT.pattern}|\s*(?:[|;→\[]|,?\s*~?\$|$)|{STOP}(?
     (?:meal|dinner|lunch|breakfast|brunch|night|stay|stroll|visit|bite|drink))|
     \s(?:before|after|followed|where|which|then|and then)\s+(?=(?-i:[a-z\d]))|
     \sagain(?=\s*(?:$|[,;.]))""")
+ADDRESS = re.compile(r",\s*\d[^;|]{3,90}?\b[A-Z]{2}\s\d{5}\b(?:-\d{4})?(?:,\s*USA)?")
 REMARK = re.compile(r"\s+[-–—]\s|:\s")
 BRACKETS = re.compile(r"\s*\((?:[^()]|\([^()]{0,99}\)){0,200}\)")
 CITY_LEAD = re.compile(r"\"?\s*,\s*|\s*\(|\s+in\s+|\s+[-–—]\s+")
@@ -170,7 +177,7 @@ SENTENCE = pattern(rf"(?:{STOP}|[!?]){BEGINS}|{STOP}(?=\s*$)")
 
 # the lines of a text
 NAME_KEY = pattern(r"(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name)$")
-BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]+\s+|\d{1,2}[.)]\s+|"
+BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>#]++\s+|[•·●▪‣◦–—]++|\d{1,2}[.)]\s+|"
                     r"[^\w\s\[\]({\"'$#@&!?.,:;/\\|<>=+~^%-]\s*)*")
 NEW_DAY = pattern(rf"(?<=[.!?;])\ +(?={DAY.pattern})")
 CELL = re.compile(r"\s{0,99}<(/?)t[dh]\b[^<>]{0,200}>\s{0,99}", re.I)

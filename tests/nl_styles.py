@@ -485,6 +485,7 @@ HOSTILE = {  # texts that a careless pattern would take hours for
     "parentheses": "Day 1\nLunch: X" + "(" * 10**6,
     "blanks in HTML": "<b>" + " " * 10**6 + "\n" * 10**6,
     "cells": "<tr><td>" * 120_000 + "\n" * 10**5 + "<br>" * 10**5,
+    "bullets": "Day 1\n" + ("•" * 3900 + "\n") * 250,
     "quotes": "> Day 1\n" * 120_000,
     "literal": "[{'day': " + "-" * 10**6,
     "half a pair": "Day 1 \ud800 lunch at \udfff"}

@@ -222,6 +222,43 @@ def test_a_ride_without_cities_goes_where_the_day_goes(read, trip, ride, mode):
         assert f"from {org} to {city}" in day["transportation"]
 
 
+WAY = "from {org} to {city}"
+
+
+@pytest.mark.parametrize("text, field, said", [
+    ("Day 1\n- Travel from {org} to {city} via Flight F1234\n- Dinner: {eat[0]}",
+     "transportation", f"Flight Number: F1234, {WAY}, Departure Time: -, Arrival Time: -"),
+    ("Day 1\n- Travel from {org} to {city} via Flight F1234\n- Dinner: {eat[0]}",
+     "dinner", "{eat[0]}, {city}"),
+    ("Day 1: {city}\nTake F1234 from {org} at 15:40 to {city} arriving 17:04", "transportation",
+     f"Flight Number: F1234, {WAY}, Departure Time: 15:40, Arrival Time: 17:04"),
+    ("March 16 (Day 1): {org} to {city}\nDinner: {eat[0]}", "current_city", WAY),
+    ("Wednesday, March 16 - Day 1: {org} to {city}\nDinner: {eat[0]}", "current_city", WAY),
+    ("Day 1/3: {org} to {city}\nDinner: {eat[0]}", "current_city", WAY),
+    ("**Day 1 (Mar 16)** 🛫 *{org} → {city}*\nDinner: {eat[0]}", "current_city", WAY),
+    ("[Day 1] {org} to {city}\nDinner: {eat[0]}", "dinner", "{eat[0]}, {city}"),
+    ("(Day 1) {org} to {city}\nDinner: {eat[0]}", "current_city", WAY),
+    ("Day 1: {city} Highlights\nDinner: {eat[0]}", "current_city", "{city}"),
+    ("Day 1: {city} Exploration\nDinner: {eat[0]}", "current_city", "{city}"),
+    ("Day 1: {city}\nDinner：{eat[0]}，{city}", "dinner", "{eat[0]}, {city}"),
+    ("Day 1: {city}\nDinner at 7 PM: {eat[0]}", "dinner", "{eat[0]}, {city}"),
+    ("Day 1: {city}\nAccommodation in {city}: {hotel}", "accommodation", "{hotel}, {city}"),
+    ("Day 1: {city}\nAccommodation Night 1: {hotel}", "accommodation", "{hotel}, {city}"),
+    ("Day 1: {city}\nAttraction: {see[0]}, 12 Elm Creek Rd, {city}, IL 61107, USA", "attraction",
+     "{see[0]}, {city};"),
+    ("Day 1: {city}\nAttractions: {see[0]} & {see[1]}", "attraction",
+     "{see[0]}, {city};{see[1]}, {city};")])
+def test_what_models_write_around_days_rides_and_names_is_no_part_of_them(
+        read, trip, text, field, said):
+    assert read(text)[0][field] == said.format(**trip["names"])
+
+
+def test_a_range_of_days_ends_where_its_last_day_is_told(read):
+    plan = read("Day 1: {city}\nDinner: {eat[0]}\nDays 2-3: {city}\nDinner: {eat[1]}\n"
+                "Day 3: {city}\nDinner: {eat[2]}")
+    assert [day["day"] for day in plan] == [1, 2, 3]
+
+
 def test_lines_that_told_nothing_are_handed_back(mini, trip):
     text = ("Day 1: {city}\nLunch: {eat[0]}\nWhat a day!\n- Cost: $3\n"
             "Total: $9\nDinner: {eat[1]}").format(**trip["names"])

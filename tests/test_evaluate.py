@@ -96,6 +96,7 @@ def test_a_published_task_becomes_ours(trip):
 
 @pytest.mark.parametrize("row, words", [
     ({"org": 5}, "'org' is 5"), ({"date": "tomorrow"}, "'date' is"), ({"days": None}, "'days' is"),
+    ({"days": 5}, "'date' has 3 of the trip's 5 days"),
     ({"local_constraint": "[]("}, "'local_constraint' must be"), ({}, "has no 'org'"),
     ([], "a task is a table of keys, not a list")])
 def test_a_task_that_cannot_be_read_is_named_with_file_row_and_key(trip, tmp_path, row, words):

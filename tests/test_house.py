@@ -47,13 +47,13 @@ MAY_IMPORT = {
 } | {f"toolstar/{name}.py": set() for name in ("__init__", "jail", "run_code", "cell", "browse",
                                                "verdict", "mathematics", "expression", "rewrite")}
 LIMITS = {  # lines
-    "wording.py": 164, "markup.py": 120, "sandbox.py": 640, "format_plan.py": 650,
+    "wording.py": 170, "markup.py": 120, "sandbox.py": 640, "format_plan.py": 650,
     "constraints.py": 720, "solver.py": 320, "template.py": 150, "engine.py": 290,
-    "guard.py": 265, "whole.py": 255, "records.py": 80, "evaluate.py": 655, "report.py": 475,
+    "guard.py": 265, "whole.py": 255, "records.py": 80, "evaluate.py": 660, "report.py": 465,
     "microscope.py": 100,
-    "leaderboard.py": 130, "synth.py": 640, "teacher.py": 540, "tiny.py": 675, "sft.py": 415,
-    "grpo.py": 790, "arpo.py": 890, "dpo.py": 570, "memory.py": 175, "retriever.py": 430,
-    "qa_eval.py": 420, "run.sh": 236,
+    "leaderboard.py": 130, "synth.py": 590, "teacher.py": 535, "tiny.py": 650, "sft.py": 395,
+    "grpo.py": 785, "arpo.py": 875, "dpo.py": 540, "memory.py": 165, "retriever.py": 425,
+    "qa_eval.py": 360, "run.sh": 236,
     "setup.sh": 148, "axes.sh": 116, "toolstar.sh": 142, "toolaxes.sh": 120, "README.md": 173}
 TOOL_LIMITS = {
     "toolstar/__init__.py": 5, "toolstar/tools.py": 665, "toolstar/jail.py": 560,

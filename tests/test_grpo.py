@@ -237,7 +237,7 @@ def test_one_step_raises_the_probability_of_rewarded_tokens_and_lowers_the_other
 
 def test_minibatches_share_out_the_queries():
     groups = {query: [sample(query, 0.0)] for query in range(7)}
-    parts = grpo.split(groups, 3)
+    parts = grpo.split(groups, flags("--minibatches 3"))
     assert sorted(query for part in parts for query in part) == list(range(7))
     assert [len(part) for part in parts] == [3, 2, 2]
 

@@ -122,8 +122,6 @@ def load_task(row):
     for key in ("date", "days", "people_number"):
         if not task[key] or (key != "date" and task[key] < 1):
             raise ValueError(f"{key!r} is {task[key]!r:.60}; it must be one at least")
-    if len(task["date"]) < task["days"]:
-        raise ValueError(f"'date' has {len(task['date'])} of the trip's {task['days']} days")
     task.setdefault("id", str(task.get("idx", "?")))
     task.setdefault("level", "easy")
     # 1, 2, 3 cities on 3, 5, 7 days, as the benchmark has it
@@ -138,6 +136,8 @@ def check_words(task):
         [datetime.date.fromisoformat(day) for day in task["date"]]
     except (TypeError, ValueError):
         raise ValueError(f"'date' is {task['date']!r:.60}, not days like 2022-03-01") from None
+    if len(task["date"]) < task["days"]:
+        raise ValueError(f"'date' has {len(task['date'])} of the trip's {task['days']} days")
     words = {key: task[key] for key in ("id", "level")} | task["local_constraint"]
     for key, value in words.items():
         several = value if isinstance(value, list) and key == "cuisine" else [value]

@@ -124,6 +124,9 @@ def test_addresses_are_masked_and_numbers_are_not(plain):
     result = plain.run("print(object(), hex(2**60))\nraise ValueError(object())")
     assert result.stdout == "<object object at 0x0> 0x1000000000000000\n"
     assert result.error == "ValueError: <object object at 0x0> (line 2)"
+    shown = plain.run("print(lambda: 0, (i for i in [1]), 'at 0x7ffad8bf0d60')").stdout
+    assert shown == ("<function <lambda> at 0x0> <generator object <genexpr> at 0x0> "
+                     "at 0x7ffad8bf0d60\n")
 
 
 def test_equal_programs_say_the_same(jail):

@@ -785,11 +785,11 @@ def test_tool_stars_preflight_refuses_in_one_line_that_says_the_fix(
 def test_preflight_wants_disk_memory_and_a_token_to_compare(station):
     disk(station, free="1000000")
     done = run_sh(station, "7b", "preflight", MODEL="model")
-    assert "1 of 685 GB of disk are free: OUT=a larger one" in done.stderr.splitlines()[-1]
+    assert "1 GB of disk free, 685 needed: OUT=on a larger one" in done.stderr.splitlines()[-1]
     disk(station, free="2000000000")
     stand_in(station / "bin" / "du", "echo 900000000 model")
     done = run_sh(station, "7b", "preflight", MODEL="model")
-    assert "of 1808 GB of the host's memory are free" in done.stderr.splitlines()[-1]
+    assert "GB of the host's memory are free, 1808 are needed" in done.stderr.splitlines()[-1]
     (station / "bin" / "du").unlink()
     stand_in(station / ".venv" / "bin" / "torchrun", STAND_IN.replace("64", "0"))
     done = run_sh(station, "7b", "preflight", MODEL="model")

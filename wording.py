@@ -13,7 +13,9 @@ def pattern(text):
 
 CARDINALS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh"]
-NUMBERS = {word: n for row in (CARDINALS, ORDINALS) for n, word in enumerate(row, 1)}
+SHORT = ["1st", "2nd", "3rd", "4th", "5th", "6th", "7th"]
+NUMBERS = {word: n for row in (CARDINALS, ORDINALS, SHORT) for n, word in enumerate(row, 1)}
+EMOJI = r"[^\w\s\[\]({\"'$#@&!?.,:;/\\|<>=+~^%)}*`-]"  # and other marks that are no letters
 MONTH = r"""(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|
     sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\b\.?"""
 WEEKDAY = r"(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?\b\.?"
@@ -21,12 +23,14 @@ DATE = pattern(rf"""(?:\b{WEEKDAY},?\s*)?
     (?:\b{MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?\b|\b\d{{1,2}}(?:st|nd|rd|th)?\s+{MONTH}|
     \b\d{{4}}-\d\d-\d\d\b|\b\d{{1,2}}/\d{{1,2}}(?:/\d{{2,4}})?\b)
     (?:,?\s*20\d\d\b)?(?:,?\s*\(?{WEEKDAY}\)?(?!\s(?-i:[A-Z])))?""")
-DAY = pattern(rf"""[(\[<]?(?:on\s+)?(?:(?:the|your|our)\s+)?(?:days?\s*[:#]?\s*(\d{{1,2}}|
+DAY = pattern(rf"""[(\[<]?(?:(?:itinerary|plan) for |on\s+)?(?:(?:the|your|our)\s+)?
+    (?:(?:days?\s*[:#]?\s*|d(?=\d))(\d{{1,2}}|
     {'|'.join(CARDINALS)})\b(?:/\d{{1,2}}\b)?
-    (?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|[/-]))?|({'|'.join(ORDINALS)}|next|following|final|last)\s+(?:day|morning)\b)\W{{0,3}}""")
+    (?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|[/-]))?|
+    ({'|'.join(ORDINALS + SHORT)}|next|following|final|last)\s+(?:day|morning)\b)\W{{0,3}}""")
 # behind it: "1 (of 3)", and behind a date "(Day 1)"
 BESIDE_DAY = pattern(r"\A[^\w\[\](]*\(?\s*(?:of\ \d|days?\s*\d{1,2})\b\s*\)?\W{0,3}")
-DATED = pattern(rf"(?:on\s+|date\s*:\s*)?(?:{DATE.pattern}|{WEEKDAY}(?=$|,|\s+[a-z]))")
+DATED = pattern(rf"(?:on\s+|date\s*:\s*)?(?:{DATE.pattern}|{WEEKDAY}(?=$|,|\s+[a-z]|\s\(day))")
 
 # a field: label, colon, value
 LABELS = {
@@ -46,7 +50,8 @@ LABEL = pattern(rf"""(?:(?:early|late|mid|morning|midday|noon|afternoon|evening|
     (?:\s+(?:visits?|spots?|details?|plan|time|venue|restaurant|choice|option|recommendation|
     night \d|for [\w ]{{1,30}}|in (?-i:[A-Z])[\w.' ]{{1,30}}|
     (?:at|@) \d{{1,2}}(?::\d\d)?\s?(?:[ap]\.?m\.?)?))?
-    \s*#?\d{{0,2}}\s*(?:[^\w\s!-~–—]{{1,3}}\s*)?(?:\([^()]{{0,60}}\)\s*)?(?::|\s[-–—|]\s|=|$)\s*""")
+    \s*#?\d{{0,2}}\s*(?:[^\w\s!-~–—]{{1,3}}\s*)?(?:\([^()]{{0,60}}\)\s*)?
+    (?::|\s[-–—|@]\s|=|$)\s*(?:{EMOJI}+\s+)?""")
 CITY_LABEL = pattern(r"(?:city|location|where)\s*:\s*")
 NEXT_FIELD = pattern(rf"\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)")
 
@@ -61,19 +66,19 @@ CUE = pattern(r"""(?<![\w'-])(?:
     bus|(?:rental )?car)|
     (?P<attraction>visit(?:ing)?|explor(?:e|ing)|tour(?:ing)?|see|stop (?:at|by)|discover|
     stroll (?:through|along)|check out|head to))(?![\w'])""")
-AT_A_PLACE = pattern(r"""\s*(?:\([^()]{0,40}\)\s*)?(?::|-|–|(?:at|from|in|with|is)\b|
+AT_A_PLACE = pattern(r"""\s*(?:\([^()]{0,40}\)\s*)?(?::|-|–|(?:at|from|in|with|is|will be)\b|
     ,?\s*(?:head|go|try|visit|eat|we|stop|enjoy|dine|you)\b)""")
 BRIDGE = pattern(r"""(?:[\s,;]|\b(?:and|then|before|after|followed|by|you|we|will|can|have|enjoy|
     eat|grab|take|a|your)\b){1,12}$""")
 LEAD = pattern(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|brunch|lunch|dinner|
     supper|meal|late|early|quick|light|delicious|nice|your|our|a|an|the|night|with|for|
     check(?:ing|-in)?|stay(?:ing)?|overnight|spend|sleep|return|back|head(?:ing)?|go(?:ing)?|
-    continue|stop|finally|we|you|will)\s+){0,8}
+    continue|stop|finally|we|you|will|be)\s+){0,8}
     (?:at|to|into|in|from|by|visit(?:ing)?|explor(?:e|ing)|tour|see|is|try|enjoy)\b:?\s+|
     (?:start|begin|grab|treat|have|enjoy|dine|eat|try|head|stop|relax|unwind|check|stay|kick|savor|
     indulge|fuel|settle|finish|end|wrap|sample|feast|celebrate|spend)\b(?:\s(?-i:[a-z']+)){0,6}?
     \s(?:at|to|from|by|in|with)\s+(?=[\"\[]?(?-i:[A-Z\d]))|
-    [\s:;,.|)\]\"–—-]+|[&/+•]\s|\d{1,2}[.)]\s*(?=\[)|(?:and|then|finally|(?-i:the))\s+|
+    [\s:;,.|)\]\"–—-]+|[&/+•]\s|\d{1,2}[.)](?:\s*(?=\[)|\s)|(?:and|then|finally|(?-i:the))\s+|
     (?:restaurant|venue|place|location|hotel|property|spot|name)(?: name)?\s*:\s*""")
 CLOCK = r"""\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?
     (?:\s*(?:-|–|to)\s*\d{1,2}:?\d{0,2}\s*(?:[ap]\.?m\.?)?)?\)?"""
@@ -140,8 +145,8 @@ DETAIL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|co
     minimum|max\w*|review|house rules?|free|(?:private|shared|entire) (?:room|home)|per )\b"""
 STOP = r"(?<!\b(?-i:[A-Z][a-z]))(?<!\b(?-i:[A-Z]))\."  # "Sr." and the like end no name
 BEGINS = r"(?=\s+[\"']?(?-i:[A-Z\d]))"
-NAME_END = pattern(r"""\s*(?:$|[,;|)\]\"]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
-    \s[&/+•]\s|\s(?:at|by)\s\d|
+NAME_END = pattern(rf"""\s*(?:{EMOJI}+\s*)?(?:$|[,;|)\]\"]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
+    \s[&/+•]\s|\s\d[.)]\s|\s(?:at|by)\s\d|
     \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|again|until)\b)""")
 # after a known name: "- Rooftop Annex", ": the Secret Cellar", "and Dragon Palace"
 GOES_ON = pattern(rf"""(?:\s[-–—]|:|\sand|\s&)\s(?!{CUISINE}|{DETAIL}|(?:must|highly|great|popular|

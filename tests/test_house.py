@@ -47,7 +47,7 @@ MAY_IMPORT = {
 } | {f"toolstar/{name}.py": set() for name in ("__init__", "jail", "run_code", "cell", "browse",
                                                "verdict", "mathematics", "expression", "rewrite")}
 LIMITS = {  # lines
-    "wording.py": 170, "markup.py": 120, "sandbox.py": 640, "format_plan.py": 650,
+    "wording.py": 176, "markup.py": 120, "sandbox.py": 640, "format_plan.py": 650,
     "constraints.py": 720, "solver.py": 320, "template.py": 150, "engine.py": 290,
     "guard.py": 265, "whole.py": 255, "records.py": 80, "evaluate.py": 660, "report.py": 465,
     "microscope.py": 100,

@@ -195,6 +195,8 @@ x \in \mathbb{R} ~ (-\infty,\infty)
 1e-3 ~ 0.001
 x = \text{east} ~ \text{East}
 3.5 million ~ 3500000
+abc ~ a \cdot b \cdot c
+May ~ may
 2 dozen ~ 24
 f^{-1}(x)=\frac{x-1}{2} ~ \frac{x-1}{2}
 [[1, 2], [3, 4]] ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
@@ -227,6 +229,8 @@ yes ~ no
 (A) 5 ~ B
 2^3=9 ~ 9
 2 3 ~ 6
+ten ~ net
+May ~ Amy
 1 1/2 ~ 11/2
 -1 1/2 ~ -11/2
 3 4 ~ 34

@@ -364,8 +364,9 @@ def same_words(a, b):
     one_letter = first and len(first) == 1 and a.isalpha() and b.isalpha()  # x is not X
     if first and first == second and not one_letter:
         return True
-    prose = any(re.search(r"[^\W\d_]{4}", words or "") for words in (first, second))
-    return False if prose else None
+    # beside another word three letters are one, too: ten is not net
+    word = r"[^\W\d_]{3}" if first and second else r"[^\W\d_]{4}"
+    return False if any(re.search(word, words or "") for words in (first, second)) else None
 
 
 def exactly_equal(a, b):

@@ -156,7 +156,10 @@ class Names:
         last = w.LAST_CITY.search(text, at, stop)
         if last and self.cities.fullmatch(last[1]) and not w.ABOUT.search(text, at, last.start()) \
                 and (not sights or text.count(",", at, stop) == 1):
-            return Mention(text[at:last.start()].strip(' "'), last[1], stop)
+            comma = text.rfind(",", at, last.start())  # "White Plains, New York" is one city
+            city, end = self.city_after(text, comma) if comma > 0 else ("", 0)
+            name, city = (comma, city) if end > last.start(1) else (last.start(), last[1])
+            return Mention(text[at:name].strip(' "'), city, stop)
         end = w.WRITTEN_END.search(text, at, stop).start()
         commas = [i for i in range(at, end) if text[i] == ","]
         for lead in [i for i in range(at, min(end + 2, stop)) if text[i] in ",("]:

@@ -51,7 +51,7 @@ LABEL = pattern(rf"""(?:(?:early|late|mid|morning|midday|noon|afternoon|evening|
     night \d|for [\w ]{{1,30}}|in (?-i:[A-Z])[\w.' ]{{1,30}}|
     (?:at|@) \d{{1,2}}(?::\d\d)?\s?(?:[ap]\.?m\.?)?))?
     \s*#?\d{{0,2}}\s*(?:[^\w\s!-~–—]{{1,3}}\s*)?(?:\([^()]{{0,60}}\)\s*)?
-    (?::|\s[-–—|@]\s|=|$)\s*(?:{EMOJI}+\s+)?""")
+    (?::|\s[-–—|@]\s|=|$)\s*""")
 CITY_LABEL = pattern(r"(?:city|location|where)\s*:\s*")
 NEXT_FIELD = pattern(rf"\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)")
 
@@ -78,7 +78,8 @@ LEAD = pattern(r"""(?:(?:have|enjoy|grab|eat|dine|dining|try|start|breakfast|bru
     (?:start|begin|grab|treat|have|enjoy|dine|eat|try|head|stop|relax|unwind|check|stay|kick|savor|
     indulge|fuel|settle|finish|end|wrap|sample|feast|celebrate|spend)\b(?:\s(?-i:[a-z']+)){0,6}?
     \s(?:at|to|from|by|in|with)\s+(?=[\"\[]?(?-i:[A-Z\d]))|
-    [\s:;,.|)\]\"–—-]+|[&/+•]\s|\d{1,2}[.)](?:\s*(?=\[)|\s)|(?:and|then|finally|(?-i:the))\s+|
+    [\U0001F000-\U0001FAFF\u2615\uFE0F]+\s+|[\s:;,.|)\]\"–—-]+|[&/+•]\s|
+    \d{1,2}[.)](?:\s*(?=\[)|\s)|(?:and|then|finally|(?-i:the))\s+|
     (?:restaurant|venue|place|location|hotel|property|spot|name)(?: name)?\s*:\s*""")
 CLOCK = r"""\(?\d{1,2}(?::\d\d)?\s*(?:[ap]\.?m\.?)?
     (?:\s*(?:-|–|to)\s*\d{1,2}:?\d{0,2}\s*(?:[ap]\.?m\.?)?)?\)?"""

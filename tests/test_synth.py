@@ -164,7 +164,7 @@ def test_every_query_states_every_element(tasks):
 @pytest.mark.parametrize("name, value, missing", [
     ("org", "Port Nowhere", "org"), ("dest", "Lake Nowhere", "dest"), ("budget", 12345, "budget"),
     ("people_number", 9, "people"), ("days", 6, "days"),
-    ("date", ["2022-04-01", "2022-04-29"], "dates")])
+    ("date", ["2022-12-01", "2022-12-29"], "month")])
 def test_an_element_that_is_wrong_is_noticed(name, value, missing, tasks):
     for task in tasks:
         rng = random.Random(f"{SEED}/{task['id']}")

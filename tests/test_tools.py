@@ -729,6 +729,7 @@ def caller(episodes, tmp_path_factory):
     return folder / "sft"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grammar", ["turns", "tags"])
 @pytest.mark.parametrize("stage", ["grpo.py", "arpo.py"])
 def test_a_policy_that_calls_tools_trains_on_the_very_tokens_it_said(

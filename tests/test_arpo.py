@@ -287,6 +287,7 @@ def test_the_microscope_keeps_forks_as_a_tree(one_rank, template, tmp_path):
 # -------------------------------------------------------------------------------------- processes
 
 
+@pytest.mark.slow
 def test_with_nothing_to_fork_it_plays_and_learns_exactly_as_grpo(unbroken, trained):
     for step in range(1, 9):
         one, two = (read_jsonl(out / "rollouts" / f"{step:05d}.jsonl")

@@ -525,6 +525,7 @@ def test_an_interrupt_of_synth_is_a_line_and_leaves_nobody(desk):
     assert not list(desk.glob(".new*"))
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_nobody_answers_is_a_line(desk):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

@@ -164,7 +164,7 @@ class Names:
         commas = [i for i in range(at, end) if text[i] == ","]
         for lead in [i for i in range(at, min(end + 2, stop)) if text[i] in ",("]:
             city, after = self.city_after(text, lead)
-            if city:
+            if city and w.NAME_END.match(text, after):  # else it is within the name
                 return Mention(text[at:lead].strip(' "'), city, after)
         last = w.LAST_CITY.search(text, at, end) if len(commas) == 1 or not sights else None
         if last:

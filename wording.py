@@ -149,9 +149,9 @@ BEGINS = r"(?=\s+[\"']?(?-i:[A-Z\d]))"
 NAME_END = pattern(rf"""\s*(?:{EMOJI}+\s*)?(?:$|[,;|)\]\"]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
     \s[&/+•]\s|\s\d[.)]\s|\s(?:at|by)\s\d|
     \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|again|until)\b)""")
-# after a known name: "- Rooftop Annex", ": the Secret Cellar", "and Dragon Palace"
-GOES_ON = pattern(rf"""(?:\s[-–—]|:|\sand|\s&)\s(?!{CUISINE}|{DETAIL}|(?:must|highly|great|popular|
-    famous|iconic|local|budget|check|visit|explore|enjoy|lunch|dinner|breakfast|brunch)\b)
+# after a known name: "- Rooftop Annex", ": the Secret Cellar", "and Dragon Palace", "in the Mill"
+GOES_ON = pattern(rf"""(?:\s[-–—]|:|\sand|\s&|\sin(?=\sthe\s(?-i:[A-Z])))\s
+    (?!{CUISINE}|{DETAIL}|(?:must|highly|great|popular|famous|iconic|local|budget|check|visit|explore|enjoy|lunch|dinner|breakfast|brunch)\b)
     ((?:the\s)?(?-i:[A-Z])[\w.'’-]*(?:\s(?:(?-i:[A-Z])[\w.'’-]*|&|and|of|the|at|in|de|la)){{0,6}})
     \s*(?:$|[,;|:(\[)$\"]|[.!?](?:\s|$)|\s[-–—])""")
 CITY_END = pattern(r"""\s*(?:[,;|(\[→:]|\s[-–—]|\.(?:\s|$)|[\])'"!?]|

@@ -53,9 +53,7 @@ def invent(plan, database, rng):
                     fresh = rng.choice(INVENTED[TABLES[slot]]).format(name)
                     fresh = spoilt.setdefault(value, fresh) if slot == "accommodation" else fresh
                     known = getattr(database, f"{TABLES[slot]}s")(city)
-                    # where a "Private room" is known, one "in the Old Mill" may be it
-                    if not any(f"{fresh.lower()} in ".startswith(f"{row.name.strip().lower()} in ")
-                               for row in known):
+                    if not any(fresh.lower() == row.name.strip().lower() for row in known):
                         name = fresh
                         made.append((day["day"], slot, f"{name}, {city}"))
                 values.append(f"{name}, {city}")

@@ -111,9 +111,7 @@ def test_styles_of_current_models_with_official_names_repair_nothing(official):
     right, total, lost, repaired = names_read(official, styles.examples(official, 135, "official"))
     assert right >= 0.98 * total, f"{right} of {total} slots"
     assert not repaired
-    # what is made of official names with full stops, stars and brackets may end at one of them
-    plain = [pair for pair in lost if re.fullmatch(r"[\w\s',&-]+", pair[0])]
-    assert len(plain) <= 0.01 * 600 and len(lost) <= 0.05 * 600, lost
+    assert len(lost) <= 0.02 * 600, lost  # official names hold line breaks, stars and full stops
 
 
 def test_recorded_itineraries_agree_with_the_reference(official, test_data):

@@ -159,19 +159,19 @@ class Names:
             comma = text.rfind(",", at, last.start())  # "White Plains, New York" is one city
             city, end = self.city_after(text, comma) if comma > 0 else ("", 0)
             name, city = (comma, city) if end > last.start(1) else (last.start(), last[1])
-            return Mention(text[at:name].strip(' "'), city, stop)
+            return Mention(unquoted(text, at, name), city, stop)
         end = w.WRITTEN_END.search(text, at, stop).start()
         commas = [i for i in range(at, end) if text[i] == ","]
         for lead in [i for i in range(at, min(end + 2, stop)) if text[i] in ",("]:
             city, after = self.city_after(text, lead)
             if city and w.NAME_END.match(text, after):  # else it is within the name
-                return Mention(text[at:lead].strip(' "'), city, after)
+                return Mention(unquoted(text, at, lead), city, after)
         last = w.LAST_CITY.search(text, at, end) if len(commas) == 1 or not sights else None
         if last:
-            return Mention(text[at:last.start()].strip(' "'), last[1], max(end, at + 1))
+            return Mention(unquoted(text, at, last.start()), last[1], max(end, at + 1))
         if commas and (sights or text[commas[-1] + 1:end].strip()[:1].islower()):
             end = commas[0] if sights else commas[-1]  # a list or a remark goes on
-        return Mention(text[at:end].strip(' ,"').removesuffix("."), "", max(end, at + 1))
+        return Mention(unquoted(text, at, end).removesuffix("."), "", max(end, at + 1))
 
     def venues_in(self, text, slot, cities, prose):
         """Yield "Name, City" of a slot's text: all its attractions, or its first venue.
@@ -204,6 +204,13 @@ class Names:
                 at = address.end()
             if w.ABOUT.match(text, at) or w.REMARK.match(text, at):
                 at = (text + ";").index(";", at)
+
+
+def unquoted(text, at, end):
+    """A name as written from a place on, without quotes around it; '"The View" in the Park' keeps
+    its own, the first of which stands before that place."""
+    name = text[at:end].strip(' ,"')
+    return f'"{name}' if name.count('"') % 2 and text[at - 1:at] == '"' else name
 
 
 names_of = cache(Names)  # the names of a database are gathered once

@@ -1,7 +1,6 @@
 """
-How itineraries are worded: the patterns by which format_plan.py reads them.
-
-Quantifiers over free text are bounded, so that no pattern is worse than linear in hostile text.
+How itineraries are worded: the patterns by which format_plan.py reads them. Quantifiers over free
+text are bounded, so that no pattern is worse than linear in hostile text.
 """
 import re
 
@@ -145,7 +144,8 @@ CUISINE = r"""(?:american|italian|mexican|indian|chinese|french|mediterranean|se
 DETAIL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|contact|phone|website|
     minimum|max\w*|review|house rules?|free|(?:private|shared|entire) (?:room|home)|per )\b"""
 STOP = r"(?<!\b(?-i:[A-Z][a-z]))(?<!\b(?-i:[A-Z]))\."  # "Sr." and the like end no name
-BEGINS = r"(?=\s+[\"']?(?-i:[A-Z\d]))"
+NUMERAL = r"(?-i:II|III|IV)\b"  # "Park! II" and "Park (West) II" are names
+BEGINS = rf"(?=\s+[\"']?(?-i:[A-Z\d]))(?!\s+{NUMERAL})"
 NAME_END = pattern(rf"""\s*(?:{EMOJI}+\s*)?(?:$|[,;|)\]\"]|[.!?](?:\s|$)|[(\[]|:\s|\s[-–—]+\s|
     \s[&/+•]\s|\s\d[.)]\s|\s(?:at|by)\s\d|
     \s(?:or|and|for|in|before|after|then|around|where|which|followed|tonight|again|until)\b)""")
@@ -162,7 +162,7 @@ ABOUT = pattern(rf"[,.]\s*{DETAIL}|\s*\b{DETAIL}\s*[:$~]")
 WRITTEN_END = pattern(rf"""{ABOUT.pattern}|\s*(?:[|;→\[]|,?\s*~?\$|$)|{STOP}(?:{BEGINS}|(?=\s*$))|
     (?::|\s[-–—])\s+(?=~?\$|[\d.,]+\s*(?:/|per\b|nights?\b|stars?\b|usd\b)|
     {DETAIL}|{CUISINE}|(?!the\b)(?-i:[a-z]))|
-    \s*\((?=[^)]{{0,80}}(?:[$\d:,]|{CUISINE}|rat|cost|per|avg))|
+    \s*\((?=[^)]{{0,80}}(?:[$\d:,]|{CUISINE}|\b(?:rat|cost|per\b|avg)))(?![^)]{{0,80}}\)\s{NUMERAL})|
     \s(?:for|at|around)\s+(?=~?[$\d]|breakfast|brunch|lunch|dinner|noon|midnight|
     (?:the|one|two|three) nights?\b|(?:an?|some|your|our)\s[\w ]{{0,20}}
     (?:meal|dinner|lunch|breakfast|brunch|night|stay|stroll|visit|bite|drink))|

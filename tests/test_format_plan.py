@@ -183,6 +183,11 @@ def test_names_that_nobody_knows_stay_as_they_are_written(read, trip):
     ("Lunch 🍔: {eat[0]}", "{eat[0]}"), ("Lunch at Foo Bar again.", "Foo Bar"),
     ("Lunch: Grab a quick bite at {eat[0]}", "{eat[0]}"),
     ("> Lunch: {eat[1]}\nLunch: {eat[0]}", "{eat[0]}"),
+    ('Lunch: "The View" in the Park II', '"The View" in the Park II'),
+    ('Lunch: "The View II", {city}', "The View II"),
+    ("Lunch at Eat Here! II.", "Eat Here! II"), ("Lunch: Foo (4 stars)", "Foo"),
+    ("Lunch: Foo (Upper Side) II", "Foo (Upper Side) II"),
+    ("Lunch: Foo (sleeps 7) II - $20", "Foo (sleeps 7) II"),
     ("Lunch: {eat[0]}. Cost: $20. Phone: (410) 576-3800", "{eat[0]}")])
 def test_a_name_is_all_that_is_written_and_no_more(read, trip, said, name):
     day, = read(f"Day 1: {{city}}\n{said}\nDinner: {{eat[2]}}")

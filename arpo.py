@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 import evaluate
-from evaluate import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Calls, Help, Parser
+from evaluate import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Calls, Help, Parser
 from sandbox import Episode
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
@@ -104,9 +104,9 @@ def flags():
     add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"], help="auto: flash "
         "attention in the trainer where it is installed")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
-    add("--gpu-memory", type=SHARE, default=0.6, help="share of a GPU that the engine may fill")
+    add("--gpu-memory", type=PART, default=0.6, help="share of a GPU that the engine may fill")
     add = p.add_argument_group("running").add_argument
-    add("--max-dlogp", type=AMOUNT, default=0.0, help="bound on mean |dlogp| after the first sync; "
+    add("--max-dlogp", type=AMOUNT, default=0.0, help="bound on an update's mean |dlogp|; "
         "0: 1e-4 in float32, 0.05 in bfloat16")
     add("--val-every", type=COUNT, default=10, help="updates between validations")
     add("--save-every", type=NATURAL, default=0, help="updates between checkpoints; 0: none")
@@ -388,8 +388,8 @@ def token_weights(groups, args):
     teaches = [any(s.advantage for s in group) for group in kept]
     weighted = []
     for group, n, worth in zip(kept, tokens, teaches, strict=True):
-        if worth or not any(teaches):
-            weight = 1 / n_tokens if args.loss_norm == "batch" else 1 / max(n, 1) / n_groups
+        if n and (worth or not any(teaches)):  # n is 0 where all plays are left out
+            weight = 1 / n_tokens if args.loss_norm == "batch" else 1 / n / n_groups
             weighted += [(s, weight) for s in group]
     return weighted
 
@@ -441,7 +441,7 @@ def learn(engine, weighted, packed, rank, ranks, device, args, seen=None):
                     weight = weight * torch.where(said, tis, 1.0)
             loss, side = policy_loss(logps, old_logps, advantage, weight, args)
             gap = (logps.detach() - engine_logps).abs() * said
-            watched.append((loss.detach(), entropy, gap, side))
+            watched.append((loss.detach(), entropy, gap, side, said))
             if seen is not None:  # for --microscope
                 seen.append((batch, logps.detach(), old_logps, advantage, entropy, side))
         engine.backward(loss * ranks)  # DeepSpeed takes the mean over ranks, we want the sum
@@ -454,18 +454,18 @@ def learn(engine, weighted, packed, rank, ranks, device, args, seen=None):
 
 
 def statistics(watched, device):
-    """[(loss, and (N,) each: entropy, |dlogp|, side) of a micro-batch] -> means over all ranks."""
-    sums, worst = torch.zeros(6, device=device), torch.zeros((), device=device)
-    for loss, entropy, gap, side in watched:
+    """[(loss, and (N,) each: entropy, |dlogp|, side, said) of a micro-batch] -> their means."""
+    sums, worst = torch.zeros(7, device=device), torch.zeros((), device=device)
+    for loss, entropy, gap, side, said in watched:
         sums += torch.stack([loss, entropy.sum(), gap.sum(), (side < 0).sum(), (side > 0).sum(),
-                             torch.ones_like(gap).sum()])
+                             torch.ones_like(gap).sum(), said.sum()])
         worst = torch.maximum(worst, gap.max())
     dist.all_reduce(sums)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    loss, *totals, n = sums.tolist()
-    entropy, gap, low, high = (total / max(n, 1) for total in totals)
+    loss, entropy, gap, low, high, n, n_said = sums.tolist()
+    entropy, low, high = (total / max(n, 1) for total in (entropy, low, high))
     return {"loss": loss, "clip_low": low, "clip_high": high, "entropy": entropy,
-            "dlogp_mean": gap, "dlogp_max": worst.item(), "loss_tokens": int(n)}
+            "dlogp_mean": gap / max(n_said, 1), "dlogp_max": worst.item(), "loss_tokens": int(n)}
 
 
 @torch.no_grad()
@@ -541,8 +541,7 @@ class Policy(torch.nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
-        # the head's own forward is replaced, so that ZeRO-3 gathers its weight once per pass and
-        # not once per chunk
+        # the head's own forward is replaced: ZeRO-3 gathers its weight once per pass, not per chunk
         lm.lm_head.forward = self.head
 
     def head(self, hidden, targets, temperature):
@@ -779,7 +778,10 @@ def read_inputs(args):
         sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
     tasks = evaluate.load_tasks(args.tasks, world.load_task)
     val = evaluate.load_tasks(args.val, world.load_task) if args.val else []
-    return world, tasks, val, evaluate.load_template(args.model)
+    template = evaluate.load_template(args.model)
+    for task in tasks + val:  # a prompt that fills the context
+        new_sample(task, 0, "", world, template, args)
+    return world, tasks, val, template
 
 
 def play_batch(llm, template, world, tasks, step, steps, kind, args):
@@ -798,8 +800,8 @@ def play_batch(llm, template, world, tasks, step, steps, kind, args):
         judge_all(played, world, kind)
         for s in played:
             s.query += more * args.prompts
-        samples += gather(played)
         judge_s += time.time() - began
+        samples += gather(played)
         useful = [query for query, group in by_query(samples).items() if not uniform(group)]
         if args.refill and len(useful) >= args.prompts:
             return [s for s in samples if s.query <= useful[args.prompts - 1]], judge_s
@@ -849,22 +851,20 @@ def gather(samples):
 
 def sampled(s):
     """Tokens that the engine sampled for this play."""
-    return sum(s.mask[s.shared:])
+    return sum(s.mask[s.shared:]) - s.logps[s.shared:].count(UNSAID)
 
 
 def describe(samples, groups, parts):
     """What the plays of a step looked like: means over episodes, and uniform groups' share."""
-    rows = []
-    for s in samples:
-        record = s.record
-        rows.append({"reward": s.reward} | {part: record["score"][part] for part in parts} | {
-            "strict": record["strict"], "format": s.stop == "format",
-            "overlength": s.stop in OVERLENGTH, "turns": record["turns"], "calls": record["calls"],
-            "tokens": len(s.ids), "policy_tokens": sampled(s), "failures": record["failures"]})
+    rows = [{"reward": s.reward} | {part: s.record["score"][part] for part in parts} | {
+        "strict": s.record["strict"], "format": s.stop == "format",
+        "overlength": s.stop in OVERLENGTH, "turns": s.record["turns"], "calls": s.record["calls"],
+        "tokens": len(s.ids), "policy_tokens": sampled(s), "failures": s.record["failures"]}
+            for s in samples]
     means = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
-    forks = [s for s in samples if s.parent]
     decided = [pair for s in samples for pair in s.decisions] or [(0.0, 0.0)]
     after, rise = (sum(values) / len(decided) for values in zip(*decided, strict=True))
+    forks = [s for s in samples if s.parent]
     means |= {"forks": len(forks) / len(groups), "entropy_after": after, "entropy_rise": rise}
     return means | {"uniform": sum(map(uniform, groups.values())) / len(groups)}
 
@@ -884,10 +884,9 @@ def timings(samples, updates, clock, judged):
     """Seconds of each part of a step; tokens per second sampled in play and learnt from."""
     sync, val, played, learned = (end - start for start, end in zip(clock, clock[1:], strict=False))
     play = played - judged
-    rows = [s for weighted in updates for s, _ in weighted]
     return {"sync_s": sync, "val_s": val, "play_s": play, "judge_s": judged, "learn_s": learned,
             "play_tps": sum(map(sampled, samples)) / play,
-            "learn_tps": sum(len(s.ids) for s in rows) / learned}
+            "learn_tps": sum(len(s.ids) for update in updates for s, _ in update) / learned}
 
 
 def log(line, rank, args, steps=None):

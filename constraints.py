@@ -31,7 +31,7 @@ HOUSE_RULES = ("smoking", "parties", "children under 10", "visitors", "pets")
 ROOM_TYPES = {"entire room": "Entire home/apt", "private room": "Private room",
               "shared room": "Shared room"}
 SCORES = ("cs_micro", "cs_macro", "hard_micro", "hard_macro", "success")
-LONGEST = 2000  # characters: "from .. to" is looked for only so far; a longer field is not kept
+LONGEST = 2000  # characters: "from .. to" is looked for only so far
 
 
 def need(task, key):
@@ -239,8 +239,7 @@ def read_trip(task, plan, database, official):
 
 
 # ------------------------------------------------------------------------------------ commonsense
-# Each check takes a Trip and returns what is wrong, as a sentence that names day and field, or None
-# when it passes.
+# Each check takes a Trip and returns what is wrong, a sentence that names day and field, or None.
 
 
 def is_not_absent(trip):

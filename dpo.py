@@ -326,8 +326,7 @@ class Policy(torch.nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
-        # the head's own forward is replaced, so that ZeRO-3 gathers its weight once per pass and
-        # not once per chunk
+        # the head's own forward is replaced: ZeRO-3 gathers its weight once per pass, not per chunk
         lm.lm_head.forward = self.head
 
     def head(self, hidden, targets, temperature):

@@ -74,11 +74,9 @@ def load_engine(args, device):
     cuda = device.type == "cuda"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer has the cores too
     settings = engine_settings(args.context, args.concurrency, args.tp, args.gpu_memory)
-    if cuda:
-        settings["enable_sleep_mode"] = True
     from vllm import LLM
 
-    llm = LLM(args.model, **settings, seed=args.seed,
+    llm = LLM(args.model, **settings, seed=args.seed, enable_sleep_mode=cuda,
               logprobs_mode="processed_logprobs",  # log pi at the sampling temperature
               distributed_executor_backend="external_launcher")
     if cuda:

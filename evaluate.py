@@ -119,8 +119,8 @@ def load_task(row):
                       "budget": (int, float)}.items():
         if not isinstance(need(task, key), kind):
             raise ValueError(f"{key!r} is {task[key]!r:.60}, which is of the wrong type")
-    for key in ("date", "days", "people_number"):
-        if not task[key] or (key != "date" and task[key] < 1):
+    for key in ("days", "people_number"):
+        if task[key] < 1:
             raise ValueError(f"{key!r} is {task[key]!r:.60}; it must be one at least")
     task.setdefault("id", str(task.get("idx", "?")))
     task.setdefault("level", "easy")
@@ -136,7 +136,7 @@ def check_words(task):
         [datetime.date.fromisoformat(day) for day in task["date"]]
     except (TypeError, ValueError):
         raise ValueError(f"'date' is {task['date']!r:.60}, not days like 2022-03-01") from None
-    if len(task["date"]) < task["days"]:
+    if len(task["date"]) != task["days"]:
         raise ValueError(f"'date' has {len(task['date'])} of the trip's {task['days']} days")
     words = {key: task[key] for key in ("id", "level")} | task["local_constraint"]
     for key, value in words.items():
@@ -177,7 +177,7 @@ def find_tasks(source, split):
 def read_csv_rows(path):
     """The rows of a csv file as tables, without the fields that are empty."""
     csv.field_size_limit(1 << 30)  # the reference information makes fields of megabytes
-    with naming(path), open(path, encoding="utf-8", newline="") as file:
+    with naming(path), open(path, encoding="utf-8-sig", newline="") as file:
         try:
             return [{key: value for key, value in row.items() if key and value}
                     for row in csv.DictReader(file)]
@@ -207,7 +207,7 @@ def load_tasks(source, load=load_task, limit=None, split=None):
             raise ValueError(f"{path}, row {number + 1}: {error.args[0]}") from None
     if not tasks:
         raise ValueError(f"{path}: holds no task; python synth.py tasks writes some")
-    twice = [name for name, times in Counter(task["id"] for task in tasks).items() if times > 1]
+    twice = [i for i, times in Counter(str(task["id"]) for task in tasks).items() if times > 1]
     if twice:
         raise ValueError(f"{path}: two tasks have the id {twice[0]!r}, which tells episodes apart")
     return tasks
@@ -310,7 +310,8 @@ def play_one(generate, episode):
         try:
             episode.step(generate(episode.messages))
         except ChatError as error:
-            if "context" not in str(error):  # "maximum context length is ...", in all their words
+            # "maximum context length is ...", in all their words; no address or name of a model
+            if not re.search(r"status 4(00|13|22)\b.*context|no context", str(error), re.DOTALL):
                 raise
             episode.stop = "context"
     return episode
@@ -481,6 +482,7 @@ def flags(argv=None):
         help="solver: the exact solver, through the tools; person: you, in the terminal")
     add("--url", type=web_address, metavar="URL",
         help="OpenAI-compatible endpoint, http://host:port/v1, that plays instead of vLLM")
+    add("--key", metavar="FILE", help="file that holds its API key")
     add("--tp", type=COUNT, default=1, help="GPUs that share one model")
     add("--processes", type=NATURAL, default=0, help="engines that share the tasks; 0: one per "
         "--tp GPUs, and one on a CPU; any number gives the same table")
@@ -568,8 +570,10 @@ def keep_play(folder, settings, row, kept="episodes.jsonl"):
 
 def play_agent(args, folder, settings, tasks):
     """(1) (2) Play what OUT/name lacks of an agent's episodes, and append each as it ends."""
-    done = read_episodes(folder / "episodes.jsonl").keys()
+    done = read_episodes(folder / "episodes.jsonl")
     left = [task for task in tasks if name_of(task) not in done]
+    if any(done.get(name_of(task), {"task": task})["task"] != task for task in tasks):
+        raise ValueError(f"{folder}: other tasks of these ids were played; choose another --out")
     rows, wins = partial(play_rows, args, folder.name, settings["model"]), []
     if args.agent != "person":  # who needs the terminal
         rows = partial(apart, "evaluate.py", rows, args=args)
@@ -603,7 +607,7 @@ def player(args, path, world, tasks):
 
     episodes = map(begin, tasks)
     if args.agent == "solver":
-        if not isinstance(world, Travel):
+        if not hasattr(world, "database"):
             raise ValueError(f"--agent solver plays travel, not {args.env}")
         return map(partial(play_solver, world.database), episodes)
     if args.agent == "person":
@@ -611,7 +615,8 @@ def player(args, path, world, tasks):
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url and world.stops:
         raise ValueError("--url plays in turns; here results stand within a reply (grammar tags)")
-    asks, generate = Asks(), args.url and partial(chat, args.url, path, **sampling)
+    key = Path(args.key).read_text().strip() if args.key else None
+    asks, generate = Asks(), args.url and partial(chat, args.url, path, **sampling, api_key=key)
     if hasattr(world, "help"):  # the tools' world, whose plays have helpers: who plays, as a rule
         world.help(asks, generate)
     if args.url:
@@ -693,6 +698,7 @@ def evaluate(args):
     for path in agents.values() if args.agent == "model" and not args.url else ():
         check_model(path)
     common = {key: getattr(args, key) for key in SETTINGS}
+    common["database"] = args.database or os.environ.get("STAR_DATABASE")
     settings = {name: {"model": path} | common for name, path in agents.items()}
     hold(args.out)
     folders = {name: open_folder(args.out, name, chosen) for name, chosen in settings.items()}

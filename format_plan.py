@@ -486,7 +486,10 @@ def read_plan(text, task, database):
     if not isinstance(text, str):
         return None, [], None
     names, home = names_of(database), task.get("org") or ""
-    lines = list(unfold(text[:LONGEST_REPLY], names))
+    try:
+        lines = list(unfold(text[:LONGEST_REPLY], names))
+    except ValueError:  # Python reads and writes no number of more than 4,300 digits
+        return None, [], 1.0
     cities = Counter(city for _, line in lines for city in names.cities.findall(line))
     (overview, *days), idle = read_days(lines, [city for city, _ in cities.most_common(8)], names)
     told = best_telling(days)

@@ -60,7 +60,7 @@ def run(program, function, *args):
         text = error.code
         if not isinstance(text, str):
             raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):
         print(f"{program}: interrupted; what is saved is kept, and the same command goes on",
               file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
@@ -107,7 +107,8 @@ def last_words(text):
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         said = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": said}}))
+        with contextlib.suppress(OSError):  # the disk may be what is full
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": said}}))
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def flags(argv=None):
     add("--gpu-gib", type=POSITIVE, default=80, help="GiB of a GPU")
     add("--cutoff", type=NATURAL, default=0, help="sft, dpo: tokens of the longest episode; 0: the "
         "stage's own")
-    add("--context", type=COUNT, default=ROOM["grpo"][0], help="grpo, arpo: the same")
+    add("--context", type=COUNT, default=ROOM["grpo"][0], help="grpo, arpo: tokens of an episode")
     add("--pack-tokens", type=NATURAL, default=0, help="tokens per micro-batch; 0: the stage's own")
     add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
     add("--tp", type=COUNT, default=1, help="grpo, arpo: ranks that share an engine's weights")

@@ -227,7 +227,8 @@ def choose_player(args, path):
     """episodes -> the same in the order they end, played by an API or by a vLLM engine here."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url:
-        generate = partial(evaluate.chat, args.url, path, **sampling)
+        key = Path(args.key).read_text().strip() if args.key else None
+        generate = partial(evaluate.chat, args.url, path, **sampling, api_key=key)
         return partial(evaluate.play, generate, concurrency=args.concurrency)
     llm, template = evaluate.open_engine(path, args.max_context, args.concurrency, args.tp,
                                          args.gpu_memory)
@@ -326,6 +327,7 @@ def flags(argv=None):
         help="HF folders, hub names, or models of --url; the table compares all with the first")
     add("--url", type=web_address, metavar="URL",
         help="an OpenAI-compatible API, http://host:port/v1; without it vLLM plays here")
+    add("--key", metavar="FILE", help="file that holds its key")
     add("--data", default="default", help="folder of FlashRAG, or of a questions.jsonl and "
         "a corpus.jsonl; default means the 64 questions in database/qa")
     add("--sets", nargs="+", default=[*SETS], help="FlashRAG's sets to play")

@@ -207,7 +207,7 @@ def compared(seeds, first):
     of_tasks = ours.mean(0) - theirs.mean(0)
     of_seeds = ours[:both].mean(1) - theirs[:both].mean(1)
     change = of_tasks.mean()
-    needed = ["-" if abs(change) < 1e-9 or len(each) < 2
+    needed = ["-" if abs(change) < 1e-9 or len(each) < 2 or not each.var()
               else f"{math.ceil(each.var(ddof=1) * (2.8 / change) ** 2):,}"
               for each in (of_tasks, of_seeds)]
     told = f"{100 * change:+.1f} ({evaluate.span(*interval(of_tasks, -1), '+')})"

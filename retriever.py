@@ -103,6 +103,8 @@ class Dense:
         done = os.path.getsize(folder / "matrix.f16") // (2 * meta["dim"])
         if done != total:
             raise ValueError(f"{folder} has {done} of {total} passages: run the same `index` again")
+        if os.path.getsize(self.path) != meta["bytes"]:
+            raise ValueError(f"{self.path} has changed since {folder} was made: run `index` again")
         self.matrix = Matrix(folder / "matrix.f16", total, meta["dim"], devices)
         self.encoder = load_encoder(encoder or meta["encoder"], devices[0])
 

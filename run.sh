@@ -21,17 +21,19 @@
 #   SEEDS, AXIS_STEPS, AXIS_TASKS  of an axis (axes.sh)  FLAGS_STAGE  more: FLAGS_rl="--lr 1e-6"
 #   CYCLES  of play, pairs and DPO after RL, 1 unless set, PORT of the pages, 8123: tool-tiny
 #   GPUS    ranks on this node                     NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
-#   ENDPOINT  URL=MODEL of a teacher, ENDPOINT_KEY the file of its key; unset: the solver, for free
+#   ENDPOINT  URL=MODEL of a teacher, ENDPOINT_KEY the file of its key; unset: the solver, for free.
+#           It makes what DATA lacks, at the real sizes of travel
 #   QA      folder of FlashRAG's data sets, with RETRIEVER: questions after the evaluation; tiny: 1
 #   PYTHON  what .venv is made with                STAR_DATABASE  the full database
-#   SHARE   of a GPU that the engine fills, 0.6 unless set; 0.5b: 0.35
+#   SHARE   of a GPU that the engine fills, 0.6; 0.5b: 0.35    STAR_TRACEBACK  1: errors in full
+#   CONTEXT, CUTOFF, PACK  tokens of RL's episodes, of SFT's, of a micro-batch, of the real sizes
 # and of Tool-Star's sizes (toolstar.sh): SFT_DATA, RL_DATA, the published files; SETS, the folder of
 # sets (toolstar/sets.py); TOOLS, settings of the tools; JUDGE, URL=MODEL, JUDGE_KEY, a file
 # Sources: [1] STAR, arXiv:2603.21972, sections 3-4, appendices C-D   [2] ours, measured here
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,29s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '2,31s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
@@ -87,7 +89,7 @@ finish() {
 source setup.sh  # environment, preflight
 
 # ------------------------------------------------------------------------------------------- sizes
-size=${1:-} what=${2:-all} axis=${3:-} times=()
+size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-}
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$(seen_gpus) context=30000 cutoff=20480 pack=32768 share=0.6  # share: of a GPU, the engine's
 # what changes with the size [1 app. C, D]; 7b has two nodes of 8 GPUs [1]
@@ -123,14 +125,18 @@ case $what:$axis in
     *) wrong "'$what${axis:+ $axis}' is nothing that $size does: preflight, or axis NAME" ;;
 esac
 (($# <= 3)) || wrong "'${*:4}' is a word too many"
-for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS CYCLES; do
+for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS CYCLES CONTEXT \
+    CUTOFF PACK; do
     [[ ${!name:-0} =~ ^[0-9]+$ ]] || wrong "$name=${!name} must be a whole number"
 done
 [[ $SEEDS =~ ^[0-9]+(\ [0-9]+)*$ ]] || wrong "SEEDS='$SEEDS' must be whole numbers, like '0 1'"
-[[ ${GPUS:-1} != 0 && $NNODES != 0 ]] || wrong "GPUS and NNODES must be 1 at least"
-base=${MODEL:-$base} share=${SHARE:-$share}
+[[ ${GPUS:-1} != 0 && $NNODES -gt $node ]] ||
+    wrong "GPUS must be 1 at least, and NODE_RANK=$node less than NNODES=$NNODES: it counts from 0"
+base=${MODEL:-$base} share=${SHARE:-$share} context=${CONTEXT:-$context} pack=${PACK:-$pack}
+cutoff=${CUTOFF:-$cutoff}
 if [[ $size == *tiny ]]; then
-    database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-2} GPUS=${GPUS:-1}
+    database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-$((2 - (seen == 1)))}
+    GPUS=${GPUS:-1}
 else
     [[ $size != tool-star-* ]] || DATA=${DATA:-data/tool-star}
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
@@ -140,7 +146,8 @@ fi
 trap 'stop "SIGTERM. What is saved is kept: the same command goes on"' TERM
 meet=(--standalone)
 if [[ $NNODES != 1 ]]; then
-    meet=(--nnodes "$NNODES" --node_rank "$node" --master_port "${MASTER_PORT:-29500}"
+    meet=(--nnodes "$NNODES" --node_rank "${NODE_RANK:?several nodes need it, 0 on the first}"
+          --master_port "${MASTER_PORT:-29500}"
           --master_addr "${MASTER_ADDR:?several nodes need MASTER_ADDR, the first node}")
     lost="; where a connection was closed or reset, another node is gone: start all $NNODES again"
 fi
@@ -218,12 +225,12 @@ else
         --prefix val --out "$DATA/val.jsonl"
     stage test-tasks "$DATA/test.jsonl" "${tasks[@]}" --split val --n 180 --levels 1:1:1 --seed 6 \
         --prefix test --exclude "$DATA/val.jsonl" --out "$DATA/test.jsonl"
-    # 1,000 queries for RL, easy:medium:hard 4:3:3; SFT's are others, as [1]'s teacher solved them
+    # 1,000 queries for RL, levels 4:3:3; SFT has others: [1]'s teacher solved 1,198 of 5,000
     stage rl-tasks "$DATA/rl.jsonl" "${tasks[@]}" --split train --n 1000 --levels 4:3:3 --seed 2 \
         --prefix rl --out "$DATA/rl.jsonl"
     preflight
-    stage sft-tasks "$DATA/sft-tasks.jsonl" "${tasks[@]}" --split train --n 1198 \
-        --levels 627:373:198 --seed 3 --prefix sft --exclude "$DATA/rl.jsonl" \
+    stage sft-tasks "$DATA/sft-tasks.jsonl" "${tasks[@]}" --split train --seed 3 --prefix sft \
+        --n $((${#ENDPOINT} ? 5000 : 1198)) --levels 627:373:198 --exclude "$DATA/rl.jsonl" \
         --out "$DATA/sft-tasks.jsonl"
     # a teacher that never meets a dead end teaches nobody to leave one
     stage episodes "$DATA/sft.jsonl" python synth.py episodes --database "$database" --like paper \

@@ -376,8 +376,7 @@ class Country:
 
 
 def open_database(path=None):
-    """The Database at path, or the Country; else at $STAR_DATABASE, else the small world beside
-    this file."""
+    """The Database or Country at path; else at $STAR_DATABASE, else the small world beside this."""
     default = Path(__file__).parent / "database" / "mini"
     folder = Path(path or os.environ.get("STAR_DATABASE") or default)
     folders = [each for each in folder.glob("world-*") if each.is_dir()]

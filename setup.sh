@@ -52,8 +52,8 @@ environment() {
             "python3-dev, or PYTHON=one that has it"
     else
         command -v g++ >/dev/null || stop "DeepSpeed's op needs g++; on Debian: apt install g++"
-        torch=$(grep ^torch== "$pins")  # first, by itself: the head of the file says why
-        [[ $(uname) == Darwin ]] || torch+=+cpu
+        [[ $(uname -sm) == "Linux x86_64" ]] || stop "its CPU wheels are for Linux on x86-64 alone"
+        torch=$(grep ^torch== "$pins")+cpu  # first, by itself: the head of the file says why
         "${pip[@]}" --retries 1 --no-deps "$torch" \
             --extra-index-url https://download.pytorch.org/whl/cpu || stop "no $torch: try again"
         pip+=(--no-deps)
@@ -113,7 +113,7 @@ preflight() {
     if [[ $what != preflight && -z ${DRY:-} ]] && made "$here/eval/table.md"; then return; fi
     if [[ $seen != 0 ]]; then
         must "this node has $seen GPUs, $GPUS are asked for: GPUS=$seen" test "$GPUS" -le "$seen"
-        must "PyTorch sees fewer than $GPUS GPUs: see above" python -c "$sees" "$GPUS"
+        must "PyTorch starts on no $GPUS GPUs: R580? cuda-compat-13-0?" python -c "$sees" "$GPUS"
         gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n |
             awk 'NR == 1 {print int($1 / 1024)}')
     fi

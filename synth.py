@@ -217,13 +217,13 @@ def key_of(task):
                        task["people_number"], *wishes])
 
 
-def own_rows(path, ids=""):
-    """The rows that a command has written so far: tasks, episodes, or what it refused. ids: a
-    pattern of theirs."""
+def own_rows(path, kind, ids=""):
+    """The rows that a command has written so far; kind: a key of theirs, ids: a pattern."""
     rows = evaluate.recover_jsonl(path)
     for number, row in enumerate(rows, 1):
         task = row.get("task", row) if isinstance(row, dict) else None
-        if not isinstance(task, dict) or not re.search(ids, str(task.get("id", "\0"))):
+        if not (isinstance(task, dict) and kind in row
+                and re.search(ids, str(task.get("id", "\0")))):
             raise ValueError(f"{path}, record {number}: no row of this command, which would go on "
                              "there; choose another --out, or remove it")
     return rows
@@ -248,8 +248,11 @@ def tasks(args):
             pairs[pair] += 1
         return fits
 
-    begun = evaluate.load_tasks(args.out) if own_rows(args.out, "-[0-9]{7,}$") else []
+    begun = evaluate.load_tasks(args.out) if own_rows(args.out, "query", "-[0-9]{7,}$") else []
     kept = [task for task in begun if take(task)]
+    if len(kept) < len(begun):
+        raise ValueError(f"{args.out}: holds tasks that these flags do not ask for; choose another "
+                         "--out, or remove it")
     index = last = int(kept[-1]["id"].rsplit("-", 1)[1]) + 1 if kept else 0
     with evaluate.workers(args.workers) as pool:
         while any(lack.values()):
@@ -343,8 +346,7 @@ def endpoint_of(args, draw):
 
 
 def say(args, task):
-    """A task in an endpoint's words; each of --tries that fails or leaves an element out is
-    followed by another."""
+    """A task in an endpoint's words; a try that fails or leaves an element out is not the last."""
     ours = ("id", "level", "query", "tightness")
     elements = {key: value for key, value in task.items() if key not in ours}
     prompt = (PROMPTS / "paraphrase.txt").read_text(encoding="utf-8")
@@ -375,7 +377,13 @@ def complete(make, args):
     """Make of the tasks what --out lacks, in any order, and put it into theirs at last. What is
     refused is noted beside --out with the reasons, and not made again."""
     refused, todo = f"{args.out}.refused", evaluate.load_tasks(args.tasks)
-    done = {row.get("task", row)["id"] for row in own_rows(args.out) + own_rows(refused)}
+    keys, kind = {task["id"]: key_of(task) for task in todo}, "query" if make is queries else "task"
+    done = {row["id"]: row for row in own_rows(refused, "refused")}
+    for row in own_rows(args.out, kind):
+        task = row.get("task", row)
+        done[task["id"]] = task
+        if keys.get(task["id"], key_of(task)) != key_of(task):
+            raise ValueError(f"{args.out}: holds another task {task['id']!r}; choose another --out")
     for row in make(args, [task for task in todo if task["id"] not in done]):
         evaluate.append_jsonl(refused if "refused" in row else args.out, row)
     order = {task["id"]: i for i, task in enumerate(todo)}

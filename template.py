@@ -69,8 +69,7 @@ class Template:
                          "that can be cut into turns, ChatML's for instance")
 
     def render(self, talk):
-        messages = [{"role": role, "content": content} for role, content in talk]
-        return self.text(messages)
+        return self.text([{"role": role, "content": content} for role, content in talk])
 
     def text(self, messages):
         """The conversation as text, up to where the model speaks."""

@@ -25,7 +25,8 @@ critic() {
 if [[ $size == tool-star-* ]]; then
     # prompts of 1,536 and responses of 4,096 tokens, episodes of 15,000 [4]; memory.py: every size
     # fits 8 GPUs of 80 GB, 3b four, 0.5b and 1.5b one [2]
-    algorithm=grpo context=5632 cutoff=15000 pack=32768 reward=paper prompts=128 group=8
+    algorithm=grpo context=${CONTEXT:-5632} cutoff=${CUTOFF:-15000} pack=${PACK:-32768}
+    reward=paper prompts=128 group=8
     SFT_DATA=${SFT_DATA:-$DATA/published/sft.json} RL_DATA=${RL_DATA:-$DATA/published/rl.parquet}
     SETS=${SETS:-$DATA/published/sets} TOOLS=${TOOLS:-database/tool-star}
     made "$DATA/rl.jsonl" || for file in "$SFT_DATA" "$RL_DATA"; do

@@ -205,7 +205,7 @@ def newest_whole(out, resume, rank):
     import torch.distributed as dist
 
     folder, found = Path(out) / "checkpoints", marks(out)
-    if not resume and (found or (Path(out) / "log.jsonl").exists()):
+    if not resume and (found or any(log.stat().st_size for log in Path(out).glob("log.jsonl"))):
         sys.exit(f"{out} holds a run already: --resume goes on with it; or choose another --out")
     dist.barrier()  # all have looked before the log is made
     marked = {step for step, tag in tags_of(out).items() if (tag / "mark.json").exists()}

@@ -5,8 +5,8 @@ made anew, or by another statistic, without the hours of the runs.
 
     python bench/outcomes.py keep out/tiny-0/axis/runs/* > docs/outcomes.jsonl
     python bench/outcomes.py unpack docs/outcomes.jsonl --out out/axes
-    python report.py --axis reward --out out/axes --runs \
-        sum=out/axes/grpo-sum-mixed-400-fail-00-s0/eval/rl sum=out/axes/grpo-sum-...
+    python report.py --axis reward --out out/axes --runs \\
+        sum=out/axes/grpo-sum-mixed-400-fail-00-s0/eval/rl sum=...
 
 Runs are comparable that start from one SFT checkpoint, whose sha256 is `sft`.
 """

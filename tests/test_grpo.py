@@ -211,6 +211,16 @@ def test_token_weights_by_hand(words, weight):
     assert weighed(samples, words) == [(0, weight)] * 2
 
 
+@pytest.mark.parametrize("words", ["", "--loss-norm batch"])
+def test_a_batch_of_overlength_plays_has_nothing_to_learn_and_moves_nothing(
+        words, one_rank, policy):
+    samples = [sample(0, 1.0, 5, "turns"), sample(0, 0.0, 4, "context")]
+    assert grpo.token_weights(grpo.group_advantages(samples), flags(words)) == []
+    engine = Plain(policy)
+    line = learn(engine, [], words)
+    assert (engine.steps, line["loss"], line["loss_tokens"], line["dlogp_mean"]) == (0, 0, 0, 0)
+
+
 def test_groups_of_equal_reward_are_computed_only_if_there_is_nothing_else():
     equal = [sample(0, 1.0, 12), sample(0, 1.0, 4)]
     assert weighed(equal) == [(0, 1 / 16)] * 2
@@ -357,6 +367,20 @@ def test_of_a_token_that_no_policy_sampled_engine_and_trainer_do_not_disagree(
     line = learn(engine, weighted, words)
     assert line["dlogp_mean"] == line["dlogp_max"] == 0.0 and line["clip_high"] > 0
     assert (engine.gradient() - wanted.gradient()).norm() < 1e-6 * wanted.gradient().norm()
+    assert [grpo.sampled(s) for s, _ in weighted] == [0] * len(weighted)
+
+
+def test_the_gap_of_engine_and_trainer_is_a_mean_over_the_tokens_that_were_sampled(
+        one_rank, policy, weighted):
+    recompute(policy, weighted)
+    whole, (first, _) = learn(Plain(policy), weighted[:1], ""), weighted[0]
+    policy.zero_grad()
+    last = max(i for i, m in enumerate(first.mask) if m)
+    first.logps = [grpo.UNSAID if m and i < last else logp
+                   for i, (m, logp) in enumerate(zip(first.mask, first.logps, strict=True))]
+    line = learn(Plain(policy), weighted[:1], "--recompute")
+    assert line["dlogp_mean"] == pytest.approx(line["dlogp_max"]) and grpo.sampled(first) == 1
+    assert line["loss_tokens"] == whole["loss_tokens"] == sum(first.mask)
 
 
 @pytest.mark.parametrize("pack, packed, ranks", [

@@ -248,6 +248,17 @@ def test_an_endpoint_out_of_context_stops_the_episode(mini):
     assert episode.stop == "context" and episode.turns == 0
 
 
+@pytest.mark.parametrize("said", ["status 404: no model qwen-long-context", "status 400: seed",
+                                  "http://context:1/v1: Connection refused",
+                                  "status 500: context of the error"])
+def test_the_word_context_alone_stops_no_episode(mini, said):
+    def generate(messages):
+        raise ChatError(said)
+
+    with pytest.raises(ChatError, match=said):
+        list(play(generate, [episode_of(mini, {"query": "?"})]))
+
+
 def replies(text):
     """As many calls as the query says, then the answer."""
     asked = int(re.search(r"user\n(\d+)", text)[1])
@@ -486,6 +497,12 @@ def test_the_solver_plays_through_the_tools_and_wins_and_a_rerun_plays_nothing(
     assert all(row["strict"] == row["score"]["official"] == 1 and row["calls"] for row in rows)
     evaluate.main(words)
     assert read_jsonl(file) == rows and "| pass@2 | 100.0 |" in capsys.readouterr().out
+    task, *more = trip
+    other = task | {"budget": task["budget"] + 1}
+    words = command(tmp_path, (other, *more), mini, "--agent", "solver", "--samples", "2")
+    with pytest.raises(SystemExit, match="other tasks of these ids were played"):
+        evaluate.main(words)
+    assert read_jsonl(file) == rows
 
 
 def test_a_person_plays_in_the_terminal(tmp_path, trip, mini):

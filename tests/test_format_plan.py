@@ -144,7 +144,8 @@ def similar(field, ours, recorded):
 
 
 @pytest.mark.parametrize("text", ["", None, 7, "I could not find a plan.", "Day 1:\nDay 2:", "[]",
-                                  "{}", '{"days": 3}', "Day \u017fix: nothing"])
+                                  "{}", '{"days": 3}', "Day \u017fix: nothing",
+                                  '[{"days": %s}]' % ("9" * 5000), "[" + "9" * 5000 + "]"])
 def test_text_without_a_plan_gives_none(mini, trip, text):
     assert parse_plan(text, trip, mini) is None
 

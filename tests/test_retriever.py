@@ -279,6 +279,10 @@ def test_an_index_goes_on_after_a_stop_and_is_then_the_same(tmp_path, corpus, en
     assert index(corpus, encoder, stopped) == whole[:-5] + b"there"  # nothing is left to do
     with pytest.raises(SystemExit, match="retriever.py: .* was begun with"):
         index(corpus, encoder, stopped, "--batch", "8")
+    retriever.Dense(stopped)
+    corpus.write_text(text + text.splitlines()[0] + "\n")
+    with pytest.raises(ValueError, match="corpus.jsonl has changed since"):
+        retriever.Dense(stopped)
 
 
 def test_devices_share_the_work_and_make_the_same_index(tmp_path, corpus, encoder):

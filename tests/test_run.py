@@ -46,7 +46,7 @@ STAR_RL = {"--prompts": "128", "--group": "8", "--minibatches": "8", "--epochs":
            "--lr": "1e-6", "--clip-low": "0.2", "--clip-high": "0.2", "--context": "5632",
            "--temperature": "1.0", "--reward": "paper", "--env": "tools"}
 OURS = re.compile("(DRY|MODEL|DATA|OUT|SEEDS?|CYCLES|GPUS|NNODES|NODE_RANK|STAR_DATABASE|"
-                  "ENDPOINT.*|QA|SFT_DATA|RL_DATA|SETS|TOOLS|JUDGE.*|AXIS_.*|FLAGS_.*)$")
+                  "CONTEXT|CUTOFF|PACK|ENDPOINT.*|QA|SFT_DATA|RL_DATA|SETS|TOOLS|JUDGE.*|AXIS_.*|FLAGS_.*)$")
 
 
 def run_sh(folder, *words, **variables):
@@ -242,6 +242,27 @@ def test_every_cycle_plays_pairs_and_learns_from_where_the_last_one_ended(cycles
             last = given["--out"][0]
     models = arguments(made["eval"][1])["--model"]
     assert models[2] == "rl=OUT/rl" and models[3:] == [f"dpo={last}"] * bool(stages)
+
+
+def test_the_lengths_that_a_user_sets_are_those_of_the_stages():
+    stages = dry("1.5b", CONTEXT="20000", CUTOFF="9000", PACK="16384")
+    assert value(stages, "rl", "--context") == "20000"
+    assert value(stages, "sft", "--cutoff") == "9000"
+    assert value(stages, "rl", "--pack-tokens") == "16384"
+
+
+def test_a_teacher_is_asked_for_more_tasks_than_a_solver_that_solves_them_all():
+    teacher = dry("3b", ENDPOINT="http://a/v1=m", ENDPOINT_KEY="key")
+    assert value(dry("3b"), "sft-tasks", "--n") == "1198"
+    assert value(teacher, "sft-tasks", "--n") == "5000"
+
+
+@pytest.mark.parametrize("gpus, ranks", [(1, "1"), (2, "2")])
+def test_tiny_has_no_more_ranks_than_a_machine_has_gpus(house, gpus, ranks):
+    stand_in(house / "bin" / "nvidia-smi",
+             "#!/bin/sh\n" + "".join(f"echo 'GPU {gpu}: A'\n" for gpu in range(gpus)))
+    done = run_sh(house, "tiny", DRY="1", PATH=f"{house / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    assert f"--nproc_per_node {ranks} grpo.py" in done.stdout, done.stderr
 
 
 def test_several_nodes_meet_at_the_first():

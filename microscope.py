@@ -85,15 +85,16 @@ def short(values, digits=7):
 
 def pieces(ids, tokenizer):
     """The text of each token. A letter of several tokens stands at its last, "" at the others."""
-    texts, held = [], []
+    texts, held, decode = [], [], tokenizer.decode
     for token in ids:
         held.append(token)
-        text = tokenizer.decode(held)
-        if text.endswith(UNFINISHED) and len(held) < 4:  # no letter has more bytes
-            texts.append("")
-            continue
-        texts.append(text)
-        held = []
+        texts.append("")
+        text = decode(held)
+        if not text.endswith(UNFINISHED):
+            texts[-1], held = text, []
+        elif len(held) == 4:  # no letter has more bytes: some are of none, and one may begin later
+            cut = next((i for i in (1, 2, 3) if decode(held[:i]) + decode(held[i:]) == text), 4)
+            texts[cut - 5], held = decode(held[:cut]), held[cut:]
     if held:
-        texts[-1] = tokenizer.decode(held)
+        texts[-1] = decode(held)
     return texts

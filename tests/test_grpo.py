@@ -438,6 +438,15 @@ def test_a_letter_of_several_tokens_stands_at_its_last_one(template):
     assert "".join(pieces(ids[:2], template.tokenizer)) == template.tokenizer.decode(ids[:2])
 
 
+def test_pieces_of_any_tokens_make_the_whole_text(template):
+    draw, text = random.Random(SEED), "\u0351\U0001f600\u00e9\u4e2d a"
+    letters = template.encode(text)
+    for _ in range(2000):
+        ids = draw.choices(letters if draw.random() < 0.5 else range(300), k=draw.randrange(40))
+        texts = pieces(ids, template.tokenizer)
+        assert len(texts) == len(ids) and "".join(texts) == template.tokenizer.decode(ids)
+
+
 def test_plays_that_all_earned_the_same_are_compared_but_move_no_weight(
         one_rank, policy, weighted):
     for s, _ in weighted:

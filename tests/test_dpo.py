@@ -343,6 +343,7 @@ def test_two_ranks_learn_what_one_learns(words, critic, tmp_path):
             [line[key] for line in one if key in line], rel=1e-2, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
         words, critic, tmp_path):
     train_broken("dpo.py", tmp_path / "dpo", words)

@@ -360,6 +360,7 @@ def test_bootstrap_intervals_have_the_binomial_width():
 
 # ---------------------------------------------------------------- a real engine
 
+@pytest.mark.slow
 def test_a_checkpoint_is_played_by_vllm(tiny_model, tmp_path):
     pytest.importorskip("vllm")
     qa_eval.main(["--model", f"tiny={tiny_model}", "--sample", "6", "--max-turns", "2",

@@ -167,8 +167,7 @@ def web_address(text):
 def hold(out, name=".writer"):
     """Be the one writer of the folder OUT (rank 0) as long as this process lives, or SystemExit.
 
-    The lock is a record lock: the kernel gives it back on any death, and no child inherits it, so
-    that none holds it for a writer who is gone. Its file goes at a clean exit.
+    A record lock: given back on any death, inherited by no child. Its file goes at a clean exit.
     """
     if os.environ.get("RANK", "0") != "0":
         return

@@ -53,7 +53,7 @@ BESIDE = (  # the table's lower rows: key in tax.json, label, form
     ("missing", "wrong: no answer", "{:,}"),
     ("calls", "searches per question", "{:.1f}"),
 )
-Verdict = namedtuple("Verdict", "em sub_em f1 stop calls")  # of an episode
+Verdict = namedtuple("Verdict", "em sub_em f1 stop calls task")  # of an episode
 HERE = Path(__file__).parent / "database"
 # a folder of episodes holds one choice of these, of a model and of a retriever
 SETTINGS = ("corpus", "encoder", "topk", "max_turns", "max_context", "max_tokens", "temperature",
@@ -181,7 +181,8 @@ def read_verdicts(path):
                 row = json.loads(line)
                 empty = row["stop"] == "answer" and not row["answer"].strip()
                 scores = [row["score"][key] for key in ("em", "sub_em", "f1")]
-                verdict = Verdict(*scores, "empty" if empty else row["stop"], row["calls"])
+                stop = "empty" if empty else row["stop"]
+                verdict = Verdict(*scores, stop, row["calls"], row["task"])
                 found.setdefault(row["task"]["id"], verdict)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}, line {i}: no episode ({error!r:.100}); delete it, and "
@@ -192,6 +193,8 @@ def read_verdicts(path):
 def play_model(args, folder, settings, tasks):
     """Play the tasks that OUT lacks and append each episode as it ends; memory holds live ones."""
     done = read_verdicts(folder / "episodes.jsonl")
+    if any(task["id"] in done and done[task["id"]].task != task for task in tasks):
+        raise ValueError(f"{folder}: others of these ids were played; choose another --out")
     left = [task for task in tasks if task["id"] not in done]
     begun = len(tasks) - len(left)
     print(f"{folder.name}: {begun} of {len(tasks)} questions played", file=sys.stderr)

@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from guard import COUNT, PORT, Parser, naming, progress, run
+from guard import COUNT, PORT, Parser, hold, naming, progress, run
 from records import write_text
 
 # Shapes: n queries, N passages, D numbers in a vector, L tokens of a text, k hits.
@@ -129,9 +129,8 @@ class Matrix:
         parts = matrix.view(size, dim).split(-(-size // len(places)))  # (N / places, D) each
         self.shards = [part.to(place) for part, place in zip(parts, places, strict=False)]
         self.firsts = range(0, size, len(parts[0]))
-        # A thread per shard, undivided: threads that meet after each step wait for the slowest, ten
-        # times as long on a busy machine. They start now, because torch hands the number of threads
-        # that was set last to every new thread.
+        # A thread per shard, undivided: threads that meet after each step wait for the slowest.
+        # They start now, since torch hands each new thread the number of threads that was set last.
         self.pool = ThreadPoolExecutor(len(places), "scan", torch.set_num_threads, (1,))
         list(self.pool.map(time.sleep, [0.01] * len(places)))
         torch.set_num_threads(threads)
@@ -321,6 +320,7 @@ def begin_index(args, out, dim):
 
 def build_index(args):
     """Encode block by block and append; after a stop, whole blocks on disk are not done again."""
+    hold(args.out)
     check_corpus(args.corpus)
     encoders = [load_encoder(args.encoder, device) for device in args.devices]
     out, dim, block = Path(args.out), encoders[0][0].config.hidden_size, 64 * args.batch

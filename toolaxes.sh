@@ -23,7 +23,8 @@ judged() {
     change --model "$3" ${AXIS_TASKS:+--limit "$AXIS_TASKS"} --seed "$4" "${@:5}" --out "$2/eval"
     stage "eval-${2##*/}" "$2/eval/table.md" "${words[@]}"
     [[ -n ${DRY:-} || $node != 0 || $3 != *"=$plays/"* ]] || rm -rf "${3#*=}/checkpoints"
-    runs+=("$1=$2/eval/${3%%=*}") scored+=("$1-s$4=$2/eval/${3%%=*}")
+    local name=${1//%/}  # scores has a narrower idea of a name
+    runs+=("$1=$2/eval/${3%%=*}") scored+=("${name//+/-}-s$4=$2/eval/${3%%=*}")
 }
 
 # An axis, a line per setting: its name, then what makes the run: reward, masked results or not, per

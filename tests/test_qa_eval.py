@@ -270,6 +270,10 @@ def test_two_models_side_by_side(agent, tmp_path, capsys):
     assert len(agent.seen) == asked == 4 * 64  # all was there: nothing is asked twice
     with pytest.raises(SystemExit, match="topk was 5 and is 3"):
         agent(*models, "--topk", "3")
+    file = tmp_path / "rl" / "episodes.jsonl"
+    file.write_text(file.read_text().replace('"query": "', '"query": "Once, ', 1))
+    with pytest.raises(SystemExit, match="others of these ids were played"):
+        agent(*models)
     shutil.rmtree(tmp_path / "rl")
     agent("--model", "rl=good", "--topk", "3")
     assert len(agent.seen) == asked + 2 * 64

@@ -285,6 +285,17 @@ def test_an_index_goes_on_after_a_stop_and_is_then_the_same(tmp_path, corpus, en
         retriever.Dense(stopped)
 
 
+def test_an_index_has_one_writer(tmp_path, corpus, encoder):
+    code = f"import guard, sys; guard.hold({str(tmp_path / 'i')!r}); print(1, flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE)
+    assert other.stdout.readline()
+    with pytest.raises(SystemExit, match="still writes to"):
+        index(corpus, encoder, tmp_path / "i")
+    other.communicate(b"\n", timeout=60)
+    index(corpus, encoder, tmp_path / "i")
+
+
 def test_devices_share_the_work_and_make_the_same_index(tmp_path, corpus, encoder):
     alone = index(corpus, encoder, tmp_path / "alone")
     assert index(corpus, encoder, tmp_path / "shared", "--devices", "cpu", "cpu") == alone

@@ -14,6 +14,7 @@ from threading import Thread
 import pytest
 from conftest import ROOT
 
+import evaluate
 from toolstar.tools import read_settings
 
 SIZES = ("tiny", "0.5b", "1.5b", "3b", "7b")
@@ -118,6 +119,13 @@ def test_every_flag_of_every_command_exists(command):
         subcommand = given.pop("")[:1] if several else given.pop("")[:0]
         unknown = given.keys() - flags_of(name, *subcommand)
         assert not unknown, f"{command} {stage}: {name} knows no {sorted(unknown)}"
+
+
+@pytest.mark.parametrize("axis", TOOL_AXES)
+def test_the_scores_of_an_axis_take_the_names_of_its_runs(axis):
+    words = dry("tool-star-3b", "axis", axis)[f"scores-{axis}"][1]
+    runs = arguments(words)["--runs"]
+    assert len(evaluate.named_paths(runs)) == len(runs) > 1
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -267,6 +267,14 @@ def test_a_run_that_was_killed_goes_on_to_the_same_files(synthesise, serve, tmp_
     assert 10 < done < 48 and len(after) < len(asked)
 
 
+def test_other_tasks_of_ids_that_were_played_are_refused(synthesise):
+    folder, _ = synthesise(["dr", "prompt"], "--samples", "1", name="first")
+    kept = (folder / "samples.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match="other tasks of these ids were played"):
+        synthesise(["prompt", "dr"], "--samples", "1", name="first")
+    assert (folder / "samples.jsonl").read_bytes() == kept
+
+
 # ---------------------------------------------------------------- hints
 
 CHAIN = {"messages": [{}, {}, {"role": "assistant", "content":

@@ -314,6 +314,18 @@ def test_what_was_said_in_tags_is_judged_as_it_was_said(make):
     assert world.verdict(play(world, said))[1]["released"] == -1
 
 
+@pytest.mark.parametrize("said, paid", [
+    ("<think>x</think><answer>\\boxed{42}</answer>", 1), ("<answer>\\boxed{42}</answer>", -1),
+    ("<think>x</think><answer>42</answer>", -1),
+    ("</think></think><answer>\\boxed{42}</answer>", -1)])
+def test_tags_without_a_thought_or_a_box_are_no_whole_form(make, said, paid):
+    world = make(grammar="tags")
+    episode = play(world, said)
+    _, score, strictly = world.verdict(episode)
+    assert episode.stop == "answer" and score["success"] == 1 and strictly == (paid == 1)
+    assert {world.reward(score, kind) for kind in ("paper", "strict", "released")} == {paid}
+
+
 def test_a_passage_with_half_a_character_reaches_the_tokenizer_whole(make, tiny_model):
     from template import load_template
 
@@ -376,6 +388,18 @@ def test_what_was_found_with_other_settings_or_in_another_corpus_is_not_taken(ma
     world.answer("Search", {"query": "tower"})
     other = make(top_k=1, cache=str(world.settings.folder / "cache.sqlite"))
     assert not other.answer("Search", {"query": "tower"})[2]
+
+
+def test_ranks_of_several_hosts_have_a_file_of_their_own(tmp_path, monkeypatch):
+    journals = {}
+    for here in "2", "1":
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+        cache = tools.Cache(str(tmp_path / "c.sqlite"), most=1000)
+        journals[cache.path] = cache.ask("PRAGMA journal_mode")[0][0]
+        cache.close()
+    assert journals == {str(tmp_path / "c.sqlite"): "wal",
+                        str(tmp_path / "c.sqlite.nodes"): "delete"}
 
 
 def test_the_cache_stays_within_its_size_and_drops_what_is_longest_unused(tmp_path):

@@ -401,7 +401,7 @@ def test_the_answer_of_a_text(text, answer):
     ("Hollin", ["Hollin"]), (["a b", "c"], ["a b", "c"]), (5, ["5"]), (None, []), ([0], ["0"]),
     ("['New York', 'NYC']", ["New York", "NYC"]), ("[New York, NYC]", ["New York", "NYC"]),
     ("[1, 2]", ["[1, 2]"]), ("[1,2)", ["[1,2)"]), ("['1', '2']", ["1", "2"]), ("[]", []),
-    ("[1, 'Paris']", ["1", "Paris"]), ("['Paris', None]", ["Paris"]),
+    ("[1, 'Paris']", ["1", "Paris"]), ("['Paris', None]", ["Paris"]), ("[{{1}}]", ["[{{1}}]"]),
 ])
 def test_golds_are_read_in_all_their_forms(golds, read):
     assert verdict.aliases(golds) == read
@@ -447,6 +447,9 @@ def rewards(answer="0.5", calls=(), task=TASK, format_ok=True, cut=False, text="
     ({"answer": "New York City", "calls": BOTH,
       "task": {"golds": ["New York"], "check": "qa", "needs": ["search", "python"]}},
      [0.8, 0.9, 0.8, 0.8]),
+    # both of two answers is half of none
+    ({"answer": "yes no", "task": {"golds": ["yes"], "check": "qa"}}, [0, 0, 0, 0]),
+    ({"answer": "Yes.", "task": {"golds": ["yes"], "check": "qa"}}, [1, 1, 1, 1]),
 ])
 def test_rewards_are_those_of_the_table(what, values):
     assert rewards(**what) == pytest.approx(values)

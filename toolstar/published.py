@@ -86,7 +86,7 @@ def opened(value):
         for load in json.loads, ast.literal_eval:
             try:
                 return load(value.strip())
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 continue
     return value
 

@@ -327,6 +327,10 @@ def play_missing(args, folder, settings, tasks, tools):
     The file is put into this order at last, whoever ended first."""
     file = folder / KEPT
     rows = {name_of(row["task"]): row for row in evaluate.recover_jsonl(file)}
+    now = {task["id"]: task for task in tasks}
+    if any(not now.get(row["task"]["id"], {}).items() <= row["task"].items()
+           for row in rows.values()):
+        raise ValueError(f"{folder}: other tasks of these ids were played; choose another --out")
     rows_of = partial(play_samples, args)
     if args.model:
         rows_of = partial(evaluate.apart, "tir.py", rows_of, args=args)

@@ -192,9 +192,7 @@ def arguments_of(name, inside):
 
 def as_tags(messages, tags=False):
     """An episode's replies and results as Tool-Star's one message. tags: it is one as it stands."""
-    if tags:
-        return "".join(message["content"] for message in messages[2:])
-    return "".join(map(one_as_tags, messages[2:]))
+    return "".join(said["content"] if tags else one_as_tags(said) for said in messages[2:])
 
 
 def one_as_tags(message):
@@ -224,6 +222,9 @@ class Cache:
     """
 
     def __init__(self, path, most):
+        # WAL is for processes of one host; a change of journal waits for no lock: hence two files
+        alone = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+        path, self.journal = (path, "WAL") if alone else (f"{path}.nodes", "DELETE")
         self.path, self.most, self.lock, self.file = path, most, threading.Lock(), None
         try:
             self.open()
@@ -239,9 +240,7 @@ class Cache:
     def open(self):
         self.file = sqlite3.connect(self.path, timeout=30, check_same_thread=False,
                                     isolation_level=None)
-        ranks, here = (os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        journal = "WAL" if ranks == here else "DELETE"  # the first is for processes of one host
-        self.file.execute(f"PRAGMA journal_mode = {journal}")
+        self.file.execute(f"PRAGMA journal_mode = {self.journal}")
         self.file.execute("PRAGMA synchronous = OFF")  # a lost answer is asked for again
         self.file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, status TEXT, "
                           "text TEXT, used REAL, until REAL)")
@@ -536,8 +535,10 @@ class Tools:
     def verdict(self, episode):
         """(answer, score, strict success): right, in a whole form, and by tools that worked."""
         calls, stop = episode.sandbox.calls, episode.stop
-        score = verdict.score(episode.task, episode.answer or "", calls, stop == "answer",
-                              stop in ("turns", "context"), as_tags(episode.messages, episode.tags))
+        said = as_tags(episode.messages, episode.tags)
+        whole = stop == "answer" and (not episode.tags or verdict.released_format(said))
+        score = verdict.score(episode.task, episode.answer or "", calls, whole,
+                              stop in ("turns", "context"), said)
         score["tool_seconds"] = sum(call["seconds"] for call in calls)
         score["cached"] = sum(call["cached"] for call in calls) / max(1, len(calls))
         if self.settings.unsafe_python:
@@ -546,7 +547,7 @@ class Tools:
             score["helpers"] = len(episode.helped)
             score["helpers' tokens"] = sum(item["tokens"] for item in episode.helped)
         broken = any(call["status"] == "broken" for call in calls)
-        return episode.answer, score, score["success"] * (stop == "answer" and not broken)
+        return episode.answer, score, score["success"] * (whole and not broken)
 
     def reward(self, score, kind):
         """The score as a number, by one of the kinds."""

@@ -148,7 +148,7 @@ def aliases(golds):
         return texts(golds)
     try:
         items = ast.literal_eval(golds)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         items = [item.strip() for item in golds[1:-1].split(",")]
     quoted = re.match(r"\[\s*['\"]", golds) and all(isinstance(item, str) for item in items)
     # [1, 2] is an interval, so one gold
@@ -248,11 +248,12 @@ def score(task, answer, calls, format_ok, cut, tags_text):
         said = untexted(said).strip()
     right = bool(said) and is_right(said, task)
     metrics = qa_metrics(said, task["golds"]) if said else dict.fromkeys(("em", "f1", "acc"), 0.0)
+    graded = 0.0 if task["check"] == "math" or not said else token_f1(said, task["golds"])
     row = {
         "success": float(right),
         "em": metrics["em"],
         "f1": metrics["f1"],
-        "acc": float(right) if task["check"] == "math" else max(metrics["f1"], float(right)),
+        "acc": max(graded, float(right)),  # of "yes no" half would be right by the evaluators' F1
         "format_ok": float(bool(format_ok)),
         "cut": float(bool(cut)),
         "released": released(tags_text, task["golds"]),

@@ -194,7 +194,7 @@ def play_model(args, folder, settings, tasks):
     """Play the tasks that OUT lacks and append each episode as it ends; memory holds live ones."""
     done = read_verdicts(folder / "episodes.jsonl")
     if any(task["id"] in done and done[task["id"]].task != task for task in tasks):
-        raise ValueError(f"{folder}: others of these ids were played; choose another --out")
+        raise ValueError(f"{folder}: other questions had these ids; choose another --out")
     left = [task for task in tasks if task["id"] not in done]
     begun = len(tasks) - len(left)
     print(f"{folder.name}: {begun} of {len(tasks)} questions played", file=sys.stderr)

@@ -272,7 +272,7 @@ def test_two_models_side_by_side(agent, tmp_path, capsys):
         agent(*models, "--topk", "3")
     file = tmp_path / "rl" / "episodes.jsonl"
     file.write_text(file.read_text().replace('"query": "', '"query": "Once, ', 1))
-    with pytest.raises(SystemExit, match="others of these ids were played"):
+    with pytest.raises(SystemExit, match="other questions had these ids"):
         agent(*models)
     shutil.rmtree(tmp_path / "rl")
     agent("--model", "rl=good", "--topk", "3")

@@ -14,7 +14,7 @@ engine and a <result> follows; for the published checkpoints and data.
 [1] Tool-Star, arXiv:2505.16410
 
 Reads   DATABASE/tools.json and the corpus that it names
-Writes  DATABASE/cache.sqlite, or where tools.json says
+Writes  DATABASE/cache.sqlite, or where tools.json says; ranks of several hosts that + .nodes
 
     python -m toolstar.tools check --database database/tools
     python -m toolstar.tools play --database database/tools --tasks data/val.jsonl
@@ -533,7 +533,7 @@ class Tools:
             self.ask = helpers.asker(self.settings, asks, generate)
 
     def verdict(self, episode):
-        """(answer, score, strict success): right, in a whole form, and by tools that worked."""
+        """(answer, score, strict success): right, whole (tags: as released), by working tools."""
         calls, stop = episode.sandbox.calls, episode.stop
         said = as_tags(episode.messages, episode.tags)
         whole = stop == "answer" and (not episode.tags or verdict.released_format(said))

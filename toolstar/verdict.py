@@ -248,12 +248,12 @@ def score(task, answer, calls, format_ok, cut, tags_text):
         said = untexted(said).strip()
     right = bool(said) and is_right(said, task)
     metrics = qa_metrics(said, task["golds"]) if said else dict.fromkeys(("em", "f1", "acc"), 0.0)
-    graded = 0.0 if task["check"] == "math" or not said else token_f1(said, task["golds"])
+    graded = token_f1(said, task["golds"]) if task["check"] == "qa" else 0.0
     row = {
         "success": float(right),
         "em": metrics["em"],
         "f1": metrics["f1"],
-        "acc": max(graded, float(right)),  # of "yes no" half would be right by the evaluators' F1
+        "acc": max(graded, float(right)),  # the evaluators' F1 would pay "yes no" for a yes
         "format_ok": float(bool(format_ok)),
         "cut": float(bool(cut)),
         "released": released(tags_text, task["golds"]),

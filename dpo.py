@@ -447,17 +447,17 @@ def load(args, template, device):
 
 
 def zero3(policy, lr, device):
-    """Shard parameters, gradients and AdamW's moments over all ranks -> a DeepSpeed engine
-
-    The loop owns the gradient accumulation: any number of engine.backward, then one engine.step.
-    """
+    """Shard parameters, gradients and AdamW's moments over all ranks -> a DeepSpeed engine, in
+    which the loop accumulates gradients: any number of engine.backward, then one engine.step."""
     import deepspeed
 
     cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
-        "zero_optimization": {"stage": 3, "overlap_comm": cuda}, "gradient_clipping": 1.0,
+        # a layer is gathered as a whole: hooks at each of its parts cost time (docs/results.md)
+        "zero_optimization": {"stage": 3, "overlap_comm": cuda, "leaf_module": {
+            "classes": sorted(policy.lm._no_split_modules or ())}}, "gradient_clipping": 1.0,
         "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
 

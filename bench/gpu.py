@@ -5,11 +5,14 @@ fail, in OUT/report.md.
     bash run.sh gpu                       # makes .venv and calls this
     python bench/gpu.py --out out/gpu
 
-The model has random weights and the shape of Qwen2.5-0.5B; what it says makes no sense, so that an
-episode is as many tokens as it is allowed. Every claim runs the stages themselves in processes of
-their own: GRPO on all GPUs, killed and resumed; SFT on one at 4K and 16K tokens, by which the
-model's FLOPs utilisation (MFU) is counted; and the engine that evaluates. --rehearse runs it all
-with a model of 2M parameters on a CPU, which says that the script works and nothing else.
+The model has random weights and the shape of Qwen2.5-0.5B, or of another --shape; what it says
+makes no sense, so that an episode is as many tokens as it is allowed. Every claim runs the stages
+themselves in processes of their own: GRPO on all GPUs, killed and resumed; SFT on one at 4K and 16K
+tokens, by which the model's FLOPs utilisation (MFU) is counted; and the engine that evaluates.
+--rehearse runs it all with a model of 2M parameters on a CPU, which says that the script works and
+nothing else.
+
+    python bench/gpu.py --shape 1.5b --lengths 20480 30000 --checks sft --out out/gpu-1.5b
 """
 import argparse
 import json
@@ -29,10 +32,13 @@ from evaluate import read_jsonl, replacing  # noqa: E402
 DENSE = {  # bfloat16 FLOP/s without sparsity, of the makers' data sheets
     "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "A10G": 70e12, "L4": 121e12,
     "L40S": 362e12, "3090": 71e12, "4090": 165e12, "5090": 210e12}
-QWEN = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
-SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-         "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 4096}
+SHAPES = {  # of Qwen2.5: hidden, intermediate, layers, heads of queries and of keys, words, tied
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "3b": (2048, 11008, 36, 16, 2, 151936, True), "7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "rehearsal": (128, 256, 2, 2, 1, 4096, True)}
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "vocab_size", "tie_word_embeddings")
+CHECKS = ("grpo", "sft", "evaluate", "generate")
 
 
 class Report:
@@ -65,8 +71,9 @@ def make_model(folder, shape):
     tokenizer = make_tokenizer(texts, 1024)
     torch.manual_seed(0)
     lm = Qwen2ForCausalLM(Qwen2Config(
-        **shape, tie_word_embeddings=True, max_position_embeddings=32768, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+        **dict(zip(NAMES, SHAPES[shape], strict=True)), max_position_embeddings=32768,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id))
     lm.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return lm.config, sum(p.numel() for p in lm.parameters())
@@ -83,24 +90,33 @@ def make_data(out, model, tokens):
         memory.write_full(four, n)
 
 
-def torchrun(ranks, stage, words, log, kill_after=0):
+def gib_in_use():
+    """Of the first GPU, as nvidia-smi has it; 0 without one."""
+    query = "nvidia-smi -i 0 --query-gpu=memory.used --format=csv,noheader,nounits"
+    try:
+        return int(subprocess.run(query.split(), capture_output=True, text=True).stdout) / 1024
+    except (OSError, ValueError):
+        return 0
+
+
+def torchrun(ranks, stage, words, log, kill_after=0, env=None):
     """Run a stage, its words into a log beside OUT; with kill_after, SIGKILL it after that update.
-    -> (exit status, seconds)"""
+    -> (exit status, seconds, most GiB seen in use)"""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
                str(ranks), stage, *words.split()]
-    began = time.time()
+    began, used = time.time(), 0
     with open(log, "w") as screen:
         process = subprocess.Popen(command, cwd=ROOT, stdout=screen, stderr=subprocess.STDOUT,
-                                   start_new_session=True)
-        while kill_after and process.poll() is None:
-            if f"step {kill_after:4d}/" in Path(log).read_text():
+                                   start_new_session=True, env=os.environ | (env or {}))
+        while process.poll() is None:
+            if kill_after and f"step {kill_after:4d}/" in Path(log).read_text():
                 os.kill(process.pid, signal.SIGTERM)  # the agent ends its ranks
                 time.sleep(0.5)
                 os.killpg(process.pid, signal.SIGKILL)
-                break
+                process.wait()
+            used = max(used, gib_in_use())
             time.sleep(0.2)
-        process.wait()
-    return process.returncode, time.time() - began
+    return process.returncode, time.time() - began, used
 
 
 def last_words(log):
@@ -115,15 +131,14 @@ def mfu(config, n, tokens, length, seconds, peak):
     return tokens * (6 * n + attention) / seconds / peak
 
 
-def planned(config_folder, args, ranks, gib):
-    """{moment: GiB} that memory.py plans for the GRPO run below."""
+def planned(stage, model, tokens, *words):
+    """{moment: GiB} that memory.py plans for a stage whose micro-batches have so many tokens."""
     import memory
 
-    flags = memory.flags(["grpo", "--model", str(config_folder), "--gpus", str(ranks), "--gpu-gib",
-                          str(gib), "--context", str(args.context), "--gpu-memory", "0.4"])
+    flags = memory.flags([stage, "--model", str(model), *map(str, words)])
     config, n = memory.load_shape(flags.model)
-    rows = memory.training(config, n, flags, max(args.context, 16384))
-    rows += memory.playing(config, n, flags)[0]
+    rows = memory.training(config, n, flags, tokens)
+    rows += memory.playing(config, n, flags)[0] if stage == "grpo" else []
     return {moment: sum(size for _, size, where in rows if moment in where) / memory.GIB
             for moment in memory.MOMENTS}
 
@@ -135,7 +150,7 @@ def check_training(report, out, ranks, args, gib):
              f"--turn-tokens {args.context // 8} --pack-tokens {max(args.context, 16384)} "
              f"--lr 1e-5 --gpu-memory 0.4 --save-every 1 --resume --out {out}/rl")
     torchrun(ranks, "grpo.py", words, out / "rl-killed.txt", kill_after=2)
-    status, seconds = torchrun(ranks, "grpo.py", words, out / "rl.txt")
+    status, seconds, _ = torchrun(ranks, "grpo.py", words, out / "rl.txt")
     log = out / "rl" / "log.jsonl"
     rows = read_jsonl(log) if log.exists() else []
     said = last_words(out / "rl.txt") if status else f"{len(rows)} updates, {seconds:.0f} s"
@@ -151,7 +166,8 @@ def check_training(report, out, ranks, args, gib):
     report.add("play, tokens/s sampled, all GPUs", None, f"{last['play_tps']:.0f}")
     report.add("learn, tokens/s, all GPUs", None, f"{last['learn_tps']:.0f}")
     if not args.rehearse:
-        plan = planned(out / "model", args, ranks, gib)
+        plan = planned("grpo", out / "model", max(args.context, 16384), "--gpus", ranks,
+                       "--gpu-gib", gib, "--context", args.context, "--gpu-memory", 0.4)
         learn = max(plan["logits"], plan["layer"], plan["step"])
         for moment, size in (("play", plan["play"]), ("learn", learn)):
             used = max(row[f"{moment}_gib"] for row in rows)
@@ -160,20 +176,27 @@ def check_training(report, out, ranks, args, gib):
 
 
 def check_learning(report, out, config, n, peak, args, attention):
-    """SFT on one GPU with rows of 4K and 16K tokens: tokens/s and MFU."""
+    """SFT on one GPU with rows of each length: tokens/s, MFU, and the memory beside the plan."""
     for length in args.lengths:
         folder = out / f"sft-{length}-{attention}"
         words = (f"--model {out}/model --data {out}/{length}.jsonl --steps 6 --batch 4 --cutoff "
                  f"{length} --pack-tokens {length} --lr 1e-6 --attn {attention} --out {folder}")
-        status, _ = torchrun(1, "sft.py", words, f"{folder}.txt")
+        # else PyTorch keeps blocks of sizes that nobody asks for again
+        grows = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        status, _, used = torchrun(1, "sft.py", words, f"{folder}.txt", env=grows)
         claim = f"sft.py, {attention}, {length} tokens a row"
         if status:
             report.add(claim, False, last_words(f"{folder}.txt"))
             continue
         rows = read_jsonl(folder / "log.jsonl")[2:]  # the first warm up
         tokens, seconds = (sum(row[key] for row in rows) for key in ("tokens", "seconds"))
-        share = f", MFU {mfu(config, n, tokens, length, seconds, peak):.2f}" if peak else ""
+        row = tokens / 4 / len(rows)
+        share = f", MFU {mfu(config, n, tokens, row, seconds, peak):.2f}" if peak else ""
         report.add(claim, True, f"{tokens / seconds:.0f} tokens/s{share}")
+        if used:
+            plan = max(planned("sft", out / "model", length, "--gpus", 1).values())
+            report.add(f"{claim}: memory at most what memory.py plans", used <= plan,
+                       f"{used:.1f} of {plan:.1f} GiB planned")
 
 
 def check_evaluation(report, out):
@@ -221,6 +244,10 @@ def main():
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the report")
+    p.add_argument("--shape", choices=[*SHAPES][:-1], default="0.5b", help="of which Qwen2.5")
+    p.add_argument("--context", type=int, default=4096, help="tokens of an episode of GRPO")
+    p.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], help="of rows of SFT")
+    p.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS, help="which claims")
     p.add_argument("--rehearse", action="store_true", help="a tiny model, on a CPU")
     args = p.parse_args()
     gpus = visible_gpus()
@@ -230,7 +257,8 @@ def main():
     import torch
     from transformers.utils import is_flash_attn_2_available
 
-    args.context, args.lengths = (512, [256]) if args.rehearse else (4096, [4096, 16384])
+    if args.rehearse:
+        args.shape, args.context, args.lengths = "rehearsal", 512, [256]
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     report, ranks = Report(args.out), max(1, len(gpus))
@@ -245,13 +273,17 @@ def main():
         driver = subprocess.run(query.split(), capture_output=True, text=True).stdout.split()
         report.add("driver", None, f"{driver[0] if driver else '?'}, CUDA {torch.version.cuda}")
     report.add("GPUs", None, f"{ranks} x {name}, {gib:.0f} GiB")
-    config, n = make_model(args.out / "model", SMALL if args.rehearse else QWEN)
+    config, n = make_model(args.out / "model", args.shape)
     make_data(args.out, args.out / "model", args.lengths)
-    check_training(report, args.out, ranks, args, gib)
+    if "grpo" in args.checks:
+        check_training(report, args.out, ranks, args, gib)
     for attention in ["sdpa"] + ["flash_attention_2"] * is_flash_attn_2_available():
-        check_learning(report, args.out, config, n, peak, args, attention)
-    check_evaluation(report, args.out)
-    check_generate(report, args.out, args)
+        if "sft" in args.checks:
+            check_learning(report, args.out, config, n, peak, args, attention)
+    if "evaluate" in args.checks:
+        check_evaluation(report, args.out)
+    if "generate" in args.checks:
+        check_generate(report, args.out, args)
     print(json.dumps({"failed": report.failed(), "report": str(report.file)}))
     sys.exit(bool(report.failed()))
 

@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from engine import visible_gpus  # noqa: E402
-from evaluate import read_jsonl, replacing  # noqa: E402
+from evaluate import read_jsonl, replacing, write_jsonl  # noqa: E402
 
 DENSE = {  # bfloat16 FLOP/s without sparsity, of the makers' data sheets
     "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "A10G": 70e12, "L4": 121e12,
@@ -80,11 +80,14 @@ def make_model(folder, shape):
 
 
 def make_data(out, model, tokens):
-    """tasks.jsonl of the mini world, and an SFT file per number of tokens, one row filling each."""
+    """tasks.jsonl of the mini world, sums.jsonl, and an SFT file per number of tokens, one row
+    filling each."""
     import memory
 
     words = f"synth.py tasks --n 64 --days 3 --like tiny --out {out}/tasks.jsonl"
     subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
+    write_jsonl(out / "sums.jsonl", [{"id": str(i), "query": f"{i} + {i}?", "sum": 2 * i}
+                                     for i in range(64)])
     for n in tokens:
         four = argparse.Namespace(model=model, gpus=4, out=out / f"{n}.jsonl")
         memory.write_full(four, n)
@@ -144,11 +147,16 @@ def planned(stage, model, tokens, *words):
 
 
 def check_training(report, out, ranks, args, gib):
-    """GRPO on all GPUs: engine and trainer agree, memory is as planned, a killed run goes on."""
-    words = (f"--model {out}/model --tasks {out}/tasks.jsonl --system-prompt short --steps 4 "
+    """GRPO on all GPUs: engine and trainer agree, memory is as planned, a killed run goes on.
+
+    In a world that pays by the word: of trips a random model knows nothing, all its plays would
+    earn the same, no update would take a step, and every sync would send what the engine has.
+    """
+    words = (f"--model {out}/model --tasks {out}/sums.jsonl --env tests/calculator.py --steps 4 "
+             "--reward talk "
              f"--prompts {4 * ranks} --group 8 --context {args.context} --max-turns 4 "
              f"--turn-tokens {args.context // 8} --pack-tokens {max(args.context, 16384)} "
-             f"--lr 1e-5 --gpu-memory 0.4 --save-every 1 --resume --out {out}/rl")
+             f"--lr 1e-3 --gpu-memory 0.4 --save-every 1 --resume --out {out}/rl")
     torchrun(ranks, "grpo.py", words, out / "rl-killed.txt", kill_after=2)
     status, seconds, _ = torchrun(ranks, "grpo.py", words, out / "rl.txt")
     log = out / "rl" / "log.jsonl"
@@ -157,6 +165,9 @@ def check_training(report, out, ranks, args, gib):
     report.add("grpo.py is killed, resumed and ends", status == 0 and len(rows) == 4, said)
     if not rows:
         return
+    norms = [row["gnorm"] for row in rows]
+    report.add("every update takes a step, norm of the gradient > 0", min(norms) > 0,
+               ", ".join(f"{norm:.2g}" for norm in norms))
     gaps = [row["dlogp_mean"] for row in rows]
     bound = 1e-4 if args.rehearse else 0.05
     report.add(f"engine and trainer agree at every update, mean |dlogp| <= {bound}",

@@ -200,6 +200,7 @@ def take_observation(s, observation, template, args):
         return False
     s.episode.finish(observation)
     ids = template.between(s.episode.messages[-1], closed=s.ids[-1] in template.ends)
+    ids = ids[:args.context - len(s.ids)]  # nobody reads on behind the limit
     s.episode.heard = len(ids)
     append(s, ids, [UNSAID] * len(ids) if args.train_results else None)
     if len(s.ids) >= args.context:
@@ -324,7 +325,7 @@ def judge_all(samples, world, kind):
         plan, score, strict = world.verdict(s.episode)
         s.stop, s.reward = s.episode.stop, world.reward(score, kind)
         s.record = s.episode.record() | {
-            "plan": plan, "score": score, "strict": strict, "reward": s.reward}
+            "plan": plan, "score": score, "strict": strict, "reward": s.reward, "kind": kind}
         # samples travel between ranks: without a sandbox, and numbers as bytes
         s.episode, s.ids, s.mask = None, array("i", s.ids), array("b", s.mask)
         s.logps = array("d", s.logps)
@@ -409,8 +410,8 @@ def policy_loss(logps, old_logps, advantage, weight, args):
     """
     w = torch.exp((logps - old_logps).clamp(max=20))  # inf times an advantage of 0 were NaN
     clipped = w.clamp(1 - args.clip_low, 1 + args.clip_high)
-    if args.keep_gradient:  # the same value, but w's gradient scaled to the bound
-        clipped = torch.where(w > 1 + args.clip_high, w * (clipped / w).detach(), clipped)
+    if args.keep_gradient:  # the same value, and the gradient of a w that stands at the bound
+        clipped = clipped + (w > 1 + args.clip_high) * clipped.detach() * (logps - logps.detach())
     loss = -(torch.min(w * advantage, clipped * advantage) * weight).sum()
     with torch.no_grad():
         high = (w > 1 + args.clip_high) & (advantage > 0)
@@ -773,7 +774,7 @@ def main():
 def read_inputs(args):
     """World, tasks, tasks to validate on, template: all are looked at before anything is spent."""
     world = evaluate.open_world(args)
-    kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) > 2)]
+    kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) == 3)]
     if args.reward and args.reward not in kinds:
         sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
     tasks = evaluate.load_tasks(args.tasks, world.load_task)

@@ -142,16 +142,16 @@ def read_pair(row, template, cutoff):
         return f"no {error}"
     except (AttributeError, TypeError, ValueError):
         return "want lists of messages, and two numbers as rewards, of chosen and rejected"
-    if not all(map(is_message, sides[0] + sides[1])):
-        return "a message is no role and content"
+    if not all(map(evaluate.is_talk, sides)):
+        return "a message is no role and content, or not every second one is a reply"
     asked = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
     said = [[m["content"] for m in side if m["role"] == "assistant"] for side in sides]
     if not all("".join(replies).strip() for replies in said):
         return "a side has no reply"
     if said[0] == said[1]:
         return "both sides have the same replies"
-    if asked[0] != asked[1] or not asked[0]:
-        return "the prompts of both sides differ, or are empty"
+    if asked[0] != asked[1] or not asked[0] or len(row.get("prompt", [])) > len(asked[0]):
+        return "the prompts of both sides differ, are empty, or hold a reply"
     if not better >= worse:
         return "rejected earned more than chosen"
     pair = Pair(*(render(side, template) for side in sides))
@@ -182,12 +182,6 @@ def load_pairs(path, template, cutoff, rank):
 def episodes_of(pairs):
     """[Pair] -> the episodes, chosen ones first."""
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-
-
-def is_message(message):
-    """Whether it has a role and a content, both of them text."""
-    return isinstance(message, dict) and all(
-        isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def batch_of(step, n, size, seed):

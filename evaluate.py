@@ -78,9 +78,9 @@ from records import (  # noqa: F401, handed on
     write_jsonl,
     write_text,
 )
-from sandbox import Episode, Sandbox, open_database, parse, system_prompt
+from sandbox import Episode, Sandbox, open_database, system_prompt
 from solver import solver_replies
-from template import Template, check_weights, load_template  # noqa: F401, handed on
+from template import Template, check_weights, is_talk, load_template  # noqa: F401, handed on
 from whole import (  # noqa: F401, handed on
     check_config,
     check_finite,
@@ -102,8 +102,6 @@ SETTINGS = ("env", "database", "temperature", "top_p", "max_context", "max_turns
 
 def load_task(row):
     """A published record (TravelPlanner's or STAR's) as our task; errors name the key."""
-    if not isinstance(row, dict):
-        raise ValueError(f"a task is a table of keys, not a {type(row).__name__}")
     task = {key: value for key, value in row.items()
             if key not in ("reference_information", "annotated_plan")}
     for key in ("date", "days", "people_number", "budget", "visiting_city_number", "constraint",
@@ -116,7 +114,7 @@ def load_task(row):
     task["local_constraint"] = {"house rule": asked.get("house rule", asked.get("room rule"))} | {
         key: asked.get(key) for key in ("cuisine", "room type", "transportation")}
     for key, kind in {"org": str, "dest": str, "date": list, "days": int, "people_number": int,
-                      "budget": (int, float)}.items():
+                      "budget": (int, float), "query": str}.items():
         if not isinstance(need(task, key), kind):
             raise ValueError(f"{key!r} is {task[key]!r:.60}, which is of the wrong type")
     for key in ("days", "people_number"):
@@ -157,7 +155,7 @@ def find_tasks(source, split):
     if path.is_file() or not (path.is_dir() or on_hub):
         return path
     if not split:
-        raise ValueError(f"{source} is a data set: --split says which part of it is meant")
+        raise ValueError(f"{source} is a data set: name a file of it, or the part by --split")
     if path.is_dir():
         for name in names:
             if (path / name).exists():
@@ -194,17 +192,19 @@ def load_tasks(source, load=load_task, limit=None, split=None):
     path, tasks = find_tasks(source, split), []
     rows = read_csv_rows(path) if path.suffix == ".csv" else read_jsonl(path)
     for number, row in enumerate(rows[:limit]):
-        if isinstance(row, dict):
-            row = row["task"] if isinstance(row.get("task"), dict) else row
-            row = row if row.keys() & {"id", "idx"} else row | {"idx": number}
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, row {number + 1}: a task is a table of keys: {row!r:.40}")
+        row = row["task"] if isinstance(row.get("task"), dict) else row
+        row = row if row.keys() & {"id", "idx"} else row | {"id": str(number), "idx": number}
         try:
-            if split == "test" and isinstance(row, dict) and "org" not in row:
+            if split == "test" and "days" in row and "org" not in row:
                 told = {key: row[key] for key in ("idx", "level", "days", "query") if key in row}
                 tasks.append({"id": str(row.get("id", row.get("idx")))} | told)
             else:
                 tasks.append(load(row))
         except (KeyError, ValueError) as error:
-            raise ValueError(f"{path}, row {number + 1}: {error.args[0]}") from None
+            why = error.args[0] if " " in str(error.args[0]) else repr(error)
+            raise ValueError(f"{path}, row {number + 1}: {why}") from None
     if not tasks:
         raise ValueError(f"{path}: holds no task; python synth.py tasks writes some")
     twice = [i for i, times in Counter(str(task["id"]) for task in tasks).items() if times > 1]
@@ -275,8 +275,9 @@ def load_module(name):
     """The module of this name, or of this file."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-    module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(Path(name).resolve().parent))  # what stands beside it
+    spec = importlib.util.spec_from_file_location(name, name)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -319,7 +320,8 @@ def play_one(generate, episode):
 
 def ask_person(messages):
     """generate(messages) that shows the last message and reads a reply from the terminal."""
-    print(f"\n{messages[-1]['content']}\n\n<tool_call>...</tool_call> or <answer>...</answer>, "
+    told = "\n\n".join(one["content"] for one in messages[-1 if len(messages) > 2 else 0:])
+    print(f"\n{told}\n\n<tool_call>...</tool_call> or <answer>...</answer>, "
           "over as many lines as you like:", file=sys.stderr)
     ends = ("</answer>", "</tool_call>", "</search>", "</python>", "</browse>")
     text = input("> ")
@@ -373,11 +375,10 @@ def measure(rows):
     """{line of the table: number} over the episodes of one agent."""
     told = [lines_of(row) for row in rows]
     lines = dict.fromkeys(line for lines in told for line in lines)
-    # the tools' world has grammars of its own
-    replies = [parse(message["content"]).kind for row in rows if "tools" not in row
-               for message in row["messages"] if message["role"] == "assistant"]
+    replies = [reply < row["errors"] for row in rows if "errors" in row
+               for reply in range(row["turns"])]
     found = {"episodes": len(rows)} | {line: mean(one.get(line) for one in told) for line in lines}
-    found["replies that break the format"] = mean(kind == "error" for kind in replies)
+    found["replies that break the format"] = mean(replies)
     return found | {name: mean(row.get(name) for row in rows) for name in COUNTS}
 
 
@@ -457,7 +458,7 @@ def show(line, value):
     """A number of the table as text: shares in percent."""
     if value is None:
         return "-"
-    if line in COUNTS or line.endswith(" per episode"):
+    if line in COUNTS or line.endswith((" per episode", "seconds")):
         return f"{value:.1f}"
     return str(value) if line == "episodes" else f"{100 * value:.1f}"
 
@@ -481,7 +482,8 @@ def flags(argv=None):
     add("--agent", choices=("model", "solver", "person"), default="model",
         help="solver: the exact solver, through the tools; person: you, in the terminal")
     add("--url", type=web_address, metavar="URL",
-        help="OpenAI-compatible endpoint, http://host:port/v1, that plays instead of vLLM")
+        help="OpenAI-compatible endpoint, http://host:port/v1, that plays instead of vLLM; its "
+        "replies hold their thoughts, so that it runs without a reasoning parser")
     add("--key", metavar="FILE", help="file that holds its API key")
     add("--tp", type=COUNT, default=1, help="GPUs that share one model")
     add("--processes", type=NATURAL, default=0, help="engines that share the tasks; 0: one per "
@@ -607,8 +609,8 @@ def player(args, path, world, tasks):
 
     episodes = map(begin, tasks)
     if args.agent == "solver":
-        if not hasattr(world, "database"):
-            raise ValueError(f"--agent solver plays travel, not {args.env}")
+        if not hasattr(world, "database") or "org" not in tasks[0]:
+            raise ValueError("--agent solver plays tasks of travel that tell all of a trip")
         return map(partial(play_solver, world.database), episodes)
     if args.agent == "person":
         return play(ask_person, episodes, 1)

@@ -240,8 +240,8 @@ def read_days(lines, trip, names):
                 days.append(day)
                 outside, idle = False, idle[:-1]
                 if said or w.FLIGHT_NUMBER.search(line) or w.LABEL.match(line):
-                    read_line(w.DATE.sub("", line, 1).lstrip(" :-–—,."), kind, day.events, trip,
-                              names)
+                    for part in w.NEXT_FIELD.split(w.DATE.sub("", line, 1).lstrip(" :-–—,.")):
+                        read_line(part, kind, day.events, trip, names)
                 continue
         if outside or not line:
             continue
@@ -651,7 +651,7 @@ def clean_day(day, number):
 # ---------------------------------------------------------------- main
 def read_texts(path):
     """Yield (line, task, text) of a jsonl file of episodes or texts."""
-    with naming(path), open(path, encoding="utf-8") as file:
+    with naming(path), open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)

@@ -177,6 +177,7 @@ def take_observation(s, observation, template, args):
         return False
     s.episode.finish(observation)
     ids = template.between(s.episode.messages[-1], closed=s.ids[-1] in template.ends)
+    ids = ids[:args.context - len(s.ids)]  # nobody reads on behind the limit
     s.episode.heard = len(ids)
     append(s, ids, [UNSAID] * len(ids) if args.train_results else None)
     if len(s.ids) >= args.context:
@@ -249,7 +250,7 @@ def judge_all(samples, world, kind):
         plan, score, strict = world.verdict(s.episode)
         s.stop, s.reward = s.episode.stop, world.reward(score, kind)
         s.record = s.episode.record() | {
-            "plan": plan, "score": score, "strict": strict, "reward": s.reward}
+            "plan": plan, "score": score, "strict": strict, "reward": s.reward, "kind": kind}
         # samples travel between ranks: without a sandbox, and numbers as bytes
         s.episode, s.ids, s.mask = None, array("i", s.ids), array("b", s.mask)
         s.logps = array("d", s.logps)
@@ -685,7 +686,7 @@ def main():
 def read_inputs(args):
     """World, tasks, tasks to validate on, template: all are looked at before anything is spent."""
     world = evaluate.open_world(args)
-    kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) > 2)]
+    kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) == 3)]
     if args.reward and args.reward not in kinds:
         sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
     tasks = evaluate.load_tasks(args.tasks, world.load_task)

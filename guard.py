@@ -37,8 +37,7 @@ MEND = {  # what a person does about an error of the disk
     errno.EROFS: "name another place",
     errno.ENOSPC: "make room, and the same command goes on",
     errno.EDQUOT: "make room, and the same command goes on",
-    errno.EADDRINUSE: "another program listens there; choose another --port",
-}
+    errno.EADDRINUSE: "another program listens there; choose another --port"}
 
 
 # ----------------------------------------------------------------------------------------- errors

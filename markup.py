@@ -15,6 +15,7 @@ import wording as w
 
 LONGEST_LINE = 4_000  # characters; what is longer is cut
 MOST_LINES = 2001  # out of JSON
+EVENT = re.compile("time|category|activity|activities|event|item|type|details?|description", re.I)
 TYPOGRAPHY = str.maketrans("’‘“”：，；（）【】\u00a0\u202f\u3000\t\r", "''\"\":,;()[]     ", "*`\0")
 
 
@@ -101,7 +102,9 @@ def table_lines(block):
     head = rows[0] if rows else [""]
     days = [i for i, cell in enumerate(head) if w.DAY.match(cell)]
     fields = [i for i, cell in enumerate(head) if i and w.LABEL.match(f"{cell}:")]
-    by_day = re.match("days?$", head[0], re.I)
+    by_day = re.match("(days?|dates?)$", head[0], re.I)
+    events = by_day and len(head) > 2 and any(EVENT.fullmatch(cell) for cell in head)
+    told = ""
     if len(days) > 1:
         for i in days:
             yield head[i]
@@ -109,7 +112,12 @@ def table_lines(block):
         return
     for row in rows[1:] if by_day or not days else rows:
         label = next((i for i, cell in enumerate(row) if w.LABEL.fullmatch(f"{cell}:")), None)
-        if by_day and not fields:
+        if events:  # a row is one of a day's, which may stand in its first row alone
+            if row[0] not in ("", told):
+                told = row[0]
+                yield told if w.DAY.match(told) or w.DATED.match(told) else f"Day {told}"
+            yield (f"{row[label]}: " if label else "") + " | ".join(row[(label or 0) + 1:])
+        elif by_day and not fields:
             yield f"Day {row[0]}: " + " ".join(row[1:])
         elif by_day or w.DAY.match(row[0]):
             yield row[0] if w.DAY.match(row[0]) else f"Day {row[0]}"

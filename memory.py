@@ -132,8 +132,8 @@ def plan(args):
     positions, heads = config.max_position_embeddings, config.num_attention_heads
     if longest > positions:
         sys.exit(f"{args.model} knows {positions} positions, {flag} asks for {longest}: lower it")
-    if heads % args.tp:
-        sys.exit(f"{args.model} has {heads} attention heads, which --tp {args.tp} does not divide")
+    if heads % args.tp or args.gpus % args.tp:
+        sys.exit(f"--tp {args.tp} does not divide {heads} attention heads and {args.gpus} GPUs")
     rows, contexts = training(config, n, args, tokens), math.inf
     moments = [moment for moment in MOMENTS if plays or moment != "play"]
     if plays:

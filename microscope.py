@@ -8,11 +8,11 @@ What an update of grpo.py or arpo.py saw of every token, for report.py to show.
 Nothing is computed that the update needs: a run with --microscope has the weights of one without.
 A line: name, query, parent and shared (of arpo.py's forks: whose first tokens it took over, and how
 many), reward, advantage, tokens (texts, which joined are the play's), mask (1 where the policy
-spoke), engine (its log-probability of each policy token), clip (the bounds of w); and if the play
-was in the loss, of each policy token: trainer (the trainer's log-probability), w (the importance
-weight, before it is clipped), side (-1 clipped from below, 1 from above, else 0), gain (its
-advantage), entropy (nats). `group` is the tree of its query: of each play name, parent, shared,
-length, where its prompt ends, reward, advantage and stop.
+spoke), engine (its log-probability of each policy token, null where a tool said it), clip (the
+bounds of w); and if the play was in the loss, of each policy token: trainer (the trainer's
+log-probability), w (the importance weight, before it is clipped), side (-1 clipped from below, 1
+from above, else 0), gain (its advantage), entropy (nats). `group` is the tree of its query: of each
+play name, parent, shared, length, where its prompt ends, reward, advantage and stop.
 
 Reads   what the stage hands over
 Writes  OUT/microscope/<step>.jsonl, whole or not at all
@@ -64,7 +64,7 @@ def columns_of(seen):
 
 def line_of(s, tokenizer):
     """A play as the engine saw it."""
-    engine = [logp for logp, policy in zip(s.logps, s.mask, strict=True) if policy]
+    engine = [x if x < 1 else None for x, said in zip(s.logps, s.mask, strict=True) if said]
     return {"name": s.name, "query": s.query, "parent": getattr(s, "parent", ""),
             "shared": getattr(s, "shared", 0), "reward": s.reward, "advantage": s.advantage,
             "tokens": pieces(list(s.ids), tokenizer), "mask": list(s.mask), "engine": short(engine)}
@@ -80,7 +80,7 @@ def branch_of(s):
 
 def short(values, digits=7):
     """Numbers at the digits that a reader can use; float32 has seven."""
-    return [float(f"{value:.{digits}g}") for value in values]
+    return [value and float(f"{value:.{digits}g}") for value in values]
 
 
 def pieces(ids, tokenizer):

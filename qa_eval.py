@@ -37,22 +37,16 @@ from toolstar.verdict import normalize, token_f1  # Search-R1's order too [2]
 
 # Shapes: n questions, M models, R bootstrap rounds.
 SETS = {  # FlashRAG's folder: (split, questions); the test split if there is one, else dev [2]
-    "nq": ("test", 3610),
-    "triviaqa": ("test", 11313),
-    "popqa": ("test", 14267),
-    "hotpotqa": ("dev", 7405),
-    "2wikimultihopqa": ("dev", 12576),
-    "musique": ("dev", 2417),
-    "bamboogle": ("test", 125),
-}
+    "nq": ("test", 3610), "triviaqa": ("test", 11313), "popqa": ("test", 14267),
+    "hotpotqa": ("dev", 7405), "2wikimultihopqa": ("dev", 12576), "musique": ("dev", 2417),
+    "bamboogle": ("test", 125)}
 BESIDE = (  # the table's lower rows: key in tax.json, label, form
     ("sub_em", "sub-EM", "{:.1%}"),
     ("f1", "F1", "{:.1%}"),
     ("context", "wrong: out of tokens", "{:,}"),
     ("turns", "wrong: out of replies", "{:,}"),
     ("missing", "wrong: no answer", "{:,}"),
-    ("calls", "searches per question", "{:.1f}"),
-)
+    ("calls", "searches per question", "{:.1f}"))
 Verdict = namedtuple("Verdict", "em sub_em f1 stop calls task")  # of an episode
 HERE = Path(__file__).parent / "database"
 # a folder of episodes holds one choice of these, of a model and of a retriever
@@ -79,7 +73,7 @@ def load_questions(args):
             rows = [rows[i] for i in sorted(draw.sample(range(len(rows)), args.sample))]
         tasks += rows
     if not tasks:
-        raise ValueError(f"{args.data} holds no questions.jsonl and no set of FlashRAG: see --data")
+        raise ValueError(f"{args.data} holds no question, of its own or of FlashRAG: see --data")
     name, count = Counter(task["id"] for task in tasks).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{args.data}: the id {name} occurs twice: make ids unique within a set")
@@ -119,11 +113,9 @@ def qa_score(episode):
     if episode.stop != "answer" or not (episode.answer or "").strip():
         return {"em": 0.0, "sub_em": 0.0, "f1": 0.0}
     answer, golds = normalize(episode.answer), episode.task["golden_answers"]
-    return {
-        "em": float(any(answer == normalize(gold) for gold in golds)),
-        "sub_em": float(any(normalize(gold) in answer for gold in golds)),
-        "f1": token_f1(episode.answer, golds),
-    }
+    return {"em": float(any(answer == normalize(gold) for gold in golds)),
+            "sub_em": float(any(normalize(gold) in answer for gold in golds)),
+            "f1": token_f1(episode.answer, golds)}
 
 
 # ---------------------------------------------------------------- play
@@ -283,8 +275,7 @@ def summarise(found, sets):
         "turns": stops["turns"],
         "missing": len(rows) - stops["answer"] - stops["context"] - stops["turns"],
         "calls": sum(row.calls for row in rows) / len(rows),
-        "sets": {name: float(np.mean([found[i].em for i in ids])) for name, ids in sets.items()},
-    }
+        "sets": {name: float(np.mean([found[i].em for i in ids])) for name, ids in sets.items()}}
 
 
 def tax_table(args, folders, tasks):

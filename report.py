@@ -356,8 +356,7 @@ def entries_of(source, files):
             entry["task"] = {"id": name, "level": level, "query": str(task.get("query", ""))[:1000]}
             entry |= {name: None if pair else row.get(name) for name in ("stop", *MEANS)}
             entry["success"] = score.get("success", score.get("em"))  # em: of answered questions
-            older = row.get("official") or {}  # older records have a whole verdict there
-            entry["official"] = score.get("official", older.get("success"))
+            entry["official"] = score.get("official")
             if entry["success"] is not None:
                 entry["score"] = {"success": entry["success"]}
             entry["checks"] = {check: found[0] for check, found in score.get("checks", {}).items()}

@@ -64,7 +64,7 @@ class BM25:
 
     def __init__(self, path):
         import bm25s
-        with naming(path), open(path, encoding="utf-8") as file:
+        with naming(path), open(path, encoding="utf-8-sig") as file:
             lines = enumerate(file, 1)
             self.documents = [load_document(line, f"{path}, line {i}") for i, line in lines]
         self.words = partial(bm25s.tokenize, stopwords="en", show_progress=False)
@@ -255,7 +255,7 @@ def find_retriever(name, corpus):
 
 def check_corpus(path):
     """Look at a corpus's first line before an engine or an encoder is loaded."""
-    with naming(path), open(path, encoding="utf-8") as file:
+    with naming(path), open(path, encoding="utf-8-sig") as file:
         line = file.readline()
     if not line:
         raise ValueError(f"{path} is empty; want a line of id and contents per passage")

@@ -17,7 +17,8 @@ Writes  sandbox.index beside them, or in ~/.cache/star where that folder is not 
 
     python sandbox.py check DIR     which tables are there, what is missing or off, sample calls
 
-For another world, give Episode an object with .call(name, arguments) -> str, and a prompt.
+For another world, give Episode a prompt and an object with .call(name, arguments) -> str, which
+never raises, whatever a model asks, and may be copied by copy.copy while it is played (arpo.py).
 """
 import argparse
 import contextlib
@@ -583,7 +584,7 @@ class Episode:
         self.messages = [{"role": "system", "content": system_prompt},
                          {"role": "user", "content": task["query"]}]
         self.answer, self.stop = None, ""  # stop: "", "answer", "format", "turns" or "context"
-        self.calls = self.turns = 0
+        self.calls = self.turns = self.errors = 0  # errors: replies that break the protocol
 
     def step(self, reply):
         """Play one reply -> the observation to hand back, or None when the episode has ended."""
@@ -597,6 +598,7 @@ class Episode:
         self.messages.append({"role": "assistant", "content": reply})
         self.turns += 1
         action = self.parse(reply)
+        self.errors += action.kind == "error"
         tools = getattr(self.sandbox, "tools", (action.name,))
         known = action.kind != "call" or action.name in tools
         if action.kind == "answer":
@@ -633,7 +635,8 @@ class Episode:
         """The episode as a line of jsonl."""
         return {"task": self.task, "model": model, "messages": self.messages,
                 "answer": self.answer, "stop": self.stop, "calls": self.calls,
-                "turns": self.turns, "failures": getattr(self.sandbox, "failures", 0)}
+                "turns": self.turns, "errors": self.errors,
+                "failures": getattr(self.sandbox, "failures", 0)}
 
 
 def observation_message(observation):

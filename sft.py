@@ -105,10 +105,10 @@ def load_samples(path, template, cutoff):
     samples, dropped = [], 0
     for line, episode in enumerate(evaluate.read_jsonl(path), 1):
         messages = episode.get("messages") if isinstance(episode, dict) else None
-        talk = isinstance(messages, list) and all(map(is_message, messages))
+        talk = isinstance(messages, list) and evaluate.is_talk(messages)
         if not talk or not messages or messages[0]["role"] == "assistant":
-            sys.exit(f"{path}:{line}: no 'messages' list of roles and contents that begins with a "
-                     "prompt; each line must be an episode as synth.py writes them")
+            sys.exit(f"{path}:{line}: no 'messages', a prompt and then by turns the assistant's and"
+                     " others' texts; each line must be an episode as synth.py writes them")
         sample = render(messages, template)
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1
@@ -118,12 +118,6 @@ def load_samples(path, template, cutoff):
         sys.exit(f"{path}: no episode to train on ({dropped} longer than --cutoff {cutoff} or "
                  "without a reply)")
     return samples, dropped
-
-
-def is_message(message):
-    """Whether it has a role and a content, both of them text."""
-    return isinstance(message, dict) and all(
-        isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def batch_of(step, n, size, seed):

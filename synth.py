@@ -250,7 +250,8 @@ def tasks(args):
 
     begun = evaluate.load_tasks(args.out) if own_rows(args.out, "query", "-[0-9]{7,}$") else []
     kept = [task for task in begun if take(task)]
-    if len(kept) < len(begun):
+    again = kept and make_task(args, int(kept[-1]["id"].rsplit("-", 1)[1]))
+    if len(kept) < len(begun) or kept and again != kept[-1]:
         raise ValueError(f"{args.out}: holds tasks that these flags do not ask for; choose another "
                          "--out, or remove it")
     index = last = int(kept[-1]["id"].rsplit("-", 1)[1]) + 1 if kept else 0
@@ -356,6 +357,8 @@ def say(args, task):
         try:
             reply = generate([{"role": "user", "content": text}])
         except ChatError as error:
+            if "context" not in str(error):  # the endpoint's fault, and not this task's
+                raise
             missing = [str(error)]
             continue
         query = " ".join(reply.split()).strip('"')
@@ -368,7 +371,8 @@ def say(args, task):
 def queries(args, todo):
     if not args.endpoint:
         raise ValueError("queries are put into words by --endpoint URL=MODEL")
-    with ThreadPoolExecutor(args.concurrency) as pool:
+    with ThreadPoolExecutor(args.concurrency) as pool, contextlib.ExitStack() as stack:
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # none asks after an error
         for done in as_completed([pool.submit(say, args, task) for task in todo]):
             yield done.result()
 
@@ -494,17 +498,10 @@ def subsets(args):
 
 
 def convert(args):
-    """Rewrite tasks as published, lists and dicts as text: `official` is TravelPlanner's form,
-    `star` the STAR release's, which says constraint and room rule; or back into ours."""
-    rows = evaluate.load_tasks(args.tasks)
-    for row in rows if args.form != "ours" else ():
-        row.pop("tightness", None)  # ours alone
-        wish = row["local_constraint"]
-        row |= {"date": str(row["date"]), "local_constraint": str(wish)}
-        if args.form == "star":
-            del row["local_constraint"]
-            row["constraint"] = str({"room rule": wish.pop("house rule"), **wish})
-    evaluate.write_jsonl(args.out, rows)
+    """Published tasks, TravelPlanner's or the STAR release's, in our form."""
+    if Path(args.out).exists():
+        raise ValueError(f"{args.out} exists; choose another --out, or remove it")
+    evaluate.write_jsonl(args.out, evaluate.load_tasks(args.tasks))
 
 
 # ---------------------------------------------------------------- main
@@ -558,8 +555,7 @@ def flags(argv=None):
     add("--exclude", nargs="*", default=[], help="files of tasks that must not come again")
     add("--sizes", type=AMOUNTS, default="100,200,500,1000,2000", help="at 4:3:3 [2]")
     add("--alone", type=COUNT, default=1000, help="tasks of one level alone [2]")
-    add = command("convert", convert, "rewrite tasks as published, or back into ours", source)
-    add("--form", choices=("ours", "official", "star"), default="ours", help="what is written")
+    command("convert", convert, "rewrite published tasks as ours", source)
     return p.parse_args(argv)
 
 

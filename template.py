@@ -109,6 +109,15 @@ class Template:
         return self.tokenizer.decode(ids[:-1] if closed else ids), closed
 
 
+def is_talk(messages):
+    """Whether all have a role and a text, and from the first reply on every second is a reply."""
+    roles = [message.get("role") for message in messages
+             if isinstance(message, dict) and isinstance(message.get("content"), str)]
+    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    known = [("system", "user")] * first + [("assistant",), ("user", "result")] * len(roles)
+    return len(roles) == len(messages) and all(map(tuple.__contains__, known, roles))
+
+
 def load_template(path):
     """The Template of a folder or hub name; ValueError says what keeps it from being used."""
     from transformers import AutoTokenizer, GenerationConfig
@@ -133,6 +142,11 @@ def check_weights(lm, template):
     if tokens > rows:
         raise ValueError(f"{template.path}: its tokenizer has {tokens} tokens, its embedding "
                          f"{rows} rows: take the tokenizer the model was saved with")
+    odd = [name for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
+           if getattr(lm.config, name, None) not in (None, 1)]
+    if odd or getattr(lm.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"{template.path}: its logits are more than a product with its head "
+                         f"({', '.join(odd) or 'bias'}), which is all that the stages compute")
     for name, weight in lm.named_parameters():
         if not weight.isfinite().all():
             raise ValueError(f"{template.path}: {name} holds values that are no numbers; copy or "

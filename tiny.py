@@ -575,9 +575,7 @@ def read_talks(path):
     talks = []
     for number, row in enumerate(evaluate.read_jsonl(path), 1):
         talk = row.get("messages") if isinstance(row, dict) else None
-        if not isinstance(talk, list) or not talk or not all(
-                isinstance(turn, dict) and isinstance(turn.get("content"), str)
-                and turn.get("role") in ("system", "user", "assistant", "result") for turn in talk):
+        if not isinstance(talk, list) or not talk or not evaluate.is_talk(talk):
             raise ValueError(f"{path}, record {number}: no messages, each with a role and a "
                              f"content, but {str(row)[:60]}")
         talks.append(talk)

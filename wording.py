@@ -23,13 +23,12 @@ DATE = pattern(rf"""(?:\b{WEEKDAY},?\s*)?
     \b\d{{4}}-\d\d-\d\d\b|\b\d{{1,2}}/\d{{1,2}}(?:/\d{{2,4}})?\b)
     (?:,?\s*20\d\d\b)?(?:,?\s*\(?{WEEKDAY}\)?(?!\s(?-i:[A-Z])))?""")
 DAY = pattern(rf"""[(\[<]?(?:(?:itinerary|plan) for |on\s+)?(?:(?:the|your|our)\s+)?
-    (?:(?:days?\s*[:#]?\s*|d(?=\d))(\d{{1,2}}|
-    {'|'.join(CARDINALS)})\b(?:/\d{{1,2}}\b)?
+    (?:(?:days?[\s_-]?\s*[:#]?\s*|d(?=\d))(\d{{1,2}}|{'|'.join(CARDINALS)})\b(?:/\d{{1,2}}\b)?
     (?:\s?(?:-|–|&|and|to)\s?(?:day\s*)?(\d{{1,2}})\b(?!:\d|\s*{MONTH}|[/-]))?|
     ({'|'.join(ORDINALS + SHORT)}|next|following|final|last)\s+(?:day|morning)\b)\W{{0,3}}""")
 # behind it: "1 (of 3)", and behind a date "(Day 1)"
 BESIDE_DAY = pattern(r"\A[^\w\[\](]*\(?\s*(?:of\ \d|days?\s*\d{1,2})\b\s*\)?\W{0,3}")
-DATED = pattern(rf"(?:on\s+|date\s*:\s*)?(?:{DATE.pattern}|{WEEKDAY}(?=$|,|\s+[a-z]|\s\(day))")
+DATED = pattern(rf"(?:on\s+|date\s*:\s*)?(?:{DATE.pattern}|{WEEKDAY}(?=$|,|:|\s+[a-z]|\s\(day))")
 
 # a field: label, colon, value
 LABELS = {
@@ -52,7 +51,8 @@ LABEL = pattern(rf"""(?:(?:early|late|mid|morning|midday|noon|afternoon|evening|
     \s*#?\d{{0,2}}\s*(?:[^\w\s!-~–—]{{1,3}}\s*)?(?:\([^()]{{0,60}}\)\s*)?
     (?::|\s[-–—|@]\s|=|$)\s*""")
 CITY_LABEL = pattern(r"(?:city|location|where)\s*:\s*")
-NEXT_FIELD = pattern(rf"\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)")
+NEXT_FIELD = pattern(rf"""\s*[|;•·]\s*(?=(?:{'|'.join(LABELS.values())})\s{{0,2}}\d?:)|(?:[.,]|\s/)
+    \s+(?=(?:transport(?:ation)?|breakfast|lunch|dinner|attractions?|accommodations?)\s{{0,2}}:)""")
 
 # prose: what announces a slot in a sentence
 CUE = pattern(r"""(?<![\w'-])(?:

@@ -138,7 +138,10 @@ BULLETS = {
     "road": "- **Transportation:** {mode} from {start} to {end} ({distance}, {duration}, ${cost})",
     "meal": "- **{Slot}:** {place} ({cuisine}) – ${price}/person",
     "sight": "- **Attraction:** {place}", "hotel": "- **Accommodation:** {place} – ${price}/night"}
+ONE_LINE = FIELDS | {"head": "Day {n}: City: {current}"}
 FORMS = {
+    "semicolons": ONE_LINE | {"glue": "; "}, "full_stops": ONE_LINE | {"glue": ". ", "none": ""},
+    "bars": ONE_LINE | {"glue": " | "}, "hyphens": FIELDS | {"head": "Day-{n}: {title}"},
     # headings
     "days_colon": FIELDS | {"head": "Days: {n}\nCurrent City: {current}"},
     "day_colon": FIELDS | {"head": "Day: {n}\nCurrent City: {current}"},
@@ -461,10 +464,39 @@ def label_lists(w):
     return "\n".join(out)
 
 
+def events_of(w, day):
+    """[(label, clock, text)] of a day."""
+    ride = w.ride_text(day, "paren")
+    return [("Transportation", "6:30 AM", ride)] * bool(ride) + [
+        (slot.title(), CLOCKS[slot], w.place(day, value).replace("|", "\\|"))
+        for slot in SLOTS for value in values_of(day, slot)]
+
+
+def timed_rows(w):
+    """A table of events whose day stands in its first row alone."""
+    rows = ["| Day | Time | Activity | Cost |", "|---|---|---|---|"]
+    for day in w.plan:
+        told = f"Day {day['day']}: {w.title(day)}"
+        for label, clock, text in events_of(w, day) or [("City", "", w.title(day))]:
+            rows.append(f"| {told} | {clock} | {label}: {text} | $12 |")
+            told = ""
+    return "\n".join(rows)
+
+
+def categories(w):
+    """A table of events, each with its day and its category."""
+    rows = ["| Day | Category | Details |", "|---|---|---|"]
+    for day in w.plan:
+        rows += [f"| {day['day']} | {label} | {text} |" for label, _, text in [
+            ("City", "", w.title(day)), *events_of(w, day)]]
+    return "\n".join(rows)
+
+
 STYLES = {name: functools.partial(tell, form=form) for name, form in FORMS.items()}
 STYLES |= {style.__name__: style for style in (
     br_table, html_table, two_columns, json_days, json_activities, json_restaurants, next_day,
-    weekdays, one_sentence_each, meals_in_a_cell, thoughtful, label_lists)}
+    weekdays, one_sentence_each, meals_in_a_cell, thoughtful, label_lists,
+    timed_rows, categories)}
 
 
 def examples(database, count, purpose, names=tuple(STYLES)):

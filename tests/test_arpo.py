@@ -264,6 +264,17 @@ def test_a_kept_gradient_has_the_clipped_value_and_the_bounds_slope():
         assert side.tolist() == [1, 0, 0, -1, 0]
 
 
+@pytest.mark.parametrize("logw", [-1000.0, -89.0, 19.0, 1000.0])
+def test_a_kept_gradient_is_a_number_however_far_the_policies_are_apart(logw):
+    for advantage in 1.0, -1.0:
+        apart = torch.tensor([logw], requires_grad=True)
+        loss, _ = arpo.policy_loss(apart, torch.zeros(1), torch.tensor([advantage]),
+                                   torch.ones(1), flags("--keep-gradient"))
+        (grad,) = torch.autograd.grad(loss, apart)
+        assert loss.isfinite() and grad.isfinite()
+        assert advantage < 0 or grad.item() == pytest.approx(-1.28 if logw > 0 else 0)
+
+
 def test_unsure_tokens_weigh_more_with_the_entropy_advantage():
     a, d = family()[0], family()[3]  # advantages -1 and 1, 8 policy tokens
     a.entropies, d.entropies = [0.0, 2.0, 0.0, 2.0, 0.0], [2.0, 0.0, 2.0]  # z is -1 or 1

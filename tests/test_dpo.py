@@ -207,13 +207,15 @@ def test_whole_conversations_are_pairs_too(template, tmp_path):
 BAD = {
     "prompts of both sides differ": {
         "chosen": ASKED + says("9"), "rejected": ASKED[:1] + says("0"), "rewards": [1, 0]},
-    "differ, or are empty": {"chosen": says("9"), "rejected": says("0"), "rewards": [1, 0]},
+    "differ, are empty": {"chosen": says("9"), "rejected": says("0"), "rewards": [1, 0]},
     "both sides have the same replies": row(("9", "8"), ("9", "8")),
     "a side has no reply": row(rejected=()),
     "no reply": row(chosen=("", " \n")),
     "no 'rewards'": {key: value for key, value in row().items() if key != "rewards"},
     "no 'chosen'": {key: value for key, value in row().items() if key != "chosen"},
     "a message is no role and content": row() | {"chosen": [{"role": "assistant"}]},
+    "not every second one is a reply": row() | {"chosen": says("9") + says("8")},
+    "or hold a reply": row() | {"prompt": [*ASKED, *says("5"), ASKED[1]]},
     "two numbers as rewards": row(rewards=(1.0, None)),
     "two numbers": row(rewards=(1.0, 0.0, 0.0)),
     "want lists of messages": row() | {"rejected": "0"},

@@ -16,7 +16,7 @@ import engine
 import evaluate
 from evaluate import Travel, load_task, load_tasks, play, read_jsonl, table, write_jsonl
 from format_plan import ChatError, itinerary
-from sandbox import SHORT_PROMPT, Episode, Sandbox
+from sandbox import SHORT_PROMPT, SYSTEM_PROMPT, Episode, Sandbox
 
 CALL = ('<think>.</think><tool_call>{"name": "SearchCity", "arguments": {"state": "x"}}'
         '</tool_call>')
@@ -98,7 +98,7 @@ def test_a_published_task_becomes_ours(trip):
     ({"org": 5}, "'org' is 5"), ({"date": "tomorrow"}, "'date' is"), ({"days": None}, "'days' is"),
     ({"days": 5}, "'date' has 3 of the trip's 5 days"),
     ({"local_constraint": "[]("}, "'local_constraint' must be"), ({}, "has no 'org'"),
-    ([], "a task is a table of keys, not a list")])
+    ([], "a task is a table of keys: []"), ({"query": 5}, "'query' is 5")])
 def test_a_task_that_cannot_be_read_is_named_with_file_row_and_key(trip, tmp_path, row, words):
     task = {"id": "2"} | (trip[0] if row else {}) | row if isinstance(row, dict) else row
     write_jsonl(tmp_path / "x.jsonl", [trip[0] | {"id": "1"}, task])
@@ -124,8 +124,8 @@ def test_tasks_are_also_read_from_episodes(tmp_path, trip):
 
 
 @pytest.mark.parametrize("source, split, words", [
-    (None, None, "--tasks FILE"), (".", None, "--split says which part"),
-    (".", "test", "neither test.csv nor test.jsonl"), ("some/set", None, "--split says"),
+    (None, None, "--tasks FILE"), (".", None, "name a file of it, or the part by --split"),
+    (".", "test", "neither test.csv nor test.jsonl"), ("some/set", None, "or the part by --split"),
     ("some/set", "validation", "hf download some/set"), ("empty.jsonl", None, "holds no task"),
     ("twice.jsonl", None, "two tasks have the id 'w'"), ("none.jsonl", None, "none.jsonl")])
 def test_without_tasks_it_is_said_what_is_amiss(tmp_path, monkeypatch, trip, source, split, words):
@@ -140,6 +140,28 @@ def test_without_tasks_it_is_said_what_is_amiss(tmp_path, monkeypatch, trip, sou
 def test_the_official_queries_are_tasks(test_data, name, size):
     tasks = load_tasks(test_data / "travelplanner" / f"{name}.jsonl")
     assert len(tasks) == size and all(task["days"] == len(task["date"]) for task in tasks)
+
+
+def test_a_world_of_ones_own_reads_its_tasks_and_errors_name_file_row_and_key(tmp_path):
+    rows = [{"query": "?", "secret": 1}, {"query": "!"}]
+    write_jsonl(tmp_path / "test.jsonl", rows)
+
+    def load(row):
+        return row | {"twice": 2 * row["secret"]}
+
+    with pytest.raises(ValueError, match=r"test.jsonl, row 2: KeyError\('secret'\)"):
+        load_tasks(tmp_path, load, split="test")
+    (task,) = load_tasks(tmp_path, load, 1, "test")
+    assert task == {"query": "?", "secret": 1, "twice": 2, "id": "0", "idx": 0}
+
+
+def test_a_worlds_file_may_hold_dataclasses_and_import_what_stands_beside_it(tmp_path):
+    (tmp_path / "beside_it.py").write_text("KINDS = ('one',)")
+    (tmp_path / "world.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from beside_it import KINDS\n\n\n@dataclass\nclass World:\n    kinds: tuple = KINDS\n\n\n"
+        "def open_world(args):\n    return World()\n")
+    assert evaluate.open_world(SimpleNamespace(env=str(tmp_path / "world.py"))).kinds == ("one",)
 
 
 def test_a_data_set_on_the_hub_is_its_file(tmp_path, trip, monkeypatch):
@@ -512,6 +534,7 @@ def test_a_person_plays_in_the_terminal(tmp_path, trip, mini):
     done = subprocess.run([sys.executable, ROOT / "evaluate.py", *words], input=typed, text=True,
                           capture_output=True, env=os.environ, cwd=tmp_path, timeout=60)
     assert done.returncode == 0 and "There is no city in x." in done.stderr
+    assert done.stderr.count(SYSTEM_PROMPT[:40]) == 1, "what tools there are is told once"
     (row,) = read_jsonl(tmp_path / "out" / "person" / "episodes.jsonl")
     assert (row["stop"], row["turns"], row["calls"], row["strict"]) == ("answer", 2, 1, 1)
     assert "| success | 100.0 (" in done.stdout

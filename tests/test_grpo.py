@@ -62,6 +62,7 @@ def test_a_breach_of_the_protocol_ends_the_episode_with_reward_zero(play, world)
     s = play(["no tags at all", REPLY], flags())
     grpo.judge_all([s], world, "sum")
     assert s.stop == "format" and s.reward == 0 and sum(s.mask) > 0
+    assert (s.record["kind"], s.record["errors"]) == ("sum", 1)
 
 
 def test_a_reply_that_does_not_end_is_a_format_error(play, template):
@@ -80,6 +81,7 @@ def test_an_observation_that_fills_the_context_ends_the_episode(play, task, mini
     prompt, replies = len(play([], flags()).ids), list(solver_replies(task, mini))
     s = play(replies, flags(f"--context {prompt + 60}"))
     assert s.episode.stop == "context" and s.episode.turns < len(replies)
+    assert len(s.ids) == len(s.mask) == len(s.logps) == prompt + 60, "nobody reads on behind it"
 
 
 def test_a_reply_that_a_stop_string_ends_gets_its_end_token_from_the_template(play, template):
@@ -353,6 +355,16 @@ def test_with_train_results_everything_behind_the_prompt_is_trained_on(play, tas
     assert whole.mask == [0] * start + [1] * (len(plain.mask) - start) != plain.mask
     said = [(logp, policy) for logp, policy in zip(whole.logps, plain.mask, strict=True)][start:]
     assert [logp == grpo.UNSAID for logp, _ in said] == [not policy for _, policy in said]
+
+
+def test_the_microscope_has_no_log_probability_of_what_a_tool_said(
+        play, task, mini, template, one_rank, tmp_path):
+    args = flags("--train-results")
+    plain, whole = (play(solver_replies(task, mini), each) for each in (flags(), args))
+    write_tokens(tmp_path / "1.jsonl", [whole], [], template, args)
+    (row,), start = read_jsonl(tmp_path / "1.jsonl"), plain.mask.index(1)
+    assert [logp is not None for logp in row["engine"]] == [bool(m) for m in plain.mask[start:]]
+    assert all(logp is None or logp <= 0 for logp in row["engine"])
 
 
 @pytest.mark.parametrize("words", ["--recompute", "--recompute --tis-cap 1.1"])

@@ -55,7 +55,7 @@ MISTAKES = {
         ("--tasks long.jsonl --model m", "of the trip's 3 days"),
         ("--tasks twice.jsonl --model m", "two tasks have the id 'w'"),
         ("--tasks alike.jsonl --model m", "two tasks have the id '1'"),
-        ("--tasks folder --model m", "folder is a data set: --split says which part"),
+        ("--tasks folder --model m", "folder is a data set: name a file of it, or the part by"),
         ("--tasks folder --split test --model m", "folder holds neither test.csv nor test.jsonl"),
         ("--tasks latin.csv --model m", "latin.csv: not text in UTF-8"),
         ("--tasks binary.csv --model m", "binary.csv: "),
@@ -106,8 +106,8 @@ MISTAKES = {
     ],
     "qa_eval": [
         ("", "--model wants one or more checkpoints"),
-        ("--data none --model m", "none holds no questions.jsonl and no set of FlashRAG"),
-        ("--data qa-empty --model m", "qa-empty holds no questions.jsonl"),
+        ("--data none --model m", "none holds no question, of its own or of FlashRAG"),
+        ("--data qa-empty --model m", "qa-empty holds no question, of its own or of FlashRAG"),
         ("--data qa-cut --model m", "qa-cut/questions.jsonl, line 1: not JSON"),
         ("--data qa-list --model m", "record 1: want id, question, golden_answers"),
         ("--data qa-twice --model m", "the id qa-twice/1 occurs twice"),
@@ -170,7 +170,7 @@ MISTAKES = {
         ("subsets --tasks good.jsonl --out sets --alone 0", "--alone: '0' must be"),
         ("subsets --tasks good.jsonl --out good.jsonl", "good.jsonl: "),
         ("convert --tasks lacking.jsonl --out x.jsonl", "lacking.jsonl, row 1"),
-        ("convert --tasks good.jsonl --out x.jsonl --form new", "invalid choice: 'new'"),
+        ("convert --tasks good.jsonl --out good.jsonl", "good.jsonl exists; choose another --out"),
     ],
     "tiny": [
         ("", "required: command"),
@@ -231,7 +231,7 @@ MISTAKES = {
         ("sft --model folder", "folder/config.json is missing"),
         ("sft --model nobody/none", "nobody/none is no folder here, and the hub does not give it"),
         ("sft --model shape --cutoff 99999", "knows 32768 positions, --cutoff asks for 99999"),
-        ("grpo --model shape --tp 5", "which --tp 5 does not divide"),
+        ("grpo --model shape --tp 5", "--tp 5 does not divide"),
         ("sft --model shape --gpu-gib 1", "this does not fit: "),
     ],
     "retriever": [

@@ -96,6 +96,14 @@ def test_travel_is_paired_by_success_where_rewards_are_sums_of_parts(made):
     assert [row["rewards"] for row in made(plays, "--by", "success")] == [[1.0, 0.0]]
 
 
+def test_rewards_of_two_kinds_are_not_compared(made):
+    plays = [play(said="right", reward=5.0, kind="sum"), play(said="right too", kind="success"),
+             play(said="wrong", reward=0.0, kind="success")]
+    (row,) = made(plays)
+    assert replies(row, "chosen") == ["right too"]
+    assert len(made(plays, "--by", "success")) == 2
+
+
 def test_what_teaches_nothing_is_left_out_and_counted(made, capsys):
     broken = play(said="broken", reward=0.0, tools=[{"status": "ok"}, {"status": "broken"}])
     unjudged = {key: value for key, value in play().items() if key not in ("reward", "score")}
@@ -126,6 +134,16 @@ def test_questions_and_not_pairs_are_held_out_and_the_same_ones_again(made, tmp_
         held.append({row["task"]["id"] for row in read_jsonl(tmp_path / "val.jsonl")})
         assert not learnt & held[-1] and len(learnt | held[-1]) == len(some) // 6
     assert held[1] == held[0] & {f"q{i}" for i in range(25)} and 5 <= len(held[0]) <= 30
+
+
+def test_what_is_no_file_of_pairs_is_not_replaced(made, tmp_path):
+    plays, mine = [play(said="right"), play(said="wrong", reward=0.0)], tmp_path / "val.jsonl"
+    write_jsonl(mine, [{"id": "a task of mine"}])
+    with pytest.raises(SystemExit, match="val.jsonl holds no pairs: choose another --out"):
+        made(plays)
+    assert read_jsonl(mine) == [{"id": "a task of mine"}]
+    mine.unlink()
+    assert len(made(plays)) == len(made(plays)) == 1
 
 
 def test_the_same_seed_gives_the_same_pairs_whatever_the_order_of_questions(made):

@@ -206,7 +206,7 @@ def test_a_bad_question_is_named(tmp_path, line, said):
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--data", "EMPTY", "--model", "x"], "holds no questions.jsonl"),
+    (["--data", "EMPTY", "--model", "x"], "holds no question, of its own or of FlashRAG"),
     (["--model", "x", "--retriever", "EMPTY"], "meta.json is not there"),
     (["--model", "x", "--corpus", "EMPTY/none.jsonl"], "none.jsonl is not there"),
     (["--model", "a=x", "a=y"], "a name of its own"), ([], "a name of its own")])

@@ -224,6 +224,15 @@ def test_a_task_that_a_set_asks_is_dropped_and_listed(tmp_path):
             contaminated([row], [])
 
 
+def test_without_a_question_of_a_set_nothing_is_called_clean(tmp_path):
+    (tmp_path / "sets").mkdir()
+    put(tmp_path / "rl.jsonl", [{"id": "1", "query": "Who?"}])
+    with pytest.raises(SystemExit, match="sets: no question of an evaluation set is there"):
+        sets.main(["overlap", "--sets", str(tmp_path / "sets"), "--tasks",
+                   str(tmp_path / "rl.jsonl"), "--out", str(tmp_path / "clean.jsonl")])
+    assert not (tmp_path / "clean.jsonl").exists()
+
+
 # ------------------------------------------------------------------------------------------ scores
 
 

@@ -67,6 +67,16 @@ def test_a_line_without_messages_is_named(template, tmp_path):
         sft.load_samples(tmp_path / "bad.jsonl", template, 1000)
 
 
+@pytest.mark.parametrize("odd", [
+    [*EPISODE[:3], EPISODE[2]], [*EPISODE[:4], EPISODE[3], EPISODE[4]],
+    [*EPISODE[:3], {"role": "tool", "content": "1."}, EPISODE[4]],
+    [*EPISODE[:3], EPISODE[0], EPISODE[4]]], ids=["two replies", "two queries", "tool", "system"])
+def test_turns_that_no_play_has_are_refused(odd, template, tmp_path):
+    write_jsonl(tmp_path / "bad.jsonl", [{"messages": EPISODE}, {"messages": odd}])
+    with pytest.raises(SystemExit, match=r"bad.jsonl:2: .*by turns the assistant's and others'"):
+        sft.load_samples(tmp_path / "bad.jsonl", template, 1000)
+
+
 def test_every_epoch_visits_every_episode_once_in_another_order():
     drawn = [i for step in range(15) for i in sft.batch_of(step, 10, 4, SEED)]
     epochs = [drawn[i : i + 10] for i in range(0, 60, 10)]

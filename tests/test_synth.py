@@ -18,7 +18,7 @@ import pytest
 
 import solver
 import synth
-from evaluate import judge, load_tasks, read_jsonl, score, write_jsonl
+from evaluate import judge, read_jsonl, score, write_jsonl
 from sandbox import SHORT_PROMPT, SYSTEM_PROMPT, parse
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
@@ -126,6 +126,16 @@ def test_no_more_tasks_than_allowed_go_from_one_place_to_another_even_when_a_run
     out.unlink()
     free = Counter((task["org"], task["dest"]) for task in made(out, *words, "--n", 120))
     assert max(free.values()) > 3
+
+
+@pytest.mark.parametrize("other", [("--seed", SEED + 1), ("--like", "paper"), ("--split", "val"),
+                                   ("--prefix", "mine")])
+def test_a_file_of_other_flags_is_not_gone_on_with(other, out):
+    before = made(out, "tasks", "--seed", SEED, "--n", 6, "--workers", 1, "--split", "train")
+    for n in 6, 12:
+        with pytest.raises(SystemExit, match="these flags do not ask for; choose another --out"):
+            run("tasks", "--seed", SEED, "--split", "train", "--n", n, *other, "--out", out)
+    assert read_jsonl(out) == before
 
 
 def test_excluded_tasks_do_not_come_again_and_none_comes_twice(tasks, tasks_file, out):
@@ -236,6 +246,7 @@ class Endpoint(BaseHTTPRequestHandler):
         wrong = [(429, b"{}"), (500, b"busy"), (200, whole[:-9]), (200, b""), (200, empty)]
         lucky = random.Random(number).random() >= self.server.rate
         status, body = (200, whole) if lucky else wrong[number % 5]
+        status = reply if isinstance(reply, int) else status
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("retry-after-ms", "1")
@@ -291,6 +302,18 @@ def test_queries_from_endpoints_that_fail_are_neither_lost_nor_doubled(serve, ta
     for _ in range(3):
         cut_off(out, rng)
         assert made(out, *words) == said
+
+
+def test_an_endpoint_that_refuses_is_an_error_and_no_task_is_given_up(
+        serve, tasks, tmp_path, out):
+    write_jsonl(tmp_path / "tasks.jsonl", tasks[:30])
+    url, asked = serve(lambda model, messages: 404, rate=0)
+    words = "queries", "--tasks", tmp_path / "tasks.jsonl", "--concurrency", 1, "--endpoint"
+    with pytest.raises(SystemExit, match="status 404"):
+        made(out, *words, f"{url}=one")
+    assert len(asked) < 30 and not out.exists() and not os.path.exists(f"{out}.refused")
+    url, _ = serve(paraphrase)
+    assert len(made(out, *words, f"{url}=two")) == 30
 
 
 def test_a_task_that_no_endpoint_can_word_is_left_out_with_what_was_missing(
@@ -440,17 +463,27 @@ def test_too_few_tasks_for_the_subsets_are_one_line_of_error(tasks_file, tmp_pat
 
 
 @pytest.mark.parametrize("form", ["official", "star"])
-def test_published_forms_are_written_and_read_without_loss(form, tasks, tasks_file, tmp_path, out):
-    published = made(out, "convert", "--tasks", tasks_file, "--form", form)
-    assert all(isinstance(row["date"], str) for row in published)
-    assert all(("constraint" in row) == (form == "star") for row in published)
+def test_published_forms_are_read_without_loss_and_nothing_is_overwritten(form, tasks, tmp_path):
+    """Lists and dicts are published as text; STAR's release says constraint and room rule."""
     ours = [{key: value for key, value in task.items() if key != "tightness"} for task in tasks]
+    published = []
+    for row in ours:
+        wish = row["local_constraint"]
+        published.append(row | {"date": str(row["date"]), "local_constraint": str(wish)})
+        if form == "star":
+            wish = {"room rule": wish["house rule"], **wish}
+            del published[-1]["local_constraint"], wish["house rule"]
+            published[-1]["constraint"] = str(wish)
+    write_jsonl(tmp_path / "out.jsonl", published)
     with open(tmp_path / "out.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, published[0])
         writer.writeheader()
         writer.writerows(published)
-    assert load_tasks(out) == load_tasks(tmp_path / "out.csv") == ours
-    assert made(tmp_path / "back.jsonl", "convert", "--tasks", out) == ours
+    for end in "jsonl", "csv":
+        words = "convert", "--tasks", tmp_path / f"out.{end}"
+        assert made(tmp_path / f"from-{end}.jsonl", *words) == ours
+    with pytest.raises(SystemExit, match="from-csv.jsonl exists; choose another --out"):
+        run(*words, "--out", tmp_path / "from-csv.jsonl")
 
 
 @pytest.mark.parametrize("text, message", [

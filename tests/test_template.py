@@ -207,7 +207,13 @@ def no_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
 
 
+def scaled_logits(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"logits_scaling": 8.0}))
+
+
 @pytest.mark.parametrize("spoil, words", [
+    (scaled_logits, r"its logits are more than a product with its head \(logits_scaling\)"),
     (no_number, "model.norm.weight holds values that are no numbers; copy or download"),
     (one_token_more, "tokens, its embedding .* rows: take the tokenizer the model was saved with"),
     (no_shard, "names 1 files that are missing, model-00001-of-00002.safetensors first"),

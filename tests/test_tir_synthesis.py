@@ -275,6 +275,15 @@ def test_other_tasks_of_ids_that_were_played_are_refused(synthesise):
     assert (folder / "samples.jsonl").read_bytes() == kept
 
 
+def test_files_of_another_command_are_not_replaced(synthesise, tmp_path):
+    folder, _ = synthesise(["dr"], "--samples", "1", name="theirs")
+    (folder / "samples.jsonl").unlink()
+    before = (folder / "rl.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match="holds sft.jsonl, but no samples.jsonl"):
+        synthesise(["dr"], "--samples", "1", name="theirs")
+    assert (folder / "rl.jsonl").read_bytes() == before
+
+
 # ---------------------------------------------------------------- hints
 
 CHAIN = {"messages": [{}, {}, {"role": "assistant", "content":

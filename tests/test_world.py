@@ -53,6 +53,8 @@ def test_an_agent_is_measured_in_it_and_the_table_has_its_numbers(tiny_model, su
     table = (tmp_path / "table.md").read_text()
     assert {row["task"]["id"] for row in rows} == set(SUMS)
     assert all(row["reward"] == row["score"]["words"] for row in rows)
+    broken = sum(row["errors"] for row in rows) / sum(row["turns"] for row in rows)
+    assert f"| replies that break the format | {100 * broken:.1f} |" in table
     for line in ("success", "success, strict", "called", "words", "stop: turns"):
         assert f"| {line} | " in table
     assert "cs_micro" not in table and "official" not in table

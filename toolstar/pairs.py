@@ -107,7 +107,8 @@ def read_plays(args):
             if isinstance(play, str):
                 left_out[play] += 1
                 continue
-            key = str(play.task.get("id")), str(play.prompt)
+            kind = str(row.get("kind")) if args.by == "reward" else ""  # a curriculum's changes
+            key = str(play.task.get("id")), str(play.prompt), kind
             if (key, str(play.said)) in seen:
                 left_out["seen before"] += 1
                 continue
@@ -190,8 +191,12 @@ def make_pairs(args):
                          f"{len(groups)} questions: in none of these one play earned "
                          f"{args.chosen} or more and another less than {args.rejected}; play more "
                          "questions or each more often, or see --by and --held-out")
+    files = {part: Path(args.out) / f"{part}.jsonl" for part in parts}
+    for path in files.values():
+        if path.exists() and not all("chosen" in row for row in read_jsonl(path)[:1]):
+            raise ValueError(f"{path} holds no pairs: choose another --out, or remove it")
     for part, pairs in parts.items():
-        path = Path(args.out) / f"{part}.jsonl"
+        path = files[part]
         path.unlink(missing_ok=True)  # of another --held-out
         if pairs:
             write_jsonl(path, [as_row(*pair) for pair in pairs])

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from evaluate import write_jsonl, write_text
-from toolstar.sets import contaminated, load_sets, read_parquet
+from toolstar.sets import contaminated, questions_of, read_parquet
 from toolstar.verdict import aliases, answer_of, without_results
 
 SHOWN = 5  # lines named of a cause
@@ -310,11 +310,8 @@ def convert(args):
         raise ValueError("--sft FILE or --rl FILE, or both, name what is converted")
     out, made, report, sets = Path(args.out), {}, {}, []
     if args.sets:
-        sets, _, missing = load_sets(args.sets)
+        sets, missing = questions_of(args.sets)
         report["sets"] = {"questions": len(sets), "missing": missing}
-        if not sets:
-            raise ValueError(f"{args.sets}: no question of an evaluation set is there; python -m "
-                             "toolstar.sets read says what is wrong with each file")
     if args.sft:
         prompt = prompts_of(args)
         made["sft"], report["sft"] = convert_file(

@@ -156,6 +156,15 @@ def load_sets(folder, sample=0):
     return tasks, remarks, [name for name in SETS if name not in found]
 
 
+def questions_of(folder):
+    """(tasks, missing sets) of load_sets; ValueError where a folder holds no question at all."""
+    tasks, _, missing = load_sets(folder)
+    if not tasks:
+        raise ValueError(f"{folder}: no question of an evaluation set is there; python -m "
+                         "toolstar.sets read says what is wrong with each file")
+    return tasks, missing
+
+
 def load_first(name, lists):
     """What load_set gives of the first list of files with a task; of the first list if none has."""
     first = None
@@ -289,7 +298,7 @@ def read(args):
 def overlap(args):
     """(2) Write the tasks that no set asks, and list the others."""
     tasks = read_jsonl(args.tasks)
-    clean, dropped = contaminated(tasks, load_sets(args.sets)[0])
+    clean, dropped = contaminated(tasks, questions_of(args.sets)[0])
     out = Path(args.out)
     write_jsonl(out.with_name(f"{out.stem}-overlap.jsonl"), dropped)
     write_jsonl(out, clean)

@@ -41,7 +41,7 @@ from solver import final_turn
 from synth import endpoint, entries, fill
 from toolstar.facts import drills, facts, from_memory, pages, solution, solver_episodes
 from toolstar.published import convert
-from toolstar.sets import contaminated, load_sets
+from toolstar.sets import contaminated, questions_of
 from toolstar.verdict import bare
 
 MODES = ("dr", "prompt", "hint")
@@ -354,11 +354,15 @@ def tir(args):
     world = open_world(args)
     world.close()  # who plays opens one of his own
     tasks = evaluate.load_tasks(args.tasks, world.load_task, args.limit)
-    tasks, dropped = contaminated(tasks, load_sets(args.sets)[0] if args.sets else [])
+    tasks, dropped = contaminated(tasks, questions_of(args.sets)[0] if args.sets else [])
     check_player(args, tasks)
     settings = {"model": model_of(args)} | {key: getattr(args, key) for key in SETTINGS}
     evaluate.hold(args.out)
     folder = evaluate.open_folder(args.out, "", settings, KEPT)
+    others = [name for name in ("sft.jsonl", "rl.jsonl") if (folder / name).exists()]
+    if others and not (folder / KEPT).exists():
+        raise ValueError(f"{folder} holds {others[0]}, but no {KEPT} that it could be of: choose "
+                         "another --out")
     rows = play_missing(args, folder, settings, tasks, world.settings.tools)
     # (4) (5)
     by_task, cells, sft, rl = {task["id"]: [] for task in tasks}, {}, [], []

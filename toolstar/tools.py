@@ -539,7 +539,7 @@ class Tools:
         whole = stop == "answer" and (not episode.tags or verdict.released_format(said))
         score = verdict.score(episode.task, episode.answer or "", calls, whole,
                               stop in ("turns", "context"), said)
-        score["tool_seconds"] = sum(call["seconds"] for call in calls)
+        score["tool_seconds"] = sum((call["seconds"] for call in calls), 0.0)
         score["cached"] = sum(call["cached"] for call in calls) / max(1, len(calls))
         if self.settings.unsafe_python:
             score["unsafe"] = 1.0  # in every log and table

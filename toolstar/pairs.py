@@ -29,7 +29,7 @@ from itertools import permutations, product
 from pathlib import Path
 from typing import NamedTuple
 
-from evaluate import COUNT, NATURAL, SHARE, Help, Parser, read_jsonl, run, write_jsonl
+from evaluate import COUNT, NATURAL, SHARE, Help, Parser, mean, read_jsonl, run, write_jsonl
 
 
 class Play(NamedTuple):
@@ -107,8 +107,8 @@ def read_plays(args):
             if isinstance(play, str):
                 left_out[play] += 1
                 continue
-            kind = str(row.get("kind")) if args.by == "reward" else ""  # a curriculum's changes
-            key = str(play.task.get("id")), str(play.prompt), kind
+            kind = args.by == "reward" and row.get("kind")  # a curriculum's changes
+            key = str(play.task.get("id")), f"{play.prompt} {kind}"
             if (key, str(play.said)) in seen:
                 left_out["seen before"] += 1
                 continue
@@ -161,9 +161,6 @@ def as_row(chosen, rejected):
 
 def describe_pairs(pairs):
     """What of two sides, beside the reward, could be learnt, in words."""
-    def mean(values):
-        return sum(values) / len(values)
-
     lengths = [mean([pair[side].length for pair in pairs]) for side in (0, 1)]
     calls = [mean([pair[side].calls for pair in pairs]) for side in (0, 1)]
     kept = mean([pair[1].stop == "answer" for pair in pairs])
@@ -191,12 +188,11 @@ def make_pairs(args):
                          f"{len(groups)} questions: in none of these one play earned "
                          f"{args.chosen} or more and another less than {args.rejected}; play more "
                          "questions or each more often, or see --by and --held-out")
-    files = {part: Path(args.out) / f"{part}.jsonl" for part in parts}
-    for path in files.values():
+    for path in [Path(args.out) / f"{part}.jsonl" for part in parts]:
         if path.exists() and not all("chosen" in row for row in read_jsonl(path)[:1]):
             raise ValueError(f"{path} holds no pairs: choose another --out, or remove it")
     for part, pairs in parts.items():
-        path = files[part]
+        path = Path(args.out) / f"{part}.jsonl"
         path.unlink(missing_ok=True)  # of another --held-out
         if pairs:
             write_jsonl(path, [as_row(*pair) for pair in pairs])

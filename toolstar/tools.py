@@ -706,7 +706,7 @@ def flags(argv=None):
             add("--update", type=int, nargs=2, default=(0, 0), metavar=("PLAYS", "TOKENS"),
                 help="say what the tools of an update of such plays take, at most")
         if name == "play":
-            add("--tasks", required=True, help="questions, one per line")
+            add("--tasks", required=True, help="jsonl, {id, query, check, golds} a line")
             add("--out", default="out/play", help="folder of the episodes (out/play)")
     add = commands.add_parser("prompt", help="write the system prompt of a world").add_argument
     add("--database", required=True, help="folder with tools.json")

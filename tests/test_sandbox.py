@@ -475,8 +475,8 @@ def test_a_record_is_a_line_of_jsonl_with_the_task_inside(mini):
     episode = Episode(TASK, Sandbox(mini), system_prompt="Be brief.")
     episode.step(ANSWER)
     record = json.loads(json.dumps(episode.record("model")))
-    assert list(record) == ["task", "model", "messages", "answer", "stop", "calls", "turns", "errors",
-                            "failures"]
+    assert list(record) == ["task", "model", "messages", "answer", "stop", "calls", "turns",
+                            "errors", "failures"]
     assert record["task"] == TASK and record["messages"][0]["content"] == "Be brief."
 
 

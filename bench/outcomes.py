@@ -36,7 +36,9 @@ def keep(runs):
     for run in runs:
         model = "rl" if (run / "rl").exists() else "sft"
         weights = run.parents[2] / "sft" / "model.safetensors"
-        line = {"run": run.name, "sft": digest(weights.read_bytes())}
+        home = run.parents[2]  # of the axis of scale, whose runs have the same names in each
+        name = f"{home.name}-{run.name}" if home.parent.name == "scale" else run.name
+        line = {"run": name, "sft": digest(weights.read_bytes())}
         log = run / "rl" / "log.jsonl"
         rows = log_rows(log).values() if log.exists() else ()
         line["updates"] = [[float(f"{row[key]:.4g}") for key in UPDATE] for row in rows

@@ -103,8 +103,7 @@ def table_lines(block):
     days = [i for i, cell in enumerate(head) if w.DAY.match(cell)]
     fields = [i for i, cell in enumerate(head) if i and w.LABEL.match(f"{cell}:")]
     by_day = re.match("(days?|dates?)$", head[0], re.I)
-    events = by_day and len(head) > 2 and any(EVENT.fullmatch(cell) for cell in head)
-    told = ""
+    events, told = by_day and len(head) > 2 and any(map(EVENT.fullmatch, head)), ""
     if len(days) > 1:
         for i in days:
             yield head[i]
@@ -112,15 +111,16 @@ def table_lines(block):
         return
     for row in rows[1:] if by_day or not days else rows:
         label = next((i for i, cell in enumerate(row) if w.LABEL.fullmatch(f"{cell}:")), None)
+        day = row[0] if w.DAY.match(row[0]) or w.DATED.match(row[0]) else f"Day {row[0]}"
         if events:  # a row is one of a day's, which may stand in its first row alone
             if row[0] not in ("", told):
                 told = row[0]
-                yield told if w.DAY.match(told) or w.DATED.match(told) else f"Day {told}"
+                yield day
             yield (f"{row[label]}: " if label else "") + " | ".join(row[(label or 0) + 1:])
         elif by_day and not fields:
             yield f"Day {row[0]}: " + " ".join(row[1:])
         elif by_day or w.DAY.match(row[0]):
-            yield row[0] if w.DAY.match(row[0]) else f"Day {row[0]}"
+            yield day
             for i, cell in enumerate(row[1:len(head)], 1):  # a cell may say itself what it tells
                 if i in fields or w.LABEL.match(cell):
                     yield f"{head[i]}: {cell}" if i in fields else cell

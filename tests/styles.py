@@ -464,6 +464,16 @@ def label_lists(w):
     return "\n".join(out)
 
 
+def dated_columns(w):
+    """A table whose rows are dates."""
+    rows = ["| Date | City | Transportation | Breakfast | Attractions | Lunch | Dinner | Stay |",
+            "|---|---|---|---|---|---|---|---|"]
+    for day in w.plan:
+        told = [w.date(day), day["current_city"], w.ride_text(day, "paren") or "-", *cells(w, day)]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in told) + " |")
+    return "\n".join(rows)
+
+
 def events_of(w, day):
     """[(label, clock, text)] of a day."""
     ride = w.ride_text(day, "paren")
@@ -496,7 +506,7 @@ STYLES = {name: functools.partial(tell, form=form) for name, form in FORMS.items
 STYLES |= {style.__name__: style for style in (
     br_table, html_table, two_columns, json_days, json_activities, json_restaurants, next_day,
     weekdays, one_sentence_each, meals_in_a_cell, thoughtful, label_lists,
-    timed_rows, categories)}
+    timed_rows, categories, dated_columns)}
 
 
 def examples(database, count, purpose, names=tuple(STYLES)):

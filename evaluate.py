@@ -48,7 +48,7 @@ from engine import (  # noqa: F401, handed on
     used_gib,
     visible_gpus,
 )
-from format_plan import ChatError, chat, parse_plan
+from format_plan import NO_ROOM, ChatError, chat, parse_plan
 from guard import (  # noqa: F401, handed on
     AMOUNT,
     COUNT,
@@ -218,7 +218,7 @@ def load_tasks(source, load=load_task, limit=None, split=None):
 class Travel:
     """The travel world as the stages see it: another world has these members and needs no more."""
 
-    kinds = ("sum", "macro", "success")  # names that reward knows, dense to sparse
+    kinds = ("sum", "macro", "success")  # of reward, dense to sparse; three make a curriculum
     parts = SCORES  # names of the score's numbers whose means are logged; "success" is one of them
     stops = ()  # strings that end a reply besides the end token
     slow = False  # whether tools are waited for in threads
@@ -311,8 +311,7 @@ def play_one(generate, episode):
         try:
             episode.step(generate(episode.messages))
         except ChatError as error:
-            # "maximum context length is ...", in all their words; no address or name of a model
-            if not re.search(r"status 4(00|13|22)\b.*context|no context", str(error), re.DOTALL):
+            if not NO_ROOM.search(str(error)):
                 raise
             episode.stop = "context"
     return episode

@@ -43,6 +43,8 @@ FIELDS = ("current_city", "transportation", *SLOTS)
 TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
 LONGEST_REPLY = 200_000  # characters; 32K tokens of English are some 130,000
+# "maximum context length is ...", in all their words; no address or name of a model
+NO_ROOM = re.compile(r"status 4(00|13|22)\b.*context|no context", re.DOTALL)
 
 # What a line says of a slot, which is "?" if only a name can tell it. how: "field", "open" (a label
 # whose values are in the lines below), "prose", "check-in", or the time of day before a "?".

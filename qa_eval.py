@@ -271,8 +271,7 @@ def summarise(found, sets):
     stops = Counter(row.stop for row in rows)
     means = [np.mean([found[i][:3] for i in ids], axis=0) for ids in sets.values()]
     return dict(zip(("em", "sub_em", "f1"), np.mean(means, axis=0), strict=True)) | {
-        "context": stops["context"],
-        "turns": stops["turns"],
+        "context": stops["context"], "turns": stops["turns"],
         "missing": len(rows) - stops["answer"] - stops["context"] - stops["turns"],
         "calls": sum(row.calls for row in rows) / len(rows),
         "sets": {name: float(np.mean([found[i].em for i in ids])) for name, ids in sets.items()}}

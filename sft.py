@@ -107,8 +107,8 @@ def load_samples(path, template, cutoff):
         messages = episode.get("messages") if isinstance(episode, dict) else None
         talk = isinstance(messages, list) and evaluate.is_talk(messages)
         if not talk or not messages or messages[0]["role"] == "assistant":
-            sys.exit(f"{path}:{line}: no 'messages' list: a prompt, then by turns the assistant's "
-                     "and others' texts; each line must be an episode as synth.py writes them")
+            sys.exit(f"{path}:{line}: no 'messages' list of system and user, then by turns "
+                     "assistant and user or result; it must be an episode as synth.py writes them")
         sample = render(messages, template)
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1

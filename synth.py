@@ -37,7 +37,7 @@ from pathlib import Path
 import evaluate
 import solver
 from evaluate import AMOUNT, COUNT, LEVELS, Parser, mean
-from format_plan import ChatError, itinerary
+from format_plan import NO_ROOM, ChatError, itinerary
 from sandbox import PROMPTS, open_database
 from solver import solve as solve  # handed on
 from teacher import Lesson, Teacher, entries, faults, fill, several
@@ -357,7 +357,7 @@ def say(args, task):
         try:
             reply = generate([{"role": "user", "content": text}])
         except ChatError as error:
-            if "context" not in str(error):  # the endpoint's fault, and not this task's
+            if not NO_ROOM.search(str(error)):  # the endpoint's fault, and not this task's
                 raise
             missing = [str(error)]
             continue

@@ -576,8 +576,8 @@ def read_talks(path):
     for number, row in enumerate(evaluate.read_jsonl(path), 1):
         talk = row.get("messages") if isinstance(row, dict) else None
         if not isinstance(talk, list) or not talk or not evaluate.is_talk(talk):
-            raise ValueError(f"{path}, record {number}: no messages, each with a role and a "
-                             f"content, but {str(row)[:60]}")
+            raise ValueError(f"{path}, record {number}: no messages by turns, each with a "
+                             f"role and a content, but {str(row)[:60]}")
         talks.append(talk)
     if not talks:
         raise ValueError(f"{path} holds no messages; `tiny.py drills` writes some")

@@ -138,10 +138,11 @@ def test_questions_and_not_pairs_are_held_out_and_the_same_ones_again(made, tmp_
 
 def test_what_is_no_file_of_pairs_is_not_replaced(made, tmp_path):
     plays, mine = [play(said="right"), play(said="wrong", reward=0.0)], tmp_path / "val.jsonl"
-    write_jsonl(mine, [{"id": "a task of mine"}])
-    with pytest.raises(SystemExit, match="val.jsonl holds no pairs: choose another --out"):
-        made(plays)
-    assert read_jsonl(mine) == [{"id": "a task of mine"}]
+    for row in {"id": "a task of mine"}, 7:
+        write_jsonl(mine, [row])
+        with pytest.raises(SystemExit, match="val.jsonl holds no pairs: choose another --out"):
+            made(plays)
+        assert read_jsonl(mine) == [row]
     mine.unlink()
     assert len(made(plays)) == len(made(plays)) == 1
 

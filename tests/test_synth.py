@@ -310,7 +310,7 @@ def test_an_endpoint_that_refuses_is_an_error_and_no_task_is_given_up(
     url, asked = serve(lambda model, messages: 404, rate=0)
     words = "queries", "--tasks", tmp_path / "tasks.jsonl", "--concurrency", 1, "--endpoint"
     with pytest.raises(SystemExit, match="status 404"):
-        made(out, *words, f"{url}=one")
+        made(out, *words, f"{url}/context=one")
     assert len(asked) < 30 and not out.exists() and not os.path.exists(f"{out}.refused")
     url, _ = serve(paraphrase)
     assert len(made(out, *words, f"{url}=two")) == 30

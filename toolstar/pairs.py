@@ -189,7 +189,7 @@ def make_pairs(args):
                          f"{args.chosen} or more and another less than {args.rejected}; play more "
                          "questions or each more often, or see --by and --held-out")
     for path in [Path(args.out) / f"{part}.jsonl" for part in parts]:
-        if path.exists() and not all("chosen" in row for row in read_jsonl(path)[:1]):
+        if path.exists() and not all("'chosen': [" in str(row) for row in read_jsonl(path)[:1]):
             raise ValueError(f"{path} holds no pairs: choose another --out, or remove it")
     for part, pairs in parts.items():
         path = Path(args.out) / f"{part}.jsonl"

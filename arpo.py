@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 import evaluate
-from evaluate import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Calls, Help, Parser
+from evaluate import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
 from sandbox import Episode
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
@@ -255,10 +255,10 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
     Engines draw the next query from one counter, so that none idles while another has a queue.
     """
     engine, live, done = llm.llm_engine, {}, []
-    queries = shared_counter(name, len(tasks), args)
+    queries = evaluate.shared_counter(name, len(tasks), args)
     start, log_v = min(args.initial or (group + 1) // 2, group), math.log(len(template.tokenizer))
     left = {}  # {query: names of its plays that are yet to be begun}
-    calls = Calls(world.slow, seats(len(tasks), group, args), leads(args), args.tp > 1 and agreed)
+    calls = evaluate.open_calls(world.slow, len(tasks), group, args)
 
     def ask(s):
         live[submit(engine, s, world, template, temperature, top_p, args)] = s
@@ -270,7 +270,7 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
                 ask(new_sample(tasks[query], query, f"{name}/{query}/{g}", world, template, args))
         if not live and not calls:
             calls.close()
-            return done if leads(args) else []
+            return done if calls.leads else []
         for output in engine.step() if live else ():
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]
@@ -288,35 +288,6 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
                 done.append(s)
                 for n in unforked(s.query, [*live.values(), *calls.plays()], left, args):
                     ask(new_sample(tasks[s.query], s.query, n, world, template, args))
-
-
-def seats(n, group, args):
-    """Plays that an engine takes at a time; the first engine may not take those of all queries."""
-    engines = int(os.environ.get("WORLD_SIZE", 1)) // args.tp
-    return max(group, min(args.concurrency, math.ceil(n / engines) * group))
-
-
-def leads(args):
-    """Whether this rank is its engine's first. With --tp the others play along and keep quiet."""
-    return int(os.environ.get("RANK", 0)) % args.tp == 0
-
-
-def agreed(value):
-    """With --tp: what its engine's first rank has. All must ask for the same turns in one order."""
-    from vllm.distributed import get_tp_group
-
-    return get_tp_group().broadcast_object(value)
-
-
-def shared_counter(name, n, args):
-    """Yield 0 .. n-1, each number to one engine only: whoever is free takes the next."""
-    store = dist.distributed_c10d._get_default_store()
-    while True:
-        i = leads(args) and store.add(name, 1) - 1
-        i = agreed(i) if args.tp > 1 else i
-        if i >= n:
-            return
-        yield i
 
 
 def judge_all(samples, world, kind):
@@ -599,15 +570,12 @@ def deal(lengths, ranks, budget, packed):
     All ranks get as many, or ZeRO-3 hangs, and about as many tokens: the longest goes first, each
     to the rank with the least so far.
     """
-    def tokens(micro):
-        return sum(lengths[i] for i in micro)
-
-    micros = sorted(pack(lengths, budget, packed), key=tokens, reverse=True)
+    micros = [(sum(lengths[i] for i in micro), micro) for micro in pack(lengths, budget, packed)]
     most, hands, held = math.ceil(len(micros) / ranks), [[] for _ in range(ranks)], [0] * ranks
-    for micro in micros:
+    for tokens, micro in sorted(micros, key=lambda pair: -pair[0]):
         r = min((r for r in range(ranks) if len(hands[r]) < most), key=held.__getitem__)
         hands[r].append(micro)
-        held[r] += tokens(micro)
+        held[r] += tokens
     return [hand + [[]] * (most - len(hand)) for hand in hands]
 
 
@@ -621,8 +589,7 @@ def setup():
     cuda = bool(evaluate.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        known = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
+        cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # there is ninja
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
@@ -759,12 +726,7 @@ def main():
         write_plays(f"{step + 1:05d}.jsonl", samples, seen, template, rank, args)
         log(line, rank, args, steps)
         check_sync(line, device, args)
-        last = interrupted(device)
-        if last or (args.save_every and (step + 1) % args.save_every == 0):
-            evaluate.save_checkpoint(engine, args.out, step + 1, rank)
-        if last:
-            sys.exit(f"stopped and saved after update {step + 1}; the same command with --resume "
-                     "goes on")
+        evaluate.save_checkpoint(engine, args, step + 1, rank, last=interrupted(device))
     evaluate.check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     world.close()

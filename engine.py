@@ -155,6 +155,39 @@ class Calls:
             self.pool.shutdown()
 
 
+def open_calls(slow, n, group, args):
+    """The Calls of a trainer's rank: each engine takes its share of n queries, group plays each."""
+    engines = int(os.environ.get("WORLD_SIZE", 1)) // args.tp
+    # the first engine may not take those of all queries
+    seats = max(group, min(args.concurrency, -(-n // engines) * group))
+    return Calls(slow, seats, leads(args), args.tp > 1 and agreed)
+
+
+def leads(args):
+    """Whether this rank is its engine's first. With --tp the others play along and keep quiet."""
+    return int(os.environ.get("RANK", 0)) % args.tp == 0
+
+
+def agreed(value):
+    """With --tp: what its engine's first rank has. All must ask for the same turns in one order."""
+    from vllm.distributed import get_tp_group
+
+    return get_tp_group().broadcast_object(value)
+
+
+def shared_counter(name, n, args):
+    """Yield 0 .. n-1, each number to one engine only: whoever is free takes the next."""
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    while True:
+        i = leads(args) and store.add(name, 1) - 1
+        i = agreed(i) if args.tp > 1 else i
+        if i >= n:
+            return
+        yield i
+
+
 class Asks:
     """Questions that threads of tools put to the engine that plays: who asks waits, and the loop
     hands them over between two steps. An answer is (text, tokens of both, why there is none).
@@ -220,9 +253,8 @@ def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95,
               max_tokens=None, concurrency=64, stops=(), slow=True, asks=None):
     """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.
 
-    Tokens in, tokens out: what the engine said is never tokenised again. Every reply has a seed of
-    its own (seed, task, sample, turn), whoever else is playing. slow: tools answer in threads, and
-    who waits for one holds no place in the engine. asks: what their threads may ask the engine.
+    Every reply has a seed of its own (seed, task, sample, turn), whoever else is playing.
+    slow, asks: as Calls and Asks have it.
     """
     live, numbers, episodes, asks = {}, count(), iter(episodes), asks or Asks()
 

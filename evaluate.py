@@ -38,13 +38,14 @@ from queue import Empty
 from constraints import SCORES, judge, literal, need, reward, score  # noqa: F401, handed on
 from engine import (  # noqa: F401, handed on
     Asks,
-    Calls,
     add_request,
     load_engine,
     name_of,
+    open_calls,
     open_engine,
     play_vllm,
     renew_head,
+    shared_counter,
     used_gib,
     visible_gpus,
 )
@@ -58,7 +59,6 @@ from guard import (  # noqa: F401, handed on
     POSITIVE,
     SHARE,
     Parser,
-    bounded,
     deaf,
     die_with_parent,
     hold,

@@ -198,13 +198,15 @@ class Names:
             if aside := w.BRACKETS.match(text, at):
                 there, at = self.city_after(text, aside.end())
                 city = there or city
-            if name and (known or not w.MONEY.match(name)):
+            if name and (known or not w.MONEY.match(name) and not (
+                    slot != "accommodation" and w.SAID.fullmatch(name[0].lower() + name[1:])
+                    or prose and self.cities.fullmatch(name))):
                 yield f"{name}, {city or cities[0]}".replace("¦", "|")
             if slot != "attraction" or prose and text.startswith(". ", at):
                 return
             if address := w.ADDRESS.match(text, at):
                 at = address.end()
-            if w.ABOUT.match(text, at) or w.REMARK.match(text, at):
+            if w.ABOUT.match(text, at) or w.REMARK.match(text, at) or text.startswith(". ", at):
                 at = (text + ";").index(";", at)
 
 
@@ -238,12 +240,12 @@ def read_days(lines, trip, names):
             if number == 2 and not day.number and day.events:  # day 1 was not announced
                 days[-1:] = [DayText(0, 0, "", []), day._replace(number=1, last=1)]
             if 0 < number <= 31 and (number > day.number or again):
-                day = DayText(number, last, line, [])
-                days.append(day)
+                days.append(DayText(number, last, line, []))
                 outside, idle = False, idle[:-1]
-                if said or w.FLIGHT_NUMBER.search(line) or w.LABEL.match(line):
-                    for part in w.NEXT_FIELD.split(w.DATE.sub("", line, 1).lstrip(" :-–—,.")):
-                        read_line(part, kind, day.events, trip, names)
+                rest = line[w.DATE_FIRST.match(line).end():]  # "24/7 Diner" further on is none
+                if said or w.FLIGHT_NUMBER.search(line) or w.LABEL.match(rest):
+                    for part in w.NEXT_FIELD.split(rest):
+                        read_line(part, kind, days[-1].events, trip, names)
                 continue
         if outside or not line:
             continue
@@ -304,7 +306,8 @@ def read_line(line, kind, events, trip, names):
     if said and (led or not listed or said[0].slot != slot):
         events += said
     elif listed or how == "open" and not text:  # an item of a list may hold a cue within its name
-        events[-1] = Event(slot, f"{text}; {line[start:]}" if text else line[start:], how)
+        item = line if clock and clock[0].strip().isalpha() else line[start:]  # "Morning Glory"
+        events[-1] = Event(slot, f"{text}; {item}" if text else item, how)
     else:
         flies = w.FLIGHT_NUMBER.search(line, start) and names.way(line[start:])
         events.append(Event("transportation", line, "field") if flies else
@@ -324,14 +327,18 @@ def prose_events(line, trip, names):
         if not within and announces(cue, cues, line, names):
             cues.append(cue)
     events, begins = [], 0
-    for cue, following in zip_longest(cues, cues[1:]):
-        end = following.start() if following else len(line)
-        text = w.BRIDGE.sub("", line[cue.end():end])
+    told = [name_before(cue, line, cues[:i]) for i, cue in enumerate(cues)]
+    for cue, name, following, ahead in zip_longest(cues, told, cues[1:], told[1:]):
+        end = ahead[0] if ahead else following.start() if following else len(line)
+        text = name[1] if name else line[cue.end():end]
+        text = w.BRIDGE.sub("", text) if following else text
+        if cue.lastgroup == "attraction" and end == cue.end():
+            continue  # "Head to X for lunch"
         if cue.lastgroup == "transportation":
             lead, text = line[begins:cue.start()], line[cue.start():end]
             if events and events[-1].slot == "transportation":
                 text = events.pop().text + text
-            elif not names.way(text) and w.WAY.search(lead):  # "travel from A to B by Flight F1"
+            elif not names.way(text) and (names.way(lead) or [""])[0]:  # "from A to B by Flight F1"
                 text = lead + text
         begins = cue.end()
         how = "check-in" if cue[0][:5].lower() == "check" else "prose"
@@ -339,15 +346,34 @@ def prose_events(line, trip, names):
     return events
 
 
+def name_before(cue, line, before):
+    """(start, name) of a venue that stands before its meal: "X for lunch", "X (lunch)"."""
+    if cue.lastgroup not in MEALS or w.AT_A_PLACE.match(line, cue.end()):
+        return None
+    begins = before[-1].end() if before else 0
+    near = max(begins, cue.start() - 120)
+    at = start = max([near, *(stop.end() for stop in w.STEP.finditer(line, near, cue.start()))])
+    while lead := w.LEAD.match(line, at, cue.start()):
+        at = lead.end()
+    name = w.FOR_MEAL.match(line, at, cue.start())
+    said = name and (" " in name[1].strip() or at > start + 1 or start == begins > 0)
+    said = said and (name[0][-1] == " " or line[cue.end():][:1] in tuple("),;"))
+    return (start, name[1]) if said and not w.MOVE.match(name[0]) else None
+
+
 def announces(cue, before, line, names):
     """Does a cue announce an event? before: the cues that do so further left in the line."""
     rest = line[cue.end():cue.end() + 200]
     if cue.lastgroup in MEALS:
-        return w.AT_A_PLACE.match(rest) or line[:cue.start()].lower().endswith("for ")
+        return (w.AT_A_PLACE.match(rest) or name_before(cue, line, before)
+                or rest[:1] in ", " and line[:cue.start()].lower().endswith("for "))
     if cue.lastgroup == "transportation":
-        return w.FLIGHT_NUMBER.search(cue[0] + rest) or names.way(rest)
+        return w.FLIGHT_NUMBER.search(cue[0] + rest) or names.way(rest) or (
+            w.BY.search(line[:cue.start()][-30:])
+            and (names.way(line[:cue.start()][-200:]) or [""])[0])  # it says from where to where
     if cue.lastgroup == "attraction" and before and before[-1].lastgroup in MEALS:
-        return cue.start() - before[-1].end() >= 6  # "for lunch, head to ..." is one event
+        between = line[before[-1].end():cue.start()]  # "for lunch, head to ..." is one event
+        return len(between) >= 6 or between[0] in ".!?"
     return True
 
 
@@ -374,7 +400,7 @@ def ends_of_day(told, before, home, names):
     label = next((it.text for it in told.events if it.slot == "city" and names.city(it.text)), "")
     title = label or w.DATE.sub("", told.heading, 1).strip(" :;-–—,.()|")
     title = re.sub(r"^[^\w\[\"'(]+", "", title)
-    title = title if len(told.heading) < 90 else ""  # a paragraph is no title
+    title = title if label or len(told.heading) < 90 else ""  # a paragraph is no title
     stated = names.way(title if "from " in title.lower() else f"from {title}")
     city = names.city(label)
     if stated and stated[0]:
@@ -464,6 +490,9 @@ def slot_of(text, clock, cities, names):
     """The slot of a line that only a name tells: a sight, or a restaurant at a mealtime."""
     if names.venue(text, 0, "attractions", cities):
         return "attraction"
+    bed = re.search(r"\bnight\b|\(hotel", f"{clock}{text}", re.I)
+    if bed and names.venue(text, 0, "hotels", cities) or bed and clock and "/night" in text:
+        return "accommodation"
     part = clock.lower() if names.venue(text, 0, "restaurants", cities) else ""
     meal = "breakfast" if "morning" in part else "lunch"
     return "dinner" if re.search("evening|night", part) else meal if part else "?"

@@ -15,7 +15,8 @@ import wording as w
 
 LONGEST_LINE = 4_000  # characters; what is longer is cut
 MOST_LINES = 2001  # out of JSON
-EVENT = re.compile("time|category|activity|activities|event|item|type|details?|description", re.I)
+EVENT = re.compile(r"(?:\w+ ?[/&] ?)?(?:time|what|category|activit(?:y|ies)|event|item|"
+                   "type|details?|description)", re.I)
 TYPOGRAPHY = str.maketrans("’‘“”：，；（）【】\u00a0\u202f\u3000\t\r", "''\"\":,;()[]     ", "*`\0")
 
 
@@ -24,7 +25,7 @@ def unfold(text, names):
 
     names: with .awkward, pairs of a stored name that markup would tear and what stands for it.
     """
-    text = text.translate(TYPOGRAPHY)
+    text = w.EMPHASIS.sub("", w.RUN_IN.sub(r"\1:", text).translate(TYPOGRAPHY))
     if w.MARKUP.search(text):  # HTML: its rows become those of a markdown table, its blocks lines
         text = w.CELL.sub(lambda tag: "" if tag[1] else "|", text)
         text = w.ROW.sub(lambda row: re.sub(r"<br ?/?>", "; ", row[0]), text)
@@ -81,7 +82,8 @@ def json_lines(value, key="", depth=0):
             yield from json_lines(item, key, depth + 1)
     elif not isinstance(value, dict):
         yield f"{key}: {value}"
-    elif names and not number and not w.DAY.match(key):
+    elif names and not number and not w.DAY.match(key) and not rest.keys() & (
+            w.LABELS.keys() - {"city", *names}):
         city = value.get("city")
         yield f"{key}: {rest[names[0]]}" + (f", {city}" if isinstance(city, str) else "")
     elif "transport" in key or "flight" in key:
@@ -118,12 +120,13 @@ def table_lines(block):
                 yield day
             yield (f"{row[label]}: " if label else "") + " | ".join(row[(label or 0) + 1:])
         elif by_day and not fields:
-            yield f"Day {row[0]}: " + " ".join(row[1:])
+            yield f"{day}: " + " ".join(row[1:])
         elif by_day or w.DAY.match(row[0]):
             yield day
             for i, cell in enumerate(row[1:len(head)], 1):  # a cell may say itself what it tells
-                if i in fields or w.LABEL.match(cell):
-                    yield f"{head[i]}: {cell}" if i in fields else cell
+                part = i in fields or w.TIME.match(head[i])  # "Morning"
+                if part or w.LABEL.match(cell):
+                    yield f"{head[i]}: {cell}" if part else cell
         elif label is None:
             yield " | ".join(row)
         else:

@@ -32,7 +32,7 @@ import numpy as np
 import evaluate
 from evaluate import AMOUNT, COUNT, NATURAL, PART, Parser, web_address
 from retriever import HTTP, device, find_retriever, open_retriever
-from sandbox import Episode, parse
+from sandbox import Episode, parse, system_prompt
 from toolstar.verdict import normalize, token_f1  # Search-R1's order too [2]
 
 # Shapes: n questions, M models, R bootstrap rounds.
@@ -202,7 +202,7 @@ def play_model(args, folder, settings, tasks):
 
 def play_questions(args, name, path, tasks):
     """Yield the judged record of each question's episode as it ends."""
-    prompt = read_prompt(args.system_prompt)
+    prompt = system_prompt(args.system_prompt, QA_PROMPTS)
     play_here = choose_player(args, path)
     # after the engine: vLLM 0.32.0 does not start once numba is imported, and bm25s imports it
     retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder, args.tries)
@@ -210,12 +210,6 @@ def play_questions(args, name, path, tasks):
                         strict=False, parse=parse_qa) for task in tasks)
     for episode in play_here(episodes):
         yield episode.record(name) | {"score": qa_score(episode)}
-
-
-def read_prompt(name):
-    """The text behind --system-prompt: full, short, or the content of a file."""
-    with evaluate.naming(name):
-        return QA_PROMPTS.get(name) or Path(name).read_text("utf-8")
 
 
 def choose_player(args, path):
@@ -238,7 +232,8 @@ def play_all(args):
     models = evaluate.named_paths(args.model)
     for path in models.values() if not args.url else ():
         evaluate.check_model(path)
-    read_prompt(args.system_prompt)
+    with evaluate.naming(args.system_prompt):
+        system_prompt(args.system_prompt, QA_PROMPTS)
     evaluate.hold(args.out)
     # a server may come back at another address
     retriever = "a server" if args.retriever.startswith(HTTP) else args.retriever

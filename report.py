@@ -234,7 +234,7 @@ def axis_row(seeds, first):
 
 def axis_table(axis, runs):
     """Markdown: the paper's number of each setting, and ours from {setting: its seeds}."""
-    lines = [AXIS_HEAD, ["---"] * len(AXIS_HEAD)]
+    lines = [[*AXIS_HEAD], ["---"] * len(AXIS_HEAD)]
     first = next((seeds for seeds in runs.values() if seeds and seeds[0][1]), [])
     for name in runs | PAPER[axis]:  # what only the paper has stands below
         lines.append([name, PAPER[axis].get(name, ""), *axis_row(runs.get(name, []), first)])

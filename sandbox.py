@@ -526,9 +526,11 @@ SHORT_PROMPT = (
     '{...}}</tool_call> or <think>...</think><answer>...</answer>.')
 
 
-def system_prompt(name="full"):
+KNOWN_PROMPTS = {"full": SYSTEM_PROMPT, "short": SHORT_PROMPT}
+
+
+def system_prompt(name="full", known=KNOWN_PROMPTS):
     """The text behind --system-prompt: full, short, or the content of a file."""
-    known = {"full": SYSTEM_PROMPT, "short": SHORT_PROMPT}
     return known.get(name) or Path(name).read_text(encoding="utf-8")
 
 

@@ -232,15 +232,12 @@ def deal(lengths, ranks, budget, packed):
     All ranks get as many, or ZeRO-3 hangs, and about as many tokens: the longest goes first, each
     to the rank with the least so far.
     """
-    def tokens(micro):
-        return sum(lengths[i] for i in micro)
-
-    micros = sorted(pack(lengths, budget, packed), key=tokens, reverse=True)
+    micros = [(sum(lengths[i] for i in micro), micro) for micro in pack(lengths, budget, packed)]
     most, hands, held = math.ceil(len(micros) / ranks), [[] for _ in range(ranks)], [0] * ranks
-    for micro in micros:
+    for tokens, micro in sorted(micros, key=lambda pair: -pair[0]):
         r = min((r for r in range(ranks) if len(hands[r]) < most), key=held.__getitem__)
         hands[r].append(micro)
-        held[r] += tokens(micro)
+        held[r] += tokens
     return [hand + [[]] * (most - len(hand)) for hand in hands]
 
 
@@ -263,8 +260,7 @@ def setup():
     cuda = bool(evaluate.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        known = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
+        cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # there is ninja
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
@@ -371,12 +367,7 @@ def main():
         log({"step": step + 1, "loss": loss, "entropy": total[1].item(), "gnorm": gnorm, "lr": lr,
              "policy_tokens": n_tokens, "tokens": sum(len(s.ids) for s in batch),
              "seconds": time.time() - began}, steps, args.out, rank)
-        last = interrupted(device)
-        if last or (args.save_every and (step + 1) % args.save_every == 0):
-            evaluate.save_checkpoint(engine, args.out, step + 1, rank)
-        if last:
-            sys.exit(f"sft: SIGTERM, saved after update {step + 1}; the same command with --resume "
-                     "goes on")
+        evaluate.save_checkpoint(engine, args, step + 1, rank, last=interrupted(device))
     evaluate.check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     dist.destroy_process_group()

@@ -11,8 +11,6 @@ What a thought says is true, and known from the query or an observation by then:
 what is looked at, but gives no reason that an agent could not have. Sums are spelled out.
 
 Reads   database/prompts/thoughts.txt, the wording: of the forms between slashes one is drawn
-Used by synth.py
-    python synth.py episodes --tasks data/q.jsonl --like paper --styles backtracking --out sft.jsonl
 """
 import math
 import re

@@ -164,11 +164,14 @@ def new_checkpoint(out, step, rank):
     dist.barrier()
 
 
-def save_checkpoint(engine, out, step, rank):
-    """Save what it takes to go on after `step` updates."""
-    check_parameters(engine, out, step)
-    with new_checkpoint(out, step, rank) as folder:
-        engine.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
+def save_checkpoint(engine, args, step, rank, last):
+    """Save what it takes to go on, every --save-every updates; and leave after the last one."""
+    if last or (args.save_every and step % args.save_every == 0):
+        check_parameters(engine, args.out, step)
+        with new_checkpoint(args.out, step, rank) as folder:
+            engine.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
+    if last:
+        sys.exit(f"stopped and saved after update {step}; the same command with --resume goes on")
 
 
 def restore(engine, out, resume, rank):

@@ -20,6 +20,7 @@ import styles
 
 from format_plan import (
     FIELDS,
+    SLOTS,
     ChatError,
     chat,
     format_plan,
@@ -196,6 +197,73 @@ def test_a_name_is_all_that_is_written_and_no_more(read, trip, said, name):
     assert day["lunch"] == f"{name}, {{city}}".format(**trip["names"])
     assert day["dinner"] == "{eat[2]}, {city}".format(**trip["names"])
     assert day["current_city"] == city
+
+
+@pytest.mark.parametrize("said, slot, value", [
+    ("Head to {eat[0]} for lunch.", "lunch", "{eat[0]}"),
+    ("- {eat[0]} for dinner ($20)", "dinner", "{eat[0]}"),
+    ("- {eat[0]} (Breakfast)", "breakfast", "{eat[0]}"),
+    ("Go to Foo Bar for dinner.", "dinner", "Foo Bar"),
+    ("* Dinner at {eat[0]}:\n\t+ Cost: $9", "dinner", "{eat[0]}"),
+    ("* Dinner at Foo Bar:\n\t+ Cost: $9", "dinner", "Foo Bar"),
+    ("__Lunch:__ {eat[0]} _($9)_", "lunch", "{eat[0]}"),
+    ("**Lunch.** {eat[0]}.", "lunch", "{eat[0]}"),
+    ("Dinner will be served at {eat[0]}.", "dinner", "{eat[0]}"),
+    ("- Dinner reservation at {eat[0]}", "dinner", "{eat[0]}"),
+    ("- Dinner at 7 PM at Foo Bar", "dinner", "Foo Bar"),
+    ("- Lunch at noon at {eat[0]}", "lunch", "{eat[0]}"),
+    ("Lunch at Tip Top Grill", "lunch", "Tip Top Grill"),
+    ("Dinner: Foo Bar ⭐ 4.5", "dinner", "Foo Bar"),
+    ("Lunch: Foo Bar (a local favorite)", "lunch", "Foo Bar"),
+    ("- [ ] Attraction: {see[0]}", "attraction", "{see[0]}"),
+    ("- Afternoon at {see[0]}", "attraction", "{see[0]}"),
+    ("The morning is spent at {see[0]}.", "attraction", "{see[0]}"),
+    ("Make your way to {see[0]}.", "attraction", "{see[0]}"),
+    ("Activity: {see[0]}. Wander around and see.", "attraction", "{see[0]}"),
+    ("Visit the Visitor Information Center", "attraction", "Visitor Information Center"),
+    ("**Night:** {hotel} ($80/night)", "accommodation", "{hotel}"),
+    ("**Sleep:** {hotel}", "accommodation", "{hotel}"),
+    ("Rest for the night at {hotel}.", "accommodation", "{hotel}"),
+    ("- Check-in: 3:00 PM\n- Accommodation: Foo Lodge", "accommodation", "Foo Lodge"),
+    ("Accommodation: {hotel} - Unit 5", "accommodation", "{hotel} - Unit 5"),
+    ("Stay: Foo Lodge, 2 nights", "accommodation", "Foo Lodge")])
+def test_a_slot_is_told_in_many_ways_and_what_follows_is_still_of_the_day(
+        read, trip, said, slot, value):
+    ends = {"breakfast": "dinner", "dinner": "lunch"}.get(slot, "dinner")
+    label = ends.capitalize()
+    day, = read(f"Day 1: {{city}}\n{said}\n{label}: {{eat[2]}}")
+    told = {slot: value + ", {city}" + ";" * (slot == "attraction"), ends: "{eat[2]}, {city}"}
+    empty = dict.fromkeys(SLOTS, "-") | told
+    assert {name: day[name] for name in SLOTS} == {
+        name: text.format(**trip["names"]) for name, text in empty.items()}
+
+
+@pytest.mark.parametrize("said", [
+    "Breakfast: Complimentary at hotel", "Lunch: Local restaurant", "Lunch: To be decided",
+    "Dinner: At home", "Attraction: Travel day", "Accommodation: Check out",
+    "Reminder: Dinner at {eat[0]} needs a booking", "(Note: Lunch at {eat[0]} is optional)"])
+def test_a_remark_in_the_place_of_a_name_fills_no_slot(read, said):
+    day, = read(f"Day 1: {{city}}\n{said}\nTransportation: Taxi from {{org}} to {{city}}")
+    assert [day[slot] for slot in SLOTS] == ["-"] * 5 and day["transportation"] != "-"
+
+
+def test_a_way_told_before_the_car_is_a_ride(read, trip):
+    day, = read("Day 1:\nTravel from {org} to {city} by taxi.\nLunch: {eat[0]}")
+    names = trip["names"]
+    assert day["transportation"] == "Taxi, from {org} to {city}".format(**names)
+    assert day["current_city"] == "from {org} to {city}".format(**names)
+
+
+@pytest.mark.parametrize("head, row", [
+    ("Day | Schedule", "Day 1 (Mar 16) | City: {city}<br>Lunch: {eat[0]}<br>Dinner: {eat[1]}"),
+    ("Day | City | Noon | Evening", "1 | {city} | Lunch at {eat[0]} | Dinner at {eat[1]}"),
+    ("Day | Meal/Activity | Place",
+     "1 | City | {city} |\n| | Lunch | {eat[0]} |\n| | Dinner | {eat[1]}")])
+def test_tables_tell_a_day_in_its_cells_by_time_and_by_what_is_done(read, trip, head, row):
+    day, = read(f"| {head} |\n|---|---|\n| {row} |\n\n| Item | Cost |\n|---|---|\n| Day 1 | $80 |")
+    wanted = ["{city}", "{eat[0]}, {city}", "{eat[1]}, {city}"]
+    assert [day["current_city"], day["lunch"], day["dinner"]] == [
+        text.format(**trip["names"]) for text in wanted]
 
 
 @pytest.mark.parametrize("said, sights", [

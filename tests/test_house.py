@@ -47,12 +47,12 @@ MAY_IMPORT = {
 } | {f"toolstar/{name}.py": set() for name in ("__init__", "jail", "run_code", "cell", "browse",
                                                "verdict", "mathematics", "expression", "rewrite")}
 LIMITS = {  # lines
-    "wording.py": 176, "markup.py": 120, "sandbox.py": 640, "format_plan.py": 650,
-    "constraints.py": 720, "solver.py": 320, "template.py": 150, "engine.py": 290,
+    "wording.py": 197, "markup.py": 122, "sandbox.py": 640, "format_plan.py": 665,
+    "constraints.py": 720, "solver.py": 320, "template.py": 150, "engine.py": 320,
     "guard.py": 265, "whole.py": 255, "records.py": 80, "evaluate.py": 660, "report.py": 465,
     "microscope.py": 100,
-    "leaderboard.py": 130, "synth.py": 590, "teacher.py": 535, "tiny.py": 650, "sft.py": 395,
-    "grpo.py": 785, "arpo.py": 875, "dpo.py": 540, "memory.py": 165, "retriever.py": 425,
+    "leaderboard.py": 130, "synth.py": 582, "teacher.py": 535, "tiny.py": 640, "sft.py": 395,
+    "grpo.py": 760, "arpo.py": 850, "dpo.py": 540, "memory.py": 165, "retriever.py": 425,
     "qa_eval.py": 360, "run.sh": 236,
     "setup.sh": 148, "axes.sh": 116, "toolstar.sh": 142, "toolaxes.sh": 120, "README.md": 173}
 TOOL_LIMITS = {

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import hostile
@@ -445,7 +446,7 @@ def server():
     port = free_port()
     process = subprocess.Popen([sys.executable, "-m", "toolstar.jail", "serve", "--workers", "1",
                                 "--port", str(port)], cwd=ROOT)
-    with Remote(f"http://127.0.0.1:{port}") as remote:
+    with closing(Remote(f"http://127.0.0.1:{port}")) as remote:
         wait_for(lambda: process.poll() is not None or remote.run("1").status == "ok")
     yield f"http://127.0.0.1:{port}/run_code"
     process.terminate()
@@ -460,7 +461,7 @@ def server():
     ("5", ("ok", "", "", "")),
 ])
 def test_a_remote_answers_as_a_jail(server, program, expected):
-    with Remote(server) as remote:
+    with closing(Remote(server)) as remote:
         result = remote.run(program, "a", seconds=0.5)
     assert result[:2] + result[3:4] == expected[:2] + expected[3:]
     assert expected[2] is None or result.stderr == expected[2]
@@ -478,7 +479,7 @@ def test_the_server_answers_as_sandboxfusion(server):
 
 
 def test_a_remote_that_is_not_there_is_broken():
-    with Remote(f"http://127.0.0.1:{free_port()}") as remote:
+    with closing(Remote(f"http://127.0.0.1:{free_port()}")) as remote:
         result = remote.run("1")
     assert result.status == "broken" and "/run_code" in result.error
 

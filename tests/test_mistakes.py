@@ -310,8 +310,6 @@ MISTAKES = {
         ("read --sets none --out x", "none"),
         ("read --sets folder --out x", "folder"),
         ("read --sets folder --out x --sample -1", "--sample: '-1' must be"),
-        ("overlap --sets folder --tasks none.jsonl --out x.jsonl", "none.jsonl"),
-        ("overlap --sets folder --tasks folder --out x.jsonl", "folder"),
     ],
     "toolstar.pairs": [
         ("", "required: --episodes, --out"),

@@ -188,7 +188,10 @@ def test_folders_of_rollouts_are_read_file_by_file(made, tmp_path):
 
 
 @pytest.mark.parametrize("row", [{"query": "?"}, [], play() | {"messages": "text"},
-                                 play() | {"messages": [{"content": "?"}]}])
+                                 play() | {"messages": [{"content": "?"}]}, 5,
+                                 play() | {"task": "?"}, play() | {"task": None},
+                                 play() | {"calls": None}, play() | {"calls": "3"},
+                                 play() | {"messages": [{"role": "assistant", "content": None}]}])
 def test_what_is_no_episode_is_named_by_file_and_line(tmp_path, row):
     (tmp_path / "e.jsonl").write_text(json.dumps(play()) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(SystemExit, match=r"e.jsonl, line 2: no judged episode"):

@@ -179,7 +179,7 @@ def test_parquet_is_read_where_pyarrow_is_and_else_the_line_says_what_to_do(tmp_
 
 def test_a_csv_that_is_none_is_named(tmp_path):
     (tmp_path / "x.csv").write_bytes(b"question,answer\na,\xff\n")
-    with pytest.raises(ValueError, match="x.csv: .*can't decode"):
+    with pytest.raises(ValueError, match="x.csv: not text in UTF-8"):
         read_rows(tmp_path / "x.csv")
 
 
@@ -206,31 +206,19 @@ def test_as_many_are_drawn_as_the_paper_plays_always_the_same(tmp_path):
 def test_a_task_that_a_set_asks_is_dropped_and_listed(tmp_path):
     put(tmp_path / "sets/bamboogle.jsonl", [{"id": "b", "question": "Who was the First?",
                                              "answer": "a"}])
-    asked = {"role": "user", "content": "who was a first"}
     rows = [{"id": "1", "query": "WHO was first ?!"}, {"id": "2", "query": "Who was second?"},
             {"task": {"id": "3", "query": "Who was first"}, "messages": []},
-            {"messages": [{"role": "system", "content": "s"}, asked]}, {"id": "5", "query": "?"}]
-    put(tmp_path / "rl.jsonl", rows)
+            {"id": "5", "query": "?"}]
     clean, dropped = contaminated(rows, load_sets(tmp_path / "sets")[0])
-    assert clean == [rows[1], rows[4]]
+    assert clean == [rows[1], rows[3]]
     assert [(row["id"], row["same as"]) for row in dropped] == [
-        ("1", "bamboogle/b"), ("3", "bamboogle/b"), (4, "bamboogle/b")]
-    sets.main(["overlap", "--sets", str(tmp_path / "sets"), "--tasks", str(tmp_path / "rl.jsonl"),
-               "--out", str(tmp_path / "clean.jsonl")])
-    assert read_jsonl(tmp_path / "clean.jsonl") == clean
-    assert read_jsonl(tmp_path / "clean-overlap.jsonl") == dropped
-    for row in ({"id": "6"}, {"messages": []}, ["query"]):
-        with pytest.raises(ValueError, match="neither a task nor an episode"):
-            contaminated([row], [])
+        ("1", "bamboogle/b"), ("3", "bamboogle/b")]
 
 
 def test_without_a_question_of_a_set_nothing_is_called_clean(tmp_path):
     (tmp_path / "sets").mkdir()
-    put(tmp_path / "rl.jsonl", [{"id": "1", "query": "Who?"}])
-    with pytest.raises(SystemExit, match="sets: no question of an evaluation set is there"):
-        sets.main(["overlap", "--sets", str(tmp_path / "sets"), "--tasks",
-                   str(tmp_path / "rl.jsonl"), "--out", str(tmp_path / "clean.jsonl")])
-    assert not (tmp_path / "clean.jsonl").exists()
+    with pytest.raises(ValueError, match="sets: no question of an evaluation set is there"):
+        sets.questions_of(tmp_path / "sets")
 
 
 # ------------------------------------------------------------------------------------------ scores
@@ -390,6 +378,16 @@ def test_an_answer_cannot_step_out_of_its_place_before_the_judge():
 def test_tasks_of_another_kind_are_refused_in_one_line(judged):
     write_jsonl(judged[0] / "tasks.jsonl", [{"id": "1", "query": "q"}])
     with pytest.raises(SystemExit, match="toolstar.scores: .*python -m toolstar.sets read"):
+        scores.main(judged[1])
+
+
+@pytest.mark.parametrize("wrong", [5, {"task": "x"}, {"calls": None}, {"messages": None},
+                                   {"messages": [{"role": "assistant", "content": None}]}])
+def test_what_is_no_play_is_named_by_file_and_line(judged, wrong):
+    file = judged[0] / "run/episodes.jsonl"
+    rows = read_jsonl(file)
+    write_jsonl(file, [rows[0], rows[1] | wrong if isinstance(wrong, dict) else wrong])
+    with pytest.raises(SystemExit, match=r"episodes.jsonl, line 2: no episode"):
         scores.main(judged[1])
 
 

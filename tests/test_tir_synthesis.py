@@ -275,6 +275,15 @@ def test_other_tasks_of_ids_that_were_played_are_refused(synthesise):
     assert (folder / "samples.jsonl").read_bytes() == kept
 
 
+@pytest.mark.parametrize("line", ["5", '{"a": 1}'])
+def test_a_damaged_line_among_the_samples_is_named(synthesise, line):
+    folder, _ = synthesise(["dr"], "--samples", "1", name="damaged")
+    with open(folder / "samples.jsonl", "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(SystemExit, match=r"samples.jsonl, record \d+: no episode, but"):
+        synthesise(["dr"], "--samples", "1", name="damaged")
+
+
 def test_files_of_another_command_are_not_replaced(synthesise, tmp_path):
     folder, _ = synthesise(["dr"], "--samples", "1", name="theirs")
     (folder / "samples.jsonl").unlink()

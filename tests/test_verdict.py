@@ -200,6 +200,20 @@ May ~ may
 2 dozen ~ 24
 f^{-1}(x)=\frac{x-1}{2} ~ \frac{x-1}{2}
 [[1, 2], [3, 4]] ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+1+2i ~ 1+2\mathrm{i}
+1/e ~ \frac{1}{\mathrm{e}}
+x=5 \quad x=6 ~ 5,6
+x_1=5 \quad x_2=6 ~ 5,6
+x=5 \lor x=6 ~ 5,6
+5 m/s ~ 5
+9.8 m/s^2 ~ 9.8\,\text{m/s}^2
+9.8\,\mathrm{m/s^2} ~ 9.8 \mathrm{~m} / \mathrm{s}^{2}
+2 g/cm^3 ~ 2\ \text{g/cm}^3
+\{x \mid x > 2\} ~ (2,\infty)
+\{x|-1<x<2\} ~ (-1,2)
+\{x : x > 2\} ~ x>2
+5 PM ~ 5 p.m.
+p\equiv 1\pmod 4 ~ p\equiv 1\pmod{4}
 """
 UNEQUAL = r"""
 -5 ~ 5
@@ -241,6 +255,14 @@ May ~ Amy
 [[1, 2], [3, 4]] ~ \begin{pmatrix}1&3\\2&4\end{pmatrix}
 5x ~ 5
 0\cdot\infty ~ 0
+2 ~ 2\mathrm{i}
+3 ~ 3\mathrm{e}
+x=5 \quad x=6 ~ 6
+x=5 \lor x=6 ~ 6
+x=5 \\ x=6 ~ 6
+5 PM ~ 5 AM
+\{x \mid x > 2\} ~ (3,\infty)
+p\equiv 1\pmod 4 ~ p\equiv 1\pmod{5}
 """
 
 

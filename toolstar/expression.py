@@ -12,8 +12,6 @@ arithmetic (UNREADABLE names all). Nesting and the size of numbers are bounded, 
 takes long: 10**10**8 is TooLarge, not a day's work.
 
 Reads and writes nothing.
-
-    python -c "from toolstar.mathematics import math_equal; print(math_equal(r'1\frac12', '1.5'))"
 """
 import cmath
 import math
@@ -115,7 +113,7 @@ SPELLINGS = (  # in this order
 # the marks around mathematics, and the size of a bracket; `\\[` breaks a line
 MARKS = re.compile(r"(?<!\\)\\[\[\]()]|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
 BOX = re.compile(r"\\boxed\s*\{(.*)\}", re.DOTALL)
-SPACING = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])")
+SPACING = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?= *\")")
 TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)"
                   r"\s*\{([^{}]*)\}")
 ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{(?:[pbB]?matrix|array)\}(?:\s*\{[lcr| ]*\})?")
@@ -124,12 +122,12 @@ BLANKS = re.compile(r"(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d.,/]?\d)")
 COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 MIXED = re.compile(r"(?<![\d./^_])(\d{1,9}) +(\d{1,9}) ?/ ?(\d{1,9})(?![\d.])")
 MONEY = re.compile(r"(?:\\\$|[$\u20ac\u00a3]) *(\d[\d.]*)")
-LETTER_UNIT = re.compile(r"(?<=\d) ([mgshL])(?:\^?\{?([23])\}?)?$")  # 5 m; 5m is a product
+LETTER_UNIT = re.compile(r"(?<=\d) +[mgshL](?:/(?:s|h|c?m))?(?:\^?\{?[23]\}?)?\s*$")  # 5 m, no 5m
 BEHIND = re.compile(r"(?<=[\d}]) ([A-Za-z]{3,})(?: [A-Za-z]+)*$")  # 18 eggs
 DEGREES = re.compile(r'"degrees?"|(?<=\d) ?degrees?\b')
 PERCENT = re.compile(r'"(?:percent|%)"|\bpercent\b')
 UNION = re.compile(r"(?<=[)\]])\s*U\s*(?=[(\[])")
-AND = re.compile(r"\b(?:and|or)\b|;")
+AND = re.compile(r"\b(?:and|or)\b|;|\\q?quad(?![a-zA-Z])")
 TOKEN = re.compile(r'"[^"]*"|\\[a-zA-Z]+|\\.|<=|>=|!=|\d+\.?\d*[eE][+-]?\d+|\d+\.?\d*|\.\d+'
                    r"|[a-zA-Z]+|\S", re.DOTALL)
 WORDS = re.compile(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*")
@@ -151,7 +149,7 @@ def quoted(match):
     inside = match[1].replace('"', "").strip()
     if inside in FUNCTIONS:
         return f"\\{inside} "
-    if not re.search("[a-zA-Z%]", inside) or re.search(r"[\\=^\d(]", inside):
+    if not re.search("[a-zA-Z%]", inside) or re.search(r"^[ei]$|[\\=^\d(]", inside):
         return f" {inside} "
     words = re.findall(r"[^\s/,]+|[/,]", inside)
     return " ".join("," if word in ("and", "or", ",") else f' "{word}" ' for word in words)
@@ -174,7 +172,7 @@ def tokens_of(text, commas):
         text = COMMAS.sub(lambda match: match[0].replace(",", ""), text)
     text = MONEY.sub(r'\1 "dollar" ', text).replace("\\$", "").replace("$", "").strip()
     text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
-    text = LETTER_UNIT.sub(lambda match: f' "{match[1]}"' + f"^{match[2]}" * bool(match[2]), text)
+    text = LETTER_UNIT.sub(lambda match: re.sub("[a-zA-Z]+", r' "\g<0>" ', match[0]), text)
     text = BEHIND.sub(words_behind, text)
     text = AND.sub(",", UNION.sub(r"\\cup ", PERCENT.sub("%", DEGREES.sub("\u00b0", text))))
     tokens = []

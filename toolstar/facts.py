@@ -18,12 +18,7 @@ Reads   database/words/names.txt, database/prompts/*-tiny.*; (2) tasks and a wor
 Writes  (1) OUT/train and OUT/val, worlds for --database: corpus.jsonl, pages/*.html, tools.json;
         OUT/sft-tasks.jsonl, rl.jsonl, val.jsonl   (2) jsonl of episodes
 
-    python -m toolstar.tir facts    --seed 0 --out out/facts
-    python -m toolstar.tir episodes --database out/facts/train --tasks out/facts/sft-tasks.jsonl \\
-        --out out/facts/sft.jsonl
-    python -m toolstar.tir pages    --database out/facts/train out/facts/val --port 8123
-
-database/tools is OUT/val of `facts --seed 0`. Tool-Star: arXiv:2505.16410
+tir.py holds the commands; database/tools is OUT/val of its `facts --seed 0`. arXiv:2505.16410
 """
 import contextlib
 import json

@@ -157,11 +157,6 @@ class Helpers:
         self.ask, self.chosen, self.seed = ask, DEFAULTS | chosen, seed
         self.left = {name: self.chosen[name] for name in NAMES}
 
-    def fork(self):
-        twin = Helpers(self.ask, self.chosen, self.seed)
-        twin.left = dict(self.left)
-        return twin
-
     def after_call(self, episode, observation):
         """What the agent sees of its last call, of which the tool said `observation`."""
         call = episode.sandbox.calls[-1]
@@ -247,7 +242,7 @@ def worlds(args):
     from toolstar.tools import read_settings  # which imports this file
 
     settings = vars(read_settings(args.database))
-    folder, told = settings.pop("folder").resolve(), settings.pop("helpers")
+    folder, told = settings.pop("folder").resolve(), {**settings.pop("helpers")}
     told |= {"llm": args.llm, "refine_at": args.refine_at, "reply": args.reply}
     settings["corpus"] = str(folder / settings["corpus"])
     if settings["retriever"] != "bm25" and not settings["retriever"].startswith("http"):

@@ -353,7 +353,7 @@ def mask(text):
 
 # ---------------------------------------------------------------- the pool
 
-class Jail:
+class Jail(contextlib.AbstractContextManager):
     """A pool of workers for many threads, first come, first served.
 
     workers: how many programs run at once, one for each core if None; one more stands by
@@ -391,9 +391,6 @@ class Jail:
         except JailError:
             self.close()
             raise
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()

@@ -63,7 +63,7 @@ RELATIONS = {"=": "=", "<": "<", r"\lt": "<", ">": ">", r"\gt": ">", "<=": "<=",
 # x, abc, \theta, x_1, f(x), f^{-1}(x), (x, y): what a side of an equation may merely name
 HEAD = re.compile(r"\\?[A-Za-z]+'*(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?(?:\([^()]*\))?|"
                   r"\([a-z](?:,[a-z])+\)")
-CLOCK = re.compile(r"\d{1,2}:\d\d\W*[ap]\.? ?m\b|\d{4}-\d\d-\d\d$|\d\d?/\d\d?/\d{4}$")
+CLOCK = re.compile(r"\d{1,2}(?::\d\d\W*[ap]\.? ?| [ap]\.?)m\b|\d{4}-\d\d-\d\d$|\d\d?/\d\d?/\d{4}$")
 CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])[.)])\s+\S")  # (A) 5, and what it says
 GROUPS = ("(", "[", "{", r"\{", r"\langle", r"\begin")  # brackets that make a form
 COMMA = re.compile(r"\d,\d{3}")
@@ -95,7 +95,7 @@ def statement(tokens, setting, depth=0):
     """What all of an answer says: relations with commas between them, or one."""
     if depth > DEEPEST:
         raise Unreadable
-    items, commas = parts_of(tokens, {","})
+    items, commas = parts_of(tokens, {",", "\\\\", r"\lor", r"\vee", r"\land", r"\wedge"})
     if not commas:
         return relation(tokens, setting, depth)
     return Form("list", flat(relation(item, setting, depth) for item in items if item))
@@ -164,6 +164,8 @@ def group(tokens, setting, depth):
         items = [item for item in parts_of(inner, {","})[0] if item]
         if first == r"\begin":
             return matrix(inner, setting, depth)
+        if "{" in first and is_name(inner[:1]) and "".join(inner[1:2]) in ("|", r"\mid", ":"):
+            return statement(inner[2:], setting, depth + 1)  # {x | x > 2}
         if first == r"\{" or first == "{" and len(items) > 1:
             return Form("set", flat(statement(item, setting, depth + 1) for item in items))
         one = len(items) == 1 and (first in ("(", "{") and last != "]" or items[0][0] == r"\begin")
@@ -351,7 +353,8 @@ def same_tokens(a, b):
 
 def folded(tokens):
     """Tokens, their words in lower case."""
-    return [token.lower() if token[0] == '"' else token for token in tokens]
+    text = " ".join(token.lower() if token[0] == '"' else token for token in tokens)
+    return re.sub(r"mod \{ (\S+) \}", r"mod \1", text)  # as TeX reads it
 
 
 def same_words(a, b):

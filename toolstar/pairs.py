@@ -83,7 +83,8 @@ def read_play(row, by, principles):
         return "a tool was broken"
     first = roles.index("assistant")
     prompt = [without(message, principles) for message in messages[:first]]
-    return Play(row["task"], prompt, messages[first:], reward, row["calls"], row["stop"])
+    play = Play({**row["task"]}, prompt, messages[first:], reward, row["calls"] + 0, row["stop"])
+    return play if play.length else "no reply"
 
 
 def without(message, principles):

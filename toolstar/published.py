@@ -43,18 +43,10 @@ class Refused(ValueError):
     """A row that cannot be used; its text is the cause it is counted by."""
 
 
-class Tally:
-    """How many lines there are of each cause, and which are the first."""
-
-    def __init__(self):
-        self.lines = {}
-
-    def add(self, cause, line):
-        self.lines.setdefault(cause, []).append(line)
-
-    def report(self):
-        ordered = sorted(self.lines.items(), key=lambda item: -len(item[1]))
-        return {cause: {"count": len(lines), "lines": lines[:SHOWN]} for cause, lines in ordered}
+def tally(lines):
+    """{cause: its lines} -> how many there are of each cause, and which are the first."""
+    ordered = sorted(lines.items(), key=lambda item: -len(item[1]))
+    return {cause: {"count": len(lines), "lines": lines[:SHOWN]} for cause, lines in ordered}
 
 
 # ---------------------------------------------------------------- files
@@ -263,27 +255,26 @@ def make_unique(tasks):
 
 def convert_file(path, make, sets):
     """(records, report) of a published file, each row by make(row, line)."""
-    rows, records, odd, refused = read_published(path), [], Tally(), Tally()
+    rows, records, odd, refused = read_published(path), [], {}, {}
     for line, row in rows:
         try:
             if isinstance(row, ValueError):
                 raise Refused(str(row))
             record, notes = make(row, line)
         except Refused as cause:
-            refused.add(str(cause), line)
+            refused.setdefault(str(cause), []).append(line)
             continue
         records.append(record)
         for note in notes:
-            odd.add(note, line)
+            odd.setdefault(note, []).append(line)
     if not records:
-        causes = refused.report()
         why = next((f"{cause}, first in line {found['lines'][0]}" for cause, found
-                    in causes.items()), "it is empty")
+                    in tally(refused).items()), "it is empty")
         raise ValueError(f"{path}: none of its {len(rows)} rows can be used: {why}")
     twice = make_unique([record.get("task", record) for record in records])
     kept, dropped = contaminated(records, sets)
-    return kept, {"rows": len(rows), "kept": len(kept), "refused": refused.report(),
-                  "odd, and kept": odd.report(), "duplicated ids": twice,
+    return kept, {"rows": len(rows), "kept": len(kept), "refused": tally(refused),
+                  "odd, and kept": tally(odd), "duplicated ids": twice,
                   "in an evaluation set": len(dropped), "contaminated": dropped}
 
 

@@ -8,8 +8,6 @@ What helpers do to an episode's messages: back to where a mistake began, or shor
 [1] Tool-Star, arXiv:2505.16410
 
 Reads, writes   nothing
-
-    rolled_back("One. Two. </think> <python>")  ->  10
 """
 
 

@@ -26,12 +26,6 @@ class Remote:
         self.seconds, self.client = seconds, httpx2.Client(trust_env=False)
         self.failure = httpx2.HTTPError
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
     def run(self, program, stdin="", seconds=None):
         """As a Jail's: two tries, then "broken"."""
         seconds, why = self.seconds if seconds is None else seconds, ""

@@ -155,7 +155,7 @@ def write_table(args):
     if not wanted:
         raise ValueError(f"{args.tasks} holds no task; python -m toolstar.sets read writes some")
     for name, folder in evaluate.named_paths(args.runs).items():
-        rows = {name_of(row["task"]): row for row in read_jsonl(Path(folder) / "episodes.jsonl")}
+        rows = read_plays(Path(folder) / "episodes.jsonl")
         known = [row for row in rows.values()
                  if row["task"]["id"] in wanted.get(row["task"].get("set"), ())]
         if len(known) < len(rows):
@@ -171,10 +171,25 @@ def write_table(args):
         remarks += shortfalls(name, report[name], wanted)
     text = compare(wanted, report) + "".join(f"\n{name}\n\n{detail(report[name])}"
                                              for name in report)
-    text += "".join(f"\n{remark}.\n" for remark in [*remarks, *missing(wanted)])
+    if absent := [name for name in SETS if name not in wanted]:
+        remarks.append(f"Not among the tasks: {', '.join(absent)}")
+    text += "".join(f"\n{remark}.\n" for remark in remarks)
     for file, content in (("table.md", text), ("table.json", json.dumps(report, indent=1))):
         evaluate.write_text(Path(args.out) / file, content)
     print(text)
+
+
+def read_plays(file):
+    """{name: episode} of a file of evaluate.py's; ValueError with the line that holds none."""
+    rows = {}
+    for line, row in enumerate(read_jsonl(file), 1):
+        try:
+            rows[name_of(row["task"])] = row
+            marks_of(row | {"calls": row["calls"] + 0}, None)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}, line {line}: no episode ({error!r}); want what "
+                             "evaluate.py writes") from None
+    return rows
 
 
 def shortfalls(name, numbers, wanted):
@@ -187,12 +202,6 @@ def shortfalls(name, numbers, wanted):
                    f"{least} to {most} times each")
         if found["unread"]:
             yield f"{name}: the judge gave no readable verdict on {found['unread']} plays of {one}"
-
-
-def missing(wanted):
-    """The sets without a task, in words."""
-    names = [name for name in SETS if name not in wanted]
-    return [f"Not among the tasks: {', '.join(names)}"] if names else []
 
 
 def lines_of_table(rows):

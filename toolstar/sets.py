@@ -3,19 +3,17 @@ Tool-Star's twelve sets [1], as they were published, as tasks of the tools world
 
     (1) read     SETS/<set>.jsonl, .json, .csv or .parquet, or a folder SETS/<set> -> tasks. Every
                  row that is none is listed with its cause; a missing set is named
-    (2) overlap  of a file to train on, what no set asks; what one does ask is listed
+    (2) compare  what is to be trained on with what the sets ask (tir.py's --sets, published.py's)
 
 evaluate.py plays the tasks, and scores.py compares the plays with [1].
 
 Reads   a folder of sets: aime24 aime25 math500 math gsm8k webwalker hotpotqa 2wiki musique
-        bamboogle gaia hle, each a file or a folder of that name; tasks or episodes to train on
-Writes  (1) OUT/tasks.jsonl, OUT/remarks.jsonl   (2) OUT, OUT-overlap.jsonl
+        bamboogle gaia hle, each a file or a folder of that name
+Writes  OUT/tasks.jsonl, OUT/remarks.jsonl
 [1] Tool-Star, arXiv:2505.16410
 
     python -m toolstar.sets read --sets my/sets --out data/sets
-    python -m toolstar.sets overlap --sets my/sets --tasks rl.jsonl --out rl-clean.jsonl
 """
-import csv
 import json
 import random
 import re
@@ -23,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from evaluate import NATURAL, Help, Parser, read_jsonl, run, write_jsonl
+from evaluate import NATURAL, Help, Parser, read_csv_rows, read_jsonl, run, write_jsonl
 from toolstar import verdict
 
 
@@ -66,12 +64,7 @@ def read_rows(path):
     if path.suffix == ".parquet":
         return read_parquet(path)
     if path.suffix == ".csv":
-        csv.field_size_limit(1 << 30)
-        try:
-            with open(path, encoding="utf-8-sig", newline="") as file:
-                return list(csv.DictReader(file))
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: {error}") from None
+        return read_csv_rows(path)
     if path.suffix == ".jsonl":
         return read_jsonl(path)
     try:
@@ -245,30 +238,19 @@ def golds_of(values, check):
     return [*dict.fromkeys(found + [gold for gold in more if found and gold.strip()])]
 
 
-def question_of(row):
-    """The question of a task or of an episode; ValueError where it is neither."""
-    try:
-        row = row.get("task") or row
-        return str(row["query"]) if "query" in row else next(
-            message["content"] for message in row["messages"] if message["role"] == "user")
-    except (AttributeError, KeyError, TypeError, StopIteration):
-        raise ValueError(f"neither a task nor an episode: {row!r:.80}") from None
-
-
 def contaminated(tasks, sets):
     """(tasks that no set asks, [{"id", "query", "same as"}] of those that one does).
 
-    tasks: tasks or episodes to train on. sets: tasks of evaluation, as load_sets gives them.
+    tasks: tasks or episodes of them. sets: tasks of evaluation, as load_sets gives them.
     Questions are the same where they are equal without case, punctuation, articles and blanks.
     """
     asked = {verdict.normalize(task["query"]): task["id"] for task in sets}
     clean, dropped = [], []
-    for number, row in enumerate(tasks, 1):
-        query = question_of(row)
-        plain = verdict.normalize(query)
+    for row in tasks:
+        task = row.get("task", row)
+        plain = verdict.normalize(task["query"])
         if plain and plain in asked:
-            own = (row.get("task") or row).get("id", number)
-            dropped.append({"id": own, "query": query, "same as": asked[plain]})
+            dropped.append({"id": task["id"], "query": task["query"], "same as": asked[plain]})
         else:
             clean.append(row)
     return clean, dropped
@@ -277,7 +259,7 @@ def contaminated(tasks, sets):
 # ---------------------------------------------------------------- main
 
 def read(args):
-    """(1) Write the tasks of --sets, and what is said about their rows."""
+    """Write the tasks of --sets, and what is said about their rows."""
     tasks, remarks, absent = load_sets(args.sets, args.sample)
     counts, causes = Counter(task["set"] for task in tasks), {}
     for remark in remarks:
@@ -295,16 +277,6 @@ def read(args):
     write_jsonl(Path(args.out) / "tasks.jsonl", tasks)
 
 
-def overlap(args):
-    """(2) Write the tasks that no set asks, and list the others."""
-    tasks = read_jsonl(args.tasks)
-    clean, dropped = contaminated(tasks, questions_of(args.sets)[0])
-    out = Path(args.out)
-    write_jsonl(out.with_name(f"{out.stem}-overlap.jsonl"), dropped)
-    write_jsonl(out, clean)
-    print(f"{args.tasks}: {len(clean)} of {len(tasks)} kept, {len(dropped)} are in a set")
-
-
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     commands = p.add_subparsers(dest="command", required=True)
@@ -313,16 +285,11 @@ def flags(argv=None):
     add("--sample", type=NATURAL, help="questions of a set, always the same ones; 0: all; unset: "
         "as many as the paper plays")
     add("--out", required=True, help="folder of tasks.jsonl and remarks.jsonl")
-    add = commands.add_parser("overlap", help="drop what the sets ask").add_argument
-    add("--sets", required=True, help="folder of the published sets")
-    add("--tasks", required=True, help="tasks or episodes to train on")
-    add("--out", required=True, help="file of what is kept; beside it OUT-overlap.jsonl")
     return p.parse_args(argv)
 
 
 def main(argv=None):
-    args = flags(argv)
-    run("toolstar.sets", read if args.command == "read" else overlap, args)
+    run("toolstar.sets", read, flags(argv))
 
 
 if __name__ == "__main__":

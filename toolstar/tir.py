@@ -326,7 +326,7 @@ def play_missing(args, folder, settings, tasks, tools):
     """(1) to (3) Play what samples.jsonl lacks of the tasks' samples -> their records, in order.
     The file is put into this order at last, whoever ended first."""
     file = folder / KEPT
-    rows = {name_of(row["task"]): row for row in evaluate.recover_jsonl(file)}
+    rows = evaluate.read_episodes(file)
     now = {task["id"]: task for task in tasks}
     if any(not now.get(row["task"]["id"], {}).items() <= row["task"].items()
            for row in rows.values()):

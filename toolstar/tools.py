@@ -402,8 +402,6 @@ class ToolEpisode(Episode):
     def fork(self, seed):
         twin = super().fork(seed)
         twin.sandbox.calls = list(self.sandbox.calls)
-        twin.helpers = self.helpers and self.helpers.fork()
-        twin.helped = [dict(item) for item in self.helped]
         return twin
 
     def tokens_again(self, ids, template):
@@ -424,8 +422,8 @@ class ToolEpisode(Episode):
 class Tools:
     """The world as the stages see it (evaluate.Travel)."""
 
-    kinds = ("strict", "paper", "released", "needed", "answer")
-    slow = True
+    kinds, slow = verdict.KINDS, True
+    reward = staticmethod(verdict.reward_of)
 
     def __init__(self, settings):
         self.settings, self.faults = settings, Faults()
@@ -447,8 +445,7 @@ class Tools:
             self.open_browser()
 
     def find_corpus(self):
-        """Look for the retriever's files, or ask its server for a word, before anything is spent.
-        """
+        """Look for the retriever's files, or ask its server for a word, before all else."""
         from retriever import HTTP, find_retriever, load_document, open_retriever
 
         chosen, corpus = self.settings.retriever, self.settings.folder / self.settings.corpus
@@ -548,10 +545,6 @@ class Tools:
             score["helpers' tokens"] = sum(item["tokens"] for item in episode.helped)
         broken = any(call["status"] == "broken" for call in calls)
         return episode.answer, score, score["success"] * (whole and not broken)
-
-    def reward(self, score, kind):
-        """The score as a number, by one of the kinds."""
-        return verdict.reward_of(score, kind)
 
     # ------------------------------------------------------------ calls
 

@@ -104,8 +104,8 @@ NO_VENUE = pattern(r"""\W*$|-+\s*(?:\(|$|[.;|])|(?:none|n/?a|nil|null|nothing|tb
     stay)|on the (?:road|way|go|flight|plane)|in[- ]flight|in transit|en route|rest|leisure|
     relax(?:ation)?|free (?:time|day|exploration|morning|afternoon|evening))\b(?!\s+(?-i:[A-Z])|
     \s*[&'])""")
-SAID = re.compile(r"[a-z' -]*\b(?:hotel|accommodation|airport|route|packed|included|choice|own|"
-                  r"home|decided|restaurants?|snacks?|picnic|day|area)\b[a-z' -]*")  # "packed food"
+SAID = re.compile(r"[a-z' -]{0,60}\b(?:hotel|accommodation|airport|route|packed|included|choice|"
+                  r"own|home|decided|restaurants?|snacks?|picnic|day|area)\b[a-z' -]{0,60}")
 MONEY = pattern(r"""(?:(?:approx\w*\.?|about|around|estimated(?: cost)?:?|avg\.?|average)\s*)?
     ~?\$\s?[\d,.]+|free\W*$""")
 ATTRIBUTE = pattern(r"""(?:depart(?:ure|s|ing)?|arriv(?:al|es|ing)|duration|distance|costs?|price|

@@ -517,7 +517,8 @@ def updates(out):
 def test_a_tiny_model_learns_what_is_rewarded(unbroken):
     digits = [line["digits"] for line in updates(unbroken)]
     first, *later = ((a + b) / 2 for a, b in pairwise(digits))
-    assert len(digits) == 8 and max(later) > first + 1  # the rate is high: some seeds lose it again
+    # at this rate a seed may unlearn to end its replies later on; at a rate of 0 this fails (+0.2)
+    assert len(digits) == 8 and max(later) > first + 1
 
 
 def test_engine_and_trainer_agree_after_every_sync(unbroken):

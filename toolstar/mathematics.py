@@ -352,7 +352,7 @@ def same_tokens(a, b):
 
 
 def folded(tokens):
-    """Tokens, their words in lower case."""
+    """Tokens as one text, their words in lower case."""
     text = " ".join(token.lower() if token[0] == '"' else token for token in tokens)
     return re.sub(r"mod \{ (\S+) \}", r"mod \1", text)  # as TeX reads it
 

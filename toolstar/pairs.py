@@ -83,6 +83,7 @@ def read_play(row, by, principles):
         return "a tool was broken"
     first = roles.index("assistant")
     prompt = [without(message, principles) for message in messages[:first]]
+    # what is no task and no number of calls is a TypeError here
     play = Play({**row["task"]}, prompt, messages[first:], reward, row["calls"] + 0, row["stop"])
     return play if play.length else "no reply"
 

@@ -44,8 +44,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import evaluate
-from evaluate import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
+import runtime
+from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
 from sandbox import Episode
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
@@ -63,7 +63,6 @@ def flags():
     add("--tasks", default="data/rl.jsonl", help="queries to play, one task per line")
     add("--val", help="tasks to validate on; the most successful checkpoint is kept in OUT/best")
     add("--env", default="travel", help="travel, tools, or a module or file with open_world(args)")
-    add("--database", help="folder of the world's data; unset: $STAR_DATABASE, else what ships")
     add("--out", default="out/rl", help="folder of the model, its log, rollouts and checkpoints")
     add = p.add_argument_group("play").add_argument
     add("--prompts", type=COUNT, default=32, help="P, queries per update, all ranks together [1]")
@@ -74,8 +73,6 @@ def flags():
     add("--turn-tokens", type=COUNT, default=8192, help="tokens of a reply, or a format error")
     add("--concurrency", type=COUNT, default=256, help="episodes that an engine keeps in flight")
     add("--tp", type=COUNT, default=1, help="ranks that share an engine (tensor parallel)")
-    add("--failure-rate", type=SHARE, default=0.0, help="probability that a tool call fails [1]")
-    add("--system-prompt", default="full", help="full, short, or a file")
     add("--branch", default="paper", choices=["paper", "released"], help="the law of forking, (1)")
     add("--initial", type=NATURAL, default=0, help="plays of a query from scratch; 0: half [4]")
     add("--weight", type=AMOUNT, default=0.2, help="w, chance per unit of dE; released alone [4]")
@@ -99,7 +96,7 @@ def flags():
     add("--tis-cap", type=AMOUNT, default=0.0, help="then weigh by trainer / engine, at most this")
     add("--train-results", action="store_true", help="on what tools say, too; implies --recompute")
     add("--seed", type=NATURAL, default=0, help="of the order of the tasks and every sampled token")
-    add = p.add_argument_group("memory (python memory.py grpo tells what fits)").add_argument
+    add = p.add_argument_group("memory (python -m look.memory grpo tells what fits)").add_argument
     add("--pack-tokens", type=COUNT, default=32768, help="tokens per micro-batch, with padding")
     add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"], help="auto: flash "
         "attention in the trainer where it is installed")
@@ -113,7 +110,7 @@ def flags():
     add("--microscope", type=NATURAL, default=0, help="updates between those of which report.py "
         "shows every token; 0: none")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
-    args = p.parse_args()
+    args = runtime.parse_args(p)
     args.recompute |= args.train_results  # nobody sampled results: their pi_old is the trainer's
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.train_results and args.entropy_advantage:
@@ -175,7 +172,7 @@ def append(s, ids, logps=None):
 def submit(engine, s, world, template, temperature, top_p, args):
     """Ask the engine for the sample's next reply."""
     name = f"{s.name}/{s.episode.turns}"
-    evaluate.add_request(engine, name, s.ids, template, world.stops, f"{args.seed}/{name}",
+    runtime.add_request(engine, name, s.ids, template, world.stops, f"{args.seed}/{name}",
                          max_tokens=min(args.turn_tokens, args.context - len(s.ids)),
                          temperature=temperature, top_p=top_p, logprobs=TOP)
     return name
@@ -201,7 +198,7 @@ def take_observation(s, observation, template, args):
     s.episode.finish(observation)
     ids = template.between(s.episode.messages[-1], closed=s.ids[-1] in template.ends)
     ids = ids[:args.context - len(s.ids)]  # nobody reads on behind the limit
-    s.episode.heard = len(ids)
+    s.episode.observation_tokens = len(ids)
     append(s, ids, [UNSAID] * len(ids) if args.train_results else None)
     if len(s.ids) >= args.context:
         s.episode.stop = "context"
@@ -255,10 +252,10 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
     Engines draw the next query from one counter, so that none idles while another has a queue.
     """
     engine, live, done = llm.llm_engine, {}, []
-    queries = evaluate.shared_counter(name, len(tasks), args)
+    queries = runtime.shared_counter(name, len(tasks), args)
     start, log_v = min(args.initial or (group + 1) // 2, group), math.log(len(template.tokenizer))
     left = {}  # {query: names of its plays that are yet to be begun}
-    calls = evaluate.open_calls(world.slow, len(tasks), group, args)
+    calls = runtime.open_calls(world.slow, len(tasks), group, args)
 
     def ask(s):
         live[submit(engine, s, world, template, temperature, top_p, args)] = s
@@ -585,8 +582,8 @@ def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
-    evaluate.die_with_parent()
-    cuda = bool(evaluate.visible_gpus())
+    runtime.die_with_parent()
+    cuda = bool(runtime.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
@@ -613,7 +610,7 @@ def load(args, template, device):
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         attn_implementation="flash_attention_2" if flash else "sdpa")
-    evaluate.check_weights(lm, template)
+    runtime.check_weights(lm, template)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
@@ -649,7 +646,7 @@ def sync_weights(llm, engine, device):
     if device.type == "cuda":
         llm.wake_up(tags=["kv_cache"])
     else:
-        llm.apply_model(evaluate.renew_head)
+        llm.apply_model(runtime.renew_head)
     if not llm.reset_prefix_cache():  # cached keys and values belong to the old weights
         raise RuntimeError("the engine still holds cache blocks of the old weights")
 
@@ -668,7 +665,7 @@ def save_model(engine, template, out, rank):
     state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
              for name, tensor in full_weights(engine)}
     if rank == 0:
-        with evaluate.new_model(out) as part:
+        with runtime.new_model(out) as part:
             engine.module.lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
     dist.barrier()
@@ -680,13 +677,13 @@ def main():
     args = flags()
     world, tasks, val, template = read_inputs(args)
     rank, ranks, device = setup()
-    evaluate.hold(args.out)
+    runtime.lock_folder(args.out)
     policy, packed = load(args, template, device)
     engine = zero3(policy, args.lr, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
-    start = evaluate.restore(engine, args.out, args.resume, rank)
-    interrupted = evaluate.watch_sigterm()
-    llm = evaluate.load_engine(args, device)
+    start = runtime.restore(engine, args.out, args.resume, rank)
+    interrupted = runtime.watch_sigterm()
+    llm = runtime.load_engine(args, device)
     if rank == 0:
         print(f"{len(tasks)} tasks, {steps} updates of {args.prompts} x {args.group} plays, "
               f"{ranks} ranks, {'packed' if packed else 'padded'} rows, "
@@ -704,7 +701,7 @@ def main():
         # (1) (2) play and judge
         kind = reward_kind(args.reward, world.kinds, step / steps)
         samples, judged = play_batch(llm, template, world, tasks, step, steps, kind, args)
-        play_gib = evaluate.used_gib(device)
+        play_gib = runtime.used_gib(device)
         if device.type == "cuda":
             llm.sleep(level=2)
         clock.append(time.time())
@@ -719,15 +716,15 @@ def main():
                  for weighted in updates]
         clock.append(time.time())
         for update in stats:
-            evaluate.check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
+            runtime.check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
         line |= timings(samples, updates, clock, judged) | {"later": stats[1:], "kind": kind}
-        line |= {"lr": lr, "play_gib": play_gib, "learn_gib": evaluate.used_gib(device)}
+        line |= {"lr": lr, "play_gib": play_gib, "learn_gib": runtime.used_gib(device)}
         write_plays(f"{step + 1:05d}.jsonl", samples, seen, template, rank, args)
         log(line, rank, args, steps)
         check_sync(line, device, args)
-        evaluate.save_checkpoint(engine, args, step + 1, rank, last=interrupted(device))
-    evaluate.check_parameters(engine, args.out, steps)
+        runtime.save_checkpoint(engine, args, step + 1, rank, last=interrupted(device))
+    runtime.check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     world.close()
     llm.llm_engine.engine_core.shutdown()  # ends the process group, too
@@ -735,13 +732,13 @@ def main():
 
 def read_inputs(args):
     """World, tasks, tasks to validate on, template: all are looked at before anything is spent."""
-    world = evaluate.open_world(args)
+    world = runtime.open_world(args)
     kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) == 3)]
     if args.reward and args.reward not in kinds:
         sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
-    tasks = evaluate.load_tasks(args.tasks, world.load_task)
-    val = evaluate.load_tasks(args.val, world.load_task) if args.val else []
-    template = evaluate.load_template(args.model)
+    tasks = runtime.load_tasks(args.tasks, world.load_task)
+    val = runtime.load_tasks(args.val, world.load_task) if args.val else []
+    template = runtime.load_template(args.model)
     for task in tasks + val:  # a prompt that fills the context
         new_sample(task, 0, "", world, template, args)
     return world, tasks, val, template
@@ -786,7 +783,7 @@ def validate(llm, template, world, val, step, engine, rank, args):
     judge_all(samples, world, world.kinds[0])
     scores = [s.record["score"]["success"] for s in gather(samples)]
     success = sum(scores) / len(scores)
-    rows = evaluate.read_jsonl(Path(args.out) / "log.jsonl")
+    rows = runtime.read_jsonl(Path(args.out) / "log.jsonl")
     before = [row["val_success"] for row in rows if "val_success" in row]
     dist.barrier()
     if success > max(before, default=-1):
@@ -836,9 +833,9 @@ def write_plays(name, samples, seen, template, rank, args):
     """The plays of an update into OUT/rollouts; what was `seen` of their tokens, if anything."""
     if rank == 0:
         records = [s.record | {"advantage": s.advantage} for s in samples]
-        evaluate.write_jsonl(Path(args.out) / "rollouts" / name, records)
+        runtime.write_jsonl(Path(args.out) / "rollouts" / name, records)
     if seen is not None:
-        from microscope import write_tokens  # every rank takes part
+        from look.microscope import write_tokens
 
         write_tokens(Path(args.out) / "microscope" / name, samples, seen, template, args)
 
@@ -856,7 +853,7 @@ def log(line, rank, args, steps=None):
     """One line on the screen, the same dict in log.jsonl."""
     if rank:
         return
-    evaluate.append_jsonl(Path(args.out) / "log.jsonl", line)
+    runtime.append_jsonl(Path(args.out) / "log.jsonl", line)
     if "val_success" in line:
         print("step {step:4d} | validation success {val_success:.3f}".format(**line), flush=True)
         return
@@ -869,4 +866,4 @@ def log(line, rank, args, steps=None):
 
 
 if __name__ == "__main__":
-    evaluate.run(sys.argv[0], main)
+    runtime.run(sys.argv[0], main)

@@ -51,8 +51,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import evaluate
-from evaluate import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
+import runtime
+from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
 
 # Shapes: P pairs, B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H
 # hidden size, V vocabulary. (2, P): of the chosen episodes, then of the rejected ones.
@@ -78,7 +78,7 @@ def flags():
     add("--warmup", type=SHARE, default=0.1, help="first share of the updates, of rising rate [2]")
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this share of --lr")
     add("--seed", type=NATURAL, default=0, help="of the order of the pairs")
-    add = p.add_argument_group("memory (python memory.py dpo tells what fits)").add_argument
+    add = p.add_argument_group("memory (python -m look.memory dpo tells what fits)").add_argument
     add("--cutoff", type=COUNT, default=8192, help="tokens of an episode; longer are dropped [2]")
     add("--pack-tokens", type=COUNT, default=16384, help="tokens per micro-batch, with padding")
     add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
@@ -142,7 +142,7 @@ def read_pair(row, template, cutoff):
         return f"no {error}"
     except (AttributeError, TypeError, ValueError):
         return "want lists of messages, and two numbers as rewards, of chosen and rejected"
-    if not all(map(evaluate.is_talk, sides)):
+    if not all(map(runtime.is_talk, sides)):
         return "a message is no role and content, or not every second one is a reply"
     asked = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
     said = [[m["content"] for m in side if m["role"] == "assistant"] for side in sides]
@@ -166,7 +166,7 @@ def read_pair(row, template, cutoff):
 
 def load_pairs(path, template, cutoff, rank):
     """Pairs of a file; those left out are counted by cause. ValueError if none is left."""
-    read, causes = [read_pair(row, template, cutoff) for row in evaluate.read_jsonl(path)], {}
+    read, causes = [read_pair(row, template, cutoff) for row in runtime.read_jsonl(path)], {}
     for line, cause in enumerate(read, 1):
         if isinstance(cause, str):
             causes.setdefault(cause, []).append(line)
@@ -261,7 +261,7 @@ def take_reference(engine, rows, known, start, packed, rank, ranks, device, args
     updates these weights are gone, and nothing can be made.
     """
     file = Path(args.out) / "reference.jsonl"
-    head, *kept = evaluate.read_jsonl(file) if file.exists() else [None]
+    head, *kept = runtime.read_jsonl(file) if file.exists() else [None]
     if head == {"of": known}:
         sums = [[pair[side] for pair in kept] for side in Pair._fields]
         return torch.tensor(sums, dtype=torch.float64, device=device)
@@ -270,7 +270,7 @@ def take_reference(engine, rows, known, start, packed, rank, ranks, device, args
                          "began: go on with those, or choose another --out")
     sums = sum_logps(engine, rows, packed, rank, ranks, device, args)
     if rank == 0:  # all have looked before sum_logps let any rank go
-        evaluate.write_jsonl(file, [{"of": known}] + [
+        runtime.write_jsonl(file, [{"of": known}] + [
             dict(zip(Pair._fields, pair, strict=True)) for pair in sums.T.tolist()])
     return sums
 
@@ -401,8 +401,8 @@ def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
-    evaluate.die_with_parent()
-    cuda = bool(evaluate.visible_gpus())
+    runtime.die_with_parent()
+    cuda = bool(runtime.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
@@ -429,7 +429,7 @@ def load(args, template, device):
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         attn_implementation="flash_attention_2" if flash else "sdpa")
-    evaluate.check_weights(lm, template)
+    runtime.check_weights(lm, template)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
@@ -466,7 +466,7 @@ def save_model(engine, template, out, rank):
     state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
              for name, tensor in full_weights(engine)}
     if rank == 0:
-        with evaluate.new_model(out) as part:
+        with runtime.new_model(out) as part:
             engine.module.lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
     dist.barrier()
@@ -477,17 +477,17 @@ def save_model(engine, template, out, rank):
 def main():
     args = flags()
     rank, ranks, device = setup()
-    evaluate.hold(args.out)
+    runtime.lock_folder(args.out)
     # (1) pairs into ids and masks
-    template = evaluate.load_template(args.model)
+    template = runtime.load_template(args.model)
     pairs, val = (load_pairs(path, template, args.cutoff, rank) if path else []
                   for path in (args.data, args.val))
     policy, packed = load(args, template, device)
     known = fingerprint(policy, episodes_of(pairs + val))
     engine = zero3(policy, args.lr, device)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
-    start = evaluate.restore(engine, args.out, args.resume, rank)
-    interrupted = evaluate.watch_sigterm()
+    start = runtime.restore(engine, args.out, args.resume, rank)
+    interrupted = runtime.watch_sigterm()
     if rank == 0:
         print(f"dpo: {n} pairs, {len(val)} held out, {steps} updates of {args.batch}, {ranks} "
               f"ranks, {'packed' if packed else 'padded'} rows", flush=True)
@@ -501,7 +501,7 @@ def main():
         rows = episodes_of([pairs[i] for i in drawn])
         lr = engine.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
         numbers = learn_pairs(engine, rows, reference[:, drawn], *machine)
-        evaluate.check_finite(args.out, step + 1, loss=numbers["loss"], gnorm=numbers["gnorm"])
+        runtime.check_finite(args.out, step + 1, loss=numbers["loss"], gnorm=numbers["gnorm"])
         line = {"step": step + 1, **numbers, "lr": lr, "tokens": sum(len(row.ids) for row in rows),
                 "policy_tokens": sum(sum(row.mask) for row in rows), "seconds": time.time() - began}
         if val and (step + 1 == steps or (args.val_every and (step + 1) % args.val_every == 0)):
@@ -509,8 +509,8 @@ def main():
             _, numbers = preference(logps, reference[:, n:], episodes_of(val), args)
             line |= {f"val_{name}": number for name, number in numbers.items()}
         log(line, steps, args.out, rank)
-        evaluate.save_checkpoint(engine, args, step + 1, rank, last=interrupted(device))
-    evaluate.check_parameters(engine, args.out, steps)
+        runtime.save_checkpoint(engine, args, step + 1, rank, last=interrupted(device))
+    runtime.check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     dist.destroy_process_group()
 
@@ -526,8 +526,8 @@ def log(line, steps, out, rank):
         if line["delta_chosen"] < FALLING:
             print(f"warning: delta_chosen is below {FALLING}: chosen episodes become unlikely, "
                   "too; --nll, a larger --beta or a lower --lr holds them", flush=True)
-        evaluate.append_jsonl(Path(out) / "log.jsonl", line)
+        runtime.append_jsonl(Path(out) / "log.jsonl", line)
 
 
 if __name__ == "__main__":
-    evaluate.run(sys.argv[0], main)
+    runtime.run(sys.argv[0], main)

@@ -33,8 +33,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-import evaluate
-from evaluate import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
+import runtime
+from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary.
@@ -55,7 +55,7 @@ def flags():
     add("--warmup", type=SHARE, default=0.1, help="first share of the updates, of rising rate [1]")
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this share of --lr")
     add("--seed", type=NATURAL, default=0, help="of the order of the episodes")
-    add = p.add_argument_group("memory (python memory.py sft tells what fits)").add_argument
+    add = p.add_argument_group("memory (python -m look.memory sft tells what fits)").add_argument
     add("--cutoff", type=COUNT, default=20480, help="tokens of an episode; longer are dropped [1]")
     add("--pack-tokens", type=COUNT, default=20480, help="tokens per micro-batch, with padding")
     add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
@@ -103,9 +103,9 @@ def render(messages, template):
 def load_samples(path, template, cutoff):
     """Episodes -> rendered ones, and how many were dropped: over `cutoff` tokens, or no reply."""
     samples, dropped = [], 0
-    for line, episode in enumerate(evaluate.read_jsonl(path), 1):
+    for line, episode in enumerate(runtime.read_jsonl(path), 1):
         messages = episode.get("messages") if isinstance(episode, dict) else None
-        talk = isinstance(messages, list) and evaluate.is_talk(messages)
+        talk = isinstance(messages, list) and runtime.is_talk(messages)
         if not talk or not messages or messages[0]["role"] == "assistant":
             sys.exit(f"{path}:{line}: no 'messages' list of system and user, then by turns "
                      "assistant and user or result; it must be an episode as synth.py writes them")
@@ -256,8 +256,8 @@ def setup():
     """Join the other ranks, as torchrun started them -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
-    evaluate.die_with_parent()
-    cuda = bool(evaluate.visible_gpus())
+    runtime.die_with_parent()
+    cuda = bool(runtime.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
@@ -284,7 +284,7 @@ def load(args, template, device):
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         attn_implementation="flash_attention_2" if flash else "sdpa")
-    evaluate.check_weights(lm, template)
+    runtime.check_weights(lm, template)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
@@ -321,7 +321,7 @@ def save_model(engine, template, out, rank):
     state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
              for name, tensor in full_weights(engine)}
     if rank == 0:
-        with evaluate.new_model(out) as part:
+        with runtime.new_model(out) as part:
             engine.module.lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
     dist.barrier()
@@ -332,15 +332,15 @@ def save_model(engine, template, out, rank):
 def main():
     args = flags()
     rank, ranks, device = setup()
-    evaluate.hold(args.out)
+    runtime.lock_folder(args.out)
     # (1) episodes into ids and masks
-    template = evaluate.load_template(args.model)
+    template = runtime.load_template(args.model)
     samples, dropped = load_samples(args.data, template, args.cutoff)
     policy, packed = load(args, template, device)
     engine = zero3(policy, args.lr, device)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
-    start = evaluate.restore(engine, args.out, args.resume, rank)
-    interrupted = evaluate.watch_sigterm()
+    start = runtime.restore(engine, args.out, args.resume, rank)
+    interrupted = runtime.watch_sigterm()
     if rank == 0:
         print(f"sft: {len(samples)} episodes ({dropped} dropped), {steps} updates of {args.batch}, "
               f"{ranks} ranks, {'packed' if packed else 'padded'} rows, "
@@ -363,12 +363,12 @@ def main():
         engine.step()
         dist.all_reduce(total)
         loss, gnorm = total[0].item(), float(engine.get_global_grad_norm())
-        evaluate.check_finite(args.out, step + 1, loss=loss, gnorm=gnorm)
+        runtime.check_finite(args.out, step + 1, loss=loss, gnorm=gnorm)
         log({"step": step + 1, "loss": loss, "entropy": total[1].item(), "gnorm": gnorm, "lr": lr,
              "policy_tokens": n_tokens, "tokens": sum(len(s.ids) for s in batch),
              "seconds": time.time() - began}, steps, args.out, rank)
-        evaluate.save_checkpoint(engine, args, step + 1, rank, last=interrupted(device))
-    evaluate.check_parameters(engine, args.out, steps)
+        runtime.save_checkpoint(engine, args, step + 1, rank, last=interrupted(device))
+    runtime.check_parameters(engine, args.out, steps)
     save_model(engine, template, args.out, rank)
     dist.destroy_process_group()
 
@@ -380,8 +380,8 @@ def log(line, steps, out, rank):
         print("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm "
               "{gnorm:6.2f} | lr {lr:.2e} | {speed:6.0f} tokens/s".format(
                   steps=steps, speed=speed, **line), flush=True)
-        evaluate.append_jsonl(Path(out) / "log.jsonl", line)
+        runtime.append_jsonl(Path(out) / "log.jsonl", line)
 
 
 if __name__ == "__main__":
-    evaluate.run(sys.argv[0], main)
+    runtime.run(sys.argv[0], main)

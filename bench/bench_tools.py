@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = str(ROOT), str(ROOT / "tests")
 from hostile import IDLE, PROGRAMS, Host, below  # noqa: E402
 
-from engine import open_engine, play_vllm  # noqa: E402
+from evaluate import open_engine, play_vllm  # noqa: E402
 from sandbox import Action, Episode  # noqa: E402
 from toolstar.jail import Jail  # noqa: E402
 from toolstar.run_code import Remote  # noqa: E402

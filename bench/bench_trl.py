@@ -72,7 +72,7 @@ def samples_of(path, template, lengths, n):
     the number of tokens of the prompt. A play is cut to the length drawn for it, or its turns are
     repeated."""
     import sft
-    from evaluate import read_jsonl
+    from runtime import read_jsonl
 
     draw, samples = random.Random(0), []
     for i, row in enumerate(read_jsonl(path)[:n]):

@@ -26,8 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from engine import visible_gpus  # noqa: E402
-from evaluate import read_jsonl, replacing, write_jsonl  # noqa: E402
+from runtime import read_jsonl, replacing, visible_gpus, write_jsonl  # noqa: E402
 
 DENSE = {  # bfloat16 FLOP/s without sparsity, of the makers' data sheets
     "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "A10G": 70e12, "L4": 121e12,
@@ -64,7 +63,7 @@ def make_model(folder, shape):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from sandbox import SHORT_PROMPT
-    from tiny import make_tokenizer
+    from tiny.model import make_tokenizer
 
     tables = sorted((ROOT / "database" / "mini").glob("*.csv"))
     texts = [SHORT_PROMPT, *(table.read_text()[:20_000] for table in tables)]
@@ -82,7 +81,7 @@ def make_model(folder, shape):
 def make_data(out, model, tokens):
     """tasks.jsonl of the mini world, sums.jsonl, and an SFT file per number of tokens, one row
     filling each."""
-    import memory
+    from look import memory
 
     words = f"synth.py tasks --n 64 --days 3 --like tiny --out {out}/tasks.jsonl"
     subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
@@ -136,7 +135,7 @@ def mfu(config, n, tokens, length, seconds, peak):
 
 def planned(stage, model, tokens, *words):
     """{moment: GiB} that memory.py plans for a stage whose micro-batches have so many tokens."""
-    import memory
+    from look import memory
 
     flags = memory.flags([stage, "--model", str(model), *map(str, words)])
     config, n = memory.load_shape(flags.model)

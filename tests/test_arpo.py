@@ -10,8 +10,9 @@ import torch
 from conftest import SEED, Replies, flags_of, train, weights
 
 import arpo
-from evaluate import Travel, read_jsonl, write_jsonl
-from microscope import write_tokens
+from look.microscope import write_tokens
+from runtime import read_jsonl, write_jsonl
+from travel.world import Travel
 
 CALL = ('<think>look</think>\n<tool_call>{"name": "SearchCity", "arguments": {"state": "nowhere"}}'
         "</tool_call>")

@@ -11,8 +11,9 @@ from conftest import SEED, Plain, flags_of, train, train_broken, weights
 
 import dpo
 import sft
-from evaluate import Travel, play_solver, read_jsonl, write_jsonl
+from runtime import read_jsonl, write_jsonl
 from toolstar import pairs as pairs_of
+from travel.world import Travel, play_solver
 
 DPO = """--batch 4 --steps 8 --lr 1e-4 --save-every 1 --val-every 3 --resume --pack-tokens 400
          --cutoff 400"""

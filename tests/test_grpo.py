@@ -13,9 +13,10 @@ from conftest import SEED, Plain, Replies, flags_of, said, train, weights, witne
 
 import grpo
 import sft
-from evaluate import Travel, load_task, read_jsonl, write_jsonl
-from microscope import pieces, write_tokens
-from solver import solver_replies
+from look.microscope import pieces, write_tokens
+from runtime import read_jsonl, write_jsonl
+from travel.solver import solver_replies
+from travel.world import Travel, load_task
 
 REPLY = "<think>a</think>\n<answer>b</answer>"
 CPU = torch.device("cpu")

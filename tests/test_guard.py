@@ -15,10 +15,8 @@ import pytest
 import torch
 from conftest import ROOT, SFT, flags_of, train
 
-import guard
-import whole
-from evaluate import append_jsonl, read_jsonl, write_jsonl
-from template import load_template
+import runtime
+from runtime import append_jsonl, load_template, read_jsonl, write_jsonl
 
 PATIENCE = 60  # seconds; what takes longer hangs
 
@@ -90,7 +88,7 @@ def test_a_child_that_outlives_a_killed_writer_holds_no_lock(tmp_path):
 
 def test_only_rank_0_holds_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    guard.hold(tmp_path / "out")
+    runtime.lock_folder(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -165,7 +163,7 @@ def test_what_a_user_can_mend_is_one_line(error, words):
         raise error
 
     with pytest.raises(SystemExit) as stopped:
-        guard.run("x.py", fail)
+        runtime.run("x.py", fail)
     assert stopped.value.code == words
 
 
@@ -174,7 +172,7 @@ def test_an_interrupt_is_one_line(capsys):
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as stopped:
-        guard.run("x.py", fail)
+        runtime.run("x.py", fail)
     assert stopped.value.code == 130
     said = "x.py: interrupted; what is saved is kept, and the same command goes on\n"
     assert capsys.readouterr().err == said
@@ -197,7 +195,7 @@ def test_torchrun_shows_the_line_at_its_end_and_ranks_say_it_once(tmp_path):
 
 @pytest.mark.parametrize("path", ["a.jsonl", "folder/a.jsonl"])
 def test_an_error_of_the_disk_names_the_file_that_was_being_written(path):
-    with pytest.raises(OSError) as error, guard.naming(path):
+    with pytest.raises(OSError) as error, runtime.errors_name(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert error.value.filename == path
 
@@ -279,7 +277,7 @@ def test_a_model_that_is_nowhere_is_one_line():
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
 def test_saved_files_can_be_read_as_the_umask_says(mask, tmp_path):
     def save():
-        with whole.new_model(tmp_path / "out") as part:
+        with runtime.new_model(tmp_path / "out") as part:
             part.mkdir()
             (part / "config.json").write_text("{}")
             (part / "model.safetensors").touch(0o600)
@@ -310,7 +308,7 @@ def test_a_model_that_finds_no_room_leaves_nothing_and_the_old_one_whole(tiny_mo
     said = child.communicate(timeout=PATIENCE)[1].strip().splitlines()
     assert child.returncode == 1 and said[-1].startswith(f"stage.py: {out}.part: ")
     assert not Path(f"{out}.part").exists()
-    whole.check_model(out)
+    runtime.check_model(out)
 
 
 # ------------------------------------------------------------------------------------- checkpoints
@@ -320,7 +318,7 @@ def run_folder(one_rank, tmp_path):
     """OUT after three updates, each of which was saved: two checkpoints, and a log."""
     for step in (1, 2, 3):
         append_jsonl(tmp_path / "log.jsonl", {"step": step})
-        with whole.new_checkpoint(tmp_path, step, 0) as tag:
+        with runtime.new_checkpoint(tmp_path, step, 0) as tag:
             tag.mkdir(parents=True)
             for name in ("model.pt", "optimizer.pt"):
                 torch.save({"x": torch.arange(1000) + step}, tag / name)
@@ -341,7 +339,7 @@ def left(out):
 
 def test_the_newest_checkpoint_and_the_one_before_are_kept_and_the_log_is_cut_back(run_folder):
     assert left(run_folder) == ["step-2", "step-3"]
-    assert whole.newest_whole(run_folder, True, 0) == 3
+    assert runtime.newest_checkpoint(run_folder, True, 0) == 3
     assert [row["step"] for row in read_jsonl(run_folder / "log.jsonl")] == [1, 2, 3]
 
 
@@ -356,7 +354,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(harm, run_folder, capsy
         file.unlink()
     else:
         (file.parent / "mark.json").write_text('{"ste')
-    assert whole.newest_whole(run_folder, True, 0) == 2
+    assert runtime.newest_checkpoint(run_folder, True, 0) == 2
     assert "step-3" in capsys.readouterr().out and left(run_folder) == ["step-2"]
     assert [row["step"] for row in read_jsonl(run_folder / "log.jsonl")] == [1, 2]
 
@@ -366,9 +364,9 @@ def test_where_both_are_damaged_the_folder_to_remove_is_named_and_removing_it_be
     for step in (2, 3):
         flip(run_folder / "checkpoints" / f"step-{step}" / "model.pt")
     with pytest.raises(SystemExit, match=f"^{run_folder}/checkpoints: no checkpoint in it is"):
-        whole.newest_whole(run_folder, True, 0)
+        runtime.newest_checkpoint(run_folder, True, 0)
     shutil.rmtree(run_folder / "checkpoints")
-    assert whole.newest_whole(run_folder, True, 0) == 0
+    assert runtime.newest_checkpoint(run_folder, True, 0) == 0
     assert read_jsonl(run_folder / "log.jsonl") == []
 
 
@@ -378,7 +376,7 @@ def test_where_both_are_damaged_the_folder_to_remove_is_named_and_removing_it_be
      "step-4 could not be written; make room"),
     (OSError(errno.ENOSPC, "No space left on device"), "step-4")])
 def test_a_checkpoint_that_finds_no_room_is_named_and_leaves_nothing(error, words, run_folder):
-    with pytest.raises(OSError, match=words), whole.new_checkpoint(run_folder, 4, 0) as tag:
+    with pytest.raises(OSError, match=words), runtime.new_checkpoint(run_folder, 4, 0) as tag:
         tag.mkdir()
         raise error
     assert left(run_folder) == ["step-2", "step-3"]
@@ -386,20 +384,20 @@ def test_a_checkpoint_that_finds_no_room_is_named_and_leaves_nothing(error, word
 
 def test_a_checkpoint_that_a_killed_save_left_without_a_mark_does_not_count(run_folder):
     (run_folder / "checkpoints" / "step-3" / "mark.json").unlink()
-    assert whole.newest_whole(run_folder, True, 0) == 2 and left(run_folder) == ["step-2"]
+    assert runtime.newest_checkpoint(run_folder, True, 0) == 2 and left(run_folder) == ["step-2"]
 
 
 def test_a_log_that_has_lost_lines_is_not_filled_with_zeros(run_folder, capsys):
     os.truncate(run_folder / "log.jsonl", 20)
-    assert whole.newest_whole(run_folder, True, 0) == 3
+    assert runtime.newest_checkpoint(run_folder, True, 0) == 3
     assert read_jsonl(run_folder / "log.jsonl") == [{"step": 1}]
     assert "log.jsonl has lost lines" in capsys.readouterr().out
 
 
 def test_a_number_that_is_none_stops_with_the_update_the_checkpoint_and_what_to_try(run_folder):
-    whole.check_finite(run_folder, 5, loss=1.0, gnorm=0.0)
+    runtime.check_finite(run_folder, 5, loss=1.0, gnorm=0.0)
     with pytest.raises(SystemExit) as stopped:
-        whole.check_finite(run_folder, 5, loss=float("nan"), gnorm=float("inf"))
+        runtime.check_finite(run_folder, 5, loss=float("nan"), gnorm=float("inf"))
     said = stopped.value.code
     assert said.startswith("update 5: loss is nan and gnorm is inf")
     assert "checkpoints/step-3 is the last good checkpoint" in said and "a lower --lr" in said

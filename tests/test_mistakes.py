@@ -20,9 +20,9 @@ import pytest
 from conftest import ROOT, witness
 
 import evaluate
-import guard
 import qa_eval
-from evaluate import write_jsonl
+import runtime
+from runtime import write_jsonl
 
 LINES = 2  # at most, whoever says them
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
@@ -639,17 +639,17 @@ def test_players_die_with_whoever_started_them(desk):
 
 
 def test_two_commands_on_one_folder_are_one_too_many(desk):
-    guard.hold("out")
+    runtime.lock_folder("out")
     done = start(f"evaluate.py --tasks {desk}/good.jsonl --agent solver --out {desk}/out")
     _, said = done.communicate(timeout=600)
     check(done.returncode, said.splitlines(), f"a run (pid {os.getpid()} on ")
 
 
 def test_a_bar_in_a_log_is_a_few_lines(capfd):
-    for _ in guard.progress(range(100_000), "play", 100_000):
+    for _ in runtime.progress(range(100_000), "play", 100_000):
         pass
     assert capfd.readouterr().err == "", "nothing of what takes a moment"
-    with guard.progress(None, "play", 3) as bar:
+    with runtime.progress(None, "play", 3) as bar:
         bar.start_t -= 100  # it began long ago
         bar.last_print_t = bar.start_t
         bar.update(3)

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from evaluate import read_jsonl
-from whole import marks
+from runtime import marks, read_jsonl
 
 pytestmark = pytest.mark.slow
 STEPS = 6

@@ -5,7 +5,9 @@ import sys
 import pytest
 from conftest import ROOT
 
-from evaluate import Travel, main, read_jsonl, write_jsonl
+from evaluate import main
+from runtime import read_jsonl, write_jsonl
+from travel.world import Travel
 
 FILE = ROOT / "tests" / "calculator.py"
 SHORT = ["--env", "tests/calculator.py", "--max-turns", "3", "--group", "4", "--prompts", "2",

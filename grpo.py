@@ -200,7 +200,7 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
                 ask(new_sample(tasks[query], query, f"{name}/{query}/{g}", world, template, args))
         if not live and not calls:
             calls.close()
-            return done if calls.leads else []
+            return done if calls.is_leader else []
         for output in engine.step() if live else ():
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]

@@ -1135,7 +1135,7 @@ def parse_args(parser, argv=None):
     define flags(parser), which adds them. args.world_flags has their names."""
     argv = sys.argv[1:] if argv is None else argv
     before = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    before.add_argument("--env", nargs="?", default=parser.get_default("env"))
+    before.add_argument("--env", nargs="?", default=parser.get_default("env"), help="the world")
     env, own = before.parse_known_args(argv)[0].env, {action.dest for action in parser._actions}
     try:
         module = load_world(env)

@@ -69,8 +69,8 @@ LAYOUT = {"LICENSE", "pyproject.toml", "requirements.txt", "requirements-cpu.txt
 OWN_WORDS = {"flags", "main", "log", "learning_rate"}
 # the functions that may differ between the twins ARE the algorithm; all else is word for word equal
 ARPO_ADDS = {"entropy", "branch", "unforked", "set_gains"}
-ARPO_CHANGES = {"flags", "Sample", "submit", "rollout", "token_weights", "policy_loss", "per_token",
-                "describe", "sampled"}
+ARPO_CHANGES = {"flags", "play_flags", "learn_flags", "Sample", "submit", "rollout",
+                "token_weights", "policy_loss", "per_token", "describe", "sampled"}
 
 
 def text_of(name):

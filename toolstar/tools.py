@@ -397,7 +397,7 @@ class ToolEpisode(Episode):
         for call in self.sandbox.calls[self.made:]:  # none: an error of the grammar, or a refusal
             call["tokens"] = tokens
 
-    heard = property(fset=hear)
+    observation_tokens = heard = property(fset=hear)
 
     def fork(self, seed):
         twin = super().fork(seed)

@@ -46,7 +46,7 @@ from sandbox import Episode
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary. A rollout is a flat list of P * G samples.
-OVERLENGTH = ("turns", "context")  # the reasons to stop that (4) masks
+OVERLENGTH = ("turns", "context")  # the stops that (4) keeps out of the loss
 NOT_SAMPLED = 1.0  # in the place of log pi, for tokens of tools that --train-results trains on
 MAX_DLOGP = {"cpu": 1e-4, "cuda": 0.05}  # bounds on the mean |dlogp|, for float32 and bfloat16
 LOGITS = 30_000_000  # the most logits that the loss holds at a time (120 MB in float32)
@@ -286,7 +286,7 @@ def uniform(group):
 
 
 def group_advantages(samples):
-    """(3) (4) Set advantages from the rewards of a group, overlength too -> {query: its samples}"""
+    """(3) (4) Set advantages; overlength plays count in mean and std -> {query: its samples}"""
     groups = by_query(samples)
     for group in groups.values():
         rewards = torch.tensor([s.reward for s in group], dtype=torch.float64)
@@ -734,7 +734,7 @@ def check_sync(line, device):
     if not gap <= bound:  # also stops at NaN
         sys.exit(f"update {line['step']}: engine and trainer disagree on the sampled tokens: mean "
                  f"|dlogp| is {gap:.1e}, more than {bound:.0e}. Did the engine get the weights? If "
-                 "only its precision differs, raise MAX_DLOGP")
+                 "only its precision differs, raise MAX_DLOGP in this script")
 
 
 def validate(llm, template, world, val, step, trainer, rank, args):

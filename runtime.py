@@ -1160,6 +1160,11 @@ def load_world(env):
 
             factory = getattr(module, class_name)
             return types.SimpleNamespace(open_world=lambda args: PlainWorld(factory))
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise ValueError(f"--env {env}: {error}; install it, or type `. .venv/bin/activate`"
+                             ) from None
+        raise ValueError(f"--env {env}: {error}; name travel, tools, or a module or file") from None
     except (ImportError, SyntaxError, OSError, AttributeError) as error:
         raise ValueError(f"--env {env}: {error}; name travel, tools, or a module or file with a "
                          "function open_world(args)") from None
@@ -1278,13 +1283,13 @@ class CheckedWorld:
         return float(reward)
 
 
-def check_world(world, task, args, fork=False):
-    """Play one scripted reply before an engine starts, so that a mistake in a world costs seconds.
-    fork: whether plays must be able to fork (arpo.py). -> what it saw, as lines of text."""
+def check_world(world, task, args):
+    """Play one scripted reply before an engine starts, so that a mistake in a world costs seconds
+    -> what came back, as lines of text."""
     episode = world.episode(task, "check", args)
     lines = [f"task {task['id']!r}: {str(task.get('query', ''))[:80]!r}"]
     lines += [f"{one['role']}: {one['content'][:80]!r}" for one in episode.messages]
-    if fork:
+    if "branch" in args:  # arpo.py, whose plays fork
         with naming_world(f"--env {world.env}: fork", task):
             episode.fork("check")
     with naming_world(f"--env {world.env}: begin", task):

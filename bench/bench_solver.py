@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import synth  # noqa: E402
 from runtime import load_tasks  # noqa: E402
 from travel import solver  # noqa: E402
+from travel.world import load_task  # noqa: E402
 
 
 def seconds(task, database):

@@ -108,7 +108,7 @@ class Ours:
             --pack-tokens {args.pack_tokens}""".split()
         self.grpo, self.args = grpo, grpo.flags()
         self.rank, self.ranks, self.device = grpo.setup()
-        self.template = grpo.evaluate.load_template(self.args.model)
+        self.template = grpo.runtime.load_template(self.args.model)
         policy, self.packed = grpo.load(self.args, self.template, self.device)
         self.engine = grpo.zero3(policy, self.args.lr, self.device)
 

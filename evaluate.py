@@ -66,11 +66,14 @@ def play_one(generate, episode):
     """Play one episode to its end."""
     while not episode.stop:
         try:
-            episode.step(generate(episode.messages))
+            reply = generate(episode.messages)
         except ChatError as error:
             if not NO_ROOM.search(str(error)):
                 raise
             episode.stop = "context"
+            break
+        with runtime.naming_world(f"{type(episode).__name__}.step", episode.task):
+            episode.step(reply)
     return episode
 
 
@@ -359,6 +362,8 @@ def flags(argv=None):
     add("--concurrency", type=COUNT, default=64, help="episodes in flight")
     add("--seed", type=int, default=0, help="seed of the sampling and of the world")
     add = p.add_argument_group("output").add_argument
+    add("--check", action="store_true", help="only check the world: load the tasks, play one "
+        "scripted reply, and print what came back")
     add("--show", action="store_true", help="print each episode turn by turn, with its verdict")
     add("--out", default="out/eval", help="folder of table.md and of one folder per agent; a rerun "
         "plays only the episodes that it lacks")
@@ -559,6 +564,10 @@ def evaluate(args):
     """Play, judge, report."""
     world = runtime.open_world(args)
     tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit, args.split)
+    if args.check:
+        print("\n".join([f"{args.tasks}: {len(tasks)} tasks",
+                         *runtime.check_world(world, tasks[0], args)]))
+        return
     world.close()  # the players open their own
     tasks = [task | ({"sample": k} if k else {}) for task in tasks for k in range(args.samples)]
     wanted, played = [name_of(task) for task in tasks], {}

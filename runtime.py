@@ -37,6 +37,7 @@ import signal
 import socket
 import sys
 import time
+import types
 import warnings
 import zipfile
 import zlib
@@ -685,10 +686,15 @@ class Calls:
         """Begin to answer an action. A play without one has ended, and comes back with None."""
         future = Future()
         if action and self.pool and self.is_leader:
-            future = self.pool.submit(episode.act, action)
+            future = self.pool.submit(self.act, episode, action)
         elif not (action and self.pool):
-            future.set_result(episode.act(action) if action else None)
+            future.set_result(self.act(episode, action) if action else None)
         self.waiting[next(self.numbers)] = play, future
+
+    def act(self, episode, action):
+        """The observation of an action; a tool that raises is named."""
+        with naming_world(f"{type(episode.sandbox).__name__}.call", episode.task):
+            return episode.act(action)
 
     def ready(self, block):
         """Yield (play, observation) of the answered ones; block: first give the tools a moment."""
@@ -1129,7 +1135,7 @@ def parse_args(parser, argv=None):
     define flags(parser), which adds them. args.world_flags has their names."""
     argv = sys.argv[1:] if argv is None else argv
     before = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    before.add_argument("--env", nargs="?", default=parser.get_default("env"))
+    before.add_argument("--env", nargs="?", default=parser.get_default("env"), help="the world")
     env, own = before.parse_known_args(argv)[0].env, {action.dest for action in parser._actions}
     try:
         module = load_world(env)
@@ -1144,11 +1150,22 @@ def parse_args(parser, argv=None):
 
 
 def load_world(env):
-    """The module of --env: travel, tools, or the name or file of a module with open_world(args)."""
-    name = WORLDS.get(env, env)
+    """The module of --env: travel, tools, the name or file of a module with open_world(args), or
+    FILE.py:CLASS, a plain environment class (adapters/plain.py)."""
+    name, _, class_name = WORLDS.get(env, env).partition(":")
     try:
         module = importlib.import_module(name) if not name.endswith(".py") else load_file(name)
-    except (ImportError, SyntaxError, OSError) as error:
+        if class_name:
+            from adapters.plain import PlainWorld
+
+            factory = getattr(module, class_name)
+            return types.SimpleNamespace(open_world=lambda args: PlainWorld(factory))
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise ValueError(f"--env {env}: {error}; install it, or type `. .venv/bin/activate`"
+                             ) from None
+        raise ValueError(f"--env {env}: {error}; name travel, tools, or a module or file") from None
+    except (ImportError, SyntaxError, OSError, AttributeError) as error:
         raise ValueError(f"--env {env}: {error}; name travel, tools, or a module or file with a "
                          "function open_world(args)") from None
     if not hasattr(module, "open_world"):
@@ -1171,8 +1188,119 @@ def load_file(name):
 
 
 def open_world(args):
-    """The world of --env (docs/environment.md)."""
-    return load_world(args.env).open_world(args)
+    """The world of --env (docs/environment.md), whose members are checked when they are used."""
+    try:
+        world = load_world(args.env).open_world(args)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise WorldError(f"--env {args.env}: open_world: {error!r}") from error
+    return CheckedWorld(world, args.env)
+
+
+class naming_world:
+    """Turn an exception inside a world's code into one line: whose code, which task, what happened.
+    STAR_TRACEBACK=1 shows where."""
+
+    def __init__(self, where, task=None):
+        self.where = where
+        if isinstance(task, dict) and "id" in task:
+            self.where += f", task {task['id']!r}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if isinstance(error, Exception) and not isinstance(error, (OSError, WorldError)):
+            raise WorldError(f"{self.where}: {type(error).__name__}: {error}") from error
+
+
+class WorldError(ValueError):
+    """A mistake in a world's code."""
+
+
+class CheckedWorld:
+    """A world, whose members are checked whenever they are used. Members that the contract does not
+    know (lines, solver, open_helpers) are passed through."""
+
+    def __init__(self, world, env):
+        self.world, self.env = world, env
+        members = ("kinds", "parts", "stops", "slow", "load_task", "episode", "verdict", "reward",
+                   "close")
+        missing = [name for name in members if not hasattr(world, name)]
+        if missing:
+            raise WorldError(f"--env {env}: {type(world).__name__} has no {missing[0]!r}, see "
+                             "docs/environment.md")
+        for name in ("kinds", "parts"):
+            value = getattr(world, name)
+            if not isinstance(value, (tuple, list)) or not value:
+                raise WorldError(f"--env {env}: {name!r} is {value!r:.60}; it must be a tuple of "
+                                 "names")
+        if "success" not in world.parts:
+            raise WorldError(f"--env {env}: 'parts' must name 'success', not only {world.parts}")
+
+    def __getattr__(self, name):
+        return getattr(self.world, name)
+
+    def load_task(self, row):
+        try:
+            task = self.world.load_task(row)
+        except (KeyError, ValueError):
+            raise  # a row that is wrong, as load_tasks reports it
+        except (TypeError, AttributeError, LookupError) as error:
+            raise WorldError(f"--env {self.env}: load_task: {error!r}") from error
+        if not isinstance(task, dict) or not isinstance(task.get("id"), (str, int)):
+            raise WorldError(f"--env {self.env}: load_task returned {task!r:.60}; a task is a "
+                             "dictionary with an 'id'")
+        return task
+
+    def episode(self, task, seed, args):
+        with naming_world(f"--env {self.env}: episode", task):
+            return self.world.episode(task, seed, args)
+
+    def verdict(self, episode):
+        """(plan, score, strict); the score has every part, as finite numbers, or is None."""
+        where = f"--env {self.env}: verdict, task {episode.task.get('id')!r}"
+        with naming_world(f"--env {self.env}: verdict", episode.task):
+            found = self.world.verdict(episode)
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise WorldError(f"{where}: it returned {found!r:.60}, not (plan, score, strict)")
+        plan, score, strict = found
+        if score is None:
+            return found
+        if not isinstance(score, dict):
+            raise WorldError(f"{where}: the score is {score!r:.60}, not a dictionary")
+        for name in ("strict", *self.world.parts):
+            value = strict if name == "strict" else score.get(name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise WorldError(f"{where}: {name!r} is {value!r:.60}, not a finite number")
+        return plan, score, strict
+
+    def reward(self, score, kind):
+        with naming_world(f"--env {self.env}: reward of kind {kind!r}"):
+            reward = self.world.reward(score, kind)
+        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise WorldError(f"--env {self.env}: reward of kind {kind!r} is {reward!r:.60}, not a "
+                             "finite number")
+        return float(reward)
+
+
+def check_world(world, task, args):
+    """Play one scripted reply before an engine starts, so that a mistake in a world costs seconds
+    -> what came back, as lines of text."""
+    episode = world.episode(task, "check", args)
+    lines = [f"task {task['id']!r}: {str(task.get('query', ''))[:80]!r}"]
+    lines += [f"{one['role']}: {one['content'][:80]!r}" for one in episode.messages]
+    if "branch" in args:  # arpo.py, whose plays fork
+        with naming_world(f"--env {world.env}: fork", task):
+            episode.fork("check")
+    with naming_world(f"--env {world.env}: begin", task):
+        episode.begin("<think>.</think><answer>.</answer>")
+    episode.stop = episode.stop or "turns"
+    plan, score, strict = world.verdict(episode)
+    lines += [f"a scripted answer stops the episode: {episode.stop}", f"plan: {plan!r:.80}",
+              f"score: {score!r:.200}", f"strict: {strict}"]
+    for kind in world.kinds if score else ():
+        lines.append(f"reward {kind}: {world.reward(score, kind):g}")
+    return lines
 
 
 def find_tasks(source, split):

@@ -190,7 +190,7 @@ def check_learning(report, out, config, n, peak, args, attention):
     for length in args.lengths:
         folder = out / f"sft-{length}-{attention}"
         words = (f"--model {out}/model --data {out}/{length}.jsonl --steps 6 --batch 4 --cutoff "
-                 f"{length} --pack-tokens {length} --lr 1e-6 --attn {attention} --out {folder}")
+                 f"{length} --pack-tokens {length} --lr 1e-6 --out {folder}")
         # else PyTorch keeps blocks of sizes that nobody asks for again
         grows = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         status, _, used = torchrun(1, "sft.py", words, f"{folder}.txt", env=grows)
@@ -287,9 +287,9 @@ def main():
     make_data(args.out, args.out / "model", args.lengths)
     if "grpo" in args.checks:
         check_training(report, args.out, ranks, args, gib)
-    for attention in ["sdpa"] + ["flash_attention_2"] * is_flash_attn_2_available():
-        if "sft" in args.checks:
-            check_learning(report, args.out, config, n, peak, args, attention)
+    if "sft" in args.checks:
+        attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+        check_learning(report, args.out, config, n, peak, args, attention)
     if "evaluate" in args.checks:
         check_evaluation(report, args.out)
     if "generate" in args.checks:

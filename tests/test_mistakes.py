@@ -337,7 +337,7 @@ MISTAKES = {
         ("--lr -1", "--lr: '-1' must be"),
         ("--warmup 2", "--warmup: '2' must be"),
         ("--cutoff 0", "--cutoff: '0' must be"),
-        ("--attn fast", "--attn: invalid choice: 'fast'"),
+        ("--attn sdpa", "unrecognized arguments: --attn sdpa"),
         ("--lrr 1", "unrecognized arguments: --lrr 1"),
     ],
     "grpo": [
@@ -347,7 +347,7 @@ MISTAKES = {
         ("--clip-low 2", "--clip-low: '2' must be"),
         ("--failure-rate -0.1", "--failure-rate: '-0.1' must be"),
         ("--tp 3", "--tp 3 does not divide 1 ranks into engines"),
-        ("--refill 2", "--refill replaces what --drop-uniform drops"),
+        ("--refill 2", "--refill replaces the groups that --drop-uniform drops"),
     ],
     "arpo": [
         ("--prompts 0", "--prompts: '0' must be"),

@@ -120,8 +120,8 @@ if [[ $axis == scale ]]; then scale; else study; fi
 [[ $axis != crossing ]] || exit 0
 # made anew: there may be another seed
 [[ -n ${DRY:-} || $node != 0 ]] || rm -f "$OUT/axis/$axis.md" "$OUT/axis/failing/$axis.md"
-[[ $axis != noise ]] || stage axis-noise-failing "$OUT/axis/failing/noise.md" python report.py \
-    --axis noise --runs "${faulty[@]}" --out "$OUT/axis/failing"
-stage "axis-$axis" "$OUT/axis/$axis.md" python report.py --axis "$axis" --runs "${runs[@]}" \
-    --out "$OUT/axis"
+[[ $axis != noise ]] || stage axis-noise-failing "$OUT/axis/failing/noise.md" \
+    python -m recipes.axes --axis noise --runs "${faulty[@]}" --out "$OUT/axis/failing"
+stage "axis-$axis" "$OUT/axis/$axis.md" python -m recipes.axes --axis "$axis" \
+    --runs "${runs[@]}" --out "$OUT/axis"
 finish "$OUT/axis/$axis.md"

@@ -1,6 +1,6 @@
 """The report is one file that fetches nothing, and it shows what happened and nothing else.
 
-Curves, tables, traces and exports are of the same records, which are read and never written.
+Curves, traces and exports are made from the same records, which are read and never written.
 """
 import base64
 import gzip
@@ -194,7 +194,7 @@ def test_rollouts_are_chosen_from_all_of_the_training(run, tmp_path):
     assert {entry["step"] for entry in index["episodes"]} == {"00001", "00002"}
 
 
-def test_a_running_job_is_read_and_left_alone(run, tmp_path, capsys):
+def test_a_running_job_is_read_and_left_alone(run, tmp_path):
     """A file that another process appends to is never cut, whatever is asked for."""
     text = (run / "eval" / "after" / "episodes.jsonl").read_text()
     file = tmp_path / "eval" / "rl" / "episodes.jsonl"
@@ -202,8 +202,6 @@ def test_a_running_job_is_read_and_left_alone(run, tmp_path, capsys):
     file.write_text(text + text[:99])
     assert len(page_of(tmp_path)[1]) == 6
     report.main(["--trace", str(file)])
-    report.main(["--axis", "noise", "--runs", f"0%={file.parent}", "--out", str(tmp_path)])
-    assert "| 0% |  | 50.0 (50.0) |" in capsys.readouterr().out
     assert file.read_text() == text + text[:99]
 
 
@@ -790,7 +788,7 @@ def test_five_thousand_episodes_open(browser, tmp_path, mini):
                  ".some(a => a.dataset.key === 'many/t2500')")
 
 
-# ------------------------------------------------------------------------ logs, traces, axes
+# ------------------------------------------------------------------------------ logs and traces
 
 
 def test_curves_are_a_picture(run, tmp_path):
@@ -831,7 +829,7 @@ def test_a_trace_is_the_dialogue_and_its_verdicts(run, capsys, name, query, last
 
 
 @pytest.mark.parametrize("words, message", [
-    (["{run}/nothing"], "is no folder"), (["{run}/nothing", "--curves"], "no log.jsonl"),
+    (["{run}/nothing"], "is not a folder"), (["{run}/nothing", "--curves"], "no log.jsonl"),
     (["{run}/eval", "--curves"], "log.jsonl"),
     (["--trace", "{run}/eval/after/episodes.jsonl:t9"], "no such episode"),
     (["--trace", "{run}/nothing.jsonl"], "nothing.jsonl"),
@@ -847,109 +845,3 @@ def test_a_broken_line_within_a_file_is_named(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step"\n{"step": 2}\n')
     with pytest.raises(SystemExit, match="log.jsonl, line 2: not JSON"):
         report.main([str(tmp_path)])
-
-
-def evaluated(folder, wins, updates=()):
-    """OUT/eval/rl of a run: a task per number of wins; at most two pass strictly."""
-    rows = [{"task": {"id": f"t{i}"}, "score": {"success": win}, "strict": float(win and i < 2)}
-            for i, win in enumerate(wins)]
-    rows.append({"task": {"id": "t"}})  # was not judged
-    write_jsonl(folder / "eval" / "rl" / "episodes.jsonl", rows)
-    lines = [{"step": 0, "val_success": 0.1}]
-    for step, (success, tokens) in enumerate(updates, 1):
-        learn = 93.0 if tokens == 1000 else 3.0
-        lines.append({"step": step, "success": success, "loss_tokens": tokens, "sync_s": 1.0,
-                      "play_s": 2.0, "judge_s": 0.5, "learn_s": learn, "val_s": 99.0})
-    if updates:
-        write_jsonl(folder / "rl" / "log.jsonl", lines)
-    return folder / "eval" / "rl"
-
-
-def cells(text):
-    """The cells of a markdown table."""
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-
-
-def test_the_table_of_an_axis_by_hand(tmp_path, capsys):
-    one = evaluated(tmp_path / "a", [1.0, 1.0, 0.0, 1.0], [(0.1, 1000), (0.3, 3000)])
-    two = evaluated(tmp_path / "b", [1.0, 0.0, 0.0, 0.0], [(0.2, 2000), (0.4, 4000)])
-    sft = evaluated(tmp_path / "c", [0.0, 0.0, 0.0, 0.0])
-    none = tmp_path / "none" / "eval" / "rl"
-    runs = [f"sft={sft}", f"sum={one}", f"macro={none}", f"sum={two}"]
-    report.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs])
-    table = (tmp_path / "reward.md").read_text()
-    assert capsys.readouterr().out == f"macro: {none} holds no judged episodes yet\n{table}\n"
-    head, _, *lines = cells(table)
-    # what only the paper ran stands below
-    assert [line[0] for line in lines] == ["sft", "sum", "macro", "success", "curriculum"]
-    assert lines[3][:3] == ["success", "33.8 / 46.6 / 60.9", "not run"]
-    # 75% and 25%, mean 50; tasks 1.0 0.5 0.0 0.5; strict 2 and 1 of 4; 10,000 tokens in 4 updates
-    # of 6.5 s, one of which was held up
-    assert lines[1][:3] == ["sum", "33.1 / 47.0 / 62.8", "50.0 (75.0, 25.0)"]
-    assert lines[1][4:] == ["", "", "37.5", "2,500", "6.5", "2"]
-    low, high = map(float, lines[1][3].split(" to "))
-    assert low == pytest.approx(12.5, abs=6.3) and high == pytest.approx(87.5, abs=6.3)
-    assert lines[0][1:4] == ["6.9 / 12.2 / 19.7", "0.0 (0.0)", "0.0 to 60.2"]
-    assert lines[0][4].startswith("-50.0 (-") and lines[0][6:] == ["0.0", "", "", "0"]
-    assert lines[2][1:] == ["30.1 / 48.2 / 58.9", "not run", *[""] * 7]
-    assert {len(line) for line in lines} == {len(head)}
-
-
-def test_an_axis_tells_how_far_apart_settings_are_and_what_would_tell_them_apart(tmp_path):
-    made = {"sum": ([1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]),
-            "macro": ([1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]),
-            "success": ([1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0])}
-    runs = [f"{name}={evaluated(tmp_path / f'{name}{seed}', wins, [(0.1, 1000)])}"
-            for name, seeds in made.items() for seed, wins in enumerate(seeds)]
-    report.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs])
-    head, _, *lines = cells((tmp_path / "reward.md").read_text())
-    assert head[4:6] == ["less the first trained", "tasks, seeds to tell"]
-    assert lines[0][4:6] == ["", ""]
-    # of tasks 0, 1/2, 1, 0, whose variance is 11/48; of seeds 1/4, 1/2, 1/32: 7.84 x over 9/64
-    assert lines[1][4].startswith("+37.5 (") and lines[1][5] == "13, 2"
-    # of tasks 0, -1/2, 1/2, 0; of seeds 0, 0: nothing to tell
-    assert lines[2][4].startswith("+0.0 (-") and lines[2][5] == "-, -"
-    other = evaluated(tmp_path / "other", [])
-    write_jsonl(other / "episodes.jsonl", [{"task": {"id": "else"}, "score": {"success": 1.0},
-                                            "strict": 1.0}])
-    report.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs, f"sft={other}"])
-    lines = cells((tmp_path / "reward.md").read_text())
-    (sft,) = (line for line in lines if line[0] == "sft")
-    assert sft[4:6] == ["no task in common", ""]
-
-
-def test_the_algorithms_stand_beside_the_papers_minutes(tmp_path):
-    one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000)])
-    report.main(["--axis", "algorithm", "--out", str(tmp_path), "--runs", f"arpo={one}"])
-    head, _, arpo, *_ = cells((tmp_path / "algorithm.md").read_text())
-    assert (arpo[0], arpo[-1]) == ("arpo", "9.5 / 13.3 / 13.3") and "min" in head[-1]
-
-
-def test_the_hack_gauge_of_an_axis_is_of_the_last_tenth_of_updates(tmp_path):
-    runs = []
-    for seed, last in enumerate((0.5, 0.1)):
-        folder = evaluated(tmp_path / f"{seed}", [1.0, 0.0], [(0.1, 1000)] * 20)
-        log = tmp_path / f"{seed}" / "rl" / "log.jsonl"
-        rows = [json.loads(line) for line in log.read_text().splitlines()]
-        for row in rows:
-            end = row["step"] > 18  # two of twenty
-            row |= {"gap": last if end else 9.0, "decorative": 0.25, "reward": float(row["step"])}
-        write_jsonl(log, rows)
-        runs.append(f"released={folder}")
-    sft = evaluated(tmp_path / "sft", [0.0, 0.0])
-    report.main(["--axis", "tool-reward", "--runs", f"sft={sft}", *runs, "--out", str(tmp_path)])
-    head, _, *lines = cells((tmp_path / "tool-reward.md").read_text())
-    assert head[-3:] == ["gap, last tenth", "decorative, last tenth", "reward, last tenth"]
-    made = {line[0]: line for line in lines}
-    assert made["released"][-3:] == ["0.300", "0.250", "19.500"]
-    assert made["sft"][-3:] == ["", "", ""] and made["sft"][2].startswith("0.0")
-    assert made["answer"][1:3] == ["50.4 / 50.3 / 83.1 / 80.2", "not run"]
-    assert {len(line) for line in lines} == {len(head)}
-
-
-def test_an_axis_is_a_table_and_a_picture(tmp_path, capsys):
-    one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000), (0.3, 3000)])
-    runs = [f"0%={one}", f"5%={tmp_path}/none/eval/rl"]
-    report.main(["--axis", "noise", "--runs", *runs, "--out", str(tmp_path / "axis")])
-    assert (tmp_path / "axis" / "noise.md").read_text() in capsys.readouterr().out
-    assert (tmp_path / "axis" / "noise.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -1,6 +1,7 @@
-# The paper's five axes [1 sec. 4]: bash run.sh SIZE axis NAME. run.sh sources this file once the SFT
-# checkpoint is made. Every setting and seed starts from that checkpoint and runs the recipe's own rl
-# and evaluate commands with other flags appended; a table beside the paper's numbers comes last.
+# The paper's five axes [1 sec. 4]: bash run.sh SIZE axis NAME. run.sh sources this file once the
+# SFT checkpoint is made. Every setting and seed starts from that checkpoint and runs the recipe's
+# rl and evaluate commands with other flags appended; the last stage tabulates all of them beside
+# the paper's numbers.
 # AXIS_STEPS: updates of each run. AXIS_TASKS: number of held-out tasks that judge a run.
 
 if [[ $size == tiny ]]; then  # [2]
@@ -14,9 +15,9 @@ else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the va
 fi
 runs=() faulty=()
 
-# Print a line per setting of the axis: its name, then the parts of its run: algorithm, reward, tasks,
-# per cent of tool calls that fail. An axis changes one part, so that axes share the run in which
-# they cross. Tools fail in training and not in the evaluation; noise is also evaluated at 10%.
+# Print a line per setting of the axis: its name, then the parts of its run: algorithm, reward,
+# tasks, per cent of tool calls that fail. An axis changes one part, so that axes share the run in
+# which they cross. Tools fail in training and not in the evaluation; noise is also evaluated at 10%.
 settings() {
     local x tasks=mixed-$full plain=${reward/curriculum/macro}
     echo sft sft

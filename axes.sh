@@ -1,7 +1,6 @@
 # The paper's five axes [1 sec. 4]: bash run.sh SIZE axis NAME. run.sh sources this file once the
-# SFT checkpoint is made. Every setting and seed starts from that checkpoint and runs the recipe's
-# rl and evaluate commands with other flags appended; the last stage tabulates all of them beside
-# the paper's numbers.
+# SFT checkpoint is made. Every setting and seed starts there and runs the recipe's rl and evaluate
+# commands with other flags appended; the last stage prints a table beside the paper's numbers.
 # AXIS_STEPS: updates of each run. AXIS_TASKS: number of held-out tasks that judge a run.
 
 if [[ $size == tiny ]]; then  # [2]
@@ -17,7 +16,7 @@ runs=() faulty=()
 
 # Print a line per setting of the axis: its name, then the parts of its run: algorithm, reward,
 # tasks, per cent of tool calls that fail. An axis changes one part, so that axes share the run in
-# which they cross. Tools fail in training and not in the evaluation; noise is also evaluated at 10%.
+# which they cross. Tools fail in training only; the axis of noise is also evaluated with 10%.
 settings() {
     local x tasks=mixed-$full plain=${reward/curriculum/macro}
     echo sft sft

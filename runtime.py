@@ -148,6 +148,12 @@ def errors_name(path):
 class Parser(argparse.ArgumentParser):
     """A parser that reports a wrong flag in one line instead of printing the usage."""
 
+    def __init__(self, prog=None, **words):
+        spec = sys.modules["__main__"].__spec__
+        if prog is None and spec and spec.origin == sys.argv[0]:  # as Python 3.14 does by itself
+            prog = f"python -m {spec.name.removesuffix('.__main__')}"
+        super().__init__(prog=prog, **words)
+
     def error(self, message):
         text = f"{self.prog}: {message} ({self.prog} --help lists the flags)"
         if "RANK" in os.environ:

@@ -225,7 +225,7 @@ def flags(argv=None):
 
 def main(argv=None):
     args = flags(argv)
-    run("pairs.py", make_pairs, args)
+    run("toolstar.pairs", make_pairs, args)
 
 
 if __name__ == "__main__":

@@ -365,8 +365,8 @@ def flags(argv=None):
     add("--max-context", type=COUNT, default=32768, help="tokens per episode [1]")
     add("--max-turns", type=COUNT, default=60, help="tool calls per episode, then an answer [1]")
     add("--max-tokens", type=COUNT, default=4096, help="tokens per reply")
-    add("--lenient", action="store_true", help="tell the agent about a reply that breaks the format "
-        "and continue; without it that ends the episode, as in training and in [1]")
+    add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
+        "format and continue; without it that ends the episode, as in training and in [1]")
     add("--concurrency", type=COUNT, default=64, help="episodes in flight")
     add("--seed", type=int, default=0, help="seed of the sampling and of the world")
     add = p.add_argument_group("output").add_argument

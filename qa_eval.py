@@ -332,8 +332,8 @@ def flags(argv=None):
     add("--max-turns", type=COUNT, default=60, help="searches per question, then an answer [1]")
     add("--max-context", type=COUNT, default=32768, help="tokens per question [1]")
     add("--max-tokens", type=COUNT, default=2048, help="tokens per reply")
-    add("--lenient", action="store_true", help="tell the agent about a reply that breaks the format "
-        "and continue; without it the question is wrong")
+    add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
+        "format and continue; without it the question is wrong")
     add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")
     add("--top-p", type=PART, default=0.95, help="probability mass to sample from [1]")
     add("--system-prompt", default="full", help="full, short (for tiny models) or a file's name")

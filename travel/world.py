@@ -136,15 +136,16 @@ class Travel:
         """Lines that this world adds to evaluate.py's table for the record of a judged episode."""
         success, level = row["score"]["success"], row["task"].get("level")
         found = {f"success, {name}": success if level == name else None for name in LEVELS}
-        return {"success, official": row["score"].get("official"),
-                "hack gauge: star - strict": success - row["strict"]} | found | self.dead_end_lines(row)
+        found |= {"success, official": row["score"].get("official"),
+                  "hack gauge: star - strict": success - row["strict"]}
+        return found | self.dead_end_lines(row)
 
     def dead_end_lines(self, row):
-        """What backtracking.py finds: the episodes that meet a dead end, and of those, the ones
-        that leave it and the ones that continue with an invalid plan, by level."""
+        """What backtracking.py finds: whether an episode meets a dead end; whether it then leaves
+        it, or keeps it in an invalid plan, by level."""
         found = backtracking(row, self.database.of(row["task"]))
         lines = {"dead end: met": found["met"]}
-        for words, key in ("left by another city, ride or hotel", "left"), ("kept, invalid", "kept"):
+        for words, key in ("left by another city, ride or hotel", "left"), ("kept", "kept"):
             lines[f"dead end: {words}"] = found[key]
             for level in LEVELS:
                 here = row["task"].get("level") == level

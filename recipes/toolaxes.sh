@@ -109,6 +109,6 @@ if [[ $axis == helpers ]]; then
     stage axis-helpers "$table" python -m toolstar.helpers table "${runs[@]}" --out "$table"
 else
     stage "axis-$axis" "$table" python -m recipes.axes --axis "tool-$axis" \
-        --runs "${runs[@]}" --out "$OUT/axis"
+        --runs "${runs[@]}" --tasks "${evaluate[3]}" --out "$OUT/axis"
 fi
 finish "$table"

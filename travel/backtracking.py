@@ -9,7 +9,7 @@ Does an agent leave a dead end? Read from a judged episode: its searches, its pl
 
 An episode that meets several dead ends leaves them if it leaves all. A search counts if its answer
 is what the database says; a call that was made to fail shows nothing. A plan that still has the
-dead end, or an invalid ride, hotel or sum instead, keeps it. Without a plan an episode does neither.
+dead end, or an invalid ride, hotel or sum instead, keeps it. Without a plan, it does neither.
 """
 import math
 

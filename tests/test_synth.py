@@ -458,10 +458,9 @@ def test_subsets_are_nested_mixed_four_three_three_and_disjoint_from_sft(
     assert small < middle < large and large.isdisjoint(task["id"] for task in tasks[:20])
 
 
-def test_a_month_has_its_own_dates_and_its_own_words(tmp_path, out):
+def test_a_month_has_its_own_dates_and_its_own_words(mini, tmp_path, out):
     """The small world's flights are moved to June, which has a day less."""
-    shutil.copytree(ROOT / "database" / "mini", tmp_path / "june",
-                    ignore=shutil.ignore_patterns("*.index"))
+    shutil.copytree(mini.folder, tmp_path / "june", ignore=shutil.ignore_patterns("*.index"))
     flights = tmp_path / "june" / "clean_Flights_2022.csv"
     flights.write_text(flights.read_text().replace("2022-03-", "2022-06-"))
     words = ["tasks", "--database", tmp_path / "june", "--n", 12, "--month", "2022-06"]

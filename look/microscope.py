@@ -1,5 +1,5 @@
 """
-Write what an update of grpo.py or arpo.py did to every token, for report.py to show.
+Write what an update of grpo.py or arpo.py did to every token, for look.report to show.
 
     (1) learn() keeps, for each micro-batch, the tensors that the loss was computed from
     (2) after the update write_tokens() gathers them from all ranks; rank 0 writes a line per play,

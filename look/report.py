@@ -78,7 +78,8 @@ def window(points):
 
 def running_mean(values, width):
     """The mean of each value and up to width - 1 before it."""
-    return [mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+    spans = [values[max(0, i - width + 1) : i + 1] for i in range(len(values))]
+    return [sum(span) / len(span) for span in spans]
 
 
 @contextlib.contextmanager

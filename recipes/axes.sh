@@ -21,7 +21,7 @@ runs=() faulty=() asked=()
 
 # Print a line per setting of the axis: its name, then the parts of its run: algorithm, reward,
 # tasks, per cent of tool calls that fail. An axis changes one part, so that axes share the run in
-# which they cross. Tools fail in training and not in the evaluation; noise is also evaluated at 10%.
+# which they cross. Tools fail in training only; the axis of noise is also evaluated with 10%.
 settings() {
     local x tasks=mixed-$full plain=${reward/curriculum/macro}
     echo sft sft

@@ -475,8 +475,8 @@ def test_curves_scores_and_failures_are_drawn(browser, run):
     assert browser.complaints() == []
     assert browser.texts("figcaption") == [
         "success", "reward", "format errors and overlength", "entropy, nats",
-        "|Δ logp|, engine to trainer", *[f"{title}thick: mean of 5" for title in (
-            "loss per policy token", "entropy, nats", "gradient norm")]]
+        "|Δ logp|, engine to trainer", "loss per policy token", "entropy, nats", "gradient norm"]
+    assert browser.texts("figure .legend")[-1] == "gnorm3thick: running mean of 5"
     assert browser.count("figure path:not(.noisy)") == 2 + 1 + 2 + 1 + 2 + 3
     assert browser.count("figure path.noisy") == 3, "only SFT has enough steps to be smoothed"
     assert browser.js("document.querySelector('figure circle').getAttribute('cx') > 0")
@@ -828,6 +828,16 @@ def test_numbers_of_a_score_are_rounded(browser, tmp_path):
     browser.open(tmp_path / "report.html", ep="tools/t")
     assert browser.texts(".numbers > div") == ["success 1", "tool_seconds 3.06"]
     assert browser.texts(".plan") == ["no answer"]
+
+
+def test_the_answer_of_a_world_with_checks_is_shown_as_it_is(browser, tmp_path):
+    row = {"task": {"id": "t", "query": "?"}, "messages": [], "stop": "answer", "plan": "2",
+           "score": {"success": 1.0, "checks": {"fast": [True, None]}}, "strict": 1.0}
+    write_jsonl(tmp_path / "m" / "episodes.jsonl", [row])
+    report.main([str(tmp_path)])
+    browser.open(tmp_path / "report.html", ep="m/t")
+    assert browser.texts("#view h2") == ["Verdicts", "Answer", "Dialogue"]
+    assert browser.texts(".plan .text") == ["2"] and browser.texts(".checks") == ["✓fast"]
 
 
 def test_text_of_a_model_has_its_own_direction(browser, tmp_path, mini):

@@ -63,8 +63,9 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
         --clip-high 0.2 --temperature 1.0 --context $context --turn-tokens 4096 --pack-tokens $pack
         --gpu-memory $share --seed "$SEED" --save-every 10 --resume)
     first=(--model "$OUT/sft" --epochs 2) models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
-    # responses of 16,384 tokens [4]. [4] plays once, greedily, where one question of AIME is 3.3
-    # points: avg@4 instead [2]; FLAGS_eval="--samples 1 --temperature 0" is as there
+    # responses of 16,384 tokens [4]; a failed program is debugged once, as in the command that [4]
+    # recommends, here by the policy itself. [4] plays once, greedily, where one question of AIME is
+    # 3.3 points: avg@4 instead [2]; FLAGS_eval="--samples 1 --temperature 0" is as there
     held=$TOOLS/eval
     evaluate=(python evaluate.py --tasks "$DATA/sets/tasks.jsonl" "${tools[@]}" --database "$held"
         --max-turns 7 --lenient --max-context 17920 --max-tokens 16384 --samples 4 --temperature 0.6

@@ -290,7 +290,7 @@ def test_an_index_has_one_writer(tmp_path, corpus, encoder):
     other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE)
     assert other.stdout.readline()
-    with pytest.raises(SystemExit, match="still writes to"):
+    with pytest.raises(SystemExit, match="is writing to"):
         index(corpus, encoder, tmp_path / "i")
     other.communicate(b"\n", timeout=60)
     index(corpus, encoder, tmp_path / "i")

@@ -179,7 +179,7 @@ def test_parquet_is_read_where_pyarrow_is_and_else_the_line_says_what_to_do(tmp_
 
 def test_a_csv_that_is_none_is_named(tmp_path):
     (tmp_path / "x.csv").write_bytes(b"question,answer\na,\xff\n")
-    with pytest.raises(ValueError, match="x.csv: not text in UTF-8"):
+    with pytest.raises(ValueError, match="x.csv: not UTF-8 text"):
         read_rows(tmp_path / "x.csv")
 
 
@@ -455,3 +455,5 @@ def test_published_questions_are_played_by_evaluate_with_tools_and_scored(publis
     assert found.keys() == SETS.keys()
     assert all(one["score"] == one["te"] == one["calls"] == 1 for one in found.values())
     assert all(one["plays"] == [2, 2] for one in found.values())
+    said = (tmp_path / "scores/table.md").read_text()
+    assert "m had Search" in said and "and the helpers none, with" in said

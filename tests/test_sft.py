@@ -188,7 +188,7 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
 
 
 def test_an_existing_run_is_not_overwritten(student):
-    with pytest.raises(SystemExit, match="holds a run already: --resume goes on with it"):
+    with pytest.raises(SystemExit, match="already holds a run: --resume continues it"):
         runtime.restore(None, student, False, 0)
 
 

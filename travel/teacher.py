@@ -3,7 +3,7 @@ The solver as a teacher: how it plays a task so that a model learns to look, wei
 
     (1) draft   a journey of random choices that keeps every wish and the budget
     (2) lesson  the searches for it, in an agent's order: cities, beds, ways, meals. The teacher
-                also looks at cities that it does not take, and runs into a dead end if asked to
+                looks at other cities, too, and runs into a dead end if asked to
     (3) argue   before each search, a thought says what the last one showed: prices for the group,
                 minimum nights, room type, house rule, cuisines still missing, dollars spent
 

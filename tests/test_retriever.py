@@ -286,7 +286,8 @@ def test_an_index_goes_on_after_a_stop_and_is_then_the_same(tmp_path, corpus, en
 
 
 def test_an_index_has_one_writer(tmp_path, corpus, encoder):
-    code = f"import guard, sys; guard.hold({str(tmp_path / 'i')!r}); print(1, flush=True); input()"
+    code = (f"import runtime; runtime.lock_folder({str(tmp_path / 'i')!r})\n"
+            "print(1, flush=True); input()")
     other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE)
     assert other.stdout.readline()

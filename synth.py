@@ -232,14 +232,15 @@ def key_of(task):
 
 def own_rows(path, kind, ids=""):
     """The rows that a command has written so far; kind: a key of theirs, ids: a pattern."""
-    rows = runtime.recover_jsonl(path)
-    for number, row in enumerate(rows, 1):
-        task = row.get("task", row) if isinstance(row, dict) else None
-        if not (isinstance(task, dict) and kind in row
-                and re.search(ids, str(task.get("id", "\0")))):
-            raise ValueError(f"{path}, record {number}: no row of this command, which would go on "
-                             "there; choose another --out, or remove it")
-    return rows
+    def check(rows):
+        for number, row in enumerate(rows, 1):
+            task = row.get("task", row) if isinstance(row, dict) else None
+            if not (isinstance(task, dict) and kind in row
+                    and re.search(ids, str(task.get("id", "\0")))):
+                raise ValueError(f"{path}, record {number}: no row of this command, which would "
+                                 "continue there; choose another --out, or remove it")
+
+    return runtime.recover_jsonl(path, check)
 
 
 def tasks(args):

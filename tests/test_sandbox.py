@@ -308,7 +308,8 @@ def test_threads_share_a_database(mini):
     ("clean_Flights_2022.csv", "F3,80", "F3,eighty", "line 4: invalid literal for int() with base "
      "10: 'eighty'"),
     ("distance.csv", "98.6 km", "98.6 miles", "line 2: '98.6 miles' is not a distance in km"),
-    ("background/citySet_with_states.txt", "\tNorth", " North", "line 1: the row does not have 2 fields"),
+    ("background/citySet_with_states.txt", "\tNorth", " North",
+     "line 1: the row does not have 2 fields"),
 ])
 def test_a_malformed_table_is_one_line_that_names_file_line_and_help(world, file, old, new, said):
     text = (world / file).read_text()

@@ -11,7 +11,7 @@ import math
 import os
 
 from format_plan import parse_plan
-from runtime import SHARE
+from runtime import SHARE, errors_name
 from sandbox import Episode, Sandbox, open_database, read_prompt
 from travel.backtracking import backtracking
 from travel.constraints import SCORES, judge, literal, need, reward
@@ -34,7 +34,8 @@ def flags(parser):
 
 def open_world(args):
     """The world of a stage's flags."""
-    read_prompt(args.system_prompt)  # an unreadable file is reported now
+    with errors_name(args.system_prompt):  # an unreadable file is reported now
+        read_prompt(args.system_prompt)
     return Travel(open_database(args.database), getattr(args, "split", None) == "test")
 
 

@@ -172,6 +172,8 @@ def test_the_hyper_parameters_of_tool_stars_sizes_are_its_own(size):
         settings = read_settings(ROOT / value(stages, stage, "--database"))
         assert settings.folder.name == part and settings.max_calls == budget
         assert (settings.grammar, settings.top_k, settings.seconds) == ("tags", 5, 5.0)
+        # the command that its README recommends debugs failed programs
+        assert settings.helpers == ({"debug": 1} if part == "eval" else {})
 
 
 @pytest.mark.parametrize("gpus, base, rl", [("", 1, 2), ("1", 1, 1), ("2", 2, 2)])

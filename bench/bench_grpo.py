@@ -41,7 +41,7 @@ import grpo  # noqa: E402
 import runtime  # noqa: E402
 from runtime import read_jsonl  # noqa: E402
 from sandbox import open_database  # noqa: E402
-from travel.world import Travel, load_task  # noqa: E402
+from travel.world import Travel  # noqa: E402
 
 VOCABULARY = 151936  # Qwen2.5's
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
@@ -208,7 +208,7 @@ def bench_here(args):
     policy, _ = grpo.load(own, template, device)
     engine, llm = grpo.zero3(policy, own.lr, device), runtime.load_engine(own, device)
     world, rounds = Travel(open_database("database/mini")), args.rounds
-    tasks = runtime.load_tasks(own.tasks, load_task)[: own.prompts]
+    tasks = runtime.load_tasks(own.tasks, world.load_task)[: own.prompts]
     samples = bench_play(llm, template, world, tasks, own, rounds * ("play" in args.only))
     if "learn" in args.only:
         from transformers import AutoModelForCausalLM

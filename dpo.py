@@ -44,6 +44,7 @@ import sys
 import time
 import warnings
 from array import array
+from bisect import bisect_left
 from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -214,7 +215,8 @@ def batch_of(step, n, size, seed):
 def sum_logps(trainer, rows, packed, rank, ranks, device, args):
     """(3) log pi of each episode, summed over its policy tokens -> (2, P) float64, on every rank"""
     sums = torch.zeros(len(rows), dtype=torch.float64, device=device)
-    for micro in deal([len(row.ids) for row in rows], ranks, args.pack_tokens, packed)[rank]:
+    lengths = [len(row.ids) for row in rows]
+    for micro in deal(lengths, ranks, args.pack_tokens, packed, device)[rank]:
         batch = [rows[i] for i in micro]
         logps, _ = trainer(*collate(batch, packed, device))
         if batch:  # a rank without work still runs a forward, or ZeRO-3 hangs
@@ -248,7 +250,8 @@ def learn_pairs(trainer, rows, reference, packed, rank, ranks, device, args):
     """(3) (4) (5) One update -> {name: number} to log"""
     logps = sum_logps(trainer, rows, packed, rank, ranks, device, args)
     weights, numbers = preference(logps, reference, rows, args)
-    for micro in deal([len(row.ids) for row in rows], ranks, args.pack_tokens, packed)[rank]:
+    lengths = [len(row.ids) for row in rows]
+    for micro in deal(lengths, ranks, args.pack_tokens, packed, device)[rank]:
         batch = [rows[i] for i in micro]
         logps, _ = trainer(*collate(batch, packed, device))  # (N,)
         loss = logps.sum() * 0
@@ -361,9 +364,10 @@ def collate(samples, packed, device):
     run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(max(len(ids) for ids, _ in rows))
+    positions = range(rounded(max(len(ids) for ids, _ in rows), device))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
+        positions += range(rounded(len(positions), device) - len(positions))
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
     width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
@@ -389,20 +393,33 @@ def pack(lengths, budget, packed):
     return micros
 
 
-def deal(lengths, ranks, budget, packed):
+def rounded(n, device):
+    """The width of a row of n tokens. On a GPU a multiple of 512: shapes then repeat, and cuDNN,
+    which plans attention anew for every shape on Hopper, is rarely asked to (docs/notes.md)."""
+    multiple = 1 if str(device) == "cpu" else 512
+    return math.ceil(n / multiple) * multiple
+
+
+def deal(lengths, ranks, budget, packed, device="cpu"):
     """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
 
-    Every rank gets the same number of micro-batches (else ZeRO-3 hangs) and roughly the same number
-    of tokens: the largest go first, each to the rank with the fewest tokens so far.
+    Every rank gets the same number of micro-batches, else ZeRO-3 hangs, and at each of them all
+    ranks wait for the slowest. So micro-batches are made equal, by the smallest budget that gives
+    no more of them, and those that take about as long are computed at the same time.
     """
-    micros = [(sum(lengths[i] for i in micro), micro) for micro in pack(lengths, budget, packed)]
-    most = math.ceil(len(micros) / ranks)
-    dealt, totals = [[] for _ in range(ranks)], [0] * ranks
-    for tokens, micro in sorted(micros, key=lambda pair: -pair[0]):
-        r = min((r for r in range(ranks) if len(dealt[r]) < most), key=totals.__getitem__)
-        dealt[r].append(micro)
-        totals[r] += tokens
-    return [hand + [[]] * (most - len(hand)) for hand in dealt]
+    lengths = [rounded(n, device) for n in lengths]
+
+    def rounds(budget):
+        return math.ceil(len(pack(lengths, budget, packed)) / ranks)
+
+    def work(micro):  # a token's attention costs as much as all else at 40K tokens in its row (7B)
+        rows = [lengths[i] if packed else lengths[micro[0]] for i in micro]
+        return sum(n * (1 + n / 40_000) for n in rows)
+
+    smallest = bisect_left(range(budget), -rounds(budget), key=lambda fewer: -rounds(fewer))
+    micros = sorted(pack(lengths, smallest, packed), key=work, reverse=True)
+    micros += [[]] * (-len(micros) % ranks)
+    return [micros[rank::ranks] for rank in range(ranks)]
 
 
 def learning_rate(step, steps, args):

@@ -40,6 +40,7 @@ import sys
 import time
 import warnings
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import count, pairwise, zip_longest
 from pathlib import Path
@@ -378,7 +379,7 @@ def learn(trainer, weighted, packed, rank, ranks, device, args, seen=None):
 
     weighted: [(sample, weight)] of all ranks. seen: a list to fill for --microscope, or None.
     """
-    micros = deal([len(s.ids) for s, _ in weighted], ranks, args.pack_tokens, packed)[rank]
+    micros = deal([len(s.ids) for s, _ in weighted], ranks, args.pack_tokens, packed, device)[rank]
     measured = []
     for micro in micros:
         batch = [weighted[i] for i in micro]
@@ -431,7 +432,8 @@ def statistics(measured, device):
 def recompute_logps(trainer, weighted, packed, rank, ranks, device, args):
     """--recompute: set old_logps of all samples by a forward of the trainer, before its update."""
     logps = {}
-    for micro in deal([len(s.ids) for s, _ in weighted], ranks, args.pack_tokens, packed)[rank]:
+    lengths = [len(s.ids) for s, _ in weighted]
+    for micro in deal(lengths, ranks, args.pack_tokens, packed, device)[rank]:
         batch = [weighted[i][0] for i in micro]
         flat, _ = trainer(*collate(batch, packed, device), args.temperature)
         if batch:
@@ -525,9 +527,10 @@ def collate(samples, packed, device):
     run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(max(len(ids) for ids, _ in rows))
+    positions = range(rounded(max(len(ids) for ids, _ in rows), device))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
+        positions += range(rounded(len(positions), device) - len(positions))
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
     width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
@@ -553,20 +556,33 @@ def pack(lengths, budget, packed):
     return micros
 
 
-def deal(lengths, ranks, budget, packed):
+def rounded(n, device):
+    """The width of a row of n tokens. On a GPU a multiple of 512: shapes then repeat, and cuDNN,
+    which plans attention anew for every shape on Hopper, is rarely asked to (docs/notes.md)."""
+    multiple = 1 if str(device) == "cpu" else 512
+    return math.ceil(n / multiple) * multiple
+
+
+def deal(lengths, ranks, budget, packed, device="cpu"):
     """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
 
-    Every rank gets the same number of micro-batches (else ZeRO-3 hangs) and roughly the same number
-    of tokens: the largest go first, each to the rank with the fewest tokens so far.
+    Every rank gets the same number of micro-batches, else ZeRO-3 hangs, and at each of them all
+    ranks wait for the slowest. So micro-batches are made equal, by the smallest budget that gives
+    no more of them, and those that take about as long are computed at the same time.
     """
-    micros = [(sum(lengths[i] for i in micro), micro) for micro in pack(lengths, budget, packed)]
-    most = math.ceil(len(micros) / ranks)
-    dealt, totals = [[] for _ in range(ranks)], [0] * ranks
-    for tokens, micro in sorted(micros, key=lambda pair: -pair[0]):
-        r = min((r for r in range(ranks) if len(dealt[r]) < most), key=totals.__getitem__)
-        dealt[r].append(micro)
-        totals[r] += tokens
-    return [hand + [[]] * (most - len(hand)) for hand in dealt]
+    lengths = [rounded(n, device) for n in lengths]
+
+    def rounds(budget):
+        return math.ceil(len(pack(lengths, budget, packed)) / ranks)
+
+    def work(micro):  # a token's attention costs as much as all else at 40K tokens in its row (7B)
+        rows = [lengths[i] if packed else lengths[micro[0]] for i in micro]
+        return sum(n * (1 + n / 40_000) for n in rows)
+
+    smallest = bisect_left(range(budget), -rounds(budget), key=lambda fewer: -rounds(fewer))
+    micros = sorted(pack(lengths, smallest, packed), key=work, reverse=True)
+    micros += [[]] * (-len(micros) % ranks)
+    return [micros[rank::ranks] for rank in range(ranks)]
 
 
 # --------------------------------------------------------------------------------------- machines

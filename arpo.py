@@ -98,6 +98,8 @@ def flags():
         p.error("--entropy-advantage: the tokens of --train-results have no entropy; drop one flag")
     if ranks % args.tp:
         p.error(f"--tp {args.tp} does not divide {ranks} ranks into engines")
+    if args.tp > 1:  # vLLM's all-reduce shares memory between processes, which blocks that grow bar
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     return args
 
 
@@ -157,8 +159,9 @@ def machine_flags(p):
     add = p.add_argument_group("memory (python -m look.memory grpo plans it)").add_argument
     add("--pack-tokens", type=COUNT, default=32768, help="most tokens of a micro-batch, padding "
         "included; a longer play is a micro-batch of its own")
-    add("--no-checkpointing", action="store_true", help="keep all activations for the backward "
-        "pass: faster, needs more memory")
+    add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
+        help="keep the activations of this fraction of the layers for the backward pass, of all by "
+        "default: faster, needs more memory")
     add("--gpu-memory", type=PART, default=0.6, help="fraction of a GPU that the engine may fill")
     add = p.add_argument_group("running").add_argument
     add("--val-every", type=COUNT, default=10, help="updates between two validations")
@@ -697,14 +700,19 @@ def setup():
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+    # blocks that grow: rows of ever other shapes would leave gaps that nobody fills
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # DeepSpeed compiles with ninja, which is installed there
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    deepspeed.init_distributed(  # the timeout: ranks wait for the longest play of any rank
-        dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=datetime.timedelta(hours=4))
+    # DeepSpeed joins the group that is there. One of its own it would bind to a device, from which
+    # NCCL splits each of vLLM's groups, with all ranks taking part: known to hang
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # the longest play
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -724,10 +732,21 @@ def load(args, template, device):
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         attn_implementation="flash_attention_2" if flash else "sdpa")
     runtime.check_weights(lm, template)
-    if not args.no_checkpointing:
-        lm.gradient_checkpointing_enable()
+    recompute_layers(lm, 1 - args.no_checkpointing)
     lm.train()
     return Policy(lm), flash
+
+
+def recompute_layers(lm, share):
+    """Compute activations again in the backward pass, in the first layers, a `share` of all; it
+    frees those of the last layers first."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if share:
+        lm.gradient_checkpointing_enable()
+    layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
+    for layer in layers[round(share * len(layers)):]:
+        layer.gradient_checkpointing = False
 
 
 def zero3(policy, lr, device):
@@ -739,7 +758,8 @@ def zero3(policy, lr, device):
     import deepspeed
 
     cuda = device.type == "cuda"
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
+    # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0, fused=cuda or None)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
         # gather whole layers: hooks on each of their modules cost time (docs/results.md)

@@ -160,6 +160,19 @@ def test_wider_rows_change_no_gradient(packed, policy, samples, alone, monkeypat
     assert (found - alone).norm() <= 5e-6 * alone.norm()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_share_of_the_layers_is_computed_again_and_changes_no_gradient(
+        share, policy, samples, alone):
+    lm = copy.deepcopy(policy.lm)
+    sft.recompute_layers(lm.train(), share)
+    layers, calls = lm.base_model.layers, []
+    for layer in layers:
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    found = gradient(sft.Policy(lm), samples, [[i] for i in range(len(samples))], False)
+    assert torch.allclose(found, alone, rtol=1e-4, atol=4e-6 * alone.abs().max().item())
+    assert len(calls) == len(samples) * (len(layers) + round(share * len(layers)))
+
+
 def test_the_learning_rate_warms_up_and_follows_a_cosine():
     args = Namespace(lr=1.0, warmup=0.1, min_lr=0.0)
     rates = [sft.learning_rate(step, 100, args) for step in range(100)]

@@ -173,8 +173,8 @@ def plan(tmp_path, capsys):
     ("grpo --context 150000", "layer", "--context", "grpo --context 40000"),
     ("sft --cutoff 150000", "layer", "--cutoff", "sft"),
     ("sft --no-checkpointing", "logits", "--no-checkpointing", "sft"),
-    ("sft --no-checkpointing 0.5", "logits", "--no-checkpointing", "sft --no-checkpointing 0.2"),
-    ("sft --gpus 1 --cutoff 512 --pack-tokens 512", "layer", "GPUs",
+    ("sft --no-checkpointing 0.5", "layer", "--no-checkpointing", "sft --no-checkpointing 0.2"),
+    ("sft --gpus 1 --cutoff 512 --pack-tokens 512", "logits", "GPUs",
      "sft --gpus 2 --cutoff 512 --pack-tokens 512")])
 def test_where_it_does_not_fit_the_plan_names_the_fullest_moment_and_what_lowers_it(
         words, moment, remedy, changed, plan):

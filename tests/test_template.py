@@ -127,7 +127,7 @@ def test_a_reply_opens_its_thought_itself(form):
      "order of the turns"),
     ("{% set system = messages[0].content %}{% for m in messages[1:] %}<|im_start|>"
      "{{ system if loop.last }}{{ m.content }}<|im_end|>{% endfor %}", "order of the turns"),
-    (CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}"), "frames some turns differently"),
+    (CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}"), "frames some turns differen"),
     (CHATML.replace("{{ m.content }}", "{{ m.content }}{{ messages | length if loop.first }}"),
      "changes earlier turns")])
 def test_a_template_that_cannot_be_cut_is_refused_in_one_sentence(text, reason):
@@ -214,7 +214,7 @@ def scaled_logits(folder):
 @pytest.mark.parametrize("spoil, words", [
     (scaled_logits, r"its logits are more than a product with its head \(logits_scaling\)"),
     (no_number, "model.norm.weight holds values that are not finite; copy or download"),
-    (one_token_more, "tokens, its embedding .* rows: use the tokenizer that the model was saved with"),
+    (one_token_more, "tokens, its embedding .* rows: use the tokenizer that the model was saved"),
     (no_shard, "names 1 missing files, the first of them model-00001-of-00002.safetensors"),
     (no_tokenizer, "has no tokenizer; copy tokenizer.json")])
 def test_a_broken_model_is_refused_before_anything_is_spent(spoil, words, tiny_model, tmp_path):

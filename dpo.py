@@ -44,6 +44,7 @@ import sys
 import time
 import warnings
 from array import array
+from bisect import bisect_left
 from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -92,8 +93,9 @@ def flags():
         "longer one is dropped [2]")
     add("--pack-tokens", type=COUNT, default=16384, help="most tokens of a micro-batch, padding "
         "included; a longer episode is a micro-batch of its own")
-    add("--no-checkpointing", action="store_true", help="keep all activations for the backward "
-        "pass: faster, needs more memory")
+    add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
+        help="keep the activations of this fraction of the layers for the backward pass, of all by "
+        "default: faster, needs more memory")
     add = p.add_argument_group("running").add_argument
     add("--val-every", type=NATURAL, default=0, help="updates between two measurements on --val; "
         "0: only at the end")
@@ -214,7 +216,8 @@ def batch_of(step, n, size, seed):
 def sum_logps(trainer, rows, packed, rank, ranks, device, args):
     """(3) log pi of each episode, summed over its policy tokens -> (2, P) float64, on every rank"""
     sums = torch.zeros(len(rows), dtype=torch.float64, device=device)
-    for micro in deal([len(row.ids) for row in rows], ranks, args.pack_tokens, packed)[rank]:
+    lengths = [len(row.ids) for row in rows]
+    for micro in deal(lengths, ranks, args.pack_tokens, packed, device)[rank]:
         batch = [rows[i] for i in micro]
         logps, _ = trainer(*collate(batch, packed, device))
         if batch:  # a rank without work still runs a forward, or ZeRO-3 hangs
@@ -248,7 +251,8 @@ def learn_pairs(trainer, rows, reference, packed, rank, ranks, device, args):
     """(3) (4) (5) One update -> {name: number} to log"""
     logps = sum_logps(trainer, rows, packed, rank, ranks, device, args)
     weights, numbers = preference(logps, reference, rows, args)
-    for micro in deal([len(row.ids) for row in rows], ranks, args.pack_tokens, packed)[rank]:
+    lengths = [len(row.ids) for row in rows]
+    for micro in deal(lengths, ranks, args.pack_tokens, packed, device)[rank]:
         batch = [rows[i] for i in micro]
         logps, _ = trainer(*collate(batch, packed, device))  # (N,)
         loss = logps.sum() * 0
@@ -361,9 +365,10 @@ def collate(samples, packed, device):
     run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(max(len(ids) for ids, _ in rows))
+    positions = range(rounded(max(len(ids) for ids, _ in rows), device))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
+        positions += range(rounded(len(positions), device) - len(positions))
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
     width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
@@ -389,20 +394,33 @@ def pack(lengths, budget, packed):
     return micros
 
 
-def deal(lengths, ranks, budget, packed):
+def rounded(n, device):
+    """The width of a row of n tokens. On a GPU a multiple of 512: shapes then repeat, and cuDNN,
+    which plans attention anew for every shape on Hopper, is rarely asked to (docs/notes.md)."""
+    multiple = 1 if str(device) == "cpu" else 512
+    return math.ceil(n / multiple) * multiple
+
+
+def deal(lengths, ranks, budget, packed, device="cpu"):
     """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
 
-    Every rank gets the same number of micro-batches (else ZeRO-3 hangs) and roughly the same number
-    of tokens: the largest go first, each to the rank with the fewest tokens so far.
+    Every rank gets the same number of micro-batches, else ZeRO-3 hangs, and at each of them all
+    ranks wait for the slowest. So micro-batches are made equal, by the smallest budget that gives
+    no more of them, and those that take about as long are computed at the same time.
     """
-    micros = [(sum(lengths[i] for i in micro), micro) for micro in pack(lengths, budget, packed)]
-    most = math.ceil(len(micros) / ranks)
-    dealt, totals = [[] for _ in range(ranks)], [0] * ranks
-    for tokens, micro in sorted(micros, key=lambda pair: -pair[0]):
-        r = min((r for r in range(ranks) if len(dealt[r]) < most), key=totals.__getitem__)
-        dealt[r].append(micro)
-        totals[r] += tokens
-    return [hand + [[]] * (most - len(hand)) for hand in dealt]
+    lengths = [rounded(n, device) for n in lengths]
+
+    def rounds(budget):
+        return math.ceil(len(pack(lengths, budget, packed)) / ranks)
+
+    def work(micro):  # a token's attention costs as much as all else at 40K tokens in its row (7B)
+        rows = [lengths[i] if packed else lengths[micro[0]] for i in micro]
+        return sum(n * (1 + n / 40_000) for n in rows)
+
+    smallest = bisect_left(range(budget), -rounds(budget), key=lambda fewer: -rounds(fewer))
+    micros = sorted(pack(lengths, smallest, packed), key=work, reverse=True)
+    micros += [[]] * (-len(micros) % ranks)
+    return [micros[rank::ranks] for rank in range(ranks)]
 
 
 def learning_rate(step, steps, args):
@@ -426,14 +444,19 @@ def setup():
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+    # blocks that grow: rows of ever other shapes would leave gaps that nobody fills
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # DeepSpeed compiles with ninja, which is installed there
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    deepspeed.init_distributed(  # the timeout: ranks wait for the longest play of any rank
-        dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=datetime.timedelta(hours=4))
+    # DeepSpeed joins the group that is there. One of its own it would bind to a device, from which
+    # NCCL splits each of vLLM's groups, with all ranks taking part: known to hang
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # the longest play
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -453,10 +476,21 @@ def load(args, template, device):
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         attn_implementation="flash_attention_2" if flash else "sdpa")
     runtime.check_weights(lm, template)
-    if not args.no_checkpointing:
-        lm.gradient_checkpointing_enable()
+    recompute_layers(lm, 1 - args.no_checkpointing)
     lm.train()
     return Policy(lm), flash
+
+
+def recompute_layers(lm, share):
+    """Compute activations again in the backward pass, in the first layers, a `share` of all; it
+    frees those of the last layers first."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if share:
+        lm.gradient_checkpointing_enable()
+    layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
+    for layer in layers[round(share * len(layers)):]:
+        layer.gradient_checkpointing = False
 
 
 def zero3(policy, lr, device):
@@ -468,7 +502,8 @@ def zero3(policy, lr, device):
     import deepspeed
 
     cuda = device.type == "cuda"
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
+    # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0, fused=cuda or None)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
         # gather whole layers: hooks on each of their modules cost time (docs/results.md)

@@ -24,6 +24,7 @@ import fcntl
 import hashlib
 import importlib
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -724,11 +725,12 @@ class Calls:
             self.pool.shutdown()
 
 
-def open_calls(slow, n, group, args):
-    """The Calls of a trainer's rank; the engines share n queries of `group` plays each."""
+def open_calls(slow, n, group, args, resuming=0):
+    """The Calls of a trainer's rank; the engines share n queries of `group` plays each, and this
+    one resumes some plays of its own."""
     engines = int(os.environ.get("WORLD_SIZE", 1)) // args.tp
     # at most an equal share, or the first engine to start would take the plays of all queries
-    seats = max(group, min(args.concurrency, -(-n // engines) * group))
+    seats = max(group, min(args.concurrency, -(-n // engines) * group + resuming))
     return Calls(slow, seats, is_tp_leader(args), args.tp > 1 and broadcast_in_tp)
 
 
@@ -1014,12 +1016,17 @@ def new_checkpoint(out, step, rank):
     dist.barrier()
 
 
-def save_checkpoint(trainer, args, step, rank, last):
-    """Save a checkpoint every --save-every updates, and exit after the `last` one."""
+def save_checkpoint(trainer, args, step, rank, last, waiting=()):
+    """Save a checkpoint every --save-every updates, and exit after the `last` one. waiting: this
+    rank's plays that --stretch leaves for the next update."""
     if last or (args.save_every and step % args.save_every == 0):
+        import torch
+
         check_parameters(trainer, args.out, step)
         with new_checkpoint(args.out, step, rank) as folder:
             trainer.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
+            if getattr(args, "stretch", 0):
+                torch.save((args.stretch, waiting), folder / f"plays-{rank}.pt")
     if last:
         sys.exit(f"stopped and saved after update {step}; repeat the command with --resume to "
                  "continue")
@@ -1031,6 +1038,21 @@ def restore(trainer, out, resume, rank):
     if step:
         trainer.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}")
     return step
+
+
+def restore_plays(out, step, rank, stretch):
+    """This rank's plays that wait in the checkpoint of `step`; SystemExit if it has another
+    --stretch. They are objects of the world, which only a pickle can hold; like DeepSpeed's shards
+    they are read from our own folder alone."""
+    import torch
+
+    file, saved, waiting = Path(out) / "checkpoints" / f"step-{step}" / f"plays-{rank}.pt", 0, []
+    if step and file.exists():
+        saved, waiting = torch.load(file, weights_only=False)
+    if step and saved != stretch:
+        sys.exit(f"{file.parent} was saved with --stretch {saved}: resume with the same, or choose "
+                 "another --out")
+    return waiting
 
 
 def checkpoint_folders(out):
@@ -1181,13 +1203,14 @@ def load_world(env):
 
 def load_file(name):
     """The module in a file; it can import the files beside it."""
-    if name in sys.modules:
-        return sys.modules[name]
+    known = name.replace(".", "_")  # a pickle could not find a module with dots in its name
+    if known in sys.modules:
+        return sys.modules[known]
     sys.path.append(str(Path(name).resolve().parent))
-    spec = importlib.util.spec_from_file_location(name, name)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(known, name)
+    module = sys.modules[known] = importlib.util.module_from_spec(spec)
     with contextlib.ExitStack() as failed:
-        failed.callback(sys.modules.pop, name)
+        failed.callback(sys.modules.pop, known)
         spec.loader.exec_module(module)
         failed.pop_all()
     return module
@@ -1298,6 +1321,9 @@ def check_world(world, task, args):
     if "branch" in args:  # arpo.py, whose plays fork
         with naming_world(f"--env {world.env}: fork", task):
             episode.fork("check")
+    if getattr(args, "stretch", 0):  # checkpoints hold plays that wait
+        with naming_world(f"--env {world.env}: an episode must pickle for --stretch", task):
+            copy_by_pickle(episode)
     with naming_world(f"--env {world.env}: begin", task):
         episode.begin("<think>.</think><answer>.</answer>")
     episode.stop = episode.stop or "turns"
@@ -1307,6 +1333,16 @@ def check_world(world, task, args):
     for kind in world.kinds if score else ():
         lines.append(f"reward {kind}: {world.reward(score, kind):g}")
     return lines
+
+
+def copy_by_pickle(episode):
+    """The episode as a checkpoint gives it back."""
+    import torch
+
+    file = io.BytesIO()
+    torch.save(episode, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def find_tasks(source, split):

@@ -544,6 +544,10 @@ class Database:
         self.restaurant_cities = self._names("SELECT city FROM restaurants")
         self.attraction_cities = self._names("SELECT city FROM attractions")
 
+    def __reduce__(self):
+        """An episode in a checkpoint names its database, which is opened again."""
+        return type(self), (self.folder,)
+
     def of(self, task):
         """The database that a task is about: this one, for every task."""
         return self

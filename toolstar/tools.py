@@ -431,6 +431,7 @@ class Tools:
 
     kinds, slow = verdict.KINDS, True
     reward = staticmethod(verdict.reward_of)
+    opened = {}  # {folder: world} of this process
 
     def __init__(self, settings):
         self.settings, self.faults = settings, Faults()
@@ -489,6 +490,10 @@ class Tools:
 
         jail = Jail(1, self.settings.unsafe_python, ("trafilatura",), output=2**22)
         self.browser = Browser(jail, self.settings.allow, passages=self.settings.page)
+
+    def __reduce__(self):
+        """An episode in a checkpoint names its world: the one that is open then, with its tools."""
+        return find_opened, (str(self.settings.folder),)
 
     @property
     def level(self):
@@ -644,10 +649,18 @@ def flags(parser):
         help="probability that a tool call is made to fail")
 
 
+def find_opened(folder):
+    """The world of this folder, which must be open."""
+    if folder not in Tools.opened:
+        raise ValueError(f"the plays that wait are of --database {folder}: resume with that one")
+    return Tools.opened[folder]
+
+
 def open_world(args):
     """The world of --database, a folder with tools.json; database/tools unless it is set."""
     folder = args.database or Path(__file__).resolve().parent.parent / "database" / "tools"
     world = Tools(read_settings(folder))
+    Tools.opened[str(folder)] = world
     if os.environ.get("RANK", "0") == "0" and parent_process() is None:
         chosen = {key: getattr(world.settings, key) for key in SETTINGS}
         print(f"tools {world.identity}, Python {world.level}: {json.dumps(chosen)}")

@@ -134,7 +134,9 @@ def render(messages, template):
         if is_reply:
             # a result stands within a reply, which continues after it: no end token yet
             continues = after and after["role"] == "result"
-            tokens = template.encode(message["content"]) + [template.end] * (not continues)
+            tokens = template.encode(message["content"])
+            ended = tokens[-1:] == [template.end]  # some data brings the end token
+            tokens += [template.end] * (not continues and not ended)
         else:
             tokens = template.between(message)
         rendered.ids.extend(tokens)

@@ -287,20 +287,23 @@ def watch_sigterm():
     return interrupted
 
 
-def wait_for_builds():
-    """Wait while another process compiles an extension of PyTorch. PyTorch itself would wait
-    forever for one that was killed: its lock is removed here."""
+def wait_for_builds(needed="deepspeed_shm_comm"):
+    """Wait while another process compiles the extension of PyTorch that is `needed`. At the lock of
+    a killed process PyTorch would wait forever: it is removed."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     for lock in [*Path(root).glob("*/lock"), *Path(root).glob("*/*/lock")]:
         told = False
         while is_held(lock):
             if not told:
-                say(f"waiting for another process to compile {lock.parent}")
+                say(f"another process is compiling {lock.parent}")
             told = True
+            if lock.parent.name != needed:
+                break
             time.sleep(1)
-        if lock.exists():
-            say(f"{lock} was left by a killed process: removing it")
-            lock.unlink(missing_ok=True)
+        else:
+            if lock.exists():
+                say(f"{lock} was left by a killed process: removing it")
+                lock.unlink(missing_ok=True)
 
 
 def is_held(lock):
@@ -1063,9 +1066,8 @@ def make_repeatable(lm):
             for name, value in vars(module).items():
                 if re.search("drop|jitter", name) and isinstance(value, float):
                     setattr(module, name, 0.0)
-        if getattr(module, "padding_idx", None) is not None:
-            # its row gets no gradient; in some models it is the token that ends a turn
-            module.padding_idx = None
+    # this row would get no gradient; in some models it is the token that ends a turn
+    lm.get_input_embeddings().padding_idx = None
 
 
 # Largest |dlogp| by which two forwards may differ that must agree, float32 and bfloat16; and by
@@ -1200,11 +1202,14 @@ def write_model(lm, template, state, folder):
 def check_saving(lm, template, out):
     """Write all but the weights beside OUT and load it again, so that a model that cannot be saved
     is refused before it is trained."""
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
     if os.environ.get("RANK", "0") != "0":
         return
     name, weight = min(lm.named_parameters(), key=lambda pair: pair[1].numel())
     part = Path(f"{out}.part")
     shutil.rmtree(part, ignore_errors=True)
+    disable_progress_bar()
     try:
         with errors_name(part):
             part.parent.mkdir(parents=True, exist_ok=True)
@@ -1214,6 +1219,7 @@ def check_saving(lm, template, out):
         raise ValueError(f"{template.path} could not be saved after training: {one_line(error)}"
                          ) from error
     finally:
+        enable_progress_bar()
         shutil.rmtree(part, ignore_errors=True)
     if (again.ends, again.before, again.after) != (template.ends, template.before, template.after):
         raise ValueError(f"{template.path}: its tokenizer changes when it is saved and loaded")

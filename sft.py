@@ -100,7 +100,9 @@ def render(messages, template):
         if is_reply:
             # a result stands within a reply, which continues after it: no end token yet
             continues = after and after["role"] == "result"
-            tokens = template.encode(message["content"]) + [template.end] * (not continues)
+            tokens = template.encode(message["content"])
+            ended = tokens[-1:] == [template.end]  # some data brings the end token
+            tokens += [template.end] * (not continues and not ended)
         else:
             tokens = template.between(message)
         rendered.ids.extend(tokens)
@@ -119,6 +121,9 @@ def load_samples(path, template, cutoff):
             sys.exit(f"{path}:{line}: no 'messages' list that starts with system and user and then "
                      "alternates assistant with user or result; synth.py writes such episodes")
         sample = render(messages, template)
+        if episode.get("stop") in ("format", "context") and sample.mask[-1]:
+            sample.ids.pop()  # the last reply was cut off: nobody said its end token
+            sample.mask.pop()
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1
         else:

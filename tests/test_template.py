@@ -95,7 +95,8 @@ PHI3 = """{% for m in messages %}
 {{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
 GRANITE = """{% for m in messages %}
-{{- '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\\n' }}{% endfor %}{% if add_generation_prompt %}
+{{- '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\\n' }}
+{%- endfor %}{% if add_generation_prompt %}
 {{- '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
 COHERE = """{{ '<BOS_TOKEN>' }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|>' + {'system':
     '<|SYSTEM_TOKEN|>', 'user': '<|USER_TOKEN|>', 'assistant': '<|CHATBOT_TOKEN|>'}[m.role] +

@@ -87,7 +87,7 @@ def play_flags(add):
     add("--temperature", type=POSITIVE, default=1.0, help="sampling temperature, also used in the "
         "loss [1]")
     add("--context", type=COUNT, default=30000, help="most tokens of a play, prompt included [1]")
-    add("--max-turns", type=COUNT, default=60, help="most replies in a play; [1] allows 60 calls")
+    add("--max-turns", type=COUNT, default=60, help="most tool calls in a play, then an answer [1]")
     add("--turn-tokens", type=COUNT, default=8192, help="most tokens of a reply; a longer one is a "
         "format error")
     add("--concurrency", type=COUNT, default=256, help="most plays that an engine runs at a time")

@@ -2,7 +2,7 @@
 Question answering with a search tool that no stage trained on: what else did learning to plan cost?
 
     (1) a question is an episode with one tool: Search(query) answers with passages of a corpus
-    (2) it is played by the travel agent's protocol: at most 60 replies and 32K tokens
+    (2) it is played by the travel agent's protocol: at most 60 searches and 32K tokens
     (3) exact match: the answer equals a gold answer once case, punctuation, articles and blanks
         are gone [2]; beside it sub-EM (it contains a gold answer) and F1 (shared words). An episode
         that ran out of tokens or replies, or has no answer, is wrong and counted apart
@@ -10,7 +10,7 @@ Question answering with a search tool that no stage trained on: what else did le
         sets, with bootstrap intervals over the questions, and the difference to the first one
 
 Not like for like: the Search-R1 rows that [1] prints were made with 3 passages and 4 replies,
-STAR's with 5 and 60.   [1] STAR, arXiv:2603.21972   [2] Search-R1, arXiv:2503.09516
+STAR's with 5 passages and 60 calls.   [1] STAR, arXiv:2603.21972   [2] Search-R1, arXiv:2503.09516
 
 Reads   HF folders or an API; FlashRAG's DATA/<set>/<split>.jsonl or a DATA/questions.jsonl
 Writes  OUT/<model>/episodes.jsonl, OUT/tax.md, OUT/tax.json; plays only what OUT lacks
@@ -51,8 +51,8 @@ BESIDE = (  # the table's lower rows: key in tax.json, label, form
 Verdict = namedtuple("Verdict", "em sub_em f1 stop calls task")  # of an episode
 HERE = Path(__file__).parent / "database"
 # a folder of episodes holds one choice of these, of a model and of a retriever
-SETTINGS = ("corpus", "encoder", "topk", "max_turns", "max_context", "max_tokens", "temperature",
-            "top_p", "system_prompt", "seed")
+SETTINGS = ("corpus", "encoder", "topk", "max_turns", "max_context", "max_tokens", "lenient",
+            "temperature", "top_p", "system_prompt", "seed")
 QA_PROMPT = (HERE / "prompts" / "search.txt").read_text(encoding="utf-8").strip()
 QA_PROMPTS = {"full": QA_PROMPT, "short": (
     'You answer questions with the tool Search(query). Reply <think>...</think><tool_call>{"name": '
@@ -214,7 +214,7 @@ def play_questions(args, name, path, tasks):
     # after the engine: vLLM 0.32.0 does not start once numba is imported, and bm25s imports it
     retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder, args.tries)
     episodes = (Episode(task, SearchSandbox(retriever, args.topk), args.max_turns, prompt,
-                        strict=False, parse=parse_qa) for task in tasks)
+                        strict=not args.lenient, parse=parse_qa) for task in tasks)
     for episode in play_here(episodes):
         yield episode.record(name) | {"score": qa_score(episode)}
 
@@ -225,7 +225,8 @@ def choose_player(args, path):
     if args.url:
         key = Path(args.key).read_text().strip() if args.key else None
         generate = partial(runtime.chat, args.url, path, **sampling, api_key=key)
-        return partial(evaluate.play, generate, concurrency=args.concurrency)
+        return partial(evaluate.play, generate, concurrency=args.concurrency,
+                       max_context=args.max_context)
     llm, template = evaluate.open_engine(path, args.max_context, args.concurrency, args.tp,
                                          args.gpu_memory)
     return partial(evaluate.play_vllm, llm, template, max_context=args.max_context,
@@ -304,8 +305,8 @@ def tax_table(args, folders, tasks):
     for key, label, form in BESIDE:
         rows.append([label, "", *(form.format(numbers[key]) for numbers in report)])
     text = "".join("| " + " | ".join(row) + " |\n" for row in rows)
-    text += (f"\n{args.topk} passages a search and {args.max_turns} replies at most; "
-             "Search-R1's published rows had 3 and 4.\n")
+    text += (f"\n{args.topk} passages a search and {args.max_turns} searches at most; "
+             "Search-R1's published rows had 3 passages and 4 replies.\n")
     told = json.dumps(dict(zip(names, report, strict=True)), indent=1)
     runtime.write_text(folders[0].parent / "tax.json", told)
     runtime.write_text(folders[0].parent / "tax.md", text)
@@ -328,9 +329,11 @@ def flags(argv=None):
     add("--sample", type=COUNT, metavar="N", help="play N questions of each set, always the same")
     add = p.add_argument_group("play").add_argument
     add("--topk", type=COUNT, default=5, help="passages per search [1]")
-    add("--max-turns", type=COUNT, default=60, help="replies per question [1]")
+    add("--max-turns", type=COUNT, default=60, help="searches per question, then an answer [1]")
     add("--max-context", type=COUNT, default=32768, help="tokens per question [1]")
     add("--max-tokens", type=COUNT, default=2048, help="tokens per reply")
+    add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
+        "format and continue; without it the question is wrong")
     add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")
     add("--top-p", type=PART, default=0.95, help="probability mass to sample from [1]")
     add("--system-prompt", default="full", help="full, short (for tiny models) or a file's name")

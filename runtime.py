@@ -393,11 +393,11 @@ def recover_jsonl(path, check=None):
     rows, text = read_jsonl(path, torn=True), Path(path).read_bytes()
     end = text.rfind(b"\n") + 1
     tail = text[end:]
+    if check:  # first: it can name the record and the fix
+        check(rows)
     like_records = all(isinstance(row, dict) for row in rows) and (end or tail[:1] in (b"", b"{"))
     if not like_records:
         raise ValueError(f"{path}: not a file of records; choose another --out")
-    if check:
-        check(rows)
     with open(path, "rb+") as file:
         try:
             json.loads(tail)
@@ -1527,8 +1527,8 @@ def load_world(env):
                              ) from None
         raise ValueError(f"--env {env}: {error}; name travel, tools, or a module or file") from None
     except (ImportError, SyntaxError, OSError, AttributeError) as error:
-        raise ValueError(f"--env {env}: {error}; name travel, tools, or a module or file with a "
-                         "function open_world(args)") from None
+        raise ValueError(f"--env {env}: {one_line(error)}; name travel, tools, or a module or file "
+                         "with a function open_world(args)") from None
     if not hasattr(module, "open_world"):
         raise ValueError(f"--env {env}: it has no function open_world(args)")
     return module

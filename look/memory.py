@@ -89,8 +89,8 @@ def load_shape(model):
     try:
         config = AutoConfig.from_pretrained(model)
     except OSError:
-        raise ValueError(f"{model} is no folder here, and the hub does not give it: name a folder, "
-                         f"or fetch it where it can be had (hf download {model})") from None
+        raise ValueError(f"{model} is not a folder here, and the hub does not provide it: name a "
+                         f"folder, or download it first (hf download {model})") from None
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
     return config, sum(p.numel() for p in lm.parameters())

@@ -316,7 +316,8 @@ def test_an_index_is_searched_exactly(tmp_path, corpus, encoder):
 
 @pytest.mark.parametrize("more", [["--retriever", "FOLDER"], ["--corpus", "FOLDER/corpus.jsonl"]])
 def test_a_missing_index_or_corpus_is_one_line(tmp_path, more):
-    with pytest.raises(SystemExit, match=r"^toolstar.retriever: .*(meta.json|corpus.jsonl) is missing"):
+    missing = r"^toolstar.retriever: .*(meta.json|corpus.jsonl) is missing"
+    with pytest.raises(SystemExit, match=missing):
         retriever.main(["serve", *(word.replace("FOLDER", str(tmp_path)) for word in more)])
 
 

@@ -36,7 +36,7 @@ PAPER_SFT, PAPER_RL, PAPER_PLAY, STAR_SFT, STAR_RL = (
     KNOWN["flags"][name]["values"] for name in ("sft", "rl", "play", "star-sft", "star-rl"))
 STAR_RL = STAR_RL | {"--reward": "paper", "--env": "tools"}
 OURS = re.compile("(DRY|MODEL|DATA|OUT|SEEDS?|CYCLES|GPUS|NNODES|NODE_RANK|STAR_DATABASE|"
-                  "CONTEXT|CUTOFF|PACK|ENDPOINT.*|QA|SFT_DATA|RL_DATA|SETS|TOOLS|JUDGE.*|AXIS_.*|FLAGS_.*)$")
+                  "CONTEXT|CUTOFF|PACK|ENDPOINT.*|QA|RETRIEVER|SFT_DATA|RL_DATA|SETS|TOOLS|JUDGE.*|AXIS_.*|FLAGS_.*)$")
 
 
 def run_sh(folder, *words, **variables):
@@ -119,10 +119,8 @@ def test_the_scores_of_an_axis_take_the_names_of_its_runs(axis):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_input_is_the_output_of_an_earlier_stage(command):
-    if command[-1] == "scale" and command[0] != "tiny":
-        pytest.skip("reads what the recipes of other sizes wrote")
     made = set()
-    for stage, output, words in stages_of(*command, OUT="OUT", DATA="DATA"):
+    for stage, output, words in stages_of(*command, OUT=f"OUT/{command[0]}", DATA="DATA"):
         given = arguments(words)
         read = [path for flag in INPUTS & given.keys() for path in given[flag]]
         read += [path for path in given[""] if "/" in path]
@@ -251,7 +249,17 @@ def test_the_lengths_that_a_user_sets_are_those_of_the_stages():
 def test_a_teacher_is_asked_for_more_tasks_than_a_solver_that_solves_them_all():
     teacher = dry("3b", ENDPOINT="http://a/v1=m", ENDPOINT_KEY="key")
     assert value(dry("3b"), "sft-tasks", "--n") == "1198"
+    # of balanced levels: what it solves is mostly easy
     assert value(teacher, "sft-tasks", "--n") == "5000"
+    assert value(teacher, "sft-tasks", "--levels") == "1:1:1"
+    # and it puts all tasks into words, before anybody plays them
+    for name, stage, flag in (("val", "rl", "--val"), ("test", "eval", "--tasks"),
+                              ("rl", "rl", "--tasks"), ("sft", "episodes", "--tasks")):
+        drawn, (said, words) = teacher[f"{name}-tasks"][0], teacher[f"{name}-tasks-queries"]
+        assert arguments(words)["--tasks"] == [drawn] and value(teacher, stage, flag) == said
+        assert arguments(words)["--endpoint"] == ["http://a/v1=m"]
+        assert arguments(words)["--key"] == ["key"]
+    assert not any(name.endswith("queries") for name in dry("3b"))
 
 
 @pytest.mark.parametrize("gpus, ranks", [(1, "1"), (2, "2")])
@@ -395,11 +403,55 @@ def test_the_axis_of_scale_is_three_widths_of_tiny_or_the_three_sizes():
     starts = [arguments(words)["--model"] for _, _, words in stages
               if script(words)[0] == "grpo.py"]
     assert starts == [[f"{folder}/sft"] for folder in folders]
-    stages = stages_of("7b", "axis", "scale", OUT="runs/mine")
-    assert [name for name, *_ in stages] == ["axis-scale"], "nothing is trained"
-    assert arguments(stages[0][2])["--runs"] == [
-        "1.5b-sft=runs/1.5b/eval/sft", "1.5b=runs/1.5b/eval/rl", "3b-sft=runs/3b/eval/sft",
-        "3b=runs/3b/eval/rl", "7b-sft=runs/mine/eval/sft", "7b=runs/mine/eval/rl"]
+    stages = stages_of("7b", "axis", "scale", OUT="runs/mine", SEEDS="0")
+    runs = arguments(stages[-1][2])["--runs"]
+    assert len(runs) == 5 * 3
+    assert runs[:3] == ["sft-1.5b=runs/1.5b/axis/runs/sft-s0/eval/sft",
+                        "sft-3b=runs/3b/axis/runs/sft-s0/eval/sft",
+                        "sft-7b=runs/mine/axis/runs/sft-s0/eval/sft"]
+    assert runs[-1] == ("curriculum-7b=runs/mine/axis/runs/grpo-curriculum-mixed-1000-fail-00-s0"
+                        "/eval/rl")
+
+
+def test_every_checkpoint_of_an_axis_answers_the_questions_if_there_are_some():
+    stages = dry("3b", "axis", "noise", OUT="OUT", SEEDS="0", QA="/sets", RETRIEVER="http://h")
+    asked = {name: arguments(words) for name, (_, words) in stages.items()
+             if name.startswith("qa-")}
+    assert len(asked) == 4
+    for name, given in asked.items():
+        assert given["--retriever"] == ["http://h"] and given["--data"] == ["/sets"]
+        assert [given[flag] for flag in ("--topk", "--max-turns")] == [["5"], ["60"]]
+        played = arguments(stages[name.replace("qa-", "eval-", 1)][1])
+        assert given["--model"] == played["--model"]
+    folders = [spec.split("=")[1].rsplit("/", 1)[0]
+               for spec in arguments(stages["axis-noise-questions"][1])["--runs"]]
+    assert folders == [given["--out"][0] for given in asked.values()]
+    assert not any("questions" in name for name in dry("3b", "axis", "noise"))
+
+
+@pytest.mark.parametrize("words, variables, said", [
+    (["3b", "axis", "reward"], {"QA": "/sets"}, "QA needs RETRIEVER"),
+    (["3b"], {"QA": "/sets"}, "QA needs RETRIEVER"),
+    (["3b", "axis", "reliability"], {}, "reliability needs ENDPOINT=URL=MODEL"),
+    (["tiny", "axis", "reliability"], {"ENDPOINT": "u=m"}, "tiny has no axis reliability")])
+def test_what_a_study_lacks_is_said_in_one_line_before_anything_runs(words, variables, said):
+    done = run_sh(ROOT, *words, DRY="1", **variables)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_reliability_check_plays_both_sets_of_queries_alike():
+    stages = dry("3b", "axis", "reliability", ENDPOINT="http://a/v1=m", OUT="OUT", DATA="DATA")
+    synthetic, published = (arguments(stages[f"eval-{name}"][1])
+                            for name in ("synthetic", "validation"))
+    assert synthetic.pop("--tasks") == ["DATA/reliability.jsonl"]
+    assert published.pop("--tasks") == ["osunlp/TravelPlanner"]
+    assert published.pop("--split") == ["validation"]
+    for given in synthetic, published:
+        assert given.pop("--out")[0].startswith("OUT/reliability/")
+    assert synthetic == published and synthetic["--url"] == ["http://a/v1"]
+    drawn = arguments(stages["reliability-tasks"][1])
+    assert [drawn["--n"], drawn["--levels"]] == [["200"], ["1:1:1"]]
+    assert not any("torchrun" in words for _, words in stages.values())
 
 
 # ---------------------------------------------------------------------- the axes of the tools world
@@ -516,7 +568,7 @@ case ${2:-} in
     "")  ;;
     *.*) mkdir -p "$(dirname "$2")"; echo made > "$2" ;;
     *)   mkdir -p "$2"; echo '{"loss_tokens": 64}' > "$2/log.jsonl"
-         for f in config.json table.md tax.md curves.png hard-200.jsonl noise.md \
+         for f in config.json table.md tax.md curves.png mixed-100.jsonl noise.md \
                 tool-dpo.md val.jsonl rl.jsonl tasks.jsonl; do
              echo made > "$2/$f"
          done ;;
@@ -621,7 +673,7 @@ def test_another_seed_of_an_axis_trains_what_is_missing_and_makes_the_table_anew
     assert run_sh(house, "tiny", "axis", "noise", SEEDS="0").returncode == 0
     first = calls(house)
     assert len(first) == len(dry("tiny", "axis", "noise", SEEDS="0"))
-    assert "-m look.report --axis noise" in first[-1]
+    assert "recipes.axes --axis noise" in first[-1]
     assert run_sh(house, "tiny", "axis", "noise", SEEDS="0 4").returncode == 0
     again = calls(house)[len(first):]
     assert len(again) == 4 + 2 * 5 + 2 and all("--seed 4 " in call for call in again[:-2])

@@ -105,7 +105,7 @@ def test_a_folder_without_settings_or_corpus_is_named(tmp_path):
     with pytest.raises(ValueError, match="tools.json is not there: --database names a folder"):
         read_settings(tmp_path)
     (tmp_path / "tools.json").write_text('{"tools": ["Search"]}')
-    with pytest.raises(FileNotFoundError, match="corpus.jsonl is not there"):
+    with pytest.raises(FileNotFoundError, match="corpus.jsonl is missing"):
         tools.Tools(read_settings(tmp_path))
 
 
@@ -540,8 +540,8 @@ def test_a_retriever_that_answers_html_stops_before_anything_is_spent(make):
 
 def test_a_retriever_that_dies_during_play_marks_the_calls_and_stops_the_run(make):
     port = free_port()
-    command = [sys.executable, "-m", "toolstar.retriever", "serve", "--corpus", str(FILE / "corpus.jsonl"),
-               "--port", str(port)]
+    command = [sys.executable, "-m", "toolstar.retriever", "serve", "--port", str(port),
+               "--corpus", str(FILE / "corpus.jsonl")]
     server = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
         world = wait_for(lambda: make(retriever=f"http://127.0.0.1:{port}"))

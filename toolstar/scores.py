@@ -31,9 +31,10 @@ import evaluate
 import runtime
 from evaluate import mean, name_of
 from runtime import ChatError, endpoint, read_jsonl
-from toolstar import verdict
+from toolstar import helpers, verdict
 from toolstar.expression import untexted
 from toolstar.sets import PAPER_MEAN, SETS, TEN
+from toolstar.tools import read_settings
 
 AT_ONCE, TRIES, GIVE_UP = 50, 3, 20  # of a judge: 50 at a time, 3 tries [1]; 20 failures in a row
 JUDGE = """Is the answer to this question right? It is right if it says the same as one of the \
@@ -169,7 +170,7 @@ def write_table(args):
             marks = marks_of(row, verdicts.get(name_of(task)))
             plays.setdefault(task["set"], {}).setdefault(task["id"], []).append(marks)
         report[name] = {one: summarise(one, plays[one]) for one in SETS if one in plays}
-        remarks += shortfalls(name, report[name], wanted)
+        remarks += [*shortfalls(name, report[name], wanted), *tools_of(name, Path(folder))]
     text = compare(wanted, report) + "".join(f"\n{name}\n\n{detail(report[name])}"
                                              for name in report)
     if absent := [name for name in SETS if name not in wanted]:
@@ -203,6 +204,20 @@ def shortfalls(name, numbers, wanted):
                    f"{least} to {most} times each")
         if found["unread"]:
             yield f"{name}: the judge gave no readable verdict on {found['unread']} plays of {one}"
+
+
+def tools_of(name, folder):
+    """The tools that an agent had, in words, from the settings of its plays."""
+    if not (folder / "settings.json").exists():
+        return
+    with runtime.errors_name(folder / "settings.json"):
+        database = json.loads((folder / "settings.json").read_text()).get("database")
+    if database and (Path(database) / "tools.json").exists():
+        found = read_settings(database)
+        used = [helper for helper in helpers.NAMES if found.helpers.get(helper)]
+        yield (f"{name} had {', '.join(found.tools)} and the helpers {', '.join(used) or 'none'}, "
+               f"with {found.max_calls} calls of all tools together, searching {found.retriever}; "
+               "the paper searches the web and opens its pages for WebWalker, GAIA and HLE")
 
 
 def lines_of_table(rows):

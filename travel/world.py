@@ -11,8 +11,9 @@ import math
 import os
 
 from format_plan import parse_plan
-from runtime import SHARE
+from runtime import SHARE, errors_name
 from sandbox import Episode, Sandbox, open_database, read_prompt
+from travel.backtracking import backtracking
 from travel.constraints import SCORES, judge, literal, need, reward
 from travel.solver import solver_replies
 
@@ -33,7 +34,8 @@ def flags(parser):
 
 def open_world(args):
     """The world of a stage's flags."""
-    read_prompt(args.system_prompt)  # an unreadable file is reported now
+    with errors_name(args.system_prompt):  # an unreadable file is reported now
+        read_prompt(args.system_prompt)
     return Travel(open_database(args.database), getattr(args, "split", None) == "test")
 
 
@@ -135,8 +137,21 @@ class Travel:
         """Lines that this world adds to evaluate.py's table for the record of a judged episode."""
         success, level = row["score"]["success"], row["task"].get("level")
         found = {f"success, {name}": success if level == name else None for name in LEVELS}
-        return {"success, official": row["score"].get("official"),
-                "hack gauge: star - strict": success - row["strict"]} | found
+        found |= {"success, official": row["score"].get("official"),
+                  "hack gauge: star - strict": success - row["strict"]}
+        return found | self.dead_end_lines(row)
+
+    def dead_end_lines(self, row):
+        """What backtracking.py finds: whether an episode meets a dead end; whether it then leaves
+        it, or keeps it in an invalid plan, by level."""
+        found = backtracking(row, self.database.of(row["task"]))
+        lines = {"dead end: met": found["met"]}
+        for words, key in ("left by another city, ride or hotel", "left"), ("kept", "kept"):
+            lines[f"dead end: {words}"] = found[key]
+            for level in LEVELS:
+                here = row["task"].get("level") == level
+                lines[f"dead end: {words}, {level}"] = found[key] if here else None
+        return lines
 
     def solver(self, task):
         """The replies of an exact solver: its searches, then the plan of least cost."""

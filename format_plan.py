@@ -19,7 +19,6 @@ Writes  stdout: each line again with its "plan" (null if the text has none)
     python format_plan.py FILE.jsonl --reader http://localhost:8000/v1=MODEL
 """
 import argparse
-import ast
 import hashlib
 import json
 import re
@@ -60,7 +59,7 @@ STRUCK = re.compile(r"~~[^~\n]{0,300}~~|(?<![^\W_])_+|_+(?![^\W_])")  # ~~gone~~
 GAP, SEAM = re.compile(r"\s{2,9}|\n"), "\ue000"  # what is lost when a name is laid out in a line
 BLANKS = re.compile(r"[^\S\n]+")
 LINK = re.compile(r"\]\((?:https?:|www)[^\s()]{0,300}(?:\([^\s()]{0,99}\))?[^\s()]{0,99}\)")
-BREAK = re.compile(r"<br ?/?>", re.I)
+BREAK, TAG = re.compile(r"<br ?/?>", re.I), re.compile(r"</?(?:b|i|em|strong)>", re.I)
 JSON_START = re.compile(r"[\[{](?=\s{0,99}[\[{\"'])")
 CELLS = re.compile(r"(?<!\\)\|")
 # bullets, numbers, boxes and emoji before the text of a line
@@ -70,6 +69,7 @@ BULLET = re.compile(r"(?:[-+•·●▪‣◦–—>]+ +|#+ +|[•·●▪‣◦
 NUMBERS = {word: n for n, word in enumerate(
     "one two three four five six seven eight nine ten".split(), 1)}
 FIX = r"(?:correct|revis|updat|adjust|chang|amend|new|final)\w{0,6}"
+REVISED = pattern(rf"\b{FIX}\b")
 DAY = pattern(rf"""(?P<fix>{FIX}(?: (?:to|for|on))?[ :,–—-]{{1,3}})?[(\[<=_-]{{0,9}} ?(?:the )?
     (?:days?[ _]?[-:#]? ?|d(?=\d))(?P<n>\d{{1,2}}|{'|'.join(NUMBERS)})(?![\w/-]\d|\w)
     (?:/\d| of \d)?(?! (?!from|to)(?-i:[a-z]{{2}}))[^\w$~\[({{"']{{0,9}}""")
@@ -79,7 +79,7 @@ DATE = pattern(rf"""(?:(?:mon|tue|wed|thu|fri|sat|sun)[a-z]{{0,6}},? )?(?:{MONTH
 
 LABELS = {
     "current_city": "current[ _]city|city|cities|location|destination|route|where",
-    "transportation": r"""transport(?:ation)?|travel|getting (?:there|around|back|home)|train|bus|
+    "transportation": r"""transport(?:ation)?|travel|getting (?:there|around|back|home)|train|bus|return(?: trip)?|
         (?:take |catch )?(?:an? |the |your )?(?:flights?|taxi|cab|uber)|fly|
         flight (?:number|no\.?)|(?:self-?\s?)?driv(?:e|ing)|(?:rental |hire )?car|rental""",
     "breakfast": r"breakfast|brunch|b(?= ?:)", "lunch": "lunch|l(?= ?:)",
@@ -87,16 +87,16 @@ LABELS = {
     "attraction": r"""attractions?|activit(?:y|ies)|sightseeing|sights?|visits?|explore|
         (?:places|things) to (?:visit|see|do)""",
     "accommodation": r"""accommodations?|hotel|lodging|stay(?:ing)?|overnight(?: stay)?|
-        check-?\s?in|where to stay|sleep|airbnb"""}
+        check-?\s?in|where to stay|sleep|airbnb|night(?= ?:)"""}
 NAMED = "|".join(f"(?P<{slot}>{words})" for slot, words in LABELS.items())
 TIME = r"""(?:(?:early |late |mid-?)?(?:morning|noon|midday|afternoon|evening|night)\b|
     \(?\d{1,2}(?::\d\d)? ?(?:[ap]\.?m\.?)?(?: ?(?:-|–|to) ?\d{1,2}(?::\d\d)? ?(?:[ap]\.?m\.?)?)?)
     (?: ?\([^()]{0,40}\))? ?[:|)–—-]{0,3} ?"""
 MORE = r"""(?:(?:main|optional|outbound|inbound|return|first|second|third|day|
     additional|suggested|recommended|planned|other|local|morning|afternoon|evening|today's) ){0,2}"""
-FIELD = pattern(rf"""(?:{TIME})?(?:(?P<revised>{FIX}) )?{MORE}(?:(?:have|enjoy|eat|grab) )?(?:{NAMED})
-    (?:\ (?:details?|plan|mode|time|venue|restaurant|spots?|options?|choice|visits?|name|stop))?
-    \ ?#?\d? ?(?:[^\w\s!-~–—] ?)?(?:\([^()]{{0,60}}\) ?)?(?:[:=|@]| [-–—] ?| (?:at|is)\b(?: \d\d?(?::\d\d)? ?
+FIELD = pattern(rf"""(?:{TIME})?(?:(?P<revised>{FIX}) )?{MORE}(?:meals?: ?)?(?:(?:have|enjoy|eat|grab) )?(?:{NAMED})
+    (?:\ (?:to (?:consider|visit|see)|details?|plan|mode|time|venue|restaurant|spots?|options?|choice|visits?|name|stop))?
+    \ ?#?\d? ?(?:[^\w\s!-~–—] ?)?(?:\([^()]{{0,60}}\) ?)?(?:[:=|@]| [-–—·] ?| (?:at|is)\b(?: \d\d?(?::\d\d)? ?
     (?:[ap]\.?m\.?)?:?)?(?= )|$) ?""")
 VERB = pattern(rf"""(?:{TIME})?(?:then |finally )?(?:
     (?P<accommodation>(?:check(?:ing)?[ -]?in(?:to| to| at)?|stay(?:ing)?(?: overnight| the night)? (?:at|in)|
@@ -107,13 +107,15 @@ VERB = pattern(rf"""(?:{TIME})?(?:then |finally )?(?:
 # where the next field of a line, or the next day, begins
 NEXT = pattern(rf"""(?<=[^\s]) ?[|;•·]+ ?(?={MORE}(?:{'|'.join(LABELS.values())}) ?\d?(?: ?:| [–—-] ))|
     [.,] (?=(?:{'|'.join(LABELS.values())}) ?:)|(?<=[.;|!]) (?=day \d\d?:)""")
-KEY = pattern(r"""(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name)\s?[:=] ?""")
-DETAIL_LINE = pattern(r"""(?:depart|arriv|duration|distance|costs?\b|price|fare|from\b|to\b|route|
+KEY = pattern(r"""(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name|
+    description|details) ?[:=] ?""")
+DETAIL_LINE = pattern(r"""(?:depart|arriv|duration|distance|(?:average |avg\.? )?costs?\b|price|fare|
+    from\b|to\b|entry|cuisine|room type|house rule|rating|phone|website|address|minimum|max|note|
     flight (?:number|no))[^:]{0,20}:""")
 # a heading after which a plan's last day tells nothing more
 SECTION = pattern(r"""(?:[\w&'-]+ ){0,3}(?:costs?|budget|expenses?|summary|breakdown|notes?|tips?|
     highlights?|totals?|overview|reminders?|recommendations?|considerations?|information|
-    alternatives?|backups?|options)\b(?: [\w&'()-]+){0,4} ?:?$""")
+    alternatives?|backups?|options)\b(?: [\w&'()-]+){0,4} ?:?$|why (?:this|it)\b""")
 
 # what is no name, and where a name ends
 CUISINE = r"""(?:american|italian|mexican|indian|chinese|french|mediterranean|seafood|pizza|
@@ -121,16 +123,17 @@ CUISINE = r"""(?:american|italian|mexican|indian|chinese|french|mediterranean|se
 DETAIL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rating|rated|contact|phone|website|
     minimum|max\w*|reviews?|house rules?|free|(?:private|shared|entire) (?:room|home)|per|usd|
     child\w*|allow\w*|no|flight|approx\w*|about|around|entry|admission|note|closed|open)\b"""
-NOTHING = pattern(r"""\W*$|\(|[-–—]+ ?(?:[(,.;|$]|$)|free\W*$|(?:none|n/?a|nil|null|nothing|tbd|included|skip(?:ped)?|
+NOTHING = pattern(r"""\W*$|\(|[-–—]+ ?(?:[(,.;|$]|$)|free\W*$|(?:none|n/?a|nil|null|nothing|tbd|included|on your own|skip(?:ped)?|
     not (?:applicable|needed|required|planned|specified|available|provided|included)|
     no (?:breakfast|lunch|dinner|meals?|attractions?|accommodations?|transport(?:ation)?|travel|stay)|
     (?:back |at |return(?:ing)? )?home|check(?:ing)?[ -]?out|travel(?:ing)? day|departure|
     on the (?:road|way|go|flight|plane)|in[- ]flight|in transit|en route|rest|leisure|
     free (?:time|day|morning|afternoon|evening))\b(?! (?-i:[A-Z])| ?[&'])""")
 MONEY = pattern(r"(?:(?:approx\w*\.?|about|around|estimated|total)(?: cost)?:? )?~?\$ ?\d")
-REMARK = pattern(rf""" ?[|;→⭐★]| ?\[(?=[a-z$\d])|,? ?[~≈]?\$ ?\d|[,.] (?={DETAIL}|{CUISINE}|(?-i:[a-z$~]))|
+REMARK = pattern(rf""" ?[|;→←⭐★]| [·@] | ?\[(?=\$)|,? ?[~≈]?\$ ?\d|[,.] (?={DETAIL}|{CUISINE}|(?-i:[a-z$~]))|
     ,?\.? ?$|:? ?(?:[-–—:]+|\b) (?={DETAIL} ?[:$~\d]|[~≈]?\$)|
-    \ ?[-–—:]+ (?={DETAIL}|{CUISINE}|[\d.,]+ ?(?:/|per\b|night|star|usd)|(?-i:[a-z]))|
+    \ ?[-–—:]+ (?={DETAIL}|{CUISINE}|[\d.,]+ ?(?:/|per\b|night|star|usd)|(?-i:(?!the [A-Z])[a-z])|
+    (?-i:[A-Z][\w'-]* (?!of |and |the |in |de |at |by |la )[a-z]))|
     (?<!\b(?-i:[A-Z]))(?<!\b(?-i:[A-Z][a-z]))(?<!\bAve)[.!] (?=[\"']?(?-i:[A-Z]))|
     \ (?:or|instead of|rather than|before|after|then|where|which|followed by) |
     \ (?:for|at|around|near|with|in|by) (?=[~$\d]|(?:(?:an?|the|your) )?(?!(?:an?|the|your) )(?-i:(?!of)[a-z]{{2}}))""")
@@ -152,7 +155,7 @@ FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|\bflight ?(?:number|no\.?|#)?:?
 WAY = pattern(r"\bfrom:? (?=(?-i:[A-Z]))([^|;]{1,60}?),? ?(?:\bto\b|→|->|—|–):? ?([^|;]{1,60})")
 ARROW = pattern(r"""(?:, ?(?-i:[A-Z])[\w ]{1,20}| ?\([^()]{0,40}\))? ?(?:\bto\b|[→➔➡➜➝⇒⟶»✈🛫🚗🚕🚙]|-{0,2}>|=>|–|—|-)
     ️? ?(?:travel to )?""")
-CITY_END = pattern(r"""$| ?[,;:|()\[\]→!"]|\.(?= |$)| [-–—→]| (?:on|at|by|via|for|with|using|in|and|then|
+CITY_END = pattern(r""" ?$| ?[,;:|()\[\]→!"]|\.(?= |$)| [-–—→]| (?:on|at|by|via|for|with|using|in|and|then|
     depart\w{0,6}|arriv\w{0,6}|duration|back|flight)\b""")
 MOVE = pattern(r"""travel|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|self|
     road|move|back|trip|by |(?:rental )?car\b|train|bus\b""")
@@ -161,9 +164,12 @@ NO_CITY = pattern(r"""\b(?:day|\w{3,6}day|explor|adventure|sight|cultur|free|rel
     nature|downtown|city|highlight|experience|itinerary|plan|full|march|april)""")
 SAME = pattern(r"""(?:(?:stay|return|back|overnight|at|to|in|the) ){0,4}same(?: (?:hotel|accommodation|
     place|lodging|as (?:above|before|(?:on )?(?:day|night) \w{1,5}|(?:the )?(?:previous|last) (?:night|day))))?""")
-LEAD = pattern(r"""(?:at|to|in|into|visit(?:ing)?|explor(?:e|ing)|try|tour|enjoy|have|head to|
+LEAD = pattern(r"""(?:(?-i:the)|at|to|we|in|into|visit(?:ing)?|explor(?:e|ing)|try|tour|enjoy|have|head to|
     (?:have |enjoy |eat |grab )?(?:an? )?(?:quick |light )?(?:breakfast|lunch|dinner|meal|bite) at|
-    check(?:ing)?[ -]?in(?:to| to| at)?|stay(?:ing)?(?: overnight)? at) |[\s:;,.|–—-]+|\d{1,2}[.)] """)
+    see|stroll through|walk along|check(?:ing)?[ -]?in(?:to| to| at)?|sleep at|
+    (?:stay(?:ing)?|spend the night|overnight)(?: overnight| the night)? (?:at|in)) |[\s:;,.|–—-]+|\d{1,2}[.)] |
+    \(?\d{1,2}:\d\d ?(?:[ap]\.?m\.?)?\)? ?|(?-i:[A-Z][a-z]+(?: [a-z'-]+){1,6} (?:at|in|to) (?=[\["A-Z]))|
+    instead of [^;]{1,120}?, (?=(?:stay|eat|go|visit|try|have|dine|head|book|we)\b)""")
 PAREN = re.compile(r" ?\(((?:[^()]|\([^()]{0,40}\)){0,120})\)")
 ASIDE = pattern(rf"(?-i:[a-z~$\d])|[^()]{{0,80}}(?:[$\d:]|\b{CUISINE}|\b{DETAIL}|included\b|friendly\b)")
 JOINT = re.compile(r",? (?:and|&|\+|then) |[,/&+] ?(?=[\[A-Z])")
@@ -180,7 +186,9 @@ def read_lines(text, names):
     text = unfold_json(text[:LONGEST_REPLY])
     for torn, whole in names.torn:
         text = text.replace(torn, whole)
-    text = LINK.sub("]", BREAK.sub("; ", plain(text)))
+    text = LINK.sub("]", TAG.sub("", plain(text)))
+    text = "\n".join(BREAK.sub("; " if raw.lstrip().startswith("|") else "\n", raw)
+                     for raw in text.split("\n"))
     raws = [raw[:LONGEST_LINE].rstrip() for raw in text.split("\n")]
     for is_table, block in groupby(raws, key=lambda raw: raw.lstrip().startswith("|")):
         for raw in table_lines(block) if is_table else block:
@@ -193,24 +201,25 @@ def read_lines(text, names):
 
 def table_lines(block):
     """The rows of a markdown table as lines. Its days are columns, or rows, or tables."""
-    rows = [[cell.replace("\\|", "|").strip() for cell in CELLS.split(raw.strip(" |"))]
+    rows = [[cell.replace("\\|", "|").strip() for cell in CELLS.split(raw.strip()[1:])]
             for raw in block]
-    rows = [row for row in rows if any(cell.strip(":- ") for cell in row)] or [[""]]
-    days = [i for i, cell in enumerate(rows[0]) if DAY.match(cell)]
-    fields = [i for i, cell in enumerate(rows[0]) if i and FIELD.fullmatch(f"{cell}:")]
-    of_days, told = re.match("days?$|date", rows[0][0], re.I), ""
-    if len(days) > 1:
-        for i in days:
-            yield rows[0][i]
-            yield from (f"{row[0]}: {row[i]}" for row in rows[1:] if i < len(row))
-        return
-    for row in rows[bool(of_days):]:
+    rule = [not any(cell.strip(":- ") for cell in row) for row in rows]
+    head = rows[0] if rule[1:2] == [True] else [""]
+    days = [i for i, cell in enumerate(head) if DAY.match(cell)]
+    fields = [i for i, cell in enumerate(head) if i and FIELD.fullmatch(f"{cell}:")]
+    of_days, told = re.match("days?$|date", head[0], re.I), ""
+    rows = [row for row, empty in zip(rows, rule, strict=True) if not empty and row is not head]
+    for i in days if len(days) > 1 else ():
+        yield head[i]
+        yield from (f"{row[0]}: {row[i]}" for row in rows if i < len(row))
+    for row in rows if len(days) < 2 else ():
         if of_days and row[0] not in ("", told):
             told = row[0]
             yield told if DAY.match(told) or DATE.match(told) else f"Day {told}"
-        label = next((i for i, cell in enumerate(row) if FIELD.fullmatch(f"{cell}:")), None)
+        label = next((i for i, cell in enumerate(row) if cell and FIELD.fullmatch(f"{cell}:")), None)
         if len(fields) > 1:
-            yield from (f"{rows[0][i]}: {row[i]}" for i in fields if i < len(row))
+            yield from (f"{head[i]}: {cell}" if i in fields else cell
+                        for i, cell in enumerate(row[:len(head)]) if i)
         elif label is not None:
             yield f"{row[label]}: " + " | ".join(row[label + 1:])
         else:
@@ -318,12 +327,13 @@ def read_days(lines, names):
                 continue
         field = FIELD.match(line) or verb(line, names)
         inner = nested and (listed or not day.told.get(slot)) and (
-            not field or field.lastgroup == "current_city" or slot == "transportation" and listed)
+            not field or field.lastgroup == "current_city" or slot == field.lastgroup == "transportation")
         if inner and day.tell_below(slot, line, field):
             continue
         if field and not inner:
             start, nested = field.end(), nested and field.lastgroup == slot
             slot = field.lastgroup
+            start = field.start(slot) if field.re is VERB else start
             if start == len(line):
                 nested = True
                 continue
@@ -348,12 +358,12 @@ def open_day(heading, title, runs, day):
     word = (heading.get("n") or str(day.number + 1)).lower()
     number = NUMBERS.get(word) or int(word)
     earlier = [one for run in runs for one in run if one.number == number]
-    if heading.get("fix") and earlier:
+    field = FIELD.match(title)
+    if earlier and (heading.get("fix") or field and REVISED.search(field[0])):
         return earlier[-1], True
-    if number != day.number:
-        if not runs or number < day.number:
+    if number != day.number or not field:
+        if not runs or number <= day.number:
             runs.append([])
-        field = FIELD.match(title)
         day = Day(number, "" if field and field.lastgroup in SLOTS else title)
         runs[-1].append(day)
     return day, False
@@ -480,18 +490,21 @@ class Names:
         head, comma, tail = piece.rpartition(",")
         if comma and tail.strip()[:1].isupper() and len(head) >= size:
             return f"{head.strip()}, {tail.strip()}", rest  # a city that nobody knows
-        return f"{piece.strip()}, {home}", rest
+        return f"{piece.strip(' ,')}, {home}", rest
 
     def venues(self, text, slot, cities):
         """Yield "Name, City" of a field: its venue, or all its sights."""
-        for part in text.split(";") if slot == "attraction" else [text]:
+        for part in re.split(";| · ", text) if slot == "attraction" else [text]:
             part = part.strip()
             if NOTHING.match(part) and not self.known(part, TABLE_OF[slot], cities)[0]:
                 continue
             for _ in range(20):
-                while not self.known(part, TABLE_OF[slot], cities)[0] and (
-                        lead := LEAD.match(part)):
-                    part = part[lead.end():]
+                while lead := LEAD.match(part):
+                    rest = part[lead.end():]
+                    if self.known(part, TABLE_OF[slot], cities)[0] and not self.known(
+                            rest, TABLE_OF[slot], cities)[0]:
+                        break
+                    part = rest
                 known = self.known(part.lstrip('["'), TABLE_OF[slot], cities)[0]
                 bare = part.lstrip('["')
                 if not known and (not part or NOTHING.match(bare) or MONEY.match(bare)
@@ -544,7 +557,7 @@ def ride(text, names):
     words = before + re.split(r"[,;|(\[]", after)[0]
     mode = MODE.search(words) or MODE.search(f"{before} {after}")
     other = OTHER_MODE.search(words)
-    if not way and not number and (not mode or LOCAL.search(text)):
+    if not way and not number and (not mode or LOCAL.search(words)):
         bare = text.lower().startswith("cost") and not other
         return f"Self-driving, {text.replace('$', '')}" if bare else "-"  # "-": within the city
     kind = "Flight" if number else RIDES[mode.lastgroup] if mode else "Self-driving"

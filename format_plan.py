@@ -109,9 +109,9 @@ NEXT = pattern(rf"""(?<=[^\s]) ?[|;•·]+ ?(?={MORE}(?:{'|'.join(LABELS.values(
     [.,] (?=(?:{'|'.join(LABELS.values())}) ?:)|(?<=[.;|!]) (?=day \d\d?:)""")
 KEY = pattern(r"""(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name|
     description|details) ?[:=] ?""")
-DETAIL_LINE = pattern(r"""(?:depart|arriv|duration|distance|(?:average |avg\.? )?costs?\b|price|fare|
-    from\b|to\b|entry|cuisine|room type|house rule|rating|phone|website|address|minimum|max|note|
-    flight (?:number|no))[^:]{0,20}:""")
+RIDE_LINE = pattern(r"(?:depart|arriv|duration|distance|costs?\b|price|fare|flight n)[^:]{0,20}:")
+DETAIL_LINE = pattern(rf"""{RIDE_LINE.pattern}|(?:from|to|average|avg|entry|cuisine|room type|house rule|rating|phone|website|address|minimum|max|note)
+    [^:]{{0,20}}:""")
 # a heading after which a plan's last day tells nothing more
 SECTION = pattern(r"""(?:[\w&'-]+ ){0,3}(?:costs?|budget|expenses?|summary|breakdown|notes?|tips?|
     highlights?|totals?|overview|reminders?|recommendations?|considerations?|information|
@@ -343,7 +343,7 @@ def read_days(lines, names):
                 continue
         elif SECTION.match(line):
             day.late, slot, nested = {}, None, False
-        elif slot == "transportation" and DETAIL_LINE.match(line):
+        elif slot == "transportation" and day.late is None and RIDE_LINE.match(line):
             day.told.setdefault(slot, [""])[-1] += f", {line}"
             continue
         idle.append(line)

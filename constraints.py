@@ -843,12 +843,13 @@ def reward(score, kind):
     return sum(score[name] for name in names[kind])
 
 
-def judge(task, answer, database):
+def judge(task, answer, database, reader=None):
     """(plan, score) of an itinerary text; no answer, or no plan in it, scores zero.
 
     The score is star's, with "official" and "strict" beside it: success by the other two rule sets.
+    reader: a format_plan.Reader; without one the rules read.
     """
-    plan, unread, share = read_plan(answer, task, database)
+    plan, unread, share = (reader.read if reader else read_plan)(answer, task, database)
     verdict = score(task, plan, database) | {"unread": unread, "answer lines not read": share}
     for rules in ("official", "strict"):
         verdict[rules] = score(task, plan, database, rules)["success"]

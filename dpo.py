@@ -1,25 +1,26 @@
 """
-DPO: of two plays of a question, make the better one likelier and the other one less likely.
+DPO: of two plays of a question, make the better one more likely and the worse one less likely.
 
-A policy is its own judge [1]: the reward it gives an episode is beta times delta, where delta =
-log pi - log pi_ref says how much likelier it has become since training began. Fitted to pairs as a
-judge is, P(chosen is better) = sigmoid(reward of chosen - reward of rejected), it needs no reward
-model, no value function and no play. What is left is a loss on two texts:
+The policy is its own reward model [1]: it gives an episode the reward beta * delta, where delta =
+log pi - log pi_ref is the change of its log-probability since training began. DPO fits this reward
+to pairs by P(chosen is better) = sigmoid(reward of chosen - reward of rejected), so it needs no
+other reward model, no value function and no play, only a loss on two texts:
 
     (1) render both episodes of each pair as sft.py does: token ids, and a mask that is 1 on the
-        policy's replies and 0 on the prompt and on what the tools answered
-    (2) the reference: log pi_ref of every episode's policy tokens together, by the weights that
-        training begins with. It is taken once and kept, so that no second model is in memory
-    (3) draw a batch of pairs. A pass without gradients gives log pi of its episodes, and with it
-        margin = beta (delta of chosen - delta of rejected)
-    (4) loss = - mean over pairs of log sigmoid(margin). Its gradient is a mean of beta
-        sigmoid(-margin) grad (log pi of rejected - log pi of chosen): once margins are known every
-        episode has a weight of its own, and needs its partner in no micro-batch and on no rank
-    (5) a second pass takes that gradient; AdamW with linear warm-up and cosine decay; go to (3)
+        policy's replies and 0 on the prompt and the tools' results
+    (2) reference: compute log pi_ref of each episode, summed over its policy tokens, with the
+        weights that training starts from. Saving the sums keeps a second model out of memory
+    (3) draw a batch of pairs. A forward without gradients gives log pi of its episodes, and from
+        that margin = beta (delta of chosen - delta of rejected)
+    (4) loss = - mean over pairs of log sigmoid(margin). Its gradient is the mean of beta
+        sigmoid(-margin) grad (log pi of rejected - log pi of chosen). Given the margins, this is a
+        weighted sum over episodes, so both sides of a pair need not share a micro-batch or a rank
+    (5) a second forward, and a backward with these weights; AdamW with linear warm-up and cosine
+        decay; go to (3)
 
-A pair that is told apart pulls no more: sigmoid(-margin) falls to 0, the later the smaller beta is.
-Only the difference counts: both episodes may become less likely, the rejected one faster, and
-delta_chosen in the log shows it. --nll [3] holds against it.
+The gradient of a pair vanishes as its margin grows, later if beta is smaller. Only the difference
+counts: both episodes can become less likely, the rejected one faster. Then delta_chosen in the log
+falls; --nll [3] counteracts it.
 
 Departs from [2], which trains LoRA weights at 5e-6: here all weights are trained, at a tenth of it.
 [1] DPO, arXiv:2305.18290   [2] Tool-Star, arXiv:2505.16410   [3] arXiv:2404.19733, eq. 1
@@ -31,7 +32,7 @@ Writes  OUT/ (a HF folder), OUT/log.jsonl, OUT/reference.jsonl, OUT/checkpoints/
     python -m toolstar.pairs --episodes out/rl/rollouts --out out/pairs
     torchrun --standalone --nproc_per_node 8 dpo.py --model out/rl --data out/pairs/train.jsonl
 
-Nothing below knows about tools or travel: for another task, supply other pairs.
+Nothing below knows about tools or travel: to learn other preferences, supply other pairs.
 """
 import datetime
 import hashlib
@@ -47,17 +48,21 @@ from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
+try:
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
 
-import evaluate
-from evaluate import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
+    import runtime
+    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. {Path(__file__).name} needs runtime.py beside it, and the packages "
+             "of requirements.txt: type `. .venv/bin/activate`")
 
 # Shapes: P pairs, B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H
 # hidden size, V vocabulary. (2, P): of the chosen episodes, then of the rejected ones.
-LOGITS = 30_000_000  # numbers: the loss never holds more logits at a time (120 MB in float32)
-FALLING = -10  # mean delta of chosen episodes below which the log warns: e^10 times less likely
+LOGITS = 30_000_000  # the most logits that the loss holds at a time (120 MB in float32)
+FALLING = -10  # warn if the mean delta of chosen episodes is lower: e^10 times less likely
 
 
 def flags():
@@ -65,29 +70,35 @@ def flags():
     add = p.add_argument_group("what").add_argument
     add("--model", default="out/rl", help="HF folder or hub name to start from")
     add("--data", default="out/pairs/train.jsonl", help="pairs to learn from, one per line")
-    add("--val", help="pairs to measure preference accuracy on, at the end")
+    add("--val", help="held-out pairs to measure on, at the end and every --val-every")
     add("--out", default="out/dpo", help="folder of the trained model, its log and checkpoints")
     add = p.add_argument_group("learn").add_argument
-    add("--beta", type=POSITIVE, default=0.1, help="the smaller, the farther the policy may go [1]")
-    add("--nll", type=AMOUNT, default=0.0, help="weight of - log pi per token of the chosen [3]")
-    add("--length-norm", action="store_true", help="delta per token, for a beta of about 5 [4]")
+    add("--beta", type=POSITIVE, default=0.1, help="scale of the reward; a smaller one lets the "
+        "policy move farther from where it started [1]")
+    add("--nll", type=AMOUNT, default=0.0, help="weight of an additional loss: the mean of - log "
+        "pi over the tokens of the chosen episode [3]")
+    add("--length-norm", action="store_true", help="divide delta by the number of policy tokens; "
+        "use a --beta of about 5 with it [4]")
     add("--epochs", type=POSITIVE, default=1, help="passes over the pairs")
-    add("--steps", type=NATURAL, default=0, help="updates; 0: as many as --epochs says")
+    add("--steps", type=NATURAL, default=0, help="number of updates; 0: as many as --epochs takes")
     add("--batch", type=COUNT, default=32, help="pairs per update, all ranks together")
     add("--lr", type=AMOUNT, default=5e-7, help="peak learning rate")
-    add("--warmup", type=SHARE, default=0.1, help="first share of the updates, of rising rate [2]")
-    add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this share of --lr")
-    add("--seed", type=NATURAL, default=0, help="of the order of the pairs")
-    add = p.add_argument_group("memory (python memory.py dpo tells what fits)").add_argument
-    add("--cutoff", type=COUNT, default=8192, help="tokens of an episode; longer are dropped [2]")
-    add("--pack-tokens", type=COUNT, default=16384, help="tokens per micro-batch, with padding")
-    add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
-        help="attention of the trainer; auto: flash attention where it is installed")
-    add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
+    add("--warmup", type=SHARE, default=0.1, help="fraction of the updates, at the start, in which "
+        "the learning rate rises linearly [2]")
+    add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
+    add("--seed", type=NATURAL, default=0, help="seed of the order of the pairs")
+    add = p.add_argument_group("memory (python -m look.memory dpo plans it)").add_argument
+    add("--cutoff", type=COUNT, default=8192, help="most tokens of an episode; a pair with a "
+        "longer one is dropped [2]")
+    add("--pack-tokens", type=COUNT, default=16384, help="most tokens of a micro-batch, padding "
+        "included; a longer episode is a micro-batch of its own")
+    add("--no-checkpointing", action="store_true", help="keep all activations for the backward "
+        "pass: faster, needs more memory")
     add = p.add_argument_group("running").add_argument
-    add("--val-every", type=NATURAL, default=0, help="updates between looks at --val; 0: its end")
-    add("--save-every", type=NATURAL, default=0, help="updates between checkpoints; 0: none")
-    add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
+    add("--val-every", type=NATURAL, default=0, help="updates between two measurements on --val; "
+        "0: only at the end")
+    add("--save-every", type=NATURAL, default=0, help="updates between two checkpoints; 0: none")
+    add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")
     return p.parse_args()
 
 
@@ -96,7 +107,7 @@ def flags():
 class Rendered(NamedTuple):
     """An episode as tokens."""
     ids: list  # prompt, replies, observations
-    mask: list  # 1 on the policy's tokens
+    mask: list  # 1 on the policy's tokens, 0 elsewhere
 
 
 class Pair(NamedTuple):
@@ -106,10 +117,10 @@ class Pair(NamedTuple):
 
 
 def render(messages, template):
-    """Messages -> (ids, mask), token for token what an engine sees and says when it plays them.
+    """Messages -> (ids, mask), with exactly the tokens of an engine that plays this conversation.
 
-    Replies are tokenised on their own, as sampled tokens are, and never across a template boundary.
-    The end token belongs to the reply (mask 1), the newline after it to the template (mask 0):
+    Each reply is tokenised by itself, like sampled tokens: no token spans a template boundary. The
+    end token belongs to the reply (mask 1), the newline after it to the template (mask 0):
 
         <|im_start|>assistant\n  think  call  <|im_end|>  \n<|im_start|>user\n ...
               0                    1     1        1            0
@@ -119,21 +130,22 @@ def render(messages, template):
     rendered = Rendered(template.prompt(messages[:first]), [])
     rendered.mask.extend([0] * len(rendered.ids))
     for message, after in zip_longest(messages[first:], messages[first + 1:]):
-        said = message["role"] == "assistant"
-        if said:
-            goes_on = after and after["role"] == "result"  # the reply, behind the result
-            tokens = template.encode(message["content"]) + [template.end] * (not goes_on)
+        is_reply = message["role"] == "assistant"
+        if is_reply:
+            # a result stands within a reply, which continues after it: no end token yet
+            continues = after and after["role"] == "result"
+            tokens = template.encode(message["content"]) + [template.end] * (not continues)
         else:
             tokens = template.between(message)
         rendered.ids.extend(tokens)
-        rendered.mask.extend([int(said)] * len(tokens))
+        rendered.mask.extend([int(is_reply)] * len(tokens))
     return rendered
 
 
 def read_pair(row, template, cutoff):
-    """A row of --data -> its Pair, or in words why nothing is learnt from it.
+    """A row of --data -> its Pair, or the reason why it cannot be used, as text
 
-    Both sides go on from "prompt"; without one they are whole conversations.
+    Both sides continue "prompt"; without one they are whole conversations.
     """
     try:
         sides = [row.get("prompt", []) + row[side] for side in Pair._fields]
@@ -141,23 +153,24 @@ def read_pair(row, template, cutoff):
     except KeyError as error:
         return f"no {error}"
     except (AttributeError, TypeError, ValueError):
-        return "want lists of messages, and two numbers as rewards, of chosen and rejected"
-    if not all(map(evaluate.is_talk, sides)):
-        return "a message is no role and content, or not every second one is a reply"
-    asked = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
-    said = [[m["content"] for m in side if m["role"] == "assistant"] for side in sides]
-    if not all("".join(replies).strip() for replies in said):
+        return "chosen and rejected must be lists of messages, rewards two numbers"
+    if not all(map(runtime.is_talk, sides)):
+        return "a message has no role or content, or messages and replies do not alternate"
+    prompts = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
+    replies = [[m["content"] for m in side if m["role"] == "assistant"] for side in sides]
+    if not all("".join(texts).strip() for texts in replies):
         return "a side has no reply"
-    if said[0] == said[1]:
+    if replies[0] == replies[1]:
         return "both sides have the same replies"
-    if asked[0] != asked[1] or not asked[0] or len(row.get("prompt", [])) > len(asked[0]):
-        return "the prompts of both sides differ, are empty, or hold a reply"
+    one, other = prompts
+    if one != other or not one or len(row.get("prompt", [])) > len(one):
+        return "the prompts of the two sides differ, are empty or contain a reply"
     if not better >= worse:
-        return "rejected earned more than chosen"
+        return "the rejected side has the higher reward"
     pair = Pair(*(render(side, template) for side in sides))
     stops = row["stops"] if isinstance(row.get("stops"), list) else []
     for episode, stop in zip(pair, stops, strict=False):
-        if stop != "answer" and episode.mask[-1]:  # it may be cut off: nobody said that it ends
+        if stop != "answer" and episode.mask[-1]:  # maybe cut off: the policy sampled no end token
             episode.ids.pop()
             episode.mask.pop()
     too_long = max(len(episode.ids) for episode in pair) > cutoff
@@ -165,27 +178,30 @@ def read_pair(row, template, cutoff):
 
 
 def load_pairs(path, template, cutoff, rank):
-    """Pairs of a file; those left out are counted by cause. ValueError if none is left."""
-    read, causes = [read_pair(row, template, cutoff) for row in evaluate.read_jsonl(path)], {}
+    """The usable pairs of a file; prints how many others are dropped and why. ValueError if all."""
+    read, causes = [read_pair(row, template, cutoff) for row in runtime.read_jsonl(path)], {}
     for line, cause in enumerate(read, 1):
         if isinstance(cause, str):
             causes.setdefault(cause, []).append(line)
-    left_out = [f"{len(lines)} left out, the first in line {lines[0]}: {cause}"
-                for cause, lines in causes.items()]
+    dropped = [f"{len(lines)} dropped, the first in line {lines[0]}: {cause}"
+               for cause, lines in causes.items()]
     if all(isinstance(pair, str) for pair in read):
-        raise ValueError(f"{path}: no pair to train on; {'; '.join(left_out) or 'it is empty'}")
-    if left_out and rank == 0:
-        print("\n".join(f"{path}: {text}" for text in left_out))
+        raise ValueError(f"{path}: no pair to train on; {'; '.join(dropped) or 'it is empty'}")
+    if dropped and rank == 0:
+        print("\n".join(f"{path}: {text}" for text in dropped))
     return [pair for pair in read if isinstance(pair, Pair)]
 
 
 def episodes_of(pairs):
-    """[Pair] -> the episodes, chosen ones first."""
+    """[Pair] -> all episodes: first the chosen ones, then the rejected ones"""
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
 def batch_of(step, n, size, seed):
-    """Indices of update `step`'s episodes: cuts of a new shuffle each epoch, a function of step."""
+    """Indices of the samples of update `step`: a function of the step, so a resumed run agrees.
+
+    Every epoch is a new shuffle of all n, of which updates take consecutive slices of `size`.
+    """
     places = range(step * size, (step + 1) * size)
     epochs = {place // n for place in places}
     order = {epoch: random.Random(f"{seed}/{epoch}").sample(range(n), n) for epoch in epochs}
@@ -195,21 +211,22 @@ def batch_of(step, n, size, seed):
 # ------------------------------------------------------------------------------------------- loss
 
 @torch.no_grad()
-def sum_logps(engine, rows, packed, rank, ranks, device, args):
-    """(3) log pi of each episode's policy tokens together -> (2, P) float64, on every rank."""
+def sum_logps(trainer, rows, packed, rank, ranks, device, args):
+    """(3) log pi of each episode, summed over its policy tokens -> (2, P) float64, on every rank"""
     sums = torch.zeros(len(rows), dtype=torch.float64, device=device)
     for micro in deal([len(row.ids) for row in rows], ranks, args.pack_tokens, packed)[rank]:
         batch = [rows[i] for i in micro]
-        logps, _ = engine(*collate(batch, packed, device))
-        if batch:  # a rank without work makes its forward all the same
+        logps, _ = trainer(*collate(batch, packed, device))
+        if batch:  # a rank without work still runs a forward, or ZeRO-3 hangs
             parts = logps.double().split([sum(row.mask) for row in batch])
             sums[micro] = torch.stack([part.sum() for part in parts])
-    dist.all_reduce(sums)  # one rank has an episode, the others zeros: nothing is rounded
+    dist.all_reduce(sums)  # exact: one rank adds the value of an episode, all others add 0
     return sums.view(2, -1)
 
 
 def preference(logps, reference, rows, args):
-    """(3) (4) The loss of P pairs -> its derivative by each log pi, (2, P); {name: number} to log.
+    """(3) (4) The loss of P pairs -> its derivatives with respect to log pi, (2, P), {name: number}
+    to log
 
     logps, reference: (2, P), log pi and log pi_ref of the episodes in `rows`.
     """
@@ -227,25 +244,25 @@ def preference(logps, reference, rows, args):
     return weights, {name: number.item() for name, number in numbers.items()}
 
 
-def learn_pairs(engine, rows, reference, packed, rank, ranks, device, args):
+def learn_pairs(trainer, rows, reference, packed, rank, ranks, device, args):
     """(3) (4) (5) One update -> {name: number} to log"""
-    logps = sum_logps(engine, rows, packed, rank, ranks, device, args)
+    logps = sum_logps(trainer, rows, packed, rank, ranks, device, args)
     weights, numbers = preference(logps, reference, rows, args)
     for micro in deal([len(row.ids) for row in rows], ranks, args.pack_tokens, packed)[rank]:
         batch = [rows[i] for i in micro]
-        logps, _ = engine(*collate(batch, packed, device))  # (N,)
+        logps, _ = trainer(*collate(batch, packed, device))  # (N,)
         loss = logps.sum() * 0
         if batch:
             counts = torch.tensor([sum(row.mask) for row in batch], device=device)
             weight = weights.flatten()[micro].float().repeat_interleave(counts)  # (N,)
             loss = (logps * weight).sum()
-        engine.backward(loss * ranks)  # DeepSpeed takes the mean over ranks, we want the sum
-    engine.step()
-    return numbers | {"gnorm": float(engine.get_global_grad_norm())}
+        trainer.backward(loss * ranks)  # DeepSpeed averages over ranks, the loss is a sum
+    trainer.step()
+    return numbers | {"gnorm": float(trainer.get_global_grad_norm())}
 
 
 def fingerprint(policy, rows):
-    """What the reference hangs on, as a hash: every weight, every token and its mask."""
+    """A hash of all that the reference depends on: every weight, every token and its mask."""
     digest = hashlib.sha256()
     for p in policy.parameters():
         digest.update(p.detach().flatten().view(torch.uint8).numpy())
@@ -254,23 +271,23 @@ def fingerprint(policy, rows):
     return digest.hexdigest()
 
 
-def take_reference(engine, rows, known, start, packed, rank, ranks, device, args):
-    """(2) log pi_ref of all episodes, (2, P): what OUT/reference.jsonl holds, or made and kept.
+def take_reference(trainer, rows, known, start, packed, rank, ranks, device, args):
+    """(2) log pi_ref of all episodes, (2, P): read from OUT/reference.jsonl, or computed and saved.
 
-    known: fingerprint() of the weights and episodes that training begins with. After `start`
-    updates these weights are gone, and nothing can be made.
+    known: fingerprint() of --model and the episodes. A run that resumes after `start` updates no
+    longer has the weights to compute it.
     """
     file = Path(args.out) / "reference.jsonl"
-    head, *kept = evaluate.read_jsonl(file) if file.exists() else [None]
+    head, *kept = runtime.read_jsonl(file) if file.exists() else [None]
     if head == {"of": known}:
         sums = [[pair[side] for pair in kept] for side in Pair._fields]
         return torch.tensor(sums, dtype=torch.float64, device=device)
     if start:
-        raise ValueError(f"{file} is not of this --model, --data and --val, with which {args.out} "
-                         "began: go on with those, or choose another --out")
-    sums = sum_logps(engine, rows, packed, rank, ranks, device, args)
-    if rank == 0:  # all have looked before sum_logps let any rank go
-        evaluate.write_jsonl(file, [{"of": known}] + [
+        raise ValueError(f"{file} is of another --model, --data or --val, with which {args.out} "
+                         "was started: resume with those, or choose another --out")
+    sums = sum_logps(trainer, rows, packed, rank, ranks, device, args)
+    if rank == 0:  # sum_logps is a barrier: every rank has looked for the file before
+        runtime.write_jsonl(file, [{"of": known}] + [
             dict(zip(Pair._fields, pair, strict=True)) for pair in sums.T.tolist()])
     return sums
 
@@ -278,9 +295,9 @@ def take_reference(engine, rows, known, start, packed, rank, ranks, device, args
 class ChunkedLogps(torch.autograd.Function):
     """log pi and entropy of given tokens from hidden states, without ever holding (N, V) logits.
 
-    (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward walk over chunks of `chunk` tokens, and
-    backward computes a chunk's logits again. With p = softmax(h W^T / t): d logp_y / d logits =
-    (onehot_y - p) / t. No gradient flows through the entropy, which is only watched.
+    (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward process `chunk` tokens at a time, and
+    backward recomputes the logits of each chunk. With p = softmax(h W^T / t): d logp_y / d logits =
+    (onehot_y - p) / t. The entropy is only logged: no gradient flows through it.
     """
 
     @staticmethod
@@ -315,12 +332,12 @@ class ChunkedLogps(torch.autograd.Function):
 
 
 class Policy(torch.nn.Module):
-    """A causal language model that gives log-probabilities of chosen tokens, never logits."""
+    """A causal language model that returns log-probabilities of chosen tokens instead of logits."""
 
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
-        # the head's own forward is replaced: ZeRO-3 gathers its weight once per pass, not per chunk
+        # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
         lm.lm_head.forward = self.head
 
     def head(self, hidden, targets, temperature):
@@ -329,19 +346,19 @@ class Policy(torch.nn.Module):
         return ChunkedLogps.apply(hidden, weight, targets, temperature, chunk)
 
     def forward(self, ids, positions, keep, temperature=1.0):
-        """(B, T) each: ids, positions, keep (True on tokens asked for) -> logps, entropy, (N,)"""
-        # without use_cache=False, packed samples attend to each other under sdpa
+        """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""
+        # use_cache=False is needed: otherwise packed samples attend to each other under sdpa
         hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         return self.lm.lm_head(hidden[:, :-1][keep[:, 1:]], ids[:, 1:][keep[:, 1:]], temperature)
 
 
 def collate(samples, packed, device):
-    """A micro-batch of what has ids and mask -> ids, positions, keep, each (B, T).
+    """A micro-batch of samples, which have ids and mask -> ids, positions, keep, each (B, T).
 
-    Packed: one row, in which positions restart with each sample, from which the variable-length
-    attention reads the borders. Padded: a row per sample, on the right, where no real token attends
-    to it. No samples: two tokens, because ZeRO-3 hangs unless a rank without work makes its forward
-    too; their loss is multiplied by zero.
+    Packed: all samples in one row; positions restart at each sample, by which the attention keeps
+    them apart. Padded: one row per sample, padded on the right, where causal attention lets no real
+    token see the padding. No samples: two dummy tokens, because a rank without work still has to
+    run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
     positions = range(max(len(ids) for ids, _ in rows))
@@ -355,9 +372,10 @@ def collate(samples, packed, device):
 
 
 def pack(lengths, budget, packed):
-    """Cut a batch into micro-batches [[index]] of at most `budget` tokens, or of a single sample.
+    """Split a batch into micro-batches [[index]] of at most `budget` tokens; a sample longer than
+    that is a micro-batch of its own.
 
-    Padding counts, unless packed; samples go in by falling length, so it is small.
+    Padding counts unless packed. Going from long to short samples keeps it small.
     """
     def tokens(micro):
         return sum(lengths[i] for i in micro) if packed else lengths[micro[0]] * len(micro)
@@ -372,22 +390,23 @@ def pack(lengths, budget, packed):
 
 
 def deal(lengths, ranks, budget, packed):
-    """A batch's micro-batches, dealt out to the ranks: [rank][micro] -> indices.
+    """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
 
-    All ranks get as many, or ZeRO-3 hangs, and about as many tokens: the longest goes first, each
-    to the rank with the least so far.
+    Every rank gets the same number of micro-batches (else ZeRO-3 hangs) and roughly the same number
+    of tokens: the largest go first, each to the rank with the fewest tokens so far.
     """
     micros = [(sum(lengths[i] for i in micro), micro) for micro in pack(lengths, budget, packed)]
-    most, hands, held = math.ceil(len(micros) / ranks), [[] for _ in range(ranks)], [0] * ranks
+    most = math.ceil(len(micros) / ranks)
+    dealt, totals = [[] for _ in range(ranks)], [0] * ranks
     for tokens, micro in sorted(micros, key=lambda pair: -pair[0]):
-        r = min((r for r in range(ranks) if len(hands[r]) < most), key=held.__getitem__)
-        hands[r].append(micro)
-        held[r] += tokens
-    return [hand + [[]] * (most - len(hand)) for hand in hands]
+        r = min((r for r in range(ranks) if len(dealt[r]) < most), key=totals.__getitem__)
+        dealt[r].append(micro)
+        totals[r] += tokens
+    return [hand + [[]] * (most - len(hand)) for hand in dealt]
 
 
 def learning_rate(step, steps, args):
-    """Linear warm-up over the first --warmup of the updates, then a cosine down to --min-lr."""
+    """Linear warm-up over the first --warmup of all updates, then a cosine down to --min-lr."""
     warm = max(1, round(args.warmup * steps))
     if step < warm:
         return args.lr * (step + 1) / warm
@@ -398,21 +417,22 @@ def learning_rate(step, steps, args):
 # --------------------------------------------------------------------------------------- machines
 
 def setup():
-    """Join the other ranks, as torchrun started them -> rank, ranks, device"""
+    """Join the ranks that torchrun has started -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
-    evaluate.die_with_parent()
-    cuda = bool(evaluate.visible_gpus())
+    runtime.die_with_parent()
+    cuda = bool(runtime.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # there is ninja
+    # DeepSpeed compiles with ninja, which is installed there
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    deepspeed.init_distributed(  # ranks wait for the longest episode of all
+    deepspeed.init_distributed(  # the timeout: ranks wait for the longest play of any rank
         dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=datetime.timedelta(hours=4))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -421,15 +441,18 @@ def setup():
 
 
 def load(args, template, device):
-    """--model -> Policy in float32 on a CPU, bfloat16 on a GPU; whether to pack rows"""
+    """Load --model, in bfloat16 on a GPU and float32 on a CPU -> Policy, whether to pack rows
+
+    Flash attention is used if it is installed; rows are packed only with it.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    flash = args.attn == "flash_attention_2" or args.attn == "auto" and is_flash_attn_2_available()
+    flash = is_flash_attn_2_available()
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         attn_implementation="flash_attention_2" if flash else "sdpa")
-    evaluate.check_weights(lm, template)
+    runtime.check_weights(lm, template)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
@@ -437,37 +460,40 @@ def load(args, template, device):
 
 
 def zero3(policy, lr, device):
-    """Shard parameters, gradients and AdamW's moments over all ranks -> a DeepSpeed engine, in
-    which the loop accumulates gradients: any number of engine.backward, then one engine.step."""
+    """Shard parameters, gradients and AdamW's moments over all ranks -> the trainer, which is a
+    DeepSpeed engine.
+
+    Gradients accumulate over any number of trainer.backward calls until trainer.step.
+    """
     import deepspeed
 
     cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
-        # a layer is gathered as a whole: hooks at each of its parts cost time (docs/results.md)
+        # gather whole layers: hooks on each of their modules cost time (docs/results.md)
         "zero_optimization": {"stage": 3, "overlap_comm": cuda, "leaf_module": {
             "classes": sorted(policy.lm._no_split_modules or ())}}, "gradient_clipping": 1.0,
         "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
 
 
-def full_weights(engine):
-    """Yield (HF name, full tensor), one by one. Every rank must walk the whole of it, in step."""
+def full_weights(trainer):
+    """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end."""
     import deepspeed
 
-    for name, parameter in engine.module.lm.named_parameters():
+    for name, parameter in trainer.module.lm.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             yield name, parameter.data
 
 
-def save_model(engine, template, out, rank):
-    """Write a plain HF folder, whole or not at all. Every rank takes part."""
+def save_model(trainer, template, out, rank):
+    """Write a plain HF folder, complete or not at all. Every rank takes part."""
     state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
-             for name, tensor in full_weights(engine)}
+             for name, tensor in full_weights(trainer)}
     if rank == 0:
-        with evaluate.new_model(out) as part:
-            engine.module.lm.save_pretrained(part, state_dict=state)
+        with runtime.new_model(out) as part:
+            trainer.module.lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
     dist.barrier()
 
@@ -477,46 +503,46 @@ def save_model(engine, template, out, rank):
 def main():
     args = flags()
     rank, ranks, device = setup()
-    evaluate.hold(args.out)
-    # (1) pairs into ids and masks
-    template = evaluate.load_template(args.model)
+    runtime.lock_folder(args.out)
+    # (1) render the pairs
+    template = runtime.load_template(args.model)
     pairs, val = (load_pairs(path, template, args.cutoff, rank) if path else []
                   for path in (args.data, args.val))
     policy, packed = load(args, template, device)
     known = fingerprint(policy, episodes_of(pairs + val))
-    engine = zero3(policy, args.lr, device)
+    trainer = zero3(policy, args.lr, device)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
-    start = evaluate.restore(engine, args.out, args.resume, rank)
-    interrupted = evaluate.watch_sigterm()
+    start = runtime.restore(trainer, args.out, args.resume, rank)
+    interrupted = runtime.watch_sigterm()
     if rank == 0:
         print(f"dpo: {n} pairs, {len(val)} held out, {steps} updates of {args.batch}, {ranks} "
               f"ranks, {'packed' if packed else 'padded'} rows", flush=True)
     machine = packed, rank, ranks, device, args
-    # (2) before the first update, or as it was then
-    reference = take_reference(engine, episodes_of(pairs + val), known, start, *machine)
+    # (2) computed before the first update, or read if the run resumes
+    reference = take_reference(trainer, episodes_of(pairs + val), known, start, *machine)
     for step in range(start, steps):
         began = time.time()
         # (3) (4) (5)
         drawn = batch_of(step, n, args.batch, args.seed)
         rows = episodes_of([pairs[i] for i in drawn])
-        lr = engine.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
-        numbers = learn_pairs(engine, rows, reference[:, drawn], *machine)
-        evaluate.check_finite(args.out, step + 1, loss=numbers["loss"], gnorm=numbers["gnorm"])
+        lr = trainer.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
+        numbers = learn_pairs(trainer, rows, reference[:, drawn], *machine)
+        runtime.check_finite(args.out, step + 1, loss=numbers["loss"], gnorm=numbers["gnorm"])
         line = {"step": step + 1, **numbers, "lr": lr, "tokens": sum(len(row.ids) for row in rows),
                 "policy_tokens": sum(sum(row.mask) for row in rows), "seconds": time.time() - began}
         if val and (step + 1 == steps or (args.val_every and (step + 1) % args.val_every == 0)):
-            logps = sum_logps(engine, episodes_of(val), *machine)
+            logps = sum_logps(trainer, episodes_of(val), *machine)
             _, numbers = preference(logps, reference[:, n:], episodes_of(val), args)
             line |= {f"val_{name}": number for name, number in numbers.items()}
         log(line, steps, args.out, rank)
-        evaluate.save_checkpoint(engine, args, step + 1, rank, last=interrupted(device))
-    evaluate.check_parameters(engine, args.out, steps)
-    save_model(engine, template, args.out, rank)
+        runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
+    runtime.check_parameters(trainer, args.out, steps)
+    save_model(trainer, template, args.out, rank)
     dist.destroy_process_group()
 
 
 def log(line, steps, out, rank):
-    """One line on the screen, the same dict in log.jsonl."""
+    """Print one line and append all numbers to log.jsonl."""
     if rank == 0:
         form = ("step {step:5d}/{steps} | loss {loss:.4f} | accuracy {accuracy:.2f} | margin "
                 "{margin:+.3f} | delta {delta_chosen:+.2f} {delta_rejected:+.2f} | gnorm "
@@ -524,10 +550,10 @@ def log(line, steps, out, rank):
         form += " | held-out accuracy {val_accuracy:.3f}" * ("val_accuracy" in line)
         print(form.format(steps=steps, speed=line["tokens"] / line["seconds"], **line), flush=True)
         if line["delta_chosen"] < FALLING:
-            print(f"warning: delta_chosen is below {FALLING}: chosen episodes become unlikely, "
-                  "too; --nll, a larger --beta or a lower --lr holds them", flush=True)
-        evaluate.append_jsonl(Path(out) / "log.jsonl", line)
+            print(f"warning: delta_chosen is below {FALLING}: the chosen episodes become unlikely, "
+                  "too; use --nll, a larger --beta or a lower --lr", flush=True)
+        runtime.append_jsonl(Path(out) / "log.jsonl", line)
 
 
 if __name__ == "__main__":
-    evaluate.run(sys.argv[0], main)
+    runtime.run(sys.argv[0], main)

@@ -1,294 +1,51 @@
 """
-Measure agents: play a world's tasks with any of them, judge what they answer, and compare.
+Measure agents: play the tasks of a world with any agent, judge the answers, and compare.
 
-    (1) play     every task to its end, no episode waiting for another: a checkpoint in vLLM, tokens
-                 in and tokens out; an OpenAI-compatible endpoint; the exact solver; or a person
-    (2) judge    the world's verdict on each episode, appended to OUT/AGENT/episodes.jsonl
-    (3) report   one table of all agents: success by rule set and level, each constraint, pass@k,
+    (1) play     every task to its end, without waiting for other episodes: a checkpoint in vLLM
+                 (tokens in, tokens out), an OpenAI-compatible endpoint, the world's exact solver,
+                 or a person
+    (2) judge    append the world's verdict on each episode to OUT/AGENT/episodes.jsonl
+    (3) report   one table of all agents: success, every number of the score, each check, pass@k,
                  with bootstrap intervals over tasks
 
-The stages share what stands here and in sandbox.py: records, tasks, the world, the engine.
 [1] STAR, arXiv:2603.21972 app. D
 
 Reads   tasks, ours or as published; checkpoints, which are HF folders or hub names
-Writes  OUT/AGENT/episodes.jsonl, settings.json, scores.json; OUT/table.md; plays what OUT lacks
+Writes  OUT/AGENT/episodes.jsonl, settings.json, scores.json; OUT/table.md. A rerun plays only what
+        OUT lacks
 
     python evaluate.py --model base=A sft=out/sft rl=out/rl --tasks data/val.jsonl --out out/eval
+    python evaluate.py --model out/rl --tasks data/val.jsonl --limit 1 --show
     python evaluate.py --model A --tasks osunlp/TravelPlanner --split validation --database DIR
 """
-import argparse
 import contextlib
-import csv
-import datetime
-import importlib
-import importlib.util
 import json
 import math
 import os
 import re
 import sys
-from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
 from queue import Empty
 
-from constraints import SCORES, judge, literal, need, reward, score  # noqa: F401, handed on
-from engine import (  # noqa: F401, handed on
-    Asks,
-    add_request,
-    load_engine,
-    name_of,
-    open_calls,
-    open_engine,
-    play_vllm,
-    renew_head,
-    shared_counter,
-    used_gib,
-    visible_gpus,
-)
-from format_plan import NO_ROOM, ChatError, chat, parse_plan
-from guard import (  # noqa: F401, handed on
-    AMOUNT,
-    COUNT,
-    NATURAL,
-    PART,
-    PORT,
-    POSITIVE,
-    SHARE,
-    Parser,
-    deaf,
-    die_with_parent,
-    hold,
-    hold_file,
-    naming,
-    progress,
-    run,
-    watch_sigterm,
-    web_address,
-    workers,
-)
-from records import (  # noqa: F401, handed on
-    append_jsonl,
-    read_jsonl,
-    recover_jsonl,
-    replacing,
-    write_jsonl,
-    write_text,
-)
-from sandbox import Episode, Sandbox, open_database, system_prompt
-from solver import solver_replies
-from template import Template, check_weights, is_talk, load_template  # noqa: F401, handed on
-from whole import (  # noqa: F401, handed on
-    check_config,
-    check_finite,
-    check_model,
-    check_parameters,
-    new_model,
-    restore,
-    save_checkpoint,
-)
+import runtime
+from runtime import AMOUNT, COUNT, NATURAL, NO_ROOM, PART, ChatError, Help, Parser, web_address
 
-LEVELS = ("easy", "medium", "hard")
 STOPS = ("answer", "format", "turns", "context")
 COUNTS = ("reward", "turns", "calls", "tokens")  # means of numbers; all other lines are shares
-SETTINGS = ("env", "database", "temperature", "top_p", "max_context", "max_turns", "max_tokens",
-            "system_prompt", "failure_rate", "seed")
+SETTINGS = ("env", "temperature", "top_p", "max_context", "max_turns", "max_tokens", "seed")
 
 
-# ------------------------------------------------------------------------------------------ tasks
-
-def load_task(row):
-    """A published record (TravelPlanner's or STAR's) as our task; errors name the key."""
-    task = {key: value for key, value in row.items()
-            if key not in ("reference_information", "annotated_plan")}
-    for key in ("date", "days", "people_number", "budget", "visiting_city_number", "constraint",
-                "local_constraint"):
-        if isinstance(task.get(key), str):
-            task[key] = literal(task[key])
-    asked = task.pop("constraint", None) or task.get("local_constraint") or {}
-    if not isinstance(asked, dict):
-        raise ValueError(f"'local_constraint' must be a table of constraints, not {asked!r:.60}")
-    task["local_constraint"] = {"house rule": asked.get("house rule", asked.get("room rule"))} | {
-        key: asked.get(key) for key in ("cuisine", "room type", "transportation")}
-    for key, kind in {"org": str, "dest": str, "date": list, "days": int, "people_number": int,
-                      "budget": (int, float), "query": str}.items():
-        if not isinstance(need(task, key), kind):
-            raise ValueError(f"{key!r} is {task[key]!r:.60}, which is of the wrong type")
-    for key in ("days", "people_number"):
-        if task[key] < 1:
-            raise ValueError(f"{key!r} is {task[key]!r:.60}; it must be one at least")
-    task.setdefault("id", str(task.get("idx", "?")))
-    task.setdefault("level", "easy")
-    # 1, 2, 3 cities on 3, 5, 7 days, as the benchmark has it
-    task.setdefault("visiting_city_number", task["days"] // 2)
-    check_words(task)
-    return task
-
-
-def check_words(task):
-    """ValueError where a task's words are none: its days, wishes, id and level."""
-    try:
-        [datetime.date.fromisoformat(day) for day in task["date"]]
-    except (TypeError, ValueError):
-        raise ValueError(f"'date' is {task['date']!r:.60}, not days like 2022-03-01") from None
-    if len(task["date"]) != task["days"]:
-        raise ValueError(f"'date' has {len(task['date'])} of the trip's {task['days']} days")
-    words = {key: task[key] for key in ("id", "level")} | task["local_constraint"]
-    for key, value in words.items():
-        several = value if isinstance(value, list) and key == "cuisine" else [value]
-        if not all(one is None or isinstance(one, str) or key == "id" and isinstance(one, int)
-                   for one in several):
-            raise ValueError(f"{key!r} is {value!r:.60}, which is of the wrong type")
-    if not isinstance(task["visiting_city_number"], int) or not math.isfinite(task["budget"]):
-        raise ValueError("'visiting_city_number' and 'budget' must be numbers")
-
-
-def find_tasks(source, split):
-    """The file of tasks: a file, or SPLIT.csv or .jsonl of a folder or of a data set on the hub."""
-    if source is None:
-        raise ValueError("--tasks FILE.jsonl is needed; python synth.py tasks writes one")
-    path, names = Path(source), (f"{split}.csv", f"{split}.jsonl")
-    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and path.suffix not in (".csv", ".jsonl")
-    if path.is_file() or not (path.is_dir() or on_hub):
-        return path
-    if not split:
-        raise ValueError(f"{source} is a data set: name a file of it, or the part by --split")
-    if path.is_dir():
-        for name in names:
-            if (path / name).exists():
-                return path / name
-        raise ValueError(f"{source} holds neither {names[0]} nor {names[1]}")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(source, names[0], repo_type="dataset"))
-    except (OSError, EntryNotFoundError) as error:
-        raise ValueError(f"{source} is no folder here, and the hub gives no {names[0]} of it "
-                         f"({type(error).__name__}): hf download {source} --repo-type dataset "
-                         "--local-dir DIR where it can be had, then name DIR") from None
-
-
-def read_csv_rows(path):
-    """The rows of a csv file as tables, without the fields that are empty."""
-    csv.field_size_limit(1 << 30)  # the reference information makes fields of megabytes
-    with naming(path), open(path, encoding="utf-8-sig", newline="") as file:
-        try:
-            return [{key: value for key, value in row.items() if key and value}
-                    for row in csv.DictReader(file)]
-        except csv.Error as error:
-            raise ValueError(f"{path}: no csv ({error}); fetch it again") from None
-
-
-def load_tasks(source, load=load_task, limit=None, split=None):
-    """The tasks of a file (jsonl of tasks or of episodes, or csv) or of a data set, by `load`.
-
-    The published test split says no more than level, days and query: its tasks can be played for
-    the leaderboard, not judged. Errors name the file, the row and the key.
-    """
-    path, tasks = find_tasks(source, split), []
-    rows = read_csv_rows(path) if path.suffix == ".csv" else read_jsonl(path)
-    for number, row in enumerate(rows[:limit]):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, row {number + 1}: a task is a table of keys: {row!r:.40}")
-        row = row["task"] if isinstance(row.get("task"), dict) else row
-        row = row if row.keys() & {"id", "idx"} else row | {"id": str(number), "idx": number}
-        try:
-            if split == "test" and "days" in row and "org" not in row:
-                told = {key: row[key] for key in ("idx", "level", "days", "query") if key in row}
-                tasks.append({"id": str(row.get("id", row.get("idx")))} | told)
-            else:
-                tasks.append(load(row))
-        except (KeyError, ValueError) as error:
-            why = error.args[0] if " " in str(error.args[0]) else repr(error)
-            raise ValueError(f"{path}, row {number + 1}: {why}") from None
-    if not tasks:
-        raise ValueError(f"{path}: holds no task; python synth.py tasks writes some")
-    twice = [i for i, times in Counter(str(task["id"]) for task in tasks).items() if times > 1]
-    if twice:
-        raise ValueError(f"{path}: two tasks have the id {twice[0]!r}, which tells episodes apart")
-    return tasks
-
-
-# ------------------------------------------------------------------------------------------ world
-
-class Travel:
-    """The travel world as the stages see it: another world has these members and needs no more."""
-
-    kinds = ("sum", "macro", "success")  # of reward, dense to sparse; three make a curriculum
-    parts = SCORES  # names of the score's numbers whose means are logged; "success" is one of them
-    stops = ()  # strings that end a reply besides the end token
-    slow = False  # whether tools are waited for in threads
-
-    def __init__(self, database):
-        self.database = database
-
-    def load_task(self, row):
-        """A row of a file as a task with an "id"; KeyError or ValueError that names the key."""
-        task = load_task(row)
-        database = self.database.of(task)  # or it says that the task is of no world here
-        if task["org"] not in database.cities:
-            raise ValueError(f"'org' is {task['org']!r:.60}, which is no city of "
-                             f"{database.folder}: --database names the folder of the tables")
-        return task
-
-    def episode(self, task, seed, args):
-        """An Episode, ready to be played. seed: of what chance decides in the world."""
-        sandbox = Sandbox(self.database.of(task), args.failure_rate, seed)
-        return Episode(task, sandbox, args.max_turns, system_prompt(args.system_prompt))
-
-    def verdict(self, episode):
-        """(plan, score, strict success); the score is None where a task has nothing to judge by."""
-        database = self.database.of(episode.task)
-        if "org" not in episode.task:  # it is of the published test split
-            return parse_plan(episode.answer, episode.task, database), None, None
-        plan, verdict = judge(episode.task, episode.answer, database)
-        return plan, verdict, verdict.pop("strict")
-
-    def reward(self, verdict, kind):
-        """The score as a number, by one of the kinds."""
-        return reward(verdict, kind)
-
-    def close(self):
-        """Give back what the world holds."""
-
-
-def open_world(args):
-    """The world of --env: travel, tools, or what open_world(args) of a module or file returns."""
-    if args.env == "travel":
-        return Travel(open_database(args.database))
-    name = {"tools": "toolstar.tools"}.get(args.env, args.env)
-    try:
-        module = load_module(name)
-    except (ImportError, SyntaxError) as error:
-        raise ValueError(f"--env {args.env}: {error}; it is travel, tools, or a module or file "
-                         "with open_world(args)") from None
-    if not hasattr(module, "open_world"):
-        raise ValueError(f"--env {args.env}: it has no function open_world(args)")
-    return module.open_world(args)
-
-
-def load_module(name):
-    """The module of this name, or of this file."""
-    if not name.endswith(".py"):
-        return importlib.import_module(name)
-    sys.path.append(str(Path(name).resolve().parent))  # what stands beside it
-    spec = importlib.util.spec_from_file_location(name, name)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-# ----------------------------------------------------------------------------------------- agents
+# -------------------------------------------------------------------------------- playing by text
 
 def play(generate, episodes, concurrency=8):
     """Play text-level episodes with generate(messages) -> reply; yields each as it ends.
 
-    Every episode has a thread of its own: a slow reply holds up nobody else. After a failure no
-    episode starts; those that still come to their end are handed over before it is raised.
+    Every episode has its own thread, so that a slow reply delays nobody else. After a failure no
+    new episode starts; those that still end are yielded before it is raised.
     """
     waiting, failure, episodes = set(), None, iter(episodes)
     with ThreadPoolExecutor(concurrency) as pool:
@@ -306,77 +63,170 @@ def play(generate, episodes, concurrency=8):
 
 
 def play_one(generate, episode):
-    """One episode to its end."""
+    """Play one episode to its end."""
     while not episode.stop:
         try:
-            episode.step(generate(episode.messages))
+            reply = generate(episode.messages)
         except ChatError as error:
             if not NO_ROOM.search(str(error)):
                 raise
             episode.stop = "context"
+            break
+        with runtime.naming_world(f"{type(episode).__name__}.step", episode.task):
+            episode.step(reply)
     return episode
 
 
-def ask_person(messages):
-    """generate(messages) that shows the last message and reads a reply from the terminal."""
-    told = "\n\n".join(one["content"] for one in messages[-1 if len(messages) > 2 else 0:])
-    print(f"\n{told}\n\n<tool_call>...</tool_call> or <answer>...</answer>, "
-          "over as many lines as you like:", file=sys.stderr)
-    ends = ("</answer>", "</tool_call>", "</search>", "</python>", "</browse>")
-    text = input("> ")
-    while not text.rstrip().endswith(ends):
-        text += "\n" + input()
-    return text if "<think>" in text else f"<think></think>{text}"
-
-
-def play_solver(database, episode):
-    """One episode of the solver: its searches through the tools, then its plan as the answer."""
-    for reply in solver_replies(episode.task, database.of(episode.task)):
+def play_replies(world, episode):
+    """Play one episode with the replies of the world's exact solver."""
+    for reply in world.solver(episode.task):
         if episode.step(reply) is None:
             break
     return episode
 
 
+def ask_person(messages, stops=()):
+    """generate(messages) that shows the last message and reads a reply from the terminal."""
+    shown = "\n\n".join(one["content"] for one in messages[-1 if len(messages) > 2 else 0:])
+    print(f"\n{shown}\n\n<tool_call>...</tool_call> or <answer>...</answer>, "
+          "over as many lines as you like:", file=sys.stderr)
+    text = input("> ")
+    while not text.rstrip().endswith(("</answer>", "</tool_call>", *stops)):
+        text += "\n" + input()
+    return text if "<think>" in text else f"<think></think>{text}"
+
+
+# --------------------------------------------------------------------------------- playing in vLLM
+
+def open_engine(path, max_context, concurrency=64, tp=1, gpu_memory=0.9):
+    """(vLLM engine, Template) of a checkpoint folder or hub name."""
+    template = runtime.load_template(path)
+    settings = runtime.engine_settings(max_context, concurrency, tp, gpu_memory)
+    from vllm import LLM
+
+    return LLM(str(path), **settings), template
+
+
+def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
+              max_tokens=None, concurrency=64, stops=(), slow=True, asks=None):
+    """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.
+
+    Each reply has its own seed (seed, task, sample, turn) and does not depend on other plays. slow:
+    as in runtime.Calls; asks: questions that tools put to the same engine (toolstar.helpers).
+    """
+    live, numbers, episodes = {}, count(), iter(episodes)
+
+    def ask(play):
+        episode, ids = play
+        number, room = str(next(numbers)), max_context - len(ids)
+        live[number] = play
+        runtime.add_request(llm.llm_engine, number, ids, template, stops,
+                            f"{seed}/{name_of(episode.task)}/{episode.turns}",
+                            temperature=temperature, top_p=top_p,
+                            max_tokens=min(room, max_tokens or room))
+
+    with contextlib.ExitStack() as stack:
+        calls = stack.enter_context(contextlib.closing(runtime.Calls(slow, concurrency)))
+        if asks:  # closed first: a thread that waits for an answer would keep the calls open
+            stack.enter_context(contextlib.closing(asks))
+        while True:
+            for episode in islice(episodes, max(calls.free(live), 0)):
+                ask((episode, prompt_ids(episode, template, max_context)))
+            if not live and not calls:
+                return
+            if asks:
+                asks.submit(llm.llm_engine, template, max_context, seed, temperature, top_p)
+            busy = live or asks and asks.running
+            for output in llm.llm_engine.step() if busy else ():
+                if output.finished and not (asks and asks.take(output, template)):
+                    play = live.pop(output.request_id)
+                    action = play_reply(*play, output.outputs[0], template, max_context)
+                    calls.start(play, play[0], action)
+            for (episode, ids), observation in calls.ready(not (live or asks and asks.running)):
+                if observation is not None:
+                    play_observation(episode, ids, observation, template, max_context)
+                if not episode.stop:
+                    ask((episode, ids))
+                    continue
+                episode.tokens = len(ids)
+                yield episode
+
+
+def prompt_ids(episode, template, max_context):
+    """The ids of the system prompt, the query and the beginning of the first reply's turn."""
+    ids = template.prompt(episode.messages)
+    if len(ids) >= max_context:
+        raise ValueError(f"task {episode.task.get('id', '?')}: its prompt has {len(ids)} tokens; "
+                         f"raise --max-context above {max_context}")
+    return ids
+
+
+def play_reply(episode, ids, output, template, max_context):
+    """Append a reply's tokens to the episode's -> the Action to answer, or None at the end."""
+    sampled, episode.asked = list(output.token_ids), len(ids)
+    reply, closed = template.reply(sampled)
+    ids += sampled
+    if not closed and len(ids) >= max_context:
+        episode.messages.append({"role": "assistant", "content": reply})
+        episode.stop = "context"
+        return None
+    action = episode.begin(reply)
+    episode.tokens = len(ids)  # a helper may read this while the action is answered
+    return action
+
+
+def play_observation(episode, ids, observation, template, max_context):
+    """Append an observation's tokens to the episode's: what the agent sees next."""
+    episode.finish(observation)
+    if episode.rewritten:  # a helper has changed earlier messages
+        ids[:] = episode.tokens_again(ids, template)
+    else:
+        new = template.between(episode.messages[-1], closed=ids[-1] in template.ends)
+        episode.observation_tokens = len(new)
+        ids += new
+    if len(ids) >= max_context:
+        episode.stop = "context"
+
+
+def name_of(task):
+    """The name of a play: its task's id and the number of the sample."""
+    return f"{task['id']}/{task.get('sample', 0)}"
+
+
 # ----------------------------------------------------------------------------------------- report
 
 def mean(values):
-    """The mean of numbers, None of nothing."""
+    """The mean of the numbers that are not None; None if there are none."""
     values = [value for value in values if value is not None]
     return sum(values) / len(values) if values else None
 
 
-def lines_of(row):
-    """{line of the table: number or None} that one episode tells."""
+def lines_of(row, stops=STOPS, world_lines=None):
+    """{line of the table: number or None} of one episode.
+
+    world_lines(row): the lines that a world adds for a judged episode.
+    """
     found = {}
     if "score" in row:
-        score, task = row["score"], row["task"]
-        success = score["success"]
-        found = {"success": success, "success, official": score.get("official"),
-                 "success, strict": row["strict"],
-                 "hack gauge: star - strict": success - row["strict"]}
-        found |= {f"success, {level}": success if task.get("level") == level else None
-                  for level in LEVELS}
-        if "family" in task:  # of tasks that say what tools they need
-            used = {call["name"].lower() for call in row.get("tools", ())}
-            needs = set(task.get("needs", ()))
-            found |= {f"success, {task['family']}": success,
-                      f"tools as needed, {task['family']}": used >= needs if needs else not used}
+        score = row["score"]
+        found = {"success": score["success"], "success, strict": row["strict"]}
+        found |= world_lines(row) if world_lines else {}
         found |= {name: value for name, value in score.items()
                   if isinstance(value, float) and name not in ("success", "official")}
         found |= {f"{name} per episode": value for name, value in score.items()
                   if type(value) is int}
         found |= {name: passed for name, (passed, _) in score.get("checks", {}).items()}
-    stops = STOPS + ("calls",) * ("tools" in row)
     return found | {f"stop: {stop}": row["stop"] == stop for stop in stops}
 
 
-def measure(rows):
+def measure(rows, world_lines=None):
     """{line of the table: number} over the episodes of one agent."""
-    told = [lines_of(row) for row in rows]
-    lines = dict.fromkeys(line for lines in told for line in lines)
+    stops = dict.fromkeys((*STOPS, *(row["stop"] for row in rows)))
+    each = [lines_of(row, stops, world_lines) for row in rows]
+    lines = dict.fromkeys(line for numbers in each for line in numbers)
     replies = [reply < row["errors"] for row in rows if "errors" in row
                for reply in range(row["turns"])]
-    found = {"episodes": len(rows)} | {line: mean(one.get(line) for one in told) for line in lines}
+    found = {"episodes": len(rows)} | {line: mean(one.get(line) for one in each) for line in lines}
     found["replies that break the format"] = mean(replies)
     return found | {name: mean(row.get(name) for row in rows) for name in COUNTS}
 
@@ -391,10 +241,11 @@ def plays_of(rows):
 
 
 def pass_at(plays):
-    """{"pass@k": chance that one of k plays of a task succeeds}, k = 1, 2, 4, .. n; {} if n is 1.
+    """{"pass@k": probability that one of k plays of a task succeeds} for k = 1, 2, 4, .. n; {} for
+    n = 1.
 
-    plays: {task id: its n plays' success}. k of n plays, c of them right, all miss with chance
-    C(n - c, k) / C(n, k), which is without bias (arXiv:2107.03374 eq. 1).
+    plays: {task id: its n plays' success}. If c of n plays succeed, all of k fail with probability
+    C(n - c, k) / C(n, k), an unbiased estimate (arXiv:2107.03374 eq. 1).
     """
     most = min(map(len, plays.values()), default=1)
     sizes = sorted({2**i for i in range(most.bit_length())} | {most}) if most > 1 else []
@@ -404,9 +255,9 @@ def pass_at(plays):
 
 
 def interval(values, least=0.0, rounds=10_000):
-    """The 95% interval of a mean of shares: of as many values drawn with replacement, many times.
+    """The 95% bootstrap interval of a mean of shares.
 
-    least: the smallest value there can be, -1 of differences.
+    least: the smallest possible value, -1 for differences.
     """
     import numpy as np
 
@@ -416,8 +267,8 @@ def interval(values, least=0.0, rounds=10_000):
 
 
 def widened(low, high, n, least=0.0):
-    """An interval of draws of n values. Where all were the same, they tell nothing: then as wide
-    as a binomial's of 0 in n."""
+    """A bootstrap interval over n values. If all values are equal, the bootstrap has no width: use
+    that of the binomial interval for 0 of n."""
     width = 1 - 0.025 ** (1 / n) if high - low < 1e-12 else 0.0
     return [float(max(least, low - width)), float(min(1.0, high + width))]
 
@@ -427,12 +278,13 @@ def span(low, high, sign=""):
     return f"{100 * low:{sign}.1f} to {100 * high:{sign}.1f}"
 
 
-def table(played):
+def table(played, world_lines=None):
     """(markdown, {agent: numbers}) of {agent: its episodes}, side by side."""
     plays = {name: plays_of(rows) for name, rows in played.items()}
     wins = {name: {task: mean(values) for task, values in each.items()}
             for name, each in plays.items()}
-    report = {name: measure(rows) | pass_at(plays[name]) for name, rows in played.items()}
+    report = {name: measure(rows, world_lines) | pass_at(plays[name])
+              for name, rows in played.items()}
     lines = dict.fromkeys(line for numbers in report.values() for line, value in numbers.items()
                           if value is not None)
     cells = {line: [show(line, numbers.get(line)) for numbers in report.values()] for line in lines}
@@ -454,7 +306,7 @@ def table(played):
 
 
 def show(line, value):
-    """A number of the table as text: shares in percent."""
+    """A number of the table as text; shares in percent."""
     if value is None:
         return "-"
     if line in COUNTS or line.endswith((" per episode", "seconds")):
@@ -462,123 +314,145 @@ def show(line, value):
     return str(value) if line == "episodes" else f"{100 * value:.1f}"
 
 
+def print_episode(row):
+    """Print an episode turn by turn, then its verdict, check by check."""
+    for message in row["messages"]:
+        print(f"\n--- {message['role']}\n{message['content']}")
+    print(f"\n--- the episode stopped: {row['stop']}")
+    if "score" not in row:
+        return
+    for name, (passed, reason) in row["score"].get("checks", {}).items():
+        word = {True: "passed", False: "FAILED"}.get(passed, "does not apply, or was not reached")
+        print(f"{name:40} {word}{f': {reason}' if reason else ''}")
+    print(f"success {row['score']['success']:g}, reward {row['reward']:g}")
+
+
 # ------------------------------------------------------------------------------------------- main
-
-class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is written, and behind each flag its default, if it has one."""
-
-    def _get_help_string(self, action):
-        plain = action.default in (None, []) or action.default is False  # 0 is shown
-        return action.help if plain else super()._get_help_string(action)
-
 
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument_group("agent").add_argument
     add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
-        help="checkpoint folders, hub names, or models of --url; the first = ends the NAME, but "
-             "what exists as it stands is a path")
+        help="checkpoint folders, hub names, or model names at --url; NAME= names the table's "
+        "column (a path that contains = and exists is taken as a path)")
     add("--agent", choices=("model", "solver", "person"), default="model",
-        help="solver: the exact solver, through the tools; person: you, in the terminal")
+        help="model: --model plays; solver: the world's exact solver; person: you, in the terminal")
     add("--url", type=web_address, metavar="URL",
-        help="OpenAI-compatible endpoint, http://host:port/v1, that plays instead of vLLM; its "
-        "replies hold their thoughts, so that it runs without a reasoning parser")
-    add("--key", metavar="FILE", help="file that holds its API key")
-    add("--tp", type=COUNT, default=1, help="GPUs that share one model")
-    add("--processes", type=NATURAL, default=0, help="engines that share the tasks; 0: one per "
-        "--tp GPUs, and one on a CPU; any number gives the same table")
-    add("--gpu-memory", type=PART, default=0.9, help="share of a GPU that vLLM may take")
+        help="let an OpenAI-compatible endpoint play instead of vLLM, such as http://host:8000/v1; "
+        "its replies must contain their thoughts, so run it without a reasoning parser")
+    add("--key", metavar="FILE", help="file with the endpoint's API key")
+    add("--tp", type=COUNT, default=1, help="GPUs per engine (tensor parallel)")
+    add("--processes", type=NATURAL, default=0, help="engines that share the tasks; the table does "
+        "not depend on it; 0: as many as --tp fits into the GPUs, and one on a CPU")
+    add("--gpu-memory", type=PART, default=0.9, help="share of a GPU's memory that vLLM may fill")
     add = p.add_argument_group("tasks").add_argument
-    add("--tasks", metavar="FILE|DIR|HUB_ID", help="tasks, ours or as published; with --split a "
+    add("--tasks", metavar="FILE|DIR|HUB_ID", help="tasks, ours or as published; with --split, a "
         "folder of SPLIT.csv or SPLIT.jsonl, or a data set on the hub (osunlp/TravelPlanner)")
-    add("--env", default="travel", help="travel, tools, or a module or file with open_world(args)")
-    add("--database", help="folder of the world's data; unset: $STAR_DATABASE, else what ships")
-    add("--limit", type=COUNT, help="play only the first so many tasks")
+    add("--env", default="travel",
+        help="the world: travel, tools, or a module or file with a function open_world(args)")
+    add("--limit", type=COUNT, metavar="N", help="play only the first N tasks")
     add("--samples", type=COUNT, default=1, help="plays per task; several add pass@k")
-    add("--split", choices=("train", "validation", "test"), help="which part of a data set")
+    add("--split", choices=("train", "validation", "test"), help="part of a data set")
     add = p.add_argument_group("play").add_argument
-    add("--temperature", type=AMOUNT, default=0.6, help="of the sampling [1]")
-    add("--top-p", type=PART, default=0.95, help="of the sampling [1]")
+    add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")
+    add("--top-p", type=PART, default=0.95, help="nucleus sampling [1]")
     add("--max-context", type=COUNT, default=32768, help="tokens per episode [1]")
-    add("--max-turns", type=COUNT, default=60, help="replies per episode [1]")
+    add("--max-turns", type=COUNT, default=60, help="replies per episode")
     add("--max-tokens", type=COUNT, default=4096, help="tokens per reply")
-    add("--system-prompt", default="full", help="full, short or a file: the checkpoint's own")
-    add("--failure-rate", type=SHARE, default=0.0, help="probability that a tool call fails")
     add("--concurrency", type=COUNT, default=64, help="episodes in flight")
-    add("--seed", type=int, default=0, help="of the sampling and the failures")
-    add("--out", default="out/eval", help="a folder per agent, and table.md; a rerun goes on")
-    args = p.parse_args(argv)
+    add("--seed", type=int, default=0, help="seed of the sampling and of the world")
+    add = p.add_argument_group("output").add_argument
+    add("--check", action="store_true", help="only check the world: load the tasks, play one "
+        "scripted reply, and print what came back")
+    add("--show", action="store_true", help="print each episode turn by turn, with its verdict")
+    add("--out", default="out/eval", help="folder of table.md and of one folder per agent; a rerun "
+        "plays only the episodes that it lacks")
+    args = runtime.parse_args(p, argv)
     if args.agent != "model" and (args.model or args.url):
-        p.error(f"--agent {args.agent} plays by itself; leave --model and --url out")
+        p.error(f"--agent {args.agent} plays by itself; leave out --model and --url")
     return args
 
 
 def named_paths(specs):
-    """{name: path} of [NAME=]PATH; without a name, the end of the path that sets it apart."""
+    """{name: path} of [NAME=]PATH; without NAME, the shortest end of the path that is unique."""
     named = [(None, spec) if "=" not in spec or Path(spec).exists() else spec.split("=", 1)
              for spec in specs]
     for spec, (name, path) in zip(specs, named, strict=True):
         if not path.strip() or not (name is None or re.fullmatch(r"\w[\w.-]*", name)):
-            raise ValueError(f"--model {spec!r} is not [NAME=]PATH, NAME of letters, digits, .-_")
+            raise ValueError(f"--model {spec!r} is not [NAME=]PATH with a NAME of letters, digits, "
+                             "'.', '_' and '-'")
     parts = [[part for part in Path(path).parts if part not in "/."] for _, path in named]
     found = {}
     for (name, path), own in zip(named, parts, strict=True):
         short = [n for n in range(1, len(own)) if [one[-n:] for one in parts].count(own[-n:]) == 1]
         found[name or "-".join(own[-short[0] :] if short else own)] = path
     if not named or len(found) < len(named):
-        raise ValueError("--model wants one or more checkpoints, each with a name of its own")
+        raise ValueError("--model needs one or more checkpoints, each with its own name")
     return found
 
 
-def read_episodes(path):
-    """{name of the play: its record} of the episodes in a file, each play once; {} without one."""
-    rows = {}
-    for number, row in enumerate(recover_jsonl(path), 1):
-        whole = isinstance(row, dict) and row.keys() >= {"task", "messages", "stop"}
-        if not whole or not isinstance(row["task"], dict) or "id" not in row["task"]:
-            raise ValueError(f"{path}, record {number}: no episode, but {str(row)[:60]}; delete "
-                             "it, and its task is played again")
-        rows.setdefault(name_of(row["task"]), row)
-    return rows
+def read_episodes(path, recover=False):
+    """{name of the play: its record} of the episodes in a file, each play once; {} without a file.
+
+    recover: for the writer of the file only, see recover_jsonl; readers leave the file as it is.
+    """
+    def check(rows):
+        for number, row in enumerate(rows, 1):
+            complete = isinstance(row, dict) and row.keys() >= {"task", "messages", "stop"}
+            if not complete or not isinstance(row["task"], dict) or "id" not in row["task"]:
+                raise ValueError(f"{path}, record {number}: not an episode: {str(row)[:60]}; "
+                                 "delete the line, and its task is played again")
+
+    if not Path(path).exists():
+        return {}
+    if recover:
+        rows = runtime.recover_jsonl(path, check)
+    else:
+        check(rows := runtime.read_jsonl(path, torn=True))
+    found = {}
+    for row in rows:
+        found.setdefault(name_of(row["task"]), row)
+    return found
 
 
 def open_folder(out, name, settings, kept="episodes.jsonl"):
-    """OUT/name, whose episodes were played in one way: going on in another is refused."""
+    """Open OUT/name; refuse to mix episodes that were played with other settings."""
     folder = Path(out) / name
     file, episodes = folder / "settings.json", folder / kept
     if not episodes.exists() or not episodes.stat().st_size:
-        file.unlink(missing_ok=True)  # nothing was played: the next play says how it is
+        file.unlink(missing_ok=True)  # nothing was played yet: the first play decides the settings
         return folder
     try:
         before = json.loads(file.read_text()) if file.exists() else settings
         changed = [f"{key} was {before.get(key)!r} and is {value!r}"
                    for key, value in settings.items() if before.get(key) != value]
     except (ValueError, AttributeError):
-        raise ValueError(f"{file} is broken, so that nobody knows how {episodes.name} was played: "
+        raise ValueError(f"{file} is damaged, so it is unknown how {episodes.name} was played: "
                          f"remove {folder}, or choose another --out") from None
     if changed:
-        raise ValueError(f"{folder} was played otherwise ({'; '.join(changed)}): "
-                         "choose another --out or remove it")
+        raise ValueError(f"{folder} was played with other settings ({'; '.join(changed)}): "
+                         "choose another --out, or remove the folder")
     return folder
 
 
 def keep_play(folder, settings, row, kept="episodes.jsonl"):
-    """Append an episode to OUT/name; with the first one it is settled how all are played."""
+    """Append an episode to OUT/name; the first one also records the settings of all."""
     if not (folder / "settings.json").exists():
-        write_text(folder / "settings.json", json.dumps(settings, indent=1))
-    append_jsonl(folder / kept, row)
+        runtime.write_text(folder / "settings.json", json.dumps(settings, indent=1))
+    runtime.append_jsonl(folder / kept, row)
 
 
 def play_agent(args, folder, settings, tasks):
-    """(1) (2) Play what OUT/name lacks of an agent's episodes, and append each as it ends."""
-    done = read_episodes(folder / "episodes.jsonl")
+    """(1) (2) Play the episodes of an agent that OUT/name lacks, and append each as it ends."""
+    done = read_episodes(folder / "episodes.jsonl", recover=True)
     left = [task for task in tasks if name_of(task) not in done]
     if any(done.get(name_of(task), {"task": task})["task"] != task for task in tasks):
-        raise ValueError(f"{folder}: other tasks of these ids were played; choose another --out")
+        raise ValueError(f"{folder}: other tasks with these ids were played; choose another --out")
     rows, wins = partial(play_rows, args, folder.name, settings["model"]), []
-    if args.agent != "person":  # who needs the terminal
+    if args.agent != "person":  # a person needs this process's terminal
         rows = partial(apart, "evaluate.py", rows, args=args)
-    bar = progress(rows(left) if left else (), folder.name, len(tasks), len(tasks) - len(left))
+    bar = runtime.progress(rows(left) if left else (), folder.name, len(tasks),
+                           len(tasks) - len(left))
     for row in bar:
         keep_play(folder, settings, row)
         if "score" in row:
@@ -588,7 +462,7 @@ def play_agent(args, folder, settings, tasks):
 
 def play_rows(args, name, path, tasks):
     """Yield the judged record of each task's episode as it ends."""
-    world = open_world(args)
+    world = runtime.open_world(args)
     for episode in player(args, path, world, tasks):
         plan, verdict, strict = world.verdict(episode)
         row = episode.record(name) | {"plan": plan, "tokens": getattr(episode, "tokens", None)}
@@ -600,26 +474,26 @@ def play_rows(args, name, path, tasks):
 
 
 def player(args, path, world, tasks):
-    """The tasks' episodes as they end, played by solver, person, endpoint or a vLLM engine."""
+    """The tasks' episodes as they end, played by the solver, a person, an endpoint or vLLM."""
     def begin(task):
         episode = world.episode(task, f"{args.seed}/{name_of(task)}", args)
-        episode.strict = False  # told of a broken format, as the reference's inference does
+        episode.strict = False  # a reply that breaks the format is answered, not the end
         return episode
 
     episodes = map(begin, tasks)
     if args.agent == "solver":
-        if not hasattr(world, "database") or "org" not in tasks[0]:
-            raise ValueError("--agent solver plays tasks of travel that tell all of a trip")
-        return map(partial(play_solver, world.database), episodes)
+        if not hasattr(world, "solver"):
+            raise ValueError(f"--agent solver: the world of --env {args.env} has no solver")
+        return map(partial(play_replies, world), episodes)
     if args.agent == "person":
-        return play(ask_person, episodes, 1)
+        return play(partial(ask_person, stops=world.stops), episodes, 1)
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url and world.stops:
-        raise ValueError("--url plays in turns; here results stand within a reply (grammar tags)")
+        raise ValueError("--url plays by turns, but here results stand inside a reply (grammar "
+                         "tags): play the checkpoint in vLLM, without --url")
     key = Path(args.key).read_text().strip() if args.key else None
-    asks, generate = Asks(), args.url and partial(chat, args.url, path, **sampling, api_key=key)
-    if hasattr(world, "help"):  # the tools' world, whose plays have helpers: who plays, as a rule
-        world.help(asks, generate)
+    generate = args.url and partial(runtime.chat, args.url, path, **sampling, api_key=key)
+    asks = world.open_helpers(generate) if hasattr(world, "open_helpers") else None
     if args.url:
         return play(generate, episodes, args.concurrency)
     llm, template = open_engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
@@ -628,26 +502,26 @@ def player(args, path, world, tasks):
 
 
 def apart(program, rows_of, tasks, args):
-    """Yield what rows_of(tasks) yields in processes of their own, --processes of them, each over a
-    share of the tasks: only the end of a process gives back all of an engine's memory."""
-    if args.url:  # no engine here
+    """Yield the rows of rows_of(tasks) from --processes processes, each with a share of the tasks:
+    only the end of a process frees all of an engine's memory."""
+    if args.url:  # there is no engine here
         yield from rows_of(tasks)
         return
     context, gpus = get_context("spawn"), []
     if getattr(args, "agent", "model") == "model":  # the solver needs none
-        gpus = visible_gpus()
+        gpus = runtime.visible_gpus()
     if not gpus:
-        # vLLM's CPU build says on which NUMA node it stands, whoever asks; read when torch starts
+        # vLLM's CPU build prints its NUMA node; PyTorch reads this variable when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     n = min(args.processes or max(1, len(gpus) // args.tp), len(tasks))
     rows, children = context.Queue(), []
     for i in range(n):
         own = gpus[i * args.tp:(i + 1) * args.tp]
-        children.append(context.Process(target=hand_over,
+        children.append(context.Process(target=send_rows,
                                         args=(program, rows_of, tasks[i::n], own, rows)))
-        with deaf():
+        with runtime.ignoring_sigint():
             children[-1].start()
-    alive, said = True, []
+    alive, errors = True, []
     try:
         while alive:
             alive = any(child.is_alive() for child in children)
@@ -657,21 +531,21 @@ def apart(program, rows_of, tasks, args):
                     if isinstance(row, dict):
                         yield row
                     else:
-                        said.append(row)
-    finally:  # a caller that fails, for want of disk say, does not wait for those who still play
+                        errors.append(row)
+    finally:  # a caller that fails, because the disk is full say, does not wait for the players
         for child in children:
             child.terminate()
             child.join()
-    if said:  # by all of them, as a rule: of the model's folder say
-        raise SystemExit(said[0])
+    if errors:  # usually all report the same, such as a broken model folder
+        raise SystemExit(errors[0])
     if any(child.exitcode for child in children):
-        raise SystemExit(f"{program}: stopped early; the same command goes on where it was")
+        raise SystemExit(f"{program}: stopped early; repeat the command to continue")
 
 
-def hand_over(program, rows_of, tasks, gpus, rows):
-    """In a process of its own, which sees these GPUs: put the tasks' rows into a queue, and at last
-    the line that says what went wrong."""
-    die_with_parent()
+def send_rows(program, rows_of, tasks, gpus, rows):
+    """In a process of its own that sees these GPUs: put the tasks' rows into a queue, and finally
+    the line that says what went wrong, if anything did."""
+    runtime.die_with_parent()
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
@@ -680,7 +554,7 @@ def hand_over(program, rows_of, tasks, gpus, rows):
             rows.put(row)
 
     try:
-        run(program, work)
+        runtime.run(program, work)
     except SystemExit as error:
         rows.put(str(error.code))
         raise SystemExit(1) from None
@@ -688,36 +562,40 @@ def hand_over(program, rows_of, tasks, gpus, rows):
 
 def evaluate(args):
     """Play, judge, report."""
-    world = open_world(args)
-    tasks = load_tasks(args.tasks, world.load_task, args.limit, args.split)
+    world = runtime.open_world(args)
+    tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit, args.split)
+    if args.check:
+        print("\n".join([f"{args.tasks}: {len(tasks)} tasks",
+                         *runtime.check_world(world, tasks[0], args)]))
+        return
     world.close()  # the players open their own
     tasks = [task | ({"sample": k} if k else {}) for task in tasks for k in range(args.samples)]
-    with naming(args.system_prompt):
-        system_prompt(args.system_prompt)
     wanted, played = [name_of(task) for task in tasks], {}
     agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
     for path in agents.values() if args.agent == "model" and not args.url else ():
-        check_model(path)
-    common = {key: getattr(args, key) for key in SETTINGS}
-    common["database"] = args.database or os.environ.get("STAR_DATABASE")
+        runtime.check_model(path)
+    common = {key: getattr(args, key) for key in (*SETTINGS, *args.world_flags)}
     settings = {name: {"model": path} | common for name, path in agents.items()}
-    hold(args.out)
+    runtime.lock_folder(args.out)
     folders = {name: open_folder(args.out, name, chosen) for name, chosen in settings.items()}
     for name, folder in folders.items():
         play_agent(args, folder, settings[name], tasks)
     # (3)
     for name, folder in folders.items():
         rows = read_episodes(folder / "episodes.jsonl")
-        played[name] = [rows[task] for task in wanted if task in rows]  # whoever ended first
-    text, report = table(played)
+        played[name] = [rows[task] for task in wanted if task in rows]  # in task order
+        if args.show or args.agent == "person":
+            for row in played[name]:
+                print_episode(row)
+    text, report = table(played, getattr(world, "lines", None))
     for name, folder in folders.items():
-        write_text(folder / "scores.json", json.dumps(report[name], indent=1))
-    write_text(Path(args.out) / "table.md", text)
-    print(text)
+        runtime.write_text(folder / "scores.json", json.dumps(report[name], indent=1))
+    runtime.write_text(Path(args.out) / "table.md", text)
+    print(f"\n{text}\n{args.out}/table.md; python -m look.report {args.out} shows each episode")
 
 
 def main(argv=None):
-    run("evaluate.py", evaluate, flags(argv))
+    runtime.run("evaluate.py", evaluate, flags(argv))
 
 
 if __name__ == "__main__":

@@ -25,14 +25,13 @@ import json
 import re
 import sys
 import threading
-import time
 import uuid
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
 
-from guard import Parser, naming, run
+from runtime import LONGEST_REPLY, ChatError, Parser, chat, endpoint, errors_name, run
 from sandbox import PROMPTS, open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
@@ -40,12 +39,9 @@ SLOTS = ("breakfast", "attraction", "lunch", "dinner", "accommodation")
 FIELDS = ("current_city", "transportation", *SLOTS)
 TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
-LONGEST_REPLY = 200_000  # characters; 32K tokens of English are some 130,000
 LONGEST_LINE = 2_000  # characters; longer lines are cut before they are searched
 CONCURRENCY = 32  # answers that a formatter reads at once
 MOST_VALUES, MOST_LINES = 40, 2_000  # JSON values that are tried in one text, lines out of one
-# "maximum context length is ...", in all their words; no address or name of a model
-NO_ROOM = re.compile(r"status 4(00|13|22)\b.*context|no context", re.DOTALL)
 
 
 # Patterns meet text whose blanks are single. Every quantifier over free text is bounded or ends a
@@ -649,87 +645,6 @@ def itinerary(plan):
 
 
 # ---------------------------------------------------------------- by an LLM
-class ChatError(ConnectionError):
-    """An endpoint refused, or gave no usable reply however often it was asked."""
-
-
-@lru_cache(maxsize=64)
-def client_of(url, key, retries):
-    """The openai package's client of an endpoint; threads may share it."""
-    import openai
-
-    # a proxy of the environment leads out into the world, not to a server of one's own
-    web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"))
-    return openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
-
-
-class Reply(str):
-    """The text of a reply. tokens: of the whole conversation with it, 0 where nobody says."""
-
-    tokens = 0
-
-
-def read_reply(body, stops=()):
-    """The Reply in a chat completion. A stop that the endpoint has left out is put back. What is no
-    completion raises, as what is no text does."""
-    choice, usage = body["choices"][0], body.get("usage")
-    text = "" + choice["message"]["content"]
-    for stop in stops if choice.get("finish_reason") == "stop" else ():
-        text += stop * (text.rfind(stop.replace("/", "")) > text.rfind(stop))
-    reply = Reply(text)
-    reply.tokens = usage.get("total_tokens", 0) if isinstance(usage, dict) else 0
-    return reply
-
-
-def beyond_openai(messages, stops):
-    """What vLLM and SGLang are told beyond OpenAI's form: to go on with a last message of the
-    assistant, to hand over the stop, too."""
-    found = {"include_stop_str_in_output": True} if stops else {}
-    if messages[-1]["role"] == "assistant":
-        found |= {"continue_final_message": True, "add_generation_prompt": False}
-    return found
-
-
-def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=300, retries=6,
-         api_key=None, stops=()):
-    """The Reply of an OpenAI-compatible endpoint; ChatError when there is none.
-
-    stops: closing tags that end a reply, and belong to it. A last message of the assistant goes on.
-
-    The openai package tries time-outs, broken connections and status 408, 409, 429 and 5xx again,
-    with growing pauses; a reply without text (empty, cut, no chat completion) is tried again here.
-    One of more than LONGEST_REPLY characters is refused as what it is, a context that ran over.
-    """
-    import openai
-
-    base = url.rstrip("/").removesuffix("/chat/completions")
-    ask = client_of(base, api_key or "none", retries).chat.completions.with_raw_response.create
-    # half an emoji, with which a cut reply may end, cannot be sent
-    messages = json.loads(json.dumps(messages, ensure_ascii=False).encode(errors="replace"))
-    for tried in range(1, retries + 2):
-        try:
-            reply = ask(model=model, messages=messages, temperature=temperature, top_p=top_p,
-                        max_tokens=max_tokens or openai.omit, timeout=timeout,
-                        stop=list(stops) or openai.omit, extra_body=beyond_openai(messages, stops))
-        except openai.APIStatusError as error:
-            problem = f"status {error.status_code}"
-            if error.status_code < 500 and error.status_code != 429:  # refused: the server says why
-                raise ChatError(f"{url}: {problem} {error.response.text[:300]!r}") from None
-            break
-        except openai.APIError as error:
-            problem = f"no connection: {error.__cause__ or error}"
-            break
-        with suppress(ValueError, LookupError, TypeError, AttributeError):
-            text = read_reply(reply.http_response.json(), stops)
-            if len(text) > LONGEST_REPLY:
-                raise ChatError(f"{url}: a reply of {len(text):,} characters fits into no context")
-            if text.strip() or messages[-1]["role"] == "assistant":  # that one may be at its end
-                return text
-        problem = "a reply without text"
-        time.sleep(min(8, 0.1 * 2 ** tried))
-    raise ChatError(f"{url}: {problem}, after {retries} retries, from model {model}")
-
-
 LIST_START = re.compile(r"\[(?=\s{0,99}[{\]])")
 
 
@@ -865,19 +780,15 @@ class Reader:
                 self.counts[name] += number
 
 
-def endpoint(text):
-    """(URL, MODEL) of URL=MODEL, or None of "rules"."""
-    url, _, model = text.rpartition("=")
-    if text != "rules" and not (re.match(r"https?://[^/\s]+", url) and model):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither rules nor like "
-                                         "http://host:8000/v1=MODEL")
-    return (url, model) if model else None
+def reader_of(text):
+    """A flag type: "rules" -> None, URL=MODEL -> (URL, MODEL)."""
+    return None if text == "rules" else endpoint(text)
 
 
 def add_reader_flags(parser):
     """The flags of how answers become plans."""
     add = parser.add_argument
-    add("--reader", type=endpoint, metavar="rules|URL=MODEL", help="how an answer becomes a plan: "
+    add("--reader", type=reader_of, metavar="rules|URL=MODEL", help="how an answer becomes a plan: "
         "rules (default), or the LLM MODEL at an OpenAI-compatible endpoint, as in the STAR paper")
     add("--reader-key", metavar="FILE", help="file that holds the API key of --reader")
     add("--reader-cache", metavar="DIR", help="folder that keeps the plans of --reader, so that no "
@@ -894,7 +805,7 @@ def open_reader(args):
 # ---------------------------------------------------------------- main
 def read_texts(path):
     """Yield (line, task, text) of a jsonl file of episodes or texts."""
-    with naming(path), open(path, encoding="utf-8-sig") as file:
+    with errors_name(path), open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)

@@ -1,18 +1,19 @@
 """
-GRPO: play every query G times, and push up the plays that scored above their group.
+GRPO: play every query G times, and raise the probability of plays that scored above their group.
 
-    (1) take P queries and play each one G times with vLLM: a group. No episode waits for another:
-        a turn that the world has answered goes back into the engine's running batch
-    (2) the world's verdict on an episode becomes its reward r, a number [1 sec. 3]
-    (3) advantage A = (r - mean of the group) / (std of the group + 1e-6), one per episode [2]
-    (4) an overlength episode (stopped by the turn or the context limit) counts in that mean and
-        std, but its tokens leave the loss and its denominator [1], unless --keep-overlength
+    (1) take P queries and play each one G times with vLLM: a group. No play waits for another: once
+        the world has answered a turn, the play rejoins the engine's running batch
+    (2) the world's verdict on a play becomes its reward r, a number [1 sec. 3]
+    (3) advantage A = (r - mean of the group) / (std of the group + 1e-6), one per play [2]
+    (4) an overlength play (stopped by the context limit [1] or the turn limit, which is our choice)
+        counts in that mean and std, but its tokens are left out of the loss and its denominator
+        [1], unless --keep-overlength
     (5) loss = - mean over queries of ( sum over the group's policy tokens of min(w A, clip(w) A) /
-        the group's policy tokens ), w = pi / pi_old, with pi_old as the engine reported it
+        the group's policy tokens ), with w = pi / pi_old, where pi_old is what the engine reported
     (6) copy the new weights into vLLM and go to (1)
 
-Departs from [2]: (4), the token mean of (5) [3], clip-higher [3], and there is neither a KL term
-nor a reference model.
+Departs from [2] in (4), in the mean over tokens in (5) [3] and in the higher upper clip bound [3];
+there is no KL term and no reference model.
 [1] STAR, arXiv:2603.21972   [2] DeepSeekMath, arXiv:2402.03300   [3] DAPO, arXiv:2503.14476
 
 Reads   a HF folder (from sft.py), tasks (from synth.py), the world's data
@@ -21,7 +22,7 @@ Writes  OUT/ (a HF folder), OUT/best/ (best on --val), OUT/log.jsonl, OUT/rollou
 
     torchrun --standalone --nproc_per_node 8 grpo.py --model out/sft --tasks data/rl.jsonl
 
-Nothing below knows about travel: for another task, --env names your world (evaluate.Travel).
+Nothing below knows about travel: to train in another world, see docs/environment.md.
 """
 import datetime
 import json
@@ -36,18 +37,23 @@ from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+try:
+    import torch
+    import torch.distributed as dist
 
-import evaluate
-from evaluate import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
-from sandbox import Episode
+    import runtime
+    from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
+    from sandbox import Episode
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. {Path(__file__).name} needs runtime.py and sandbox.py beside it, and the "
+             "packages of requirements.txt: type `. .venv/bin/activate`")
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary. A rollout is a flat list of P * G samples.
-OVERLENGTH = ("turns", "context")  # the two stops that (4) masks
-UNSAID = 1.0  # stands for the log pi of a token that no policy has sampled
-LOGITS = 30_000_000  # numbers: the loss never holds more logits at a time (120 MB in float32)
+OVERLENGTH = ("turns", "context")  # the stops that (4) keeps out of the loss
+NOT_SAMPLED = 1.0  # in the place of log pi, for tokens of tools that --train-results trains on
+MAX_DLOGP = {"cpu": 1e-4, "cuda": 0.05}  # bounds on the mean |dlogp|, for float32 and bfloat16
+LOGITS = 30_000_000  # the most logits that the loss holds at a time (120 MB in float32)
 
 
 def flags():
@@ -55,85 +61,104 @@ def flags():
     add = p.add_argument_group("what").add_argument
     add("--model", default="out/sft", help="HF folder or hub name to start from")
     add("--tasks", default="data/rl.jsonl", help="queries to play, one task per line")
-    add("--val", help="tasks to validate on; the most successful checkpoint is kept in OUT/best")
-    add("--env", default="travel", help="travel, tools, or a module or file with open_world(args)")
-    add("--database", help="folder of the world's data; unset: $STAR_DATABASE, else what ships")
+    add("--val", help="tasks to validate on; the checkpoint with the highest success is kept in "
+        "OUT/best")
+    add("--env", default="travel", help="the world to train in: travel, tools, or a module or file "
+        "with a function open_world(args) (docs/environment.md)")
     add("--out", default="out/rl", help="folder of the model, its log, rollouts and checkpoints")
-    add = p.add_argument_group("play").add_argument
-    add("--prompts", type=COUNT, default=32, help="P, queries per update, all ranks together [1]")
-    add("--group", type=COUNT, default=8, help="G, plays per query [1]")
-    add("--temperature", type=POSITIVE, default=1.0, help="of the sampling and of the loss [1]")
-    add("--context", type=COUNT, default=30000, help="tokens of an episode, with its prompt [1]")
-    add("--max-turns", type=COUNT, default=60, help="replies per episode [1]")
-    add("--turn-tokens", type=COUNT, default=8192, help="tokens of a reply, or a format error")
-    add("--concurrency", type=COUNT, default=256, help="episodes that an engine keeps in flight")
-    add("--tp", type=COUNT, default=1, help="ranks that share an engine (tensor parallel)")
-    add("--failure-rate", type=SHARE, default=0.0, help="probability that a tool call fails [1]")
-    add("--system-prompt", default="full", help="full, short, or a file")
-    add = p.add_argument_group("learn").add_argument
-    add("--reward", help="one of the world's kinds, its first if unset; or curriculum [1]")
-    add("--epochs", type=POSITIVE, default=5, help="passes over the tasks [1]")
-    add("--steps", type=NATURAL, default=0, help="updates; 0: as many as --epochs says")
-    add("--lr", type=AMOUNT, default=2e-6, help="learning rate, constant until --decay [1]")
-    add("--decay", type=SHARE, default=0.0, help="last share of updates, where the rate falls to 0")
-    add("--clip-low", type=SHARE, default=0.2, help="w is clipped at 1 minus this [2]")
-    add("--clip-high", type=AMOUNT, default=0.28, help="w is clipped at 1 plus this [3]")
-    add("--loss-norm", default="group", choices=["group", "batch"], help="(5)'s tokens, [1] or [3]")
-    add("--keep-overlength", action="store_true", help="not (4): loops are unlearnt")
-    add("--drop-uniform", action="store_true", help="DAPO [1]: without groups of equal reward")
-    add("--refill", type=NATURAL, default=0, help="batches to play, at most, in their place [3]")
-    add("--minibatches", type=COUNT, default=1, help="updates per batch of queries [1]")
-    add("--recompute", action="store_true", help="take pi_old from a forward of the trainer")
-    add("--tis-cap", type=AMOUNT, default=0.0, help="then weigh by trainer / engine, at most this")
-    add("--train-results", action="store_true", help="on what tools say, too; implies --recompute")
-    add("--seed", type=NATURAL, default=0, help="of the order of the tasks and every sampled token")
-    add = p.add_argument_group("memory (python memory.py grpo tells what fits)").add_argument
-    add("--pack-tokens", type=COUNT, default=32768, help="tokens per micro-batch, with padding")
-    add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"], help="auto: flash "
-        "attention in the trainer where it is installed")
-    add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
-    add("--gpu-memory", type=PART, default=0.6, help="share of a GPU that the engine may fill")
-    add = p.add_argument_group("running").add_argument
-    add("--max-dlogp", type=AMOUNT, default=0.0, help="bound on an update's mean |dlogp|; "
-        "0: 1e-4 in float32, 0.05 in bfloat16")
-    add("--val-every", type=COUNT, default=10, help="updates between validations")
-    add("--save-every", type=NATURAL, default=0, help="updates between checkpoints; 0: none")
-    add("--microscope", type=NATURAL, default=0, help="updates between those of which report.py "
-        "shows every token; 0: none")
-    add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
-    args = p.parse_args()
-    args.recompute |= args.train_results  # nobody sampled results: their pi_old is the trainer's
+    play_flags(p.add_argument_group("play").add_argument)
+    learn_flags(p.add_argument_group("learn").add_argument)
+    machine_flags(p)
+    args = runtime.parse_args(p)  # with the world's own flags
+    args.recompute |= args.train_results  # the engine sampled no results: pi_old is the trainer's
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.refill and not args.drop_uniform:
-        p.error("--refill replaces what --drop-uniform drops")
+        p.error("--refill replaces the groups that --drop-uniform drops: add --drop-uniform")
     if args.tis_cap and not args.recompute:
-        p.error("--tis-cap weighs what --recompute computes")
+        p.error("--tis-cap uses the log-probabilities of --recompute: add --recompute")
     if ranks % args.tp:
         p.error(f"--tp {args.tp} does not divide {ranks} ranks into engines")
     return args
+
+
+def play_flags(add):
+    add("--prompts", type=COUNT, default=32, help="P, queries per update, all ranks together [1]")
+    add("--group", type=COUNT, default=8, help="G, plays per query [1]")
+    add("--temperature", type=POSITIVE, default=1.0, help="sampling temperature, also used in the "
+        "loss [1]")
+    add("--context", type=COUNT, default=30000, help="most tokens of a play, prompt included [1]")
+    add("--max-turns", type=COUNT, default=60, help="most replies in a play; [1] allows 60 calls")
+    add("--turn-tokens", type=COUNT, default=8192, help="most tokens of a reply; a longer one is a "
+        "format error")
+    add("--concurrency", type=COUNT, default=256, help="most plays that an engine runs at a time")
+    add("--tp", type=COUNT, default=1, help="ranks that share one engine (tensor parallelism)")
+
+
+def learn_flags(add):
+    add("--reward", help="a reward of the world, its first by default; travel has sum, macro and "
+        "success. curriculum: train with the first, then the second, then the third [1]")
+    add("--epochs", type=POSITIVE, default=5, help="passes over the tasks [1]")
+    add("--steps", type=NATURAL, default=0, help="number of updates; 0: as many as --epochs takes")
+    add("--lr", type=AMOUNT, default=2e-6, help="learning rate, constant until --decay [1]")
+    add("--decay", type=SHARE, default=0.0, help="fraction of the updates, at the end, in which "
+        "the learning rate falls linearly to 0")
+    add("--clip-low", type=SHARE, default=0.2, help="clip w below at 1 minus this [2]")
+    add("--clip-high", type=AMOUNT, default=0.28, help="clip w above at 1 plus this [3]")
+    add("--loss-norm", default="group", choices=["group", "batch"], help="divide the loss by the "
+        "tokens of each group and average over groups [1], or by the tokens of the batch [3]")
+    add("--keep-overlength", action="store_true", help="keep overlength plays in the loss, unlike "
+        "(4); this punishes endless loops")
+    add("--drop-uniform", action="store_true", help="drop groups whose plays all earned the same "
+        "reward: DAPO in [1]")
+    add("--refill", type=NATURAL, default=0, help="with --drop-uniform: play up to this many extra "
+        "batches, until --prompts groups have unequal rewards [3]")
+    add("--minibatches", type=COUNT, default=1, help="updates that a batch of queries is "
+        "split into; with 1, our choice, all plays are on-policy")
+    add("--recompute", action="store_true", help="compute pi_old with a forward of the trainer "
+        "instead of taking it from the engine")
+    add("--tis-cap", type=AMOUNT, default=0.0, help="with --recompute: weight each token by "
+        "min(pi_trainer / pi_engine, this); 0: off")
+    add("--train-results", action="store_true", help="also train on the tools' output, for "
+        "comparison; implies --recompute")
+    add("--seed", type=NATURAL, default=0, help="seed of the order of the tasks and of sampling")
+
+
+def machine_flags(p):
+    add = p.add_argument_group("memory (python -m look.memory grpo plans it)").add_argument
+    add("--pack-tokens", type=COUNT, default=32768, help="most tokens of a micro-batch, padding "
+        "included; a longer play is a micro-batch of its own")
+    add("--no-checkpointing", action="store_true", help="keep all activations for the backward "
+        "pass: faster, needs more memory")
+    add("--gpu-memory", type=PART, default=0.6, help="fraction of a GPU that the engine may fill")
+    add = p.add_argument_group("running").add_argument
+    add("--val-every", type=COUNT, default=10, help="updates between two validations")
+    add("--save-every", type=NATURAL, default=0, help="updates between two checkpoints; 0: none")
+    add("--microscope", type=NATURAL, default=0, help="dump every token for the report once every "
+        "this many updates; 0: never")
+    add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")
 
 
 # ---------------------------------------------------------------------------------------- rollout
 
 @dataclass
 class Sample:
-    """One play of one query: exactly the tokens the engine saw and said."""
+    """One play of one query: exactly the tokens that the engine read and sampled."""
     episode: Episode
     query: int  # index of its group in the step
-    name: str  # seeds its sampling: the same name, the same tokens
+    name: str  # seeds the sampling: the same name gives the same tokens
     ids: list = field(default_factory=list)  # prompt, replies, observations
-    mask: list = field(default_factory=list)  # 1 on the policy's tokens
-    logps: list = field(default_factory=list)  # the engine's log pi of those, 0 elsewhere
-    # set when it has ended
+    mask: list = field(default_factory=list)  # 1 on the policy's tokens, 0 elsewhere
+    logps: list = field(default_factory=list)  # the engine's log pi where mask is 1, 0 elsewhere
+    # set after the play has ended
     stop: str = ""
-    record: dict = None  # what is written to OUT/rollouts
+    record: dict = None  # the line written to OUT/rollouts
     reward: float = 0.0
     advantage: float = 0.0
     old_logps: torch.Tensor = None  # with --recompute: the trainer's log pi of the policy tokens
 
 
 def new_sample(task, query, name, world, template, args):
-    """A fresh play, its prompt in tokens. ValueError where the prompt alone fills the context."""
+    """Start a play with the tokens of its prompt. ValueError if these alone fill the context."""
     s = Sample(world.episode(task, f"failures/{name}", args), query, name)
     append(s, template.prompt(s.episode.messages))
     if len(s.ids) >= args.context:
@@ -143,28 +168,28 @@ def new_sample(task, query, name, world, template, args):
 
 
 def append(s, ids, logps=None):
-    """Tokens of the world (mask 0), or with their log-probabilities the policy's (mask 1)."""
+    """Append tokens: the policy's, with their log-probabilities (mask 1), or others (mask 0)."""
     s.ids += ids
     s.mask += [int(logps is not None)] * len(ids)
     s.logps += logps or [0.0] * len(ids)
 
 
 def submit(engine, s, world, template, temperature, top_p, args):
-    """Ask the engine for the sample's next reply."""
+    """Ask the engine for the next reply of this play -> name of the request"""
     name = f"{s.name}/{s.episode.turns}"
-    evaluate.add_request(engine, name, s.ids, template, world.stops, f"{args.seed}/{name}",
-                         max_tokens=min(args.turn_tokens, args.context - len(s.ids)),
-                         temperature=temperature, top_p=top_p, logprobs=0)
+    runtime.add_request(engine, name, s.ids, template, world.stops, f"{args.seed}/{name}",
+                        max_tokens=min(args.turn_tokens, args.context - len(s.ids)),
+                        temperature=temperature, top_p=top_p, logprobs=0)
     return name
 
 
 def take_reply(s, output, template, args):
-    """Take in a finished reply -> the Action that waits for an observation, or None at the end."""
+    """Append a finished reply -> the Action that the world has to answer; None if the play ends"""
     ids = list(output.token_ids)
-    reported = zip(ids, output.logprobs, strict=True)
-    append(s, ids, [likeliest[token].logprob for token, likeliest in reported])
+    reported = zip(ids, output.logprobs, strict=True)  # {token: its logprob} at each position
+    append(s, ids, [at_position[token].logprob for token, at_position in reported])
     reply, closed = template.reply(ids)
-    if not closed and not isinstance(output.stop_reason, str):  # cut short: it has no end
+    if not closed and not isinstance(output.stop_reason, str):  # hit max_tokens: no end token
         s.episode.messages.append({"role": "assistant", "content": reply})
         s.episode.stop = "context" if len(s.ids) >= args.context else "format"
         return None
@@ -172,71 +197,77 @@ def take_reply(s, output, template, args):
 
 
 def take_observation(s, observation, template, args):
-    """Hand the play an observation, if one came. True when the engine is to speak again."""
+    """Append the observation, None if the play has ended -> whether to ask for another reply"""
     if observation is None:
         return False
     s.episode.finish(observation)
     ids = template.between(s.episode.messages[-1], closed=s.ids[-1] in template.ends)
-    ids = ids[:args.context - len(s.ids)]  # nobody reads on behind the limit
-    s.episode.heard = len(ids)
-    append(s, ids, [UNSAID] * len(ids) if args.train_results else None)
+    ids = ids[:args.context - len(s.ids)]  # drop what exceeds the context
+    s.episode.observation_tokens = len(ids)  # for worlds that record the length
+    append(s, ids, [NOT_SAMPLED] * len(ids) if args.train_results else None)
     if len(s.ids) >= args.context:
         s.episode.stop = "context"
     return not s.episode.stop
 
 
 def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
-    """(1) Play each task `group` times -> this engine's samples; groups are whole, in any order.
+    """(1) Play each task `group` times -> the samples of this engine: whole groups, in any order
 
-    Engines draw the next query from one counter, so that none idles while another has a queue.
+    All engines take the next query from one counter, so none idles while another has a queue.
     """
     engine, live, done = llm.llm_engine, {}, []
-    queries = evaluate.shared_counter(name, len(tasks), args)
-    calls = evaluate.open_calls(world.slow, len(tasks), group, args)
+    queries = runtime.shared_counter(name, len(tasks), args)
+    calls = runtime.open_calls(world.slow, len(tasks), group, args)
 
-    def ask(s):
+    def queue(s):
         live[submit(engine, s, world, template, temperature, top_p, args)] = s
 
     while True:
         while calls.free(live) >= group and (query := next(queries, None)) is not None:
             for g in range(group):
-                ask(new_sample(tasks[query], query, f"{name}/{query}/{g}", world, template, args))
+                queue(new_sample(tasks[query], query, f"{name}/{query}/{g}", world, template, args))
         if not live and not calls:
             calls.close()
-            return done if calls.leads else []
+            return done if runtime.is_tp_leader(args) else []  # with --tp, one rank reports them
         for output in engine.step() if live else ():
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]
                 calls.start(s, s.episode, take_reply(s, reply, template, args))
         for s, observation in calls.ready(block=not live):
             if take_observation(s, observation, template, args):
-                ask(s)
+                queue(s)
             else:
                 done.append(s)
 
 
 def judge_all(samples, world, kind):
-    """(2) episode -> verdict -> reward, on the rank that played it."""
+    """(2) Set stop, reward and record of each sample by the world's verdict on its episode."""
     for s in samples:
         plan, score, strict = world.verdict(s.episode)
         s.stop, s.reward = s.episode.stop, world.reward(score, kind)
         s.record = s.episode.record() | {
             "plan": plan, "score": score, "strict": strict, "reward": s.reward, "kind": kind}
-        # samples travel between ranks: without a sandbox, and numbers as bytes
+        # samples are pickled to other ranks: drop the episode, store numbers compactly
         s.episode, s.ids, s.mask = None, array("i", s.ids), array("b", s.mask)
         s.logps = array("d", s.logps)
 
 
 def reward_kind(kind, kinds, progress):
-    """The reward in force at a fraction `progress` of training. "curriculum", dense to sparse: the
-    world's first kind for 2/5, its second for 2/5, then its third [1 sec. 3]."""
+    """The reward to use after a fraction `progress` of training.
+
+    The curriculum goes from dense to sparse rewards: the world's first kind for 2/5 of training,
+    its second for 2/5, then its third [1 sec. 3].
+    """
     if kind != "curriculum":
         return kind or kinds[0]
     return kinds[0] if progress < 2 / 5 else kinds[1] if progress < 4 / 5 else kinds[2]
 
 
 def batch_of(step, n, size, seed):
-    """Indices of update `step`'s episodes: cuts of a new shuffle each epoch, a function of step."""
+    """Indices of the samples of update `step`: a function of the step, so a resumed run agrees.
+
+    Every epoch is a new shuffle of all n, of which updates take consecutive slices of `size`.
+    """
     places = range(step * size, (step + 1) * size)
     epochs = {place // n for place in places}
     order = {epoch: random.Random(f"{seed}/{epoch}").sample(range(n), n) for epoch in epochs}
@@ -246,7 +277,7 @@ def batch_of(step, n, size, seed):
 # ------------------------------------------------------------------------------------------- loss
 
 def by_query(samples):
-    """{query: its samples}, a group each."""
+    """Samples -> {query: its group of samples}"""
     groups = {}
     for s in samples:
         groups.setdefault(s.query, []).append(s)
@@ -254,16 +285,16 @@ def by_query(samples):
 
 
 def uniform(group):
-    """Whether all plays of a query earned the same."""
+    """Whether all plays of a group earned the same reward."""
     return len({s.reward for s in group}) == 1
 
 
 def group_advantages(samples):
-    """(3) (4) Set advantages from the rewards of all plays of a query -> {query: its samples}"""
+    """(3) (4) Set advantages; overlength plays count in mean and std -> {query: its samples}"""
     groups = by_query(samples)
     for group in groups.values():
         rewards = torch.tensor([s.reward for s in group], dtype=torch.float64)
-        rewards -= rewards[0].clone()  # so that equal ones have an advantage of exactly 0
+        rewards -= rewards[0].clone()  # makes the advantages of equal rewards exactly 0
         advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
         for s, advantage in zip(group, advantages.tolist(), strict=True):
             s.advantage = advantage
@@ -271,7 +302,8 @@ def group_advantages(samples):
 
 
 def token_weights(groups, args):
-    """(4) (5) What a policy token counts -> [(sample, weight)], samples without loss left out
+    """(4) (5) The weight of each policy token in the loss -> [(sample, weight)], without samples
+    that are not in the loss
 
     --loss-norm group: 1 / tokens of its group / number of groups. batch: 1 / tokens of the batch.
     """
@@ -279,23 +311,23 @@ def token_weights(groups, args):
             for group in groups.values()]
     tokens = [sum(sum(s.mask) for s in group) for group in kept]
     n_groups, n_tokens = sum(n > 0 for n in tokens), sum(tokens)
-    # equal rewards: no advantage, no gradient, no work; if all are such, they stay all the same,
-    # so that engine and trainer are compared
-    teaches = [any(s.advantage for s in group) for group in kept]
+    # A group of equal rewards has no gradient: skip it to save work. If all groups are like that,
+    # keep them, so that the log still compares engine and trainer.
+    has_gradient = [any(s.advantage for s in group) for group in kept]
     weighted = []
-    for group, n, worth in zip(kept, tokens, teaches, strict=True):
-        if n and (worth or not any(teaches)):  # n is 0 where all plays are left out
+    for group, n, useful in zip(kept, tokens, has_gradient, strict=True):
+        if n and (useful or not any(has_gradient)):  # n is 0 if all plays are overlength
             weight = 1 / n_tokens if args.loss_norm == "batch" else 1 / n / n_groups
             weighted += [(s, weight) for s in group]
     return weighted
 
 
 def policy_loss(logps, old_logps, advantage, weight, args):
-    """(5) Clipped surrogate of a micro-batch, all (N,) -> loss, (N,) clipped low -1, 0, high 1
+    """(5) Clipped surrogate of a micro-batch, all (N,) -> loss, side
 
-    weight: 1 / denominator.
+    weight: 1 / denominator. side: (N,), -1 where w is clipped below, 1 above, else 0.
     """
-    w = torch.exp((logps - old_logps).clamp(max=20))  # inf times an advantage of 0 were NaN
+    w = torch.exp((logps - old_logps).clamp(max=20))  # without the bound, inf * 0 would be NaN
     clipped = w.clamp(1 - args.clip_low, 1 + args.clip_high)
     loss = -(torch.min(w * advantage, clipped * advantage) * weight).sum()
     with torch.no_grad():
@@ -305,74 +337,82 @@ def policy_loss(logps, old_logps, advantage, weight, args):
 
 
 def learning_rate(step, steps, args):
-    """Constant, but for the last --decay of the updates, in which it falls to 0."""
+    """Constant, then falling linearly to 0 over the last --decay of all updates."""
     return args.lr * min(1, (steps - step) / max(1, args.decay * steps))
 
 
-def learn(engine, weighted, packed, rank, ranks, device, args, seen=None):
-    """(5) One update on [(sample, weight)] of all ranks -> statistics of its policy tokens"""
+def learn(trainer, weighted, packed, rank, ranks, device, args, seen=None):
+    """(5) One update -> statistics of its policy tokens
+
+    weighted: [(sample, weight)] of all ranks. seen: a list to fill for --microscope, or None.
+    """
     micros = deal([len(s.ids) for s, _ in weighted], ranks, args.pack_tokens, packed)[rank]
-    watched = []
+    measured = []
     for micro in micros:
         batch = [weighted[i] for i in micro]
-        logps, entropy = engine(*collate([s for s, _ in batch], packed, device), args.temperature)
-        loss = logps.sum() * 0  # of a rank without work, which makes its forward all the same
+        logps, entropy = trainer(*collate([s for s, _ in batch], packed, device), args.temperature)
+        loss = logps.sum() * 0  # a rank without work still runs a forward, or ZeRO-3 hangs
         if batch:
             engine_logps, advantage, weight = per_token(batch, device)
-            said, old_logps = engine_logps != UNSAID, engine_logps
+            was_sampled, old_logps = engine_logps != NOT_SAMPLED, engine_logps
             if args.recompute:
                 old_logps = torch.cat([s.old_logps for s, _ in batch]).to(device)
                 if args.tis_cap:
                     tis = torch.exp(old_logps - engine_logps).clamp(max=args.tis_cap)
-                    weight = weight * torch.where(said, tis, 1.0)
+                    weight = weight * torch.where(was_sampled, tis, 1.0)
             loss, side = policy_loss(logps, old_logps, advantage, weight, args)
-            gap = (logps.detach() - engine_logps).abs() * said
-            watched.append((loss.detach(), entropy, gap, side, said))
-            if seen is not None:  # for --microscope
+            gap = (logps.detach() - engine_logps).abs() * was_sampled
+            measured.append((loss.detach(), entropy, gap, side, was_sampled))
+            if seen is not None:
                 seen.append((batch, logps.detach(), old_logps, advantage, entropy, side))
-        engine.backward(loss * ranks)  # DeepSpeed takes the mean over ranks, we want the sum
-    # the same on every rank. Without an advantage AdamW's moments alone would move the weights
+        trainer.backward(loss * ranks)  # DeepSpeed averages over ranks, the loss is a sum
+    # every rank agrees on this: if all advantages are 0, skip the step, because AdamW's momentum
+    # would still move the weights
     moves = any(s.advantage for s, _ in weighted)
     if moves:
-        engine.step()
-    gnorm = float(engine.get_global_grad_norm() or 0) if moves else 0.0
-    return statistics(watched, device) | {"gnorm": gnorm}
+        trainer.step()
+    gnorm = float(trainer.get_global_grad_norm() or 0) if moves else 0.0
+    return statistics(measured, device) | {"gnorm": gnorm}
 
 
-def statistics(watched, device):
-    """[(loss, and (N,) each: entropy, |dlogp|, side, said) of a micro-batch] -> their means."""
+def statistics(measured, device):
+    """Means over all policy tokens of all ranks, for the log.
+
+    measured: [(loss, entropy, |dlogp|, side, was_sampled)] of the micro-batches, loss a number and
+    the others (N,).
+    """
     sums, worst = torch.zeros(7, device=device), torch.zeros((), device=device)
-    for loss, entropy, gap, side, said in watched:
+    for loss, entropy, gap, side, was_sampled in measured:
         sums += torch.stack([loss, entropy.sum(), gap.sum(), (side < 0).sum(), (side > 0).sum(),
-                             torch.ones_like(gap).sum(), said.sum()])
+                             torch.ones_like(gap).sum(), was_sampled.sum()])
         worst = torch.maximum(worst, gap.max())
     dist.all_reduce(sums)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    loss, entropy, gap, low, high, n, n_said = sums.tolist()
+    loss, entropy, gap, low, high, n, n_sampled = sums.tolist()
     entropy, low, high = (total / max(n, 1) for total in (entropy, low, high))
     return {"loss": loss, "clip_low": low, "clip_high": high, "entropy": entropy,
-            "dlogp_mean": gap / max(n_said, 1), "dlogp_max": worst.item(), "loss_tokens": int(n)}
+            "dlogp_mean": gap / max(n_sampled, 1), "dlogp_max": worst.item(), "loss_tokens": int(n)}
 
 
 @torch.no_grad()
-def recompute_logps(engine, weighted, packed, rank, ranks, device, args):
-    """--recompute: set every sample's old_logps by a forward of the trainer before its update."""
+def recompute_logps(trainer, weighted, packed, rank, ranks, device, args):
+    """--recompute: set old_logps of all samples by a forward of the trainer, before its update."""
     logps = {}
     for micro in deal([len(s.ids) for s, _ in weighted], ranks, args.pack_tokens, packed)[rank]:
         batch = [weighted[i][0] for i in micro]
-        flat, _ = engine(*collate(batch, packed, device), args.temperature)
+        flat, _ = trainer(*collate(batch, packed, device), args.temperature)
         if batch:
             parts = flat.cpu().split([sum(s.mask) for s in batch])
             logps |= dict(zip(micro, parts, strict=True))
     everyone = [None] * ranks
-    dist.all_gather_object(everyone, logps)  # minibatches may deal a sample to another rank
+    dist.all_gather_object(everyone, logps)  # learn may deal a sample to another rank
     for part in everyone:
         for i, old_logps in part.items():
             weighted[i][0].old_logps = old_logps
 
 
 def per_token(batch, device):
-    """[(sample, weight)] -> engine's logps, advantage, weight of their policy tokens, each (N,)"""
+    """[(sample, weight)] -> the engine's logps, advantage, weight of each policy token, all (N,)"""
     logps = [logp for s, _ in batch for logp, mask in zip(s.logps, s.mask, strict=True) if mask]
     counts = torch.tensor([sum(s.mask) for s, _ in batch])
     advantage = torch.tensor([s.advantage for s, _ in batch]).repeat_interleave(counts)
@@ -383,9 +423,9 @@ def per_token(batch, device):
 class ChunkedLogps(torch.autograd.Function):
     """log pi and entropy of given tokens from hidden states, without ever holding (N, V) logits.
 
-    (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward walk over chunks of `chunk` tokens, and
-    backward computes a chunk's logits again. With p = softmax(h W^T / t): d logp_y / d logits =
-    (onehot_y - p) / t. No gradient flows through the entropy, which is only watched.
+    (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward process `chunk` tokens at a time, and
+    backward recomputes the logits of each chunk. With p = softmax(h W^T / t): d logp_y / d logits =
+    (onehot_y - p) / t. The entropy is only logged: no gradient flows through it.
     """
 
     @staticmethod
@@ -420,12 +460,12 @@ class ChunkedLogps(torch.autograd.Function):
 
 
 class Policy(torch.nn.Module):
-    """A causal language model that gives log-probabilities of chosen tokens, never logits."""
+    """A causal language model that returns log-probabilities of chosen tokens instead of logits."""
 
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
-        # the head's own forward is replaced: ZeRO-3 gathers its weight once per pass, not per chunk
+        # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
         lm.lm_head.forward = self.head
 
     def head(self, hidden, targets, temperature):
@@ -434,19 +474,19 @@ class Policy(torch.nn.Module):
         return ChunkedLogps.apply(hidden, weight, targets, temperature, chunk)
 
     def forward(self, ids, positions, keep, temperature=1.0):
-        """(B, T) each: ids, positions, keep (True on tokens asked for) -> logps, entropy, (N,)"""
-        # without use_cache=False, packed samples attend to each other under sdpa
+        """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""
+        # use_cache=False is needed: otherwise packed samples attend to each other under sdpa
         hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         return self.lm.lm_head(hidden[:, :-1][keep[:, 1:]], ids[:, 1:][keep[:, 1:]], temperature)
 
 
 def collate(samples, packed, device):
-    """A micro-batch of what has ids and mask -> ids, positions, keep, each (B, T).
+    """A micro-batch of samples, which have ids and mask -> ids, positions, keep, each (B, T).
 
-    Packed: one row, in which positions restart with each sample, from which the variable-length
-    attention reads the borders. Padded: a row per sample, on the right, where no real token attends
-    to it. No samples: two tokens, because ZeRO-3 hangs unless a rank without work makes its forward
-    too; their loss is multiplied by zero.
+    Packed: all samples in one row; positions restart at each sample, by which the attention keeps
+    them apart. Padded: one row per sample, padded on the right, where causal attention lets no real
+    token see the padding. No samples: two dummy tokens, because a rank without work still has to
+    run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
     positions = range(max(len(ids) for ids, _ in rows))
@@ -460,9 +500,10 @@ def collate(samples, packed, device):
 
 
 def pack(lengths, budget, packed):
-    """Cut a batch into micro-batches [[index]] of at most `budget` tokens, or of a single sample.
+    """Split a batch into micro-batches [[index]] of at most `budget` tokens; a sample longer than
+    that is a micro-batch of its own.
 
-    Padding counts, unless packed; samples go in by falling length, so it is small.
+    Padding counts unless packed. Going from long to short samples keeps it small.
     """
     def tokens(micro):
         return sum(lengths[i] for i in micro) if packed else lengths[micro[0]] * len(micro)
@@ -477,38 +518,40 @@ def pack(lengths, budget, packed):
 
 
 def deal(lengths, ranks, budget, packed):
-    """A batch's micro-batches, dealt out to the ranks: [rank][micro] -> indices.
+    """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
 
-    All ranks get as many, or ZeRO-3 hangs, and about as many tokens: the longest goes first, each
-    to the rank with the least so far.
+    Every rank gets the same number of micro-batches (else ZeRO-3 hangs) and roughly the same number
+    of tokens: the largest go first, each to the rank with the fewest tokens so far.
     """
     micros = [(sum(lengths[i] for i in micro), micro) for micro in pack(lengths, budget, packed)]
-    most, hands, held = math.ceil(len(micros) / ranks), [[] for _ in range(ranks)], [0] * ranks
+    most = math.ceil(len(micros) / ranks)
+    dealt, totals = [[] for _ in range(ranks)], [0] * ranks
     for tokens, micro in sorted(micros, key=lambda pair: -pair[0]):
-        r = min((r for r in range(ranks) if len(hands[r]) < most), key=held.__getitem__)
-        hands[r].append(micro)
-        held[r] += tokens
-    return [hand + [[]] * (most - len(hand)) for hand in hands]
+        r = min((r for r in range(ranks) if len(dealt[r]) < most), key=totals.__getitem__)
+        dealt[r].append(micro)
+        totals[r] += tokens
+    return [hand + [[]] * (most - len(hand)) for hand in dealt]
 
 
 # --------------------------------------------------------------------------------------- machines
 
 def setup():
-    """Join the other ranks, as torchrun started them -> rank, ranks, device"""
+    """Join the ranks that torchrun has started -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
-    evaluate.die_with_parent()
-    cuda = bool(evaluate.visible_gpus())
+    runtime.die_with_parent()
+    cuda = bool(runtime.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # there is ninja
+    # DeepSpeed compiles with ninja, which is installed there
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    deepspeed.init_distributed(  # ranks wait for the longest episode of all
+    deepspeed.init_distributed(  # the timeout: ranks wait for the longest play of any rank
         dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=datetime.timedelta(hours=4))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -517,15 +560,18 @@ def setup():
 
 
 def load(args, template, device):
-    """--model -> Policy in float32 on a CPU, bfloat16 on a GPU; whether to pack rows"""
+    """Load --model, in bfloat16 on a GPU and float32 on a CPU -> Policy, whether to pack rows
+
+    Flash attention is used if it is installed; rows are packed only with it.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    flash = args.attn == "flash_attention_2" or args.attn == "auto" and is_flash_attn_2_available()
+    flash = is_flash_attn_2_available()
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         attn_implementation="flash_attention_2" if flash else "sdpa")
-    evaluate.check_weights(lm, template)
+    runtime.check_weights(lm, template)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
@@ -533,23 +579,26 @@ def load(args, template, device):
 
 
 def zero3(policy, lr, device):
-    """Shard parameters, gradients and AdamW's moments over all ranks -> a DeepSpeed engine, in
-    which the loop accumulates gradients: any number of engine.backward, then one engine.step."""
+    """Shard parameters, gradients and AdamW's moments over all ranks -> the trainer, which is a
+    DeepSpeed engine.
+
+    Gradients accumulate over any number of trainer.backward calls until trainer.step.
+    """
     import deepspeed
 
     cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
-        # a layer is gathered as a whole: hooks at each of its parts cost time (docs/results.md)
+        # gather whole layers: hooks on each of their modules cost time (docs/results.md)
         "zero_optimization": {"stage": 3, "overlap_comm": cuda, "leaf_module": {
             "classes": sorted(policy.lm._no_split_modules or ())}}, "gradient_clipping": 1.0,
         "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
 
 
-def sync_weights(llm, engine, device):
-    """(6) Copy the trainer's weights into the engine, one by one. Every rank takes part.
+def sync_weights(llm, trainer, device):
+    """(6) Copy the trainer's weights into the engine, tensor by tensor. Every rank takes part.
 
     The order matters on a GPU: weights written before the engine's memory is awake are lost.
     Without the iterator, reload_weights would read the folder on disk again and the policy would
@@ -557,31 +606,31 @@ def sync_weights(llm, engine, device):
     """
     if device.type == "cuda":
         llm.wake_up(tags=["weights"])
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_weights(engine)})
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_weights(trainer)})
     if device.type == "cuda":
         llm.wake_up(tags=["kv_cache"])
     else:
-        llm.apply_model(evaluate.renew_head)
+        llm.apply_model(runtime.renew_head)
     if not llm.reset_prefix_cache():  # cached keys and values belong to the old weights
-        raise RuntimeError("the engine still holds cache blocks of the old weights")
+        raise RuntimeError("the engine did not drop the cached blocks of its old weights")
 
 
-def full_weights(engine):
-    """Yield (HF name, full tensor), one by one. Every rank must walk the whole of it, in step."""
+def full_weights(trainer):
+    """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end."""
     import deepspeed
 
-    for name, parameter in engine.module.lm.named_parameters():
+    for name, parameter in trainer.module.lm.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             yield name, parameter.data
 
 
-def save_model(engine, template, out, rank):
-    """Write a plain HF folder, whole or not at all. Every rank takes part."""
+def save_model(trainer, template, out, rank):
+    """Write a plain HF folder, complete or not at all. Every rank takes part."""
     state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
-             for name, tensor in full_weights(engine)}
+             for name, tensor in full_weights(trainer)}
     if rank == 0:
-        with evaluate.new_model(out) as part:
-            engine.module.lm.save_pretrained(part, state_dict=state)
+        with runtime.new_model(out) as part:
+            trainer.module.lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
     dist.barrier()
 
@@ -592,89 +641,90 @@ def main():
     args = flags()
     world, tasks, val, template = read_inputs(args)
     rank, ranks, device = setup()
-    evaluate.hold(args.out)
+    runtime.lock_folder(args.out)
     policy, packed = load(args, template, device)
-    engine = zero3(policy, args.lr, device)
+    trainer = zero3(policy, args.lr, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
-    start = evaluate.restore(engine, args.out, args.resume, rank)
-    interrupted = evaluate.watch_sigterm()
-    llm = evaluate.load_engine(args, device)
+    start = runtime.restore(trainer, args.out, args.resume, rank)
+    interrupted = runtime.watch_sigterm()
+    llm = runtime.load_engine(args, device)
     if rank == 0:
         print(f"{len(tasks)} tasks, {steps} updates of {args.prompts} x {args.group} plays, "
               f"{ranks} ranks, {'packed' if packed else 'padded'} rows, "
               f"flags {json.dumps(vars(args))}")
     for step in range(start, steps + 1):
         clock = [time.time()]
-        # (6) the engine gets the weights of `step` updates
-        sync_weights(llm, engine, device)
+        # (6) the engine gets the weights after `step` updates
+        sync_weights(llm, trainer, device)
         clock.append(time.time())
         if val and (step % args.val_every == 0 or step == steps):
-            log(validate(llm, template, world, val, step, engine, rank, args), rank, args)
+            log(validate(llm, template, world, val, step, trainer, rank, args), rank, args)
         if step == steps:
             break
         clock.append(time.time())
         # (1) (2) play and judge
         kind = reward_kind(args.reward, world.kinds, step / steps)
         samples, judged = play_batch(llm, template, world, tasks, step, steps, kind, args)
-        play_gib = evaluate.used_gib(device)
+        play_gib = runtime.used_gib(device)
         if device.type == "cuda":
             llm.sleep(level=2)
         clock.append(time.time())
         # (3) (4) (5) learn
         groups = group_advantages(samples)
-        lr = engine.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
+        lr = trainer.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
         updates = [token_weights(part, args) for part in split(groups, args)]
         if args.recompute:
-            recompute_logps(engine, sum(updates, []), packed, rank, ranks, device, args)
+            recompute_logps(trainer, sum(updates, []), packed, rank, ranks, device, args)
         seen = [] if args.microscope and (step + 1) % args.microscope == 0 else None
-        stats = [learn(engine, weighted, packed, rank, ranks, device, args, seen)
+        stats = [learn(trainer, weighted, packed, rank, ranks, device, args, seen)
                  for weighted in updates]
         clock.append(time.time())
         for update in stats:
-            evaluate.check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
+            runtime.check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
         line |= timings(samples, updates, clock, judged) | {"later": stats[1:], "kind": kind}
-        line |= {"lr": lr, "play_gib": play_gib, "learn_gib": evaluate.used_gib(device)}
+        line |= {"lr": lr, "play_gib": play_gib, "learn_gib": runtime.used_gib(device)}
         write_plays(f"{step + 1:05d}.jsonl", samples, seen, template, rank, args)
         log(line, rank, args, steps)
-        check_sync(line, device, args)
-        evaluate.save_checkpoint(engine, args, step + 1, rank, last=interrupted(device))
-    evaluate.check_parameters(engine, args.out, steps)
-    save_model(engine, template, args.out, rank)
+        check_sync(line, device)
+        runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
+    runtime.check_parameters(trainer, args.out, steps)
+    save_model(trainer, template, args.out, rank)
     world.close()
-    llm.llm_engine.engine_core.shutdown()  # ends the process group, too
+    llm.llm_engine.engine_core.shutdown()  # also ends the process group
 
 
 def read_inputs(args):
-    """World, tasks, tasks to validate on, template: all are looked at before anything is spent."""
-    world = evaluate.open_world(args)
+    """World, tasks, validation tasks, template. Checks every input before the engines start."""
+    world = runtime.open_world(args)
     kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) == 3)]
     if args.reward and args.reward not in kinds:
-        sys.exit(f"--reward {args.reward}: this world knows {', '.join(kinds)}")
-    tasks = evaluate.load_tasks(args.tasks, world.load_task)
-    val = evaluate.load_tasks(args.val, world.load_task) if args.val else []
-    template = evaluate.load_template(args.model)
-    for task in tasks + val:  # a prompt that fills the context
+        sys.exit(f"--reward {args.reward}: the rewards of this world are {', '.join(kinds)}")
+    tasks = runtime.load_tasks(args.tasks, world.load_task)
+    val = runtime.load_tasks(args.val, world.load_task) if args.val else []
+    template = runtime.load_template(args.model)
+    for task in tasks + val:  # refuses prompts that fill the context
         new_sample(task, 0, "", world, template, args)
+    runtime.check_world(world, tasks[0], args)
     return world, tasks, val, template
 
 
 def play_batch(llm, template, world, tasks, step, steps, kind, args):
-    """(1) (2) The judged plays of update `step` -> samples of all ranks, seconds of judging
+    """(1) (2) Play and judge the batch of update `step` -> samples of all ranks, seconds to judge
 
-    With --refill [3]: more batches until --prompts groups have unequal rewards; what is played
-    after these is left out.
+    With --refill [3]: play extra batches until --prompts groups have unequal rewards, and leave
+    out the groups after these.
     """
     samples, judge_s = [], 0.0
-    for more in range(args.refill + 1):
-        places = batch_of(step + more * steps, len(tasks), args.prompts, args.seed)
-        name = f"play/{step}" + f"+{more}" * (more > 0)
-        played = rollout(llm, template, world, [tasks[i] for i in places], name, args.group,
+    for extra in range(args.refill + 1):
+        drawn = batch_of(step + extra * steps, len(tasks), args.prompts, args.seed)
+        name = f"play/{step}" + f"+{extra}" * (extra > 0)
+        played = rollout(llm, template, world, [tasks[i] for i in drawn], name, args.group,
                          args.temperature, 1.0, args)
         began = time.time()
         judge_all(played, world, kind)
         for s in played:
-            s.query += more * args.prompts
+            s.query += extra * args.prompts
         judge_s += time.time() - began
         samples += gather(played)
         useful = [query for query, group in by_query(samples).items() if not uniform(group)]
@@ -683,33 +733,33 @@ def play_batch(llm, template, world, tasks, step, steps, kind, args):
     return samples, judge_s
 
 
-def check_sync(line, device, args):
-    """Stop where engine and trainer give the same tokens different log-probabilities, or a NaN."""
-    bound, gap = args.max_dlogp or (0.05 if device.type == "cuda" else 1e-4), line["dlogp_mean"]
-    if not gap <= bound:
-        sys.exit(f"update {line['step']}: engine and trainer disagree, mean |dlogp| {gap:.1e}, "
-                 f"bound {bound:.0e}; weights did not arrive, or --max-dlogp if the dtype "
-                 "explains it")
+def check_sync(line, device):
+    """Stop if engine and trainer disagree on the log-probabilities of the same tokens."""
+    bound, gap = MAX_DLOGP[device.type], line["dlogp_mean"]
+    if not gap <= bound:  # also stops at NaN
+        sys.exit(f"update {line['step']}: engine and trainer disagree on the sampled tokens: mean "
+                 f"|dlogp| is {gap:.1e}, more than {bound:.0e}. Did the engine get the weights? If "
+                 "only its precision differs, raise MAX_DLOGP in this script")
 
 
-def validate(llm, template, world, val, step, engine, rank, args):
-    """Play the validation tasks once each; the highest success so far is kept in OUT/best."""
+def validate(llm, template, world, val, step, trainer, rank, args):
+    """Play each validation task once; keep the model with the highest success in OUT/best."""
     samples = rollout(llm, template, world, val, f"val/{step}", 1, 0.6, 0.95, args)  # as in [1]
     judge_all(samples, world, world.kinds[0])
     scores = [s.record["score"]["success"] for s in gather(samples)]
     success = sum(scores) / len(scores)
-    rows = evaluate.read_jsonl(Path(args.out) / "log.jsonl")
+    rows = runtime.read_jsonl(Path(args.out) / "log.jsonl")
     before = [row["val_success"] for row in rows if "val_success" in row]
-    dist.barrier()
+    dist.barrier()  # every rank has read the log before rank 0 appends to it
     if success > max(before, default=-1):
-        save_model(engine, template, Path(args.out) / "best", rank)
+        save_model(trainer, template, Path(args.out) / "best", rank)
     return {"step": step, "val_success": success}
 
 
 def split(groups, args):
-    """(4) {query: samples} -> such dictionaries of nearly as many queries each, one for each update
+    """Split {query: samples} into --minibatches parts of nearly equal size, one for each update.
 
-    --drop-uniform: without the queries whose plays all earned the same.
+    --drop-uniform: queries whose plays all earned the same reward are left out.
     """
     names = [query for query in sorted(groups)
              if not (args.drop_uniform and uniform(groups[query]))]
@@ -718,19 +768,19 @@ def split(groups, args):
 
 
 def gather(samples):
-    """All ranks' samples, on every rank, in an order that does not depend on who was first."""
+    """The samples of all ranks, on every rank, in an order that does not depend on timing."""
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, samples)
     return sorted((s for part in parts for s in part), key=lambda s: (s.query, s.name))
 
 
 def sampled(s):
-    """Tokens that the engine sampled for this play."""
-    return sum(s.mask) - s.logps.count(UNSAID)
+    """Number of tokens that the engine sampled for this play."""
+    return sum(s.mask) - s.logps.count(NOT_SAMPLED)
 
 
 def describe(samples, groups, parts):
-    """What the plays of a step looked like: means over episodes, and uniform groups' share."""
+    """The plays of a step in numbers: means over plays, and the fraction of uniform groups."""
     rows = [{"reward": s.reward} | {part: s.record["score"][part] for part in parts} | {
         "strict": s.record["strict"], "format": s.stop == "format",
         "overlength": s.stop in OVERLENGTH, "turns": s.record["turns"], "calls": s.record["calls"],
@@ -741,18 +791,18 @@ def describe(samples, groups, parts):
 
 
 def write_plays(name, samples, seen, template, rank, args):
-    """The plays of an update into OUT/rollouts; what was `seen` of their tokens, if anything."""
+    """Write the plays of an update to OUT/rollouts, and to OUT/microscope what learn has seen."""
     if rank == 0:
         records = [s.record | {"advantage": s.advantage} for s in samples]
-        evaluate.write_jsonl(Path(args.out) / "rollouts" / name, records)
+        runtime.write_jsonl(Path(args.out) / "rollouts" / name, records)
     if seen is not None:
-        from microscope import write_tokens  # every rank takes part
+        from look.microscope import write_tokens  # every rank takes part
 
         write_tokens(Path(args.out) / "microscope" / name, samples, seen, template, args)
 
 
 def timings(samples, updates, clock, judged):
-    """Seconds of each part of a step; tokens per second sampled in play and learnt from."""
+    """Seconds of each part of a step, and tokens per second of playing and of learning."""
     sync, val, played, learned = (end - start for start, end in zip(clock, clock[1:], strict=False))
     play = played - judged
     return {"sync_s": sync, "val_s": val, "play_s": play, "judge_s": judged, "learn_s": learned,
@@ -761,10 +811,10 @@ def timings(samples, updates, clock, judged):
 
 
 def log(line, rank, args, steps=None):
-    """One line on the screen, the same dict in log.jsonl."""
+    """Print one line and append all numbers to log.jsonl."""
     if rank:
         return
-    evaluate.append_jsonl(Path(args.out) / "log.jsonl", line)
+    runtime.append_jsonl(Path(args.out) / "log.jsonl", line)
     if "val_success" in line:
         print("step {step:4d} | validation success {val_success:.3f}".format(**line), flush=True)
         return
@@ -777,4 +827,4 @@ def log(line, rank, args, steps=None):
 
 
 if __name__ == "__main__":
-    evaluate.run(sys.argv[0], main)
+    runtime.run(sys.argv[0], main)

@@ -30,9 +30,10 @@ from pathlib import Path
 import numpy as np
 
 import evaluate
-from evaluate import AMOUNT, COUNT, NATURAL, PART, Parser, web_address
-from retriever import HTTP, device, find_retriever, open_retriever
-from sandbox import Episode, parse, system_prompt
+import runtime
+from runtime import AMOUNT, COUNT, NATURAL, PART, Parser, web_address
+from sandbox import Episode, parse
+from toolstar.retriever import HTTP, device, find_retriever, open_retriever
 from toolstar.verdict import normalize, token_f1  # Search-R1's order too [2]
 
 # Shapes: n questions, M models, R bootstrap rounds.
@@ -58,6 +59,12 @@ QA_PROMPTS = {"full": QA_PROMPT, "short": (
     '..., "arguments": ...}</tool_call> or <think>...</think><answer>...</answer>.')}
 
 
+def qa_prompt(name):
+    """The text of --system-prompt: full, short, or a file."""
+    with runtime.errors_name(name):
+        return QA_PROMPTS.get(name) or Path(name).read_text(encoding="utf-8")
+
+
 # ---------------------------------------------------------------- data
 
 def load_questions(args):
@@ -65,7 +72,7 @@ def load_questions(args):
     tasks = []
     for name, path in find_sets(args).items():
         rows = [load_question(row, name, f"{path}, record {i}")
-                for i, row in enumerate(evaluate.read_jsonl(path), 1)]
+                for i, row in enumerate(runtime.read_jsonl(path), 1)]
         if name in SETS and (path.stem, len(rows)) != SETS[name]:
             print(f"warning: {path} has {len(rows)} questions, not {SETS[name]}", file=sys.stderr)
         if args.sample and args.sample < len(rows):
@@ -193,7 +200,7 @@ def play_model(args, folder, settings, tasks):
     played = partial(play_questions, args, folder.name, settings["model"])
     rows = evaluate.apart("qa_eval.py", played, left, args)
     right = 0.0
-    bar = evaluate.progress(rows if left else (), folder.name, len(tasks), begun)
+    bar = runtime.progress(rows if left else (), folder.name, len(tasks), begun)
     for i, row in enumerate(bar, 1):
         evaluate.keep_play(folder, settings, row)
         right += row["score"]["em"]
@@ -202,7 +209,7 @@ def play_model(args, folder, settings, tasks):
 
 def play_questions(args, name, path, tasks):
     """Yield the judged record of each question's episode as it ends."""
-    prompt = system_prompt(args.system_prompt, QA_PROMPTS)
+    prompt = qa_prompt(args.system_prompt)
     play_here = choose_player(args, path)
     # after the engine: vLLM 0.32.0 does not start once numba is imported, and bm25s imports it
     retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder, args.tries)
@@ -217,7 +224,7 @@ def choose_player(args, path):
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url:
         key = Path(args.key).read_text().strip() if args.key else None
-        generate = partial(evaluate.chat, args.url, path, **sampling, api_key=key)
+        generate = partial(runtime.chat, args.url, path, **sampling, api_key=key)
         return partial(evaluate.play, generate, concurrency=args.concurrency)
     llm, template = evaluate.open_engine(path, args.max_context, args.concurrency, args.tp,
                                          args.gpu_memory)
@@ -231,10 +238,9 @@ def play_all(args):
     find_retriever(args.retriever, args.corpus)
     models = evaluate.named_paths(args.model)
     for path in models.values() if not args.url else ():
-        evaluate.check_model(path)
-    with evaluate.naming(args.system_prompt):
-        system_prompt(args.system_prompt, QA_PROMPTS)
-    evaluate.hold(args.out)
+        runtime.check_model(path)
+    qa_prompt(args.system_prompt)  # an unreadable file is reported now
+    runtime.lock_folder(args.out)
     # a server may come back at another address
     retriever = "a server" if args.retriever.startswith(HTTP) else args.retriever
     common = {key: getattr(args, key) for key in SETTINGS} | {"retriever": retriever}
@@ -301,15 +307,15 @@ def tax_table(args, folders, tasks):
     text += (f"\n{args.topk} passages a search and {args.max_turns} replies at most; "
              "Search-R1's published rows had 3 and 4.\n")
     told = json.dumps(dict(zip(names, report, strict=True)), indent=1)
-    evaluate.write_text(folders[0].parent / "tax.json", told)
-    evaluate.write_text(folders[0].parent / "tax.md", text)
+    runtime.write_text(folders[0].parent / "tax.json", told)
+    runtime.write_text(folders[0].parent / "tax.md", text)
     return text
 
 
 # ---------------------------------------------------------------- main
 
 def flags(argv=None):
-    p = Parser(description=__doc__, formatter_class=evaluate.Help)
+    p = Parser(description=__doc__, formatter_class=runtime.Help)
     add = p.add_argument_group("agents and questions").add_argument
     add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
         help="HF folders, hub names, or models of --url; the table compares all with the first")
@@ -353,7 +359,7 @@ def flags(argv=None):
 
 
 def main(argv=None):
-    evaluate.run("qa_eval.py", play_all, flags(argv))
+    runtime.run("qa_eval.py", play_all, flags(argv))
 
 
 if __name__ == "__main__":

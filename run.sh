@@ -86,7 +86,7 @@ finish() {
     exit 0
 }
 
-source setup.sh  # environment, preflight
+source recipes/setup.sh  # environment, preflight
 
 # ------------------------------------------------------------------------------------------- sizes
 size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-}
@@ -155,7 +155,7 @@ fi
 torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
 parse_flags "$@"
-[[ $size != tool-* ]] || source toolstar.sh
+[[ $size != tool-* ]] || source recipes/toolstar.sh
 world=(--database "$database") val=$DATA/val.jsonl tried=$val  # of the preflight
 
 # -------------------------------------------------------------------------- what each size trains
@@ -195,21 +195,21 @@ else
 fi
 evaluate=(python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6
           --out "$OUT/eval")
-[[ $axis != scale ]] || source axes.sh
+[[ $axis != scale ]] || source recipes/axes.sh
 
 # ------------------------------------------------------------------------------ data, base and SFT
 if [[ $size == tiny ]]; then
     stage val-tasks "$DATA/val.jsonl" "${draw[@]}" --database $database --split val --per-pair 4 \
         --n 400 --seed 1 --prefix val --out "$DATA/val.jsonl"
-    stage worlds "$DATA/worlds" python tiny.py world --worlds 24 --seed 7 --out "$DATA/worlds"
+    stage worlds "$DATA/worlds" python -m tiny world --worlds 24 --seed 7 --out "$DATA/worlds"
     stage rl-tasks "$DATA/rl.jsonl" "${tasks[@]}" --n 1000 --seed 2 --prefix rl \
         --out "$DATA/rl.jsonl"
-    stage episodes "$DATA/sft.jsonl" python tiny.py drills --episodes --careful 0.5 --n 2400 \
+    stage episodes "$DATA/sft.jsonl" python -m tiny drills --episodes --careful 0.5 --n 2400 \
         --worlds 60 --seed 3 --out "$DATA/sft.jsonl"
     if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown
-        stage drills "$DATA/drills.jsonl" python tiny.py drills --careful 0.5 --n 10000 \
+        stage drills "$DATA/drills.jsonl" python -m tiny drills --careful 0.5 --n 10000 \
             --worlds 64 --seed 5 --out "$DATA/drills.jsonl"
-        stage init "$OUT/init/config.json" python tiny.py model --seed "$SEED" \
+        stage init "$OUT/init/config.json" python -m tiny model --seed "$SEED" \
             --corpus "$DATA/drills.jsonl" "$DATA/sft.jsonl" --out "$OUT/init"
         stage base "$OUT/base/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$OUT/init" \
             --data "$DATA/drills.jsonl" --epochs 1 --batch 8 --lr 1e-3 --min-lr 0.3 --warmup 0.03 \
@@ -242,7 +242,7 @@ else
         --data "$DATA/sft.jsonl" --epochs "$sft_epochs" --batch 32 --lr 5e-6 --warmup 0.1 \
         --cutoff $cutoff --seed "$SEED" --save-every 20 --resume --out "$OUT/sft"
 fi
-[[ $what != axis ]] || source axes.sh
+[[ $what != axis ]] || source recipes/axes.sh
 
 # ------------------------------------------------------------------------------- RL and evaluation
 stage rl "$OUT/rl/config.json" "${rl[@]}"
@@ -255,5 +255,5 @@ elif [[ -n ${QA:-} ]]; then  # out of domain [1 sec. 4]: top 5, 60 calls, 32K to
         --retriever "${RETRIEVER:?QA needs RETRIEVER, a /retrieve address or an index folder}" \
         --max-turns 60 --max-context 32768 --seed "$SEED" --out "$OUT/qa"
 fi
-stage curves "$OUT/curves.png" python report.py "$OUT/rl" --curves --out "$OUT"
+stage curves "$OUT/curves.png" python -m look.report "$OUT/rl" --curves --out "$OUT"
 finish "$OUT/eval/table.md"

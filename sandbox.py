@@ -1,24 +1,26 @@
 """
-The world an agent travels in: the TravelPlanner database, six tools over it, and the turn protocol.
+The world an agent sees: the turn protocol and the TravelPlanner tools, and the tables behind them.
 
-    (1) Database answers from an index, an SQLite file that is built once from the published CSVs
-        and shared by all processes, and built again when a CSV has changed or damage is found
-    (2) Sandbox.call runs one tool call and words the observation as the benchmark's own tools do
-    (3) parse reads a reply: one <think>...</think>, then one <tool_call>{"name": ..., "arguments":
+    (1) parse reads a reply: one <think>...</think>, then one <tool_call>{"name": ..., "arguments":
         ...}</tool_call> or one closed <answer>...</answer>; anything else is an error
-    (4) Episode.step plays a turn, reply in, observation out, until `stop` says why it ended: answer
-        (given), format (broken protocol), turns (limit), context (set by a player out of tokens)
+    (2) Episode.step plays a turn, from a reply to an observation, until `stop` says why it ended:
+        answer (given), format (the protocol was broken), turns (limit), context (the player ran out
+        of tokens)
+    (3) Sandbox.call answers a tool call, and phrases observations exactly as the benchmark's tools
+    (4) Database answers from an index, an SQLite file that is built once from the published CSVs,
+        shared by all processes, and built again when a CSV changes
 
-Departs from the benchmark [1] and from STAR [2] in nothing the agent sees.
-[1] TravelPlanner, arXiv:2402.01622   [2] STAR, arXiv:2603.21972
+Tools and observations are those of the benchmark [1]. The system prompt is ours: see README.md,
+"Where this departs from the papers".
+[1] TravelPlanner, arXiv:2402.01622
 
-Reads   the tables of database/README.md, flat or one folder per table
+Reads   the tables of database/README.md, flat or with one folder per table
 Writes  sandbox.index beside them, or in ~/.cache/star where that folder is not writable
 
-    python sandbox.py check DIR     which tables are there, what is missing or off, sample calls
+    python sandbox.py check DIR     which tables are there, what is missing or different
 
-For another world, give Episode a prompt and an object with .call(name, arguments) -> str, which
-never raises, whatever a model asks, and may be copied by copy.copy while it is played (arpo.py).
+For another world, give Episode a system prompt and an object with .call(name, arguments) -> str.
+It must not raise, whatever a model asks for, and arpo.py must be able to copy it with copy.copy.
 """
 import argparse
 import contextlib
@@ -34,370 +36,174 @@ import sqlite3
 import sys
 import time
 import uuid
-import zlib
 from collections import namedtuple
 from functools import partialmethod
 from pathlib import Path
 from typing import NamedTuple
 
-HELP = "database/README.md says what belongs there"
-# what pandas takes for a missing value in a CSV
-MISSING = frozenset((
-    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN",
-    "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"))
+# ---------------------------------------------------------------- protocol
+
+PROMPTS = Path(__file__).parent / "database" / "prompts"  # what models are told
+SHORT_PROMPT = (
+    'You plan trips with tools. Reply <think>...</think><tool_call>{"name": ..., "arguments": '
+    '{...}}</tool_call> or <think>...</think><answer>...</answer>.')
 
 
-# ---------------------------------------------------------------- tables
-# A row holds what the tools print, then the key it is looked up by. Prices are in dollars: of a
-# hotel for a room and night, of a restaurant and a flight for a person.
-
-Hotel = namedtuple("Hotel", "name price room_type house_rules minimum_nights maximum_occupancy "
-                            "review city")  # house_rules like "No pets & No smoking"
-Restaurant = namedtuple("Restaurant", "name cost cuisines rating city")
-Attraction = namedtuple("Attraction", "name website address phone city")
-Flight = namedtuple("Flight", "number price departure arrival elapsed miles "
-                              "origin destination date")  # times like "15:40"
-City = namedtuple("City", "city state")
+def read_prompt(name="full"):
+    """The text of --system-prompt: full (database/prompts/system.txt), short, or a file."""
+    if name == "short":
+        return SHORT_PROMPT
+    path = PROMPTS / "system.txt" if name == "full" else Path(name)
+    return path.read_text(encoding="utf-8")
 
 
-class Distance(namedtuple("Distance", "duration distance origin destination")):
-    """A road of "10 hours 55 mins" and "1,144 km"; both are "" where unknown."""
-
-    @property
-    def km(self):
-        return float(self.distance.removesuffix(" km").replace(",", "")) if self.distance else None
-
-
-def kilometres(text):
-    """The text itself; ValueError unless it is empty or like "1,144 km"."""
-    if text and not re.fullmatch(r"\d[\d,]*(\.\d+)? km", text, re.ASCII):
-        raise ValueError(f"{text!r} is no distance in km")
-    return text
+class Action(NamedTuple):
+    """What a reply asks for. kind "call": name, arguments; "answer": text; "error": why."""
+    kind: str
+    name: str = ""
+    arguments: object = {}
+    text: str = ""
+    why: str = ""
 
 
-class Table(NamedTuple):
-    row: type
-    file: str
-    subfolder: str
-    columns: dict  # {column of the CSV: its type}; numbers are printed as pandas prints them
-    key: tuple  # columns that rows are looked up by
-    records: int  # rows of the published file
-    kept: int  # of them without a missing value; the others are dropped
+def parse(reply, load=json.loads):
+    """Read a reply by the turn protocol -> Action. It never raises, and takes linear time."""
+    if not isinstance(reply, str):
+        return Action("error", why="the reply is not a text")
+    counts = {tag: (reply.count(f"<{tag}>"), reply.count(f"</{tag}>"))
+              for tag in ("think", "tool_call", "answer")}
+    if counts.pop("think") != (1, 1):
+        return Action("error", why="a reply has exactly one <think>...</think>")
+    if sorted(counts.values()) != [(0, 0), (1, 1)]:
+        why = "after the thought comes exactly one closed <tool_call> or one closed <answer>"
+        return Action("error", why=why)
+    tag = "answer" if counts["answer"] == (1, 1) else "tool_call"
+    thought, rest = map(str.strip, reply.split("</think>"))
+    if not (thought.startswith("<think>") and rest.startswith(f"<{tag}>")
+            and rest.endswith(f"</{tag}>")):
+        return Action("error", why="nothing may stand beside <think>...</think> and "
+                                   f"<{tag}>...</{tag}>, in this order")
+    text = rest[len(tag) + 2:-len(tag) - 3].strip()
+    return Action("answer", text=text) if tag == "answer" else parse_call(text, load)
 
 
-TABLES = {
-    "flights": Table(Flight, "clean_Flights_2022.csv", "flights", {
-        "Flight Number": str, "Price": int, "DepTime": str, "ArrTime": str,
-        "ActualElapsedTime": str, "Distance": float,
-    }, ("OriginCityName", "DestCityName", "FlightDate"), 3827361, 3827361),
-    "hotels": Table(Hotel, "clean_accommodations_2022.csv", "accommodations", {
-        "NAME": str, "price": float, "room type": str, "house_rules": str, "minimum nights": float,
-        "maximum occupancy": int, "review rate number": float,
-    }, ("city",), 5047, 4285),
-    "restaurants": Table(Restaurant, "clean_restaurant_2022.csv", "restaurants", {
-        "Name": str, "Average Cost": int, "Cuisines": str, "Aggregate Rating": float,
-    }, ("City",), 9551, 9551),
-    "attractions": Table(Attraction, "attractions.csv", "attractions", {
-        "Name": str, "Website": str, "Address": str, "Phone": str,
-    }, ("City",), 5302, 5302),
-    "distances": Table(Distance, "distance.csv", "googleDistanceMatrix", {
-        "duration": str, "distance": kilometres,
-    }, ("origin", "destination"), 17602, 17602),
-    "cities": Table(City, "citySet_with_states.txt", "background", {},
-                    ("city", "state"), 312, 312),
-}
-
-
-def find_sources(folder):
-    """{table: path, or None where it is missing}, in the flat layout or with a folder per table."""
-    found = {}
-    for name, table in TABLES.items():
-        places = folder / table.file, folder / table.subfolder / table.file
-        found[name] = next((path for path in places if path.is_file()), None)
-    return found
-
-
-def read_table(path, table):
-    """A CSV -> {key: its kept rows in file order, each as JSON}, number of rows in all.
-
-    Raises ValueError, naming file and line, where the file is not what it should be.
-    """
-    groups, total, reader = {}, 0, None
+def parse_call(text, load):
+    """The Action of a tool call's JSON."""
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, strict=True)
-            if table.row is City:  # it has no header
-                reader = csv.DictReader(file, table.key, delimiter="\t", strict=True)
-            for column in (*table.columns, *table.key):
-                if column not in (reader.fieldnames or ()):
-                    raise ValueError(f"there is no column {column!r}")
-            for total, row in enumerate(reader, 1):
-                if total % 500_000 == 0:
-                    print(f"sandbox: indexing {path.name}, {total:,} rows", file=sys.stderr)
-                if None in row or None in row.values():
-                    raise ValueError(f"the row has not {len(reader.fieldnames)} fields")
-                if not MISSING.isdisjoint(row.values()):
-                    if table.row is not Distance:
-                        continue
-                    row = {name: "" if text in MISSING else text for name, text in row.items()}
-                fields = [kind(row[column]) for column, kind in table.columns.items()]
-                key = tuple(row[column] for column in table.key)
-                groups.setdefault(key, []).append(json.dumps(fields, ensure_ascii=False))
-    except (csv.Error, ValueError) as error:
-        line = reader.line_num if reader else 1
-        raise ValueError(f"{path}, line {line}: {error}; fetch it again, {HELP}") from None
-    return groups, total
+        call = load(text)
+        if "\\u" in text:  # half a surrogate pair can be neither tokenized nor written to a file
+            json.dumps(call, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        return Action("error", why=f"the tool call is no valid JSON ({error})")
+    if isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call:
+        return Action("call", name=call["name"], arguments=call["arguments"])
+    return Action("error", why='a tool call is a JSON object {"name": "...", "arguments": {...}}')
 
 
-# ---------------------------------------------------------------- index
-# An SQLite file: a table per CSV with a line per key, whose `rows` are all rows of that key in file
-# order as JSON; `numbers` finds a flight's line by its number, `about` tells what the index is of.
-# Names are listed in the order of their first occurrence, as in every answer that lists names.
-
-def identity(sources):
-    """What an index is of; when any of it changes, the index is built again."""
-    stats = [(path.name, path.stat()) for path in sources.values()]
-    return json.dumps([2, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)])
+def turn(thought, tool, arguments):
+    """A reply that calls a tool."""
+    call = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
+    return f"<think>{thought}</think>\n<tool_call>{call}</tool_call>"
 
 
-def fill_index(base, sources):
-    """Make the tables of an index and fill them."""
-    stamp = identity(sources)  # first: a CSV that changes meanwhile makes the index stale
-    base.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
-    names, counts, cities = {}, {}, []
-    for name, table in TABLES.items():
-        groups, total = read_table(sources[name], table)
-        counts[name] = total, sum(map(len, groups.values()))
-        if table.row is City:
-            cities = list(groups)
-            continue
-        names |= dict.fromkeys(part for key in groups for part in key)
-        key = ", ".join(table.row._fields[len(table.columns):])
-        texts = ((place, f"[{','.join(rows)}]") for place, rows in groups.items())
-        base.execute(f"CREATE TABLE {name} (rows, crc, {key})")
-        lines = ((text, checksum(text), *place) for place, text in texts)
-        base.executemany(f"INSERT INTO {name} VALUES (?, ?{', ?' * len(table.key)})", lines)
-        base.execute(f"CREATE INDEX key_of_{name} ON {name} ({key})")
-    base.executescript("""
-        CREATE TABLE numbers (number, line, PRIMARY KEY (number, line)) WITHOUT ROWID;
-        INSERT OR IGNORE INTO numbers SELECT json_extract(value, '$[0]'), flights.rowid
-            FROM flights, json_each(rows) ORDER BY 1, 2;
-        CREATE TABLE about (rows, crc, identity);""")
-    about = json.dumps([counts, cities, list(names)], ensure_ascii=False)
-    base.execute("INSERT INTO about VALUES (?, ?, ?)", (about, checksum(about), stamp))
-    base.commit()
-    if base.execute("PRAGMA quick_check").fetchone() != ("ok",):
-        raise OSError("an index was not written as it should be: is the disk sound?")
+def final_turn(thought, answer):
+    """A reply that answers."""
+    return f"<think>{thought}</think>\n<answer>\n{answer}\n</answer>"
 
 
-def checksum(text):
-    return zlib.crc32(str(text).encode())
+class Episode:
+    """One play of a task.
 
-
-def write_index(path, sources):
-    """Build an index under a temporary name, then rename it: a reader finds the old or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for old in path.parent.glob(path.name + ".*.tmp"):  # a killed writer's; none needs an hour
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - old.stat().st_mtime > 3600:
-                old.unlink()
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with contextlib.closing(sqlite3.connect(temporary)) as base:
-            fill_index(base, sources)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def connect(path, stamp):
-    """A connection to an index of these CSVs; sqlite3.DatabaseError where it is none."""
-    # immutable: no locks and no look for changes, because a changed index is another file
-    base = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True,
-                           check_same_thread=False)
-    if base.execute("SELECT identity FROM about").fetchall() != [(stamp,)]:  # or it is cut off
-        raise sqlite3.DatabaseError(f"{path} is of other files")
-    return base
-
-
-def open_index(folder, sources):
-    """(path, connection) of the index beside the CSVs or in the cache, built where it must be."""
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    beside, cached = folder / "sandbox.index", Path(f"~/.cache/star/{name}.index").expanduser()
-    with open(sources["flights"]) as lock:
-        for locked in False, True:  # look again once locked: another process may have built it
-            if locked:  # where locks do not work (NFS) several build the same file: waste, no harm
-                with contextlib.suppress(OSError):
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-            for place in beside, cached:
-                with contextlib.suppress(FileNotFoundError, PermissionError, sqlite3.DatabaseError):
-                    return place, connect(place, identity(sources))
-        # root may write anywhere; a folder without any write bit is left alone all the same
-        writable = os.access(folder, os.W_OK) and folder.stat().st_mode & 0o222
-        place = beside if writable else cached
-        write_index(place, sources)
-        return place, connect(place, identity(sources))
-
-
-# ---------------------------------------------------------------- database
-
-class Database:
-    """The tables of a folder. Unknown names find nothing; rows come in file order.
-
-    Raises FileNotFoundError or ValueError, naming the file, where a table is missing or malformed.
+    system_prompt: database/prompts/system.txt by default; strict: a reply that breaks
+    the protocol ends the episode (training), otherwise the agent is told; parse: reply -> Action.
     """
 
-    def __init__(self, folder):
-        self.folder = Path(folder)
-        self._open()
-        self._kept = {}  # {question: answer} of what is asked for again and again
-        self.counts, cities, names = self._read("about")
-        self._rank = {name: rank for rank, name in enumerate(names)}
-        self.cities = dict(cities)
-        self.states = {}  # {state: [city]}, as cities is {city: state}
-        for city, state in cities:
-            self.states.setdefault(state, []).append(city)
-        self.hotel_cities = self._names("SELECT city FROM hotels")
-        self.restaurant_cities = self._names("SELECT city FROM restaurants")
-        self.attraction_cities = self._names("SELECT city FROM attractions")
+    tokens = asked = observation_tokens = 0  # set by players: of the whole episode, up to the last
+    # reply, of the last observation
+    rewritten = None  # set by a world whose helpers change earlier messages (toolstar/)
 
-    def of(self, task):
-        """The database that a task is about: this one, of every task."""
-        return self
+    def __init__(self, task, sandbox, max_turns=60, system_prompt=None, strict=True,
+                 parse=parse):
+        self.task, self.sandbox, self.max_turns = task, sandbox, max_turns
+        self.strict, self.parse = strict, parse
+        self.messages = [{"role": "system", "content": system_prompt or read_prompt()},
+                         {"role": "user", "content": task["query"]}]
+        self.answer, self.stop = None, ""  # stop: "", "answer", "format", "turns" or "context"
+        self.calls = self.turns = self.errors = 0  # errors: replies that break the protocol
 
-    @property
-    def worlds(self):
-        """{name: Database} of what `of` chooses from."""
-        return {"": self}
+    def step(self, reply):
+        """Play one reply -> the observation, or None if the episode has ended."""
+        action = self.begin(reply)
+        return None if action is None else self.finish(self.act(action))
 
-    def _open(self):
-        sources = find_sources(self.folder)
-        missing = [TABLES[name].file for name, path in sources.items() if path is None]
-        if missing:
-            raise FileNotFoundError(f"{self.folder}: no {', no '.join(missing)}; {HELP}")
-        self.index, self._base = open_index(self.folder, sources)
+    def begin(self, reply):
+        """Take a reply -> the Action to answer with an observation, or None at the end."""
+        if self.stop:
+            return None
+        self.messages.append({"role": "assistant", "content": reply})
+        self.turns += 1
+        action = self.parse(reply)
+        self.errors += action.kind == "error"
+        tools = getattr(self.sandbox, "tools", (action.name,))
+        known = action.kind != "call" or action.name in tools
+        if action.kind == "answer":
+            self.answer, self.stop = action.text, "answer"
+        elif self.strict and (action.kind == "error" or not known):
+            self.stop = "format"
+        elif self.turns >= self.max_turns:
+            self.stop = "turns"  # the agent could not reply to an observation
+        if self.stop:
+            return None
+        self.calls += action.kind == "call" and known
+        return action
 
-    def _ask(self, question, *values):
-        """The lines that the index answers with; a damaged index is built again.
+    def act(self, action):
+        """The observation of an action. May run in a thread, so it does not change the episode."""
+        if action.kind == "error":
+            return (f"Error: {action.why}. "
+                    "Reply with one thought, then one tool call or the answer.")
+        return self.sandbox.call(action.name, action.arguments)
 
-        sqlite3.ProgrammingError where the question is wrong, as with a value that is no text.
-        """
-        try:
-            return self._base.execute(question, values).fetchall()
-        except UnicodeEncodeError:
-            return []  # half a surrogate pair names nothing
-        except sqlite3.ProgrammingError:
-            raise
-        except sqlite3.DatabaseError:
-            self._build_again()
-        return self._base.execute(question, values).fetchall()  # a new index has no damage to mend
+    def finish(self, observation):
+        """Append an observation to the messages."""
+        self.messages.append(observation_message(observation))
+        return observation
 
-    def _read(self, place, *values):
-        """The rows of a line of the index, none where no line is at this place."""
-        for rows, crc in self._ask(f"SELECT rows, crc FROM {place}", *values):
-            if checksum(rows) == crc:
-                return json.loads(rows)
-            self._build_again()
-            return self._read(place, *values)
-        return ()
+    def fork(self, seed):
+        """An independent copy, whose world draws its random events from another seed."""
+        twin = copy.copy(self)
+        twin.sandbox, twin.messages = copy.copy(self.sandbox), list(self.messages)
+        twin.sandbox.seed = seed
+        return twin
 
-    def _build_again(self):
-        print(f"sandbox: {self.index} is damaged, building it again", file=sys.stderr)
-        self.index.unlink(missing_ok=True)
-        self._open()
-
-    def _names(self, question, *values):
-        """A column of names in the order of their first occurrence in the CSVs."""
-        return tuple(sorted((name for name, in self._ask(question, *values)), key=self._rank.get))
-
-    def _rows(self, table, where, *key):
-        row = TABLES[table].row
-        return tuple([row(*fields, *key) for fields in self._read(f"{table} WHERE {where}", *key)])
-
-    def _city_rows(self, table, city):
-        if (table, city) not in self._kept and (rows := self._rows(table, "city = ?", city)):
-            self._kept[table, city] = rows  # known cities are few; the same object every time
-        return self._kept.get((table, city), ())
-
-    hotels = partialmethod(_city_rows, "hotels")
-    restaurants = partialmethod(_city_rows, "restaurants")
-    attractions = partialmethod(_city_rows, "attractions")
-
-    def distance(self, origin, destination):
-        """The pair's first row, None if there is none."""
-        where = "origin = ? AND destination = ?"
-        return next(iter(self._rows("distances", where, origin, destination)), None)
-
-    def flights(self, origin, destination, date):
-        where = "origin = ? AND destination = ? AND date = ?"
-        return self._rows("flights", where, origin, destination, date)
-
-    def flights_from(self, origin):
-        """All flights from a city, in file order."""
-        keys = self._ask("SELECT origin, destination, date FROM flights WHERE origin = ?", origin)
-        rows = [row for key in keys for row in self.flights(*key)]
-        return sorted(rows, key=lambda row: (len(row.number), row.number))
-
-    def flight(self, number):
-        """The flight of this number, None if there is none. Published numbers are unique."""
-        keys = self._ask("SELECT origin, destination, date FROM numbers "
-                         "JOIN flights ON flights.rowid = line WHERE number = ?", number)
-        rows = (row for key in keys for row in self.flights(*key))
-        return next((row for row in rows if row.number == number), None)
-
-    def flight_dates(self, origin, destination):
-        """Sorted dates with a flight from origin to destination."""
-        dates = self._ask("SELECT date FROM flights WHERE origin = ? AND destination = ? "
-                          "ORDER BY date", origin, destination)
-        return tuple(date for date, in dates)
-
-    def flight_destinations(self, origin):
-        """Cities with any flight from origin."""
-        if origin not in self._kept:
-            question = "SELECT DISTINCT destination FROM flights WHERE origin = ?"
-            self._kept[origin] = self._names(question, origin)
-        return self._kept[origin]
+    def record(self, model=""):
+        """The episode as a line of jsonl."""
+        return {"task": self.task, "model": model, "messages": self.messages,
+                "answer": self.answer, "stop": self.stop, "calls": self.calls,
+                "turns": self.turns, "errors": self.errors,
+                "failures": getattr(self.sandbox, "failures", 0)}
 
 
-class Country:
-    """Worlds side by side, the folders world-* of one; a task's "world" names the one it is of."""
-
-    def __init__(self, folder, folders):
-        self.folder = folder
-        self.worlds = {path.name: Database(path) for path in sorted(folders)}
-
-    def of(self, task):
-        name = task.get("world")
-        if isinstance(name, str) and name in self.worlds:
-            return self.worlds[name]
-        raise ValueError(f"'world' is {name!r:.60}, which is no folder of "
-                         f"{self.folder}; it holds {min(self.worlds)} to {max(self.worlds)}")
-
-
-def open_database(path=None):
-    """The Database or Country at path; else at $STAR_DATABASE, else the small world beside this."""
-    default = Path(__file__).parent / "database" / "mini"
-    folder = Path(path or os.environ.get("STAR_DATABASE") or default)
-    folders = [each for each in folder.glob("world-*") if each.is_dir()]
-    return Country(folder, folders) if folders else Database(folder)
+def observation_message(observation):
+    """The user turn that carries an observation."""
+    return {"role": "user", "content": f"<tool_response>\n{observation}</tool_response>"}
 
 
 # ---------------------------------------------------------------- tools
 
-ARGUMENTS = {  # tool: what a call must name. Models read the schemas in database/prompts/system.txt
+ARGUMENTS = {  # {tool: required arguments}. Models read the schemas in database/prompts/system.txt
     "SearchCity": ("state",),
     "SearchFlight": ("departure", "destination", "date"),
-    "GoogleDistanceMatrix": ("departure", "destination"),  # and mode, driving if it is left out
+    "GoogleDistanceMatrix": ("departure", "destination"),  # and mode, which defaults to driving
     "SearchRestaurant": ("city",),
     "SearchAttraction": ("city",),
     "SearchAccommodation": ("city",),
 }
-ASKED = {"SearchFlight": "departure, destination and date",
-         "GoogleDistanceMatrix": "departure, destination and mode",
-         "SearchCity": "state"}  # the others ask for a city
-LISTS = {  # tool: table, what the observation calls a row and the city, a row
+REQUIRED = {  # what the error message asks for; "city" for all other tools
+    "SearchFlight": "departure, destination and date",
+    "GoogleDistanceMatrix": "departure, destination and mode",
+    "SearchCity": "state"}
+LISTS = {  # {tool: table, the observation's word for a row, its prefix of the city, a row}
     "SearchAccommodation": (
         "hotels", "accommodation", "",
         "%s. [%s] $%s. Room Type: %s, House Rules: %s, Minimum Nights: %s, "
@@ -413,19 +219,19 @@ NOTHING = "There is no %s. Please rethink your %s search and try again."
 
 
 def list_rows(template, rows):
-    """Rows as the tools print them: each ends with a newline, an empty line stands between two."""
+    """Rows as the tools print them: each ends with a newline, with an empty line in between."""
     width = template.count("%s") - 1  # the key is not printed
     return "\n".join([template % (i, *row[:width]) + "\n" for i, row in enumerate(rows, 1)])
 
 
 def compare(value, rows):
-    """pandas compares a column with a list only if both are as long, and its error is shown."""
+    """Raise pandas' error for comparing a column with a list of another length: agents see it."""
     if isinstance(value, list) and len(value) != rows:
         raise ValueError("Lengths must match to compare", (rows,), (len(value),))
 
 
 class Sandbox:
-    """The six tools, for one episode. failure_rate: the probability that a call is made to fail."""
+    """The six tools for one episode. failure_rate: the probability that a call fails on purpose."""
 
     tools = frozenset(ARGUMENTS)
 
@@ -434,17 +240,17 @@ class Sandbox:
         self.draws = self.failures = 0
 
     def call(self, name, arguments):
-        """The observation of a tool call. Never raises: it says what is wrong with a call."""
+        """The observation of a tool call. It never raises, but says what is wrong with a call."""
         if not isinstance(name, str) or name not in self.tools:
             shown = name[:80] if isinstance(name, str) else type(name).__name__
             return f"Error: there is no tool {shown!r}. The tools are {', '.join(ARGUMENTS)}."
         if self.failure_rate and self._fails():
             return f"Error: Current tool {name} is not available."
         try:
-            # as the reference does it: `in` and [] on whatever came, and Python's own words where
-            # they do not work
+            # like the reference: `in` and [] on whatever the model wrote, and Python's own message
+            # if that fails
             if not all(argument in arguments for argument in ARGUMENTS[name]):
-                return f"Invalid parameters. Please provide {ASKED.get(name, 'city')}."
+                return f"Invalid parameters. Please provide {REQUIRED.get(name, 'city')}."
             values = [arguments[argument] for argument in ARGUMENTS[name]]
             if name == "GoogleDistanceMatrix":
                 return self._distance(*values, arguments.get("mode", "driving"))
@@ -455,7 +261,7 @@ class Sandbox:
             return f"Tool calling error: {error}"
 
     def _fails(self):
-        # a generator per draw: the state is one number, so that a copy goes on as the original
+        # a new generator per draw: the state is one number, so a copied sandbox draws the same
         self.draws += 1
         failed = random.Random(f"{self.seed}/{self.draws}").random() < self.failure_rate
         self.failures += failed
@@ -481,7 +287,7 @@ class Sandbox:
                 f"{len(rows)} flights:\n" + list_rows(FLIGHT, rows))
 
     def _flights_by_lists(self, departure, destination, date):
-        """The reference narrows the table column by column; lists are compared item by item."""
+        """The reference filters the table column by column, and compares lists item by item."""
         compare(departure, self.database.counts["flights"][1])
         rows = self.database.flights_from(departure) if isinstance(departure, str) else []
         for column, value in ("destination", destination), ("date", date):
@@ -517,150 +323,343 @@ class Sandbox:
                 f"distance: {row.distance}, cost: ${cost}")
 
 
-# ---------------------------------------------------------------- protocol
-
-PROMPTS = Path(__file__).parent / "database" / "prompts"  # what models are told
-SYSTEM_PROMPT = (PROMPTS / "system.txt").read_text(encoding="utf-8")
-SHORT_PROMPT = (
-    'You plan trips with tools. Reply <think>...</think><tool_call>{"name": ..., "arguments": '
-    '{...}}</tool_call> or <think>...</think><answer>...</answer>.')
+HELP = "database/README.md lists the files"
+# what pandas reads as a missing value in a CSV
+MISSING = frozenset((
+    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN",
+    "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"))
 
 
-KNOWN_PROMPTS = {"full": SYSTEM_PROMPT, "short": SHORT_PROMPT}
+# ---------------------------------------------------------------- tables
+# A row holds the fields that the tools print, then the key it is looked up by. Prices are in
+# dollars: per room and night for a hotel, per person for a restaurant and a flight.
+
+Hotel = namedtuple("Hotel", "name price room_type house_rules minimum_nights maximum_occupancy "
+                            "review city")  # house_rules like "No pets & No smoking"
+Restaurant = namedtuple("Restaurant", "name cost cuisines rating city")
+Attraction = namedtuple("Attraction", "name website address phone city")
+Flight = namedtuple("Flight", "number price departure arrival elapsed miles "
+                              "origin destination date")  # times like "15:40"
+City = namedtuple("City", "city state")
 
 
-def system_prompt(name="full", known=KNOWN_PROMPTS):
-    """The text behind --system-prompt: full, short, or the content of a file."""
-    return known.get(name) or Path(name).read_text(encoding="utf-8")
+class Distance(namedtuple("Distance", "duration distance origin destination")):
+    """A road of "10 hours 55 mins" and "1,144 km"; both are "" if unknown."""
+
+    @property
+    def km(self):
+        return float(self.distance.removesuffix(" km").replace(",", "")) if self.distance else None
 
 
-class Action(NamedTuple):
-    """What a reply does. kind "call": name, arguments; "answer": text; "error": why."""
-    kind: str
-    name: str = ""
-    arguments: object = {}
-    text: str = ""
-    why: str = ""
+def kilometres(text):
+    """The text itself; ValueError unless it is empty or like "1,144 km"."""
+    if text and not re.fullmatch(r"\d[\d,]*(\.\d+)? km", text, re.ASCII):
+        raise ValueError(f"{text!r} is not a distance in km")
+    return text
 
 
-def parse(reply, load=json.loads):
-    """Read a reply by the turn protocol -> Action. Never raises; takes linear time."""
-    if not isinstance(reply, str):
-        return Action("error", why="the reply is no text")
-    counts = {tag: (reply.count(f"<{tag}>"), reply.count(f"</{tag}>"))
-              for tag in ("think", "tool_call", "answer")}
-    if counts.pop("think") != (1, 1):
-        return Action("error", why="a reply has exactly one <think>...</think>")
-    if sorted(counts.values()) != [(0, 0), (1, 1)]:
-        why = "after the thought comes exactly one closed <tool_call> or one closed <answer>"
-        return Action("error", why=why)
-    tag = "answer" if counts["answer"] == (1, 1) else "tool_call"
-    thought, rest = map(str.strip, reply.split("</think>"))
-    if not (thought.startswith("<think>") and rest.startswith(f"<{tag}>")
-            and rest.endswith(f"</{tag}>")):
-        return Action("error", why="nothing may stand beside <think>...</think> and "
-                                   f"<{tag}>...</{tag}>, in this order")
-    text = rest[len(tag) + 2:-len(tag) - 3].strip()
-    return Action("answer", text=text) if tag == "answer" else parse_call(text, load)
+class Table(NamedTuple):
+    row: type
+    file: str
+    subfolder: str
+    columns: dict  # {column of the CSV: its type}; numbers are printed as pandas prints them
+    key: tuple  # columns that rows are looked up by
+    records: int  # rows of the published file
+    kept: int  # those without a missing value; the others are dropped
 
 
-def parse_call(text, load):
+TABLES = {
+    "flights": Table(Flight, "clean_Flights_2022.csv", "flights", {
+        "Flight Number": str, "Price": int, "DepTime": str, "ArrTime": str,
+        "ActualElapsedTime": str, "Distance": float,
+    }, ("OriginCityName", "DestCityName", "FlightDate"), 3827361, 3827361),
+    "hotels": Table(Hotel, "clean_accommodations_2022.csv", "accommodations", {
+        "NAME": str, "price": float, "room type": str, "house_rules": str, "minimum nights": float,
+        "maximum occupancy": int, "review rate number": float,
+    }, ("city",), 5047, 4285),
+    "restaurants": Table(Restaurant, "clean_restaurant_2022.csv", "restaurants", {
+        "Name": str, "Average Cost": int, "Cuisines": str, "Aggregate Rating": float,
+    }, ("City",), 9551, 9551),
+    "attractions": Table(Attraction, "attractions.csv", "attractions", {
+        "Name": str, "Website": str, "Address": str, "Phone": str,
+    }, ("City",), 5302, 5302),
+    "distances": Table(Distance, "distance.csv", "googleDistanceMatrix", {
+        "duration": str, "distance": kilometres,
+    }, ("origin", "destination"), 17602, 17602),
+    "cities": Table(City, "citySet_with_states.txt", "background", {},
+                    ("city", "state"), 312, 312),
+}
+
+
+def find_sources(folder):
+    """{table: path, or None if it is missing}, for the flat layout or a folder per table."""
+    found = {}
+    for name, table in TABLES.items():
+        places = folder / table.file, folder / table.subfolder / table.file
+        found[name] = next((path for path in places if path.is_file()), None)
+    return found
+
+
+def read_table(path, table):
+    """A CSV -> {key: its kept rows in file order, each as JSON}, number of all rows.
+
+    Raises ValueError with the file and line of what is malformed.
+    """
+    groups, total, reader = {}, 0, None
     try:
-        call = load(text)
-        if "\\u" in text:  # half a surrogate pair could be neither tokenised nor written to a file
-            json.dumps(call, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        return Action("error", why=f"the tool call is no valid JSON ({error})")
-    if isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call:
-        return Action("call", name=call["name"], arguments=call["arguments"])
-    return Action("error", why='a tool call is a JSON object {"name": "...", "arguments": {...}}')
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            if table.row is City:  # it has no header
+                reader = csv.DictReader(file, table.key, delimiter="\t", strict=True)
+            for column in (*table.columns, *table.key):
+                if column not in (reader.fieldnames or ()):
+                    raise ValueError(f"column {column!r} is missing")
+            for total, row in enumerate(reader, 1):
+                if total % 500_000 == 0:
+                    print(f"sandbox: indexing {path.name}, {total:,} rows", file=sys.stderr)
+                if None in row or None in row.values():
+                    raise ValueError(f"the row does not have {len(reader.fieldnames)} fields")
+                if not MISSING.isdisjoint(row.values()):
+                    if table.row is not Distance:
+                        continue
+                    row = {name: "" if text in MISSING else text for name, text in row.items()}
+                fields = [kind(row[column]) for column, kind in table.columns.items()]
+                key = tuple(row[column] for column in table.key)
+                groups.setdefault(key, []).append(json.dumps(fields, ensure_ascii=False))
+    except (csv.Error, ValueError) as error:
+        line = reader.line_num if reader else 1
+        raise ValueError(f"{path}, line {line}: {error}; download it again, {HELP}") from None
+    return groups, total
 
 
-class Episode:
-    """One play of a task. strict: a broken protocol ends it (training); else the agent is told."""
+# ---------------------------------------------------------------- index
+# An SQLite file with a table per CSV. A line has a key and all `rows` of that key, in file order,
+# as JSON. `numbers` finds a flight's line by its number; `about` says which CSVs the index was made
+# of. Names are listed in the order of their first occurrence, as in every answer that lists names.
 
-    def __init__(self, task, sandbox, max_turns=60, system_prompt=SYSTEM_PROMPT, strict=True,
-                 parse=parse):
-        self.task, self.sandbox, self.max_turns = task, sandbox, max_turns
-        self.strict, self.parse = strict, parse
-        self.messages = [{"role": "system", "content": system_prompt},
-                         {"role": "user", "content": task["query"]}]
-        self.answer, self.stop = None, ""  # stop: "", "answer", "format", "turns" or "context"
-        self.calls = self.turns = self.errors = 0  # errors: replies that break the protocol
-
-    def step(self, reply):
-        """Play one reply -> the observation to hand back, or None when the episode has ended."""
-        action = self.begin(reply)
-        return None if action is None else self.finish(self.act(action))
-
-    def begin(self, reply):
-        """Take in a reply -> the Action that waits for an observation, or None at the end."""
-        if self.stop:
-            return None
-        self.messages.append({"role": "assistant", "content": reply})
-        self.turns += 1
-        action = self.parse(reply)
-        self.errors += action.kind == "error"
-        tools = getattr(self.sandbox, "tools", (action.name,))
-        known = action.kind != "call" or action.name in tools
-        if action.kind == "answer":
-            self.answer, self.stop = action.text, "answer"
-        elif self.strict and (action.kind == "error" or not known):
-            self.stop = "format"
-        elif self.turns >= self.max_turns:
-            self.stop = "turns"  # nobody would read the observation
-        if self.stop:
-            return None
-        self.calls += action.kind == "call" and known
-        return action
-
-    def act(self, action):
-        """The observation of an action. It may take long, in a thread: the play is not touched."""
-        if action.kind == "error":
-            return (f"Error: {action.why}. "
-                    "Reply with one thought, then one tool call or the answer.")
-        return self.sandbox.call(action.name, action.arguments)
-
-    def finish(self, observation):
-        """Hand an observation to the agent."""
-        self.messages.append(observation_message(observation))
-        return observation
-
-    def fork(self, seed):
-        """A copy that goes its own way: what chance decides in the world is drawn from its seed."""
-        twin = copy.copy(self)
-        twin.sandbox, twin.messages = copy.copy(self.sandbox), list(self.messages)
-        twin.sandbox.seed = seed
-        return twin
-
-    def record(self, model=""):
-        """The episode as a line of jsonl."""
-        return {"task": self.task, "model": model, "messages": self.messages,
-                "answer": self.answer, "stop": self.stop, "calls": self.calls,
-                "turns": self.turns, "errors": self.errors,
-                "failures": getattr(self.sandbox, "failures", 0)}
+def identity(sources):
+    """What an index was made of: if any of this changes, it is built again."""
+    stats = [(path.name, path.stat()) for path in sources.values()]
+    return json.dumps([3, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)])
 
 
-def observation_message(observation):
-    """The user's turn that hands an observation back."""
-    return {"role": "user", "content": f"<tool_response>\n{observation}</tool_response>"}
+def fill_index(base, sources):
+    """Create the tables of an index and fill them."""
+    stamp = identity(sources)  # taken first: if a CSV changes meanwhile, the index is out of date
+    base.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
+    names, counts, cities = {}, {}, []
+    for name, table in TABLES.items():
+        groups, total = read_table(sources[name], table)
+        counts[name] = total, sum(map(len, groups.values()))
+        if table.row is City:
+            cities = list(groups)
+            continue
+        names |= dict.fromkeys(part for key in groups for part in key)
+        key = ", ".join(table.row._fields[len(table.columns):])
+        base.execute(f"CREATE TABLE {name} (rows, {key})")
+        lines = ((f"[{','.join(rows)}]", *place) for place, rows in groups.items())
+        base.executemany(f"INSERT INTO {name} VALUES (?{', ?' * len(table.key)})", lines)
+        base.execute(f"CREATE INDEX key_of_{name} ON {name} ({key})")
+    base.executescript("""
+        CREATE TABLE numbers (number, line, PRIMARY KEY (number, line)) WITHOUT ROWID;
+        INSERT OR IGNORE INTO numbers SELECT json_extract(value, '$[0]'), flights.rowid
+            FROM flights, json_each(rows) ORDER BY 1, 2;
+        CREATE TABLE about (rows, identity);""")
+    about = json.dumps([counts, cities, list(names)], ensure_ascii=False)
+    base.execute("INSERT INTO about VALUES (?, ?)", (about, stamp))
+    base.commit()
+
+
+def write_index(path, sources):
+    """Build an index under a temporary name, then rename it: readers find the old or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob(path.name + ".*.tmp"):  # a killed writer's; no build takes an hour
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - old.stat().st_mtime > 3600:
+                old.unlink()
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with contextlib.closing(sqlite3.connect(temporary)) as base:
+            fill_index(base, sources)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def connect(path, stamp):
+    """A connection to an index of these CSVs; sqlite3.DatabaseError if it is something else."""
+    # immutable: SQLite takes no locks and looks for no changes; a changed index is another file
+    base = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True,
+                           check_same_thread=False)
+    if base.execute("SELECT identity FROM about").fetchall() != [(stamp,)]:
+        raise sqlite3.DatabaseError(f"{path} was made of other files")
+    return base
+
+
+def open_index(folder, sources):
+    """(path, connection) of the index beside the CSVs or in the cache, built if necessary."""
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    beside, cached = folder / "sandbox.index", Path(f"~/.cache/star/{name}.index").expanduser()
+    with open(sources["flights"]) as lock:
+        for locked in False, True:  # look again with the lock: another process may have built it
+            if locked:  # where locks do not work (NFS), several processes build the same file
+                with contextlib.suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+            for place in beside, cached:
+                with contextlib.suppress(FileNotFoundError, PermissionError, sqlite3.DatabaseError):
+                    return place, connect(place, identity(sources))
+        # root may write anywhere, but a folder without any write bit is left alone
+        writable = os.access(folder, os.W_OK) and folder.stat().st_mode & 0o222
+        place = beside if writable else cached
+        write_index(place, sources)
+        return place, connect(place, identity(sources))
+
+
+# ---------------------------------------------------------------- database
+
+class Database:
+    """The tables of a folder. Unknown names find nothing; rows come in file order.
+
+    Raises FileNotFoundError or ValueError with the file that is missing or malformed.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        sources = find_sources(self.folder)
+        missing = [TABLES[name].file for name, path in sources.items() if path is None]
+        if missing:
+            raise FileNotFoundError(f"{self.folder}: no {', no '.join(missing)}; {HELP}")
+        self.index, self._base = open_index(self.folder, sources)
+        self._kept = {}  # {question: answer} of frequent questions
+        self.counts, cities, names = self._read("about")
+        self._rank = {name: rank for rank, name in enumerate(names)}
+        self.cities = dict(cities)
+        self.states = {}  # {state: [city]}, as cities is {city: state}
+        for city, state in cities:
+            self.states.setdefault(state, []).append(city)
+        self.hotel_cities = self._names("SELECT city FROM hotels")
+        self.restaurant_cities = self._names("SELECT city FROM restaurants")
+        self.attraction_cities = self._names("SELECT city FROM attractions")
+
+    def of(self, task):
+        """The database that a task is about: this one, for every task."""
+        return self
+
+    @property
+    def worlds(self):
+        """{name: Database} that `of` chooses from."""
+        return {"": self}
+
+    def _ask(self, question, *values):
+        """The lines that the index answers with."""
+        try:
+            return self._base.execute(question, values).fetchall()
+        except UnicodeEncodeError:
+            return []  # half a surrogate pair names nothing
+        except sqlite3.ProgrammingError:  # a wrong question, such as a value that is not a text
+            raise
+        except sqlite3.DatabaseError as error:
+            raise OSError(f"{self.index} is damaged ({error}): delete it, and it is built again "
+                          "from the CSVs") from None
+
+    def _read(self, place, *values):
+        """The rows of a line of the index, () if there is no such line."""
+        lines = self._ask(f"SELECT rows FROM {place}", *values)
+        return json.loads(lines[0][0]) if lines else ()
+
+    def _names(self, question, *values):
+        """A column of names in the order of their first occurrence in the CSVs."""
+        return tuple(sorted((name for name, in self._ask(question, *values)), key=self._rank.get))
+
+    def _rows(self, table, where, *key):
+        row = TABLES[table].row
+        return tuple([row(*fields, *key) for fields in self._read(f"{table} WHERE {where}", *key)])
+
+    def _city_rows(self, table, city):
+        if (table, city) not in self._kept and (rows := self._rows(table, "city = ?", city)):
+            self._kept[table, city] = rows  # only known cities, which are few
+        return self._kept.get((table, city), ())
+
+    hotels = partialmethod(_city_rows, "hotels")
+    restaurants = partialmethod(_city_rows, "restaurants")
+    attractions = partialmethod(_city_rows, "attractions")
+
+    def distance(self, origin, destination):
+        """The first row of the pair, None if there is none."""
+        where = "origin = ? AND destination = ?"
+        return next(iter(self._rows("distances", where, origin, destination)), None)
+
+    def flights(self, origin, destination, date):
+        where = "origin = ? AND destination = ? AND date = ?"
+        return self._rows("flights", where, origin, destination, date)
+
+    def flights_from(self, origin):
+        """All flights from a city, in file order."""
+        keys = self._ask("SELECT origin, destination, date FROM flights WHERE origin = ?", origin)
+        rows = [row for key in keys for row in self.flights(*key)]
+        return sorted(rows, key=lambda row: (len(row.number), row.number))
+
+    def flight(self, number):
+        """The flight of this number, None if there is none. Published numbers are unique."""
+        keys = self._ask("SELECT origin, destination, date FROM numbers "
+                         "JOIN flights ON flights.rowid = line WHERE number = ?", number)
+        rows = (row for key in keys for row in self.flights(*key))
+        return next((row for row in rows if row.number == number), None)
+
+    def flight_dates(self, origin, destination):
+        """Sorted dates with a flight from origin to destination."""
+        dates = self._ask("SELECT date FROM flights WHERE origin = ? AND destination = ? "
+                          "ORDER BY date", origin, destination)
+        return tuple(date for date, in dates)
+
+    def flight_destinations(self, origin):
+        """Cities with any flight from origin."""
+        if origin not in self._kept:
+            question = "SELECT DISTINCT destination FROM flights WHERE origin = ?"
+            self._kept[origin] = self._names(question, origin)
+        return self._kept[origin]
+
+
+class Country:
+    """Several databases, one per subfolder world-*; a task's "world" names its own."""
+
+    def __init__(self, folder, folders):
+        self.folder = folder
+        self.worlds = {path.name: Database(path) for path in sorted(folders)}
+
+    def of(self, task):
+        name = task.get("world")
+        if isinstance(name, str) and name in self.worlds:
+            return self.worlds[name]
+        raise ValueError(f"'world' is {name!r:.60}, which is not a folder of "
+                         f"{self.folder}; it has {min(self.worlds)} to {max(self.worlds)}")
+
+
+def open_database(path=None):
+    """The Database or Country at `path`, else at $STAR_DATABASE, else the small one that ships."""
+    default = Path(__file__).parent / "database" / "mini"
+    folder = Path(path or os.environ.get("STAR_DATABASE") or default)
+    folders = [each for each in folder.glob("world-*") if each.is_dir()]
+    return Country(folder, folders) if folders else Database(folder)
 
 
 # ---------------------------------------------------------------- main
 
 def check(folder):
-    """Print what a folder holds beside what was published, and sample calls -> exit status."""
+    """Print a folder's tables beside the published ones, and sample calls -> exit status."""
     sources = find_sources(folder)
     database = Database(folder) if None not in sources.values() else None
     print(f"{'table':12} {'rows':>10} {'published':>10} {'kept':>10} {'published':>10}")
     for name, table in TABLES.items():
         if sources[name] is None:
-            print(f"{name:12} missing: put {table.file} into {folder / table.subfolder}")
+            print(f"{name:12} missing: copy {table.file} to {folder / table.subfolder}")
         elif database:
             rows, kept = database.counts[name]
             whole = (rows, kept) == (table.records, table.kept)
             print(f"{name:12} {rows:10,} {table.records:10,} {kept:10,} {table.kept:10,}"
-                  + ("" if whole else "  off: a part of the table, or another world"))
+                  + ("" if whole else "  different: a part of the table, or another world"))
     print(f"index: {database.index}" if database else HELP)
     for city in database.hotel_cities[:1] if database else ():
         for name in ("SearchRestaurant", "SearchAttraction", "SearchAccommodation"):

@@ -2,21 +2,22 @@
 Supervised fine-tuning: teach a model to play by imitating the replies of successful episodes.
 
     (1) render each episode with the chat template into token ids and a mask: 1 on the policy's
-        replies and their end token, 0 on the prompt, the observations and the template
-    (2) draw a batch of episodes, and cut it into micro-batches, as many on every rank
+        replies and their end tokens, 0 on the prompt, the observations and the template
+    (2) draw a batch of episodes and split it into micro-batches, the same number on every rank
     (3) loss = - sum over policy tokens of log pi / policy tokens of the whole batch, all ranks
     (4) AdamW with linear warm-up and cosine decay under DeepSpeed ZeRO-3; go to (2)
 
-Departs from the paper [1, app. C] in two places: episodes longer than --cutoff are dropped and
-counted instead of cut, and the loss is a mean over the batch's tokens, not each micro-batch's.
-[1] STAR, arXiv:2603.21972
+Departs from the paper's released scripts [2] in two places: episodes longer than --cutoff are
+dropped and counted instead of cut off, and the loss is a mean over the tokens of the batch instead
+of each micro-batch.
+[1] STAR, arXiv:2603.21972, app. C   [2] SFTScripts in the code released with [1]
 
 Reads   a HF folder or hub name, a jsonl of episodes (anything with "messages")
 Writes  OUT/ (a HF folder: safetensors, config, tokenizer), OUT/log.jsonl, OUT/checkpoints/
 
     torchrun --standalone --nproc_per_node 8 sft.py --model Qwen/Qwen2.5-7B-Instruct --out out/sft
 
-Nothing below knows about travel: for another task, supply episodes with "messages".
+Nothing below knows about travel: to imitate something else, supply other "messages".
 """
 import datetime
 import logging
@@ -30,15 +31,19 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
+try:
+    import torch
+    import torch.distributed as dist
 
-import evaluate
-from evaluate import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
+    import runtime
+    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. {Path(__file__).name} needs runtime.py beside it, and the packages "
+             "of requirements.txt: type `. .venv/bin/activate`")
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary.
-LOGITS = 30_000_000  # numbers: the loss never holds more logits at a time (120 MB in float32)
+LOGITS = 30_000_000  # the most logits that the loss holds at a time (120 MB in float32)
 
 
 def flags():
@@ -49,21 +54,23 @@ def flags():
     add("--out", default="out/sft", help="folder of the trained model, its log and checkpoints")
     add = p.add_argument_group("learn").add_argument
     add("--epochs", type=POSITIVE, default=4, help="passes over the data [1: 4, and 6 for 1.5B]")
-    add("--steps", type=NATURAL, default=0, help="updates; 0: as many as --epochs says")
+    add("--steps", type=NATURAL, default=0, help="number of updates; 0: as many as --epochs takes")
     add("--batch", type=COUNT, default=32, help="episodes per update, all ranks together [1]")
     add("--lr", type=AMOUNT, default=5e-6, help="peak learning rate [1]")
-    add("--warmup", type=SHARE, default=0.1, help="first share of the updates, of rising rate [1]")
-    add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this share of --lr")
-    add("--seed", type=NATURAL, default=0, help="of the order of the episodes")
-    add = p.add_argument_group("memory (python memory.py sft tells what fits)").add_argument
-    add("--cutoff", type=COUNT, default=20480, help="tokens of an episode; longer are dropped [1]")
-    add("--pack-tokens", type=COUNT, default=20480, help="tokens per micro-batch, with padding")
-    add("--attn", default="auto", choices=["auto", "flash_attention_2", "sdpa"],
-        help="attention of the trainer; auto: flash attention where it is installed")
-    add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
+    add("--warmup", type=SHARE, default=0.1, help="fraction of the updates, at the start, in which "
+        "the learning rate rises linearly [1]")
+    add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
+    add("--seed", type=NATURAL, default=0, help="seed of the order of the episodes")
+    add = p.add_argument_group("memory (python -m look.memory sft plans it)").add_argument
+    add("--cutoff", type=COUNT, default=20480, help="most tokens of an episode; longer ones are "
+        "dropped [2]")
+    add("--pack-tokens", type=COUNT, default=20480, help="most tokens of a micro-batch, padding "
+        "included; a longer episode is a micro-batch of its own")
+    add("--no-checkpointing", action="store_true", help="keep all activations for the backward "
+        "pass: faster, needs more memory")
     add = p.add_argument_group("running").add_argument
-    add("--save-every", type=NATURAL, default=0, help="updates between checkpoints; 0: none")
-    add("--resume", action="store_true", help="go on from the last checkpoint in OUT, if any")
+    add("--save-every", type=NATURAL, default=0, help="updates between two checkpoints; 0: none")
+    add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")
     return p.parse_args()
 
 
@@ -72,14 +79,14 @@ def flags():
 class Rendered(NamedTuple):
     """An episode as tokens."""
     ids: list  # prompt, replies, observations
-    mask: list  # 1 on the policy's tokens
+    mask: list  # 1 on the policy's tokens, 0 elsewhere
 
 
 def render(messages, template):
-    """Messages -> (ids, mask), token for token what an engine sees and says when it plays them.
+    """Messages -> (ids, mask), with exactly the tokens of an engine that plays this conversation.
 
-    Replies are tokenised on their own, as sampled tokens are, and never across a template boundary.
-    The end token belongs to the reply (mask 1), the newline after it to the template (mask 0):
+    Each reply is tokenised by itself, like sampled tokens: no token spans a template boundary. The
+    end token belongs to the reply (mask 1), the newline after it to the template (mask 0):
 
         <|im_start|>assistant\n  think  call  <|im_end|>  \n<|im_start|>user\n ...
               0                    1     1        1            0
@@ -89,39 +96,44 @@ def render(messages, template):
     rendered = Rendered(template.prompt(messages[:first]), [])
     rendered.mask.extend([0] * len(rendered.ids))
     for message, after in zip_longest(messages[first:], messages[first + 1:]):
-        said = message["role"] == "assistant"
-        if said:
-            goes_on = after and after["role"] == "result"  # the reply, behind the result
-            tokens = template.encode(message["content"]) + [template.end] * (not goes_on)
+        is_reply = message["role"] == "assistant"
+        if is_reply:
+            # a result stands within a reply, which continues after it: no end token yet
+            continues = after and after["role"] == "result"
+            tokens = template.encode(message["content"]) + [template.end] * (not continues)
         else:
             tokens = template.between(message)
         rendered.ids.extend(tokens)
-        rendered.mask.extend([int(said)] * len(tokens))
+        rendered.mask.extend([int(is_reply)] * len(tokens))
     return rendered
 
 
 def load_samples(path, template, cutoff):
-    """Episodes -> rendered ones, and how many were dropped: over `cutoff` tokens, or no reply."""
+    """Read and render the episodes of a file -> samples, and the number of dropped episodes: those
+    of more than `cutoff` tokens or without a reply."""
     samples, dropped = [], 0
-    for line, episode in enumerate(evaluate.read_jsonl(path), 1):
+    for line, episode in enumerate(runtime.read_jsonl(path), 1):
         messages = episode.get("messages") if isinstance(episode, dict) else None
-        talk = isinstance(messages, list) and evaluate.is_talk(messages)
+        talk = isinstance(messages, list) and runtime.is_talk(messages)
         if not talk or not messages or messages[0]["role"] == "assistant":
-            sys.exit(f"{path}:{line}: no 'messages' list of system and user, then by turns "
-                     "assistant and user or result; it must be an episode as synth.py writes them")
+            sys.exit(f"{path}:{line}: no 'messages' list that starts with system and user and then "
+                     "alternates assistant with user or result; synth.py writes such episodes")
         sample = render(messages, template)
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1
         else:
             samples.append(sample)
     if not samples:
-        sys.exit(f"{path}: no episode to train on ({dropped} longer than --cutoff {cutoff} or "
-                 "without a reply)")
+        sys.exit(f"{path}: no episode to train on ({dropped} are longer than --cutoff {cutoff} or "
+                 "have no reply)")
     return samples, dropped
 
 
 def batch_of(step, n, size, seed):
-    """Indices of update `step`'s episodes: cuts of a new shuffle each epoch, a function of step."""
+    """Indices of the samples of update `step`: a function of the step, so a resumed run agrees.
+
+    Every epoch is a new shuffle of all n, of which updates take consecutive slices of `size`.
+    """
     places = range(step * size, (step + 1) * size)
     epochs = {place // n for place in places}
     order = {epoch: random.Random(f"{seed}/{epoch}").sample(range(n), n) for epoch in epochs}
@@ -133,9 +145,9 @@ def batch_of(step, n, size, seed):
 class ChunkedLogps(torch.autograd.Function):
     """log pi and entropy of given tokens from hidden states, without ever holding (N, V) logits.
 
-    (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward walk over chunks of `chunk` tokens, and
-    backward computes a chunk's logits again. With p = softmax(h W^T / t): d logp_y / d logits =
-    (onehot_y - p) / t. No gradient flows through the entropy, which is only watched.
+    (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward process `chunk` tokens at a time, and
+    backward recomputes the logits of each chunk. With p = softmax(h W^T / t): d logp_y / d logits =
+    (onehot_y - p) / t. The entropy is only logged: no gradient flows through it.
     """
 
     @staticmethod
@@ -170,12 +182,12 @@ class ChunkedLogps(torch.autograd.Function):
 
 
 class Policy(torch.nn.Module):
-    """A causal language model that gives log-probabilities of chosen tokens, never logits."""
+    """A causal language model that returns log-probabilities of chosen tokens instead of logits."""
 
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
-        # the head's own forward is replaced: ZeRO-3 gathers its weight once per pass, not per chunk
+        # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
         lm.lm_head.forward = self.head
 
     def head(self, hidden, targets, temperature):
@@ -184,19 +196,19 @@ class Policy(torch.nn.Module):
         return ChunkedLogps.apply(hidden, weight, targets, temperature, chunk)
 
     def forward(self, ids, positions, keep, temperature=1.0):
-        """(B, T) each: ids, positions, keep (True on tokens asked for) -> logps, entropy, (N,)"""
-        # without use_cache=False, packed samples attend to each other under sdpa
+        """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""
+        # use_cache=False is needed: otherwise packed samples attend to each other under sdpa
         hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         return self.lm.lm_head(hidden[:, :-1][keep[:, 1:]], ids[:, 1:][keep[:, 1:]], temperature)
 
 
 def collate(samples, packed, device):
-    """A micro-batch of what has ids and mask -> ids, positions, keep, each (B, T).
+    """A micro-batch of samples, which have ids and mask -> ids, positions, keep, each (B, T).
 
-    Packed: one row, in which positions restart with each sample, from which the variable-length
-    attention reads the borders. Padded: a row per sample, on the right, where no real token attends
-    to it. No samples: two tokens, because ZeRO-3 hangs unless a rank without work makes its forward
-    too; their loss is multiplied by zero.
+    Packed: all samples in one row; positions restart at each sample, by which the attention keeps
+    them apart. Padded: one row per sample, padded on the right, where causal attention lets no real
+    token see the padding. No samples: two dummy tokens, because a rank without work still has to
+    run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
     positions = range(max(len(ids) for ids, _ in rows))
@@ -210,9 +222,10 @@ def collate(samples, packed, device):
 
 
 def pack(lengths, budget, packed):
-    """Cut a batch into micro-batches [[index]] of at most `budget` tokens, or of a single sample.
+    """Split a batch into micro-batches [[index]] of at most `budget` tokens; a sample longer than
+    that is a micro-batch of its own.
 
-    Padding counts, unless packed; samples go in by falling length, so it is small.
+    Padding counts unless packed. Going from long to short samples keeps it small.
     """
     def tokens(micro):
         return sum(lengths[i] for i in micro) if packed else lengths[micro[0]] * len(micro)
@@ -227,22 +240,23 @@ def pack(lengths, budget, packed):
 
 
 def deal(lengths, ranks, budget, packed):
-    """A batch's micro-batches, dealt out to the ranks: [rank][micro] -> indices.
+    """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
 
-    All ranks get as many, or ZeRO-3 hangs, and about as many tokens: the longest goes first, each
-    to the rank with the least so far.
+    Every rank gets the same number of micro-batches (else ZeRO-3 hangs) and roughly the same number
+    of tokens: the largest go first, each to the rank with the fewest tokens so far.
     """
     micros = [(sum(lengths[i] for i in micro), micro) for micro in pack(lengths, budget, packed)]
-    most, hands, held = math.ceil(len(micros) / ranks), [[] for _ in range(ranks)], [0] * ranks
+    most = math.ceil(len(micros) / ranks)
+    dealt, totals = [[] for _ in range(ranks)], [0] * ranks
     for tokens, micro in sorted(micros, key=lambda pair: -pair[0]):
-        r = min((r for r in range(ranks) if len(hands[r]) < most), key=held.__getitem__)
-        hands[r].append(micro)
-        held[r] += tokens
-    return [hand + [[]] * (most - len(hand)) for hand in hands]
+        r = min((r for r in range(ranks) if len(dealt[r]) < most), key=totals.__getitem__)
+        dealt[r].append(micro)
+        totals[r] += tokens
+    return [hand + [[]] * (most - len(hand)) for hand in dealt]
 
 
 def learning_rate(step, steps, args):
-    """Linear warm-up over the first --warmup of the updates, then a cosine down to --min-lr."""
+    """Linear warm-up over the first --warmup of all updates, then a cosine down to --min-lr."""
     warm = max(1, round(args.warmup * steps))
     if step < warm:
         return args.lr * (step + 1) / warm
@@ -253,21 +267,22 @@ def learning_rate(step, steps, args):
 # --------------------------------------------------------------------------------------- machines
 
 def setup():
-    """Join the other ranks, as torchrun started them -> rank, ranks, device"""
+    """Join the ranks that torchrun has started -> rank, ranks, device"""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
-    evaluate.die_with_parent()
-    cuda = bool(evaluate.visible_gpus())
+    runtime.die_with_parent()
+    cuda = bool(runtime.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # there is ninja
+    # DeepSpeed compiles with ninja, which is installed there
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    deepspeed.init_distributed(  # ranks wait for the longest episode of all
+    deepspeed.init_distributed(  # the timeout: ranks wait for the longest play of any rank
         dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=datetime.timedelta(hours=4))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -276,15 +291,18 @@ def setup():
 
 
 def load(args, template, device):
-    """--model -> Policy in float32 on a CPU, bfloat16 on a GPU; whether to pack rows"""
+    """Load --model, in bfloat16 on a GPU and float32 on a CPU -> Policy, whether to pack rows
+
+    Flash attention is used if it is installed; rows are packed only with it.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    flash = args.attn == "flash_attention_2" or args.attn == "auto" and is_flash_attn_2_available()
+    flash = is_flash_attn_2_available()
     lm = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         attn_implementation="flash_attention_2" if flash else "sdpa")
-    evaluate.check_weights(lm, template)
+    runtime.check_weights(lm, template)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
@@ -292,37 +310,40 @@ def load(args, template, device):
 
 
 def zero3(policy, lr, device):
-    """Shard parameters, gradients and AdamW's moments over all ranks -> a DeepSpeed engine, in
-    which the loop accumulates gradients: any number of engine.backward, then one engine.step."""
+    """Shard parameters, gradients and AdamW's moments over all ranks -> the trainer, which is a
+    DeepSpeed engine.
+
+    Gradients accumulate over any number of trainer.backward calls until trainer.step.
+    """
     import deepspeed
 
     cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
-        # a layer is gathered as a whole: hooks at each of its parts cost time (docs/results.md)
+        # gather whole layers: hooks on each of their modules cost time (docs/results.md)
         "zero_optimization": {"stage": 3, "overlap_comm": cuda, "leaf_module": {
             "classes": sorted(policy.lm._no_split_modules or ())}}, "gradient_clipping": 1.0,
         "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
 
 
-def full_weights(engine):
-    """Yield (HF name, full tensor), one by one. Every rank must walk the whole of it, in step."""
+def full_weights(trainer):
+    """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end."""
     import deepspeed
 
-    for name, parameter in engine.module.lm.named_parameters():
+    for name, parameter in trainer.module.lm.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             yield name, parameter.data
 
 
-def save_model(engine, template, out, rank):
-    """Write a plain HF folder, whole or not at all. Every rank takes part."""
+def save_model(trainer, template, out, rank):
+    """Write a plain HF folder, complete or not at all. Every rank takes part."""
     state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
-             for name, tensor in full_weights(engine)}
+             for name, tensor in full_weights(trainer)}
     if rank == 0:
-        with evaluate.new_model(out) as part:
-            engine.module.lm.save_pretrained(part, state_dict=state)
+        with runtime.new_model(out) as part:
+            trainer.module.lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
     dist.barrier()
 
@@ -332,56 +353,56 @@ def save_model(engine, template, out, rank):
 def main():
     args = flags()
     rank, ranks, device = setup()
-    evaluate.hold(args.out)
-    # (1) episodes into ids and masks
-    template = evaluate.load_template(args.model)
+    runtime.lock_folder(args.out)
+    # (1) render the episodes
+    template = runtime.load_template(args.model)
     samples, dropped = load_samples(args.data, template, args.cutoff)
     policy, packed = load(args, template, device)
-    engine = zero3(policy, args.lr, device)
+    trainer = zero3(policy, args.lr, device)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
-    start = evaluate.restore(engine, args.out, args.resume, rank)
-    interrupted = evaluate.watch_sigterm()
+    start = runtime.restore(trainer, args.out, args.resume, rank)
+    interrupted = runtime.watch_sigterm()
     if rank == 0:
         print(f"sft: {len(samples)} episodes ({dropped} dropped), {steps} updates of {args.batch}, "
               f"{ranks} ranks, {'packed' if packed else 'padded'} rows, "
               f"{sum(p.ds_numel for p in policy.parameters()) / 1e6:.1f}M parameters")
     for step in range(start, steps):
         began = time.time()
-        # (2) the batch of this update, and this rank's share of it
+        # (2) the batch of this update, and the micro-batches of this rank
         batch = [samples[i] for i in batch_of(step, len(samples), args.batch, args.seed)]
         micros = deal([len(s.ids) for s in batch], ranks, args.pack_tokens, packed)[rank]
         n_tokens = sum(sum(s.mask) for s in batch)
-        # (3) one denominator for the whole batch; DeepSpeed takes the mean over ranks, we the sum
+        # (3) one denominator for the whole batch; DeepSpeed averages over ranks, the loss is a sum
         total = torch.zeros(2, device=device)
         for micro in micros:
-            logps, entropy = engine(*collate([batch[i] for i in micro], packed, device))
-            # a rank without work makes its forward all the same
-            engine.backward(-logps.sum() * bool(micro) / n_tokens * ranks)
+            logps, entropy = trainer(*collate([batch[i] for i in micro], packed, device))
+            # bool(micro): a rank without work still runs a forward, or ZeRO-3 hangs
+            trainer.backward(-logps.sum() * bool(micro) / n_tokens * ranks)
             total += torch.stack([-logps.detach().sum(), entropy.sum()]) * bool(micro) / n_tokens
         # (4)
-        lr = engine.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
-        engine.step()
+        lr = trainer.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
+        trainer.step()
         dist.all_reduce(total)
-        loss, gnorm = total[0].item(), float(engine.get_global_grad_norm())
-        evaluate.check_finite(args.out, step + 1, loss=loss, gnorm=gnorm)
+        loss, gnorm = total[0].item(), float(trainer.get_global_grad_norm())
+        runtime.check_finite(args.out, step + 1, loss=loss, gnorm=gnorm)
         log({"step": step + 1, "loss": loss, "entropy": total[1].item(), "gnorm": gnorm, "lr": lr,
              "policy_tokens": n_tokens, "tokens": sum(len(s.ids) for s in batch),
              "seconds": time.time() - began}, steps, args.out, rank)
-        evaluate.save_checkpoint(engine, args, step + 1, rank, last=interrupted(device))
-    evaluate.check_parameters(engine, args.out, steps)
-    save_model(engine, template, args.out, rank)
+        runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
+    runtime.check_parameters(trainer, args.out, steps)
+    save_model(trainer, template, args.out, rank)
     dist.destroy_process_group()
 
 
 def log(line, steps, out, rank):
-    """One line on the screen, the same dict in log.jsonl."""
+    """Print one line and append all numbers to log.jsonl."""
     if rank == 0:
         speed = line["tokens"] / line["seconds"]
         print("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm "
               "{gnorm:6.2f} | lr {lr:.2e} | {speed:6.0f} tokens/s".format(
                   steps=steps, speed=speed, **line), flush=True)
-        evaluate.append_jsonl(Path(out) / "log.jsonl", line)
+        runtime.append_jsonl(Path(out) / "log.jsonl", line)
 
 
 if __name__ == "__main__":
-    evaluate.run(sys.argv[0], main)
+    runtime.run(sys.argv[0], main)

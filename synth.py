@@ -22,7 +22,6 @@ Writes  jsonl, line by line: a killed run goes on where it was; OUT.refused says
 import argparse
 import contextlib
 import datetime
-import hashlib
 import itertools
 import json
 import math
@@ -35,12 +34,27 @@ from functools import cache, partial
 from pathlib import Path
 
 import evaluate
-import solver
-from evaluate import AMOUNT, COUNT, LEVELS, Parser, mean
-from format_plan import NO_ROOM, ChatError, itinerary
+import runtime
+import sandbox
+from evaluate import mean
+from format_plan import itinerary
+from runtime import (
+    AMOUNT,
+    COUNT,
+    NO_ROOM,
+    ChatError,
+    Parser,
+    endpoint,
+    entries,
+    fill,
+    portions,
+    several,
+    stable_draw,
+)
 from sandbox import PROMPTS, open_database
-from solver import solve as solve  # handed on
-from teacher import Lesson, Teacher, entries, faults, fill, several
+from travel import constraints, solver
+from travel.teacher import Lesson, Teacher, faults
+from travel.world import LEVELS, Travel, load_task
 
 # what tasks are drawn from; in another order a seed would give other tasks
 WISHES = ("house rule", "cuisine", "room type", "transportation")
@@ -70,11 +84,6 @@ GRAMMARS = {like: entries(PROMPTS / f"queries-{like}.txt") for like in ("tiny", 
 # ---------------------------------------------------------------- tasks
 
 open_once = cache(open_database)  # in each process
-
-
-def stable_draw(text):
-    """A large number that depends on the text only."""
-    return int(hashlib.sha256(text.encode()).hexdigest(), 16)
 
 
 @cache
@@ -193,7 +202,7 @@ def make_task(args, index):
         task["budget"] = close_budget(rng, task, database)
     report = solver.solve_report(task, database) if task["budget"] else None
     plan = solver.lay_out(task, report.journey) if report and report.journey else None
-    if evaluate.score(task, plan, database, "strict")["success"] < 1:
+    if constraints.score(task, plan, database, "strict")["success"] < 1:
         return None
     task["query"] = write_query(rng, task, GRAMMARS[args.like])
     if name:
@@ -201,12 +210,6 @@ def make_task(args, index):
     ratio = round(report.cost / task["budget"], 3)
     task["tightness"] = {"least_cost": report.cost, "ratio": ratio, "city_choices": report.choices}
     return {"id": f"{args.prefix}-{index:07d}"} | task
-
-
-def portions(n, weights):
-    """n things shared out by weight, in whole numbers that add up to n."""
-    marks = [n * part // sum(weights) for part in itertools.accumulate(weights, initial=0)]
-    return [end - start for start, end in itertools.pairwise(marks)]
 
 
 def key_of(task):
@@ -219,7 +222,7 @@ def key_of(task):
 
 def own_rows(path, kind, ids=""):
     """The rows that a command has written so far; kind: a key of theirs, ids: a pattern."""
-    rows = evaluate.recover_jsonl(path)
+    rows = runtime.recover_jsonl(path)
     for number, row in enumerate(rows, 1):
         task = row.get("task", row) if isinstance(row, dict) else None
         if not (isinstance(task, dict) and kind in row
@@ -232,7 +235,7 @@ def own_rows(path, kind, ids=""):
 def tasks(args):
     """Draw index after index until there are enough of every kind. To go on, a run needs no more
     than the last index that was kept."""
-    keys = {key_of(task) for path in args.exclude for task in evaluate.load_tasks(path)}
+    keys = {key_of(task) for path in args.exclude for task in runtime.load_tasks(path, load_task)}
     kinds, lack, pairs = list(itertools.product(args.days, LEVELS)), {}, Counter()
     for level, n in zip(LEVELS, portions(args.n, args.levels), strict=True):
         parts = portions(n, [1] * len(args.days))
@@ -248,14 +251,15 @@ def tasks(args):
             pairs[pair] += 1
         return fits
 
-    begun = evaluate.load_tasks(args.out) if own_rows(args.out, "query", "-[0-9]{7,}$") else []
+    ours = own_rows(args.out, "query", "-[0-9]{7,}$")
+    begun = runtime.load_tasks(args.out, load_task) if ours else []
     kept = [task for task in begun if take(task)]
     again = kept and make_task(args, int(kept[-1]["id"].rsplit("-", 1)[1]))
     if len(kept) < len(begun) or kept and again != kept[-1]:
         raise ValueError(f"{args.out}: holds tasks that these flags do not ask for; choose another "
                          "--out, or remove it")
     index = last = int(kept[-1]["id"].rsplit("-", 1)[1]) + 1 if kept else 0
-    with evaluate.workers(args.workers) as pool:
+    with runtime.workers(args.workers) as pool:
         while any(lack.values()):
             if index - last > 200_000:
                 raise ValueError(f"{args.out}: no new task in 200,000 draws, {lack} to go; lower "
@@ -263,10 +267,10 @@ def tasks(args):
             block = [i for i in range(index, index + 1024) if lack[kinds[i % len(kinds)]]]
             for task in pool.imap(partial(make_task, args), block, chunksize=16):
                 if task and take(task):
-                    evaluate.append_jsonl(args.out, task)
+                    runtime.append_jsonl(args.out, task)
                     last = index
             index += 1024
-    ratio = mean(row["tightness"]["ratio"] for row in evaluate.recover_jsonl(args.out)) or 0
+    ratio = mean(row["tightness"]["ratio"] for row in runtime.recover_jsonl(args.out)) or 0
     print(f"{args.n} tasks; the least cost is {ratio:.0%} of the budget on average")
 
 
@@ -343,7 +347,7 @@ def endpoint_of(args, draw):
     url, name = random.Random(f"{args.seed}/{draw}").choice(args.endpoint)
     key = Path(args.key).read_text().strip() if args.key else None
     options = {"temperature": args.temperature, "max_tokens": 8192, "retries": 40, "api_key": key}
-    return name, partial(evaluate.chat, url, name, **options)
+    return name, partial(runtime.chat, url, name, **options)
 
 
 def say(args, task):
@@ -380,7 +384,7 @@ def queries(args, todo):
 def complete(make, args):
     """Make of the tasks what --out lacks, in any order, and put it into theirs at last. What is
     refused is noted beside --out with the reasons, and not made again."""
-    refused, todo = f"{args.out}.refused", evaluate.load_tasks(args.tasks)
+    refused, todo = f"{args.out}.refused", runtime.load_tasks(args.tasks, load_task)
     keys, kind = {task["id"]: key_of(task) for task in todo}, "query" if make is queries else "task"
     done = {row["id"]: row for row in own_rows(refused, "refused")}
     for row in own_rows(args.out, kind):
@@ -389,12 +393,12 @@ def complete(make, args):
         if keys.get(task["id"], key_of(task)) != key_of(task):
             raise ValueError(f"{args.out}: holds another task {task['id']!r}; choose another --out")
     for row in make(args, [task for task in todo if task["id"] not in done]):
-        evaluate.append_jsonl(refused if "refused" in row else args.out, row)
+        runtime.append_jsonl(refused if "refused" in row else args.out, row)
     order = {task["id"]: i for i, task in enumerate(todo)}
-    rows = evaluate.recover_jsonl(args.out)
+    rows = runtime.recover_jsonl(args.out)
     rows.sort(key=lambda row: order.get(row.get("task", row)["id"], -1))
-    evaluate.write_jsonl(args.out, rows)
-    why = Counter(reason for row in evaluate.recover_jsonl(refused) for reason in row["refused"])
+    runtime.write_jsonl(args.out, rows)
+    why = Counter(reason for row in runtime.recover_jsonl(refused) for reason in row["refused"])
     print(f"{args.out}: {len(rows)} of {len(todo)}; refused: {dict(why.most_common(5))}")
 
 
@@ -437,14 +441,14 @@ def make_episode(args, task):
 def play_out(args, task, database, steps, last, journey, style):
     """The record of the episode in which the solver makes these searches and answers with this
     journey after a last thought; or the reason why there is none."""
-    world = evaluate.Travel(database)
+    world = Travel(database)
     episode = world.episode(task, args.seed, args)
     for step in steps:
-        episode.step(solver.turn(*step))
+        episode.step(sandbox.turn(*step))
     answer = itinerary(solver.lay_out(task, journey))
     if args.like == "tiny":
         answer = numbered(answer, "\n".join(message["content"] for message in episode.messages))
-    episode.step(solver.final_turn(last, answer))
+    episode.step(sandbox.final_turn(last, answer))
     return accept(world, episode, f"solver, {style}")
 
 
@@ -461,9 +465,9 @@ def accept(world, episode, model):
 
 def episodes(args, todo):
     """The record of each task's episode: of the solver, or of an endpoint drawn per task."""
-    world = evaluate.Travel(open_once(args.database))
+    world = Travel(open_once(args.database))
     if not args.endpoint:
-        with evaluate.workers(args.workers) as pool:
+        with runtime.workers(args.workers) as pool:
             yield from pool.imap(partial(make_episode, args), todo, chunksize=4)
         return
 
@@ -479,8 +483,8 @@ def episodes(args, todo):
 
 def subsets(args):
     """100 to 2K tasks of mixed levels, each set within the next, and 1K of each level alone."""
-    taken = {key_of(task) for path in args.exclude for task in evaluate.load_tasks(path)}
-    rows = [task for task in evaluate.load_tasks(args.tasks) if key_of(task) not in taken]
+    taken = {key_of(task) for path in args.exclude for task in runtime.load_tasks(path, load_task)}
+    rows = [task for task in runtime.load_tasks(args.tasks, load_task) if key_of(task) not in taken]
     random.Random(args.seed).shuffle(rows)
     sizes = {f"mixed-{n}": portions(n, (4, 3, 3)) for n in sorted(args.sizes, reverse=True)}
     sizes |= {f"{level}-{args.alone}": [0] * i + [args.alone] for i, level in enumerate(LEVELS)}
@@ -493,7 +497,7 @@ def subsets(args):
                                  "are needed; make more, or lower --sizes and --alone")
             chosen += pool[:n]
         random.Random(f"{args.seed}/{name}").shuffle(chosen)
-        evaluate.write_jsonl(Path(args.out) / f"{name}.jsonl", chosen)
+        runtime.write_jsonl(Path(args.out) / f"{name}.jsonl", chosen)
     print(f"{args.out}: {' '.join(sizes)}")
 
 
@@ -501,7 +505,7 @@ def convert(args):
     """Published tasks, TravelPlanner's or the STAR release's, in our form."""
     if Path(args.out).exists():
         raise ValueError(f"{args.out} exists; choose another --out, or remove it")
-    evaluate.write_jsonl(args.out, evaluate.load_tasks(args.tasks))
+    runtime.write_jsonl(args.out, runtime.load_tasks(args.tasks, load_task))
 
 
 # ---------------------------------------------------------------- main
@@ -525,12 +529,12 @@ def flags(argv=None):
     add("--concurrency", type=COUNT, default=32, help="requests at a time")
     add("--temperature", type=AMOUNT, default=1.0, help="of the endpoints' sampling")
 
-    p = Parser(description=__doc__, formatter_class=evaluate.Help)
+    p = Parser(description=__doc__, formatter_class=runtime.Help)
     commands = p.add_subparsers(dest="command", required=True)
 
     def command(name, run, words, *parents):
         p = commands.add_parser(name, parents=[everywhere, *parents], help=words,
-                                description=words, formatter_class=evaluate.Help)
+                                description=words, formatter_class=runtime.Help)
         p.set_defaults(run=run, dates=MARCH, failure_rate=0.0, max_turns=60)
         return p.add_argument
 
@@ -589,16 +593,9 @@ def weights(text):
     return found
 
 
-def endpoint(text):
-    url, _, model = text.rpartition("=")
-    if not re.match(r"https?://[^/\s]+", url) or not model:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like http://host:8000/v1=MODEL")
-    return url, model
-
-
 def start(args):
     """Settle what depends on the database, and run the command."""
-    (evaluate.hold if args.command == "subsets" else evaluate.hold_file)(args.out)
+    (runtime.lock_folder if args.command == "subsets" else runtime.lock_file)(args.out)
     if "like" in args:
         small = all(len(world.cities) < 100 for world in open_once(args.database).worlds.values())
         args.like = args.like or ("tiny" if small else "paper")
@@ -607,7 +604,7 @@ def start(args):
 
 
 def main(argv=None):
-    evaluate.run("synth.py", start, flags(argv))
+    runtime.run("synth.py", start, flags(argv))
 
 
 if __name__ == "__main__":

@@ -37,10 +37,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402, the path comes first
 
-import evaluate  # noqa: E402
 import grpo  # noqa: E402
-from evaluate import Travel, read_jsonl  # noqa: E402
+import runtime  # noqa: E402
+from runtime import read_jsonl  # noqa: E402
 from sandbox import open_database  # noqa: E402
+from travel.world import Travel, load_task  # noqa: E402
 
 VOCABULARY = 151936  # Qwen2.5's
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
@@ -203,11 +204,11 @@ def bench_here(args):
     sys.argv = ["grpo.py", *settings(args)]
     own = grpo.flags()
     rank, ranks, device = grpo.setup()
-    template = evaluate.load_template(own.model)
+    template = runtime.load_template(own.model)
     policy, _ = grpo.load(own, template, device)
-    engine, llm = grpo.zero3(policy, own.lr, device), evaluate.load_engine(own, device)
+    engine, llm = grpo.zero3(policy, own.lr, device), runtime.load_engine(own, device)
     world, rounds = Travel(open_database("database/mini")), args.rounds
-    tasks = evaluate.load_tasks(own.tasks)[: own.prompts]
+    tasks = runtime.load_tasks(own.tasks, world.load_task)[: own.prompts]
     samples = bench_play(llm, template, world, tasks, own, rounds * ("play" in args.only))
     if "learn" in args.only:
         from transformers import AutoModelForCausalLM

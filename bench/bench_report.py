@@ -51,8 +51,8 @@ def main():
     p.add_argument("--rounds", type=int, default=3, help="times that the page is opened")
     args = p.parse_args()
     sys.path.insert(0, str(ROOT))
-    from evaluate import write_jsonl
-    from report import write_report
+    from look.report import write_report
+    from runtime import write_jsonl
 
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)

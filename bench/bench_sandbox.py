@@ -26,8 +26,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from constraints import RULES, score  # noqa: E402
 from sandbox import TABLES, Database, Episode, Sandbox, find_sources, parse  # noqa: E402
+from travel.constraints import RULES, score  # noqa: E402
 
 SHARED = Path(os.environ.get("STAR_TEST_DATA", ROOT.parent / "shared"))
 CITIES, FLIGHTS = TABLES["cities"], TABLES["flights"]
@@ -38,7 +38,7 @@ PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</an
          "NaN", "null", "9" * 5000, "\\ud800", "東京", "\n", CALL]
 # the process whose memory is measured; it says two lines, and waits for one
 OPEN = """
-import json, sys, time
+import json, sys, time  # noqa: E402
 
 def memory():
     lines = open("/proc/self/status").read().splitlines()
@@ -46,7 +46,7 @@ def memory():
 
 sys.path.insert(0, sys.argv[1])
 before, start = memory(), time.perf_counter()
-import sandbox
+import sandbox  # noqa: E402
 imported = time.perf_counter()
 database = sandbox.Database(sys.argv[2])
 opened = time.perf_counter()

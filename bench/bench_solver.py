@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import solver  # noqa: E402, the repository's
 import synth  # noqa: E402
-from evaluate import load_tasks  # noqa: E402
+from runtime import load_tasks  # noqa: E402
+from travel import solver  # noqa: E402
+from travel.world import load_task  # noqa: E402
 
 
 def seconds(task, database):
@@ -48,7 +49,8 @@ def main():
     settings = synth.flags(words.split())
     drawn = (synth.make_task(settings, index) for index in itertools.count())
     tasks = list(itertools.islice(filter(None, drawn), args.n))
-    official = load_tasks(folder / "train_45.jsonl") + load_tasks(folder / "val_102.jsonl")
+    official = [task for name in ("train_45", "val_102")
+                for task in load_tasks(folder / f"{name}.jsonl", load_task)]
     print(f"{'milliseconds':18} days  tasks   median      p99  slowest")
     database = synth.open_once(settings.database)
     table("like the paper's", tasks, database)

@@ -72,7 +72,7 @@ def samples_of(path, template, lengths, n):
     the number of tokens of the prompt. A play is cut to the length drawn for it, or its turns are
     repeated."""
     import sft
-    from evaluate import read_jsonl
+    from runtime import read_jsonl
 
     draw, samples = random.Random(0), []
     for i, row in enumerate(read_jsonl(path)[:n]):
@@ -108,7 +108,7 @@ class Ours:
             --pack-tokens {args.pack_tokens}""".split()
         self.grpo, self.args = grpo, grpo.flags()
         self.rank, self.ranks, self.device = grpo.setup()
-        self.template = grpo.evaluate.load_template(self.args.model)
+        self.template = grpo.runtime.load_template(self.args.model)
         policy, self.packed = grpo.load(self.args, self.template, self.device)
         self.engine = grpo.zero3(policy, self.args.lr, self.device)
 

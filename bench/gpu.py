@@ -26,8 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from engine import visible_gpus  # noqa: E402
-from evaluate import read_jsonl, replacing, write_jsonl  # noqa: E402
+from runtime import read_jsonl, replacing, visible_gpus, write_jsonl  # noqa: E402
 
 DENSE = {  # bfloat16 FLOP/s without sparsity, of the makers' data sheets
     "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "A10G": 70e12, "L4": 121e12,
@@ -64,7 +63,7 @@ def make_model(folder, shape):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from sandbox import SHORT_PROMPT
-    from tiny import make_tokenizer
+    from tiny.model import make_tokenizer
 
     tables = sorted((ROOT / "database" / "mini").glob("*.csv"))
     texts = [SHORT_PROMPT, *(table.read_text()[:20_000] for table in tables)]
@@ -82,7 +81,7 @@ def make_model(folder, shape):
 def make_data(out, model, tokens):
     """tasks.jsonl of the mini world, sums.jsonl, and an SFT file per number of tokens, one row
     filling each."""
-    import memory
+    from look import memory
 
     words = f"synth.py tasks --n 64 --days 3 --like tiny --out {out}/tasks.jsonl"
     subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
@@ -135,8 +134,8 @@ def mfu(config, n, tokens, length, seconds, peak):
 
 
 def planned(stage, model, tokens, *words):
-    """{moment: GiB} that memory.py plans for a stage whose micro-batches have so many tokens."""
-    import memory
+    """{moment: GiB} that look.memory plans for a stage whose micro-batches have so many tokens."""
+    from look import memory
 
     flags = memory.flags([stage, "--model", str(model), *map(str, words)])
     config, n = memory.load_shape(flags.model)
@@ -182,7 +181,7 @@ def check_training(report, out, ranks, args, gib):
         learn = max(plan["logits"], plan["layer"], plan["step"])
         for moment, size in (("play", plan["play"]), ("learn", learn)):
             used = max(row[f"{moment}_gib"] for row in rows)
-            report.add(f"memory at {moment}: measured at most what memory.py plans", used <= size,
+            report.add(f"memory at {moment}: measured at most what look.memory plans", used <= size,
                        f"{used:.1f} of {size:.1f} GiB planned")
 
 
@@ -191,7 +190,7 @@ def check_learning(report, out, config, n, peak, args, attention):
     for length in args.lengths:
         folder = out / f"sft-{length}-{attention}"
         words = (f"--model {out}/model --data {out}/{length}.jsonl --steps 6 --batch 4 --cutoff "
-                 f"{length} --pack-tokens {length} --lr 1e-6 --attn {attention} --out {folder}")
+                 f"{length} --pack-tokens {length} --lr 1e-6 --out {folder}")
         # else PyTorch keeps blocks of sizes that nobody asks for again
         grows = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         status, _, used = torchrun(1, "sft.py", words, f"{folder}.txt", env=grows)
@@ -206,7 +205,7 @@ def check_learning(report, out, config, n, peak, args, attention):
         report.add(claim, True, f"{tokens / seconds:.0f} tokens/s{share}")
         if used:
             plan = max(planned("sft", out / "model", length, "--gpus", 1).values())
-            report.add(f"{claim}: memory at most what memory.py plans", used <= plan,
+            report.add(f"{claim}: memory at most what look.memory plans", used <= plan,
                        f"{used:.1f} of {plan:.1f} GiB planned")
 
 
@@ -288,9 +287,9 @@ def main():
     make_data(args.out, args.out / "model", args.lengths)
     if "grpo" in args.checks:
         check_training(report, args.out, ranks, args, gib)
-    for attention in ["sdpa"] + ["flash_attention_2"] * is_flash_attn_2_available():
-        if "sft" in args.checks:
-            check_learning(report, args.out, config, n, peak, args, attention)
+    if "sft" in args.checks:
+        attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+        check_learning(report, args.out, config, n, peak, args, attention)
     if "evaluate" in args.checks:
         check_evaluation(report, args.out)
     if "generate" in args.checks:

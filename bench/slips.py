@@ -12,10 +12,11 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from constraints import read_trip  # noqa: E402
-from evaluate import Help, named_paths, read_episodes  # noqa: E402
+from evaluate import named_paths, read_episodes  # noqa: E402
+from runtime import Help  # noqa: E402
 from sandbox import open_database  # noqa: E402
-from tiny import weigh_hotels, weigh_meals  # noqa: E402
+from tiny.drills import weigh_hotels, weigh_meals  # noqa: E402
+from travel.constraints import read_trip  # noqa: E402
 
 KINDS = {"breakfast": "restaurant", "lunch": "restaurant", "dinner": "restaurant",
          "attraction": "attraction", "accommodation": "hotel"}

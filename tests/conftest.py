@@ -69,7 +69,7 @@ def official(test_data):
 @cache
 def witness(database, days=3):
     """(task, plan) of a trip by air in the small world that passes every rule set."""
-    from solver import solve
+    from travel.solver import solve
 
     rng = random.Random(SEED)
     pairs = [(org, city) for org in database.cities for city in database.flight_destinations(org)
@@ -117,7 +117,7 @@ class Scripted:
     """An engine that says a token a step, of script(the text so far) what max_tokens allows."""
 
     def __init__(self, script):
-        from template import Template
+        from runtime import Template
 
         self.llm_engine, self.script = self, script
         self.template = Template(Letters(), "letters")
@@ -147,7 +147,7 @@ class Scripted:
 def tiny_model(tmp_path_factory):
     """A folder with a random Qwen2 of 2M parameters and a tokenizer; it says nothing sensible."""
     from sandbox import SHORT_PROMPT
-    from tiny import make_tiny
+    from tiny.model import make_tiny
 
     folder = tmp_path_factory.mktemp("tiny")
     tables = sorted((ROOT / "database" / "mini").glob("*.csv"))
@@ -203,7 +203,7 @@ def train(stage, out, *words, ranks=1, status=0):
 def train_broken(stage, out, *words):
     """A run that is asked to leave in its third update; then one that goes on, and is killed in the
     middle of saving after the sixth; then one that goes on to the end. Words: --save-every 1."""
-    from whole import marks
+    from runtime import marks
 
     said = train(f"tests/signal_at.py TERM 2 {stage}", out, *words, status=1)
     assert "saved after update 3; the same command with --resume goes on" in said
@@ -288,7 +288,7 @@ def one_rank():
 @pytest.fixture(scope="session")
 def template(tiny_model):
     """The tiny model's tokenizer and chat template."""
-    from template import load_template
+    from runtime import load_template
 
     return load_template(tiny_model)
 
@@ -310,7 +310,7 @@ def episodes(tmp_path_factory):
     """A file of episodes of two replies, three digits each, which a tiny model learns at once."""
     from babble import Babble
 
-    from evaluate import write_jsonl
+    from runtime import write_jsonl
 
     draw, rows = random.Random(SEED), []
     for i in range(48):
@@ -334,7 +334,7 @@ def student(tiny_model, episodes, tmp_path_factory):
 @pytest.fixture(scope="session")
 def babble(student):
     """The flags of a run in which the student learns high digits."""
-    from evaluate import write_jsonl
+    from runtime import write_jsonl
 
     tasks = student.parent / "tasks.jsonl"
     write_jsonl(tasks, [{"id": f"b{i}", "query": f"Go on, {i}.", "turns": 1 + i % 3, "success": 0.5}

@@ -54,8 +54,8 @@ def make(folder):
     """A tiny model that says digits, episodes, tasks, pairs: {name: path}."""
     from conftest import BABBLE, SFT
 
-    from evaluate import write_jsonl
-    from tiny import make_tiny
+    from runtime import write_jsonl
+    from tiny.model import make_tiny
 
     draw, rows, pairs = random.Random(0), [], []
     for i in range(48):

@@ -180,7 +180,6 @@ found = pattern.search(ctypes.string_at(start, 2**18))
 print("ESCAPED" if found else "held")
 """),
     ("secrets", "scratch of another call", FINE, """
-import os
 print("ESCAPED" if set(os.listdir("/tmp")) - {"program.py"} else "held", os.listdir("/tmp"))
 """),
     ("secrets", "state of another call", FINE, """

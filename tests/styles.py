@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from format_plan import FIELDS, MEALS, SLOTS, itinerary
 from sandbox import Database
-from solver import solve
+from travel.solver import solve
 
 TEST_SEED = os.environ.get("TEST_SEED", "0")
 TABLES = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",

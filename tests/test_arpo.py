@@ -10,8 +10,9 @@ import torch
 from conftest import SEED, Replies, flags_of, train, weights
 
 import arpo
-from evaluate import Travel, read_jsonl, write_jsonl
-from microscope import write_tokens
+from look.microscope import write_tokens
+from runtime import read_jsonl, write_jsonl
+from travel.world import Travel
 
 CALL = ('<think>look</think>\n<tool_call>{"name": "SearchCity", "arguments": {"state": "nowhere"}}'
         "</tool_call>")
@@ -44,7 +45,8 @@ def share_of_forks(words, rise, streak=0, n=2000):
     """Of plays at an observation where dE is `rise`; V = e, so that nats are units of E."""
     args, forks = flags(words), 0
     for i in range(n):
-        s = arpo.Sample(Fake(), 0, f"play/0/{i}", baseline=1.0, streak=streak, heard=[1.0 + rise])
+        s = arpo.Sample(Fake(), 0, f"play/0/{i}", baseline=1.0, streak=streak,
+                        reply_entropies=[1.0 + rise])
         forks += arpo.branch(s, 1.0, ["a"], args) is not None
     return forks / n
 
@@ -70,9 +72,9 @@ def test_forks_in_a_row_become_less_likely_with_the_branch_penalty(streak):
 
 def test_a_streak_is_counted_until_a_decision_does_not_fork():
     s, args = arpo.Sample(Fake(), 0, "", baseline=1.0, streak=2), flags("--branch released")
-    s.heard = [10.0]
+    s.reply_entropies = [10.0]
     assert (arpo.branch(s, 1.0, ["a"], args).streak, s.streak) == (3, 3)
-    s.heard = [-10.0]
+    s.reply_entropies = [-10.0]
     assert (arpo.branch(s, 1.0, ["a"], args), s.streak) == (None, 0)
 
 
@@ -95,8 +97,8 @@ def test_entropies_are_of_the_first_tokens_or_of_all_for_the_entropy_advantage(w
 @pytest.mark.parametrize("law, expected", [("paper", 2.0), ("released", 2.0 * arpo.PROBE)])
 def test_the_papers_entropy_is_a_mean_and_the_released_codes_a_sum_of_the_first_tokens(
         law, expected):
-    heard = [3.0, 5.0] * (arpo.PROBE // 2) + [100.0]
-    s = arpo.Sample(Fake(), 0, "play/0/0", baseline=1.0, heard=heard)
+    entropies = [3.0, 5.0] * (arpo.PROBE // 2) + [100.0]
+    s = arpo.Sample(Fake(), 0, "play/0/0", baseline=1.0, reply_entropies=entropies)
     arpo.branch(s, 2.0, ["a"], flags(f"--branch {law}"))
     assert s.decisions == [(expected, expected - 1.0)]
 
@@ -168,7 +170,7 @@ def test_a_fork_inherits_the_failures_so_far_and_draws_its_own_later(template, w
     s = arpo.new_sample({"id": "t", "query": "q"}, 0, "play/0/0/0", world, template, args)
     for _ in range(4):
         s.episode.step(CALL)
-    s.baseline, s.heard = 0.0, [1.0]
+    s.baseline, s.reply_entropies = 0.0, [1.0]
     twin = arpo.branch(s, 1.0, ["play/0/0/1"], args)
     assert (twin.episode.turns, twin.episode.sandbox.draws) == (4, 4)
     assert twin.episode.sandbox.failures == s.episode.sandbox.failures

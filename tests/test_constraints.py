@@ -13,10 +13,10 @@ from conftest import ROOT, witness
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import constraints
-from constraints import COMMONSENSE, FIELDS, HARD, MEALS, RULES, SCORES, judge, reward, score
-from format_plan import itinerary
-from solver import solve
+from format_plan import MEALS, itinerary
+from travel import constraints
+from travel.constraints import COMMONSENSE, FIELDS, HARD, RULES, SCORES, judge, reward, score
+from travel.solver import solve
 
 # ----------------------------------------------------------------------------------------- parity
 

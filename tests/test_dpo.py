@@ -11,8 +11,9 @@ from conftest import SEED, Plain, flags_of, train, train_broken, weights
 
 import dpo
 import sft
-from evaluate import Travel, play_solver, read_jsonl, write_jsonl
+from runtime import read_jsonl, write_jsonl
 from toolstar import pairs as pairs_of
+from travel.world import Travel, play_solver
 
 DPO = """--batch 4 --steps 8 --lr 1e-4 --save-every 1 --val-every 3 --resume --pack-tokens 400
          --cutoff 400"""
@@ -205,7 +206,7 @@ def test_whole_conversations_are_pairs_too(template, tmp_path):
 
 
 BAD = {
-    "prompts of both sides differ": {
+    "prompts of the two sides differ": {
         "chosen": ASKED + says("9"), "rejected": ASKED[:1] + says("0"), "rewards": [1, 0]},
     "differ, are empty": {"chosen": says("9"), "rejected": says("0"), "rewards": [1, 0]},
     "both sides have the same replies": row(("9", "8"), ("9", "8")),
@@ -213,15 +214,15 @@ BAD = {
     "no reply": row(chosen=("", " \n")),
     "no 'rewards'": {key: value for key, value in row().items() if key != "rewards"},
     "no 'chosen'": {key: value for key, value in row().items() if key != "chosen"},
-    "a message is no role and content": row() | {"chosen": [{"role": "assistant"}]},
-    "not every second one is a reply": row() | {"chosen": says("9") + says("8")},
-    "or hold a reply": row() | {"prompt": [*ASKED, *says("5"), ASKED[1]]},
-    "two numbers as rewards": row(rewards=(1.0, None)),
+    "a message has no role or content": row() | {"chosen": [{"role": "assistant"}]},
+    "messages and replies do not alternate": row() | {"chosen": says("9") + says("8")},
+    "or contain a reply": row() | {"prompt": [*ASKED, *says("5"), ASKED[1]]},
+    "rewards two numbers": row(rewards=(1.0, None)),
     "two numbers": row(rewards=(1.0, 0.0, 0.0)),
-    "want lists of messages": row() | {"rejected": "0"},
+    "must be lists of messages": row() | {"rejected": "0"},
     "lists of messages": ["no", "object"],
-    "rejected earned more": row(rewards=(0.0, 1.0)),
-    "earned more than chosen": row(rewards=(math.nan, 1.0)),
+    "the rejected side": row(rewards=(0.0, 1.0)),
+    "has the higher reward": row(rewards=(math.nan, 1.0)),
     "a side is longer than --cutoff 400": row(rejected=("0 " * 500,)),
     "longer than --cutoff": row(chosen=("9 " * 500,)),
 }
@@ -233,7 +234,7 @@ def test_a_pair_that_teaches_nothing_is_counted_and_named(template, tmp_path, ca
     kept = dpo.load_pairs(tmp_path / "p.jsonl", template, 400, 0)
     assert len(kept) == 2
     (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith(f"{tmp_path}/p.jsonl: 2 left out, the first in line 2: ") and why in said
+    assert said.startswith(f"{tmp_path}/p.jsonl: 2 dropped, the first in line 2: ") and why in said
 
 
 def test_all_causes_have_a_line_each_and_other_ranks_keep_quiet(template, tmp_path, capsys):
@@ -247,7 +248,7 @@ def test_all_causes_have_a_line_each_and_other_ranks_keep_quiet(template, tmp_pa
 
 def test_without_a_pair_nothing_begins(template, tmp_path):
     write_jsonl(tmp_path / "p.jsonl", [BAD["no reply"]] * 3)
-    with pytest.raises(ValueError, match="p.jsonl: no pair to train on; 3 left out.*no reply"):
+    with pytest.raises(ValueError, match="p.jsonl: no pair to train on; 3 dropped.*no reply"):
         dpo.load_pairs(tmp_path / "p.jsonl", template, 400, 0)
     write_jsonl(tmp_path / "p.jsonl", [])
     with pytest.raises(ValueError, match="no pair to train on; it is empty"):
@@ -282,7 +283,7 @@ def test_a_reference_of_other_weights_or_pairs_is_never_used(kept):
     first = take()
     head, *rows = read_jsonl(file)
     write_jsonl(file, [{"of": "others"}, *({"chosen": 0.0, "rejected": 0.0} for _ in rows)])
-    with pytest.raises(ValueError, match="is not of this --model, --data and --val"):
+    with pytest.raises(ValueError, match="is of another --model, --data or --val"):
         take(start=3)
     assert torch.equal(take(), first) and read_jsonl(file)[0] == {"of": "these"}
 
@@ -360,7 +361,7 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
 
 def test_a_run_does_not_go_on_with_other_pairs(words, critic, digits, tmp_path):
     text = train("dpo.py", critic, words.replace("pairs.jsonl", "val.jsonl"), status=1)
-    assert "not of this --model, --data and --val" in text and "Traceback" not in text
+    assert "is of another --model, --data or --val" in text and "Traceback" not in text
 
 
 def test_a_fall_of_the_chosen_is_warned_of(tmp_path, capsys):

@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 from conftest import ROOT, SEED
 
-import engine
 import evaluate
-from evaluate import read_jsonl, write_jsonl
+import runtime
+from runtime import read_jsonl, write_jsonl
+from travel.world import load_task
 
 
 def python(code, **variables):
@@ -31,8 +32,8 @@ def test_variables_are_set_before_the_first_look_at_cuda():
             return look()
 
         torch.cuda.device_count = torch.cuda.is_available = looked
-        import engine
-        engine.engine_settings(100, 1, 1, 0.5)
+        import runtime
+        runtime.engine_settings(100, 1, 1, 0.5)
         for name, value in (("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
                             ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
                             ("VLLM_USE_FLASHINFER_SAMPLER", "0")):
@@ -42,7 +43,7 @@ def test_variables_are_set_before_the_first_look_at_cuda():
 
 
 @pytest.mark.parametrize("start", [
-    "import engine; engine.engine_settings(100, 1, 1, 0.5)", "import sft; sft.setup()",
+    "import runtime; runtime.engine_settings(100, 1, 1, 0.5)", "import sft; sft.setup()",
     "import grpo; grpo.setup()", "import arpo; arpo.setup()"])
 @pytest.mark.parametrize("visible, stops", [(None, True), ("0,1", True), ("", False)])
 def test_a_build_for_gpus_that_sees_none_stops_unless_the_cpu_is_meant(start, visible, stops):
@@ -62,7 +63,7 @@ def test_visible_gpus_are_those_of_the_variable(monkeypatch, chosen, count, name
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert engine.visible_gpus() == names
+    assert runtime.visible_gpus() == names
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +101,17 @@ def test_two_real_engines_give_the_table_of_one(tiny_model, tasks, tmp_path):
 def test_a_process_that_fails_stops_the_run_and_loses_no_row_of_the_others(
         tasks, tmp_path, capfd, monkeypatch):
     (tmp_path / "odd.py").write_text("""if True:
-        import evaluate
+        from sandbox import open_database
+        from travel.world import Travel, flags
 
-        class Odd(evaluate.Travel):
+        class Odd(Travel):
             def verdict(self, episode):
                 if episode.task["id"].endswith("3"):
                     raise ValueError("a verdict that fails")
                 return super().verdict(episode)
 
         def open_world(args):
-            return Odd(evaluate.open_database(args.database))
+            return Odd(open_database(args.database))
     """)
     words = ("--agent", "solver", "--env", str(tmp_path / "odd.py"), "--processes", "7")
     with pytest.raises(SystemExit, match="evaluate.py: a verdict that fails"):
@@ -121,7 +123,7 @@ def test_a_caller_that_stops_early_leaves_no_process_behind(tasks, tmp_path):
     words = f"--agent solver --tasks {tasks} --out {tmp_path} --processes 3"
     args = evaluate.flags(words.split())
     rows = evaluate.apart("evaluate.py", partial(evaluate.play_rows, args, "solver", None),
-                          evaluate.load_tasks(tasks), args)
+                          runtime.load_tasks(tasks, load_task), args)
     assert next(rows)["score"]["success"] == 1
     rows.close()
     assert not multiprocessing.active_children()

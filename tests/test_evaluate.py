@@ -6,17 +6,21 @@ import re
 import subprocess
 import sys
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, SEED, Letters, Scripted
 
-import engine
 import evaluate
-from evaluate import Travel, load_task, load_tasks, play, read_jsonl, table, write_jsonl
-from format_plan import ChatError, itinerary
-from sandbox import SHORT_PROMPT, SYSTEM_PROMPT, Episode, Sandbox
+import runtime
+from evaluate import play, table
+from format_plan import itinerary
+from runtime import ChatError, load_tasks, read_jsonl, write_jsonl
+from sandbox import SHORT_PROMPT, Episode, Sandbox, read_prompt
+from toolstar.tools import Tools
+from travel.world import Travel, load_task
 
 CALL = ('<think>.</think><tool_call>{"name": "SearchCity", "arguments": {"state": "x"}}'
         '</tool_call>')
@@ -29,7 +33,7 @@ ANSWER = "<think>.</think><answer>done</answer>"
 def test_records_come_back_as_they_were_written(tmp_path):
     file = tmp_path / "deep" / "x.jsonl"
     write_jsonl(file, [{"a": "é"}, {"a": "two\nlines"}])
-    evaluate.append_jsonl(file, {"a": "\ud800"})
+    runtime.append_jsonl(file, {"a": "\ud800"})
     assert [row["a"] for row in read_jsonl(file)] == ["é", "two\nlines", "?"]  # half a pair
     assert [path.name for path in file.parent.iterdir()] == ["x.jsonl"]
 
@@ -46,20 +50,20 @@ def test_a_broken_line_is_named(tmp_path, bad):
 def test_a_line_that_a_killed_run_did_not_finish_is_cut_off(tmp_path, torn, kept):
     if torn is not None:
         (tmp_path / "x.jsonl").write_text(torn)
-    assert [row["a"] for row in evaluate.recover_jsonl(tmp_path / "x.jsonl")] == [1, 2][:kept]
+    assert [row["a"] for row in runtime.recover_jsonl(tmp_path / "x.jsonl")] == [1, 2][:kept]
     assert torn is None or (tmp_path / "x.jsonl").read_text().count("\n") == kept
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     file = tmp_path / "x"
     file.write_text("old")
-    with pytest.raises(KeyError), evaluate.replacing(file) as out:
+    with pytest.raises(KeyError), runtime.replacing(file) as out:
         out.write("half")
         out.flush()
         assert file.read_text() == "old"
         raise KeyError
     assert file.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["x"]
-    with evaluate.replacing(file) as out:
+    with runtime.replacing(file) as out:
         out.write("new")
     assert file.read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["x"]
 
@@ -98,34 +102,35 @@ def test_a_published_task_becomes_ours(trip):
     ({"org": 5}, "'org' is 5"), ({"date": "tomorrow"}, "'date' is"), ({"days": None}, "'days' is"),
     ({"days": 5}, "'date' has 3 of the trip's 5 days"),
     ({"local_constraint": "[]("}, "'local_constraint' must be"), ({}, "has no 'org'"),
-    ([], "a task is a table of keys: []"), ({"query": 5}, "'query' is 5")])
+    ([], "a task is a JSON object: []"), ({"query": 5}, "'query' is 5")])
 def test_a_task_that_cannot_be_read_is_named_with_file_row_and_key(trip, tmp_path, row, words):
     task = {"id": "2"} | (trip[0] if row else {}) | row if isinstance(row, dict) else row
     write_jsonl(tmp_path / "x.jsonl", [trip[0] | {"id": "1"}, task])
     with pytest.raises(ValueError, match="^[^\n]*x.jsonl, row 2: .*" + re.escape(words)):
-        load_tasks(tmp_path / "x.jsonl")
+        load_tasks(tmp_path / "x.jsonl", load_task)
 
 
 def test_a_published_data_set_is_a_folder(tmp_path, trip):
     write_csv(tmp_path / "validation.csv", [published(trip[0], i) for i in range(3)])
     rows = [published(trip[0], i) | {"idx": i + 1} for i in range(2)]
     write_jsonl(tmp_path / "train.jsonl", rows)
-    tasks = load_tasks(str(tmp_path), split="validation")
+    tasks = load_tasks(str(tmp_path), load_task, split="validation")
     assert [task["id"] for task in tasks] == ["0", "1", "2"]
     assert tasks[1] == load_task(published(trip[0], 1) | {"idx": 1})
     assert tasks[1]["query"] == 'Trip "1",\nplease.'
-    assert [task["id"] for task in load_tasks(tmp_path, limit=1, split="train")] == ["1"]
-    assert load_tasks(tmp_path / "validation.csv") == tasks, "a csv is a file like any other"
+    assert [task["id"] for task in load_tasks(tmp_path, load_task, limit=1, split="train")] == ["1"]
+    csv = load_tasks(tmp_path / "validation.csv", load_task)
+    assert csv == tasks, "a csv is a file like any other"
 
 
 def test_tasks_are_also_read_from_episodes(tmp_path, trip):
     write_jsonl(tmp_path / "x.jsonl", [{"task": trip[0], "answer": "?"}])
-    assert [task["id"] for task in load_tasks(tmp_path / "x.jsonl")] == [trip[0]["id"]]
+    assert [task["id"] for task in load_tasks(tmp_path / "x.jsonl", load_task)] == [trip[0]["id"]]
 
 
 @pytest.mark.parametrize("source, split, words", [
-    (None, None, "--tasks FILE"), (".", None, "name a file of it, or the part by --split"),
-    (".", "test", "neither test.csv nor test.jsonl"), ("some/set", None, "or the part by --split"),
+    (None, None, "--tasks FILE"), (".", None, "name one of its files, or a part with --split"),
+    (".", "test", "neither test.csv nor test.jsonl"), ("some/set", None, "or a part with --split"),
     ("some/set", "validation", "hf download some/set"), ("empty.jsonl", None, "holds no task"),
     ("twice.jsonl", None, "two tasks have the id 'w'"), ("none.jsonl", None, "none.jsonl")])
 def test_without_tasks_it_is_said_what_is_amiss(tmp_path, monkeypatch, trip, source, split, words):
@@ -133,12 +138,12 @@ def test_without_tasks_it_is_said_what_is_amiss(tmp_path, monkeypatch, trip, sou
     write_jsonl("empty.jsonl", [])
     write_jsonl("twice.jsonl", [trip[0]] * 2)
     with pytest.raises((ValueError, OSError), match=words):
-        load_tasks(source, split=split)
+        load_tasks(source, load_task, split=split)
 
 
 @pytest.mark.parametrize("name, size", [("train_45", 45), ("val_102", 102)])
 def test_the_official_queries_are_tasks(test_data, name, size):
-    tasks = load_tasks(test_data / "travelplanner" / f"{name}.jsonl")
+    tasks = load_tasks(test_data / "travelplanner" / f"{name}.jsonl", load_task)
     assert len(tasks) == size and all(task["days"] == len(task["date"]) for task in tasks)
 
 
@@ -161,7 +166,7 @@ def test_a_worlds_file_may_hold_dataclasses_and_import_what_stands_beside_it(tmp
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "from beside_it import KINDS\n\n\n@dataclass\nclass World:\n    kinds: tuple = KINDS\n\n\n"
         "def open_world(args):\n    return World()\n")
-    assert evaluate.open_world(SimpleNamespace(env=str(tmp_path / "world.py"))).kinds == ("one",)
+    assert runtime.open_world(SimpleNamespace(env=str(tmp_path / "world.py"))).kinds == ("one",)
 
 
 def test_a_data_set_on_the_hub_is_its_file(tmp_path, trip, monkeypatch):
@@ -174,14 +179,14 @@ def test_a_data_set_on_the_hub_is_its_file(tmp_path, trip, monkeypatch):
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("0" * 40)
     write_csv(kept / "snapshots" / ("0" * 40) / "validation.csv", [published(trip[0], 0)])
-    assert len(load_tasks("some/set", split="validation")) == 1
+    assert len(load_tasks("some/set", load_task, split="validation")) == 1
 
 
 def test_the_test_split_is_played_and_not_judged(tmp_path, mini):
     """It says no more than level, days and query."""
     rows = [{"level": "easy", "days": 3, "query": f"Trip {i}?"} for i in range(2)]
     write_csv(tmp_path / "test.csv", rows)
-    tasks = load_tasks(tmp_path, split="test")
+    tasks = load_tasks(tmp_path, Travel(mini, test_split=True).load_task, split="test")
     assert tasks[1] == {"id": "1", "idx": 1, "level": "easy", "days": "3", "query": "Trip 1?"}
     episode = Episode(tasks[0], Sandbox(mini))
     episode.step(ANSWER)
@@ -209,12 +214,12 @@ def test_travel_is_a_world(trip, mini):
 
 
 def test_a_world_is_travel_or_a_module_or_a_file(tmp_path, mini):
-    assert isinstance(evaluate.open_world(evaluate.flags(["--database", str(mini.folder)])), Travel)
+    assert isinstance(runtime.open_world(evaluate.flags(["--database", str(mini.folder)])), Travel)
     code = "class World:\n    def __init__(self, args):\n        self.out = args.out\n"
     (tmp_path / "toy.py").write_text(code + "\n\ndef open_world(args):\n    return World(args)\n")
     args = evaluate.flags(["--env", str(tmp_path / "toy.py"), "--out", "there"])
-    assert evaluate.open_world(args).out == "there"
-    module = evaluate.open_world(evaluate.flags(["--env", "calculator"]))
+    assert runtime.open_world(args).out == "there"
+    module = runtime.open_world(evaluate.flags(["--env", "calculator"]))
     assert type(module).__module__ == "calculator"
 
 
@@ -353,7 +358,7 @@ def test_an_engine_on_a_cpu_counts_in_float32_and_reads_a_prompt_whole(monkeypat
     for name in ("LOGGING_LEVEL", "ENABLE_V1_MULTIPROCESSING", "CPU_KVCACHE_SPACE",
                  "WORKER_MULTIPROC_METHOD", "USE_FLASHINFER_SAMPLER"):
         monkeypatch.setenv(f"VLLM_{name}", "1")  # what engine_settings sets goes with the test
-    settings = engine.engine_settings(10_000, 4, 2, 0.5)
+    settings = runtime.engine_settings(10_000, 4, 2, 0.5)
     shape = [settings[key] for key in ("max_model_len", "max_num_seqs", "tensor_parallel_size")]
     assert shape == [10_000, 4, 2] and settings["enable_prefix_caching"]
     if torch.cuda.is_available():
@@ -383,7 +388,7 @@ def rows_of(trip, mini, wins, name="m"):
 def test_the_table_sets_agents_side_by_side(trip, mini):
     played = {"before": rows_of(trip, mini, [1, 0, 0, 0] * 10),
               "after": rows_of(trip, mini, [1, 1, 1, 0] * 10)}
-    text, report = table(played)
+    text, report = table(played, Travel(mini).lines)
     after = report["after"]
     assert report["before"]["success"] == 0.25 and after["stop: format"] == 0.25
     assert after["replies that break the format"] == 0.25 and after["reward"] == 3.75
@@ -404,7 +409,7 @@ def test_families_have_their_success_and_whether_the_tools_were_those_needed():
     rows = [row("both", ["search", "python"], ["Search", "Python", "Browse"], 1.0),
             row("both", ["search", "python"], ["Search"], 1.0),
             row("neither", [], [], 0.0), row("neither", [], ["Search"], 1.0)]
-    told = evaluate.measure(rows)
+    told = evaluate.measure(rows, partial(Tools.lines, None))
     assert told["success, both"] == 1 and told["tools as needed, both"] == 0.5
     assert told["success, neither"] == told["tools as needed, neither"] == 0.5
     assert told["success"] == 0.75 and "success, lookup" not in told
@@ -413,7 +418,7 @@ def test_families_have_their_success_and_whether_the_tools_were_those_needed():
 def test_a_line_that_nobody_has_a_number_for_is_left_out(trip, mini):
     rows = rows_of(trip, mini, [1])
     unjudged = [{key: row[key] for key in ("task", "messages", "stop")} for row in rows]
-    text, report = table({"judged": rows, "unjudged": unjudged})
+    text, report = table({"judged": rows, "unjudged": unjudged}, Travel(mini).lines)
     assert "success, easy" in text and "success, hard" not in text and "valid_cuisine" not in text
     assert report["judged"]["success, hard"] is None
     assert "| valid_cost | 100.0 | - |" in text and "| tokens | 7.0 | - |" in text
@@ -461,7 +466,7 @@ def test_an_agent_is_named_by_the_end_of_its_path_that_tells_it_from_others():
     assert evaluate.named_paths(["out/a/sft", "out/b/sft"]) == {
         "a-sft": "out/a/sft", "b-sft": "out/b/sft"}
     for specs in ([], ["a=x", "a=y"], ["out/sft", "out/sft"]):
-        with pytest.raises(ValueError, match="--model wants"):
+        with pytest.raises(ValueError, match="--model needs"):
             evaluate.named_paths(specs)
 
 
@@ -486,7 +491,7 @@ def test_a_folder_played_otherwise_is_refused(tmp_path):
 
 @pytest.mark.parametrize("words, more", [
     ("holds no task", ["--tasks", "empty.jsonl", "--model", "m"]),
-    ("--model wants", ["--tasks", "tasks.jsonl"]), ("none.jsonl", ["--tasks", "none.jsonl"])])
+    ("--model needs", ["--tasks", "tasks.jsonl"]), ("none.jsonl", ["--tasks", "none.jsonl"])])
 def test_what_the_user_can_mend_is_one_line(tmp_path, monkeypatch, trip, words, more):
     monkeypatch.chdir(tmp_path)
     write_jsonl("empty.jsonl", [])
@@ -522,7 +527,7 @@ def test_the_solver_plays_through_the_tools_and_wins_and_a_rerun_plays_nothing(
     task, *more = trip
     other = task | {"budget": task["budget"] + 1}
     words = command(tmp_path, (other, *more), mini, "--agent", "solver", "--samples", "2")
-    with pytest.raises(SystemExit, match="other tasks of these ids were played"):
+    with pytest.raises(SystemExit, match="other tasks with these ids were played"):
         evaluate.main(words)
     assert read_jsonl(file) == rows
 
@@ -534,7 +539,7 @@ def test_a_person_plays_in_the_terminal(tmp_path, trip, mini):
     done = subprocess.run([sys.executable, ROOT / "evaluate.py", *words], input=typed, text=True,
                           capture_output=True, env=os.environ, cwd=tmp_path, timeout=60)
     assert done.returncode == 0 and "There is no city in x." in done.stderr
-    assert done.stderr.count(SYSTEM_PROMPT[:40]) == 1, "what tools there are is told once"
+    assert done.stderr.count(read_prompt()[:40]) == 1, "what tools there are is told once"
     (row,) = read_jsonl(tmp_path / "out" / "person" / "episodes.jsonl")
     assert (row["stop"], row["turns"], row["calls"], row["strict"]) == ("answer", 2, 1, 1)
     assert "| success | 100.0 (" in done.stdout

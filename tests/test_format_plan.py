@@ -18,17 +18,8 @@ sys.path.insert(0, __file__.rpartition("/")[0])
 import nl_styles
 import styles
 
-from format_plan import (
-    FIELDS,
-    SLOTS,
-    ChatError,
-    chat,
-    format_plan,
-    main,
-    parse_plan,
-    read_plan,
-    read_reply,
-)
+from format_plan import FIELDS, SLOTS, format_plan, main, parse_plan, read_plan
+from runtime import ChatError, chat, read_reply
 
 EMPTY = dict.fromkeys(FIELDS, "-")
 
@@ -116,7 +107,8 @@ def test_styles_of_current_models_with_official_names_repair_nothing(official):
 
 
 def test_recorded_itineraries_agree_with_the_reference(official, test_data):
-    from evaluate import load_task, score
+    from travel.constraints import score
+    from travel.world import load_task
 
     lines = (test_data / "travelplanner" / "train_45.jsonl").read_text().splitlines()
     tasks = {task["idx"]: task for task in (load_task(json.loads(line)) for line in lines)}

@@ -13,9 +13,10 @@ from conftest import SEED, Plain, Replies, flags_of, said, train, weights, witne
 
 import grpo
 import sft
-from evaluate import Travel, load_task, read_jsonl, write_jsonl
-from microscope import pieces, write_tokens
-from solver import solver_replies
+from look.microscope import pieces, write_tokens
+from runtime import read_jsonl, write_jsonl
+from travel.solver import solver_replies
+from travel.world import Travel, load_task
 
 REPLY = "<think>a</think>\n<answer>b</answer>"
 CPU = torch.device("cpu")
@@ -355,7 +356,7 @@ def test_with_train_results_everything_behind_the_prompt_is_trained_on(play, tas
     start = plain.mask.index(1)
     assert whole.mask == [0] * start + [1] * (len(plain.mask) - start) != plain.mask
     said = [(logp, policy) for logp, policy in zip(whole.logps, plain.mask, strict=True)][start:]
-    assert [logp == grpo.UNSAID for logp, _ in said] == [not policy for _, policy in said]
+    assert [logp == grpo.NOT_SAMPLED for logp, _ in said] == [not policy for _, policy in said]
 
 
 def test_the_microscope_has_no_log_probability_of_what_a_tool_said(
@@ -375,7 +376,7 @@ def test_of_a_token_that_no_policy_sampled_engine_and_trainer_do_not_disagree(
     wanted = Plain(moved)
     learn(wanted, weighted, "--recompute")
     for s, _ in weighted:
-        s.logps = [grpo.UNSAID if m else 0.0 for m in s.mask]
+        s.logps = [grpo.NOT_SAMPLED if m else 0.0 for m in s.mask]
     engine = Plain(sft.Policy(copy.deepcopy(moved.lm)))
     line = learn(engine, weighted, words)
     assert line["dlogp_mean"] == line["dlogp_max"] == 0.0 and line["clip_high"] > 0
@@ -389,7 +390,7 @@ def test_the_gap_of_engine_and_trainer_is_a_mean_over_the_tokens_that_were_sampl
     whole, (first, _) = learn(Plain(policy), weighted[:1], ""), weighted[0]
     policy.zero_grad()
     last = max(i for i, m in enumerate(first.mask) if m)
-    first.logps = [grpo.UNSAID if m and i < last else logp
+    first.logps = [grpo.NOT_SAMPLED if m and i < last else logp
                    for i, (m, logp) in enumerate(zip(first.mask, first.logps, strict=True))]
     line = learn(Plain(policy), weighted[:1], "--recompute")
     assert line["dlogp_mean"] == pytest.approx(line["dlogp_max"]) and grpo.sampled(first) == 1
@@ -482,14 +483,15 @@ def test_a_ratio_beyond_all_numbers_is_clipped_and_stays_a_number():
     assert logps.grad.tolist() == [0, 0, -1]
 
 
-@pytest.mark.parametrize("gap, words, stops", [
-    (0.9e-4, "", False), (1.1e-4, "", True), (math.nan, "", True), (0.4, "--max-dlogp 0.5", False)])
-def test_a_run_stops_where_engine_and_trainer_disagree(gap, words, stops):
-    line, args = {"step": 3, "dlogp_mean": gap}, flags(words)
+@pytest.mark.parametrize("gap, device, stops", [
+    (0.9e-4, "cpu", False), (1.1e-4, "cpu", True), (math.nan, "cpu", True),
+    (0.04, "cuda", False), (0.06, "cuda", True)])
+def test_a_run_stops_if_engine_and_trainer_disagree(gap, device, stops):
+    line, device = {"step": 3, "dlogp_mean": gap}, torch.device(device)
     if not stops:
-        return grpo.check_sync(line, CPU, args)
+        return grpo.check_sync(line, device)
     with pytest.raises(SystemExit, match="update 3: engine and trainer disagree"):
-        grpo.check_sync(line, CPU, args)
+        grpo.check_sync(line, device)
 
 
 def test_best_holds_the_weights_of_the_first_step_with_the_highest_success(

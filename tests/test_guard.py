@@ -1,5 +1,6 @@
 """What keeps a run from harm: one writer, no orphans, one line, nothing broken read or saved."""
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -15,10 +16,8 @@ import pytest
 import torch
 from conftest import ROOT, SFT, flags_of, train
 
-import guard
-import whole
-from evaluate import append_jsonl, read_jsonl, write_jsonl
-from template import load_template
+import runtime
+from runtime import append_jsonl, load_template, read_jsonl, write_jsonl
 
 PATIENCE = 60  # seconds; what takes longer hangs
 
@@ -49,8 +48,8 @@ def gone(pid):
 
 HOLDER = """
     import os, sys, time
-    from guard import hold, run
-    run("stage.py", hold, sys.argv[1] + "/out")
+    from runtime import lock_folder, run
+    run("stage.py", lock_folder, sys.argv[1] + "/out")
     child = os.fork() if "fork" in sys.argv else 0
     if child or "fork" not in sys.argv:
         print(os.getpid(), child, flush=True)
@@ -60,7 +59,8 @@ HOLDER = """
 
 def hold_again(folder):
     """What a second writer says."""
-    text = "import sys; from guard import hold, run; run('stage.py', hold, sys.argv[1])"
+    text = ("import sys; from runtime import lock_folder, run; "
+            "run('stage.py', lock_folder, sys.argv[1])")
     done = subprocess.run([sys.executable, "-c", text, folder / "out"], cwd=ROOT,
                           capture_output=True, text=True, timeout=PATIENCE)
     return done.returncode, done.stderr
@@ -70,7 +70,7 @@ def test_a_second_writer_is_refused_in_one_line_until_the_first_is_killed(tmp_pa
     child, (pid, _) = start(HOLDER, tmp_path)
     code, said = hold_again(tmp_path)
     assert code == 1 and said.count("\n") == 1
-    assert f"a run (pid {pid} on " in said and f"still writes to {tmp_path}/out" in said
+    assert f"another run (pid {pid} on " in said and f"is writing to {tmp_path}/out" in said
     child.kill()
     child.communicate()
     assert hold_again(tmp_path) == (0, "")
@@ -90,7 +90,7 @@ def test_a_child_that_outlives_a_killed_writer_holds_no_lock(tmp_path):
 
 def test_only_rank_0_holds_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    guard.hold(tmp_path / "out")
+    runtime.lock_folder(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -103,7 +103,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_spawned_child_dies_with_a_killed_parent(tmp_path):
     child, (pid,) = start("""
         import multiprocessing, os, time
-        from guard import die_with_parent
+        from runtime import die_with_parent
 
         def play():
             die_with_parent()
@@ -125,7 +125,7 @@ def test_ranks_die_with_a_killed_torchrun(tmp_path):
                 "1")
     child, (pid,) = start("""
         import os, time
-        from guard import die_with_parent
+        from runtime import die_with_parent
         die_with_parent()
         print(os.getpid(), flush=True)
         time.sleep(600)
@@ -137,14 +137,14 @@ def test_ranks_die_with_a_killed_torchrun(tmp_path):
 
 @LINUX
 def test_a_rank_whose_torchrun_was_gone_before_it_asked_ends_at_once(tmp_path):
-    text = "from guard import die_with_parent; die_with_parent()"
+    text = "from runtime import die_with_parent; die_with_parent()"
     done = subprocess.run(["bash", "-c", f"{sys.executable} -c '{text}'; exit $?"], cwd=ROOT,
                           env=os.environ | {"TORCHELASTIC_RUN_ID": "x"}, timeout=PATIENCE)
     assert done.returncode == 128 + signal.SIGKILL
 
 
 def test_what_nobody_started_for_a_run_lives_on_without_its_parent():
-    text = "from guard import die_with_parent; die_with_parent()"
+    text = "from runtime import die_with_parent; die_with_parent()"
     done = subprocess.run(["bash", "-c", f"{sys.executable} -c '{text}'; exit $?"], cwd=ROOT,
                           timeout=PATIENCE)
     assert done.returncode == 0
@@ -158,14 +158,14 @@ def test_what_nobody_started_for_a_run_lives_on_without_its_parent():
     (FileNotFoundError(errno.ENOENT, "No such file", "a.jsonl"),
      "x.py: a.jsonl: No such file; is the path right?"),
     (OSError(errno.ENOSPC, "No space left", "out/a"),
-     "x.py: out/a: No space left; make room, and the same command goes on"),
+     "x.py: out/a: No space left; free some space, then repeat the command"),
     (SystemExit("update 3: loss is nan"), "update 3: loss is nan")])
 def test_what_a_user_can_mend_is_one_line(error, words):
     def fail():
         raise error
 
     with pytest.raises(SystemExit) as stopped:
-        guard.run("x.py", fail)
+        runtime.run("x.py", fail)
     assert stopped.value.code == words
 
 
@@ -174,16 +174,16 @@ def test_an_interrupt_is_one_line(capsys):
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as stopped:
-        guard.run("x.py", fail)
+        runtime.run("x.py", fail)
     assert stopped.value.code == 130
-    said = "x.py: interrupted; what is saved is kept, and the same command goes on\n"
+    said = "x.py: interrupted; what was saved is kept, repeat the command to continue\n"
     assert capsys.readouterr().err == said
 
 
 def test_torchrun_shows_the_line_at_its_end_and_ranks_say_it_once(tmp_path):
     child, _ = start("""
         import sys
-        from guard import run
+        from runtime import run
         print(flush=True)
         run("stage.py", open, sys.argv[1] + "/none")
         """, tmp_path, TORCHELASTIC_ERROR_FILE=str(tmp_path / "why"), command=(
@@ -197,7 +197,7 @@ def test_torchrun_shows_the_line_at_its_end_and_ranks_say_it_once(tmp_path):
 
 @pytest.mark.parametrize("path", ["a.jsonl", "folder/a.jsonl"])
 def test_an_error_of_the_disk_names_the_file_that_was_being_written(path):
-    with pytest.raises(OSError) as error, guard.naming(path):
+    with pytest.raises(OSError) as error, runtime.errors_name(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert error.value.filename == path
 
@@ -211,21 +211,21 @@ def test_a_record_that_finds_no_room_names_its_file():
 
 BAD = [("sft", words) for words in (
     "--batch 0", "--batch 2.5", "--steps -1", "--epochs 0", "--lr -1", "--lr nan", "--warmup 2",
-    "--cutoff 0", "--pack-tokens -4", "--save-every -1", "--min-lr 1.5", "--attn fast", "--seed x",
+    "--cutoff 0", "--pack-tokens -4", "--save-every -1", "--min-lr 1.5", "--seed x",
     "--date x")]
 BAD += [(stage, words) for stage in ("grpo", "arpo") for words in (
     "--prompts 0", "--group 0", "--temperature 0", "--context -1", "--max-turns 0", "--steps -1",
     "--turn-tokens 0", "--concurrency 0", "--tp 0", "--tp 3", "--failure-rate 2", "--decay 2",
     "--clip-low 1.2", "--clip-high -1", "--minibatches 0", "--refill 2", "--val-every 0",
     "--gpu-memory 60", "--tis-cap -1", "--loss-norm sum", "--lr inf")]
-BAD += [("arpo", "--initial -1"), ("arpo", "--branch both"), ("memory", "grpo --gpus 0"),
-        ("memory", "grpo --gpu-gib 0"), ("memory", "sft --cutoff -1"), ("memory", "ppo")]
+BAD += [("arpo", "--initial -1"), ("arpo", "--branch both"), ("look.memory", "grpo --gpus 0"),
+        ("look.memory", "grpo --gpu-gib 0"), ("look.memory", "sft --cutoff -1"), ("look.memory", "ppo")]
 
 
 @pytest.mark.parametrize("stage, words", BAD)
 def test_a_flag_out_of_bounds_is_one_line_that_names_it(stage, words, capsys):
-    module = __import__(stage)
-    flags = module.flags if stage == "memory" else lambda words: flags_of(module, " ".join(words))
+    module = importlib.import_module(stage)
+    flags = module.flags if stage == "look.memory" else lambda words: flags_of(module, " ".join(words))
     with pytest.raises(SystemExit) as stopped:
         flags(words.split())
     said = capsys.readouterr().err
@@ -249,18 +249,18 @@ def remove(name):
 
 
 @pytest.mark.parametrize("spoil, words", [
-    (remove("config.json"), "config.json is missing: is .* a model's folder"),
-    (cut("config.json", 40), "config.json is no JSON"),
-    (write("config.json", "[]"), "config.json holds no table of keys"),
-    (write("config.json", "{}"), "config.json says no 'model_type'"),
+    (remove("config.json"), "config.json is missing: is .* a model folder"),
+    (cut("config.json", 40), "config.json is not JSON"),
+    (write("config.json", "[]"), "config.json holds no JSON object"),
+    (write("config.json", "{}"), "config.json has no 'model_type'"),
     (remove("tokenizer.json"), "has no tokenizer; copy tokenizer.json"),
-    (cut("tokenizer.json", 1000), "tokenizer.json is no JSON"),
+    (cut("tokenizer.json", 1000), "tokenizer.json is not JSON"),
     (remove("model.safetensors"), "has no weights; copy model.safetensors there"),
-    (cut("model.safetensors", 0), r"model.safetensors is cut short or broken \(0 bytes\)"),
-    (cut("model.safetensors", 2000), "model.safetensors is cut short or broken"),
-    (cut("model.safetensors", 100_000), "model.safetensors is cut short or broken"),
+    (cut("model.safetensors", 0), r"model.safetensors is truncated or damaged \(0 bytes\)"),
+    (cut("model.safetensors", 2000), "model.safetensors is truncated or damaged"),
+    (cut("model.safetensors", 100_000), "model.safetensors is truncated or damaged"),
     (write("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
-     "model.safetensors is cut short or broken")])
+     "model.safetensors is truncated or damaged")])
 def test_a_broken_model_folder_is_named_before_it_is_loaded(spoil, words, tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     load_template(folder)
@@ -271,7 +271,7 @@ def test_a_broken_model_folder_is_named_before_it_is_loaded(spoil, words, tiny_m
 
 
 def test_a_model_that_is_nowhere_is_one_line():
-    with pytest.raises(ValueError, match="^nobody/nothing is no folder here, and the hub") as error:
+    with pytest.raises(ValueError, match="^nobody/nothing is not a folder here, and the hub") as error:
         load_template("nobody/nothing")
     assert "\n" not in str(error.value)
 
@@ -279,7 +279,7 @@ def test_a_model_that_is_nowhere_is_one_line():
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
 def test_saved_files_can_be_read_as_the_umask_says(mask, tmp_path):
     def save():
-        with whole.new_model(tmp_path / "out") as part:
+        with runtime.new_model(tmp_path / "out") as part:
             part.mkdir()
             (part / "config.json").write_text("{}")
             (part / "model.safetensors").touch(0o600)
@@ -296,8 +296,7 @@ def test_a_model_that_finds_no_room_leaves_nothing_and_the_old_one_whole(tiny_mo
     child, _ = start("""
         import resource, sys
         from transformers import AutoModelForCausalLM
-        from guard import run
-        from whole import new_model
+        from runtime import new_model, run
 
         def save():
             lm = AutoModelForCausalLM.from_pretrained(sys.argv[2])
@@ -310,7 +309,7 @@ def test_a_model_that_finds_no_room_leaves_nothing_and_the_old_one_whole(tiny_mo
     said = child.communicate(timeout=PATIENCE)[1].strip().splitlines()
     assert child.returncode == 1 and said[-1].startswith(f"stage.py: {out}.part: ")
     assert not Path(f"{out}.part").exists()
-    whole.check_model(out)
+    runtime.check_model(out)
 
 
 # ------------------------------------------------------------------------------------- checkpoints
@@ -320,7 +319,7 @@ def run_folder(one_rank, tmp_path):
     """OUT after three updates, each of which was saved: two checkpoints, and a log."""
     for step in (1, 2, 3):
         append_jsonl(tmp_path / "log.jsonl", {"step": step})
-        with whole.new_checkpoint(tmp_path, step, 0) as tag:
+        with runtime.new_checkpoint(tmp_path, step, 0) as tag:
             tag.mkdir(parents=True)
             for name in ("model.pt", "optimizer.pt"):
                 torch.save({"x": torch.arange(1000) + step}, tag / name)
@@ -341,7 +340,7 @@ def left(out):
 
 def test_the_newest_checkpoint_and_the_one_before_are_kept_and_the_log_is_cut_back(run_folder):
     assert left(run_folder) == ["step-2", "step-3"]
-    assert whole.newest_whole(run_folder, True, 0) == 3
+    assert runtime.newest_checkpoint(run_folder, True, 0) == 3
     assert [row["step"] for row in read_jsonl(run_folder / "log.jsonl")] == [1, 2, 3]
 
 
@@ -356,7 +355,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(harm, run_folder, capsy
         file.unlink()
     else:
         (file.parent / "mark.json").write_text('{"ste')
-    assert whole.newest_whole(run_folder, True, 0) == 2
+    assert runtime.newest_checkpoint(run_folder, True, 0) == 2
     assert "step-3" in capsys.readouterr().out and left(run_folder) == ["step-2"]
     assert [row["step"] for row in read_jsonl(run_folder / "log.jsonl")] == [1, 2]
 
@@ -366,19 +365,19 @@ def test_where_both_are_damaged_the_folder_to_remove_is_named_and_removing_it_be
     for step in (2, 3):
         flip(run_folder / "checkpoints" / f"step-{step}" / "model.pt")
     with pytest.raises(SystemExit, match=f"^{run_folder}/checkpoints: no checkpoint in it is"):
-        whole.newest_whole(run_folder, True, 0)
+        runtime.newest_checkpoint(run_folder, True, 0)
     shutil.rmtree(run_folder / "checkpoints")
-    assert whole.newest_whole(run_folder, True, 0) == 0
+    assert runtime.newest_checkpoint(run_folder, True, 0) == 0
     assert read_jsonl(run_folder / "log.jsonl") == []
 
 
 @pytest.mark.parametrize("error, words", [
-    (RuntimeError("basic_ios::clear: iostream error"), "step-4 could not be written; make room"),
+    (RuntimeError("basic_ios::clear: iostream error"), "step-4 could not be written; free some space"),
     (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2304 vs 2196"),
-     "step-4 could not be written; make room"),
+     "step-4 could not be written; free some space"),
     (OSError(errno.ENOSPC, "No space left on device"), "step-4")])
 def test_a_checkpoint_that_finds_no_room_is_named_and_leaves_nothing(error, words, run_folder):
-    with pytest.raises(OSError, match=words), whole.new_checkpoint(run_folder, 4, 0) as tag:
+    with pytest.raises(OSError, match=words), runtime.new_checkpoint(run_folder, 4, 0) as tag:
         tag.mkdir()
         raise error
     assert left(run_folder) == ["step-2", "step-3"]
@@ -386,20 +385,20 @@ def test_a_checkpoint_that_finds_no_room_is_named_and_leaves_nothing(error, word
 
 def test_a_checkpoint_that_a_killed_save_left_without_a_mark_does_not_count(run_folder):
     (run_folder / "checkpoints" / "step-3" / "mark.json").unlink()
-    assert whole.newest_whole(run_folder, True, 0) == 2 and left(run_folder) == ["step-2"]
+    assert runtime.newest_checkpoint(run_folder, True, 0) == 2 and left(run_folder) == ["step-2"]
 
 
 def test_a_log_that_has_lost_lines_is_not_filled_with_zeros(run_folder, capsys):
     os.truncate(run_folder / "log.jsonl", 20)
-    assert whole.newest_whole(run_folder, True, 0) == 3
+    assert runtime.newest_checkpoint(run_folder, True, 0) == 3
     assert read_jsonl(run_folder / "log.jsonl") == [{"step": 1}]
     assert "log.jsonl has lost lines" in capsys.readouterr().out
 
 
 def test_a_number_that_is_none_stops_with_the_update_the_checkpoint_and_what_to_try(run_folder):
-    whole.check_finite(run_folder, 5, loss=1.0, gnorm=0.0)
+    runtime.check_finite(run_folder, 5, loss=1.0, gnorm=0.0)
     with pytest.raises(SystemExit) as stopped:
-        whole.check_finite(run_folder, 5, loss=float("nan"), gnorm=float("inf"))
+        runtime.check_finite(run_folder, 5, loss=float("nan"), gnorm=float("inf"))
     said = stopped.value.code
     assert said.startswith("update 5: loss is nan and gnorm is inf")
     assert "checkpoints/step-3 is the last good checkpoint" in said and "a lower --lr" in said

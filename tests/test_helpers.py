@@ -15,12 +15,12 @@ import pytest
 from conftest import ROOT, Letters, Scripted
 
 import evaluate
+import runtime
 import sft
-from engine import Asks
-from format_plan import Reply
-from template import Template
+from runtime import Reply, Template
 from toolstar import helpers, tools
 from toolstar.facts import PageServer
+from toolstar.helpers import Asks
 from toolstar.rewrite import ids_of, rolled_back
 from toolstar.tools import read_settings
 
@@ -355,12 +355,12 @@ def test_a_policy_behind_an_endpoint_helps_itself(tmp_path, jail):
 
     settings = {"tools": ["Python"], "cache": "", "workers": 1, "helpers": {"debug": 1}}
     (tmp_path / "tools.json").write_text(json.dumps(settings))
-    evaluate.write_jsonl(tmp_path / "tasks.jsonl", [TASK])
+    runtime.write_jsonl(tmp_path / "tasks.jsonl", [TASK])
     with endpoint(policy) as url:
         evaluate.main(["--env", "tools", "--database", str(tmp_path), "--tasks",
                        str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "out"), "--url", url,
                        "--model", "rl=m"])
-    (row,) = evaluate.read_jsonl(tmp_path / "out" / "rl" / "episodes.jsonl")
+    (row,) = runtime.read_jsonl(tmp_path / "out" / "rl" / "episodes.jsonl")
     assert row["helped"][0]["status"] == "ok" and row["strict"] == 1
     assert "helpers' tokens per episode | 77.0" in (tmp_path / "out" / "table.md").read_text()
 
@@ -513,7 +513,6 @@ def test_who_leaves_a_play_while_a_helper_waits_is_let_go(make):
 
 REAL = """
 import json, sys
-from types import SimpleNamespace
 from engine import Asks, open_engine, play_vllm
 from sandbox import Action
 from toolstar import tools
@@ -573,7 +572,7 @@ def test_the_table_shows_what_helpers_earn_and_cost(tmp_path, capsys):
     for name, rows in (("none", [record(0, 1.0, 100), record(1, 0.0, 100)]),
                        ("all", [record(0, 1.0, 100), record(1, 1.0, 100, helped=helped)])):
         (tmp_path / name).mkdir()
-        evaluate.write_jsonl(tmp_path / name / "episodes.jsonl", rows)
+        runtime.write_jsonl(tmp_path / name / "episodes.jsonl", rows)
     helpers.main(["table", f"none={tmp_path}/none", f"all={tmp_path}/all", "--out",
                   str(tmp_path / "table.md")])
     lines = (tmp_path / "table.md").read_text().splitlines()

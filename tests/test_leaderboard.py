@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-import leaderboard
-from constraints import judge
-from evaluate import read_jsonl, write_jsonl
 from format_plan import itinerary
-from leaderboard import official_rates, submission, submission_faults
+from runtime import read_jsonl, write_jsonl
+from travel import leaderboard
+from travel.constraints import judge
+from travel.leaderboard import official_rates, submission, submission_faults
 
 
 def rows_of(trip, mini, wins):

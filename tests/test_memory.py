@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-import memory
 import sft
-from evaluate import load_template
+from look import memory
+from runtime import load_template
 
 SHAPES = {  # Qwen2.5's: hidden size, layers, heads, of keys, intermediate, vocabulary, tied
     "0.5B": (896, 24, 14, 2, 4864, 151936, True),

@@ -20,9 +20,9 @@ import pytest
 from conftest import ROOT, witness
 
 import evaluate
-import guard
 import qa_eval
-from evaluate import write_jsonl
+import runtime
+from runtime import write_jsonl
 
 LINES = 2  # at most, whoever says them
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
@@ -337,7 +337,7 @@ MISTAKES = {
         ("--lr -1", "--lr: '-1' must be"),
         ("--warmup 2", "--warmup: '2' must be"),
         ("--cutoff 0", "--cutoff: '0' must be"),
-        ("--attn fast", "--attn: invalid choice: 'fast'"),
+        ("--attn sdpa", "unrecognized arguments: --attn sdpa"),
         ("--lrr 1", "unrecognized arguments: --lrr 1"),
     ],
     "grpo": [
@@ -347,7 +347,7 @@ MISTAKES = {
         ("--clip-low 2", "--clip-low: '2' must be"),
         ("--failure-rate -0.1", "--failure-rate: '-0.1' must be"),
         ("--tp 3", "--tp 3 does not divide 1 ranks into engines"),
-        ("--refill 2", "--refill replaces what --drop-uniform drops"),
+        ("--refill 2", "--refill replaces the groups that --drop-uniform drops"),
     ],
     "arpo": [
         ("--prompts 0", "--prompts: '0' must be"),
@@ -639,17 +639,17 @@ def test_players_die_with_whoever_started_them(desk):
 
 
 def test_two_commands_on_one_folder_are_one_too_many(desk):
-    guard.hold("out")
+    runtime.lock_folder("out")
     done = start(f"evaluate.py --tasks {desk}/good.jsonl --agent solver --out {desk}/out")
     _, said = done.communicate(timeout=600)
     check(done.returncode, said.splitlines(), f"a run (pid {os.getpid()} on ")
 
 
 def test_a_bar_in_a_log_is_a_few_lines(capfd):
-    for _ in guard.progress(range(100_000), "play", 100_000):
+    for _ in runtime.progress(range(100_000), "play", 100_000):
         pass
     assert capfd.readouterr().err == "", "nothing of what takes a moment"
-    with guard.progress(None, "play", 3) as bar:
+    with runtime.progress(None, "play", 3) as bar:
         bar.start_t -= 100  # it began long ago
         bar.last_print_t = bar.start_t
         bar.update(3)

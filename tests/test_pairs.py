@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from conftest import ROOT
 
-from evaluate import read_jsonl, write_jsonl
+from runtime import read_jsonl, write_jsonl
 from toolstar import pairs, tools
 
 

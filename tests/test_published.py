@@ -14,9 +14,8 @@ import pytest
 from conftest import Letters
 
 import sft
-from evaluate import load_tasks, read_jsonl
+from runtime import Template, load_tasks, read_jsonl
 from sandbox import PROMPTS
-from template import Template
 from toolstar import published, tir
 from toolstar.tools import Tools, as_tags
 

@@ -13,9 +13,9 @@ from test_retriever import Flaky, Recorder, answering
 
 import evaluate
 import qa_eval
-import retriever
+from runtime import Template
 from sandbox import Episode
-from template import Template
+from toolstar import retriever
 
 SEED = int(os.environ.get("TEST_SEED", 0))
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, train
 
 import evaluate
-from evaluate import read_jsonl, write_jsonl
+from runtime import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.slow
 PLAY = """--system-prompt short --max-turns 2 --prompts 1 --group 2 --context 1400 --turn-tokens 24

@@ -16,11 +16,11 @@ from urllib.parse import urlencode
 
 import pytest
 
-import report
-from constraints import judge, reward
-from evaluate import read_jsonl, write_jsonl
+from look import report
+from runtime import read_jsonl, write_jsonl
 from sandbox import Episode, Sandbox
-from solver import solve
+from travel.constraints import judge, reward
+from travel.solver import solve
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)

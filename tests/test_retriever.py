@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-import retriever
+from toolstar import retriever
 
 SEED = int(os.environ.get("TEST_SEED", 0))
 CORPUS = ROOT / "database" / "qa" / "corpus.jsonl"
@@ -277,7 +277,7 @@ def test_an_index_goes_on_after_a_stop_and_is_then_the_same(tmp_path, corpus, en
         file.seek(-5, os.SEEK_END)
         file.write(b"there")
     assert index(corpus, encoder, stopped) == whole[:-5] + b"there"  # nothing is left to do
-    with pytest.raises(SystemExit, match="retriever.py: .* was begun with"):
+    with pytest.raises(SystemExit, match="toolstar.retriever: .* was begun with"):
         index(corpus, encoder, stopped, "--batch", "8")
     retriever.Dense(stopped)
     corpus.write_text(text + text.splitlines()[0] + "\n")
@@ -316,7 +316,7 @@ def test_an_index_is_searched_exactly(tmp_path, corpus, encoder):
 
 @pytest.mark.parametrize("more", [["--retriever", "FOLDER"], ["--corpus", "FOLDER/corpus.jsonl"]])
 def test_a_missing_index_or_corpus_is_one_line(tmp_path, more):
-    with pytest.raises(SystemExit, match=r"^retriever.py: .*(meta.json|corpus.jsonl) is not there"):
+    with pytest.raises(SystemExit, match=r"^toolstar.retriever: .*(meta.json|corpus.jsonl) is missing"):
         retriever.main(["serve", *(word.replace("FOLDER", str(tmp_path)) for word in more)])
 
 
@@ -501,7 +501,7 @@ def test_serve_is_one_command_and_holds_two_hundred_clients_at_once(tmp_path):
     rows = (CORPUS.parent / "questions.jsonl").read_text().splitlines()
     questions = [json.loads(row)["question"] for row in rows]
     expected = [contents(hits) for hits in retriever.BM25(CORPUS).search(questions, 3)]
-    command = [sys.executable, str(ROOT / "retriever.py"), "serve", "--port", "0"]
+    command = [sys.executable, "-m", "toolstar.retriever", "serve", "--port", "0"]
     log = tmp_path / "log"
     with open(log, "w") as out, subprocess.Popen(command, cwd=ROOT, stderr=out) as server:
         try:

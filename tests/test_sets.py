@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 
 import evaluate
-from evaluate import read_jsonl, write_jsonl
+from runtime import read_jsonl, write_jsonl
 from toolstar import scores, sets
 from toolstar.sets import SETS, contaminated, load_sets, read_rows
 from toolstar.tools import Tools

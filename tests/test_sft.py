@@ -10,10 +10,11 @@ from conftest import SEED, SFT, Plain, train, train_broken, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import evaluate
+import runtime
 import sft
-from evaluate import load_task, play_solver, read_jsonl, write_jsonl
+from runtime import read_jsonl, write_jsonl
 from sandbox import Episode, Sandbox
+from travel.world import load_task, play_solver
 
 EPISODE = [
     {"role": "system", "content": "You plan trips."},
@@ -73,7 +74,7 @@ def test_a_line_without_messages_is_named(template, tmp_path):
     [*EPISODE[:3], EPISODE[0], EPISODE[4]]], ids=["two replies", "two queries", "tool", "system"])
 def test_turns_that_no_play_has_are_refused(odd, template, tmp_path):
     write_jsonl(tmp_path / "bad.jsonl", [{"messages": EPISODE}, {"messages": odd}])
-    with pytest.raises(SystemExit, match=r"bad.jsonl:2: .*then by turns assistant and user"):
+    with pytest.raises(SystemExit, match=r"bad.jsonl:2: .*then alternates assistant with user"):
         sft.load_samples(tmp_path / "bad.jsonl", template, 1000)
 
 
@@ -188,14 +189,14 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
 
 def test_an_existing_run_is_not_overwritten(student):
     with pytest.raises(SystemExit, match="holds a run already: --resume goes on with it"):
-        evaluate.restore(None, student, False, 0)
+        runtime.restore(None, student, False, 0)
 
 
 def test_a_checkpoint_of_other_ranks_is_refused_in_one_sentence(one_rank, tmp_path):
     write_jsonl(tmp_path / "checkpoints" / "step-8" / "mark.json",
                 [{"step": 8, "world": 2, "files": 4, "log_bytes": 0}])
     with pytest.raises(SystemExit, match="saved by 2 ranks, .*; start 2 ranks, not 1$"):
-        evaluate.restore(None, tmp_path, True, 0)
+        runtime.restore(None, tmp_path, True, 0)
 
 
 def test_a_stage_that_torchrun_did_not_start_says_so(monkeypatch):

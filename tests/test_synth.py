@@ -16,10 +16,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-import solver
+import runtime
 import synth
-from evaluate import judge, read_jsonl, score, write_jsonl
-from sandbox import SHORT_PROMPT, SYSTEM_PROMPT, parse
+from runtime import read_jsonl, write_jsonl
+from sandbox import parse, read_prompt
+from travel import solver
+from travel.constraints import judge, score
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 
@@ -80,7 +82,7 @@ def test_the_same_seed_gives_the_same_tasks_with_any_number_of_workers(tasks, ou
 
 def test_every_task_has_a_plan_within_its_budget(tasks, mini):
     for task in tasks:
-        report, plan = solver.solve_report(task, mini), synth.solve(task, mini)
+        report, plan = solver.solve_report(task, mini), solver.solve(task, mini)
         assert score(task, plan, mini, "strict")["success"] == 1
         assert cost_of(task, plan, mini) == report.cost == task["tightness"]["least_cost"]
         assert task["tightness"]["city_choices"] == report.choices >= 1
@@ -100,7 +102,7 @@ def test_levels_have_their_shares_and_their_wishes(tasks):
 @pytest.mark.parametrize("n, weights, parts", [
     (10, (4, 3, 3), [4, 3, 3]), (7, (1, 1), [3, 4]), (0, (1, 2), [0, 0]), (5, (0, 1), [0, 5])])
 def test_portions_add_up(n, weights, parts):
-    assert synth.portions(n, weights) == parts
+    assert runtime.portions(n, weights) == parts
 
 
 def test_training_and_validation_share_no_places_and_no_dates(mini, tmp_path):
@@ -361,12 +363,12 @@ def test_all_that_an_answer_names_has_been_seen(episodes):
         assert all(name in seen for name in re.findall(r"\[[^\]]+\]", row["answer"]))
 
 
-@pytest.mark.parametrize("like, prompt", [("tiny", SHORT_PROMPT), ("paper", SYSTEM_PROMPT)])
+@pytest.mark.parametrize("like, prompt", [("tiny", "short"), ("paper", "full")])
 def test_only_tiny_answers_number_what_they_name_as_the_lists_do(
         like, prompt, tasks, tmp_path, out):
     write_jsonl(tmp_path / "tasks.jsonl", tasks[:20])
     for row in made(out, "episodes", "--tasks", tmp_path / "tasks.jsonl", "--like", like):
-        assert row["messages"][0]["content"] == prompt
+        assert row["messages"][0]["content"] == read_prompt(prompt)
         shown = "\n".join(each["content"] for each in row["messages"][:-1])
         said = re.findall(r"(?m)^(?:\w+|Flight from .+?):? ((?:\d+\. )?\[.+\])$", row["answer"])
         assert len(said) == row["answer"].count("[") > 5

@@ -8,11 +8,12 @@ from collections import Counter
 
 import pytest
 
-import solver
 import synth
-from evaluate import read_jsonl, score
+from runtime import read_jsonl, several
 from sandbox import parse
-from teacher import several, spelled
+from travel import solver
+from travel.constraints import score
+from travel.teacher import spelled
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 NUMBER = r"\d+(?:[.:]\d+)*"

@@ -9,9 +9,8 @@ import pytest
 import torch
 from conftest import ROOT, SEED
 
-from evaluate import read_jsonl, write_jsonl
+from runtime import Template, load_template, read_jsonl, write_jsonl
 from sandbox import parse
-from template import Template, load_template
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -123,12 +122,12 @@ def test_a_reply_opens_its_thought_itself(form):
                                        "else m.content[:3] }}"), "renders 'first probe' 0 times"),
     ("{{ raise_exception('no system turn') if messages[0].role == 'system' }}" + CHATML,
      "refuses a system turn"),
-    ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "not with a token"),
+    ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "which is no token"),
     ("{% for m in messages | reverse %}{{ m.content }}<|im_end|>{% endfor %}",
      "order of the turns"),
     ("{% set system = messages[0].content %}{% for m in messages[1:] %}<|im_start|>"
      "{{ system if loop.last }}{{ m.content }}<|im_end|>{% endfor %}", "order of the turns"),
-    (CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}"), "frames one turn unlike"),
+    (CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}"), "frames some turns differently"),
     (CHATML.replace("{{ m.content }}", "{{ m.content }}{{ messages | length if loop.first }}"),
      "changes earlier turns")])
 def test_a_template_that_cannot_be_cut_is_refused_in_one_sentence(text, reason):
@@ -214,16 +213,16 @@ def scaled_logits(folder):
 
 @pytest.mark.parametrize("spoil, words", [
     (scaled_logits, r"its logits are more than a product with its head \(logits_scaling\)"),
-    (no_number, "model.norm.weight holds values that are no numbers; copy or download"),
-    (one_token_more, "tokens, its embedding .* rows: take the tokenizer the model was saved with"),
-    (no_shard, "names 1 files that are missing, model-00001-of-00002.safetensors first"),
+    (no_number, "model.norm.weight holds values that are not finite; copy or download"),
+    (one_token_more, "tokens, its embedding .* rows: use the tokenizer that the model was saved with"),
+    (no_shard, "names 1 missing files, the first of them model-00001-of-00002.safetensors"),
     (no_tokenizer, "has no tokenizer; copy tokenizer.json")])
 def test_a_broken_model_is_refused_before_anything_is_spent(spoil, words, tiny_model, tmp_path):
     import sft
 
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     spoil(folder)
-    args = Namespace(model=str(folder), attn="sdpa", no_checkpointing=True)
+    args = Namespace(model=str(folder), no_checkpointing=True)
     with pytest.raises(ValueError, match=f"^{folder}.*{words}") as error:
         sft.load(args, load_template(folder), torch.device("cpu"))
     assert "\n" not in str(error.value)

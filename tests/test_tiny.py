@@ -16,10 +16,15 @@ from collections import Counter
 
 import pytest
 
+import runtime
 import synth
 import tiny
-from evaluate import LEVELS, Travel, load_tasks, play_solver, read_jsonl, score, write_jsonl
+from runtime import load_tasks, read_jsonl, write_jsonl
 from sandbox import open_database, parse
+from tiny import drills, worlds
+from travel import solver
+from travel.constraints import score
+from travel.world import LEVELS, Travel, play_solver
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 TABLES = {"clean_accommodations_2022.csv": ("NAME", "city"),
@@ -57,19 +62,19 @@ def test_the_small_world_that_ships_is_seed_0_byte_for_byte(root, tmp_path):
     tiny.main(["world", "--out", str(tmp_path)])
     written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")
                if path.is_file() and path.name != ".writer"}  # which goes when this process ends
-    assert written == {*map(type(tmp_path), tiny.make_world(0))}
+    assert written == {*map(type(tmp_path), worlds.make_world(0))}
     for name in written:
         assert (root / "database" / "mini" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 def test_no_word_means_two_kinds_of_place():
-    assert max(Counter(word for pool in tiny.POOLS.values() for word in pool).values()) == 1
+    assert max(Counter(word for pool in worlds.POOLS.values() for word in pool).values()) == 1
 
 
 @pytest.fixture(params=range(3))
 def world(request):
     """The tables of a world, and {city: state}."""
-    world = tiny.make_world(request.param + 1000 * SEED)
+    world = worlds.make_world(request.param + 1000 * SEED)
     lines = world["background/citySet_with_states.txt"].split("\n")
     return world, dict(line.split("\t") for line in lines)
 
@@ -183,11 +188,11 @@ def test_worlds_to_learn_from_differ_in_their_month_so_that_trips_start_on_all_i
 
 
 def test_episodes_to_learn_from_keep_clear_of_what_is_held_out(episodes, mini):
-    held_out = {date for date in synth.MARCH if synth.stable_draw(f"from {date}") % 5 == 0}
+    held_out = {date for date in synth.MARCH if runtime.stable_draw(f"from {date}") % 5 == 0}
     assert held_out and held_out.isdisjoint(row["task"]["date"][0] for row in episodes)
     for row in episodes:
-        assert tiny.HOME.isdisjoint((row["task"]["org"], row["task"]["dest"]))
-    assert {*mini.cities} == tiny.HOME
+        assert worlds.HOME.isdisjoint((row["task"]["org"], row["task"]["dest"]))
+    assert {*mini.cities} == worlds.HOME
 
 
 # ---------------------------------------------------------------- model
@@ -248,12 +253,12 @@ def test_importing_it_pulls_in_neither_torch_nor_an_engine(name, root):
 
 
 def test_the_tasks_of_a_small_world_can_be_solved(tmp_path):
-    tiny.write_world(tmp_path, SEED)
+    worlds.write_world(tmp_path, SEED)
     synth.main(["tasks", "--database", str(tmp_path), "--n", "30", "--seed", str(SEED),
                 "--out", str(tmp_path / "tasks.jsonl")])
     database = synth.open_once(str(tmp_path))
     for task in read_jsonl(tmp_path / "tasks.jsonl"):
-        assert score(task, synth.solve(task, database), database, "strict")["success"] == 1
+        assert score(task, solver.solve(task, database), database, "strict")["success"] == 1
 
 
 # ---------------------------------------------------------------- many worlds
@@ -407,8 +412,8 @@ def test_a_drill_in_weighing_is_right_about_every_row(kind, mini):
     rng, done = random.Random(SEED), 0
     while done < 40:
         task = synth.sample_task(rng, mini, 3, rng.choice(LEVELS), "tiny", synth.MARCH)
-        if task and tiny.is_possible(kind, task, mini):
-            shown, said = tiny.drill_weighing(rng, task | {"budget": 500}, kind, mini)
+        if task and drills.is_possible(kind, task, mini):
+            shown, said = drills.drill_weighing(rng, task | {"budget": 500}, kind, mini)
             check = check_meals if kind == "meals" else check_hotels
             assert check(task["local_constraint"], shown, said.split("\n"))
             done += 1

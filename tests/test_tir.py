@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from evaluate import read_jsonl
-from retriever import BM25
+from runtime import read_jsonl
 from sandbox import Episode, parse
 from toolstar import facts, tir
+from toolstar.retriever import BM25
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 FILES = {"sft": "sft-tasks.jsonl", "rl": "rl.jsonl", "val": "val.jsonl"}

@@ -19,8 +19,7 @@ import pytest
 from conftest import ROOT, Letters, Scripted
 
 import sft
-from evaluate import read_jsonl
-from template import Template
+from runtime import Template, read_jsonl
 from toolstar import facts, tir
 from toolstar.tools import open_world
 

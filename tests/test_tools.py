@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import evaluate
+import runtime
 import sft
-from engine import Calls
+from runtime import Calls, Template
 from sandbox import Action
-from template import Template
 from toolstar import tools
 from toolstar.facts import PageServer
 from toolstar.tools import as_tags, parse_tags, parse_turn, read_settings
@@ -238,7 +238,7 @@ def test_a_result_cannot_forge_a_tag_or_the_end_of_a_turn(make, grammar):
 
 
 def test_a_special_token_in_an_observation_of_any_world_is_text(tiny_model):
-    from template import load_template
+    from runtime import load_template
 
     template = load_template(tiny_model)
     plain = {"role": "user", "content": "<tool_response>\nx</tool_response>"}
@@ -340,7 +340,7 @@ def test_tags_without_a_thought_or_a_box_are_no_whole_form(make, said, paid):
 
 
 def test_a_passage_with_half_a_character_reaches_the_tokenizer_whole(make, tiny_model):
-    from template import load_template
+    from runtime import load_template
 
     world = make()
     (world.settings.folder / "corpus.jsonl").write_text('{"id": "1", "contents": "tower \\ud800"}')
@@ -496,7 +496,7 @@ def test_check_calls_each_tool_and_says_how_programs_are_locked_up(folder, jail)
 
 
 def test_a_person_can_be_the_agent(folder, jail):
-    evaluate.write_jsonl(folder / "tasks.jsonl", [TASK])
+    runtime.write_jsonl(folder / "tasks.jsonl", [TASK])
     said = PRINT.partition("</think>")[2] + "\n" + DONE.partition("</think>")[2] + "\n"
     words = ["play", "--database", folder, "--tasks", folder / "tasks.jsonl", "--out", folder / "o"]
     done = command(*words, said=said)
@@ -540,7 +540,7 @@ def test_a_retriever_that_answers_html_stops_before_anything_is_spent(make):
 
 def test_a_retriever_that_dies_during_play_marks_the_calls_and_stops_the_run(make):
     port = free_port()
-    command = [sys.executable, "retriever.py", "serve", "--corpus", str(FILE / "corpus.jsonl"),
+    command = [sys.executable, "-m", "toolstar.retriever", "serve", "--corpus", str(FILE / "corpus.jsonl"),
                "--port", str(port)]
     server = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
@@ -739,9 +739,9 @@ def episodes(tmp_path_factory):
             (folder / grammar / "tools.json").write_text(json.dumps(settings))
         subprocess.run([*run, "episodes", "--tasks", folder / "sft-tasks.jsonl", "--database",
                         folder / "turns", "--out", folder / "turns.jsonl"], cwd=ROOT, check=True)
-        rows = [row for row in evaluate.read_jsonl(folder / "turns.jsonl") if row["calls"]][:8]
-        evaluate.write_jsonl(folder / "tasks.jsonl", [row["task"] for row in rows])
-        evaluate.write_jsonl(folder / "both.jsonl", rows + [in_tags(row) for row in rows])
+        rows = [row for row in runtime.read_jsonl(folder / "turns.jsonl") if row["calls"]][:8]
+        runtime.write_jsonl(folder / "tasks.jsonl", [row["task"] for row in rows])
+        runtime.write_jsonl(folder / "both.jsonl", rows + [in_tags(row) for row in rows])
         yield folder
         server.shutdown()
 
@@ -757,7 +757,7 @@ def in_tags(row):
 @pytest.fixture(scope="module")
 def caller(episodes, tmp_path_factory):
     """A model that has learnt solver's episodes by heart, in either grammar, so that it calls."""
-    from tiny import make_tiny
+    from tiny.model import make_tiny
 
     folder = tmp_path_factory.mktemp("caller")
     make_tiny([episodes / "both.jsonl"], folder / "model", seed=SEED, vocabulary=800)
@@ -775,9 +775,9 @@ def test_a_policy_that_calls_tools_trains_on_the_very_tokens_it_said(
     train(stage, tmp_path, f"--env tools --database {episodes}/{grammar} --model {caller}",
           f"--tasks {episodes}/tasks.jsonl --steps 2 --prompts 4 --group 4 --lr 1e-4",
           "--context 1024 --turn-tokens 64 --max-turns 8 --system-prompt short --no-checkpointing")
-    log = evaluate.read_jsonl(tmp_path / "log.jsonl")
+    log = runtime.read_jsonl(tmp_path / "log.jsonl")
     rows = [row for i in (1, 2)
-            for row in evaluate.read_jsonl(tmp_path / "rollouts" / f"{i:05d}.jsonl")]
+            for row in runtime.read_jsonl(tmp_path / "rollouts" / f"{i:05d}.jsonl")]
     assert all(line["dlogp_mean"] < 1e-4 for line in log) and {"gap", "python"} <= log[0].keys()
     assert sum(row["calls"] for row in rows) > 0, "it has learnt to call"
     assert all("tokens" in call for row in rows for call in row["tools"])

@@ -29,15 +29,24 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from evaluate import hold, hold_file, load_tasks, naming, write_jsonl, write_text
-from sandbox import PROMPTS
-from solver import final_turn, turn
-from synth import entries, portions, stable_draw
-from tiny import POOLS
+from runtime import (
+    entries,
+    errors_name,
+    load_tasks,
+    lock_file,
+    lock_folder,
+    portions,
+    stable_draw,
+    write_jsonl,
+    write_text,
+)
+from sandbox import PROMPTS, final_turn, turn
 
 # the forms of each sentence; of a question's five the last is asked in the held-out world alone
 FORMS = {name: [" ".join(form.split()) for form in re.split(r"\s/(?=\s)", forms)]
          for name, forms in entries(PROMPTS / "tools-tiny.txt").items()}
+POOLS = {name: words.split() for name, words in
+         entries(PROMPTS.parent / "words" / "names.txt").items()}
 PAGE = (PROMPTS / "page-tiny.html").read_text(encoding="utf-8")
 ATTRIBUTES = {"sight": ("year", "height", "visitors", "keeper"),
               "town": ("year", "people", "mayor")}
@@ -271,7 +280,7 @@ def facts(args):
                 if "python" in task["needs"] and "by_heart" not in task]
     for task in programs[:args.sft // 10]:
         task["slip"] = rng.choice(SLIPS)
-    hold(out)
+    lock_folder(out)
     write_folder(rng, out / "train", train, args.port)
     write_folder(rng, out / "val", val, args.port)
     for part, file in ("sft", "sft-tasks"), ("rl", "rl"), ("val", "val"):
@@ -345,7 +354,7 @@ def solver_episodes(args):
     out and counted."""
     from toolstar.tools import open_world
 
-    hold_file(args.out)
+    lock_file(args.out)
     world, rows, refused = open_world(args), [], Counter()
     try:
         for task in load_tasks(args.tasks, world.load_task):
@@ -425,7 +434,7 @@ class PageServer(ThreadingHTTPServer):
         if not self.texts:
             raise ValueError(f"no pages/*.html in {' or '.join(map(str, folders))}; "
                              "python -m toolstar.tir facts writes some")
-        with naming(f"port {port}"):
+        with errors_name(f"port {port}"):
             super().__init__(("127.0.0.1", port), PageHandler)
 
 

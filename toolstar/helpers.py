@@ -11,9 +11,10 @@ Helpers of the tools world: what mends an episode while it is played, and what t
     (5) worlds     a world once without helpers, once with each alone, once with all
     (6) table      runs side by side: score, TE, calls, tokens, and what each helper did
 
-They act only where evaluate.py plays: training and synthesis never call Tools.help. Budgets are of
-an episode; an attempt that fails spends one, and the agent sees what it would have seen without.
-"llm" is the policy itself, in the engine that plays (engine.Asks), or URL=MODEL. TE is the share of
+They act only where evaluate.py plays: training and synthesis never call Tools.open_helpers. Budgets
+are of an episode; an attempt that fails spends one, and the agent sees what it would have seen
+without.
+"llm" is the policy itself, in the engine that plays (Asks), or URL=MODEL. TE is the share of
 right ones among the plays that used a tool.
 
 Reads   "helpers" of tools.json; the folders of evaluate.py's agents
@@ -31,11 +32,16 @@ Writes  OUT/none, OUT/debug, .., OUT/all of (5), a tools.json each: the corpus s
 import json
 import re
 import time
+from collections import deque
+from concurrent.futures import Future, wait
 from functools import partial
+from itertools import count
 from pathlib import Path
+from threading import Lock
 
 import evaluate
-from format_plan import ChatError, chat
+import runtime
+from runtime import ChatError, chat
 from toolstar.rewrite import replies, talk_of
 from toolstar.verdict import truncate
 
@@ -103,6 +109,67 @@ def wrong(found):
 
 
 # ---------------------------------------------------------------- who is asked
+
+class Asks:
+    """Questions that tools in threads put to the engine that plays. The thread waits; the player's
+    loop hands questions over between two engine steps. An answer is (text, tokens of both, why
+    there is none).
+
+    patience: seconds after which a loop that has not come by counts as dead. Python waits for its
+    threads before it ends, and one that waits for a dead player would keep it for ever.
+    """
+
+    def __init__(self, patience=300):
+        self.lock, self.closed, self.queue, self.running = Lock(), False, deque(), {}
+        self.numbers, self.patience, self.seen = count(), patience, time.monotonic()
+
+    def ask(self, text, seed, max_tokens):
+        """The answer to a text. For a tool's thread: the loop itself would wait for ever."""
+        future = Future()
+        with self.lock:
+            if self.closed:
+                return "", 0, "the play is over"
+            self.queue.append((text, seed, max_tokens, future))
+        while not wait([future], self.patience).done:
+            if time.monotonic() - self.seen > self.patience:
+                return "", 0, "nobody plays any longer"
+        return future.result()
+
+    def submit(self, engine, template, max_context, seed, temperature, top_p):
+        """Hand the waiting questions to the engine; one that does not fit is answered at once."""
+        self.seen = time.monotonic()
+        while self.queue:
+            text, name, max_tokens, future = self.queue.popleft()
+            number = f"ask {next(self.numbers)}"
+            self.running[number] = future, 0  # from here on, close() finds it if anything fails
+            text = template.forged.sub("‹", text)  # a page or a program may hold special tokens
+            ids = template.prompt([{"role": "user", "content": text}])
+            room = min(max_tokens, max_context - len(ids))
+            if room < 1:
+                self.running.pop(number)[0].set_result(("", 0, f"{len(ids)} tokens do not fit"))
+                continue
+            self.running[number] = future, len(ids)
+            runtime.add_request(engine, number, ids, template, (), f"{seed}/{name}",
+                                temperature=temperature, top_p=top_p, max_tokens=room)
+
+    def take(self, output, template):
+        """Whether an output answers a question; if so, its thread continues."""
+        if output.request_id not in self.running:
+            return False
+        future, asked = self.running.pop(output.request_id)
+        said = list(output.outputs[0].token_ids)
+        text, closed = template.reply(said)
+        future.set_result((text, asked + len(said), "" if closed else "cut"))
+        return True
+
+    def close(self):
+        """Nobody waits any longer, and nobody asks again: the threads can end."""
+        with self.lock:
+            self.closed = True
+        for future in [*(entry[-1] for entry in self.queue),
+                       *(future for future, _ in self.running.values())]:
+            future.set_result(("", 0, "the play is over"))
+
 
 def asker(settings, asks, generate):
     """ask(text, seed, max_tokens) -> (answer, tokens of both, why there is none) of the helpers.
@@ -251,7 +318,7 @@ def worlds(args):
         told["key"] = str(folder / told["key"])
     for name in ("none", *NAMES, "all"):
         budgets = {helper: int(name in (helper, "all")) for helper in NAMES}
-        evaluate.write_text(Path(args.out) / name / "tools.json",
+        runtime.write_text(Path(args.out) / name / "tools.json",
                             json.dumps(settings | {"helpers": told | budgets}, indent=1))
         read_settings(Path(args.out) / name)
 
@@ -297,12 +364,12 @@ def table(args):
     text += "".join(f"\n{name} and {first} did not play the same tasks.\n" for name in others
                     if asked[name] != asked[first])
     if args.out:
-        evaluate.write_text(args.out, text)
+        runtime.write_text(args.out, text)
     print(text)
 
 
 def flags(argv=None):
-    p = evaluate.Parser(description=__doc__, formatter_class=evaluate.Help)
+    p = runtime.Parser(description=__doc__, formatter_class=runtime.Help)
     commands = p.add_subparsers(dest="command", required=True)
     words = "runs side by side: score, TE, calls, tokens, and for each helper worked/tried"
     add = commands.add_parser("table", help=words, description=words).add_argument
@@ -314,14 +381,14 @@ def flags(argv=None):
     add("--out", required=True, help="folder of the folders for evaluate.py's --database")
     add("--llm", default=DEFAULTS["llm"], help="who helps: policy, or URL=MODEL")
     for name in ("refine_at", "reply"):
-        add(f"--{name.replace('_', '-')}", type=evaluate.COUNT, default=DEFAULTS[name],
+        add(f"--{name.replace('_', '-')}", type=runtime.COUNT, default=DEFAULTS[name],
             help=f"{name} of the helpers, in tokens ({DEFAULTS[name]})")
     return p.parse_args(argv)
 
 
 def main(argv=None):
     args = flags(argv)
-    evaluate.run("toolstar.helpers", {"table": table, "worlds": worlds}[args.command], args)
+    runtime.run("toolstar.helpers", {"table": table, "worlds": worlds}[args.command], args)
 
 
 if __name__ == "__main__":

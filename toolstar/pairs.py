@@ -29,7 +29,8 @@ from itertools import permutations, product
 from pathlib import Path
 from typing import NamedTuple
 
-from evaluate import COUNT, NATURAL, SHARE, Help, Parser, mean, read_jsonl, run, write_jsonl
+from evaluate import mean
+from runtime import COUNT, NATURAL, SHARE, Help, Parser, read_jsonl, run, write_jsonl
 
 
 class Play(NamedTuple):

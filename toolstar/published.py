@@ -27,7 +27,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-from evaluate import write_jsonl, write_text
+from runtime import write_jsonl, write_text
 from toolstar.sets import contaminated, questions_of, read_parquet
 from toolstar.verdict import aliases, answer_of, without_results
 

@@ -28,8 +28,9 @@ from functools import partial
 from pathlib import Path
 
 import evaluate
-from evaluate import ChatError, mean, name_of, read_jsonl
-from synth import endpoint
+import runtime
+from evaluate import mean, name_of
+from runtime import ChatError, endpoint, read_jsonl
 from toolstar import verdict
 from toolstar.expression import untexted
 from toolstar.sets import PAPER_MEAN, SETS, TEN
@@ -85,10 +86,10 @@ def judge_plays(args, name, rows):
     """
     (url, model), verdicts, row_of_failures = args.judge, {}, 0
     key = Path(args.judge_key).read_text().strip() if args.judge_key else None
-    generate = partial(evaluate.chat, url, model, temperature=0, max_tokens=2048,
+    generate = partial(runtime.chat, url, model, temperature=0, max_tokens=2048,
                        retries=TRIES - 1, api_key=key)
     file = Path(args.out) / f"judged-{name}.jsonl"
-    known = {(one["play"], one["said"]): one["verdict"] for one in evaluate.recover_jsonl(file)
+    known = {(one["play"], one["said"]): one["verdict"] for one in runtime.recover_jsonl(file)
              if one["judge"] == model}
     said = {name_of(row["task"]): said_in(row) for row in rows}
     left = [row["task"] for row in rows if said[name_of(row["task"])]
@@ -103,7 +104,7 @@ def judge_plays(args, name, rows):
                 raise ValueError(f"the judge failed {GIVE_UP} times in a row, last: {reply}")
             verdicts[play] = found
             if found != "failed":  # the next run asks again
-                evaluate.append_jsonl(file, {"play": play, "said": said[play], "judge": model,
+                runtime.append_jsonl(file, {"play": play, "said": said[play], "judge": model,
                                              "verdict": found, "reply": reply})
     # whoever answers nothing is wrong without a question
     return {play: known.get((play, said[play]), "incorrect") for play in said} | verdicts
@@ -145,7 +146,7 @@ def summarise(name, plays):
 
 def write_table(args):
     """Score the episodes of --runs and print the table."""
-    evaluate.hold(args.out)
+    runtime.lock_folder(args.out)
     wanted, report, remarks = {}, {}, []
     for task in read_jsonl(args.tasks):
         if not isinstance(task, dict) or task.get("set") not in SETS:
@@ -175,7 +176,7 @@ def write_table(args):
         remarks.append(f"Not among the tasks: {', '.join(absent)}")
     text += "".join(f"\n{remark}.\n" for remark in remarks)
     for file, content in (("table.md", text), ("table.json", json.dumps(report, indent=1))):
-        evaluate.write_text(Path(args.out) / file, content)
+        runtime.write_text(Path(args.out) / file, content)
     print(text)
 
 
@@ -239,7 +240,7 @@ def detail(numbers):
 # ---------------------------------------------------------------- main
 
 def flags(argv=None):
-    p = evaluate.Parser(description=__doc__, formatter_class=evaluate.Help)
+    p = runtime.Parser(description=__doc__, formatter_class=runtime.Help)
     add = p.add_argument
     add("--tasks", required=True, help="tasks.jsonl of sets.py")
     add("--runs", nargs="+", required=True, metavar="[NAME=]FOLDER", help="episodes of evaluate.py")
@@ -251,7 +252,7 @@ def flags(argv=None):
 
 
 def main(argv=None):
-    evaluate.run("toolstar.scores", write_table, flags(argv))
+    runtime.run("toolstar.scores", write_table, flags(argv))
 
 
 if __name__ == "__main__":

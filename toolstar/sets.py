@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from evaluate import NATURAL, Help, Parser, read_csv_rows, read_jsonl, run, write_jsonl
+from runtime import NATURAL, Help, Parser, read_csv_rows, read_jsonl, run, write_jsonl
 from toolstar import verdict
 
 

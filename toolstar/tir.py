@@ -35,10 +35,10 @@ from functools import partial
 from pathlib import Path
 
 import evaluate
-from evaluate import COUNT, NATURAL, PORT, SHARE, Help, Parser, mean, name_of
-from sandbox import PROMPTS
-from solver import final_turn
-from synth import endpoint, entries, fill
+import runtime
+from evaluate import mean, name_of
+from runtime import COUNT, NATURAL, PORT, SHARE, Help, Parser, endpoint, entries, fill
+from sandbox import PROMPTS, final_turn
 from toolstar.facts import drills, facts, from_memory, pages, solution, solver_episodes
 from toolstar.published import convert
 from toolstar.sets import contaminated, questions_of
@@ -109,7 +109,7 @@ def player(args, world, episodes):
     if args.endpoint:
         key = Path(args.key).read_text().strip() if args.key else None
         # asked patiently: a run of days must not end for one bad hour
-        generate = partial(evaluate.chat, *args.endpoint, **sampling, retries=40, api_key=key,
+        generate = partial(runtime.chat, *args.endpoint, **sampling, retries=40, api_key=key,
                            stops=world.stops)
         return evaluate.play(lambda messages: generate(merged(messages)), episodes,
                              args.concurrency)
@@ -336,13 +336,13 @@ def play_missing(args, folder, settings, tasks, tools):
         rows_of = partial(evaluate.apart, "tir.py", rows_of, args=args)
     for what in "dr, prompt", "hint":  # hints need what (1) has said; the engine is opened for each
         todo = list(wanted_samples(args, tasks, rows, tools))
-        for row in evaluate.progress(rows_of(todo) if todo else (), what, len(todo)):
+        for row in runtime.progress(rows_of(todo) if todo else (), what, len(todo)):
             evaluate.keep_play(folder, settings, row, KEPT)
             rows[name_of(row["task"])] = row
     names = [f"{task['id']}/{mode}-{k}" for task in tasks for mode in args.modes
              for k in range(args.samples)]
     wanted = {name: rows.pop(name) for name in names if name in rows}
-    evaluate.write_jsonl(file, [*wanted.values(), *rows.values()])
+    runtime.write_jsonl(file, [*wanted.values(), *rows.values()])
     return list(wanted.values())
 
 
@@ -353,11 +353,11 @@ def tir(args):
     least_right(args.right or f"1of{args.samples}", args.samples)
     world = open_world(args)
     world.close()  # who plays opens one of his own
-    tasks = evaluate.load_tasks(args.tasks, world.load_task, args.limit)
+    tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit)
     tasks, dropped = contaminated(tasks, questions_of(args.sets)[0] if args.sets else [])
     check_player(args, tasks)
     settings = {"model": model_of(args)} | {key: getattr(args, key) for key in SETTINGS}
-    evaluate.hold(args.out)
+    runtime.lock_folder(args.out)
     folder = evaluate.open_folder(args.out, "", settings, KEPT)
     others = [name for name in ("sft.jsonl", "rl.jsonl") if (folder / name).exists()]
     if others and not (folder / KEPT).exists():
@@ -376,10 +376,10 @@ def tir(args):
             sft.append(as_episode(row, prompt))
         else:
             rl.append(task)
-    evaluate.write_jsonl(folder / "sft.jsonl", sft)
-    evaluate.write_jsonl(folder / "rl.jsonl", rl)
+    runtime.write_jsonl(folder / "sft.jsonl", sft)
+    runtime.write_jsonl(folder / "rl.jsonl", rl)
     report = report_on(args, tasks, rows, cells, sft) | {"contaminated": dropped}
-    evaluate.write_text(folder / "report.json",
+    runtime.write_text(folder / "report.json",
                         json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     print(f"{folder}: {len(tasks)} tasks, {len(sft)} episodes for SFT, {len(rl)} tasks for RL; "
           f"{len(dropped)} left out, which an evaluation set asks")
@@ -470,7 +470,7 @@ def tir_flags(add):
 
 def main(argv=None):
     args = flags(argv)
-    evaluate.run("tir.py", args.run, args)
+    runtime.run("tir.py", args.run, args)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
+from runtime import SHARE, Parser, run, write_text
 from sandbox import PROMPTS, Action, Episode, Sandbox, parse
 from toolstar import helpers, rewrite, verdict
 from toolstar.verdict import math_equal, qa_metrics, reward  # noqa: F401, handed on
@@ -346,6 +347,8 @@ class ToolSandbox(Sandbox):
 class ToolEpisode(Episode):
     """A play of a question, in either grammar. Too many calls end it with the stop "calls"."""
 
+    seen = 0  # tokens of the last observation
+
     def __init__(self, task, sandbox, max_turns, prompt):
         settings = sandbox.world.settings
         self.tags, self.show = settings.grammar == "tags", settings.show_budget
@@ -392,12 +395,16 @@ class ToolEpisode(Episode):
         self.messages.append({"role": "result", "content": f" <result>\n{observation}\n</result>"})
         return observation
 
-    def hear(self, tokens):
-        """An engine says how many tokens the last observation took, with its frame."""
+    @property
+    def observation_tokens(self):
+        """Tokens of the last observation with its frame, as the player sets them."""
+        return self.seen
+
+    @observation_tokens.setter
+    def observation_tokens(self, tokens):
+        self.seen = tokens
         for call in self.sandbox.calls[self.made:]:  # none: an error of the grammar, or a refusal
             call["tokens"] = tokens
-
-    heard = property(fset=hear)
 
     def fork(self, seed):
         twin = super().fork(seed)
@@ -420,7 +427,7 @@ class ToolEpisode(Episode):
 # ---------------------------------------------------------------- world
 
 class Tools:
-    """The world as the stages see it (evaluate.Travel)."""
+    """The world as the stages see it (docs/environment.md)."""
 
     kinds, slow = verdict.KINDS, True
     reward = staticmethod(verdict.reward_of)
@@ -446,7 +453,7 @@ class Tools:
 
     def find_corpus(self):
         """Look for the retriever's files, or ask its server for a word, before all else."""
-        from retriever import HTTP, find_retriever, load_document, open_retriever
+        from toolstar.retriever import HTTP, find_retriever, load_document, open_retriever
 
         chosen, corpus = self.settings.retriever, self.settings.folder / self.settings.corpus
         if chosen.startswith(HTTP):
@@ -522,12 +529,25 @@ class Tools:
             episode.helpers = helpers.Helpers(self.ask, self.settings.helpers, f"{seed}")
         return episode
 
-    def help(self, asks, generate=None):
-        """Turn the settings' helpers on for the episodes that begin from now on; evaluate.py does,
-        training and synthesis never. By asks (engine.Asks) or generate(messages) who plays is asked
-        himself."""
+    def open_helpers(self, generate=None):
+        """Turn the settings' helpers on for the episodes that begin from now on. Only evaluate.py
+        calls this, training and synthesis never. generate(messages): asks the policy, if it is an
+        endpoint; else the player has to answer what the returned Asks collect.
+        """
+        asks = None if generate else helpers.Asks()
         if any(map(self.settings.helpers.get, helpers.NAMES)):
             self.ask = helpers.asker(self.settings, asks, generate)
+        return asks
+
+    def lines(self, row):
+        """Lines that this world adds to evaluate.py's table: success and tools by task family."""
+        task, success = row["task"], row["score"]["success"]
+        if "family" not in task:
+            return {}
+        used = {call["name"].lower() for call in row.get("tools", ())}
+        needs = set(task.get("needs", ()))
+        return {f"success, {task['family']}": success,
+                f"tools as needed, {task['family']}": used >= needs if needs else not used}
 
     def verdict(self, episode):
         """(answer, score, strict success): right, whole (tags: as released), by working tools."""
@@ -614,6 +634,16 @@ def check_arguments(name, arguments):
     return f"Error: {name} needs a {empty[0]}." if empty else ""
 
 
+def flags(parser):
+    """The world's own flags, in addition to those of a stage."""
+    add = parser.add_argument
+    add("--database", metavar="FOLDER", help="folder with tools.json; database/tools by default")
+    add("--system-prompt", default="full", metavar="NAME",
+        help="full, short, or a file; evaluate a checkpoint with the prompt of its training")
+    add("--failure-rate", type=SHARE, default=0.0,
+        help="probability that a tool call is made to fail")
+
+
 def open_world(args):
     """The world of --database, a folder with tools.json; database/tools unless it is set."""
     folder = args.database or Path(__file__).resolve().parent.parent / "database" / "tools"
@@ -677,8 +707,6 @@ def check(args):
 
 def prompt(args):
     """Print what episodes of a world are told, with a text behind it; --out gets it, too."""
-    from evaluate import write_text
-
     text = system_prompt(args.system_prompt, read_settings(args.database))
     if args.principles:
         text += "\n\n" + Path(args.principles).read_text(encoding="utf-8").strip()
@@ -686,9 +714,7 @@ def prompt(args):
     print(text)
 
 
-def flags(argv=None):
-    from evaluate import Parser
-
+def command_flags(argv=None):
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
     for name, what in (("check", "call each tool once; exits with 1 where one is broken"),
@@ -711,13 +737,13 @@ def flags(argv=None):
 
 
 def main(argv=None):
-    args = flags(argv)
-    import evaluate
-
+    args = command_flags(argv)
     if args.command == "play":
+        import evaluate
+
         words = ["--env", "tools", "--agent", "person", "--tasks", args.tasks, "--out", args.out]
         return evaluate.main(words + (["--database", args.database] if args.database else []))
-    return evaluate.run("toolstar.tools", check if args.command == "check" else prompt, args)
+    return run("toolstar.tools", check if args.command == "check" else prompt, args)
 
 
 if __name__ == "__main__":

@@ -120,8 +120,8 @@ if [[ $axis == scale ]]; then scale; else study; fi
 [[ $axis != crossing ]] || exit 0
 # made anew: there may be another seed
 [[ -n ${DRY:-} || $node != 0 ]] || rm -f "$OUT/axis/$axis.md" "$OUT/axis/failing/$axis.md"
-[[ $axis != noise ]] || stage axis-noise-failing "$OUT/axis/failing/noise.md" python report.py \
+[[ $axis != noise ]] || stage axis-noise-failing "$OUT/axis/failing/noise.md" python -m look.report \
     --axis noise --runs "${faulty[@]}" --out "$OUT/axis/failing"
-stage "axis-$axis" "$OUT/axis/$axis.md" python report.py --axis "$axis" --runs "${runs[@]}" \
+stage "axis-$axis" "$OUT/axis/$axis.md" python -m look.report --axis "$axis" --runs "${runs[@]}" \
     --out "$OUT/axis"
 finish "$OUT/axis/$axis.md"

@@ -69,13 +69,13 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
     evaluate=(python evaluate.py --tasks "$DATA/sets/tasks.jsonl" "${tools[@]}" --database "$held"
         --max-turns 8 --max-context 17920 --max-tokens 16384 --samples 4 --temperature 0.6
         --top-p 0.95 --seed "$SEED")
-    [[ $what != axis ]] || source toolaxes.sh
+    [[ $what != axis ]] || source recipes/toolaxes.sh
     stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
     stage eval "$OUT/eval/table.md" "${evaluate[@]}" --model "${models[@]}" --out "$OUT/eval"
     stage scores "$OUT/scores/table.md" python -m toolstar.scores --tasks "$DATA/sets/tasks.jsonl" \
         --runs "$OUT/eval/base" "$OUT/eval/sft" "$OUT/eval/rl" ${JUDGE:+--judge "$JUDGE"} \
         ${JUDGE_KEY:+--judge-key "$JUDGE_KEY"} --out "$OUT/scores"
-    stage curves "$OUT/curves.png" python report.py "$OUT/rl" --curves --out "$OUT"
+    stage curves "$OUT/curves.png" python -m look.report "$OUT/rl" --curves --out "$OUT"
     finish "$OUT/scores/table.md"
 fi
 
@@ -124,7 +124,7 @@ stage episodes "$DATA/sft.jsonl" "${tir[@]}" episodes --database "$DATA/train" \
 if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown
     stage drills "$DATA/drills.jsonl" "${tir[@]}" drills --n 6000 --seed 5 --port $port \
         --out "$DATA/drills.jsonl"
-    stage init "$OUT/init/config.json" python tiny.py model --seed "$SEED" \
+    stage init "$OUT/init/config.json" python -m tiny model --seed "$SEED" \
         --phrases database/words/phrases-tools.txt \
         --corpus "$DATA/drills.jsonl" "$DATA/sft.jsonl" --out "$OUT/init"
     stage base "$OUT/base/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$OUT/init" \
@@ -135,7 +135,7 @@ fi
 stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
     --data "$DATA/sft.jsonl" --steps 800 --batch 4 --lr $rate --min-lr 0.05 --warmup 0.03 \
     --cutoff $room "${train[@]}" --out "$OUT/sft"
-[[ $what != axis ]] || source toolaxes.sh
+[[ $what != axis ]] || source recipes/toolaxes.sh
 # and finds out here what it must look up; at a rate of 1.5e-4 what few tasks need is unlearnt
 stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
 # self-critic cycles: the policy plays, DPO learns from its right and wrong plays, GRPO goes on
@@ -152,5 +152,5 @@ for ((cycle = 1; cycle <= ${CYCLES:-1}; cycle++)); do
 done
 [[ $last == "$OUT/rl" ]] || models+=(dpo="$last")
 stage eval "$OUT/eval/table.md" "${evaluate[@]}" --model "${models[@]}" --out "$OUT/eval"
-stage curves "$OUT/curves.png" python report.py "$OUT/rl" --curves --out "$OUT"
+stage curves "$OUT/curves.png" python -m look.report "$OUT/rl" --curves --out "$OUT"
 finish "$OUT/eval/table.md"

@@ -7,9 +7,9 @@ Writes  OUT/report.html, which fetches nothing: curves, scores, failures by chec
         with its plan, verdicts, tool calls and turns, pairs side by side, training plays token by
         token; or OUT/curves.png, tensorboard/, AXIS.md, AXIS.png
 
-    python report.py out/tiny                      # also out/tiny/rl or out/tiny/eval alone
-    python report.py --trace out/tiny/eval/rl/episodes.jsonl:val-0001658
-    python report.py --axis reward --runs sum=out/a/eval/rl sum=out/b/eval/rl macro=out/c/eval/rl
+    python -m look.report out/tiny                      # also out/tiny/rl or out/tiny/eval alone
+    python -m look.report --trace out/tiny/eval/rl/episodes.jsonl:val-0001658
+    python -m look.report --axis reward --runs sum=out/a/eval/rl macro=out/c/eval/rl
 """
 import base64
 import contextlib
@@ -23,7 +23,10 @@ from pathlib import Path
 from statistics import median
 
 import evaluate
-from evaluate import COUNT, LEVELS, NATURAL, STOPS, Help, Parser, interval, mean, name_of, plays_of
+import runtime
+from evaluate import STOPS, interval, mean, name_of, plays_of
+from runtime import COUNT, NATURAL, Help, Parser
+from travel.world import LEVELS
 
 # Success on TravelPlanner's test set in per cent, 1.5B / 3B / 7B [STAR, arXiv:2603.21972 sec. 4]:
 # rewards under GRPO; algorithms under MACRO, at 7B under SUM; data with 3B and the curriculum;
@@ -100,7 +103,7 @@ def drawing(picture, size, rows=1, columns=1):
         panel.grid(alpha=0.3)
     figure.tight_layout()
     picture.parent.mkdir(parents=True, exist_ok=True)
-    with evaluate.naming(picture):
+    with runtime.errors_name(picture):
         figure.savefig(picture, dpi=120)
 
 
@@ -293,7 +296,7 @@ def write_report(folder, out, limit, plays):
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     head, middle, tail = re.split("<!-- (?:index|episodes) -->", template)
     page = out / "report.html"
-    with evaluate.replacing(page) as file:
+    with runtime.replacing(page) as file:
         file.write(f'{head}<script type="application/json" id="index">{index}</script>{middle}')
         for number, entry in enumerate(kept):
             if "play" in entry:
@@ -473,7 +476,7 @@ def look(args):
         runs = read_runs(args.runs)
         axis_curves(args.axis, runs, out / f"{args.axis}.png")
         text = axis_table(args.axis, runs)
-        evaluate.write_text(out / f"{args.axis}.md", text)
+        runtime.write_text(out / f"{args.axis}.md", text)
         print(text)
     elif args.to:
         export(find_log(args.run), args.to, out)
@@ -484,7 +487,7 @@ def look(args):
 
 
 def main(argv=None):
-    evaluate.run("report.py", look, flags(argv))
+    runtime.run("look.report", look, flags(argv))
 
 
 if __name__ == "__main__":

@@ -17,22 +17,9 @@ import re
 
 import numpy as np
 
-import evaluate
-import solver
+from runtime import entries, fill, several
 from sandbox import PROMPTS
-
-
-def entries(path):
-    """{name: text} of a file's lines "name: text"; an indented line goes on with the one before."""
-    lines = re.sub(r"\n +", " ", path.read_text(encoding="utf-8").strip()).split("\n")
-    return dict(line.split(":", 1) for line in lines)
-
-
-def fill(rng, forms, values):
-    """One of the forms between slashes, with values in its slots."""
-    form = rng.choice(re.split(r"\s/(?=\s)", forms))
-    return " ".join(form.split()).format(**values)
-
+from travel import constraints, solver
 
 FORMS = entries(PROMPTS / "thoughts.txt")
 
@@ -104,7 +91,7 @@ class Teacher:
         for i in range(40):
             found = self.draft(0.3 + 0.6 * i / 40)
             plan = found and solver.lay_out(self.task, found)
-            if plan and not faults(evaluate.score(self.task, plan, self.database, "strict")):
+            if plan and not faults(constraints.score(self.task, plan, self.database, "strict")):
                 return found
         return solver.solve_report(self.task, self.database).journey
 
@@ -155,12 +142,6 @@ def spelled(*terms, noun=""):
     said = " + ".join(f"${money(cost)}" + f" x {n}{noun}" * (n != 1) for cost, n in terms)
     total = sum(cost * n for cost, n in terms)
     return f"{said} = ${money(total)}" if len(terms) > 1 or terms[0][1] != 1 else said
-
-
-def several(words):
-    """"a, b and c"."""
-    *head, last = words
-    return f"{', '.join(head)} and {last}" if head else last
 
 
 def counted(n, noun):

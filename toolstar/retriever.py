@@ -13,8 +13,9 @@ A retriever has search(queries, k) -> the hits of each query, best first. A hit 
 Reads   a corpus: jsonl, {"id", "contents"} per line; the HF folder of an E5-style encoder [2]
 Writes  OUT/meta.json, OUT/starts.npy, OUT/matrix.f16
 
-    python retriever.py index --corpus wiki-18.jsonl --encoder intfloat/e5-base-v2 --out index
-    python retriever.py serve --retriever index --port 8000
+    python -m toolstar.retriever index --corpus wiki-18.jsonl --encoder intfloat/e5-base-v2 \
+        --out index
+    python -m toolstar.retriever serve --retriever index --port 8000
 """
 import argparse
 import asyncio
@@ -32,8 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from guard import COUNT, PORT, Parser, hold, naming, progress, run
-from records import write_text
+from runtime import COUNT, PORT, Parser, errors_name, lock_folder, progress, run, write_text
 
 # Shapes: n queries, N passages, D numbers in a vector, L tokens of a text, k hits.
 
@@ -64,7 +64,7 @@ class BM25:
 
     def __init__(self, path):
         import bm25s
-        with naming(path), open(path, encoding="utf-8-sig") as file:
+        with errors_name(path), open(path, encoding="utf-8-sig") as file:
             lines = enumerate(file, 1)
             self.documents = [load_document(line, f"{path}, line {i}") for i, line in lines]
         self.words = partial(bm25s.tokenize, stopwords="en", show_progress=False)
@@ -248,14 +248,15 @@ def find_retriever(name, corpus):
     """Say at once, and not after an engine has started, that --retriever's files are not there."""
     needed = Path(corpus) if name == "bm25" else Path(name) / "meta.json"
     if not name.startswith(HTTP) and not needed.is_file():
-        raise FileNotFoundError(f"{needed} is not there: see --corpus, or `retriever.py index`")
+        raise FileNotFoundError(f"{needed} is missing: see --corpus, or run python -m "
+                                "toolstar.retriever index")
     if name == "bm25":
         check_corpus(corpus)
 
 
 def check_corpus(path):
     """Look at a corpus's first line before an engine or an encoder is loaded."""
-    with naming(path), open(path, encoding="utf-8-sig") as file:
+    with errors_name(path), open(path, encoding="utf-8-sig") as file:
         line = file.readline()
     if not line:
         raise ValueError(f"{path} is empty; want a line of id and contents per passage")
@@ -320,7 +321,7 @@ def begin_index(args, out, dim):
 
 def build_index(args):
     """Encode block by block and append; after a stop, whole blocks on disk are not done again."""
-    hold(args.out)
+    lock_folder(args.out)
     check_corpus(args.corpus)
     encoders = [load_encoder(args.encoder, device) for device in args.devices]
     out, dim, block = Path(args.out), encoders[0][0].config.hidden_size, 64 * args.batch
@@ -385,7 +386,7 @@ def make_app(retriever, topk=5):
 
 def find_port(host, port):
     """Say that a port is taken before an index is read, and in a line, as uvicorn does not."""
-    with naming(f"{host}:{port}"), socket.socket() as tried:
+    with errors_name(f"{host}:{port}"), socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         tried.bind((host, port))
 
@@ -436,7 +437,7 @@ def flags(argv=None):
 
 def main(argv=None):
     args = flags(argv)
-    run("retriever.py", {"index": build_index, "serve": serve}[args.command], args)
+    run("toolstar.retriever", {"index": build_index, "serve": serve}[args.command], args)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Writes  OUT/AGENT/submission.jsonl, and prints what the leaderboard would refuse
 
     python evaluate.py --model rl=out/7b/rl/best --tasks osunlp/TravelPlanner --split validation \\
         --database database/full
-    python leaderboard.py out/eval/rl --split validation
+    python -m travel.leaderboard out/eval/rl --split validation
 
 The six rates are computed by the leaderboard's own rules (`official` in constraints.py) over the
 split's own denominators, from each task's first play. The test split is published without its
@@ -16,9 +16,10 @@ import json
 import re
 from pathlib import Path
 
-from constraints import EMPTY, FIELDS, HARD, PLACES, from_to, score
-from evaluate import Help, Parser, read_episodes, run, write_jsonl
+from evaluate import read_episodes
+from runtime import Help, Parser, run, write_jsonl
 from sandbox import open_database
+from travel.constraints import EMPTY, FIELDS, HARD, PLACES, from_to, score
 
 # the leaderboard's denominators: queries, hard constraints asked
 SIZES = {"train": (45, 105), "validation": (180, 420), "test": (1000, 2290)}
@@ -127,7 +128,7 @@ def main(argv=None):
     p.add_argument("folder", type=Path, help="folder of an agent's episodes.jsonl")
     p.add_argument("--split", choices=SIZES, required=True, help="what the tasks are")
     p.add_argument("--database", help="folder of the tables; unset: those it was played with")
-    run("leaderboard.py", hand_in, p.parse_args(argv))
+    run("travel.leaderboard", hand_in, p.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ Honest plans leave on the first day, return on the last, and pass `strict`. One 
 enough: no two are cheaper than the cheapest one whose minimum nights the whole stay meets.
 """
 import itertools
-import json
 import math
 from collections import namedtuple
 from functools import cache, lru_cache, partial
 
 import numpy as np
 
-from constraints import ROOM_TYPES, untimely
 from format_plan import FIELDS, MEALS, itinerary
+from sandbox import final_turn, turn
+from travel.constraints import ROOM_TYPES, untimely
 
 SEARCHES = {"hotels": "SearchAccommodation", "restaurants": "SearchRestaurant",
             "attractions": "SearchAttraction"}  # table: its tool
@@ -335,15 +335,6 @@ def way_searches(task, mode, a, b, date, flies):
         pair["mode"] = "driving" if mode == "road" else "taxi"
         steps.append(Search(f"{pair['mode']} from {a} to {b}", "GoogleDistanceMatrix", pair))
     return steps
-
-
-def turn(thought, tool, arguments):
-    call = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
-    return f"<think>{thought}</think>\n<tool_call>{call}</tool_call>"
-
-
-def final_turn(thought, answer):
-    return f"<think>{thought}</think>\n<answer>\n{answer}\n</answer>"
 
 
 def solver_replies(task, database):

@@ -18,12 +18,12 @@ Reads   what the stage hands over
 Writes  OUT/microscope/<step>.jsonl, whole or not at all
 
     torchrun --standalone grpo.py --model out/sft --tasks data/rl.jsonl --out out/rl --microscope 10
-    python report.py out/rl
+    python -m look.report out/rl
 """
 import torch
 import torch.distributed as dist
 
-from evaluate import write_jsonl
+from runtime import write_jsonl
 
 UNFINISHED = "\ufffd"  # what a tokenizer says of bytes that are no whole letter
 

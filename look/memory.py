@@ -5,8 +5,8 @@ From the sources of DeepSpeed 0.19.8 (ZeRO-3 leaves it a bucket of 5e8 numbers, 
 and updates of 1e9 at a time), of Qwen2 in transformers 5.19 with an attention that makes no T x T
 matrix, and of the stages' own loss, which never holds more than LOGITS logits.
 
-    python memory.py sft  --model Qwen/Qwen2.5-7B-Instruct --gpus 16
-    python memory.py grpo --model Qwen/Qwen2.5-7B-Instruct --gpus 16 --context 30000
+    python -m look.memory sft  --model Qwen/Qwen2.5-7B-Instruct --gpus 16
+    python -m look.memory grpo --model Qwen/Qwen2.5-7B-Instruct --gpus 16 --context 30000
 
 Prints a table; where a moment does not fit, names it, the GiB too many and the flags that lower it,
 and exits with status 1.
@@ -15,8 +15,8 @@ import math
 import sys
 from pathlib import Path
 
-import evaluate
-from evaluate import COUNT, NATURAL, PART, POSITIVE, Help, Parser
+import runtime
+from runtime import COUNT, NATURAL, PART, POSITIVE, Help, Parser
 from sft import LOGITS
 
 MOMENTS = {  # of an update: what lowers it
@@ -85,7 +85,7 @@ def load_shape(model):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if Path(model).is_dir():
-        evaluate.check_config(Path(model))
+        runtime.check_config(Path(model))
     try:
         config = AutoConfig.from_pretrained(model)
     except OSError:
@@ -117,10 +117,10 @@ def flags(argv=None):
 
 def write_full(args, tokens):
     """--out: episodes of nearly so many tokens."""
-    per_word = len(evaluate.load_template(args.model).encode(" word" * 100)) / 100
+    per_word = len(runtime.load_template(args.model).encode(" word" * 100)) / 100
     said = [("system", "x"), ("user", "x"), ("assistant", " word" * int(0.9 * tokens / per_word))]
     row = {"messages": [{"role": role, "content": text} for role, text in said]}
-    evaluate.write_jsonl(args.out, [row] * args.gpus)
+    runtime.write_jsonl(args.out, [row] * args.gpus)
 
 
 def plan(args):
@@ -163,7 +163,7 @@ def plan(args):
 
 
 def main(argv=None):
-    evaluate.run("memory.py", plan, flags(argv))
+    runtime.run("look.memory", plan, flags(argv))
 
 
 if __name__ == "__main__":

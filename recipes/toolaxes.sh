@@ -107,7 +107,7 @@ fi
 if [[ $axis == helpers ]]; then
     stage axis-helpers "$table" python -m toolstar.helpers table "${runs[@]}" --out "$table"
 else
-    stage "axis-$axis" "$table" python report.py --axis "tool-$axis" --runs "${runs[@]}" \
+    stage "axis-$axis" "$table" python -m look.report --axis "tool-$axis" --runs "${runs[@]}" \
         --out "$OUT/axis"
 fi
 finish "$table"

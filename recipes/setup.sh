@@ -71,13 +71,15 @@ for name in sorted(name for name in given - known.keys() if name.startswith("FLA
     sys.exit(f"run.sh: {name} is of no stage that runs here: " + ", ".join(known.values())[:300])
 for name, line in stages:
     words = shlex.split(line)
-    at = next(i for i, word in enumerate(words) if re.search(r"\.py$|^toolstar\.", word))
+    at = next(i for i, word in enumerate(words) if word.endswith(".py") or words[i - 1] == "-m")
     sys.argv = words[at:]
     if "--nproc_per_node" in words:
         ranks = int(words[words.index("--nproc_per_node") + 1])
         os.environ["WORLD_SIZE"] = str(ranks * int(os.environ.get("NNODES", 1)))
     try:
-        importlib.import_module(words[at].removesuffix(".py")).flags()
+        name = "tiny.__main__" if words[at] == "tiny" else words[at].removesuffix(".py")
+        module = importlib.import_module(name)
+        getattr(module, "command_flags", module.flags)()
     except SystemExit:
         sys.exit(f"run.sh: so stage {name} would fail; nothing has run yet")'
 
@@ -97,11 +99,11 @@ must() {
 }
 
 # whether PyTorch, too, sees as many GPUs, and starts: with an old driver it can count them
-sees='import sys, torch; from engine import visible_gpus
+sees='import sys, torch; from runtime import visible_gpus
 sys.exit(len(visible_gpus()) < int(sys.argv[1]) or torch.cuda.init())'
 
 # asks a teacher, URL=MODEL [KEYFILE]
-ask='import sys; from format_plan import chat; url, _, model = sys.argv[1].rpartition("=")
+ask='import sys; from runtime import chat; url, _, model = sys.argv[1].rpartition("=")
 key, sys.tracebacklimit = open(sys.argv[2]).read().strip() if sys.argv[2:] else None, 0
 chat(url, model, [{"role": "user", "content": "Are you there?"}], retries=1, api_key=key)'
 
@@ -123,7 +125,7 @@ preflight() {
     for plan in "sft --cutoff $cutoff" "$algorithm --context $context --gpu-memory $share \
         --pack-tokens $pack"; do
         must "$base is too large for $ranks x $gib GiB: see above; SHARE=0.4 is a --gpu-memory" \
-            python memory.py $plan --model "$base" --gpus "$ranks" --gpu-gib "$gib"
+            python -m look.memory $plan --model "$base" --gpus "$ranks" --gpu-gib "$gib"
     done
     if [[ -z ${DRY:-} ]]; then
         mkdir -p "$OUT"
@@ -140,7 +142,7 @@ preflight() {
         must "$teacher: ENDPOINT=http://host:port/v1=MODEL of a server, ENDPOINT_KEY=its key" \
             python -c "$ask" "$teacher" ${ENDPOINT_KEY:+"$ENDPOINT_KEY"}
     done
-    stage preflight-fill "$here/full.jsonl" python memory.py sft --model "$base" --gpus "$ranks" \
+    stage preflight-fill "$here/full.jsonl" python -m look.memory sft --model "$base" --gpus "$ranks" \
         --gpu-gib "$gib" --cutoff "$pack" --out "$here/full.jsonl"
     stage preflight-full "$here/full/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$here/full.jsonl" --steps 1 --batch "$ranks" --cutoff "$pack" \

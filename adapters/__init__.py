@@ -1,0 +1,1 @@
+"""Bridges to other projects: plain environment classes here, and the travel world in TRL."""

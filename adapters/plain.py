@@ -1,0 +1,101 @@
+"""
+A world made of a plain class, as TRL's environment_factory takes it: --env my_env.py:MyEnv
+
+    class MyEnv:
+        def reset(self, **row):         # a row of --tasks; may return the first observation
+        def guess(self, number: int):   # public methods are the tools; their docstrings and type
+            '''Guess a number.          # hints become the schemas that the model reads
+
+            Args:
+                number: Your guess.
+            '''
+        def get_reward(self):           # a number; 1 or more counts as success
+        def close(self):                # optional
+
+A row of --tasks needs a "query" (or a "prompt"), unless reset() returns the first observation. The
+tools run in threads, one environment per episode.
+"""
+import copy
+import inspect
+import json
+
+from sandbox import Episode
+
+PROMPT = """\
+Think first, then call one tool or answer. Reply in one of two forms and write nothing else:
+<think>...</think><tool_call>{"name": "...", "arguments": {...}}</tool_call>
+<think>...</think><answer>...</answer>
+
+<tools>
+%s
+</tools>"""
+NO_TOOLS = ("reset", "get_reward", "close")
+
+
+class Methods:
+    """The public methods of one environment, as the tools of an Episode."""
+
+    def __init__(self, env, seed):
+        self.env, self.seed = env, seed
+        self.methods = {name: method for name, method in inspect.getmembers(env, inspect.ismethod)
+                        if name[0] != "_" and name not in NO_TOOLS}
+        self.tools = frozenset(self.methods)
+
+    def call(self, name, arguments):
+        """The observation of a call. A method reports a mistake by raising ValueError or TypeError,
+        as TRL's environments do, and the model reads the message."""
+        if not isinstance(arguments, dict):
+            return "Error: the arguments of a tool call are a JSON object"
+        try:
+            return str(self.methods[name](**arguments))
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            return f"Error: {error}"
+
+    def __copy__(self):
+        raise ValueError(f"{type(self.env).__name__} cannot be copied in the middle of an episode, "
+                         "which arpo.py needs to fork: train it with grpo.py")
+
+
+class PlainEpisode(Episode):
+    """An episode that closes its environment when it is recorded."""
+
+    def record(self, model=""):
+        getattr(self.sandbox.env, "close", lambda: None)()
+        return super().record(model)
+
+
+class PlainWorld:
+    """The world of an environment class (docs/environment.md)."""
+
+    kinds, parts, stops, slow = ("reward",), ("success", "reward"), (), True
+
+    def __init__(self, factory):
+        missing = [name for name in ("reset", "get_reward") if not hasattr(factory, name)]
+        if missing:
+            raise ValueError(f"{factory.__name__} has no method {missing[0]}()")
+        self.factory = factory
+
+    def load_task(self, row):
+        return row | {"id": str(row["id"])}
+
+    def episode(self, task, seed, args):
+        from transformers.utils import get_json_schema
+
+        methods = Methods(self.factory(), seed)
+        first = methods.env.reset(**copy.deepcopy(task))
+        query = first or task.get("query") or task.get("prompt")
+        if not isinstance(query, str):
+            raise ValueError(f"task {task['id']} has no 'query', and reset() returned no text")
+        schemas = "\n".join(json.dumps(get_json_schema(one)) for one in methods.methods.values())
+        return PlainEpisode(task | {"query": query}, methods, args.max_turns, PROMPT % schemas)
+
+    def verdict(self, episode):
+        reward = float(episode.sandbox.env.get_reward())
+        success = float(reward >= 1)
+        return episode.answer, {"success": success, "reward": reward}, success
+
+    def reward(self, score, kind):
+        return score["reward"]
+
+    def close(self):
+        """Each episode closes its own environment."""

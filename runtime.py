@@ -1,0 +1,1364 @@
+"""
+What every stage runs on: the parts that are needed to train, but teach nothing about training.
+
+    (1) flags and errors     a mistake that you can fix is one line, not a traceback
+    (2) processes            one writer per folder, no orphans, saving on SIGTERM, progress bars
+    (3) records              jsonl files, written whole or not at all
+    (4) grammars             texts drawn from files of alternatives
+    (5) the chat template    a conversation as tokens, exactly as the engine sees and samples them
+    (6) the engine           vLLM: its settings, its weights, tool calls that run beside it
+    (7) endpoints            OpenAI-compatible servers
+    (8) model folders        checks before anything is spent; folders that appear once complete
+    (9) checkpoints          resuming from the newest one that is intact
+    (10) worlds and tasks    --env and --tasks
+
+To take a stage home, copy it together with this file; grpo.py and arpo.py also need sandbox.py.
+"""
+import argparse
+import atexit
+import contextlib
+import csv
+import ctypes
+import errno
+import fcntl
+import hashlib
+import importlib
+import importlib.util
+import itertools
+import json
+import logging
+import math
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+import types
+import warnings
+import zipfile
+import zlib
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import lru_cache
+from pathlib import Path
+
+# ----------------------------------------------------------------------------- (1) flags and errors
+
+FIXES = {  # what to do about an error of the file system
+    errno.ENOENT: "is the path right?",
+    errno.EISDIR: "this is a folder; name a file",
+    errno.ENOTDIR: "a part of this path is a file; name a folder",
+    errno.EEXIST: "this is a file; name a folder",
+    errno.EACCES: "name another path, or change its permissions",
+    errno.EROFS: "name another path",
+    errno.ENOSPC: "free some space, then repeat the command",
+    errno.EDQUOT: "free some space, then repeat the command",
+    errno.EADDRINUSE: "another program listens there; choose another --port"}
+
+
+def run(program, function, *args):
+    """Call function(*args). An error that the user can fix becomes one line instead of a traceback
+    (STAR_TRACEBACK=1 shows the traceback).
+
+    Under torchrun this also ends the rank, and leaves the line where run.sh finds it.
+    """
+    try:
+        found = function(*args)
+        with errors_name("standard output"):
+            sys.stdout.flush()  # when Python exits, it is too late to report an error
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # Python would not wait for gloo's threads, and one that asks for the interpreter after
+            # its end aborts the rank. os._exit would leave vLLM's shared memory behind.
+            atexit._run_exitfuncs()
+            ctypes.CDLL(None).exit(0)
+        return found
+    except SystemExit as error:
+        text = error.code
+        if not isinstance(text, str):
+            raise
+    except (KeyboardInterrupt, EOFError):
+        print(f"{program}: interrupted; what was saved is kept, repeat the command to continue",
+              file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+    except BrokenPipeError:  # the reader of our output, such as head, has closed it
+        drop_output()
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except (KeyError, ValueError, OSError) as error:
+        if os.environ.get("STAR_TRACEBACK"):
+            raise
+        text = f"{program}: {one_line(error)}"
+        drop_output()
+    if "RANK" in os.environ:
+        report_to_torchelastic(text)
+    raise SystemExit(text) from None
+
+
+def one_line(error):
+    """An exception as one line: path, problem, fix."""
+    if isinstance(error, KeyError):
+        text = " ".join(map(str, error.args))
+        # either a sentence that we wrote, or a failed dictionary look-up
+        return text if " " in text else f"KeyError {text!r} (STAR_TRACEBACK=1 shows where)"
+    if isinstance(error, OSError) and error.errno and error.strerror:
+        path, fix = error.filename, FIXES.get(error.errno)
+        problem = error.strerror if path is None else f"{path}: {error.strerror}"
+        return f"{problem}; {fix}" if fix else problem
+    return " ".join(str(error).split())
+
+
+def drop_output():
+    """Redirect a closed or full standard output to /dev/null, so that Python can exit cleanly."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def report_to_torchelastic(text):
+    """Leave the error line in the file that torchrun reads. If all ranks fail alike, rank 0 reports
+    first, and torchrun ends the others while they sleep."""
+    if os.environ["RANK"] != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # the disk may be full
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
+
+@contextlib.contextmanager
+def errors_name(path):
+    """Add the path to errors that do not name one: failed writes and text that is not UTF-8."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = str(path)
+        raise
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); name "
+                         "another file, or save it as UTF-8") from None
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports a wrong flag in one line instead of printing the usage."""
+
+    def error(self, message):
+        text = f"{self.prog}: {message} ({self.prog} --help lists the flags)"
+        if "RANK" in os.environ:
+            report_to_torchelastic(text)
+        self.exit(2, f"{text}\n")
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """--help shows the docstring as it is written, and each flag's default if it has one."""
+
+    def _get_help_string(self, action):
+        no_default = action.default in (None, []) or action.default is False  # but 0 is shown
+        return action.help if no_default else super()._get_help_string(action)
+
+
+def bounded(kind, least, most=math.inf, above=None):
+    """A flag type: an int or float from `least` to `most`, both included, or more than `above`."""
+    def parse(text):
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            large_enough = value >= least if above is None else value > above
+            if large_enough and value <= most and math.isfinite(value):
+                return value
+        low = f"more than {above}" if above is not None else f"{least} or more"
+        what = {int: "a whole number", float: "a number"}[kind]
+        high = "" if most == math.inf else f", at most {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what}, {low}{high}")
+    return parse
+
+
+COUNT, NATURAL = bounded(int, 1), bounded(int, 0)  # from 1, from 0
+SHARE, AMOUNT, POSITIVE = bounded(float, 0, 1), bounded(float, 0), bounded(float, 0, above=0)
+PART, PORT = bounded(float, 0, 1, above=0), bounded(int, 0, 65535)
+
+
+def web_address(text):
+    """A flag type: the address of a server."""
+    if not re.match(r"https?://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address like http://host:8000/v1")
+    return text
+
+
+def endpoint(text):
+    """A flag type: URL=MODEL -> (URL, MODEL)."""
+    url, _, model = text.rpartition("=")
+    if not re.match(r"https?://[^/\s]+", url) or not model:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like http://host:8000/v1=MODEL")
+    return url, model
+
+
+# ------------------------------------------------------------------------------------ (2) processes
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def lock_folder(out, name=".writer"):
+    """Make this process (rank 0) the only writer of the folder `out`; SystemExit if one is there.
+
+    The kernel releases the record lock whenever the process ends, and no child inherits it.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    file = Path(out) / name
+    while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            who = os.read(lock, 200).decode(errors="replace").strip() or "of another user"
+            raise SystemExit(f"another run ({who}) is writing to {out}: wait for it, stop it, or "
+                             "choose another --out") from None
+        except OSError:  # some cluster file systems have no locks: run without one
+            return
+        # if the previous writer ended just now, it has removed the file that we locked
+        if file.exists() and os.fstat(lock).st_ino == file.stat().st_ino:
+            break
+        os.close(lock)
+    os.ftruncate(lock, 0)
+    os.write(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+    atexit.register(release, file, os.getpid())
+
+
+def release(file, owner):
+    """When the owner exits: remove the lock file, and its folder if that is empty."""
+    if os.getpid() == owner:
+        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.parent.rmdir()
+
+
+def lock_file(path):
+    """Make this process the only writer of a file, as lock_folder does for a folder."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    lock_folder(path.parent, f".{path.name}.writer")
+
+
+def die_with_parent():
+    """Have the kernel (Linux) kill this process when torchrun, or the process that spawned it, dies
+    in any way. If the parent is dead already, this process kills itself now."""
+    child = multiprocessing.parent_process()
+    if sys.platform != "linux" or not (child or "TORCHELASTIC_RUN_ID" in os.environ):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.getppid()  # the process that adopted us, if our parent is dead
+    if child:
+        orphan = parent != child.pid
+    else:  # nobody tells us torchrun's process id, but we know that torchrun is a Python program
+        try:
+            orphan = not Path(f"/proc/{parent}/exe").readlink().name.startswith("python")
+        except FileNotFoundError:
+            orphan = True
+        except OSError:  # we may not look: it is root's init, or alive
+            orphan = parent == 1
+    if orphan:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch_sigterm():
+    """-> interrupted(device): whether any rank has received SIGTERM, so that all save and leave.
+
+    torchrun kills ranks that have not left 30 s after SIGTERM; --shutdown-timeout must be longer
+    than one update.
+    """
+    import torch
+    import torch.distributed as dist
+
+    received = []
+    signal.signal(signal.SIGTERM, lambda *_: received.append(True))
+
+    def interrupted(device):
+        flag = torch.tensor(float(bool(received)), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)  # every rank must call this
+        return bool(flag)
+    return interrupted
+
+
+@contextlib.contextmanager
+def ignoring_sigint():
+    """Processes started inside ignore Ctrl-C: their parent handles it for them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def workers(number):
+    """A pool of processes that die with this one. Spawned, because SQLite must not cross a fork."""
+    with ignoring_sigint():
+        return multiprocessing.get_context("spawn").Pool(number, die_with_parent)
+
+
+class Lines:
+    """Standard error as a target for progress bars if it is not a terminal: a line per state."""
+
+    def write(self, text):
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self):
+        """Each line is flushed when it is written."""
+
+
+def progress(rows, name, total, initial=0, unit="it"):
+    """A tqdm bar; in a file or a pipe, one line every half minute."""
+    from tqdm import tqdm
+
+    sparse = {"file": Lines(), "mininterval": 30, "delay": 5, "ncols": 100}
+    return tqdm(rows, name, total, initial=initial, unit=unit,
+                **{} if sys.stderr.isatty() else sparse)
+
+
+# -------------------------------------------------------------------------------------- (3) records
+
+def read_jsonl(path, torn=False):
+    """The records of a jsonl file, blank lines skipped. Errors name the file and the line.
+
+    torn: leave out a last line that its writer has not finished, for files of live runs.
+    """
+    rows = []
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except (ValueError, RecursionError) as error:
+                if torn and not line.endswith(b"\n"):
+                    break
+                raise ValueError(f"{path}, line {number}: not JSON ({error}); "
+                                 "fix or delete the line") from None
+    return rows
+
+
+def recover_jsonl(path, check=None):
+    """The records that a killed run left, [] without a file. Only for the writer of the file, which
+    holds its lock: this completes the last line or cuts it off, so that the next one can follow.
+
+    check(rows) raises ValueError if they are not the caller's. Then, and where no line is a record,
+    the file is somebody else's and stays as it is.
+    """
+    if not Path(path).exists():
+        return []
+    rows, text = read_jsonl(path, torn=True), Path(path).read_bytes()
+    end = text.rfind(b"\n") + 1
+    tail = text[end:]
+    like_records = all(isinstance(row, dict) for row in rows) and (end or tail[:1] in (b"", b"{"))
+    if not like_records:
+        raise ValueError(f"{path}: not a file of records; choose another --out")
+    if check:
+        check(rows)
+    with open(path, "rb+") as file:
+        try:
+            json.loads(tail)
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")  # an editor may leave out the last newline
+        except (ValueError, RecursionError):
+            file.truncate(end)
+    return rows
+
+
+def append_jsonl(path, row):
+    """Add one record and flush it, so that a killed run keeps every finished episode."""
+    with errors_name(path), open(path, "a", encoding="utf-8", errors="replace") as out:
+        out.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def write_jsonl(path, rows):
+    """Write a whole file of records."""
+    with replacing(path) as out:
+        out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_text(path, text):
+    """Write a whole text file."""
+    with replacing(path) as out:
+        out.write(text)
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A text file under a temporary name that replaces `path` once it is complete. The name is
+    always the same, so that the next writer overwrites what a killed one left."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with errors_name(path), open(temporary, "w", encoding="utf-8", errors="replace") as out:
+            yield out
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------- (4) grammars
+
+def entries(path):
+    """{name: text} of a file of lines "name: text"; an indented line continues the one before."""
+    lines = re.sub(r"\n +", " ", path.read_text(encoding="utf-8").strip()).split("\n")
+    return dict(line.split(":", 1) for line in lines)
+
+
+def fill(rng, forms, values):
+    """Draw one of the forms, which slashes separate, and fill in its {slots}."""
+    form = rng.choice(re.split(r"\s/(?=\s)", forms))
+    return " ".join(form.split()).format(**values)
+
+
+def several(words):
+    """"a, b and c"."""
+    *head, last = words
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+def portions(n, weights):
+    """Split n by weight into whole numbers that add up to n."""
+    marks = [n * part // sum(weights) for part in itertools.accumulate(weights, initial=0)]
+    return [end - start for start, end in itertools.pairwise(marks)]
+
+
+def stable_draw(text):
+    """A large pseudo-random number that depends on the text alone."""
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16)
+
+
+# ---------------------------------------------------------------------------- (5) the chat template
+#
+#   <|im_start|>system\n S <|im_end|>\n<|im_start|>user\n Q <|im_end|>\n<|im_start|>assistant\n R
+#   <|im_end|> \n<|im_start|>user\n O <|im_end|>\n<|im_start|>assistant\n R ...
+#      end           before O            after O
+#
+# Training and play append tokens and never render a conversation again. So a template must put the
+# same text around every observation and must not change earlier turns. Any other template is
+# refused with the reason: the policy would be trained on a format in which nobody plays it.
+
+SYSTEM, QUERY, REPLIES = "probe of a system turn", "probe of a query", ("first probe", "next probe")
+THOUGHT, ACT = "probe of a thought", "probe of an act"
+OBSERVATIONS = tuple(f"<tool_response>\n{n} probe of a tool</tool_response>" for n in (1, 2))
+OPENED = "<think>\n"  # some templates open the reply's thought; our replies do that themselves
+
+
+class Template:
+    """A tokenizer, and its chat template taken apart at the borders between turns.
+
+    end: the id that replies are taught to end with; ends: all ids that end one, the model's too.
+    """
+
+    def __init__(self, tokenizer, path, stops=()):
+        self.tokenizer, self.path = tokenizer, path
+        if tokenizer.eos_token_id is None:
+            self.refuse("its tokenizer has no end token (eos_token)")
+        if not tokenizer.chat_template:
+            self.refuse("its tokenizer has no chat template")
+        talk = [("system", SYSTEM), ("user", QUERY), ("assistant", REPLIES[0]),
+                ("user", OBSERVATIONS[0]), ("assistant", REPLIES[1]), ("user", OBSERVATIONS[1])]
+        whole = self.render(talk)
+        cuts = []
+        for _, content in talk:
+            if whole.count(content) != 1:
+                self.refuse(f"its chat template renders {content!r} {whole.count(content)} times")
+            cuts.append(whole.index(content))
+        if cuts != sorted(cuts):
+            self.refuse("its chat template changes the order of the turns")
+        pieces = [whole[start + len(content):stop] for start, stop, (_, content)
+                  in zip(cuts, [*cuts[1:], None], talk, strict=True)]
+        _, opening, before, after, again, last = pieces
+        if before != again or len({opening, after, last.removesuffix(OPENED)}) > 1:
+            self.refuse("its chat template frames some turns differently from others")
+        if self.render(talk[:2]).removesuffix(OPENED) != whole[:cuts[2]]:
+            self.refuse("its chat template changes earlier turns when new ones come")
+        thought = "assistant", f"<think>{THOUGHT}</think>\n{ACT}"
+        thinks = self.render([*talk[:2], thought, talk[3]])
+        if not 0 < thinks.find(THOUGHT) < thinks.find(ACT):
+            self.refuse("its chat template strips thoughts from earlier replies")
+        marks = {mark.content: id for id, mark in tokenizer.added_tokens_decoder.items()}
+        found = max((mark for mark in marks if before.startswith(mark)), key=len, default=None)
+        if found is None:
+            self.refuse(f"its chat template ends a reply with {before[:20]!r}, which is no token")
+        self.end, self.end_text = marks[found], found
+        # special tokens are escaped in observations: no page or program may end or open a turn
+        special = [mark.content for mark in tokenizer.added_tokens_decoder.values() if mark.special]
+        literals = "|".join(re.escape(text[1:]) for text in {found, *special} if text[0] == "<")
+        self.forged = re.compile(f"<(?={literals or '$^'})")
+        self.before, self.after = before.removeprefix(found), after
+        self.ends = {self.end, tokenizer.eos_token_id, *stops}
+
+    def refuse(self, why):
+        raise ValueError(f"{self.path}: {why}; copy the folder and give the copy a "
+                         "chat_template.jinja that can be cut into turns, such as ChatML's")
+
+    def render(self, talk):
+        return self.text([{"role": role, "content": content} for role, content in talk])
+
+    def text(self, messages):
+        """The conversation as text, up to where the model's next reply begins."""
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False,
+                                                      add_generation_prompt=True)
+        except TemplateError as error:
+            self.refuse(f"its chat template refuses a {messages[0]['role']} turn ({error})")
+
+    def encode(self, text):
+        """The ids of this text alone, without special tokens around it."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def prompt(self, messages):
+        """The ids up to where the model's reply begins. If the last message is the assistant's, the
+        model continues it."""
+        begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+        turns = messages[:-1] if begun else messages
+        return self.encode(self.text(turns).removesuffix(OPENED)) + self.encode(begun)
+
+    def between(self, message, closed=True):
+        """The ids from the end of a reply to the beginning of the next, with `message` in between.
+
+        closed: whether the reply brought its own end token; if not, the ids begin with one.
+        """
+        content = self.forged.sub("‹", message["content"])
+        if message["role"] == "result":  # stands inside a reply, which continues after it
+            return self.encode(content)
+        end = "" if closed else self.end_text
+        return self.encode(f"{end}{self.before}{content}{self.after}")
+
+    def reply(self, ids):
+        """The ids that a model sampled -> (text without its end token, whether it had one)."""
+        closed = bool(ids) and ids[-1] in self.ends
+        return self.tokenizer.decode(ids[:-1] if closed else ids), closed
+
+
+def is_talk(messages):
+    """Whether every message has a role and a text, and replies alternate with other turns from the
+    first reply on."""
+    roles = [message.get("role") for message in messages
+             if isinstance(message, dict) and isinstance(message.get("content"), str)]
+    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    known = [("system", "user")] * first + [("assistant",), ("user", "result")] * len(roles)
+    return len(roles) == len(messages) and all(map(tuple.__contains__, known, roles))
+
+
+def load_template(path):
+    """The Template of a folder or hub name; ValueError says why it cannot be used."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    check_model(path)
+    try:
+        stops = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # generation_config.json is optional
+        stops = None
+    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except OSError:
+        raise ValueError(f"{path} is not a folder here, and the hub does not provide it: name a "
+                         f"folder, or download it first (hf download {path})") from None
+    return Template(tokenizer, path, stops)
+
+
+# ----------------------------------------------------------------------------------- (6) the engine
+
+MOST_THREADS = 512
+WAITING = 4  # plays in flight per engine slot: those that wait for a tool take no slot
+
+
+def visible_gpus():
+    """Names of the GPUs that this process may use. SystemExit if a CUDA build of PyTorch sees none:
+    it would run on the CPU for weeks without a word."""
+    import torch
+
+    # counting must not start CUDA, or vLLM could no longer fork its workers
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    if not count and torch.version.cuda and chosen != "":
+        raise SystemExit(f"this PyTorch is built for CUDA {torch.version.cuda} but sees no GPU. "
+                         "Does nvidia-smi show one, and driver R580 or later, which CUDA 13 needs? "
+                         "To run on the CPU on purpose, set CUDA_VISIBLE_DEVICES= (empty)")
+    return (chosen.split(",") if chosen else [str(i) for i in range(count)])[:count]
+
+
+def engine_settings(max_context, concurrency, tp, gpu_memory):
+    """The arguments that every vLLM engine here shares: bf16 on GPUs, float32 on a CPU."""
+    # warnings that vLLM and PyTorch print at each start, and that no user can act on
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    settings = {"max_model_len": max_context, "max_num_seqs": concurrency,
+                "tensor_parallel_size": tp, "enable_prefix_caching": True}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    # FlashInfer's sampler needs nvcc at its first use, and requests with seeds never use it
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # a separate engine process would outlive a killed parent and keep the GPU's memory
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if visible_gpus():
+        return settings | {"dtype": "bfloat16", "gpu_memory_utilization": gpu_memory}
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    # No chunked prefill: reading a prompt in pieces would need to rewind the request's seeded
+    # generator, which the CPU build cannot do. Small cache blocks (the CPU's default is 128): only
+    # whole blocks are cached, so each turn computes the rest of its last block again.
+    return settings | {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False,
+                       "max_num_batched_tokens": max(max_context, 8192), "block_size": 32}
+
+
+def load_engine(args, device):
+    """A trainer's own vLLM engine, or with --tp this rank's part of one."""
+    cuda = device.type == "cuda"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the cores too
+    settings = engine_settings(args.context, args.concurrency, args.tp, args.gpu_memory)
+    from vllm import LLM
+
+    llm = LLM(args.model, **settings, seed=args.seed, enable_sleep_mode=cuda,
+              logprobs_mode="processed_logprobs",  # log pi at the sampling temperature
+              distributed_executor_backend="external_launcher")
+    if cuda:
+        llm.sleep(level=2)  # drop the weights: they are sent again before every play
+    return llm
+
+
+def renew_head(model):
+    """Update the packed copy of the head that vLLM's CPU build multiplies by: a reload does not do
+    so if the head is tied to the embedding."""
+    head = getattr(model, "lm_head", None) or model.model.embed_tokens
+    head.quant_method.process_weights_after_loading(head)
+
+
+def used_gib(device):
+    """GiB in use on this rank's GPU by all processes, PyTorch's cache included; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0.0
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 2**30
+
+
+def add_request(engine, number, ids, template, stops, seed, **sampling):
+    """Ask an engine for the reply that follows these tokens. seed: a text; with one per reply, a
+    reply does not depend on what else the engine is working on."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine.add_request(number, {"prompt_token_ids": list(ids)}, SamplingParams(
+        **sampling, stop=list(stops), stop_token_ids=sorted(template.ends),
+        detokenize=bool(stops), output_kind=RequestOutputKind.FINAL_ONLY,
+        seed=random.Random(seed).getrandbits(31)))
+
+
+class Calls:
+    """The plays that wait for an observation. If the world is slow, its tools run in threads, so
+    that neither the engine nor another play waits for them; otherwise they are called at once.
+
+    slow: whether to use threads; places: plays that the engine has room for. With --tp, is_leader:
+    whether this rank calls the tools (once per engine), and broadcast hands their answers to the
+    engine's other ranks.
+    """
+
+    def __init__(self, slow, places, is_leader=True, broadcast=None):
+        self.pool = ThreadPoolExecutor(min(WAITING * places, MOST_THREADS)) if slow else None
+        self.places, self.is_leader, self.broadcast = places, is_leader, broadcast if slow else None
+        self.waiting, self.numbers = {}, itertools.count()  # {number: (play, Future)}
+
+    def __len__(self):
+        return len(self.waiting)
+
+    def plays(self):
+        return [play for play, _ in self.waiting.values()]
+
+    def free(self, live):
+        """How many plays may begin beside the `live` ones in the engine. Plays that wait for a tool
+        take no engine slot."""
+        return min(self.places, WAITING * self.places - len(self)) - len(live)
+
+    def start(self, play, episode, action):
+        """Begin to answer an action. A play without one has ended, and comes back with None."""
+        future = Future()
+        if action and self.pool and self.is_leader:
+            future = self.pool.submit(self.act, episode, action)
+        elif not (action and self.pool):
+            future.set_result(self.act(episode, action) if action else None)
+        self.waiting[next(self.numbers)] = play, future
+
+    def act(self, episode, action):
+        """The observation of an action; a tool that raises is named."""
+        with naming_world(f"{type(episode.sandbox).__name__}.call", episode.task):
+            return episode.act(action)
+
+    def ready(self, block):
+        """Yield (play, observation) of the answered ones; block: first give the tools a moment."""
+        if self.pool and block and self.is_leader:
+            wait([future for _, future in self.waiting.values()], 0.05, FIRST_COMPLETED)
+        done = [number for number, (_, future) in self.waiting.items() if future.done()]
+        # raise a failure only after all others have been handed over
+        done.sort(key=lambda number: self.waiting[number][1].exception() is not None)
+        if self.broadcast:
+            answers = [(number, self.waiting[number][1].result()) for number in done]
+            for number, text in self.broadcast(answers):
+                yield self.waiting.pop(number)[0], text
+            return
+        for number in done:
+            play, future = self.waiting.pop(number)
+            yield play, future.result()
+
+    def close(self):
+        """Wait for the threads; each of them ends at its tool's deadline."""
+        if self.pool:
+            self.pool.shutdown()
+
+
+def open_calls(slow, n, group, args):
+    """The Calls of a trainer's rank; the engines share n queries of `group` plays each."""
+    engines = int(os.environ.get("WORLD_SIZE", 1)) // args.tp
+    # at most an equal share, or the first engine to start would take the plays of all queries
+    seats = max(group, min(args.concurrency, -(-n // engines) * group))
+    return Calls(slow, seats, is_tp_leader(args), args.tp > 1 and broadcast_in_tp)
+
+
+def is_tp_leader(args):
+    """Whether this rank is its engine's first. With --tp the others repeat what the leader does."""
+    return int(os.environ.get("RANK", 0)) % args.tp == 0
+
+
+def broadcast_in_tp(value):
+    """With --tp: the value that the engine's leader has. All its ranks must add the same requests
+    in the same order."""
+    from vllm.distributed import get_tp_group
+
+    return get_tp_group().broadcast_object(value)
+
+
+def shared_counter(name, n, args):
+    """Yield 0 .. n-1, each number to one engine only: whichever is free takes the next."""
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    while True:
+        i = is_tp_leader(args) and store.add(name, 1) - 1
+        i = broadcast_in_tp(i) if args.tp > 1 else i
+        if i >= n:
+            return
+        yield i
+
+
+# ------------------------------------------------------------------------------------ (7) endpoints
+
+LONGEST_REPLY = 200_000  # characters; 32K tokens of English are some 130,000
+# "maximum context length is ..." in all its wordings, but not an address or a model's name
+NO_ROOM = re.compile(r"status 4(00|13|22)\b.*context|no context", re.DOTALL)
+
+
+class ChatError(ConnectionError):
+    """An endpoint refused, or gave no usable reply however often it was asked."""
+
+
+@lru_cache(maxsize=64)
+def client_of(url, key, retries):
+    """The openai package's client of an endpoint; threads may share it."""
+    import openai
+
+    # the environment's proxy leads to the internet, not to a server on the local network
+    web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"))
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
+
+
+class Reply(str):
+    """The text of a reply. tokens: of the whole conversation including it, 0 if unknown."""
+
+    tokens = 0
+
+
+def read_reply(body, stops=()):
+    """The Reply in a chat completion. If the endpoint left out the stop string, it is put back.
+    LookupError, TypeError or ValueError if the body is not a completion with a text."""
+    choice, usage = body["choices"][0], body.get("usage")
+    text = "" + choice["message"]["content"]
+    for stop in stops if choice.get("finish_reason") == "stop" else ():
+        text += stop * (text.rfind(stop.replace("/", "")) > text.rfind(stop))
+    reply = Reply(text)
+    reply.tokens = usage.get("total_tokens", 0) if isinstance(usage, dict) else 0
+    return reply
+
+
+def beyond_openai(messages, stops):
+    """Arguments of vLLM and SGLang that OpenAI's interface lacks: continue a last message of the
+    assistant, and include the stop string in the reply."""
+    found = {"include_stop_str_in_output": True} if stops else {}
+    if messages[-1]["role"] == "assistant":
+        found |= {"continue_final_message": True, "add_generation_prompt": False}
+    return found
+
+
+def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=300, retries=6,
+         api_key=None, stops=()):
+    """The Reply of an OpenAI-compatible endpoint; ChatError if there is none.
+
+    stops: closing tags that end a reply and belong to it. A last message of the assistant is
+    continued.
+
+    The openai package retries time-outs, broken connections and status 408, 409, 429 and 5xx with
+    growing pauses. This function retries replies without text (empty, cut, not a chat completion),
+    and refuses one of more than LONGEST_REPLY characters, which no context could hold.
+    """
+    import openai
+
+    base = url.rstrip("/").removesuffix("/chat/completions")
+    ask = client_of(base, api_key or "none", retries).chat.completions.with_raw_response.create
+    # a cut reply may end with half an emoji, which cannot be sent
+    messages = json.loads(json.dumps(messages, ensure_ascii=False).encode(errors="replace"))
+    for tried in range(1, retries + 2):
+        try:
+            reply = ask(model=model, messages=messages, temperature=temperature, top_p=top_p,
+                        max_tokens=max_tokens or openai.omit, timeout=timeout,
+                        stop=list(stops) or openai.omit, extra_body=beyond_openai(messages, stops))
+        except openai.APIStatusError as error:
+            problem = f"status {error.status_code}"
+            if error.status_code < 500 and error.status_code != 429:  # show the server's own words
+                raise ChatError(f"{url}: {problem} {error.response.text[:300]!r}") from None
+            break
+        except openai.APIError as error:
+            problem = f"no connection: {error.__cause__ or error}"
+            break
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+            text = read_reply(reply.http_response.json(), stops)
+            if len(text) > LONGEST_REPLY:
+                raise ChatError(f"{url}: a reply of {len(text):,} characters fits into no context")
+            # a continued message may already be at its end
+            if text.strip() or messages[-1]["role"] == "assistant":
+                return text
+        problem = "a reply without text"
+        time.sleep(min(8, 0.1 * 2 ** tried))
+    raise ChatError(f"{url}: {problem}, after {retries} retries, from model {model}")
+
+
+# -------------------------------------------------------------------------------- (8) model folders
+
+def check_model(path):
+    """Check a model folder's config, tokenizer and weights; ValueError names the broken file."""
+    folder = Path(path)
+    if not folder.is_dir():
+        if "=" in str(path):  # no name on the hub contains one
+            raise ValueError(f"{path} is not a folder; is the path right?")
+        return  # a name on the hub
+    check_config(folder)
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.exists() and not (folder / "tokenizer.model").exists():
+        raise ValueError(f"{path} has no tokenizer; copy tokenizer.json and tokenizer_config.json "
+                         "of its base model there")
+    if tokenizer.exists():
+        read_json(tokenizer)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards = [folder / name for name in sorted({*read_json(index)["weight_map"].values()})]
+        missing = [shard.name for shard in shards if not shard.exists()]
+        if missing:
+            raise ValueError(f"{index} names {len(missing)} missing files, the first of them "
+                             f"{missing[0]}: copy or download them again")
+    else:
+        shards = [*folder.glob("model*.safetensors")]
+    if not shards and not [*folder.glob("*.bin")]:
+        raise ValueError(f"{path} has no weights; copy model.safetensors there")
+    for shard in shards:
+        check_shard(shard)
+
+
+def check_config(folder):
+    """Check a model folder's config.json."""
+    if "model_type" not in read_json(folder / "config.json"):
+        raise ValueError(f"{folder}/config.json has no 'model_type'; copy or download it again")
+
+
+def read_json(path):
+    """The dictionary in a model folder's file; ValueError names the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: is {path.parent} a model folder?") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); copy or download it again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object; copy or download it again")
+    return found
+
+
+def check_shard(path):
+    """A safetensors file begins with the length of its header (8 bytes), which says how long the
+    file must be."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = int.from_bytes(file.read(8), "little")
+        try:
+            ends = [entry["data_offsets"][1] for name, entry in
+                    json.loads(file.read(min(head, size))).items() if name != "__metadata__"]
+        except (ValueError, TypeError, KeyError):
+            ends = None
+    if not ends or 8 + head + max(ends) != size:
+        raise ValueError(f"{path} is truncated or damaged ({size:,} bytes); copy or download it "
+                         "again")
+
+
+def check_weights(lm, template):
+    """Refuse a loaded model that cannot take its tokenizer's ids, whose logits the loss could not
+    compute, or whose weights are not finite."""
+    rows, tokens = lm.get_input_embeddings().num_embeddings, len(template.tokenizer)
+    if tokens > rows:
+        raise ValueError(f"{template.path}: its tokenizer has {tokens} tokens, its embedding "
+                         f"{rows} rows: use the tokenizer that the model was saved with")
+    odd = [name for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
+           if getattr(lm.config, name, None) not in (None, 1)]
+    if odd or getattr(lm.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"{template.path}: its logits are more than a product with its head "
+                         f"({', '.join(odd) or 'bias'}), which is all that the stages compute")
+    for name, weight in lm.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"{template.path}: {name} holds values that are not finite; copy or "
+                             "download it again")
+
+
+def check_parameters(trainer, out, step):
+    """SystemExit on every rank if any weight is not finite, before anything is saved."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()  # the last ranks' shards end in padding, which was never written
+    shards = [p.ds_tensor[:max(0, p.ds_numel - rank * p.ds_tensor.numel())]
+              for p in trainer.module.parameters()]
+    bad = torch.stack([(~shard.isfinite()).any() for shard in shards]).any().float()
+    dist.all_reduce(bad, dist.ReduceOp.MAX)
+    check_finite(out, step, **{"a weight": math.nan if bad else 0.0})
+
+
+def check_finite(out, step, **numbers):
+    """SystemExit if a number of this update, equal on all ranks, is NaN or infinite."""
+    bad = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
+    if bad:
+        good = [mark["step"] for mark in marks(out)]
+        kept = (f"{out}/checkpoints/step-{good[0]} is the last good checkpoint: --resume continues "
+                "from it" if good else "there is no checkpoint: start again")
+        raise SystemExit(f"update {step}: {' and '.join(bad)}; this update was not saved. {kept}, "
+                         "with a lower --lr or without the data that caused this")
+
+
+@contextlib.contextmanager
+def new_model(out):
+    """OUT.part, a folder to save a model in. Its files move to OUT once all of them are complete.
+
+    config.json marks a complete folder: it is removed first and moved last.
+    """
+    from safetensors import SafetensorError
+
+    part = Path(f"{out}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        with errors_name(part):
+            yield part
+        mode = (part / "config.json").stat().st_mode  # follows the umask; safetensors' are 0600
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "config.json").unlink(missing_ok=True)
+        for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
+            if file.is_dir():  # chat templates of a tokenizer that has several
+                shutil.rmtree(Path(out) / file.name, ignore_errors=True)
+            else:
+                file.chmod(mode)
+            os.replace(file, Path(out) / file.name)
+    except SafetensorError as error:
+        raise OSError(f"{part}: {error}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------- (9) checkpoints
+
+TORCH_FULL = "iostream error|unexpected pos|write failed"  # PyTorch's words for a full disk
+
+
+@contextlib.contextmanager
+def new_checkpoint(out, step, rank):
+    """The folder to which every rank writes its shard. It counts once all shards and its mark.json
+    are there. The newest two checkpoints are kept."""
+    import torch.distributed as dist
+
+    tag = Path(out) / "checkpoints" / f"step-{step}"
+    try:
+        with errors_name(tag):
+            yield tag
+    except (RuntimeError, OSError) as error:
+        shutil.rmtree(tag, ignore_errors=True)
+        if isinstance(error, OSError) or not re.search(TORCH_FULL, str(error)):
+            raise
+        raise OSError(f"{tag} could not be written; free some space, then --resume continues from "
+                      "the checkpoint before") from None
+    dist.barrier()  # every rank's shard is on disk
+    if rank == 0:
+        mark = {"step": step, "world": dist.get_world_size(), "files": len([*tag.glob("*.pt")]),
+                "log_bytes": (Path(out) / "log.jsonl").stat().st_size}
+        write_text(tag / "mark.json", json.dumps(mark) + "\n")
+        remove_checkpoints(out, step)
+    dist.barrier()
+
+
+def save_checkpoint(trainer, args, step, rank, last):
+    """Save a checkpoint every --save-every updates, and exit after the `last` one."""
+    if last or (args.save_every and step % args.save_every == 0):
+        check_parameters(trainer, args.out, step)
+        with new_checkpoint(args.out, step, rank) as folder:
+            trainer.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
+    if last:
+        sys.exit(f"stopped and saved after update {step}; repeat the command with --resume to "
+                 "continue")
+
+
+def restore(trainer, out, resume, rank):
+    """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads."""
+    step = newest_checkpoint(out, resume, rank)
+    if step:
+        trainer.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}")
+    return step
+
+
+def checkpoint_folders(out):
+    """{step: folder} of all checkpoints in OUT, complete or not; renamed copies do not count."""
+    tags = Path(out).glob("checkpoints/step-*")
+    return {int(tag.name[5:]): tag for tag in tags if tag.name[5:].isdigit()}
+
+
+def marks(out):
+    """The mark.json of each checkpoint in OUT, newest first: step, world (ranks), log_bytes."""
+    found = []
+    for _, tag in sorted(checkpoint_folders(out).items(), reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            mark = json.loads((tag / "mark.json").read_text())
+            found.append({key: int(mark[key]) for key in ("step", "world", "files", "log_bytes")})
+    return found
+
+
+def newest_checkpoint(out, resume, rank):
+    """The step of the newest intact checkpoint in OUT, 0 if there is none.
+
+    Whatever came after it is removed, from the log too, so that the log reads as unbroken.
+    SystemExit if the checkpoint was saved by another number of ranks, if none is intact, or if OUT
+    holds a run that was not asked to resume.
+    """
+    import torch.distributed as dist
+
+    folder, found = Path(out) / "checkpoints", marks(out)
+    if not resume and (found or any(log.stat().st_size for log in Path(out).glob("log.jsonl"))):
+        sys.exit(f"{out} already holds a run: --resume continues it; or choose another --out")
+    dist.barrier()  # all ranks have looked before the log is created
+    marked = {step for step, tag in checkpoint_folders(out).items() if (tag / "mark.json").exists()}
+    for step in marked - {mark["step"] for mark in found}:
+        if rank == 0:
+            print(f"{folder}/step-{step}/mark.json is damaged: skipping it", flush=True)
+    for mark in found:
+        damaged = damaged_files(folder / f"step-{mark['step']}", mark, rank)
+        if not damaged:
+            break
+        if rank == 0:
+            print(f"{damaged} is damaged: using the checkpoint before it", flush=True)
+    else:
+        if marked:
+            sys.exit(f"{folder}: no checkpoint in it is intact. Remove this folder, and the same "
+                     "command starts at the first update")
+        mark = {"step": 0, "log_bytes": 0}
+    if rank == 0:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        remove_checkpoints(out, mark["step"])
+        truncate_log(Path(out) / "log.jsonl", mark["log_bytes"])
+    dist.barrier()
+    return mark["step"]
+
+
+def damaged_files(tag, mark, rank):
+    """The damaged files of a checkpoint, "" if there are none; each rank checks a share of them.
+
+    torch.save writes zip archives, whose checksums torch.load does not verify.
+    """
+    import torch.distributed as dist
+
+    ranks, shards = dist.get_world_size(), sorted(tag.glob("*.pt"))
+    if mark["world"] != ranks:
+        sys.exit(f"{tag}: saved by {mark['world']} ranks, and ZeRO-3 shards only load into as "
+                 f"many; start {mark['world']} ranks, not {ranks}")
+    found = [None] * ranks
+    mine = [str(file) for file in shards[rank::ranks] if not zip_is_intact(file)]
+    dist.all_gather_object(found, mine)
+    lost = [f"{tag} ({len(shards)} of {mark['files']} files)"] * (len(shards) != mark["files"])
+    return ", ".join(sum(found, lost))
+
+
+def zip_is_intact(file):
+    """Whether a zip archive's contents match its checksums."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError):
+        return False
+
+
+def remove_checkpoints(out, step):
+    """Remove all checkpoints in OUT but that of `step` and the one before it. Later ones are
+    damaged, or left by a save that was killed."""
+    kept = [mark["step"] for mark in marks(out) if mark["step"] <= step][:2]
+    for number, tag in checkpoint_folders(out).items():
+        if number not in kept:
+            shutil.rmtree(tag)
+
+
+def truncate_log(log, size):
+    """Cut a log to its first `size` bytes, and to complete lines if it has lost some."""
+    with open(log, "ab+") as file:
+        file.seek(0)
+        kept = file.read(size)
+        if len(kept) < size:
+            print(f"{log} has lost lines; the run continues without them", flush=True)
+        file.truncate(kept.rfind(b"\n") + 1)
+
+
+# ---------------------------------------------------------------------------- (10) worlds and tasks
+
+WORLDS = {"travel": "travel.world", "tools": "toolstar.tools"}  # --env: module
+
+
+def parse_args(parser, argv=None):
+    """Parse the flags of a stage and those of the world that its --env names: a world's module may
+    define flags(parser), which adds them. args.world_flags has their names."""
+    argv = sys.argv[1:] if argv is None else argv
+    before = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    before.add_argument("--env", nargs="?", default=parser.get_default("env"), help="the world")
+    env, own = before.parse_known_args(argv)[0].env, {action.dest for action in parser._actions}
+    try:
+        module = load_world(env)
+        if hasattr(module, "flags"):
+            module.flags(parser.add_argument_group(f"the world (--env {env})"))
+    except ValueError as error:
+        if not {"-h", "--help"} & set(argv):
+            parser.error(str(error))
+    names = [action.dest for action in parser._actions if action.dest not in own]
+    parser.set_defaults(world_flags=names)
+    return parser.parse_args(argv)
+
+
+def load_world(env):
+    """The module of --env: travel, tools, the name or file of a module with open_world(args), or
+    FILE.py:CLASS, a plain environment class (adapters/plain.py)."""
+    name, _, class_name = WORLDS.get(env, env).partition(":")
+    try:
+        module = importlib.import_module(name) if not name.endswith(".py") else load_file(name)
+        if class_name:
+            from adapters.plain import PlainWorld
+
+            factory = getattr(module, class_name)
+            return types.SimpleNamespace(open_world=lambda args: PlainWorld(factory))
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise ValueError(f"--env {env}: {error}; install it, or type `. .venv/bin/activate`"
+                             ) from None
+        raise ValueError(f"--env {env}: {error}; name travel, tools, or a module or file") from None
+    except (ImportError, SyntaxError, OSError, AttributeError) as error:
+        raise ValueError(f"--env {env}: {error}; name travel, tools, or a module or file with a "
+                         "function open_world(args)") from None
+    if not hasattr(module, "open_world"):
+        raise ValueError(f"--env {env}: it has no function open_world(args)")
+    return module
+
+
+def load_file(name):
+    """The module in a file; it can import the files beside it."""
+    if name in sys.modules:
+        return sys.modules[name]
+    sys.path.append(str(Path(name).resolve().parent))
+    spec = importlib.util.spec_from_file_location(name, name)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    with contextlib.ExitStack() as failed:
+        failed.callback(sys.modules.pop, name)
+        spec.loader.exec_module(module)
+        failed.pop_all()
+    return module
+
+
+def open_world(args):
+    """The world of --env (docs/environment.md), whose members are checked when they are used."""
+    try:
+        world = load_world(args.env).open_world(args)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise WorldError(f"--env {args.env}: open_world: {error!r}") from error
+    return CheckedWorld(world, args.env)
+
+
+class naming_world:
+    """Turn an exception inside a world's code into one line: whose code, which task, what happened.
+    STAR_TRACEBACK=1 shows where."""
+
+    def __init__(self, where, task=None):
+        self.where = where
+        if isinstance(task, dict) and "id" in task:
+            self.where += f", task {task['id']!r}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if isinstance(error, Exception) and not isinstance(error, (OSError, WorldError)):
+            raise WorldError(f"{self.where}: {type(error).__name__}: {error}") from error
+
+
+class WorldError(ValueError):
+    """A mistake in a world's code."""
+
+
+class CheckedWorld:
+    """A world, whose members are checked whenever they are used. Members that the contract does not
+    know (lines, solver, open_helpers) are passed through."""
+
+    def __init__(self, world, env):
+        self.world, self.env = world, env
+        members = ("kinds", "parts", "stops", "slow", "load_task", "episode", "verdict", "reward",
+                   "close")
+        missing = [name for name in members if not hasattr(world, name)]
+        if missing:
+            raise WorldError(f"--env {env}: {type(world).__name__} has no {missing[0]!r}, see "
+                             "docs/environment.md")
+        for name in ("kinds", "parts"):
+            value = getattr(world, name)
+            if not isinstance(value, (tuple, list)) or not value:
+                raise WorldError(f"--env {env}: {name!r} is {value!r:.60}; it must be a tuple of "
+                                 "names")
+        if "success" not in world.parts:
+            raise WorldError(f"--env {env}: 'parts' must name 'success', not only {world.parts}")
+
+    def __getattr__(self, name):
+        return getattr(self.world, name)
+
+    def load_task(self, row):
+        try:
+            task = self.world.load_task(row)
+        except (KeyError, ValueError):
+            raise  # a row that is wrong, as load_tasks reports it
+        except (TypeError, AttributeError, LookupError) as error:
+            raise WorldError(f"--env {self.env}: load_task: {error!r}") from error
+        if not isinstance(task, dict) or not isinstance(task.get("id"), (str, int)):
+            raise WorldError(f"--env {self.env}: load_task returned {task!r:.60}; a task is a "
+                             "dictionary with an 'id'")
+        return task
+
+    def episode(self, task, seed, args):
+        with naming_world(f"--env {self.env}: episode", task):
+            return self.world.episode(task, seed, args)
+
+    def verdict(self, episode):
+        """(plan, score, strict); the score has every part, as finite numbers, or is None."""
+        where = f"--env {self.env}: verdict, task {episode.task.get('id')!r}"
+        with naming_world(f"--env {self.env}: verdict", episode.task):
+            found = self.world.verdict(episode)
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise WorldError(f"{where}: it returned {found!r:.60}, not (plan, score, strict)")
+        plan, score, strict = found
+        if score is None:
+            return found
+        if not isinstance(score, dict):
+            raise WorldError(f"{where}: the score is {score!r:.60}, not a dictionary")
+        for name in ("strict", *self.world.parts):
+            value = strict if name == "strict" else score.get(name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise WorldError(f"{where}: {name!r} is {value!r:.60}, not a finite number")
+        return plan, score, strict
+
+    def reward(self, score, kind):
+        with naming_world(f"--env {self.env}: reward of kind {kind!r}"):
+            reward = self.world.reward(score, kind)
+        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise WorldError(f"--env {self.env}: reward of kind {kind!r} is {reward!r:.60}, not a "
+                             "finite number")
+        return float(reward)
+
+
+def check_world(world, task, args):
+    """Play one scripted reply before an engine starts, so that a mistake in a world costs seconds
+    -> what came back, as lines of text."""
+    episode = world.episode(task, "check", args)
+    lines = [f"task {task['id']!r}: {str(task.get('query', ''))[:80]!r}"]
+    lines += [f"{one['role']}: {one['content'][:80]!r}" for one in episode.messages]
+    if "branch" in args:  # arpo.py, whose plays fork
+        with naming_world(f"--env {world.env}: fork", task):
+            episode.fork("check")
+    with naming_world(f"--env {world.env}: begin", task):
+        episode.begin("<think>.</think><answer>.</answer>")
+    episode.stop = episode.stop or "turns"
+    plan, score, strict = world.verdict(episode)
+    lines += [f"a scripted answer stops the episode: {episode.stop}", f"plan: {plan!r:.80}",
+              f"score: {score!r:.200}", f"strict: {strict}"]
+    for kind in world.kinds if score else ():
+        lines.append(f"reward {kind}: {world.reward(score, kind):g}")
+    return lines
+
+
+def find_tasks(source, split):
+    """The file of tasks: a file, or SPLIT.csv or .jsonl of a folder or of a data set on the hub."""
+    if source is None:
+        raise ValueError("--tasks FILE.jsonl is needed; python synth.py tasks writes one")
+    path, names = Path(source), (f"{split}.csv", f"{split}.jsonl")
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and path.suffix not in (".csv", ".jsonl")
+    if path.is_file() or not (path.is_dir() or on_hub):
+        return path
+    if not split:
+        raise ValueError(f"{source} is a data set: name one of its files, or a part with --split")
+    if path.is_dir():
+        for name in names:
+            if (path / name).exists():
+                return path / name
+        raise ValueError(f"{source} holds neither {names[0]} nor {names[1]}")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(source, names[0], repo_type="dataset"))
+    except (OSError, EntryNotFoundError) as error:
+        raise ValueError(f"{source} is not a folder here, and the hub provides no {names[0]} of it "
+                         f"({type(error).__name__}): download it first (hf download {source} "
+                         "--repo-type dataset --local-dir DIR), then name DIR") from None
+
+
+def read_csv_rows(path):
+    """The rows of a csv file as dictionaries, without empty fields."""
+    csv.field_size_limit(1 << 30)  # TravelPlanner's reference information takes megabytes
+    with errors_name(path), open(path, encoding="utf-8-sig", newline="") as file:
+        try:
+            return [{key: value for key, value in row.items() if key and value}
+                    for row in csv.DictReader(file)]
+        except csv.Error as error:
+            raise ValueError(f"{path}: not a csv file ({error}); download it again") from None
+
+
+def load_tasks(source, load, limit=None, split=None):
+    """The tasks of a file (jsonl of tasks or of episodes, or csv) or of a data set, each read by
+    load(row), a world's load_task. Errors name the file, the row and the key."""
+    path, tasks = find_tasks(source, split), []
+    rows = read_csv_rows(path) if path.suffix == ".csv" else read_jsonl(path)
+    for number, row in enumerate(rows[:limit]):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, row {number + 1}: a task is a JSON object: {row!r:.40}")
+        row = row["task"] if isinstance(row.get("task"), dict) else row
+        row = row if row.keys() & {"id", "idx"} else row | {"id": str(number), "idx": number}
+        try:
+            tasks.append(load(row))
+        except (KeyError, ValueError) as error:
+            why = error.args[0] if " " in str(error.args[0]) else repr(error)
+            raise ValueError(f"{path}, row {number + 1}: {why}") from None
+    if not tasks:
+        raise ValueError(f"{path}: it holds no task; python synth.py tasks writes some")
+    ids = Counter(str(task["id"]) for task in tasks)
+    twice = next((name for name, times in ids.items() if times > 1), None)
+    if twice:
+        raise ValueError(f"{path}: two tasks have the id {twice!r}, which must be unique")
+    return tasks

@@ -1,0 +1,269 @@
+"""docs/paper.json holds the papers' numbers once; whatever prints one of them agrees with it."""
+import ast
+import importlib
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+from functools import cache
+
+import pytest
+from conftest import ROOT
+
+from toolstar import scores, sets
+
+KNOWN = json.loads((ROOT / "docs" / "paper.json").read_text(encoding="utf-8"))
+TABLES, FLAGS, AXES = KNOWN["tables"], KNOWN["flags"], KNOWN["axes"]
+SIZES = ("1.5b", "3b", "7b")
+NUMBER = r"-?[\d,]*\.?\d+"
+
+# Sentences and comments that print numbers of the papers: a pattern with a group for each, and
+# where they stand in docs/paper.json, as TABLE/ROW/COLUMN or FLAGS/--flag.
+SENTENCES = [
+    (r"(?:keeps|keep|solved|kept) ([\d,]+) of (?:the )?([\d,]+)",
+     ("episodes/kept/number", "episodes/played/number")),
+    (r"--levels (\d{3}):(\d{3}):(\d{3})",
+     ("episodes/easy/number", "episodes/medium/number", "episodes/hard/number")),
+    (r"up to (\d+)% do no harm and (\d+)% do",
+     ("noise/failing/no harm up to", "noise/failing/harm at")),
+    (r"on (\d+), (\d+) and (\d+) A100-80G", tuple(f"gpus/gpus/{size}" for size in SIZES)),
+    (r"top[- ](\d+),? .{0,20}?(\d+) calls", ("questions/--topk", "rl/--max-turns")),
+    (r"([\d,]+) (?:synthetic |held-out )?queries choose", ("queries/validation/number",)),
+    (r"([\d,]+) queries for RL", ("queries/rl/number",)),
+    (r"kind for (\d)/5 of training, its second for (\d)/5",
+     ("curriculum/sum/epochs", "curriculum/macro/epochs")),
+    (r"LoRA weights at (\de-\d)", ("star-dpo/--lr",)),
+    (r"the reward falls to (-\d)", ("masking/unmasked/reward",)),
+    (r"\+ (\d\.\d) for any accuracy above 0", ("bonus/both tools/reward",)),
+    (r"(\d+) at a time, (\d+) tries \[1\]", ("judge/at once/number", "judge/tries/number")),
+    (r"prompts of ([\d,]+) and responses of ([\d,]+) tokens",
+     ("limits/tokens of a training prompt/number", "limits/tokens of a training response/number")),
+    (r"(?<!and )responses of ([\d,]+) tokens \[4\]",
+     ("limits/tokens of an evaluation's response/number",)),
+    (r"(\d) calls in training; (\d) of each tool",
+     ("limits/calls in training/number", "limits/calls of each tool/number")),
+    (r"(\d+)K chains for SFT and (\d+)K tasks for RL",
+     ("published/sft/thousands", "published/rl/thousands")),
+    (r"([\d.]+) on 200 synthetic queries and ([\d.]+) on the validation queries",
+     ("reliability/200 synthetic queries/success", "reliability/180 validation queries/success")),
+]
+DEFAULTS = {"sft.py": ("sft",), "grpo.py": ("rl",), "arpo.py": ("rl",), "evaluate.py": ("play",),
+            "qa_eval.py": ("play", "questions"), "pairs.py": ("star-pairs",)}
+SINGLE = [("dpo.py", "--beta", "star-dpo/--beta"), ("tir.py", "--samples", "synthesis/--samples"),
+          ("tir.py", "--max-calls", "synthesis/--max-calls")]
+
+
+def find(name):
+    """The repository's file of this name, in whatever folder it stands."""
+    found, = (path for path in texts() if path.name == name)
+    return found
+
+
+@cache
+def texts():
+    """{path: text} of what readers see: code, recipes, pages."""
+    paths = [path for ending in ("py", "sh", "md") for path in ROOT.rglob(f"*.{ending}")]
+    hidden = {"tests", "out", "data", "runs"}
+    return {path: path.read_text(encoding="utf-8") for path in paths
+            if not any(part in hidden or part.startswith(".")
+                       for part in path.relative_to(ROOT).parts)}
+
+
+def number(where):
+    """The number at TABLE/ROW/COLUMN or FLAGS/--flag."""
+    table, row, *column = where.split("/")
+    if table in FLAGS:
+        return float(FLAGS[table]["values"][row])
+    columns, values = TABLES[table]["columns"], TABLES[table]["rows"][row]
+    return values[columns.index(column[0]) if column else 0]
+
+
+def numbers(text):
+    return [float(one.replace(",", "")) for one in re.findall(NUMBER, text)]
+
+
+def expected(axis, setting):
+    """The numbers that stand beside a setting of an axis."""
+    where = AXES[axis].get(setting)
+    if where is None:
+        return []
+    table, row, *column = where.split("/")
+    return [number(where)] if column else TABLES[table]["rows"][row]
+
+
+def rows_of(markdown):
+    """(head, rows of cells) of each table of a page."""
+    for block in re.findall(r"(?:^\|.*\n)+", markdown, re.MULTILINE):
+        lines = [[cell.strip() for cell in line.strip().strip("|").split("|")]
+                 for line in block.replace("\\|", "¦").splitlines()]
+        yield lines[0], lines[2:]
+
+
+def axes_module():
+    """The module that prints the axes."""
+    file = next(path for path, text in texts().items() if "\ndef axis_table(" in text)
+    return importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+
+# ---------------------------------------------------------------- the file itself
+
+def test_every_row_has_a_value_for_each_column():
+    for name, table in TABLES.items():
+        assert table.keys() == {"paper", "where", "columns", "what", "rows"}, name
+        assert table["paper"] in KNOWN["papers"]
+        for row, values in table["rows"].items():
+            if table["columns"] != ["number"]:
+                assert len(values) == len(table["columns"]), f"{name}/{row}"
+
+
+def test_what_two_tables_of_the_papers_print_is_the_same_number():
+    rewards, algorithms = TABLES["reward"]["rows"], TABLES["algorithm"]["rows"]
+    assert algorithms["grpo"] == [*rewards["macro"][:2], rewards["sum"][2]]
+    assert TABLES["data"]["rows"]["mixed"] == TABLES["data"]["rows"]["1000-prompts"]
+    assert number("data/mixed/3b") == number("reward/curriculum/3b")
+    for name in TABLES["ablation"]["columns"]:
+        assert number(f"ablation/full/{name}") == number(f"sets/{name}/3b")
+    levels = sum(number(f"episodes/{level}/number") for level in ("easy", "medium", "hard"))
+    assert levels == number("episodes/kept/number")
+
+
+def test_a_recipe_takes_the_algorithm_and_reward_of_its_sizes_best_number():
+    for size, recipe in KNOWN["recipes"].items():
+        known = {("grpo.py", reward): number(f"reward/{reward}/{size}")
+                 for reward in TABLES["reward"]["rows"] if reward != "sft"}
+        known["arpo.py", "sum" if size == "7b" else "macro"] = number(f"algorithm/arpo/{size}")
+        assert tuple(recipe["rl"]) == max(known, key=known.get)
+        assert expected("scale", size) == [max(known.values())]
+
+
+# ---------------------------------------------------------------- where they are printed
+
+@pytest.mark.parametrize("axis", AXES)
+def test_an_axis_prints_the_papers_numbers(axis):
+    module = axes_module()
+    assert module.PAPER.keys() == AXES.keys()
+    (head, rows), = rows_of(module.axis_table(axis, {}))
+    beside = next(n for n, cell in enumerate(head) if cell.startswith("paper"))
+    printed = {row[0]: numbers(re.sub(r"(^|\s)-(?=\s|$)", " ", row[beside])) for row in rows}
+    assert printed == {name: expected(axis, name) for name in module.PAPER[axis]}
+    if axis == "algorithm":
+        minutes = {row[0]: numbers(row[-1]) for row in rows if row[-1]}
+        assert minutes == TABLES["minutes"]["rows"]
+
+
+def test_tool_stars_table_prints_its_papers_numbers():
+    known = TABLES["sets"]["rows"]
+    assert {name: [one.paper, one.n] for name, one in sets.SETS.items()} == {
+        name: values for name, values in known.items() if name in sets.SETS}
+    assert known["mean of the first ten"][0] == sets.PAPER_MEAN
+    judge = [scores.AT_ONCE, scores.TRIES]
+    assert judge == [number("judge/at once/number"), number("judge/tries/number")]
+    text = scores.compare({}, {})
+    for values in known.values():
+        assert values[0] is None or f"| {values[0]:.1f} |" in text
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_stages_defaults_are_the_papers(name):
+    for table in DEFAULTS[name]:
+        for flag in FLAGS[table]["values"]:
+            assert default(name, flag) == number(f"{table}/{flag}"), f"{name} {flag}"
+
+
+@pytest.mark.parametrize("name, flag, where", SINGLE)
+def test_a_default_is_the_papers(name, flag, where):
+    assert default(name, flag) == number(where)
+
+
+def default(name, flag):
+    """The default of a flag, from the call that adds it."""
+    for node in ast.walk(ast.parse(texts()[find(name)])):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) \
+                and node.args[0].value == flag:
+            return float(next(key.value.value for key in node.keywords if key.arg == "default"))
+    raise AssertionError(f"{name} has no flag {flag}")
+
+
+def dry(command):
+    """What a recipe's command would run."""
+    return subprocess.run(command, shell=True, cwd=ROOT, env=os.environ | {"DRY": "1"}, text=True,
+                          check=True, capture_output=True).stdout
+
+
+@pytest.mark.parametrize("axis", ["data", "noise"])
+def test_the_axes_have_the_papers_settings(axis):
+    said = dry(f"bash run.sh 3b axis {axis}")
+    subsets, = (words for words in map(shlex.split, said.splitlines()) if "--sizes" in words)
+    amounts = [int(one) for one in subsets[subsets.index("--sizes") + 1].split(",")]
+    assert amounts == TABLES["amounts"]["rows"]["mixed"]
+    assert int(subsets[subsets.index("--alone") + 1]) == number("amounts/alone/number")
+    trained = [line for line in said.splitlines() if " grpo.py " in line and "--epochs" in line]
+    plays = number("rl/--epochs") * number("queries/rl/number")
+    updates = {int(re.search(r"--steps (\d+)", line)[1]) for line in trained}
+    assert updates == {math.ceil(plays / number("rl/--prompts"))}
+    if axis == "noise":
+        failing = {float(re.search(r"--failure-rate (\S+)", line)[1]) for line in trained}
+        assert failing == {0.0, *(share / 100 for share in TABLES["noise"]["rows"]["failing"])}
+
+
+@pytest.mark.parametrize("pattern, places", SENTENCES, ids=[one for one, _ in SENTENCES])
+def test_sentences_print_the_papers_numbers(pattern, places):
+    found = [(path.name, match.groups()) for path, text in texts().items()
+             for match in re.finditer(pattern, re.sub(r"\s*\n\s*(?:# )?", " ", text))]
+    assert found, "nothing prints this any more: give SENTENCES its new words, or drop it there"
+    for name, groups in found:
+        printed = [float(one.replace(",", "")) for one in groups]
+        assert printed == [number(where) for where in places], name
+
+
+def test_sft_help_prints_the_papers_epochs():
+    epochs = {size: recipe["epochs"] for size, recipe in KNOWN["recipes"].items()}
+    assert epochs["3b"] == epochs["7b"] == f"{default('sft.py', '--epochs'):.0f}"
+    assert re.search(rf'"--epochs".*\b{epochs["1.5b"]}\b[^\n]*1\.5B', texts()[find("sft.py")])
+
+
+# ---------------------------------------------------------------- docs/*.md
+
+COMMANDS = sorted({command for page in ("paper.md", "results.md") for command in re.findall(
+    r"(?:[A-Z_]+=(?:\"[^\"]*\"|\S+) )*bash run\.sh [a-zA-Z0-9.]\S*(?: axis [a-z]+)?",
+    (ROOT / "docs" / page).read_text(encoding="utf-8").replace("`", "\n").replace(
+        "tool-star-SIZE", "tool-star-7b").replace("SIZE", "7b").replace("axis NAME", "axis dpo"))
+    if "run.sh test" not in command})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_pages_recipes_are_commands_that_run(command):
+    assert "torchrun" in (said := dry(command.replace("SEED=n", "SEED=1"))) or "--axis" in said
+
+
+
+# tiny's widths stand beside the three sizes, all under GRPO with macro
+WIDTHS = {f"width-{width}{end}": f"reward/{row}/{size}"
+          for width, size in zip((128, 192, 256), SIZES, strict=True)
+          for end, row in (("-sft", "sft"), ("", "macro"))}
+
+
+def test_results_print_the_papers_numbers_beside_the_same_setting():
+    seen = set()
+    for section in texts()[ROOT / "docs" / "results.md"].split("\n## ")[1:]:
+        for part in section.split("\n### "):
+            axis = next(iter(re.findall(r"run\.sh tiny axis (\w+)", part)), None)
+            for head, rows in rows_of(part):
+                for column in (n for n, cell in enumerate(head) if "paper" in cell):
+                    seen.add(axis)
+                    assert "1,000 test queries" in head[column]
+                    for row in rows:
+                        name = row[0].split(",")[0]
+                        wanted = [number(WIDTHS[name])] if axis == "scale" else \
+                            expected(axis, name)
+                        assert numbers(row[column]) == wanted, f"{axis}: {name}"
+    assert seen == {"reward", "algorithm", "data", "scale"}
+
+
+def test_what_stands_beside_the_papers_numbers_says_what_it_was_judged_on():
+    for head, _ in rows_of(texts()[ROOT / "docs" / "results.md"]):
+        if any("paper" in cell for cell in head):
+            ours, = (cell for cell in head if "mean (each seed)" in cell)
+            assert "400 tiny tasks" in ours

@@ -1,0 +1,247 @@
+"""
+What a tiny model is taught instead of being pre-trained: copying and weighing rows, whole episodes.
+"""
+import argparse
+import itertools
+import random
+import tempfile
+from functools import partial
+
+import runtime
+import sandbox
+import synth
+from format_plan import MEALS
+from sandbox import Sandbox, observation_message, open_database
+from tiny.worlds import HOME, MONTHS, write_world
+from travel import solver, teacher
+from travel.constraints import ROOM_TYPES
+from travel.solver import SEARCHES
+from travel.world import LEVELS
+
+
+def drills(args):
+    """Exercises or episodes of many worlds without a city of the one that ships: in a single one a
+    model would learn names by heart."""
+    runtime.lock_file(args.out)
+    with runtime.workers(args.workers) as pool:
+        parts = pool.map(partial(world_rows, args), range(args.worlds), chunksize=1)
+    rows = [row for part in parts for row in part]
+    random.Random(args.seed).shuffle(rows)
+    runtime.write_jsonl(args.out, rows)
+    print(f"{args.out}: {len(rows)} rows from {args.worlds} worlds")
+
+
+def world_rows(args, number):
+    """A world's share of the rows. Worlds differ in their month: of one alone, the days on which no
+    trip may start would never be learnt as such."""
+    dates, n = MONTHS[number % 12], runtime.portions(args.n, [1] * args.worlds)[number]
+    with tempfile.TemporaryDirectory() as folder:
+        write_world(folder, f"{args.seed}.{number}", dates, HOME)
+        if args.episodes:
+            rows = world_episodes(args, number, folder, dates)
+        else:
+            rng, database = random.Random(f"drills/{args.seed}/{number}"), open_database(folder)
+            rows = (make_drill(rng, database, dates, args.careful) for _ in itertools.count())
+        return list(itertools.islice(rows, n))
+
+
+def world_episodes(args, number, folder, dates):
+    """Episodes of the solver, all successful. A share is a careful teacher's, who weighs the rows
+    of a list before taking one; the others are a hasty one's, who gives no reason."""
+    settings = argparse.Namespace(
+        seed=f"{args.seed}.{number}", prefix=f"world-{number}", database=folder, like="tiny",
+        days=[3], dates=dates, split="train", system_prompt="short", failure_rate=0.0, max_turns=60)
+    rng, database = random.Random(f"episodes/{settings.seed}"), synth.open_once(folder)
+    careful = rng.random() < args.careful
+    for index in itertools.count():
+        task = synth.make_task(settings, index)
+        if task is None:
+            continue
+        journey = in_order(teacher.Teacher(rng, task, database).good_draft(), database)
+        steps, style = solver.searches(task, journey), "hasty"
+        if careful:
+            steps, journey = weighed(steps, task, database, journey)
+            style = "careful"
+        row = synth.play_out(settings, task, database, steps, "the plan", journey, style)
+        if "refused" not in row:  # else the same teacher plays the next task in its place
+            yield row
+            careful = rng.random() < args.careful
+
+
+def in_order(journey, database):
+    """The journey with three meals of those it has, in the order of their list."""
+    (stay,) = journey.stays
+    order = list(solver.places(database, "restaurants", stay.city))
+    meals = sorted(stay.meals[:3], key=lambda meal: order.index(meal.name))
+    return journey._replace(stays=[stay._replace(meals=meals)])
+
+
+def weighed(steps, task, database, journey):
+    """A careful teacher's searches, and the journey with the hotel and the restaurants they come
+    to: the thought after a list of either goes through its rows, as far as a wish decides."""
+    (stay,) = journey.stays
+    said, notes, found = {}, [], []
+    said[SEARCHES["hotels"]], bed = weigh_hotels(task, database.hotels(stay.city))
+    said[SEARCHES["restaurants"]], names = weigh_meals(
+        task, database.restaurants(stay.city), stay.meals)
+    for step in steps:
+        found.append(step._replace(thought="\n".join([*notes, step.thought])))
+        notes = said.get(step.tool, [])
+    beds = {bed.name: bed for bed in solver.lodgings(task, database, stay.city)}
+    meals = {meal.name: meal for meal in solver.menu(database, stay.city, solver.cuisines(task))}
+    stay = stay._replace(bed=beds[bed], meals=[meals[name] for name in names])
+    return found, journey._replace(stays=[stay])
+
+
+def weigh_hotels(task, rows):
+    """The lines that weigh a list, and the name of the hotel they take: the first that fits, None
+    where none does. What is wanted is said first, in the words of the rows; then a line a row
+    quotes what matters of it, with "ok" or "no" behind each, as far as the first "no"."""
+    room, rule = (task["local_constraint"].get(name) for name in ("room type", "house rule"))
+    rooms = [kind for kind in ROOM_TYPES.values()
+             if kind == ROOM_TYPES.get(room) or room == "not shared room" and kind != "Shared room"]
+    wishes = [f"{kind} ok" for kind in rooms] + [f"No {rule} no"] * bool(rule)
+    lines = ["wanted: " + (", ".join(wishes) or "any")]
+    for number, row in enumerate(rows, 1):
+        points = [(f"{number}. [{row.name}] ${row.price}. Room Type: {row.room_type}",
+                   not room or row.room_type in rooms)]
+        for i, ban in enumerate(row.house_rules.split(" & ")):
+            points.append((f"{' & ' if i else ', House Rules: '}{ban}", ban != f"No {rule}"))
+        points.append((f", Minimum Nights: {row.minimum_nights:g}",
+                       row.minimum_nights < task["days"]))
+        lines.append("")
+        for quote, fits in points:
+            lines[-1] += f"{quote} {'ok' if fits else 'no'}"
+            if not fits:
+                break
+        else:
+            return [*lines, f"Accommodation: {number}. [{row.name}]"], row.name
+    return lines, None
+
+
+def weigh_meals(task, rows, meals=()):
+    """The lines that weigh a list by the cuisines wanted, as far as all are served; and the names
+    they take, in the order of a day's meals: those that serve, then of `meals`, then any."""
+    state, taken = dict.fromkeys(solver.cuisines(task), "ok"), []
+    own = {meal.name for meal in meals}
+
+    def take(number, row):
+        lines.append(f"{MEALS[len(taken)].title()}: {number}. [{row.name}]")
+        taken.append(row.name)
+
+    def wishes():
+        return "wanted: " + (", ".join(map(" ".join, state.items())) or "any")
+
+    lines = [wishes()]
+    for number, row in enumerate(rows, 1):
+        if "ok" not in state.values():
+            break
+        kinds = row.cuisines.split(", ")
+        words = ", ".join(f"{kind} {state.get(kind, 'no')}" for kind in kinds)
+        lines.append(f"{number}. [{row.name}] Avg. Cost ${row.cost:g}. Cuisines: {words}")
+        if any(state.get(kind) == "ok" for kind in kinds):
+            take(number, row)
+            state.update((kind, "done") for kind in kinds if kind in state)
+            lines.append(wishes())
+    for number, row in sorted(enumerate(rows, 1), key=lambda pair: pair[1].name not in own):
+        if len(taken) < len(MEALS) and row.name not in taken:
+            take(number, row)
+    return lines, taken
+
+
+def make_drill(rng, database, dates, careful=0.0):
+    """One exercise in copying what is shown: a query's next search for its way out or back by air
+    or by road, flights out and back, or a day out of the lists of a city. careful: the share of
+    exercises in weighing the rows of a list by a query's wishes."""
+    kind = rng.choices(("air", "road", "flights", "lists"), (2, 1, 2, 6))[0]
+    if careful and rng.random() < careful:
+        kind = rng.choices(("wishes", "rooms", "rules", "meals"), (14, 3, 3, 6))[0]
+    ends = None  # of a task that this can be asked about: its ways out and back
+    while not ends:
+        task = synth.sample_task(rng, database, 3, rng.choice(LEVELS), "tiny", dates)
+        if task and is_possible(kind, task, database):
+            ends = solver.legs(task, [task["dest"]], [2])
+    task["budget"] = 10 * rng.randint(20, 300)
+    if kind == "flights":
+        shown, said = drill_flights(rng, ends, database)
+    elif kind == "lists":
+        shown, said = drill_lists(rng, task["dest"], database)
+    elif kind in ("wishes", "rooms", "rules", "meals"):
+        shown, said = drill_weighing(rng, task, kind, database)
+    else:
+        shown, said = drill_ways(rng, task, ends, kind, database)
+    messages = [{"role": "user", "content": shown}, {"role": "assistant", "content": said}]
+    return {"messages": messages}
+
+
+def is_possible(kind, task, database):
+    """Whether there is what a drill shows, both out and back, or a row that fits."""
+    wish = task["local_constraint"]
+    if kind == "wishes":
+        return any(wish[name] for name in ("room type", "house rule", "cuisine"))
+    if kind in ("rooms", "rules"):
+        _, taken = weigh_hotels(task, database.hotels(task["dest"]))
+        return bool(taken) and wish["room type" if kind == "rooms" else "house rule"] is not None
+    if kind == "meals":
+        return bool(wish["cuisine"])
+    return all({"air": "air" in solver.modes(task) and database.flights(a, b, date),
+                "road": "road" in solver.modes(task) and solver.drive(database, a, b),
+                "flights": database.flight_dates(a, b), "lists": True}[kind]
+               for a, b, date in solver.legs(task, [task["dest"]], [2]))
+
+
+def see(database, tool, arguments):
+    """What a tool's answer looks like to the model."""
+    return observation_message(Sandbox(database).call(tool, arguments))["content"]
+
+
+def drill_ways(rng, task, ends, mode, database):
+    """A query and the searches so far -> the next search."""
+    if mode == "road" and database.flights(*ends[0]):
+        task["local_constraint"]["transportation"] = "no flight"  # else it would be gone by air
+    steps = [step for leg in ends for step in solver.way_searches(task, mode, *leg, mode == "air")]
+    done = rng.randrange(len(steps))
+    query = synth.write_query(rng, task, synth.GRAMMARS["tiny"])
+    seen = [see(database, step.tool, step.arguments) for step in steps[:done]]
+    return "\n".join([query, *seen]), sandbox.turn(*steps[done])
+
+
+def drill_flights(rng, ends, database):
+    """Flights out and back, on any date -> one of each, in that order."""
+    shown, said, words = [], [], ("departure", "destination", "date")
+    for a, b, _ in rng.sample(ends, 2):
+        ride = a, b, rng.choice(database.flight_dates(a, b))
+        shown.append(see(database, "SearchFlight", dict(zip(words, ride, strict=True))))
+        line = f"Flight from {a} to {b} [{rng.choice(database.flights(*ride)).number}]"
+        said.append(synth.numbered(line, shown[-1]))
+    return "\n".join(shown), "\n".join(said)
+
+
+def drill_lists(rng, city, database):
+    """The lists of a city -> three meals and a hotel for two nights, and again among the sights:
+    an answer takes what its thoughts took."""
+    tables = rng.sample(list(SEARCHES), len(SEARCHES))
+    shown = "\n".join(see(database, SEARCHES[table], {"city": city}) for table in tables)
+    hotels = [name for name, rows in solver.places(database, "hotels", city).items()
+              if all(row.minimum_nights <= 2 for row in rows)]
+    meals = rng.sample(list(solver.places(database, "restaurants", city)), len(MEALS))
+    taken = [f"{meal.title()}: [{name}]" for meal, name in zip(MEALS, meals, strict=True)]
+    taken += [f"Accommodation: [{name}]" for name in rng.sample(hotels, min(1, len(hotels)))]
+    sights = solver.places(database, "attractions", city)
+    plan = taken + [f"Attraction: [{name}]" for name in sights]
+    lines = rng.sample(taken, len(taken)) + rng.sample(plan, len(plan))
+    return shown, synth.numbered("\n".join(lines), shown)
+
+
+def drill_weighing(rng, task, kind, database):
+    """A query and a city's lists as far as one of hotels or restaurants -> that list weighed; or a
+    query alone -> its wishes in the words of the lists."""
+    city, query = task["dest"], synth.write_query(rng, task, synth.GRAMMARS["tiny"])
+    if kind == "wishes":
+        return query, "\n".join(weigh_hotels(task, [])[0] + weigh_meals(task, [])[0])
+    shown = [query, see(database, SEARCHES["hotels"], {"city": city})]
+    lines, _ = weigh_hotels(task, database.hotels(city))
+    if kind == "meals":
+        shown.append(see(database, SEARCHES["restaurants"], {"city": city}))
+        lines, _ = weigh_meals(task, database.restaurants(city))
+    return "\n".join(shown), "\n".join(lines)

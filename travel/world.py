@@ -1,0 +1,153 @@
+"""
+The travel world: TravelPlanner's tasks and verdicts, as the stages see them (docs/environment.md).
+
+    (1) load_task   a record, ours or as published, becomes a task; errors name the key
+    (2) Travel      the world: episodes of the six tools, and the verdict on a plan
+
+--env travel opens this module by name. Its flags are --database, --system-prompt, --failure-rate.
+"""
+import datetime
+import math
+import os
+
+from format_plan import parse_plan
+from runtime import SHARE
+from sandbox import Episode, Sandbox, open_database, read_prompt
+from travel.constraints import SCORES, judge, literal, need, reward
+from travel.solver import solver_replies
+
+LEVELS = ("easy", "medium", "hard")
+
+
+def flags(parser):
+    """The world's own flags, in addition to those of a stage."""
+    add = parser.add_argument
+    add("--database", default=os.environ.get("STAR_DATABASE"), metavar="FOLDER",
+        help="folder of the tables, or of several databases world-*; the small one that ships with "
+        "the repository if neither this nor $STAR_DATABASE is set")
+    add("--system-prompt", default="full", metavar="NAME",
+        help="full, short, or a file; evaluate a checkpoint with the prompt of its training")
+    add("--failure-rate", type=SHARE, default=0.0,
+        help="probability that a tool call is made to fail [STAR, sec. 4]")
+
+
+def open_world(args):
+    """The world of a stage's flags."""
+    read_prompt(args.system_prompt)  # an unreadable file is reported now
+    return Travel(open_database(args.database), getattr(args, "split", None) == "test")
+
+
+# ------------------------------------------------------------------------------------------ tasks
+
+def load_task(row):
+    """A published record (TravelPlanner's or STAR's) as our task; errors name the key."""
+    task = {key: value for key, value in row.items()
+            if key not in ("reference_information", "annotated_plan")}
+    for key in ("date", "days", "people_number", "budget", "visiting_city_number", "constraint",
+                "local_constraint"):
+        if isinstance(task.get(key), str):
+            task[key] = literal(task[key])
+    asked = task.pop("constraint", None) or task.get("local_constraint") or {}
+    if not isinstance(asked, dict):
+        raise ValueError(f"'local_constraint' must be a table of constraints, not {asked!r:.60}")
+    task["local_constraint"] = {"house rule": asked.get("house rule", asked.get("room rule"))} | {
+        key: asked.get(key) for key in ("cuisine", "room type", "transportation")}
+    for key, kind in {"org": str, "dest": str, "date": list, "days": int, "people_number": int,
+                      "budget": (int, float), "query": str}.items():
+        if not isinstance(need(task, key), kind):
+            raise ValueError(f"{key!r} is {task[key]!r:.60}, which has the wrong type")
+    for key in ("days", "people_number"):
+        if task[key] < 1:
+            raise ValueError(f"{key!r} is {task[key]!r:.60}; it must be 1 or more")
+    task.setdefault("id", str(task.get("idx", "?")))
+    task.setdefault("level", "easy")
+    # the benchmark visits 1, 2, 3 cities in 3, 5, 7 days
+    task.setdefault("visiting_city_number", task["days"] // 2)
+    check_types(task)
+    return task
+
+
+def check_types(task):
+    """ValueError if a task's dates, constraints, id or level have the wrong type."""
+    try:
+        [datetime.date.fromisoformat(day) for day in task["date"]]
+    except (TypeError, ValueError):
+        raise ValueError(f"'date' is {task['date']!r:.60}, not days like 2022-03-01") from None
+    if len(task["date"]) != task["days"]:
+        raise ValueError(f"'date' has {len(task['date'])} of the trip's {task['days']} days")
+    words = {key: task[key] for key in ("id", "level")} | task["local_constraint"]
+    for key, value in words.items():
+        several = value if isinstance(value, list) and key == "cuisine" else [value]
+        if not all(one is None or isinstance(one, str) or key == "id" and isinstance(one, int)
+                   for one in several):
+            raise ValueError(f"{key!r} is {value!r:.60}, which has the wrong type")
+    if not isinstance(task["visiting_city_number"], int) or not math.isfinite(task["budget"]):
+        raise ValueError("'visiting_city_number' and 'budget' must be numbers")
+
+
+# ------------------------------------------------------------------------------------------ world
+
+class Travel:
+    """The travel world. test_split: its tasks are of the published test split, which has only
+    level, days and query: they can be played for the leaderboard, not judged."""
+
+    kinds = ("sum", "macro", "success")  # of reward, dense to sparse; three make a curriculum
+    parts = SCORES  # names of the score's numbers whose means are logged; "success" is one of them
+    stops = ()  # strings that end a reply, in addition to the end token
+    slow = False  # whether tools are called in threads
+
+    def __init__(self, database, test_split=False):
+        self.database, self.test_split = database, test_split
+
+    def load_task(self, row):
+        """A row of a file as a task with an "id"; KeyError or ValueError that names the key."""
+        if self.test_split and "days" in row and "org" not in row:
+            kept = {key: row[key] for key in ("idx", "level", "days", "query") if key in row}
+            return {"id": str(row.get("id", row.get("idx")))} | kept
+        task = load_task(row)
+        database = self.database.of(task)  # raises if the task is about none of our databases
+        if task["org"] not in database.cities:
+            raise ValueError(f"'org' is {task['org']!r:.60}, which is not a city of "
+                             f"{database.folder}: --database names the folder of the tables")
+        return task
+
+    def episode(self, task, seed, args):
+        """An Episode, ready to be played. seed: of the world's own random events."""
+        sandbox = Sandbox(self.database.of(task), args.failure_rate, seed)
+        return Episode(task, sandbox, args.max_turns, read_prompt(args.system_prompt))
+
+    def verdict(self, episode):
+        """(plan, score, strict success); the score is None if the task cannot be judged."""
+        database = self.database.of(episode.task)
+        if "org" not in episode.task:  # from the published test split
+            return parse_plan(episode.answer, episode.task, database), None, None
+        plan, verdict = judge(episode.task, episode.answer, database)
+        return plan, verdict, verdict.pop("strict")
+
+    def reward(self, verdict, kind):
+        """The score as a number, by one of the kinds."""
+        return reward(verdict, kind)
+
+    def close(self):
+        """Nothing to give back."""
+
+    def lines(self, row):
+        """Lines that this world adds to evaluate.py's table for the record of a judged episode."""
+        success, level = row["score"]["success"], row["task"].get("level")
+        found = {f"success, {name}": success if level == name else None for name in LEVELS}
+        return {"success, official": row["score"].get("official"),
+                "hack gauge: star - strict": success - row["strict"]} | found
+
+    def solver(self, task):
+        """The replies of an exact solver: its searches, then the plan of least cost."""
+        if "org" not in task:
+            raise ValueError("the solver cannot plan tasks of the published test split")
+        return solver_replies(task, self.database.of(task))
+
+
+def play_solver(database, episode):
+    """Play one episode with the solver."""
+    for reply in solver_replies(episode.task, database.of(episode.task)):
+        if episode.step(reply) is None:
+            break
+    return episode

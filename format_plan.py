@@ -41,7 +41,7 @@ TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
 LONGEST_LINE = 2_000  # characters; longer lines are cut before they are searched
 CONCURRENCY = 32  # answers that a formatter reads at once
-MOST_VALUES, MOST_LINES = 40, 2_000  # JSON values that are tried in one text, lines out of one
+MOST_VALUES, MOST_LINES = 40, 2_000  # JSON values that are tried in a text, lines that are read
 
 
 # Patterns meet text whose blanks are single. Every quantifier over free text is bounded or ends a
@@ -166,7 +166,7 @@ NUMBERS = {word: n for n, word in enumerate(
     "one two three four five six seven eight nine ten".split(), 1)}
 FIX = r"(?:correct|revis|updat|adjust|chang|amend|new|final)\w{0,6}"
 DAY = pattern(rf"""(?P<fix>{FIX}(?: to| for| on)?[ :,–—-]{{1,3}})?[(\[<=_-]{{0,9}} ?(?:the )?
-    (?:days?[ _]?[-:#]? ?|d(?=\d))(?P<n>\d{{1,2}}|{'|'.join(NUMBERS)})(?![\w/-]\d|\w)
+    (?:days?[ _]?[-:#]? ?|d(?=\d))(?P<n>\d{{1,2}}|{'|'.join(NUMBERS)})(?![\w-]\d|\w)
     (?:/\d| of \d)?(?! (?!from|to)(?-i:[a-z]{{2}}))[^\w$~\[({{"']{{0,9}}""")
 MONTH = "(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6}"
 DATE = pattern(rf"""(?:(?:mon|tue|wed|thu|fri|sat|sun)[a-z]{{0,6}},? )?(?:{MONTH}\.? \d{{1,2}}|
@@ -199,7 +199,7 @@ VISIT = r"(?:visit(?:ing)?|explor(?:e|ing)|tour|see|stroll through|walk along)"
 VERB = pattern(rf"""{TIME}(?:then |finally )?(?:(?P<accommodation>{STAY} )|(?P<attraction>{VISIT} )|
     (?P<transportation>(?=(?:(?:take|catch|board|your|an?|the|outbound|return|by|early) ){{0,3}}
     (?:flights?|fly|taxi|cab|uber|lyft|drive|driving|self-driving|travel|transfer|car|return)\b)))""")
-NEXT = pattern(rf"""(?<=\S) ?[|;•·]+ ?(?={KIND}{ANY_LABEL} ?\d?(?: ?:| [–—-] ))|
+NEXT = pattern(rf"""(?<=[^\s|;•·]) ?[|;•·]{{1,3}} ?(?={KIND}{ANY_LABEL} ?\d?(?: ?:| [–—-] ))|
     [.,] (?={ANY_LABEL} ?:)|(?<=[.;|!]) (?=day \d\d?:)""")  # what parts the fields of a line
 KEY = pattern(r"""(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name|
     description|details) ?[:=] ?""")
@@ -280,11 +280,11 @@ def read_days(lines, names):
 
 def open_day(heading, field, title, runs, day):
     """(the day of a heading, does it correct an earlier one)."""
-    word = (heading.get("n") or str(day.number + 1)).lower()
+    word = (heading.get("n") or str(day.number + 1)).casefold()  # the long s, too
     number = NUMBERS.get(word) or int(word)
-    earlier = [one for run in runs for one in run if one.number == number]
-    if earlier and (heading.get("fix") or field and field["revised"]):
-        return earlier[-1], True
+    if heading.get("fix") or field and field["revised"]:
+        for earlier in [one for run in runs for one in run if one.number == number][-1:]:
+            return earlier, True
     if number != day.number or not field:
         if not runs or number <= day.number:
             runs.append([])
@@ -326,8 +326,8 @@ REMARK = pattern(rf""" ?[|;→←⭐★]| [·@] | ?\[(?=\$)|,? ?[~≈]?\$ ?\d|,?
     \ (?:or|instead of|rather than|before|after|then|where|which|followed by) |
     \ (?:for|at|around|near|with|in|by) (?=[~$\d]|
     (?:(?:an?|the|your) )?(?!(?:an?|the|your|of) )(?-i:[a-z]{{2}}))""")  # where a name ends
-ASIDE = pattern(rf"""(?-i:[a-z~$\d])|[^()]{{0,80}}(?:[$\d:]|\b{CUISINE}|\b{DETAIL}|included\b|
-    friendly\b)""")  # what stands in parentheses behind a name and is no part of it
+ASIDE = pattern(rf"""\A(?-i:[a-z~])|[$\d:]|\b{CUISINE}|\b{DETAIL}|included\b|
+    friendly\b""")  # what stands in parentheses behind a name and is no part of it
 PAREN = re.compile(r" ?\(((?:[^()]|\([^()]{0,40}\)){0,120})\)")
 NOTHING = pattern(r"""\W{0,60}$|\(|[-–—]{1,5} ?(?:[(,.;|$]|$)|free\W{0,9}$|(?:none|n/?a|nil|null|
     nothing|tbd|included|on your own|skip(?:ped)?|travel(?:ing)? day|departure|rest|leisure|
@@ -336,7 +336,7 @@ NOTHING = pattern(r"""\W{0,60}$|\(|[-–—]{1,5} ?(?:[(,.;|$]|$)|free\W{0,9}$|(
     stay)|(?:back |at |return(?:ing)? )?home|check(?:ing)?[ -]?out|in[- ]flight|in transit|en route|
     on the (?:road|way|go|flight|plane)|free (?:time|day|morning|afternoon|evening))\b
     (?! (?-i:[A-Z])| ?[&'])""")
-LEAD = pattern(rf"""(?:(?-i:the)|at|to|we|in|into|try|enjoy|have|head to|{VISIT}|{STAY}|(?:have |enjoy |
+LEAD = pattern(rf"""(?:(?-i:the)|at|to|we|in|into|try|eat|dine|go|enjoy|have|head to|{VISIT}|{STAY}|(?:have |enjoy |
     eat |grab )?(?:an? )?(?:quick |light )?(?:breakfast|lunch|dinner|meal|bite) at) |\d{{1,2}}[.)] |
     [\s:;,.|–—-]+|\(?\d{{1,2}}:\d\d ?(?:[ap]\.?m\.?)?\)? ?|(?-i:[A-Z][a-z]{{1,15}}
     (?: [a-z'-]{{1,15}}){{1,6}} (?:at|in|to) (?=[\["A-Z]))|
@@ -416,7 +416,8 @@ class Names:
         for found in WAY.finditer(text):
             start, end = self.city(found[1]), self.city(found[2])
             if end[:1].isupper():
-                start = start if start[:1].isupper() and not MOVE.match(start) else ""
+                named = start in self.cities or start[:1].isupper() and not MOVE.match(start)
+                start = start if named else ""
                 return start, end, found.start(), text.index(end, found.start(2)) + len(end)
         cities = self.cities_in(text)
         for one, two in zip(cities, cities[1:], strict=False):
@@ -450,7 +451,7 @@ class Names:
             text = inner + (text[close + len(opener):] if close > 0 else "")
             at = size or len(inner)
         text = text[:at] + PAREN.sub(
-            lambda aside: "" if ASIDE.match(aside[1]) and not self.city_names.fullmatch(aside[1])
+            lambda aside: "" if ASIDE.search(aside[1]) and not self.city_names.fullmatch(aside[1])
             else aside[0], text[at:])
         end = max(at, REMARK.search(text, at).start())
         piece, rest = text[:end], text[end:]
@@ -562,7 +563,7 @@ def ride(text, names):
     if way:
         parts.append(f"from {way[0]} to {way[1]}" if way[0] else f"to {way[1]}")
     for part in PARTS.split(f"{before}|{after}"):  # times, lengths and prices, not remarks
-        part = part.strip(" .:[]$=")
+        part = part.strip(" .:[]=")
         if DIGIT.search(part) and not MODE.search(part):
             parts.append(part)
     return ", ".join(parts)
@@ -607,7 +608,7 @@ def read_plan(text, task, database):
     if not isinstance(text, str):
         return None, [], None
     names, home = names_of(database), task.get("org") or ""
-    lines = list(read_lines(text, names))
+    lines = list(islice(read_lines(text, names), MOST_LINES))
     days, idle = read_days(lines, names)
     plan, city = [], home
     for day in days:
@@ -645,6 +646,7 @@ def itinerary(plan):
 
 
 # ---------------------------------------------------------------- by an LLM
+IN_BRACKETS = re.compile(r" ?\([^()]{0,60}\)")
 LIST_START = re.compile(r"\[(?=\s{0,99}[{\]])")
 
 
@@ -707,7 +709,7 @@ def clean_day(day, number):
         value = day.get(field) or "-"
         value = ";".join(map(str, value)) + ";" if isinstance(value, list) else str(value).strip()
         if field in ("current_city", "transportation"):
-            value = re.sub(r" ?\([^()]{0,60}\)", "", value)
+            value = IN_BRACKETS.sub("", value)
         mode = MODE.match(value) if field == "transportation" else None
         if mode and "Flight Number" not in value:
             value = RIDES[mode.lastgroup] + value[mode.end():]
@@ -721,8 +723,9 @@ class Reader:
     A formatter that fails on an answer fails that answer only: it is judged as one without a plan,
     and counted. counts: answers asked about, failed, and the tokens of all replies."""
 
-    def __init__(self, endpoint=None, key=None, cache=None, bound=300):
-        self.endpoint, self.key, self.cache, self.bound = endpoint, key, cache, bound
+    def __init__(self, endpoint=None, key=None, cache=None, bound=300, retries=3):
+        self.endpoint, self.key, self.cache = endpoint, key, cache
+        self.bound, self.retries = bound, retries  # seconds for an answer, tries of each request
         self.counts = {"asked": 0, "failed": 0, "tokens": 0}
         self.pool, self.futures, self.lock = None, {}, threading.Lock()
 
@@ -767,7 +770,7 @@ class Reader:
         url, model = self.endpoint
         try:
             plan, tokens = ask_formatter(text, task, model, url, self.cache, api_key=self.key,
-                                         timeout=self.bound / 4, retries=3)
+                                         timeout=self.bound / 4, retries=self.retries)
         except (ChatError, NoPlan, OSError, ValueError) as error:
             self._count(asked=1, failed=1)
             return None, f"the formatter failed: {error}"

@@ -691,7 +691,9 @@ def ask_formatter(text, task, model, url, cache=None, **options):
                 part.write_text(json.dumps(plan))
                 part.replace(path)
             return plan, tokens
-    raise NoPlan(f"{url}: two replies without a list of days, from model {model}")
+    error = NoPlan(f"{url}: two replies without a list of days, from model {model}")
+    error.tokens = tokens
+    raise error
 
 
 def format_plan(text, task, model, url, cache=None, api_key=None):
@@ -744,10 +746,10 @@ class Reader:
         try:
             plan, problem = self._future(text, task).result(self.bound)
         except concurrent.futures.TimeoutError:
-            plan, problem = None, f"{self.endpoint[0]}: no reply within {self.bound} s"
-            self._count(failed=1)
+            plan, problem = None, f"{self.endpoint[0]} gave no reply within {self.bound} s"
         if problem:
-            return None, [problem], 1.0
+            self._count(failed=1)
+            return None, [f"the formatter failed: {problem}"], 1.0
         return plan, [], None
 
     def close(self):
@@ -772,8 +774,8 @@ class Reader:
             plan, tokens = ask_formatter(text, task, model, url, self.cache, api_key=self.key,
                                          timeout=self.bound / 4, retries=self.retries)
         except (ChatError, NoPlan, OSError, ValueError) as error:
-            self._count(asked=1, failed=1)
-            return None, f"the formatter failed: {error}"
+            self._count(asked=1, tokens=getattr(error, "tokens", 0))
+            return None, str(error)
         self._count(asked=1, tokens=tokens)
         return plan, None
 

@@ -79,8 +79,8 @@ def read_lines(text, names):
         text = text.replace(name, whole)
     text = LINK.sub("]", TAG.sub("", plain(text)))
     for is_table, block in groupby(text.split("\n"), lambda raw: raw.lstrip().startswith("|")):
-        raws = "\n".join(table_lines(block) if is_table else block)
-        for raw in BREAK.sub("\n", raws).split("\n"):
+        told = "\n".join(table_lines([*block]) if is_table else block)  # noqa: B031, used once
+        for raw in BREAK.sub("\n", told).split("\n"):
             line = raw[:LONGEST_LINE].strip()
             bullet = BULLET.match(line).end()
             listed = bool(bullet or raw.startswith(" ")) and not line.startswith("#")
@@ -198,9 +198,11 @@ STAY = r"""(?:check(?:ing)?[ -]?in(?:to| to| at)?|sleep at|
 VISIT = r"(?:visit(?:ing)?|explor(?:e|ing)|tour|see|stroll through|walk along)"
 VERB = pattern(rf"""{TIME}(?:then |finally )?(?:(?P<accommodation>{STAY} )|(?P<attraction>{VISIT} )|
     (?P<transportation>(?=(?:(?:take|catch|board|your|an?|the|outbound|return|by|early) ){{0,3}}
-    (?:flights?|fly|taxi|cab|uber|lyft|drive|driving|self-driving|travel|transfer|car|return)\b)))""")
+    (?:flights?|fly|taxi|cab|uber|lyft|drive|driving|self-driving|travel|transfer|car|
+    return)\b)))""")
 NEXT = pattern(rf"""(?<=[^\s|;•·]) ?[|;•·]{{1,3}} ?(?={KIND}{ANY_LABEL} ?\d?(?: ?:| [–—-] ))|
     [.,] (?={ANY_LABEL} ?:)|(?<=[.;|!]) (?=day \d\d?:)""")  # what parts the fields of a line
+RIDE = re.compile("(?P<transportation>)")  # any line may be one
 KEY = pattern(r"""(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name|
     description|details) ?[:=] ?""")
 RIDE_LINE = pattern(r"(?:depart|arriv|duration|distance|costs?\b|price|fare|flight n)[^:]{0,20}:")
@@ -246,28 +248,24 @@ def read_days(lines, names):
     numbered = any(DAY.match(line) for _, line in lines)
     for listed, line in lines:
         heading = DAY.match(line) if numbered else None if listed else DATE.match(line)
-        field = FIELD.match(line, heading.end() if heading else 0)
-        if heading and MONEY.match(line, heading.end()):  # a row of costs
-            idle.append(line)
-            continue
-        if heading:
+        if heading and not MONEY.match(line, heading.end()):  # that is a row of costs
             line, slot, nested = line[heading.end():], None, False
-            day, revises = open_day(heading.groupdict(), field, line, runs, day)
             field = FIELD.match(line)
+            day, revises = open_day(heading.groupdict(), field, line, runs, day)
             if not field:
                 continue
-        field = field or verb(line, names)
+        field = FIELD.match(line) or verb(line, names)
+        kind = field.lastgroup if field else None
         below = nested and (listed or not day.place.get(slot)) and (
-            not field or field.lastgroup == "current_city"
-            or field.lastgroup == slot == "transportation")
+            kind in (None, "current_city") or kind == slot == "transportation")
         if below and day.tell_below(slot, line, field):
             continue
         if field and not below:
-            nested = field.end() == len(line) or nested and field.lastgroup == slot
-            slot = field.lastgroup
-            start = field.start(slot) if field.re is VERB or MODE.match(field[slot]) else field.end()
-            if field.end() == len(line) or day.tell(
-                    slot, line[start:], revises or field.re is FIELD and field["revised"]):
+            empty = field.end() == len(line)
+            nested, slot = empty or nested and kind == slot, kind
+            whole = field.re is VERB or MODE.match(field[kind])  # "Visit X", "Taxi: from A to B"
+            text = line[field.start(kind) if whole else field.end():]
+            if empty or day.tell(kind, text, revises or field.groupdict().get("revised")):
                 continue
         elif SECTION.match(line):
             day.place, slot, nested = day.late, None, False
@@ -295,31 +293,33 @@ def open_day(heading, field, title, runs, day):
 
 def best_telling(runs):
     """The days of the fullest telling, of equals the last."""
-    for run in runs:
-        for day in run:
-            day.told = (day.late if day is not run[-1] else {}) | day.told | day.fixes
-    return max(reversed(runs), key=lambda run: sum(len(day.told) for day in run), default=[])
+    for days in runs:
+        for day in days:
+            day.told = (day.late if day is not days[-1] else {}) | day.told | day.fixes
+    return max(reversed(runs), key=lambda days: sum(len(day.told) for day in days), default=[])
 
 
 def verb(line, names):
     """The match of a line that begins with a verb ("Check into ..") or tells a ride and its way."""
-    found = VERB.match(line) or ANYTHING.match(line)
-    if found.lastgroup == "transportation" and not FLIGHT_NUMBER.search(line):
-        way = VERB.match(line) and names.way(line)
-        return found if way and way[0] else None
-    return found if found.lastgroup != "transportation" or names.way(line) or VERB.match(
-        line) else None
+    found = VERB.match(line) or RIDE.match(line)
+    if found.lastgroup != "transportation":
+        return found
+    way = names.way(line)
+    if FLIGHT_NUMBER.search(line):
+        return found if way or found.re is VERB else None
+    return found if way and way[0] and found.re is VERB else None
 
 
 # ---------------------------------------------------------------- (3) names
 CUISINE = r"""(?:american|italian|mexican|indian|chinese|french|mediterranean|seafood|pizza|
     fast food|desserts?|tea|cafe|bbq|bakery)\b"""
 DETAIL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rat(?:ing|ed)|contact|phone|
-    website|minimum|max\w{0,5}|reviews?|house rules?|free|(?:private|shared|entire) (?:room|home)|per|
-    usd|child\w{0,4}|allow\w{0,3}|no|flight|approx\w{0,9}|about|around|entry|admission|note|closed|
+    website|minimum|max\w{0,5}|reviews?|house rules?|free|(?:private|shared|entire) (?:room|home)|
+    per|usd|child\w{0,4}|allow\w{0,3}|no|flight|approx\w{0,9}|about|around|entry|admission|note|closed|
     open)\b"""
 REMARK = pattern(rf""" ?[|;→←⭐★]| [·@] | ?\[(?=\$)|,? ?[~≈]?\$ ?\d|,?\.? ?$|
-    [,.] (?={DETAIL}|{CUISINE}|(?-i:[a-z$~]))|:? ?(?:[-–—:]{{1,3}}|\b) (?={DETAIL} ?[:$~\d]|[~≈]?\$)|
+    [,.] (?={DETAIL}|{CUISINE}|(?-i:[a-z$~]))|
+    :? ?(?:[-–—:]{{1,3}}|\b) (?={DETAIL} ?[:$~\d]|[~≈]?\$)|
     \ ?[-–—:]{{1,3}} (?={DETAIL}|{CUISINE}|[\d.,]{{1,6}} ?(?:/|per\b|night|star|usd)|
     (?-i:(?!the [A-Z])[a-z])|(?-i:[A-Z][\w'-]{{0,20}} (?!(?:of|and|the|in|de|at|by|la) )[a-z]))|
     (?<!\b(?-i:[A-Z]))(?<!\b(?-i:[A-Z][a-z]))(?<!\bAve)[.!] (?=["']?(?-i:[A-Z]))|
@@ -336,14 +336,15 @@ NOTHING = pattern(r"""\W{0,60}$|\(|[-–—]{1,5} ?(?:[(,.;|$]|$)|free\W{0,9}$|(
     stay)|(?:back |at |return(?:ing)? )?home|check(?:ing)?[ -]?out|in[- ]flight|in transit|en route|
     on the (?:road|way|go|flight|plane)|free (?:time|day|morning|afternoon|evening))\b
     (?! (?-i:[A-Z])| ?[&'])""")
-LEAD = pattern(rf"""(?:(?-i:the)|at|to|we|in|into|try|eat|dine|go|enjoy|have|head to|{VISIT}|{STAY}|(?:have |enjoy |
-    eat |grab )?(?:an? )?(?:quick |light )?(?:breakfast|lunch|dinner|meal|bite) at) |\d{{1,2}}[.)] |
+LEAD = pattern(rf"""(?:(?-i:the)|at|to|we|in|into|try|eat|dine|go|enjoy|have|head to|
+    {VISIT}|{STAY}|(?:have |enjoy |eat |grab )?(?:an? )?(?:quick |light )?(?:breakfast|lunch|dinner|meal|bite) at) |\d{{1,2}}[.)] |
     [\s:;,.|–—-]+|\(?\d{{1,2}}:\d\d ?(?:[ap]\.?m\.?)?\)? ?|(?-i:[A-Z][a-z]{{1,15}}
     (?: [a-z'-]{{1,15}}){{1,6}} (?:at|in|to) (?=[\["A-Z]))|
     instead of [^;]{{1,120}}?, (?=(?:stay|eat|go|visit|try|have|dine|head|book|we)\b)""")
 SAME = pattern(r"""(?:(?:stay|return|back|overnight|at|to|in|the) ){0,4}same(?: (?:hotel|place|
     accommodation|lodging|as (?:above|before|(?:on )?(?:day|night) \w{1,5}|
     (?:the )?(?:previous|last) (?:night|day))))?""")
+WHOLE_STAY = pattern(r"(?:entire|whole) (?:stay|trip)|(?:both|all|for \w{1,5}) nights(?! min)")
 SIGHTS = re.compile(";| · ")
 JOINT = re.compile(r",? (?:and|&|\+|then) |[,/&+] ?(?=[\[A-Z])")
 SEPARATOR = re.compile(r" ?, ?| ?\(| in | [-–—] | at ")
@@ -353,10 +354,10 @@ WORD = re.compile(r"\w+|.")
 WAY = pattern(r"\bfrom:? (?=(?-i:[A-Z]))([^|;]{1,60}?),? ?(?:\bto\b|→|->|—|–):? ?([^|;]{1,60})")
 ARROW = pattern(r"""(?:, ?(?-i:[A-Z])[\w ]{1,20}| ?\([^()]{0,40}\))? ?
     (?:\bto\b|[→➔➡➜➝⇒⟶»✈🛫🚗🚕🚙]|-{0,2}>|=>|–|—|-) ?(?:travel to )?""")
-CITY_END = pattern(r""" ?$| ?[,;:|()\[\]→!"]|\.(?= |$)| [-–—→]| (?:on|at|by|via|for|with|using|in|and|
-    then|depart\w{0,6}|arriv\w{0,6}|duration|back|flight)\b""")
-MOVE = pattern(r"""travel|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|self|road|
-    move|back|trip|by |(?:rental )?car\b|train|bus\b""")
+CITY_END = pattern(r""" ?$| ?[,;:|()\[\]→!"]|\.(?= |$)| [-–—→]| (?:on|at|by|via|for|with|using|in|
+    and|then|depart\w{0,6}|arriv\w{0,6}|duration|back|flight)\b""")
+MOVE = pattern(r"""travel|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|self|
+    road|move|back|trip|by |(?:rental )?car\b|train|bus\b""")
 
 
 class Names:
@@ -423,7 +424,8 @@ class Names:
         for one, two in zip(cities, cities[1:], strict=False):
             if one[0] != two[0] and ARROW.fullmatch(text, one.end(), two.start()):
                 return one[0], two[0], one.start(), two.end()
-        to = next((city for city in cities if text[:city.start()].endswith((" to ", " for "))), None)
+        to = next((city for city in cities
+                   if text[:city.start()].endswith((" to ", " for "))), None)
         return to and ("", to[0], to.start() - 3, to.end())
 
     def city_at(self, text, at, last):
@@ -461,7 +463,8 @@ class Names:
                 name = name if size == separator.start() else piece[:separator.start()].strip()
                 return f"{name}, {city}", piece[after:] + rest
         joint = JOINT.match(piece, size) if size and slot == "attraction" else None
-        if joint and (piece[joint.end()] == "[" or self.known(piece[joint.end():], slot, cities)[0]):
+        more = piece[joint.end():] if joint else ""
+        if more.startswith("[") or joint and self.known(more, slot, cities)[0]:
             return f"{name}, {home}", piece[size:] + rest
         if size == len(piece):
             return f"{name}, {home}", rest
@@ -511,13 +514,12 @@ OTHER_MODE = pattern(r"""\b(?:train|bus|ferry|walk(?:ing)?|boat|shuttle|metro|su
 LOCAL = pattern(r"\b(?:local|(?:as|if) needed|within|around|downtown|on foot|in the city)\b")
 FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|\bflight ?(?:number|no\.?|#)?:? ?\[?
     ((?-i:[A-Z]){1,3} ?\d{2,7})\b""")
-ANYTHING = re.compile("(?P<transportation>)")
 PARTS, FIRST_PART, DIGIT = re.compile(r", |[;|()→]"), re.compile(r"[^,;|(\[]*"), re.compile(r"\d")
 BACK = pattern(r"\b(?:return|home)\b")
 CAPITALS = re.compile(r"[A-Z][\w.'-]{0,20}(?: [A-Z][\w.'-]{0,20}){0,3}")
-NO_CITY = pattern(r"""\b(?:day|\w{3,6}day|explor|adventure|sight|cultur|free|relax|arriv|depart|final|
-    tour|museum|morning|local|discover|histor|fun|arts?\b|more|travel|return|home|rest|leisure|trip|
-    nature|downtown|city|highlight|experience|itinerary|plan|full|march|april)""")
+NO_CITY = pattern(r"""\b(?:day|\w{3,6}day|explor|adventure|sight|cultur|free|relax|arriv|depart|
+    final|tour|museum|morning|local|discover|histor|fun|arts?\b|more|travel|return|home|rest|leisure|
+    trip|nature|downtown|city|highlight|experience|itinerary|plan|full|march|april)""")
 
 
 def ends_of_day(day, before, home, names):
@@ -580,8 +582,9 @@ def rides(texts, names):
 
 
 def fill_day(day, plan, before, home, names):
-    """(one day's plan, the city where it ends). plan: of the days before; before: their end."""
-    start, end = ends_of_day(day, before, home, names)
+    """One day's plan. plan: of the days before; before: their last Day and city."""
+    last, city = before
+    start, end = ends_of_day(day, city, home, names)
     filled = {"day": day.number, **dict.fromkeys(FIELDS, "-")}
     filled["current_city"] = f"from {start} to {end}" if start != end else end
     filled["transportation"] = rides(day.told.get("transportation") or [
@@ -594,8 +597,12 @@ def fill_day(day, plan, before, home, names):
             filled[slot] = "".join(f"{place};" for place in places) or "-"
         elif places:
             filled[slot] = places[0]
-    stay = next(iter(day.told.get("accommodation", ())), "")
-    if plan and SAME.fullmatch(PAREN.sub("", stay).strip(" .[]-")):
+    hotel = next(iter(day.told.get("accommodation", ())), "")
+    if last and start == end == city and not hotel:  # "X (for the entire stay)" is told once
+        hotel = next(iter(last.told.get("accommodation", ())), "")
+        day.told["accommodation"] = [hotel] if WHOLE_STAY.search(hotel) else []
+        hotel = "same" * bool(day.told["accommodation"])
+    if plan and SAME.fullmatch(PAREN.sub("", hotel).strip(" .[]-")):
         filled["accommodation"] = plan[-1]["accommodation"]
     return filled, end
 
@@ -611,8 +618,8 @@ def read_plan(text, task, database):
     lines = list(islice(read_lines(text, names), MOST_LINES))
     days, idle = read_days(lines, names)
     plan, city = [], home
-    for day in days:
-        filled, city = fill_day(day, plan, city, home, names)
+    for last, day in zip([None, *days], days, strict=False):
+        filled, city = fill_day(day, plan, (last, city), home, names)
         plan.append(filled)
     said = any(day[slot] != "-" for day in plan for slot in FIELDS[1:])
     return plan if said else None, idle, len(idle) / max(len(lines), 1)

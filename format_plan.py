@@ -337,9 +337,10 @@ NOTHING = pattern(r"""\W{0,60}$|\(|[-–—]{1,5} ?(?:[(,.;|$]|$)|free\W{0,9}$|(
     on the (?:road|way|go|flight|plane)|free (?:time|day|morning|afternoon|evening))\b
     (?! (?-i:[A-Z])| ?[&'])""")
 LEAD = pattern(rf"""(?:(?-i:the)|at|to|we|in|into|try|eat|dine|go|enjoy|have|head to|
-    {VISIT}|{STAY}|(?:have |enjoy |eat |grab )?(?:an? )?(?:quick |light )?(?:breakfast|lunch|dinner|meal|bite) at) |\d{{1,2}}[.)] |
-    [\s:;,.|–—-]+|\(?\d{{1,2}}:\d\d ?(?:[ap]\.?m\.?)?\)? ?|(?-i:[A-Z][a-z]{{1,15}}
-    (?: [a-z'-]{{1,15}}){{1,6}} (?:at|in|to) (?=[\["A-Z]))|
+    {VISIT}|{STAY}|(?:have |enjoy |eat |grab )?(?:an? )?(?:quick |light )?
+    (?:breakfast|lunch|dinner|meal|bite) at) |\d{{1,2}}[.)] |[\s:;,.|–—-]+|
+    \(?\d{{1,2}}:\d\d ?(?:[ap]\.?m\.?)?\)? ?|
+    (?-i:[A-Z][a-z]{{1,15}}(?: [a-z'-]{{1,15}}){{1,6}} (?:at|in|to) (?=[\["A-Z]))|
     instead of [^;]{{1,120}}?, (?=(?:stay|eat|go|visit|try|have|dine|head|book|we)\b)""")
 SAME = pattern(r"""(?:(?:stay|return|back|overnight|at|to|in|the) ){0,4}same(?: (?:hotel|place|
     accommodation|lodging|as (?:above|before|(?:on )?(?:day|night) \w{1,5}|
@@ -590,6 +591,10 @@ def fill_day(day, plan, before, home, names):
     filled["transportation"] = rides(day.told.get("transportation") or [
         day.title if FLIGHT_NUMBER.search(day.title) else ""], names)
     cities = list(dict.fromkeys([start, end] if end == home else [end, start]))
+    stays = day.told.get("accommodation")
+    if not stays and last and start == end == city:  # "X (for the entire stay)" is told once
+        stays = [text for text in last.told.get("accommodation", ()) if WHOLE_STAY.search(text)]
+        day.told["accommodation"] = stays
     for slot in SLOTS:
         places = [place for text in day.told.get(slot, ()) for place in names.venues(
             text, slot, [end] if slot == "accommodation" else cities)]
@@ -597,12 +602,7 @@ def fill_day(day, plan, before, home, names):
             filled[slot] = "".join(f"{place};" for place in places) or "-"
         elif places:
             filled[slot] = places[0]
-    hotel = next(iter(day.told.get("accommodation", ())), "")
-    if last and start == end == city and not hotel:  # "X (for the entire stay)" is told once
-        hotel = next(iter(last.told.get("accommodation", ())), "")
-        day.told["accommodation"] = [hotel] if WHOLE_STAY.search(hotel) else []
-        hotel = "same" * bool(day.told["accommodation"])
-    if plan and SAME.fullmatch(PAREN.sub("", hotel).strip(" .[]-")):
+    if plan and stays and SAME.fullmatch(PAREN.sub("", stays[0]).strip(" .[]-")):
         filled["accommodation"] = plan[-1]["accommodation"]
     return filled, end
 
@@ -746,18 +746,20 @@ class Reader:
                     self._future(text, task)
 
     def read(self, text, task, database):
-        """(plan, the lines that were not used, their share), as read_plan gives them; an LLM does
-        not say what it used."""
+        """(plan, the lines that were not used, their share, costs), the first three as read_plan
+        gives them; an LLM does not say what it used."""
         if not self.endpoint or not isinstance(text, str):
-            return read_plan(text, task, database)
+            return *read_plan(text, task, database), {}
         try:
-            plan, problem = self._future(text, task).result(self.bound)
+            plan, problem, tokens = self._future(text, task).result(self.bound)
         except concurrent.futures.TimeoutError:
-            plan, problem = None, f"{self.endpoint[0]} gave no reply within {self.bound} s"
+            plan, tokens = None, 0
+            problem = f"{self.endpoint[0]} gave no reply within {self.bound} s"
+        costs = {"formatter failed": float(bool(problem)), "formatter tokens": tokens}
         if problem:
             self._count(failed=1)
-            return None, [f"the formatter failed: {problem}"], 1.0
-        return plan, [], None
+            return None, [f"the formatter failed: {problem}"], 1.0, costs
+        return plan, [], None, costs
 
     def close(self):
         """Give up what has not been asked."""
@@ -775,16 +777,16 @@ class Reader:
             return self.futures[name]
 
     def _ask(self, text, task):
-        """(plan, None) or (None, why there is none)."""
+        """(plan, why there is none or None, tokens used)."""
         url, model = self.endpoint
         try:
             plan, tokens = ask_formatter(text, task, model, url, self.cache, api_key=self.key,
                                          timeout=self.bound / 4, retries=self.retries)
+            found = plan, None, tokens
         except (ChatError, NoPlan, OSError, ValueError) as error:
-            self._count(asked=1, tokens=getattr(error, "tokens", 0))
-            return None, str(error)
-        self._count(asked=1, tokens=tokens)
-        return plan, None
+            found = None, str(error), getattr(error, "tokens", 0)
+        self._count(asked=1, tokens=found[2])
+        return found
 
     def _count(self, **more):
         with self.lock:

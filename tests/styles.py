@@ -429,7 +429,8 @@ def table(w, joint="; ", day_cell="{n}"):
              "Accommodation"]]
     for day in w.plan:
         cells = [joint.join(values_of(day, slot)) or "-" for slot in SLOTS]
-        rows.append([day_cell.format_map(w.day_words(day)), w.title(day), ride_text(w, day), *cells])
+        rows.append([day_cell.format_map(w.day_words(day)), w.title(day), ride_text(w, day),
+                     *cells])
     return "Your plan at a glance:\n\n" + rows_text(rows) + "\n" + notes(w)
 
 

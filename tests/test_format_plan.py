@@ -1,4 +1,4 @@
-"""Itinerary text becomes the plan it says, and nothing else; a bad formatter spoils one answer only.
+"""Itinerary text becomes the plan it says, and nothing else; a bad formatter fails one answer only.
 
 STAR_TEST_DATA=../shared pytest tests/test_format_plan.py
 """
@@ -22,7 +22,6 @@ import styles
 import format_plan as reader
 from format_plan import (
     FIELDS,
-    MEALS,
     SLOTS,
     Reader,
     add_reader_flags,
@@ -138,9 +137,10 @@ def test_the_solvers_and_the_human_plans_are_read_back(official, human, test_dat
     tasks = [load_task(row) for row in rows]
     for task, plan in [*zip(tasks, (solve(task, official) for task in tasks), strict=True), *human]:
         read_back = parse_plan(itinerary(plan), task, official)
-        told = [(ours[field], day[field]) for ours, day in zip(read_back, plan, strict=True) for
-                field in FIELDS if not styles.same(field, ours[field], day[field].replace(" ,", ","))]
-        assert not told
+        for ours, day in zip(read_back, plan, strict=True):
+            for field in FIELDS:  # a name that ends in a blank loses it
+                assert styles.same(field, *(value.replace(" ,", ",") for value in
+                                            (ours[field], day[field])))
     assert len(rows) == 147
 
 
@@ -157,7 +157,7 @@ def test_recorded_itineraries_earn_the_references_reward(official, human, test_d
         pairs += 1
     assert pairs == 108
     assert right >= 0.98 * slots, f"{right} of {slots} slots"
-    assert same >= 101, f"{same} of {pairs} rewards"
+    assert same >= 102, f"{same} of {pairs} rewards"
 
 
 def similar(field, ours, recorded):
@@ -191,9 +191,12 @@ def test_text_without_a_plan_gives_none(mini, trip, text):
     ("Lunch: {eat[0]} - American, Cafe", "{eat[0]}"), ("Lunch: {eat[0]} – $20 each", "{eat[0]}"),
     ("Lunch: {eat[0]} - A quiet place by the river", "{eat[0]}"),
     ("Lunch: {eat[0]} near the river", "{eat[0]}"), ("Lunch: {eat[0]} or {eat[3]}", "{eat[0]}"),
-    ("Lunch: [{eat[0]}] or [The Ritz Palace]", "{eat[0]}"), ("Lunch: {eat[0]} ($12/person)", "{eat[0]}"),
-    ("Lunch: {eat[0]} instead of {eat[3]}", "{eat[0]}"), ("Lunch: ~~{eat[3]}~~ {eat[0]}", "{eat[0]}"),
-    ("Lunch: Instead of {eat[3]}, eat at {eat[0]}", "{eat[0]}"), ('Lunch: ["{eat[0]}"]', "{eat[0]}"),
+    ("Lunch: [{eat[0]}] or [The Ritz Palace]", "{eat[0]}"),
+    ("Lunch: {eat[0]} ($12/person)", "{eat[0]}"),
+    ("Lunch: {eat[0]} instead of {eat[3]}", "{eat[0]}"),
+    ("Lunch: ~~{eat[3]}~~ {eat[0]}", "{eat[0]}"),
+    ("Lunch: Instead of {eat[3]}, eat at {eat[0]}", "{eat[0]}"),
+    ('Lunch: ["{eat[0]}"]', "{eat[0]}"),
     ("Lunch: {eat[0]}. Cost: $20. Phone: (410) 576-3800", "{eat[0]}"),
     ("Lunch: {eat[0]} ⭐ 4.5", "{eat[0]}"), ("Lunch 🍔: {eat[0]}", "{eat[0]}"),
     ("Lunch: 12:30 PM – Enjoy a quick bite at {eat[0]}", "{eat[0]}"),
@@ -234,8 +237,9 @@ def test_sights_are_told_one_from_another_and_from_their_attributes(read, trip, 
 
 
 @pytest.mark.parametrize("nothing", [
-    "-", "–", "None", "[None]", "[N/A]", "n/a", "[TBD]", "-, Cost: $0", "- (on the road)", "N/A (travel)",
-    "None - flying home", "[Not provided - traveling]", "Not included", "Included in the room rate",
+    "-", "–", "None", "[None]", "[N/A]", "n/a", "[TBD]", "-, Cost: $0", "- (on the road)",
+    "N/A (travel)", "None - flying home", "[Not provided - traveling]", "Not included",
+    "Included in the room rate",
     "Back home in {org}", "(Assuming breakfast is had, say, on the way)", "On your own", "✗", ""])
 def test_a_blank_item_fills_no_slot_and_ends_no_day(read, nothing):
     for slot in ("Breakfast", "Attraction", "Accommodation", "Transportation"):
@@ -274,12 +278,17 @@ def test_costs_and_highlights_after_the_last_day_are_no_part_of_it(read, trip):
     ("Accommodation: Same Day Suites, {city}", False), ("Accommodation: the same old inn", False),
     ("Lunch: {eat[0]}", False)])
 def test_a_hotel_is_carried_on_only_where_the_text_says_so(read, second, lasts):
-    plan = read(f"Day 1: {{org}} to {{city}}\nAccommodation: {{hotel}}\nDay 2: {{city}}\n{second}")
+    first = "Day 1: {org} to {city}\nAccommodation: {hotel}"
+    plan = read(f"{first}\nDay 2: {{city}}\n{second}")
     assert (plan[1]["accommodation"] == plan[0]["accommodation"]) == lasts
+    plan = read(f"{first} ($90 for the entire stay)\nDay 2: {{city}}\nLunch: {{eat[0]}}\n"
+                "Day 3: {city} to {org}\nLunch: {eat[1]}")
+    assert plan[0]["accommodation"] == plan[1]["accommodation"] != plan[2]["accommodation"] == "-"
 
 
 @pytest.mark.parametrize("after, hotel", [
-    ("Corrected Day 1:\nAccommodation: {inn}", "{inn}"), ("Correction to Day 1: Hotel: {inn}", "{inn}"),
+    ("Corrected Day 1:\nAccommodation: {inn}", "{inn}"),
+    ("Correction to Day 1: Hotel: {inn}", "{inn}"),
     ("Day 1 Revised Accommodation: {inn}", "{inn}"), ("Day 1: Accommodation: {inn}", "{hotel}")])
 def test_a_correction_after_the_plan_counts(read, trip, after, hotel):
     plan = read("Day 1: {org} to {city}\nDinner: {eat[0]}\nAccommodation: {hotel}\n"
@@ -356,8 +365,10 @@ def test_words_inside_the_name_of_a_city_say_nothing(city, said):
     ("Self-driving from {org} to {city}, 3 hours (airport: 30 min drive)",
      f"Self-driving, {WAY}, 3 hours"),
     # what is not said is not added
-    ("Transportation: Self-driving, Duration: 5 hours, Cost: $40", "Self-driving, Duration: 5 hours, Cost: $40"),
-    ("Transportation: Flight F999, $80", "Flight Number: F999, $80"), ("Transportation: Taxi", "Taxi"),
+    ("Transportation: Self-driving, Duration: 5 hours, Cost: $40",
+     "Self-driving, Duration: 5 hours, Cost: $40"),
+    ("Transportation: Flight F999, $80", "Flight Number: F999, $80"),
+    ("Transportation: Taxi", "Taxi"),
     ("Transportation: Train from {org} to {city}", f"Train, {WAY}"),
     ("Transportation: Self-driving by train from {org} to {city}", f"Self-driving by train, {WAY}"),
     ("Transportation: Taxi from {org} to Lake Fen", "Taxi, from {org} to Lake Fen"),
@@ -428,8 +439,8 @@ def cpu(work, *args):
 PATTERNS = {f"{module.__name__}.{name}": value for module in (reader, constraints)
             for name, value in vars(module).items() if isinstance(value, re.Pattern)}
 PATTERNS |= {f"DETAILS[{name}]": value for name, value in constraints.DETAILS.items()}
-RUNS = (" ", "\t", "\n", "[", "]", "(", ")", "{", "1", "-", ":", ".", ",", ";", "|", "#", "$", "_", "~", "a",
-        "A", "•", "- ", "a ", "A ", "1 ", "1:", "(a", "A, ", "1,", "from ", "Day 1", "F1")
+RUNS = (" ", "\t", "\n", "[", "]", "(", ")", "{", "1", "-", ":", ".", ",", ";", "|", "#", "$", "_",
+        "~", "a", "A", "•", "- ", "a ", "A ", "1 ", "1:", "(a", "A, ", "1,", "from ", "Day 1", "F1")
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -509,7 +520,8 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
             time.sleep(0.6)
         status, text = turn if isinstance(turn, tuple) else (turn, "")
         if isinstance(turn, str):
-            reply = {"choices": [{"message": {"content": "" if turn == "empty" else turn}}]}
+            reply = {"choices": [{"message": {"content": "" if turn == "empty" else turn}}],
+                     "usage": {"total_tokens": 7}}
             status, text = 200, json.dumps({} if turn == "shapeless" else reply)
         data = text.encode()
         self.send_response(status)
@@ -653,7 +665,8 @@ def test_an_llm_that_finds_no_plan_is_believed(endpoint, tmp_path):
 @pytest.mark.parametrize("reply, days", [
     (LISTED, 1), (f"Draft: {json.dumps(PLAN)} Plan: {json.dumps(PLAN * 2)}", 2), ("prose", None),
     (f"{json.dumps(PLAN * 2)} and a last thought: {json.dumps(PLAN)}", 2), ("[]", 0),
-    ('{"breakfast": "X"}', None), ('[["a", "b"]]', None), ('[{"day": 1}]', None), ("[" * 99_999, None),
+    ('{"breakfast": "X"}', None), ('[["a", "b"]]', None), ('[{"day": 1}]', None),
+    ("[" * 99_999, None),
     (json.dumps({"plan": PLAN}), 1), ('[{"breakfast": {"name": "X"}, "lunch": 3}]', 1),
     (LISTED[:-3], None), ("[" + "9" * 5000 + "]", None), ('[{"day": "\ud800"' + "}]" * 9, None)])
 def test_of_a_formatters_reply_the_fullest_list_of_days_counts(reply, days):
@@ -689,20 +702,23 @@ def test_a_formatter_that_fails_on_an_answer_fails_that_answer_only(
     url, play = endpoint
     read = Reader((url, "m"), retries=0)
     play(turn)
-    plan, unread, share = read.read("a bad answer", trip, mini)
+    plan, unread, share, costs = read.read("a bad answer", trip, mini)
+    assert costs["formatter failed"] == 1.0
     assert plan is None and share == 1.0 and why in unread[0]
     play(LISTED)
-    assert read.read("a good answer", trip, mini) == (PLAN, [], None)
+    assert read.read("a good answer", trip, mini) == (
+        PLAN, [], None, {"formatter failed": 0.0, "formatter tokens": 7})
     assert read.counts["asked"] == 2 and read.counts["failed"] == 1
     verdict = judge(trip, "a bad answer", mini, read)[1]
     assert verdict["success"] == 0 and why in verdict["unread"][0]
+    assert verdict["formatter failed"] == 1.0
 
 
 def test_an_answer_that_takes_too_long_is_given_up(endpoint, mini, trip):
     url, play = endpoint
     play("slow", LISTED)
     read = Reader((url, "m"), bound=0.2, retries=0)
-    plan, unread, _ = read.read("a", trip, mini)
+    plan, unread, *_ = read.read("a", trip, mini)
     assert plan is None and "the formatter failed" in unread[0] and read.counts["failed"] == 1
 
 
@@ -716,7 +732,7 @@ def test_answers_are_read_side_by_side_and_each_text_once(endpoint, mini, trip):
         read.read(text, task, mini)
     assert len(asked) >= 15 and read.counts["asked"] == 15
     assert time.monotonic() - start < 15 * 0.6  # one after another it would take that long
-    assert read.read(None, trip, mini) == (None, [], None)
+    assert read.read(None, trip, mini) == (None, [], None, {})
     read.close()
 
 
@@ -727,7 +743,7 @@ def test_without_an_endpoint_the_rules_read(mini, trip, plans):
     for argv in ([], ["--reader", "rules"]):
         read = open_reader(parser.parse_args(argv))
         read.prefetch([(itinerary(plan), task)])
-        assert read.read(itinerary(plan), task, mini) == read_plan(itinerary(plan), task, mini)
+        assert read.read(itinerary(plan), task, mini)[:3] == read_plan(itinerary(plan), task, mini)
         assert read.counts == {"asked": 0, "failed": 0, "tokens": 0}
     for wrong in ("rule", "http://x/v1", "m=http://x"):
         with pytest.raises(SystemExit):
@@ -752,7 +768,8 @@ def test_the_command_line_writes_plans(endpoint, tmp_path, root, trip, capsys):
     command += ["--reader", f"{url}=m", "--reader-key", str(key)]
     main(command)
     out, err = capsys.readouterr()
-    assert [json.loads(line)["plan"][0]["dinner"] for line in out.split("\n")[:-1]] == ["Other, X"] * 2
+    plans = [json.loads(line)["plan"] for line in out.split("\n")[:-1]]
+    assert [plan[0]["dinner"] for plan in plans] == ["Other, X"] * 2
     assert "'asked': 2, 'failed': 0" in err
     assert asked[0][2]["Authorization"] == "Bearer k"
     file.write_text(json.dumps(episode) + "\n{}\n")

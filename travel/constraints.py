@@ -63,7 +63,8 @@ def check_task(task, database=None):
     for key, known in (("house rule", HOUSE_RULES), ("room type", (*ROOM_TYPES, "not shared room")),
                        ("transportation", (*FORBIDDEN.values(),))):
         if wishes.get(key) and wishes[key] not in known:
-            raise ValueError(f"{key!r} is {wishes[key]!r:.60}; it must be {', '.join(known)} or null")
+            raise ValueError(f"{key!r} is {wishes[key]!r:.60}; it must be null or one of "
+                             f"{', '.join(known)}")
     if database is not None:
         check_places(task, database)
 
@@ -92,15 +93,16 @@ OFFICIAL_KINDS = (("flight number", "flight"), ("self-driving", "driving"), ("ta
 FORBIDDEN = {"flight": "no flight", "driving": "no self-driving"}  # by which wish
 KNOWN_RIDE = re.compile(r"(?:flight|taxi|self-driving)\b", re.I)  # strict's
 NUMBER = re.compile(r"\bF\d{3,9}\b")
-# strict's: the latest arrival before a meal in the city of arrival, and the earliest departure after
-# a meal in the city that is left
-HOURS = {"breakfast": ("11:00", "05:00"), "lunch": ("15:30", "11:00"), "dinner": ("23:00", "16:30")}
+# strict's, for meals on a day of travel: the latest arrival before one in the city of arrival, the
+# earliest departure after one in the city that is left
+HOURS = {"breakfast": ("11:00", "05:00"), "lunch": ("15:30", "11:00"),
+         "dinner": ("23:00", "16:30")}
 CLOCK = re.compile(r"\b(\d?\d):(\d\d)\s*(?:([ap])\.?m\b)?", re.I)
 LABEL = re.compile(r"\b(?:(depart|leav)|arriv|land(?:s|ing)?\b)", re.I)
 AMOUNT = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*(h|:|mi(?!n))?", re.I)
 DETAILS = {  # of a ride, as it states them: "45 min break" is no duration of it
-    "duration": pattern(r"""\b((?:\d days?,? )?\d{1,2}(?:\.\d)? ?(?:hours?|hrs?|h)(?![a-z])(?:,? and)? ?
-        (?:\d{1,2} ?(?:min\w{0,4}|m)\b)?|\d{1,3} ?min\w{0,4})
+    "duration": pattern(r"""\b((?:\d days?,? )?\d{1,2}(?:\.\d)? ?(?:hours?|hrs?|h)(?![a-z])
+        (?:,? and)? ?(?:\d{1,2} ?(?:min\w{0,4}|m)\b)?|\d{1,3} ?min\w{0,4})
         (?= ?(?:(?:by )?(?:car|driv\w{1,3}|ride|flight|trip)\b ?)?(?:$|[,;.)|]))"""),
     "distance": pattern(r"\b(\d[\d,]{0,8}(?:\.\d{1,9})? ?(?:km|kilometers|miles|mi)\b)"),
     "cost": pattern(r"""(?:\$ ?|cost:? ?(?:(?:of|is|about) )?~?)(\d[\d,]{0,8}(?:\.\d{1,9})?)
@@ -716,7 +718,7 @@ def wrong_ride(trip, day):
 def strict_city(trip):
     """The trip starts at home, however day 1 reads (B8), and a short one goes to dest too (B18)."""
     for day in trip.days:
-        if day.city.strip() not in (day.ends[0], "from {} to {}".format(*day.ends[:1], day.ends[-1])):
+        if day.city.strip() not in (day.ends[0], f"from {day.ends[0]} to {day.ends[-1]}"):
             return f"day {day.number}: current_city says more than its cities: {day.city!r:.80}"
     stops, cities = [city for day in trip.days for city in day.ends], trip.database.cities
     org, dest = need(trip.task, "org"), need(trip.task, "dest")
@@ -862,10 +864,12 @@ def judge(task, answer, database, reader=None):
     """(plan, score) of an itinerary text; no answer, or no plan in it, scores zero.
 
     The score is star's, with "official" and "strict" beside it: success by the other two rule sets.
-    reader: a format_plan.Reader; without one the rules read.
+    reader: a format_plan.Reader; without one the rules read. If it asks an LLM, the score has
+    "formatter failed" and "formatter tokens", too.
     """
-    plan, unread, share = (reader.read if reader else read_plan)(answer, task, database)
+    plan, unread, share, *costs = (reader.read if reader else read_plan)(answer, task, database)
     verdict = score(task, plan, database) | {"unread": unread, "answer lines not read": share}
+    verdict |= costs[0] if costs else {}
     for rules in ("official", "strict"):
         verdict[rules] = score(task, plan, database, rules)["success"]
     return plan, verdict

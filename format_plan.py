@@ -458,7 +458,8 @@ class Names:
             else aside[0], text[at:])
         end = max(at, REMARK.search(text, at).start())
         piece, rest = text[:end], text[end:]
-        for separator in SEPARATOR.finditer(piece, size):
+        behind = SEPARATOR.match(piece, at)  # "[The Museum, Houston], Houston" lies in the second
+        for separator in filter(None, [behind, *SEPARATOR.finditer(piece, size)]):
             city, after = self.city_at(piece, separator.end(), slot != "attraction")
             if city:
                 name = name if size == separator.start() else piece[:separator.start()].strip()

@@ -33,7 +33,8 @@ import evaluate
 from evaluate import AMOUNT, COUNT, NATURAL, PART, Parser, web_address
 from retriever import HTTP, device, find_retriever, open_retriever
 from sandbox import Episode, parse, system_prompt
-from toolstar.verdict import normalize, token_f1  # Search-R1's order too [2]
+from toolstar.files import golds_of
+from toolstar.text import normalize, token_f1  # Search-R1's order too [2]
 
 # Shapes: n questions, M models, R bootstrap rounds.
 SETS = {  # FlashRAG's folder: (split, questions); the test split if there is one, else dev [2]
@@ -97,13 +98,12 @@ def find_sets(args):
 
 def load_question(row, name, where):
     """FlashRAG's line -> task. Ids repeat between sets, so the set goes in front."""
-    gold = row.get("golden_answers") if isinstance(row, dict) else None
-    gold = [gold] if isinstance(gold, str) else gold
-    whole = isinstance(gold, list) and "id" in row and isinstance(row.get("question"), str)
-    if not whole or not gold:
-        raise ValueError(f"{where}: want id, question, golden_answers, found {str(row)[:100]}")
+    golds = golds_of(row.get("golden_answers")) if isinstance(row, dict) else []
+    if not golds or "id" not in row or not isinstance(row.get("question"), str):
+        raise ValueError(f"{where}: id, question and golden_answers are needed, found "
+                         f"{str(row)[:100]}")
     return {"id": f"{name}/{row['id']}", "set": name, "query": row["question"],
-            "golden_answers": [str(answer) for answer in gold]}
+            "golden_answers": golds}
 
 
 # ---------------------------------------------------------------- score
@@ -113,8 +113,10 @@ def qa_score(episode):
     if episode.stop != "answer" or not (episode.answer or "").strip():
         return {"em": 0.0, "sub_em": 0.0, "f1": 0.0}
     answer, golds = normalize(episode.answer), episode.task["golden_answers"]
-    return {"em": float(any(answer == normalize(gold) for gold in golds)),
-            "sub_em": float(any(normalize(gold) in answer for gold in golds)),
+    em = float(any(answer == normalize(gold) for gold in golds))
+    # a gold that normalizes to nothing, such as the choice A, is part of every text
+    inside = any(normalize(gold) and normalize(gold) in answer for gold in golds)
+    return {"em": em, "sub_em": max(em, float(inside)),
             "f1": token_f1(episode.answer, golds)}
 
 

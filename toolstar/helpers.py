@@ -37,7 +37,7 @@ from pathlib import Path
 import evaluate
 from format_plan import ChatError, chat
 from toolstar.rewrite import replies, talk_of
-from toolstar.verdict import truncate
+from toolstar.text import truncate
 
 NAMES = ("debug", "rollback", "refine", "summarise")
 DEFAULTS = dict.fromkeys(NAMES, 0) | {

@@ -41,7 +41,9 @@ from types import SimpleNamespace
 
 from sandbox import PROMPTS, Action, Episode, Sandbox, parse
 from toolstar import helpers, rewrite, verdict
-from toolstar.verdict import math_equal, qa_metrics, reward  # noqa: F401, handed on
+from toolstar.mathematics import math_equal  # noqa: F401, for checks from outside
+from toolstar.text import truncate
+from toolstar.verdict import qa_metrics, reward  # noqa: F401, for checks from outside
 
 SETTINGS = {  # keys of tools.json: kind and default
     "grammar": (str, "turns"),  # or tags
@@ -588,8 +590,8 @@ class Tools:
                "memory": f"Error: the program took more than {chosen.memory} MiB",
                "output": "Error: the program printed too much"}.get(
                    done.status, f"Error: the program was ended ({done.error})")
-        shown = verdict.truncate(done.stdout.strip("\n"), chosen.output)
-        why = verdict.truncate(why, chosen.output)
+        shown = truncate(done.stdout.strip("\n"), chosen.output)
+        why = truncate(why, chosen.output)
         return done.status, "\n".join(filter(None, (shown, why)))
 
     def browse(self, url, query="", passages=None):

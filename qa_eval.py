@@ -31,7 +31,7 @@ import numpy as np
 
 import evaluate
 from evaluate import AMOUNT, COUNT, NATURAL, PART, Parser, web_address
-from retriever import HTTP, device, find_retriever, open_retriever
+from retriever import HTTP, QueryError, device, find_retriever, open_retriever
 from sandbox import Episode, parse, system_prompt
 from toolstar.files import golds_of
 from toolstar.text import normalize, token_f1  # Search-R1's order too [2]
@@ -138,6 +138,8 @@ class SearchSandbox:
         if not isinstance(query, str) or not query.strip() or set(arguments) != {"query"}:
             return 'Error: Search takes one argument, {"query": "a few words"}.'
         hits = self.retriever.search([query.strip()], self.topk)[0]
+        if isinstance(hits, QueryError):
+            return f"Error: the search engine does not answer this query ({hits}). Try other words."
         passages = "\n".join(passage(i, hit["document"]) for i, hit in enumerate(hits, 1))
         return passages or "No passage found. Try other words."
 
@@ -207,7 +209,8 @@ def play_questions(args, name, path, tasks):
     prompt = system_prompt(args.system_prompt, QA_PROMPTS)
     play_here = choose_player(args, path)
     # after the engine: vLLM 0.32.0 does not start once numba is imported, and bm25s imports it
-    retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder, args.tries)
+    retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder,
+                               tries=args.tries, patience=args.patience)
     episodes = (Episode(task, SearchSandbox(retriever, args.topk), args.max_turns, prompt,
                         strict=False, parse=parse_qa) for task in tasks)
     for episode in play_here(episodes):
@@ -342,7 +345,8 @@ def flags(argv=None):
     add("--encoder", help="E5-style HF folder or hub name; by default the one that made the index")
     add("--devices", nargs="+", type=device, default=["cpu"],
         help="torch devices that share an index's vectors")
-    add("--tries", type=COUNT, default=6, help="tries per search of a server, 1, 2, 4 ... s apart")
+    add("--tries", type=COUNT, default=4, help="tries per query of a server, 1, 2, 4 ... s apart")
+    add("--patience", type=NATURAL, default=300, help="seconds to wait for a server that restarts")
     add = p.add_argument_group("output").add_argument
     add("--out", default="out/qa", help="folder of the episodes and the table; what it has of them "
         "is not played again")

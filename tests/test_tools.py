@@ -532,7 +532,7 @@ def test_a_retriever_that_answers_html_stops_before_anything_is_spent(make):
                               env=os.environ | {"PYTHONUNBUFFERED": "1"}, cwd=FILE)
     try:
         port = server.stdout.readline().split("port ")[1].split()[0]
-        with pytest.raises(ConnectionError, match=rf"127.0.0.1:{port}/retrieve, try 2 of 2: 501"):
+        with pytest.raises(ConnectionError, match=f"127.0.0.1:{port} answers no query: .* 501"):
             make(retriever=f"http://127.0.0.1:{port}")
     finally:
         server.kill()
@@ -548,7 +548,7 @@ def test_a_retriever_that_dies_during_play_marks_the_calls_and_stops_the_run(mak
         assert world.answer("Search", {"query": "a tower"})[0] == "ok"
         server.send_signal(signal.SIGKILL)
         server.wait()
-        world.retriever = tools.partial(world.open_search, tries=1)()
+        world.retriever = tools.partial(world.open_search, tries=1, patience=0)()
         with pytest.raises(SystemExit, match="Search has failed in 11 of the last"):
             for i in range(99):
                 episode = play(world, LOOK.replace("tower", f"tower {i}"), DONE)

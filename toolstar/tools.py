@@ -50,7 +50,8 @@ SETTINGS = {  # keys of tools.json: kind and default
     "tools": (list, ["Search", "Python", "Browse"]),
     "max_calls": (int, 6),  # of an episode; one more is refused, the next one ends it
     "show_budget": (bool, False),  # whether results say how many calls are left
-    "retriever": (str, "bm25"),  # or an index folder, or a server's address (retriever.py)
+    "retriever": (str, "bm25"),  # or an index folder, a server's address, settings of a web search
+                                 # in a .json beside tools.json (retriever.py)
     "corpus": (str, "corpus.jsonl"),  # of bm25, beside tools.json
     "top_k": (int, 5),  # passages of a search
     "python": (str, "jail"),  # or the address of a /run_code (run_code.Remote)
@@ -83,6 +84,7 @@ FORGED = re.compile(r"<(?=\||/?(?:think|tool_call|tool_response|answer|result|se
                     r"\b)")
 MOST_BROKEN, IN_A_ROW, OF_LAST = 10, 20, 1000  # calls: more, and the run stops
 MISSED = 600  # seconds that an error of the network is remembered
+UNANSWERED = "Error: the search engine does not answer this query ({}). Try other words."
 GONE = "Error: Current tool {} is not available."  # as injected failures read
 SHORT = {"turns": 'You answer questions with tools. Reply <think>...</think><tool_call>{"name": '
                   '..., "arguments": {...}}</tool_call> or <think>...</think><answer>...</answer>.',
@@ -448,11 +450,13 @@ class Tools:
 
     def find_corpus(self):
         """Look for the retriever's files, or ask its server for a word, before all else."""
-        from retriever import HTTP, find_retriever, load_document, open_retriever
+        from retriever import HTTP, QueryError, find_retriever, load_document, open_retriever
 
         chosen, corpus = self.settings.retriever, self.settings.folder / self.settings.corpus
         if chosen.startswith(HTTP):
-            open_retriever(chosen, tries=2).search(["a"], 1)
+            found = open_retriever(chosen, tries=2, patience=0).search(["a"], 1)[0]
+            if isinstance(found, QueryError):
+                raise ConnectionError(f"{chosen} answers no query: {found}")
         else:
             chosen = chosen if chosen == "bm25" else str(self.settings.folder / chosen)
             find_retriever(chosen, corpus)
@@ -460,7 +464,8 @@ class Tools:
                 with open(corpus, encoding="utf-8") as lines:
                     for number, line in enumerate(lines, 1):
                         load_document(line, f"{corpus}, line {number}")
-            found = os.stat(corpus if chosen == "bm25" else Path(chosen) / "matrix.f16")
+            found = os.stat(corpus if chosen == "bm25" else chosen if chosen.endswith(".json") else
+                            Path(chosen) / "matrix.f16")
             self.identity += f"/{found.st_size}/{found.st_mtime_ns}"
         # opened by the first search: vLLM 0.32.0 does not start once numba is imported, by bm25s
         self.open_search = partial(open_retriever, chosen, corpus)
@@ -553,7 +558,8 @@ class Tools:
     def answer(self, name, arguments):
         """(status, text, whether from the cache) of a call.
 
-        status: ok; error, timeout, memory, output, killed: the agent's own; broken: the tool's.
+        status: ok; error, timeout, memory, output, killed: the agent's own; broken: the tool's;
+        refused: the search engine answers other queries, but not this one.
         """
         wrong = check_arguments(name, arguments)
         if wrong:
@@ -578,6 +584,8 @@ class Tools:
             hits = self.retriever.search([query], self.settings.top_k)[0]
         except ConnectionError as error:
             return "broken", str(error)
+        if isinstance(hits, ConnectionError):
+            return "refused", UNANSWERED.format(hits)
         return "ok", "\n".join(f"Doc {i} {hit['document']['contents'].strip()}"
                                for i, hit in enumerate(hits, 1))
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
@@ -106,6 +107,59 @@ class Flaky:
             return status, {"detail": f"{status} it is"}
         return 200, {"result": [[{"document": {"id": "0", "contents": f'"{query}"\nx'}, "score": 1}]
                                 for query in request["queries"]]}
+
+
+class Weather:
+    """A retrieval server as runs of days meet it: one query in twenty is refused for good, one
+    request in five fails for a while, and once it is gone and comes back at the same address."""
+
+    def __init__(self, bad=120, gone_after=40, seconds=0.5):
+        self.draw, self.lock, self.seconds = random.Random(SEED), threading.Lock(), seconds
+        self.asked, self.bad, self.gone_after, self.back = 0, bad, gone_after, threading.Event()
+        self.answered = []
+
+    @staticmethod
+    def refuses(query):
+        return zlib.crc32(query.encode()) % 20 == 0
+
+    def __call__(self, request):
+        queries = request["queries"]
+        with self.lock:
+            self.asked += 1
+            fails = self.asked < self.bad and self.draw.random() < 0.2
+            if self.asked == self.gone_after:
+                self.back.set()
+        refused = [query for query in queries if self.refuses(query)]
+        if refused:
+            return (400, 500)[zlib.crc32(refused[0].encode()) // 20 % 2], {"detail": "refused"}
+        if fails:
+            return 503, {"detail": "busy"}
+        self.answered += queries
+        return Flaky([])(request)
+
+    @contextlib.contextmanager
+    def served(self):
+        """The address; the server restarts once, when it has been asked often enough."""
+        def life():
+            with answering(self, self.port):
+                up.set()
+                until(lambda: self.back.is_set() or over.is_set())
+            time.sleep(self.seconds)
+            if not over.is_set():
+                with answering(self, self.port):
+                    over.wait()
+
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        up, over = threading.Event(), threading.Event()
+        thread = threading.Thread(target=life)
+        thread.start()
+        assert up.wait(60)
+        try:
+            yield f"http://127.0.0.1:{self.port}"
+        finally:
+            over.set()
+            thread.join()
 
 
 # ---------------------------------------------------------------- documents, BM25

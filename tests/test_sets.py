@@ -302,6 +302,27 @@ def test_a_choice_that_normalizes_to_nothing_is_no_part_of_every_answer():
         assert marks["equal"] == marks["em"] == marks["f1"] == marks["sub_em"] == right
 
 
+def test_the_table_says_with_which_tools_the_sets_of_the_web_were_played():
+    row = played(task("gaia", 1, ["4"]), "<answer>4</answer>")
+    noted = row | {"world": {"tools": ["Search", "Python"], "search": "bm25"}}
+    assert list(scores.tools_of("rl", [noted])) == [
+        "rl: gaia was played with Search (bm25), Python; the paper's number is of web search and a "
+        "browser"]
+    assert "tools that were not noted" in next(scores.tools_of("rl", [row]))
+    assert not list(scores.tools_of("rl", [played(task("gsm8k", 1, ["4"]), "x")]))
+
+
+def test_golds_that_normalize_to_nothing_count_beside_others():
+    marks = scores.marks_of(played(task("hle", 1, ["A", "B"]), "<answer>A</answer>"), None)
+    assert marks["right"] == marks["em"] == marks["f1"] == marks["sub_em"] == 1
+
+
+def test_math_verifys_own_verdict_stands_beside_ours():
+    marks = scores.marks_of(played(task("math", 1, ["25\\%"]), "<answer>25</answer>"), None)
+    assert (marks["equal"], marks["math-verify"]) == (0, 1)
+    assert scores.marks_of(played(task("hle", 1, ["x"]), "x"), None)["math-verify"] is None
+
+
 def test_a_set_is_summed_up_as_by_hand():
     def mark(right, calls):
         return dict.fromkeys(("equal", "math-verify", "em", "f1", "sub_em"), right) | {

@@ -243,14 +243,15 @@ def worlds(args):
 
     settings = vars(read_settings(args.database))
     folder, told = settings.pop("folder").resolve(), {**settings.pop("helpers")}
-    told |= {"llm": args.llm, "refine_at": args.refine_at, "reply": args.reply}
+    told |= {"refine_at": args.refine_at, "reply": args.reply}
     settings["corpus"] = str(folder / settings["corpus"])
     if settings["retriever"] != "bm25" and not settings["retriever"].startswith("http"):
         settings["retriever"] = str(folder / settings["retriever"])
     if told.get("key"):
         told["key"] = str(folder / told["key"])
-    for name in ("none", *NAMES, "all"):
-        budgets = {helper: int(name in (helper, "all")) for helper in NAMES}
+    able = [name for name in NAMES if name != "summarise" or "Browse" in settings["tools"]]
+    for name in ("none", *able, "all"):
+        budgets = {helper: int(name in (helper, "all")) for helper in able}
         evaluate.write_text(Path(args.out) / name / "tools.json",
                             json.dumps(settings | {"helpers": told | budgets}, indent=1))
         read_settings(Path(args.out) / name)
@@ -312,7 +313,6 @@ def flags(argv=None):
     add = commands.add_parser("worlds", help=words, description=words).add_argument
     add("--database", required=True, help="the world's folder, with tools.json")
     add("--out", required=True, help="folder of the folders for evaluate.py's --database")
-    add("--llm", default=DEFAULTS["llm"], help="who helps: policy, or URL=MODEL")
     for name in ("refine_at", "reply"):
         add(f"--{name.replace('_', '-')}", type=evaluate.COUNT, default=DEFAULTS[name],
             help=f"{name} of the helpers, in tokens ({DEFAULTS[name]})")

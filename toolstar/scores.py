@@ -31,7 +31,7 @@ import evaluate
 from evaluate import ChatError, mean, name_of, read_jsonl
 from synth import endpoint
 from toolstar import verdict
-from toolstar.sets import PAPER_MEAN, SETS, TEN
+from toolstar.sets import PAPER_MEAN, SETS, TEN, WEB
 from toolstar.text import normalize, same_text, truncate, untexted
 from toolstar.verify import compared
 
@@ -172,7 +172,7 @@ def write_table(args):
             marks = marks_of(row, verdicts.get(name_of(task)))
             plays.setdefault(task["set"], {}).setdefault(task["id"], []).append(marks)
         report[name] = {one: summarise(one, plays[one]) for one in SETS if one in plays}
-        remarks += shortfalls(name, report[name], wanted)
+        remarks += [*shortfalls(name, report[name], wanted), *tools_of(name, known)]
     text = compare(wanted, report) + "".join(f"\n{name}\n\n{detail(report[name])}"
                                              for name in report)
     if absent := [name for name in SETS if name not in wanted]:
@@ -206,6 +206,18 @@ def shortfalls(name, numbers, wanted):
                    f"{least} to {most} times each")
         if found["unread"]:
             yield f"{name}: the judge gave no readable verdict on {found['unread']} plays of {one}"
+
+
+def tools_of(name, rows):
+    """Which tools an agent had in the sets that the paper plays on the web, in words."""
+    for one in WEB:
+        worlds = [row.get("world") or {} for row in rows if row["task"]["set"] == one]
+        told = {", ".join(f"{tool} ({world.get('search')})" if tool == "Search" else tool
+                          for tool in world.get("tools", ["tools that were not noted"]))
+                for world in worlds}
+        if told:
+            yield (f"{name}: {one} was played with {' or '.join(sorted(told))}; the paper's number "
+                   "is of web search and a browser")
 
 
 def lines_of_table(rows):

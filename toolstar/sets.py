@@ -53,6 +53,7 @@ TEN, PAPER_MEAN = [*SETS][:10], 46.1  # of the ten, without GAIA and HLE
 QUESTION = ("question", "problem", "query")  # columns, in lower case and without signs
 GOLDS = ("goldenanswers", "golds", "finalanswer", "groundtruth", "answer", "answers", "solution")
 IDS = ("id", "uniqueid", "taskid", "idx", "index")
+WEB = ("webwalker", "gaia", "hle")  # which [1] plays with web search and a browser
 TRAINING = ("math", "gsm8k", "hotpotqa", "2wiki", "musique")  # published with a training split
 
 

@@ -17,7 +17,7 @@ Reads   DATABASE/tools.json and the corpus that it names
 Writes  DATABASE/cache.sqlite, or where tools.json says; ranks of several hosts that + .nodes
 
     python -m toolstar.tools check --database database/tools
-    python -m toolstar.tools play --database database/tools --tasks data/val.jsonl
+    python -m toolstar.tools play --tasks database/tools/questions.jsonl
     torchrun --standalone grpo.py --env tools --database database/tools --tasks data/rl.jsonl
 """
 import argparse
@@ -356,6 +356,7 @@ class ToolEpisode(Episode):
         self.most, self.refused = settings.max_calls, False
         # none in training; what they did; what finish is to do, and has done, to the messages
         self.helpers, self.helped, self.change, self.rewritten = None, [], None, None
+        self.ahead = None  # the judgement on its answer, while others still play
         super().__init__(task, sandbox, max_turns, prompt,
                          parse=parse_tags if self.tags else parse_turn)
 
@@ -368,6 +369,8 @@ class ToolEpisode(Episode):
             reply = self.messages.pop()["content"] + reply
         self.strict = self.strict or self.tags  # within a message nobody can be told of an error
         action = super().begin(reply)
+        if self.stop == "answer" and self.task["check"] == "math":
+            self.ahead = self.sandbox.world.judge_ahead(self)
         if not action or action.kind != "call" or self.calls <= self.most:
             return action
         self.calls -= 1
@@ -415,7 +418,8 @@ class ToolEpisode(Episode):
     def record(self, model=""):
         world = self.sandbox.world
         made = {"tools": self.sandbox.calls,
-                "world": {"settings": world.hash, "python": world.level}}
+                "world": {"settings": world.hash, "python": world.level,
+                          "tools": world.settings.tools, "search": world.settings.retriever}}
         if self.helpers:
             made["helped"] = self.helped
         return super().record(model) | made
@@ -434,6 +438,7 @@ class Tools:
         self.stops = tuple(f"</{TAG_OF[name]}>" for name in settings.tools
                            if settings.grammar == "tags")
         self.lock, self.retriever, self.cache = threading.Lock(), None, None
+        self.judging = ThreadPoolExecutor(8, "judging")
         self.jail = self.browser = self.ask = None
         chosen = json.dumps([getattr(settings, key) for key in ANSWERING])
         self.identity = self.hash = hashlib.sha256(chosen.encode()).hexdigest()[:12]
@@ -454,7 +459,7 @@ class Tools:
 
         chosen, corpus = self.settings.retriever, self.settings.folder / self.settings.corpus
         if chosen.startswith(HTTP):
-            found = open_retriever(chosen, tries=2, patience=0).search(["a"], 1)[0]
+            found = open_retriever(chosen, patience=0).search(["a"], 1)[0]
             if isinstance(found, QueryError):
                 raise ConnectionError(f"{chosen} answers no query: {found}")
         else:
@@ -495,8 +500,15 @@ class Tools:
         """How programs are locked up: jailed, unsafe, or elsewhere."""
         return getattr(self.jail, "level", "elsewhere" if self.jail else "off")
 
+    def judge_ahead(self, episode):
+        """Compare an answer with the golds in the background, since mathematics can take its time:
+        the verdict will find the outcome in the cache of verify.py."""
+        said = verdict.bare(episode.answer)
+        return self.judging.submit(verdict.is_right, said, episode.task) if said else None
+
     def close(self):
         """Give back workers and files."""
+        self.judging.shutdown(wait=False, cancel_futures=True)
         for held in self.jail, self.browser and self.browser.jail, self.browser, self.cache:
             if held:
                 held.close()
@@ -539,6 +551,8 @@ class Tools:
     def verdict(self, episode):
         """(answer, score, strict success): right, whole (tags: as released), by working tools."""
         calls, stop = episode.sandbox.calls, episode.stop
+        if episode.ahead:
+            episode.ahead.result()
         said = as_tags(episode.messages, episode.tags)
         whole = stop == "answer" and (not episode.tags or verdict.released_format(said))
         score = verdict.score(episode.task, episode.answer or "", calls, whole,
@@ -669,7 +683,9 @@ def check(args):
     for name in world.settings.tools:
         status, text, cached = world.answer(name, TRIED[name])
         statuses.append(status)
-        print(f"\n{name} {json.dumps(TRIED[name])} -> {status}{', cached' * cached}\n{text}")
+        # Browse is asked for an address that it has to refuse
+        told = "refused, as it must be" if (name, status) == ("Browse", "error") else status
+        print(f"\n{name} {json.dumps(TRIED[name])} -> {told}{', cached' * cached}\n{text}")
         if status == "ok":  # a page's pace is its server's
             alone, rate, broken = pace(world, name)
             rates.append(rate)

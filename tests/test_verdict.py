@@ -342,6 +342,92 @@ a=1, b=2 ~ 1, 2
 \frac{7}{2} ~ 3.5
 3 \frac{1}{2} ~ 7/2
 3-2\sqrt{2} ~ (\sqrt{2}-1)^2
+2:3:4 ~ 4:6:8
+\frac{1}{4} \text{ of the area} ~ \frac14
+-\frac{\sqrt{2}}{2} ~ -\frac{1}{\sqrt{2}}
+3.50 dollars ~ \$3.50
+12\% ~ \frac{3}{25}
+0.12 ~ 12 \text{ percent}
+\text{(D)}\ \frac{7}{8} ~ D
+D ~ \text{(D)}\ \frac{7}{8}
+\textbf{(E)}~\text{none} ~ E
+x \in (-\infty, -1) \cup (1, \infty) ~ (-\infty,-1)\cup(1,\infty)
+|x| > 1 ~ |x|>1
+y = -3x + 4 ~ 3x + y = 4
+\left\{\frac{1}{2}, 3\right\} ~ 3, 0.5
+\begin{bmatrix}1&0\\0&1\end{bmatrix} ~ \left(\begin{array}{cc}1 & 0 \\ 0 & 1\end{array}\right)
+[1, 2; 3, 4] ~ [1, 2; 3, 4]
+\left(3, \frac{\pi}{2}\right) ~ (3, \pi/2)
+15^{\circ} ~ 15 \text{ degrees}
+\frac{\pi}{12} ~ 15^\circ
+5\sqrt{3}\text{ cm}^2 ~ 5\sqrt{3}
+2.5 \times 10^{-4} ~ 0.00025
+3^{20} ~ 3486784401
+\frac{10!}{5!5!} ~ 252
+252 \text{ ways} ~ 252
+\log 100 ~ \log_{10} 100
+n^2+2n ~ n(n+2)
+k=5 ~ 5
+\lambda = 3 ~ 3
+T_n = n^2 ~ n^2
+f^{-1}(x) = x-1 ~ x - 1
+\angle A = 30^\circ ~ 30^\circ
+\text{The answer is } 42 ~ 42
+\approx 42 ~ 42
+3\frac{1}{3} ~ \frac{10}{3}
+1011_2 ~ 11
+4\ln 2 ~ \ln 16
+\ln\frac{a}{b} ~ \ln a-\ln b
+\sqrt{12x^3} ~ 2x\sqrt{3x}
+x^{1/2} ~ \sqrt{x}
+i ~ \sqrt{-1}
+(1+i)^2 ~ 2i
+\frac{1}{1+i} ~ \frac{1-i}{2}
+30 \text{ min} ~ 0.5 \text{ hours}
+1 \text{ km} ~ 1000 \text{ m}
+2 \text{ ft} ~ 24 \text{ in}
+60\text{ mph} ~ 60
+6 \text{ square inches} ~ 6\text{ in}^2
+7 \mathrm{~cm} ~ 7 cm
+\$12,500 ~ 12500
+12,500 ~ 12500
+\{1, 2, 3\} ~ \{3, 1, 2\}
+\emptyset ~ \varnothing
+\text{None} ~ none
+0.1\overline{6} ~ \frac{1}{6}
+1.\overline{3} ~ 4/3
+2e^{3x} ~ 2\exp(3x)
+\tan^{-1}(1) ~ \arctan 1
+\frac{\pi}{4} ~ \arctan(1)
+e^{\ln 5} ~ 5
+4x^2-12x+9 ~ (2x-3)^2
+x=2,3 ~ 2,3
+x=2\text{ or }3 ~ 2,3
+p \to q ~ p \to q
+10^{10} ~ 10000000000
+\text{east} ~ East
+9:15 \text{ a.m.} ~ 9:15 AM
+\frac{a+b}{c} ~ (a+b)/c
+-x^2+3x ~ x(3-x)
+\frac{3}{x-1} ~ \frac{-3}{1-x}
+\binom{7}{3} ~ 35
+\sum_{k=1}^{3} k ~ 6
+\text{13 cm} ~ 13
+6\ \text{m/s}^2 ~ 6 m/s^2
+8\,\text{kg} ~ 8000 g
+C ~ (C)
+C: 12\pi ~ 12\pi
+B: [1,2) ~ [1,2)
+B: \sqrt{2} ~ B
+\text{B} ~ B.
+matrix([[1,2],[3,4]]) ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+Matrix([[1/2, 0], [0, 1]]) ~ \begin{pmatrix}\frac12&0\\0&1\end{pmatrix}
+\begin{pmatrix} 3 \\[2mm] 4 \end{pmatrix} ~ \begin{pmatrix} 3 \\ 4 \end{pmatrix}
+sqrt(3)/3 ~ \frac{\sqrt3}{3}
+pi/4 ~ \frac{\pi}{4}
+3*x**2 ~ 3x^2
+2*sqrt(5) ~ 2\sqrt5
+oo ~ \infty
 """
 UNEQUAL = r"""
 -5 ~ 5
@@ -436,6 +522,20 @@ ab ~ a+b
 1:30 PM ~ 1:30 AM
 0.67 ~ \frac23
 3.14 ~ \pi
+\textbf{(E)}~\text{none} ~ A
+y = -3x + 4 ~ 3x + y = 5
+\left(3, \frac{\pi}{2}\right) ~ (3, \pi)
+\sqrt{12x^3} ~ 2x\sqrt{2x}
+2i ~ -2i
+2 \text{ ft} ~ 24 \text{ ft}
+12,500 ~ 12.5
+\{1, 2, 3\} ~ \{1, 2\}
+(1, 2, 3) ~ (3, 2, 1)
+\text{east} ~ West
+9:15 ~ 9:51
+6\ \text{m/s}^2 ~ 6 m/s
+5 ~ 5,5
+B: \sqrt{2} ~ \sqrt{3}
 """
 
 

@@ -19,9 +19,9 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from toolstar.verify import compared
+from toolstar.verify import LONGEST, compared
 
-LONGEST, DEEPEST = 1000, 12  # characters of a text, and nested brackets, that are read
+DEEPEST = 12  # brackets in brackets that are read
 NOISE = Fraction(1, 10**9)  # forgiven where the gold is a decimal
 
 # ---------------------------------------------------------------- one spelling
@@ -49,7 +49,9 @@ FORMS = [(re.compile(pattern), new) for pattern, new in (
     (r"\^ *\{? *\\circ *\}?|\\degree\b|(?<=[\d}) ])degrees?\b", "\u00b0"),
     (r"(\\(?:sin|cos|tan|cot|sec|csc) *)\(?(\d+) *\u00b0 *\)?", r"\1{\\frac{\2\\pi }{180}}"),
     (r"\\?%|\bper ?cent(?:age)?\b", " % "),
-    (r"(?<![\\a-zA-Z])(sin|cos|tan|ln|log|exp)(?![a-z])", r"\\\1 "),
+    (r"(?<![\\a-zA-Z])(sin|cos|tan|ln|log|exp|pi)(?![a-z])", r"\\\1 "),
+    (r"(?<![a-zA-Z])oo(?![a-zA-Z])", r"\\infty "),
+    (r"(?i)^\s*(?:so )?the (?:final )?answer is:?", ""),
     (r"\\?(?<![a-z])sqrt *\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"\\sqrt *\[3\] *\{ *-", r"-\\sqrt[3]{"),  # the real root
     (r"\\pmod *(\d+)", r"\\pmod{\1}"),
@@ -59,7 +61,7 @@ FORMS = [(re.compile(pattern), new) for pattern, new in (
     (r"(?<![\d./^_])(\d+) +(\d+) ?/ ?(\d+)", r"\1\\frac{\2}{\3}"),
     (r"\(?(?<![\w}])([\dA-F]+) *\)?_ *\{? *\(?(\w+)\)? *\}?(?!\w)", lambda found: based(found)),
     (r"(\d*)\.(\d*)\\(?:overline|bar|dot) *\{?(\d+)\}?", lambda found: recurring(*found.groups())),
-    (r"(?:Matrix\()?\[((?:\[[^\[\]]*\],? *)+)\]\)?", lambda found: matrix(found[1])),
+    (r"(?:[Mm]atrix\()?\[((?:\[[^\[\]]*\],? *)+)\]\)?", lambda found: matrix(found[1])),
 )]
 BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
          "ten": 10, "twelve": 12, "sixteen": 16}
@@ -140,7 +142,7 @@ def quantity(text):
     text = re.sub(r"^(-?) ?\\\$ ?(.*)$", r"\1\2 dollar", text).replace("mph", "mile / h")
     found = TAIL.search(text)
     words = re.findall(WORD, found[1]) if found else []
-    short = {word for word, _ in words if len(word) < 3 and word not in UNITS} - {"C", "/", "sq"}
+    short = {word for word, _ in words if len(word) < 3 and word not in UNITS} - {*"C/", "sq", "of"}
     if not words or short or found[0][0] != " " and re.fullmatch("[a-zA-Z]", words[0][0]):
         return text, 1, 1, {}
     scale, size, dimensions, sign, power = Fraction(1), Fraction(1), Counter(), 1, 1
@@ -158,6 +160,7 @@ def quantity(text):
 
 
 # ---------------------------------------------------------------- parts
+SET = "{}"
 TOKEN = re.compile(r"\\begin *\{\w+\}|\\end *\{\w+\}|\\[a-zA-Z]+ ?|\\.|.", re.DOTALL)
 RELATION = re.compile(r"[<>|]|\\(?:l|g|n)eq?\b|\\(?:[lg]eqslant|[lg]t|in)\b")
 # x, abc, x_1, f(x), f^{-1}(x), (x, y), |AB|, \angle ABC, the area: what an equation may define
@@ -191,7 +194,7 @@ def items(text):
 
 
 def take(text):
-    r"""(kind, parts): a list, a set \{\}, a ratio, a tuple or interval by its brackets; or ""."""
+    r"""(kind, parts): a list, a SET, a ratio, a tuple or interval by its brackets; or ""."""
     if len(parts := items(text)) > 1:
         return "list", parts
     text = "".join(parts)
@@ -204,7 +207,7 @@ def take(text):
         if first == "\\{" and len(defined := split(inside, "|", ":")) == 2:
             return take(defined[1])  # {x | x > 2}
         if first == "\\{" or first == "{" and len(items(inside)) > 1:
-            return "\\{\\}", items(inside)
+            return SET, items(inside)
         if not first.startswith("\\begin"):
             many = len(items(inside)) > 1 or first == "[" and not inside.startswith("\\begin")
             return (first + last, items(inside)) if many else take(inside)
@@ -232,42 +235,46 @@ def same(a, b, verify, depth=0):
     def equal(x, y):
         return same(x, y, verify, depth + 1)
 
-    if len(items(a)) < 2 and len(items(b)) < 2:
+    if max(len(items(a)), len(items(b))) < 2:
         left, right = split(a, "="), split(b, "=")
-        claims = [len(sides) > 1 and not re.search(r"(?<![\\a-z])[a-zA-Z]", "".join(sides))
-                  for sides in (left, right)]
-        if not all(equal(sides[0], sides[-1]) for sides, claim
-                   in zip((left, right), claims, strict=True) if claim):
-            return False  # 2^3 = 9
         if min(len(left), len(right)) > 1 and left[0] != right[0]:
-            return verify(a, b)
-        a, b = value_of(a, len(right) == 1), value_of(b, claims[1])
+            return verify(a, b)  # two equations
+        plain = [not re.search(r"[a-zA-Z]", re.sub(r"\\(?:frac|sqrt|cdot|pi)", "", text))
+                 for text in (a, b)]
+        if any(number and len(sides) > 1 and not equal(sides[0], sides[-1])
+               for number, sides in zip(plain, (left, right), strict=True)):
+            return False  # 2^3 = 9
+        a, b = value_of(a, len(right) == 1), value_of(b, plain[1])
     (kind, parts), (other, others) = take(a), take(b)
-    a, b = a if kind else parts[0], b if other else others[0]
-    if kind == other == "":
+    a, b, kinds = a if kind else parts[0], b if other else others[0], {kind, other}
+    if kinds == {""}:
         return same_part(a, b, verify)
-    kinds = {kind, other}
     if "" in kinds and "list" not in kinds and RELATION.search(a + b):
         return verify(a, b)  # 1 < x < 2 and (1, 2)
-    if "list" in kinds and "" in kinds:  # x < 1 or x > 2
-        parts, others = (row if len(row) > 1 else split(row[0], "\\cup") for row in (parts, others))
-    if "\\{\\}" in kinds and kinds <= {"\\{\\}", "list", ""}:
+    if kinds <= {"list", SET, ""}:
+        return same_bag(parts, others, SET in kinds, equal)
+    if SET in kinds:  # a set of one tuple is that tuple
+        parts, whole = (parts, b) if kind == SET else (others, a)
+        return len(parts) == 1 and equal(*((parts[0], whole) if kind == SET else (whole, parts[0])))
+    alike = len(kinds) == 1 or kinds in ({"list", "()"}, {":", ""})
+    return alike and len(parts) == len(others) and all(map(equal, parts, others))
+
+
+def same_bag(parts, others, sets, equal):
+    """Are these the same in any order, each as often; or, of sets, however often?"""
+    # x < 1 or x > 2
+    parts, others = (row if len(row) > 1 else split(row[0], "\\cup") if row else []
+                     for row in (parts, others))
+    if sets:
         return (all(any(equal(x, y) for y in others) for x in parts)
                 and all(any(equal(x, y) for x in parts) for y in others))
-    if "\\{\\}" in kinds and kinds != {"\\{\\}"}:  # a set of one tuple
-        return len(parts if kind == "\\{\\}" else others) == 1 and equal(
-            *((parts[0], b) if kind == "\\{\\}" else (a, others[0])))
-    if len(parts) != len(others):
-        return False
-    if kinds <= {"list", ""}:  # in any order
-        for x in parts:
-            found = next((y for y in others if equal(x, y)), None)
-            if found is None:
-                return False
-            others.remove(found)
-        return True
-    alike = len(kinds) == 1 or kinds in ({"list", "()"}, {":", ""})
-    return alike and all(map(equal, parts, others))
+    rest = list(others)
+    for x in parts:
+        found = next((y for y in rest if equal(x, y)), None)
+        if found is None:
+            return False
+        rest.remove(found)
+    return not rest
 
 
 def same_part(a, b, verify):
@@ -333,9 +340,7 @@ def math_equal(a, b):
     if a is None or b is None:
         return a is b
     a, b = str(a).strip(" $"), str(b).strip(" $")
-    if a == b or max(len(a), len(b)) > LONGEST:
-        return a == b != ""
-    return compared(a, b)
+    return compared(a, b) if a != b else a != ""
 
 
 def is_mathematics(text):

@@ -23,6 +23,8 @@ critic() {
 }
 
 if [[ $size == tool-star-* ]]; then
+    [[ -z ${CYCLES:-} ]] || stop "CYCLES is for tool-tiny; at this size cycles are an axis: \
+bash run.sh $size axis dpo"
     # prompts of 1,536 and responses of 4,096 tokens, episodes of 15,000 [4]; memory.py: every size
     # fits 8 GPUs of 80 GB, 3b four, 0.5b and 1.5b one [2]
     algorithm=grpo context=${CONTEXT:-5632} cutoff=${CUTOFF:-15000} pack=${PACK:-32768}

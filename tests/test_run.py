@@ -542,12 +542,20 @@ def test_a_policy_is_told_of_the_principles_when_it_plays_and_learns_without_the
 def test_the_recipes_rl_checkpoint_plays_with_each_choice_of_helpers(size):
     stages = dry(size, "axis", "helpers", OUT="OUT")
     assert stages["rl"] == dry(size, OUT="OUT")["rl"]
-    for name in HELPED:
+    # the real sizes have no browser, so nothing there can be summarised
+    helped = [name for name in HELPED if size == "tool-tiny" or name != "summarise"]
+    assert [name for name in stages if name.startswith("eval-")] == [f"eval-{x}" for x in helped]
+    for name in helped:
         given = arguments(stages[f"eval-{name}"][1])
         assert given["--model"] == [f"{name}=OUT/rl"]
         assert given["--database"] == [f"OUT/axis/helpers/worlds/{name}"]
     table = arguments(stages["axis-helpers"][1])
-    assert table[""] == ["table", *(f"{x}=OUT/axis/helpers/{x}/eval/{x}" for x in HELPED)]
+    assert table[""] == ["table", *(f"{x}=OUT/axis/helpers/{x}/eval/{x}" for x in helped)]
+
+
+def test_cycles_at_a_real_size_are_refused_with_the_command_that_plays_them():
+    done = run_sh(ROOT, "tool-star-3b", DRY="1", CYCLES="2")
+    assert done.returncode == 1 and "bash run.sh tool-star-3b axis dpo" in done.stderr + done.stdout
 
 
 def test_what_an_axis_refuses_names_the_axes_of_the_size():

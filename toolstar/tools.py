@@ -413,6 +413,10 @@ class ToolEpisode(Episode):
         for call in self.sandbox.calls[self.made:]:  # none: an error of the grammar, or a refusal
             call["tokens"] = tokens
 
+    def __getstate__(self):
+        """For the checkpoints of --stretch: a judgement that is on its way cannot be pickled."""
+        return self.__dict__ | {"ahead": None}
+
     def fork(self, seed):
         twin = super().fork(seed)
         twin.sandbox.calls = list(self.sandbox.calls)

@@ -49,7 +49,7 @@ try:
     import torch.distributed as dist
 
     import runtime
-    from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
+    from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SEED, SHARE, Help, Parser
     from sandbox import Episode
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. {Path(__file__).name} needs runtime.py and sandbox.py beside it, and the "
@@ -138,7 +138,7 @@ def learn_flags(add):
         "min(pi_trainer / pi_engine, this); 0: off")
     add("--train-results", action="store_true", help="also train on the tools' output, for "
         "comparison; implies --recompute")
-    add("--seed", type=NATURAL, default=0, help="seed of the order of the tasks and of sampling")
+    add("--seed", type=SEED, default=0, help="seed of the order of the tasks and of sampling")
 
 
 def machine_flags(p):
@@ -629,14 +629,13 @@ def deal(lengths, ranks, budget, packed):
 
 def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     runtime.die_with_parent()
     cuda = bool(runtime.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+        runtime.prepare_op()
     # DeepSpeed compiles with ninja, which is installed there
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
@@ -660,10 +659,11 @@ def load(args, template, device):
     from transformers.utils import is_flash_attn_2_available
 
     flash = is_flash_attn_2_available()
-    lm = AutoModelForCausalLM.from_pretrained(
+    lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        attn_implementation="flash_attention_2" if flash else "sdpa")
-    runtime.check_weights(lm, template)
+        attn_implementation="flash_attention_2" if flash else "sdpa",
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+    runtime.check_weights(lm, template, loaded)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
@@ -782,6 +782,8 @@ def main():
         runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
     runtime.check_parameters(trainer, args.out, steps)
     save_model(trainer, template, args.out, rank)
+    runtime.report_end(args, "success", f"python evaluate.py --model {args.out} --tasks TASKS",
+                       rank)
     world.close()
     llm.llm_engine.engine_core.shutdown()  # also ends the process group
 
@@ -920,7 +922,8 @@ def log(line, rank, args, steps=None):
           "{clip_high:.3f} | entropy {entropy:.3f} | gnorm {gnorm:5.2f} | dlogp {dlogp_mean:.1e} "
           "{dlogp_max:.1e} | lr {lr:.1e} | play {play_s:.0f}s sync {sync_s:.1f}s "
           "learn {learn_s:.0f}s".format(steps=steps, **line), flush=True)
+    runtime.warn_uniform(args.out)
 
 
 if __name__ == "__main__":
-    runtime.run(sys.argv[0], main)
+    runtime.run_ranks(main, flags)

@@ -54,7 +54,7 @@ try:
     import torch.nn.functional as F
 
     import runtime
-    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
+    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Parser
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. {Path(__file__).name} needs runtime.py beside it, and the packages "
              "of requirements.txt: type `. .venv/bin/activate`")
@@ -86,7 +86,7 @@ def flags():
     add("--warmup", type=SHARE, default=0.1, help="fraction of the updates, at the start, in which "
         "the learning rate rises linearly [2]")
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
-    add("--seed", type=NATURAL, default=0, help="seed of the order of the pairs")
+    add("--seed", type=SEED, default=0, help="seed of the order of the pairs")
     add = p.add_argument_group("memory (python -m look.memory dpo plans it)").add_argument
     add("--cutoff", type=COUNT, default=8192, help="most tokens of an episode; a pair with a "
         "longer one is dropped [2]")
@@ -418,14 +418,13 @@ def learning_rate(step, steps, args):
 
 def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     runtime.die_with_parent()
     cuda = bool(runtime.visible_gpus())
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+        runtime.prepare_op()
     # DeepSpeed compiles with ninja, which is installed there
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
@@ -449,10 +448,11 @@ def load(args, template, device):
     from transformers.utils import is_flash_attn_2_available
 
     flash = is_flash_attn_2_available()
-    lm = AutoModelForCausalLM.from_pretrained(
+    lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        attn_implementation="flash_attention_2" if flash else "sdpa")
-    runtime.check_weights(lm, template)
+        attn_implementation="flash_attention_2" if flash else "sdpa",
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+    runtime.check_weights(lm, template, loaded)
     if not args.no_checkpointing:
         lm.gradient_checkpointing_enable()
     lm.train()
@@ -538,6 +538,8 @@ def main():
         runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
     runtime.check_parameters(trainer, args.out, steps)
     save_model(trainer, template, args.out, rank)
+    runtime.report_end(args, "accuracy", f"python evaluate.py --model {args.out} --tasks TASKS",
+                       rank)
     dist.destroy_process_group()
 
 
@@ -556,4 +558,4 @@ def log(line, steps, out, rank):
 
 
 if __name__ == "__main__":
-    runtime.run(sys.argv[0], main)
+    runtime.run_ranks(main, flags)

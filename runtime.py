@@ -35,7 +35,9 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import types
 import warnings
@@ -62,10 +64,9 @@ FIXES = {  # what to do about an error of the file system
 
 def run(program, function, *args):
     """Call function(*args). An error that the user can fix becomes one line instead of a traceback
-    (STAR_TRACEBACK=1 shows the traceback).
-
-    Under torchrun this also ends the rank, and leaves the line where run.sh finds it.
-    """
+    (STAR_TRACEBACK=1 shows the traceback). Under torchrun this also ends the rank."""
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that knows ASCII alone also shows the rest
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         found = function(*args)
         with errors_name("standard output"):
@@ -77,24 +78,70 @@ def run(program, function, *args):
             ctypes.CDLL(None).exit(0)
         return found
     except SystemExit as error:
-        text = error.code
+        text, code = error.code, 1
         if not isinstance(text, str):
             raise
     except (KeyboardInterrupt, EOFError):
-        print(f"{program}: interrupted; what was saved is kept, repeat the command to continue",
-              file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT) from None
+        text, code = f"{program}: {INTERRUPTED}", 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output, such as head, has closed it
         drop_output()
         raise SystemExit(128 + signal.SIGPIPE) from None
     except (KeyError, ValueError, OSError) as error:
         if os.environ.get("STAR_TRACEBACK"):
             raise
-        text = f"{program}: {one_line(error)}"
+        text, code = f"{program}: {one_line(error)}", 1
         drop_output()
-    if "RANK" in os.environ:
-        report_to_torchelastic(text)
-    raise SystemExit(text) from None
+    end(text, code)
+
+
+INTERRUPTED = "interrupted; what was saved is kept, repeat the command to continue"
+
+
+def end(text, code):
+    """Exit with one line on standard error. A rank leaves it to print_last or to torchrun(), or
+    torchrun's own report would bury it. If all ranks fail alike, rank 0 reports first, and torchrun
+    ends the others while they sleep."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)
+    if "RANK" in os.environ and os.environ.get("STAR_SAID"):
+        with contextlib.suppress(OSError), open(os.environ["STAR_SAID"], "a") as file:
+            file.write(f"{text}\n")
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        print_last(text, os.getppid())
+    elif code == 1:
+        raise SystemExit(text) from None
+    else:
+        print(text, file=sys.stderr)
+    raise SystemExit(code) from None
+
+
+def print_last(text, pid):
+    """Print a line as soon as the process `pid` has ended."""
+    program = ("import contextlib, os, select, sys\n"
+               "with contextlib.suppress(OSError):\n"
+               "    ended = select.poll()\n"
+               "    ended.register(os.pidfd_open(int(sys.argv[1])))\n"
+               "    ended.poll()\n"
+               "print(sys.argv[2], file=sys.stderr)")
+    # a session of its own: torchrun ends the rank's whole process group
+    subprocess.Popen([sys.executable, "-ISc", program, str(pid), text], start_new_session=True,
+                     stdout=subprocess.DEVNULL)
+
+
+def report_missing_module(kind, error, traceback):
+    """A sys.excepthook: programs of ours that are started without .venv name the line to type."""
+    if issubclass(kind, KeyboardInterrupt):  # while modules are loaded; later, run() says it
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+    elif issubclass(kind, ModuleNotFoundError):
+        print(f"{Path(sys.argv[0]).name}: {error}. Type `. .venv/bin/activate` first, or `bash "
+              "run.sh test`, which makes .venv", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+sys.excepthook = report_missing_module
 
 
 def one_line(error):
@@ -118,19 +165,6 @@ def drop_output():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def report_to_torchelastic(text):
-    """Leave the error line in the file that torchrun reads. If all ranks fail alike, rank 0 reports
-    first, and torchrun ends the others while they sleep."""
-    if os.environ["RANK"] != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3)
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # the disk may be full
-            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-
-
 @contextlib.contextmanager
 def errors_name(path):
     """Add the path to errors that do not name one: failed writes and text that is not UTF-8."""
@@ -149,10 +183,14 @@ class Parser(argparse.ArgumentParser):
     """A parser that reports a wrong flag in one line instead of printing the usage."""
 
     def error(self, message):
-        text = f"{self.prog}: {message} ({self.prog} --help lists the flags)"
-        if "RANK" in os.environ:
-            report_to_torchelastic(text)
-        self.exit(2, f"{text}\n")
+        end(f"{self.prog}: {message} ({self.prog} --help lists the flags)", 2)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """A shell leaves the ~ of --out=~/x, and of any quoted path, as it is."""
+        words = sys.argv[1:] if args is None else args
+        words = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda found: (found[1] or "") + str(Path.home()),
+                        word) for word in words]
+        return super().parse_known_args(words, namespace)
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -179,6 +217,7 @@ def bounded(kind, least, most=math.inf, above=None):
 
 
 COUNT, NATURAL = bounded(int, 1), bounded(int, 0)  # from 1, from 0
+SEED = bounded(int, 0, 2**32 - 1)  # what NumPy, and so vLLM, takes
 SHARE, AMOUNT, POSITIVE = bounded(float, 0, 1), bounded(float, 0), bounded(float, 0, above=0)
 PART, PORT = bounded(float, 0, 1, above=0), bounded(int, 0, 65535)
 
@@ -203,8 +242,9 @@ def endpoint(text):
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def lock_folder(out, name=".writer"):
+def lock_folder(out, name=".writer", what=None):
     """Make this process (rank 0) the only writer of the folder `out`; SystemExit if one is there.
+    what: the file in it that is meant, for the message.
 
     The kernel releases the record lock whenever the process ends, and no child inherits it.
     """
@@ -218,8 +258,8 @@ def lock_folder(out, name=".writer"):
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             who = os.read(lock, 200).decode(errors="replace").strip() or "of another user"
-            raise SystemExit(f"another run ({who}) is writing to {out}: wait for it, stop it, or "
-                             "choose another --out") from None
+            raise SystemExit(f"another run ({who}) is writing to {what or out}: wait for it, stop "
+                             "it, or choose another --out") from None
         except OSError:  # some cluster file systems have no locks: run without one
             return
         # if the previous writer ended just now, it has removed the file that we locked
@@ -244,7 +284,7 @@ def lock_file(path):
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    lock_folder(path.parent, f".{path.name}.writer")
+    lock_folder(path.parent, f".{path.name}.writer", path)
 
 
 def die_with_parent():
@@ -266,6 +306,95 @@ def die_with_parent():
             orphan = parent == 1
     if orphan:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_ranks(main, flags):
+    """Run a stage's main as a rank of torchrun. `python grpo.py` without torchrun starts it, with a
+    rank per GPU, or one on a CPU.
+
+    flags: called first, because a wrong flag, or --help, needs no ranks.
+    """
+    if "RANK" in os.environ:
+        run(sys.argv[0], main)
+        return
+    import torch
+
+    ranks = str(max(1, torch.cuda.device_count()))
+    os.environ["WORLD_SIZE"] = ranks
+    flags()
+    del os.environ["WORLD_SIZE"]
+    # after SIGTERM ranks save at the end of their update; torchrun's own patience is 30 s
+    words = ["--standalone", "--shutdown-timeout", "3600", "--nproc_per_node", ranks]
+    run(sys.argv[0], torchrun, [*words, *sys.argv])
+
+
+def torchrun(words):
+    """PyTorch's torchrun, whose failures end in one line instead of a report of 35. With STAR_SAID,
+    a file, the line is left there for the caller; run.sh does this."""
+    before = os.environ.get("LOGLEVEL")
+    os.environ["LOGLEVEL"] = "CRITICAL"  # read at the import: its loggers repeat what we print
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    del os.environ["LOGLEVEL"]
+    if before:
+        os.environ["LOGLEVEL"] = before
+    given = os.environ.get("STAR_SAID")
+    with tempfile.NamedTemporaryFile("r") as temporary:
+        os.environ["STAR_SAID"] = said = given or temporary.name
+        try:
+            main(words)
+            return
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            code, why = failure.exitcode, f"rank {rank} failed, see above"
+            if code < 0:
+                code, why = 128 - code, f"rank {rank} was killed by {signal.Signals(-code).name}"
+        except SignalException as error:
+            code, why = 128 + error.sigval, f"stopped by {signal.Signals(error.sigval).name}"
+        lines = Path(said).read_text().splitlines() if Path(said).exists() else []
+    if not lines and given:
+        Path(said).write_text(why)
+    elif not given:
+        print(lines[0] if lines else why, file=sys.stderr)
+    raise SystemExit(code)
+
+
+def prepare_op():
+    """On a CPU, DeepSpeed compiles an op, once: say so, name a missing compiler, and remove the
+    lock of a build that was killed. PyTorch would wait for it for ever."""
+    venv = os.access(sys.prefix, os.W_OK) and sys.prefix
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR",
+                          f"{venv or Path.home() / '.cache' / 'star'}/extensions")
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "deepspeed_shm_comm"
+    lock, told = folder / "lock", os.environ.get("LOCAL_RANK", "0") != "0"
+    while lock.exists() and not works_in(folder):
+        if not told:
+            print(f"waiting for another process that compiles DeepSpeed's op ({lock})",
+                  file=sys.stderr, flush=True)
+            told = True
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - lock.stat().st_mtime > 120:  # twice as long as a build takes
+                lock.unlink()
+        time.sleep(1)
+    if (folder / f"{folder.name}.so").exists():
+        return
+    compiler = os.environ.get("CXX", "c++")
+    if not shutil.which(compiler):
+        raise SystemExit(f"DeepSpeed compiles an op with {compiler}, which is missing; on Debian: "
+                         "apt install g++")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("compiling DeepSpeed's op, once: about a minute", file=sys.stderr, flush=True)
+
+
+def works_in(folder):
+    """Whether a process that we may look at has this folder as its working directory."""
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if link.readlink() == folder.resolve():
+                return True
+    return False
 
 
 def watch_sigterm():
@@ -314,12 +443,12 @@ class Lines:
         """Each line is flushed when it is written."""
 
 
-def progress(rows, name, total, initial=0, unit="it"):
-    """A tqdm bar; in a file or a pipe, one line every half minute."""
+def progress(rows, name, total, initial=0, unit="it", leave=True):
+    """A tqdm bar; in a file or a pipe, one line every half minute. leave: show it at its end."""
     from tqdm import tqdm
 
     sparse = {"file": Lines(), "mininterval": 30, "delay": 5, "ncols": 100}
-    return tqdm(rows, name, total, initial=initial, unit=unit,
+    return tqdm(rows, name, total, leave, initial=initial, unit=unit,
                 **{} if sys.stderr.isatty() else sparse)
 
 
@@ -339,34 +468,50 @@ def read_jsonl(path, torn=False):
                 if torn and not line.endswith(b"\n"):
                     break
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); "
-                                 "fix or delete the line") from None
+                                 f"{json_fix(line, number)}") from None
     return rows
+
+
+def json_fix(line, number):
+    """What to do about a line that is not JSON, by the look of a file's first one."""
+    if number == 1 and line.startswith(b"\x1f\x8b"):
+        return "the file is compressed: gunzip it"
+    if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "the file is UTF-16: save it as UTF-8"
+    if number == 1 and line.strip() in (b"[", b"{"):
+        return "the JSON spans lines, but a record is one line: jq -c '.[]' rewrites an array"
+    return "fix or delete the line"
 
 
 def recover_jsonl(path, check=None):
     """The records that a killed run left, [] without a file. Only for the writer of the file, which
     holds its lock: this completes the last line or cuts it off, so that the next one can follow.
 
-    check(rows) raises ValueError if they are not the caller's. Then, and where no line is a record,
-    the file is somebody else's and stays as it is.
+    check(rows) raises ValueError if they are not the caller's. Then, and if a line is not a record
+    or the last one cannot be the beginning of one, the file is somebody else's and stays as it is.
     """
     if not Path(path).exists():
         return []
     rows, text = read_jsonl(path, torn=True), Path(path).read_bytes()
     end = text.rfind(b"\n") + 1
     tail = text[end:]
-    like_records = all(isinstance(row, dict) for row in rows) and (end or tail[:1] in (b"", b"{"))
-    if not like_records:
+    try:
+        json.loads(tail)
+        cut = False
+    except (ValueError, RecursionError):
+        cut = bool(tail)
+    # json.dumps begins a record with {"key": ; a config or a template that begins so is another's
+    torn = not cut or re.fullmatch(rb'\{("(\w+("(: .*)?)?)?)?', tail, re.DOTALL)
+    if not torn or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path}: not a file of records; choose another --out")
     if check:
         check(rows)
     with open(path, "rb+") as file:
-        try:
-            json.loads(tail)
+        if cut:
+            file.truncate(end)
+        elif tail:
             file.seek(0, os.SEEK_END)
             file.write(b"\n")  # an editor may leave out the last newline
-        except (ValueError, RecursionError):
-            file.truncate(end)
     return rows
 
 
@@ -541,13 +686,25 @@ class Template:
 
 
 def is_talk(messages):
-    """Whether every message has a role and a text, and replies alternate with other turns from the
-    first reply on."""
-    roles = [message.get("role") for message in messages
-             if isinstance(message, dict) and isinstance(message.get("content"), str)]
-    first = roles.index("assistant") if "assistant" in roles else len(roles)
-    known = [("system", "user")] * first + [("assistant",), ("user", "result")] * len(roles)
-    return len(roles) == len(messages) and all(map(tuple.__contains__, known, roles))
+    """Whether the messages are a conversation."""
+    return not talk_fault(messages)
+
+
+def talk_fault(messages):
+    """What is wrong with a conversation, "" if nothing is: every message has a role and a text, and
+    replies alternate with other turns from the first reply on."""
+    expected, begun = ("system", "user"), False
+    for number, message in enumerate(messages, 1):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role is None or not isinstance(message.get("content"), str):
+            return f"message {number} is not a table of a 'role' and a text 'content'"
+        if role == "assistant" and not begun:
+            begun, expected = True, ("assistant",)
+        if role not in expected:
+            return f"message {number} has the role {role!r:.30}, not {' or '.join(expected)}"
+        if begun:
+            expected = ("user", "result") if role == "assistant" else ("assistant",)
+    return ""
 
 
 def load_template(path):
@@ -618,6 +775,8 @@ def load_engine(args, device):
     cuda = device.type == "cuda"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the cores too
     settings = engine_settings(args.context, args.concurrency, args.tp, args.gpu_memory)
+    if os.environ.get("RANK", "0") == "0":
+        print("starting vLLM: a minute or several", file=sys.stderr, flush=True)
     from vllm import LLM
 
     llm = LLM(args.model, **settings, seed=args.seed, enable_sleep_mode=cuda,
@@ -740,16 +899,22 @@ def broadcast_in_tp(value):
 
 
 def shared_counter(name, n, args):
-    """Yield 0 .. n-1, each number to one engine only: whichever is free takes the next."""
+    """Yield 0 .. n-1, each number to one engine only: whichever is free takes the next. Rank 0
+    shows how far all of them are."""
     from torch.distributed import distributed_c10d
 
     store = distributed_c10d._get_default_store()
-    while True:
-        i = is_tp_leader(args) and store.add(name, 1) - 1
-        i = broadcast_in_tp(i) if args.tp > 1 else i
-        if i >= n:
-            return
-        yield i
+    shown = contextlib.nullcontext() if int(os.environ.get("RANK", 0)) else progress(
+        None, f"{name}, queries begun", n, unit="query", leave=False)
+    with shown as bar:
+        while True:
+            i = is_tp_leader(args) and store.add(name, 1) - 1
+            i = broadcast_in_tp(i) if args.tp > 1 else i
+            if i >= n:
+                return
+            if bar is not None:
+                bar.update(i + 1 - bar.n)
+            yield i
 
 
 # ------------------------------------------------------------------------------------ (7) endpoints
@@ -768,9 +933,32 @@ def client_of(url, key, retries):
     """The openai package's client of an endpoint; threads may share it."""
     import openai
 
+    def tell(request):
+        if request.headers.get("x-stainless-retry-count") == "1" and retries > 2:
+            tell_retries(url, retries)
+
     # the environment's proxy leads to the internet, not to a server on the local network
-    web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"))
+    web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"),
+                                    event_hooks={"request": [tell]})
     return openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
+
+
+@lru_cache
+def tell_retries(url, retries):
+    """Print once that an endpoint does not answer: the openai package retries in silence."""
+    print(f"{url} does not answer; asking again, up to {retries} times per request",
+          file=sys.stderr, flush=True)
+
+
+def read_key(path):
+    """The API key in a file, None without one."""
+    if not path:
+        return None
+    with errors_name(path):
+        key = Path(path).read_text(encoding="utf-8").strip()
+    if not re.fullmatch(r"[!-~]+", key):
+        raise ValueError(f"{path}: not an API key, which is one line of ASCII without spaces")
+    return key
 
 
 class Reply(str):
@@ -847,17 +1035,22 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
 def check_model(path):
     """Check a model folder's config, tokenizer and weights; ValueError names the broken file."""
     folder = Path(path)
+    if folder.is_file():
+        raise ValueError(f"{path} is a file; name the folder that holds it")
     if not folder.is_dir():
-        if "=" in str(path):  # no name on the hub contains one
+        if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path)):  # as names on the hub are
             raise ValueError(f"{path} is not a folder; is the path right?")
-        return  # a name on the hub
+        return
     check_config(folder)
+    if (folder / "generation_config.json").exists():
+        read_json(folder / "generation_config.json")
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.exists() and not (folder / "tokenizer.model").exists():
         raise ValueError(f"{path} has no tokenizer; copy tokenizer.json and tokenizer_config.json "
                          "of its base model there")
-    if tokenizer.exists():
-        read_json(tokenizer)
+    if tokenizer.exists() and not read_json(tokenizer).keys() >= {"model", "added_tokens"}:
+        raise ValueError(f"{tokenizer} has no 'model' or no 'added_tokens'; copy or download it "
+                         "again")
     index = folder / "model.safetensors.index.json"
     if index.exists():
         shards = [folder / name for name in sorted({*read_json(index)["weight_map"].values()})]
@@ -908,9 +1101,17 @@ def check_shard(path):
                          "again")
 
 
-def check_weights(lm, template):
-    """Refuse a loaded model that cannot take its tokenizer's ids, whose logits the loss could not
-    compute, or whose weights are not finite."""
+def check_weights(lm, template, loaded):
+    """Refuse a model that cannot take its tokenizer's ids, whose logits the loss could not compute,
+    or whose weights are not finite, or not in its files: transformers draws these at random.
+
+    loaded: from_pretrained's loading info, with ignore_mismatched_sizes.
+    """
+    missing = sorted(loaded["missing_keys"])
+    if missing or loaded["mismatched_keys"]:
+        bad = [*missing, *(f"{name} in this shape" for name, *_ in loaded["mismatched_keys"])]
+        raise ValueError(f"{template.path}: its weights lack {bad[0]} ({len(bad)} tensors in all), "
+                         "which config.json asks for; copy or download both again")
     rows, tokens = lm.get_input_embeddings().num_embeddings, len(template.tokenizer)
     if tokens > rows:
         raise ValueError(f"{template.path}: its tokenizer has {tokens} tokens, its embedding "
@@ -1019,6 +1220,24 @@ def save_checkpoint(trainer, args, step, rank, last):
                  "continue")
 
 
+def report_end(args, key, following, rank):
+    """Rank 0 says what was written, how a number of the log went, and the next command."""
+    if rank == 0:
+        rows = [row[key] for row in read_jsonl(Path(args.out) / "log.jsonl") if key in row]
+        change = f"{key} went from {rows[0]:.3f} to {rows[-1]:.3f}" if rows else "no update"
+        print(f"{args.out}: the model after {len(rows)} updates; {change}. Next: {following}; "
+              f"python -m look.report {args.out}", flush=True)
+
+
+def warn_uniform(out, n=10):
+    """Say so if no group of the last n updates had two different rewards."""
+    rows = [row["uniform"] for row in read_jsonl(Path(out) / "log.jsonl") if "uniform" in row]
+    if len(rows) % n == 0 and rows[-n:] == [1.0] * n:
+        print(f"uniform was 1.00 for {n} updates: all plays of a query earn the same, so there is "
+              "nothing to learn from. Try easier tasks, a denser --reward or a higher "
+              "--temperature", flush=True)
+
+
 def restore(trainer, out, resume, rank):
     """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads."""
     step = newest_checkpoint(out, resume, rank)
@@ -1053,8 +1272,11 @@ def newest_checkpoint(out, resume, rank):
     import torch.distributed as dist
 
     folder, found = Path(out) / "checkpoints", marks(out)
-    if not resume and (found or any(log.stat().st_size for log in Path(out).glob("log.jsonl"))):
+    begun = found or any(log.stat().st_size for log in Path(out).glob("log.jsonl"))
+    if begun and not resume:
         sys.exit(f"{out} already holds a run: --resume continues it; or choose another --out")
+    if (Path(out) / "config.json").exists() and not begun:
+        sys.exit(f"{out} already holds a model, which was not trained there: choose another --out")
     dist.barrier()  # all ranks have looked before the log is created
     marked = {step for step, tag in checkpoint_folders(out).items() if (tag / "mark.json").exists()}
     for step in marked - {mark["step"] for mark in found}:

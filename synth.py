@@ -251,7 +251,8 @@ def tasks(args):
             pairs[pair] += 1
         return fits
 
-    begun = runtime.load_tasks(args.out, load_task) if own_rows(args.out, "query", "-[0-9]{7,}$") else []
+    ours = own_rows(args.out, "query", "-[0-9]{7,}$")
+    begun = runtime.load_tasks(args.out, load_task) if ours else []
     kept = [task for task in begun if take(task)]
     again = kept and make_task(args, int(kept[-1]["id"].rsplit("-", 1)[1]))
     if len(kept) < len(begun) or kept and again != kept[-1]:

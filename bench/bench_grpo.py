@@ -208,7 +208,7 @@ def bench_here(args):
     policy, _ = grpo.load(own, template, device)
     engine, llm = grpo.zero3(policy, own.lr, device), runtime.load_engine(own, device)
     world, rounds = Travel(open_database("database/mini")), args.rounds
-    tasks = runtime.load_tasks(own.tasks, load_task)[: own.prompts]
+    tasks = runtime.load_tasks(own.tasks, world.load_task)[: own.prompts]
     samples = bench_play(llm, template, world, tasks, own, rounds * ("play" in args.only))
     if "learn" in args.only:
         from transformers import AutoModelForCausalLM

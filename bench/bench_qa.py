@@ -1,11 +1,11 @@
 """
-Measures retriever.py beside other code in the same run, because a shared machine's speed drifts.
+Measures toolstar/retriever.py beside other code in the same run: a shared machine's speed drifts.
 
     python bench/bench_qa.py scan     exact search of a million vectors, beside a plain numpy matmul
     python bench/bench_qa.py serve    requests per second of /retrieve over BM25
 
 With --before REV the code of that commit is measured too: ff1ec87 holds the search and the server
-as they stood in qa_eval.py, before retriever.py was made of them.
+as they stood in qa_eval.py, before a retriever.py was made of them.
 
 scan   Scans of all contestants take turns. Ours map the fp16 file and search it as the server does,
        top 5; numpy holds the matrix in memory as float32, twice the size, and does nothing but
@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import importlib
 import json
+import os
 import re
 import resource
 import socket
@@ -39,7 +40,7 @@ D, BATCHES = 768, (1, 16, 64)
 
 def script_of(code):
     """The file that a folder of code has its retrieval in."""
-    names = ("retriever.py", "qa_eval.py")
+    names = ("toolstar/retriever.py", "retriever.py", "qa_eval.py")
     return next(Path(code) / name for name in names if (Path(code) / name).exists())
 
 
@@ -83,7 +84,8 @@ def matrix_search(code, path, passages):
     import torch
 
     sys.path.insert(0, str(code))
-    matrix = importlib.import_module(script_of(code).stem).Matrix(path, passages, D)
+    name = ".".join(script_of(code).relative_to(code).with_suffix("").parts)
+    matrix = importlib.import_module(name).Matrix(path, passages, D)
     sys.path.remove(str(code))
     return lambda q: matrix.nearest(torch.from_numpy(q), 5)
 
@@ -144,8 +146,9 @@ def server(code, corpus, log):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, script_of(code), "serve", "--retriever", "bm25"]
+    paths = os.environ | {"PYTHONPATH": str(code)}  # a script in a folder imports what lies above
     with open(log, "w") as out, psutil.Popen(
-        [*command, "--corpus", corpus, "--port", str(port)], stdout=out, stderr=out
+        [*command, "--corpus", corpus, "--port", str(port)], stdout=out, stderr=out, env=paths
     ) as process:
         try:
             while process.poll() is None:

@@ -8,8 +8,8 @@ Python (toolstar/jail.py): P1 calls per second of a core; P2 latency; P3 against
 that imports numpy and sympy; P4 against a pool of processes made for each call, as the reference
 makes it; P5 over HTTP, against a server that starts an interpreter for each request; P6 128 callers
 of 2 workers; P7 a soak of --soak calls, a tenth of them hostile; P8 the call after a kill.
-Play (engine.py): P10 play with slow tools against play with instant ones, and P11 against rounds in
-lock-step; P13 a replay from the cache. P9 and P12, what others cost with these about, are
+Play (runtime.py): P10 play with slow tools against play with instant ones, and P11 against rounds
+in lock-step; P13 a replay from the cache. P9 and P12, what others cost with these about, are
 bench_qa.py's and bench_grpo.py's.
 Ratios come from one run, in turns, so that a busy machine slows both sides.
 """

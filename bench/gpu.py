@@ -134,7 +134,7 @@ def mfu(config, n, tokens, length, seconds, peak):
 
 
 def planned(stage, model, tokens, *words):
-    """{moment: GiB} that memory.py plans for a stage whose micro-batches have so many tokens."""
+    """{moment: GiB} that look.memory plans for a stage whose micro-batches have so many tokens."""
     from look import memory
 
     flags = memory.flags([stage, "--model", str(model), *map(str, words)])
@@ -181,7 +181,7 @@ def check_training(report, out, ranks, args, gib):
         learn = max(plan["logits"], plan["layer"], plan["step"])
         for moment, size in (("play", plan["play"]), ("learn", learn)):
             used = max(row[f"{moment}_gib"] for row in rows)
-            report.add(f"memory at {moment}: measured at most what memory.py plans", used <= size,
+            report.add(f"memory at {moment}: measured at most what look.memory plans", used <= size,
                        f"{used:.1f} of {size:.1f} GiB planned")
 
 
@@ -205,7 +205,7 @@ def check_learning(report, out, config, n, peak, args, attention):
         report.add(claim, True, f"{tokens / seconds:.0f} tokens/s{share}")
         if used:
             plan = max(planned("sft", out / "model", length, "--gpus", 1).values())
-            report.add(f"{claim}: memory at most what memory.py plans", used <= plan,
+            report.add(f"{claim}: memory at most what look.memory plans", used <= plan,
                        f"{used:.1f} of {plan:.1f} GiB planned")
 
 

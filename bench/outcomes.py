@@ -1,7 +1,7 @@
 """
 What stands behind the axes of docs/results.md: of each run, which tasks it solves and what its
-updates looked like. `keep` prints it, `unpack` makes of it what report.py reads, so that tables are
-made anew, or by another statistic, without the hours of the runs.
+updates looked like. `keep` prints it, `unpack` makes of it what look.report reads, so that tables
+are made anew, or by another statistic, without the hours of the runs.
 
     python bench/outcomes.py keep out/tiny-0/axis/runs/* > docs/outcomes.jsonl
     python bench/outcomes.py unpack docs/outcomes.jsonl --out out/axes
@@ -65,7 +65,7 @@ def keep(runs):
 
 
 def unpack(file, out):
-    """OUT/NAME/eval/rl/episodes.jsonl and OUT/NAME/rl/log.jsonl of each line, as report.py reads
+    """OUT/NAME/eval/rl/episodes.jsonl and OUT/NAME/rl/log.jsonl of each line, as look.report reads
     them."""
     for line in map(json.loads, file.open()):
         model = "rl" if line["updates"] else "sft"

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from evaluate import play, table
 from format_plan import itinerary
 from runtime import ChatError, load_tasks, read_jsonl, write_jsonl
 from sandbox import SHORT_PROMPT, Episode, Sandbox, read_prompt
+from toolstar.tools import Tools
 from travel.world import Travel, load_task
 
 CALL = ('<think>.</think><tool_call>{"name": "SearchCity", "arguments": {"state": "x"}}'
@@ -100,7 +102,7 @@ def test_a_published_task_becomes_ours(trip):
     ({"org": 5}, "'org' is 5"), ({"date": "tomorrow"}, "'date' is"), ({"days": None}, "'days' is"),
     ({"days": 5}, "'date' has 3 of the trip's 5 days"),
     ({"local_constraint": "[]("}, "'local_constraint' must be"), ({}, "has no 'org'"),
-    ([], "a task is a table of keys: []"), ({"query": 5}, "'query' is 5")])
+    ([], "a task is a JSON object: []"), ({"query": 5}, "'query' is 5")])
 def test_a_task_that_cannot_be_read_is_named_with_file_row_and_key(trip, tmp_path, row, words):
     task = {"id": "2"} | (trip[0] if row else {}) | row if isinstance(row, dict) else row
     write_jsonl(tmp_path / "x.jsonl", [trip[0] | {"id": "1"}, task])
@@ -117,7 +119,8 @@ def test_a_published_data_set_is_a_folder(tmp_path, trip):
     assert tasks[1] == load_task(published(trip[0], 1) | {"idx": 1})
     assert tasks[1]["query"] == 'Trip "1",\nplease.'
     assert [task["id"] for task in load_tasks(tmp_path, load_task, limit=1, split="train")] == ["1"]
-    assert load_tasks(tmp_path / "validation.csv", load_task) == tasks, "a csv is a file like any other"
+    csv = load_tasks(tmp_path / "validation.csv", load_task)
+    assert csv == tasks, "a csv is a file like any other"
 
 
 def test_tasks_are_also_read_from_episodes(tmp_path, trip):
@@ -126,8 +129,8 @@ def test_tasks_are_also_read_from_episodes(tmp_path, trip):
 
 
 @pytest.mark.parametrize("source, split, words", [
-    (None, None, "--tasks FILE"), (".", None, "name a file of it, or the part by --split"),
-    (".", "test", "neither test.csv nor test.jsonl"), ("some/set", None, "or the part by --split"),
+    (None, None, "--tasks FILE"), (".", None, "name one of its files, or a part with --split"),
+    (".", "test", "neither test.csv nor test.jsonl"), ("some/set", None, "or a part with --split"),
     ("some/set", "validation", "hf download some/set"), ("empty.jsonl", None, "holds no task"),
     ("twice.jsonl", None, "two tasks have the id 'w'"), ("none.jsonl", None, "none.jsonl")])
 def test_without_tasks_it_is_said_what_is_amiss(tmp_path, monkeypatch, trip, source, split, words):
@@ -385,7 +388,7 @@ def rows_of(trip, mini, wins, name="m"):
 def test_the_table_sets_agents_side_by_side(trip, mini):
     played = {"before": rows_of(trip, mini, [1, 0, 0, 0] * 10),
               "after": rows_of(trip, mini, [1, 1, 1, 0] * 10)}
-    text, report = table(played)
+    text, report = table(played, Travel(mini).lines)
     after = report["after"]
     assert report["before"]["success"] == 0.25 and after["stop: format"] == 0.25
     assert after["replies that break the format"] == 0.25 and after["reward"] == 3.75
@@ -406,7 +409,7 @@ def test_families_have_their_success_and_whether_the_tools_were_those_needed():
     rows = [row("both", ["search", "python"], ["Search", "Python", "Browse"], 1.0),
             row("both", ["search", "python"], ["Search"], 1.0),
             row("neither", [], [], 0.0), row("neither", [], ["Search"], 1.0)]
-    told = evaluate.measure(rows)
+    told = evaluate.measure(rows, partial(Tools.lines, None))
     assert told["success, both"] == 1 and told["tools as needed, both"] == 0.5
     assert told["success, neither"] == told["tools as needed, neither"] == 0.5
     assert told["success"] == 0.75 and "success, lookup" not in told
@@ -415,7 +418,7 @@ def test_families_have_their_success_and_whether_the_tools_were_those_needed():
 def test_a_line_that_nobody_has_a_number_for_is_left_out(trip, mini):
     rows = rows_of(trip, mini, [1])
     unjudged = [{key: row[key] for key in ("task", "messages", "stop")} for row in rows]
-    text, report = table({"judged": rows, "unjudged": unjudged})
+    text, report = table({"judged": rows, "unjudged": unjudged}, Travel(mini).lines)
     assert "success, easy" in text and "success, hard" not in text and "valid_cuisine" not in text
     assert report["judged"]["success, hard"] is None
     assert "| valid_cost | 100.0 | - |" in text and "| tokens | 7.0 | - |" in text
@@ -463,7 +466,7 @@ def test_an_agent_is_named_by_the_end_of_its_path_that_tells_it_from_others():
     assert evaluate.named_paths(["out/a/sft", "out/b/sft"]) == {
         "a-sft": "out/a/sft", "b-sft": "out/b/sft"}
     for specs in ([], ["a=x", "a=y"], ["out/sft", "out/sft"]):
-        with pytest.raises(ValueError, match="--model wants"):
+        with pytest.raises(ValueError, match="--model needs"):
             evaluate.named_paths(specs)
 
 
@@ -488,7 +491,7 @@ def test_a_folder_played_otherwise_is_refused(tmp_path):
 
 @pytest.mark.parametrize("words, more", [
     ("holds no task", ["--tasks", "empty.jsonl", "--model", "m"]),
-    ("--model wants", ["--tasks", "tasks.jsonl"]), ("none.jsonl", ["--tasks", "none.jsonl"])])
+    ("--model needs", ["--tasks", "tasks.jsonl"]), ("none.jsonl", ["--tasks", "none.jsonl"])])
 def test_what_the_user_can_mend_is_one_line(tmp_path, monkeypatch, trip, words, more):
     monkeypatch.chdir(tmp_path)
     write_jsonl("empty.jsonl", [])
@@ -524,7 +527,7 @@ def test_the_solver_plays_through_the_tools_and_wins_and_a_rerun_plays_nothing(
     task, *more = trip
     other = task | {"budget": task["budget"] + 1}
     words = command(tmp_path, (other, *more), mini, "--agent", "solver", "--samples", "2")
-    with pytest.raises(SystemExit, match="other tasks of these ids were played"):
+    with pytest.raises(SystemExit, match="other tasks with these ids were played"):
         evaluate.main(words)
     assert read_jsonl(file) == rows
 

@@ -1,5 +1,6 @@
 """What keeps a run from harm: one writer, no orphans, one line, nothing broken read or saved."""
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -47,8 +48,8 @@ def gone(pid):
 
 HOLDER = """
     import os, sys, time
-    from guard import hold, run
-    run("stage.py", hold, sys.argv[1] + "/out")
+    from runtime import lock_folder, run
+    run("stage.py", lock_folder, sys.argv[1] + "/out")
     child = os.fork() if "fork" in sys.argv else 0
     if child or "fork" not in sys.argv:
         print(os.getpid(), child, flush=True)
@@ -58,7 +59,8 @@ HOLDER = """
 
 def hold_again(folder):
     """What a second writer says."""
-    text = "import sys; from guard import hold, run; run('stage.py', hold, sys.argv[1])"
+    text = ("import sys; from runtime import lock_folder, run; "
+            "run('stage.py', lock_folder, sys.argv[1])")
     done = subprocess.run([sys.executable, "-c", text, folder / "out"], cwd=ROOT,
                           capture_output=True, text=True, timeout=PATIENCE)
     return done.returncode, done.stderr
@@ -68,7 +70,7 @@ def test_a_second_writer_is_refused_in_one_line_until_the_first_is_killed(tmp_pa
     child, (pid, _) = start(HOLDER, tmp_path)
     code, said = hold_again(tmp_path)
     assert code == 1 and said.count("\n") == 1
-    assert f"a run (pid {pid} on " in said and f"still writes to {tmp_path}/out" in said
+    assert f"another run (pid {pid} on " in said and f"is writing to {tmp_path}/out" in said
     child.kill()
     child.communicate()
     assert hold_again(tmp_path) == (0, "")
@@ -101,7 +103,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_spawned_child_dies_with_a_killed_parent(tmp_path):
     child, (pid,) = start("""
         import multiprocessing, os, time
-        from guard import die_with_parent
+        from runtime import die_with_parent
 
         def play():
             die_with_parent()
@@ -123,7 +125,7 @@ def test_ranks_die_with_a_killed_torchrun(tmp_path):
                 "1")
     child, (pid,) = start("""
         import os, time
-        from guard import die_with_parent
+        from runtime import die_with_parent
         die_with_parent()
         print(os.getpid(), flush=True)
         time.sleep(600)
@@ -135,14 +137,14 @@ def test_ranks_die_with_a_killed_torchrun(tmp_path):
 
 @LINUX
 def test_a_rank_whose_torchrun_was_gone_before_it_asked_ends_at_once(tmp_path):
-    text = "from guard import die_with_parent; die_with_parent()"
+    text = "from runtime import die_with_parent; die_with_parent()"
     done = subprocess.run(["bash", "-c", f"{sys.executable} -c '{text}'; exit $?"], cwd=ROOT,
                           env=os.environ | {"TORCHELASTIC_RUN_ID": "x"}, timeout=PATIENCE)
     assert done.returncode == 128 + signal.SIGKILL
 
 
 def test_what_nobody_started_for_a_run_lives_on_without_its_parent():
-    text = "from guard import die_with_parent; die_with_parent()"
+    text = "from runtime import die_with_parent; die_with_parent()"
     done = subprocess.run(["bash", "-c", f"{sys.executable} -c '{text}'; exit $?"], cwd=ROOT,
                           timeout=PATIENCE)
     assert done.returncode == 0
@@ -156,7 +158,7 @@ def test_what_nobody_started_for_a_run_lives_on_without_its_parent():
     (FileNotFoundError(errno.ENOENT, "No such file", "a.jsonl"),
      "x.py: a.jsonl: No such file; is the path right?"),
     (OSError(errno.ENOSPC, "No space left", "out/a"),
-     "x.py: out/a: No space left; make room, and the same command goes on"),
+     "x.py: out/a: No space left; free some space, then repeat the command"),
     (SystemExit("update 3: loss is nan"), "update 3: loss is nan")])
 def test_what_a_user_can_mend_is_one_line(error, words):
     def fail():
@@ -174,14 +176,14 @@ def test_an_interrupt_is_one_line(capsys):
     with pytest.raises(SystemExit) as stopped:
         runtime.run("x.py", fail)
     assert stopped.value.code == 130
-    said = "x.py: interrupted; what is saved is kept, and the same command goes on\n"
+    said = "x.py: interrupted; what was saved is kept, repeat the command to continue\n"
     assert capsys.readouterr().err == said
 
 
 def test_torchrun_shows_the_line_at_its_end_and_ranks_say_it_once(tmp_path):
     child, _ = start("""
         import sys
-        from guard import run
+        from runtime import run
         print(flush=True)
         run("stage.py", open, sys.argv[1] + "/none")
         """, tmp_path, TORCHELASTIC_ERROR_FILE=str(tmp_path / "why"), command=(
@@ -216,14 +218,14 @@ BAD += [(stage, words) for stage in ("grpo", "arpo") for words in (
     "--turn-tokens 0", "--concurrency 0", "--tp 0", "--tp 3", "--failure-rate 2", "--decay 2",
     "--clip-low 1.2", "--clip-high -1", "--minibatches 0", "--refill 2", "--val-every 0",
     "--gpu-memory 60", "--tis-cap -1", "--loss-norm sum", "--lr inf")]
-BAD += [("arpo", "--initial -1"), ("arpo", "--branch both"), ("memory", "grpo --gpus 0"),
-        ("memory", "grpo --gpu-gib 0"), ("memory", "sft --cutoff -1"), ("memory", "ppo")]
+BAD += [("arpo", "--initial -1"), ("arpo", "--branch both"), ("look.memory", "grpo --gpus 0"),
+        ("look.memory", "grpo --gpu-gib 0"), ("look.memory", "sft --cutoff -1"), ("look.memory", "ppo")]
 
 
 @pytest.mark.parametrize("stage, words", BAD)
 def test_a_flag_out_of_bounds_is_one_line_that_names_it(stage, words, capsys):
-    module = __import__(stage)
-    flags = module.flags if stage == "memory" else lambda words: flags_of(module, " ".join(words))
+    module = importlib.import_module(stage)
+    flags = module.flags if stage == "look.memory" else lambda words: flags_of(module, " ".join(words))
     with pytest.raises(SystemExit) as stopped:
         flags(words.split())
     said = capsys.readouterr().err
@@ -247,18 +249,18 @@ def remove(name):
 
 
 @pytest.mark.parametrize("spoil, words", [
-    (remove("config.json"), "config.json is missing: is .* a model's folder"),
-    (cut("config.json", 40), "config.json is no JSON"),
-    (write("config.json", "[]"), "config.json holds no table of keys"),
-    (write("config.json", "{}"), "config.json says no 'model_type'"),
+    (remove("config.json"), "config.json is missing: is .* a model folder"),
+    (cut("config.json", 40), "config.json is not JSON"),
+    (write("config.json", "[]"), "config.json holds no JSON object"),
+    (write("config.json", "{}"), "config.json has no 'model_type'"),
     (remove("tokenizer.json"), "has no tokenizer; copy tokenizer.json"),
-    (cut("tokenizer.json", 1000), "tokenizer.json is no JSON"),
+    (cut("tokenizer.json", 1000), "tokenizer.json is not JSON"),
     (remove("model.safetensors"), "has no weights; copy model.safetensors there"),
-    (cut("model.safetensors", 0), r"model.safetensors is cut short or broken \(0 bytes\)"),
-    (cut("model.safetensors", 2000), "model.safetensors is cut short or broken"),
-    (cut("model.safetensors", 100_000), "model.safetensors is cut short or broken"),
+    (cut("model.safetensors", 0), r"model.safetensors is truncated or damaged \(0 bytes\)"),
+    (cut("model.safetensors", 2000), "model.safetensors is truncated or damaged"),
+    (cut("model.safetensors", 100_000), "model.safetensors is truncated or damaged"),
     (write("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
-     "model.safetensors is cut short or broken")])
+     "model.safetensors is truncated or damaged")])
 def test_a_broken_model_folder_is_named_before_it_is_loaded(spoil, words, tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     load_template(folder)
@@ -269,7 +271,7 @@ def test_a_broken_model_folder_is_named_before_it_is_loaded(spoil, words, tiny_m
 
 
 def test_a_model_that_is_nowhere_is_one_line():
-    with pytest.raises(ValueError, match="^nobody/nothing is no folder here, and the hub") as error:
+    with pytest.raises(ValueError, match="^nobody/nothing is not a folder here, and the hub") as error:
         load_template("nobody/nothing")
     assert "\n" not in str(error.value)
 
@@ -294,8 +296,7 @@ def test_a_model_that_finds_no_room_leaves_nothing_and_the_old_one_whole(tiny_mo
     child, _ = start("""
         import resource, sys
         from transformers import AutoModelForCausalLM
-        from guard import run
-        from whole import new_model
+        from runtime import new_model, run
 
         def save():
             lm = AutoModelForCausalLM.from_pretrained(sys.argv[2])
@@ -371,9 +372,9 @@ def test_where_both_are_damaged_the_folder_to_remove_is_named_and_removing_it_be
 
 
 @pytest.mark.parametrize("error, words", [
-    (RuntimeError("basic_ios::clear: iostream error"), "step-4 could not be written; make room"),
+    (RuntimeError("basic_ios::clear: iostream error"), "step-4 could not be written; free some space"),
     (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2304 vs 2196"),
-     "step-4 could not be written; make room"),
+     "step-4 could not be written; free some space"),
     (OSError(errno.ENOSPC, "No space left on device"), "step-4")])
 def test_a_checkpoint_that_finds_no_room_is_named_and_leaves_nothing(error, words, run_folder):
     with pytest.raises(OSError, match=words), runtime.new_checkpoint(run_folder, 4, 0) as tag:

@@ -31,7 +31,7 @@ def disk(tiny_model, tmp_path_factory):
     """The nodes' shared disk: repository, environment, and the output of every stage but rl."""
     disk = tmp_path_factory.mktemp("disk")
     pins = ("requirements.txt", "requirements-cpu.txt")
-    for name in ("run.sh", "setup.sh", "database", *pins, *ROOT.glob("*.py")):
+    for name in ("run.sh", "recipes", "travel", "look", "database", *pins, *ROOT.glob("*.py")):
         (disk / Path(name).name).symlink_to(ROOT / name)
     (disk / ".venv").mkdir()
     for name in "bin", "lib", "pyvenv.cfg":  # Python looks for the others beside its own folder

@@ -32,7 +32,7 @@ SENTENCES = [
     (r"top[- ](\d+),? .{0,20}?(\d+) calls", ("questions/--topk", "rl/--max-turns")),
     (r"([\d,]+) (?:synthetic |held-out )?queries choose", ("queries/validation/number",)),
     (r"([\d,]+) queries for RL", ("queries/rl/number",)),
-    (r"kind for (\d)/5, its second for (\d)/5",
+    (r"kind for (\d)/5 of training, its second for (\d)/5",
      ("curriculum/sum/epochs", "curriculum/macro/epochs")),
     (r"LoRA weights at (\de-\d)", ("star-dpo/--lr",)),
     (r"the reward falls to (-\d)", ("masking/unmasked/reward",)),

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -102,7 +103,7 @@ def value(stages, stage, flag):
 def test_every_flag_of_every_command_exists(command):
     for stage, _, words in stages_of(*command):
         name, given = script(words)[0], arguments(words)
-        several = name in ("synth.py", "tiny.py", "-m toolstar.tir", "-m toolstar.sets",
+        several = name in ("synth.py", "-m tiny", "-m toolstar.tir", "-m toolstar.sets",
                            "-m toolstar.tools", "-m toolstar.helpers")
         subcommand = given.pop("")[:1] if several else given.pop("")[:0]
         unknown = given.keys() - flags_of(name, *subcommand)
@@ -533,8 +534,8 @@ def stand_in(path, text):
 def house(tmp_path):
     """run.sh with a .venv that is already made, of stand-ins."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name in ("run.sh", "setup.sh", "axes.sh", "toolstar.sh", "toolaxes.sh",
-                 "requirements.txt", "requirements-cpu.txt"):
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    for name in ("run.sh", "requirements.txt", "requirements-cpu.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     for name in ("python", "torchrun", "hf"):
         stand_in(tmp_path / ".venv" / "bin" / name, STAND_IN)
@@ -563,7 +564,7 @@ def test_all_stages_run_in_order_once_and_the_time_is_told(house):
     first = run_sh(house, "tiny")
     assert first.returncode == 0, first.stderr
     once = calls(house)
-    assert len(once) == len(dry("tiny")) and "report.py" in once[-1]
+    assert len(once) == len(dry("tiny")) and "-m look.report" in once[-1]
     assert re.search(r"^rl +\d+ s\n(.+\n)*all +\d+ s$", first.stdout, re.MULTILINE)
     second = run_sh(house, "tiny")
     assert second.returncode == 0 and calls(house) == once, "nothing is done twice"
@@ -620,7 +621,7 @@ def test_another_seed_of_an_axis_trains_what_is_missing_and_makes_the_table_anew
     assert run_sh(house, "tiny", "axis", "noise", SEEDS="0").returncode == 0
     first = calls(house)
     assert len(first) == len(dry("tiny", "axis", "noise", SEEDS="0"))
-    assert "report.py --axis noise" in first[-1]
+    assert "-m look.report --axis noise" in first[-1]
     assert run_sh(house, "tiny", "axis", "noise", SEEDS="0 4").returncode == 0
     again = calls(house)[len(first):]
     assert len(again) == 4 + 2 * 5 + 2 and all("--seed 4 " in call for call in again[:-2])
@@ -668,7 +669,7 @@ if [[ $1 == -L ]]; then echo "GPU 0: A"; echo "GPU 1: A"; else echo 81920; echo 
 def test_gpus_are_counted_as_nvidia_smi_lists_them_and_the_variable_allows(
         house, printed, visible, found):
     stand_in(house / "bin" / "nvidia-smi", f'#!/bin/bash\necho "{printed}"; exit 9\n')
-    (house / "print.sh").write_text("source setup.sh; seen_gpus")
+    (house / "print.sh").write_text("source recipes/setup.sh; seen_gpus")
     variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     path = f"{house / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(["bash", "print.sh"], cwd=house, capture_output=True, text=True,
@@ -698,14 +699,14 @@ def test_preflight_comes_before_anything_is_spent_and_plans_what_is_run(size):
     spent = [stage for stage in stages if stage in ("sft-tasks", "episodes", "sft", "rl")]
     assert list(stages).index("preflight") < min(map(list(stages).index, spent))
     text = printed(size, "preflight", NNODES="2", NODE_RANK="0", MASTER_ADDR="a")
-    plans = [shlex.split(line) for line in text.splitlines() if " memory.py " in line
+    plans = [shlex.split(line) for line in text.splitlines() if " look.memory " in line
              and "--out" not in line]
     for words, stage, flag in zip(plans, ("sft", "rl"), ("--cutoff", "--context"), strict=True):
         plan = arguments(words)
         assert f"{plan.pop('')[0]}.py" == script(stages[stage][1])[0] and plan["--gpus"] == ["16"]
         assert plan[flag] == [value(stages, stage, flag)]
         assert plan["--model"] == [value(stages, "sft", "--model")]
-        assert plan.keys() <= flags_of("memory.py")
+        assert plan.keys() <= flags_of("-m look.memory")
     words = dry(size, "preflight", NNODES="2", NODE_RANK="0", MASTER_ADDR="a")["preflight"][1]
     assert arguments(words)["--prompts"] == ["16"], "a query for every rank"
     assert script(words)[0] == script(stages["rl"][1])[0]
@@ -728,19 +729,21 @@ def test_preflight_passes_once_and_leaves_no_weights(station):
     assert not list((station / "out/7b/preflight").glob("*.safetensors"))
     run_sh(station, "7b", MODEL="model")
     again = (station / "calls").read_text()[len(said):]
-    assert "sft.py" in again and "memory.py" not in again and "out/7b/preflight" not in again
+    assert "sft.py" in again and "look.memory" not in again and "out/7b/preflight" not in again
     # what evaluates is tried too, and so are the largest micro-batch and the validation
-    tried = [line for line in said.splitlines() if "out/7b/preflight/" in line and ".py" in line]
-    scripts = [re.search(r"(\w+)\.py", line)[1] for line in tried]
-    assert scripts == ["memory", "sft", "grpo", "evaluate"]
+    named = [re.search(r"look\.memory|\w+\.py", line) for line in said.splitlines()
+             if "out/7b/preflight/" in line]
+    tried = [found.string for found in named if found]
+    scripts = [found[0] for found in named if found]
+    assert scripts == ["look.memory", "sft.py", "grpo.py", "evaluate.py"]
     assert "--pack-tokens 32768" in tried[1] and "--cutoff 32768" in tried[1]
     assert "--val data/full/val.jsonl" in tried[2] and "--context 30000" in tried[2]
 
 
 @pytest.mark.parametrize("broken, variables, fix", [
     ("", {"GPUS": "4"}, "this node has 2 GPUs, 4 are asked for: GPUS=2"),
-    ("memory.py sft --cutoff 20480", {}, "model is too large for 2 x 79 GiB"),
-    ("memory.py grpo --context 30000", {}, "model is too large for 2 x 79 GiB"),
+    ("look.memory sft --cutoff 20480", {}, "model is too large for 2 x 79 GiB"),
+    ("look.memory grpo --context 30000", {}, "model is too large for 2 x 79 GiB"),
     ("Are you there", {"ENDPOINT": "http://a/v1=m"}, "http://a/v1=m: ENDPOINT=http://host:port/v1"),
     ("download", {"MODEL": "Qwen/none"}, "no Qwen/none: MODEL=a folder, or a hub name"),
     ("--out out/7b/preflight/full.jsonl", {}, "stage preflight-fill failed, see above"),
@@ -768,16 +771,16 @@ def published(station):
 def test_tool_stars_recipe_runs_from_its_data_to_the_scores_once(station, published):
     def called():
         text = (station / "calls").read_text()
-        return re.findall(r"\w+\.py|toolstar\.\w+ [a-z]*|Are you|visible_gpus\(\)", text)
+        return re.findall(r"\w+\.py|look\.\w+|toolstar\.\w+ [a-z]*|Are you|visible_gpus\(\)", text)
 
     done = run_sh(station, "tool-star-3b", **published)
     assert done.returncode == 0, done.stderr
     once = called()
     asked = ["toolstar.tools check", "toolstar.tools check", "Are you"]
     assert once == ["toolstar.tir convert", "toolstar.sets read", *asked,
-                    "visible_gpus()", "memory.py", "memory.py", "memory.py", "sft.py", "grpo.py",
+                    "visible_gpus()", *["look.memory"] * 3, "sft.py", "grpo.py",
                     "evaluate.py",  # so far the preflight
-                    "sft.py", "grpo.py", "evaluate.py", "toolstar.scores ", "report.py"]
+                    "sft.py", "grpo.py", "evaluate.py", "toolstar.scores ", "look.report"]
     assert run_sh(station, "tool-star-3b", **published).returncode == 0
     assert called()[len(once):] == asked, "the tools and the judge are asked again, no more"
 
@@ -788,7 +791,7 @@ def test_tool_stars_recipe_runs_from_its_data_to_the_scores_once(station, publis
     ("tools check --database database/tool-star/train", {}, "train/tools.json names the retriever"),
     ("tools check --database database/tool-star/eval", {}, "eval/tools.json names the retriever"),
     ("Are you there", {}, "http://j/v1=m: JUDGE=http://host:port/v1=MODEL, JUDGE_KEY=its key"),
-    ("memory.py grpo --context 5632", {}, "model is too large for 2 x 79 GiB"),
+    ("look.memory grpo --context 5632", {}, "model is too large for 2 x 79 GiB"),
     ("out/tool-star-3b/preflight/rl", {}, "stage preflight failed, see above")])
 def test_tool_stars_preflight_refuses_in_one_line_that_says_the_fix(
         station, published, broken, changed, fix):

@@ -1,0 +1,199 @@
+"""A world of your own: the page's examples work, files can be copied, mistakes are one line."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+from conftest import ROOT
+
+import evaluate
+import runtime
+from adapters.plain import PlainWorld
+from adapters.trl import TravelEnv, travel_reward
+from format_plan import itinerary
+from runtime import read_jsonl, write_jsonl
+from travel.solver import searches, solve, solve_report
+
+PAGE = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+CLASS, MODULE = (code.replace("                                    # guess.py", "")
+                 for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+TASKS = [{"id": str(n), "secret": n} for n in range(1, 5)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with both worlds of the page and their tasks."""
+    (tmp_path / "guess.py").write_text(CLASS, encoding="utf-8")
+    (tmp_path / "guess_world.py").write_text(MODULE, encoding="utf-8")
+    write_jsonl(tmp_path / "guess.jsonl", TASKS)
+    return tmp_path
+
+
+def run(folder, *words):
+    """A program in a folder, which finds none of the repository's other files."""
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run([sys.executable, *map(str, words)], cwd=folder, capture_output=True,
+                          text=True, timeout=600, env=alone)
+
+
+def opened(path, **flags):
+    return runtime.open_world(Namespace(env=str(path), max_turns=5, **flags))
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+
+def test_the_pages_module_is_at_most_25_lines_and_is_checked(folder, capsys):
+    assert len([line for line in MODULE.splitlines() if line.strip()]) <= 25
+    evaluate.main(["--env", str(folder / "guess_world.py"), "--tasks", str(folder / "guess.jsonl"),
+                   "--check"])
+    said = capsys.readouterr().out
+    assert "4 tasks" in said and "score: {'success': 0.0}" in said and "reward success: 0" in said
+
+
+def test_the_pages_class_is_a_world_whose_methods_are_the_tools(folder):
+    world = opened(f"{folder / 'guess.py'}:Guess")
+    episode = world.episode(world.load_task(TASKS[3]), "0", Namespace(max_turns=5))
+    assert episode.messages[1]["content"] == "Find my number from 1 to 9."
+    assert '"name": "guess"' in episode.messages[0]["content"]
+    assert episode.step('<think>.</think><tool_call>{"name": "guess", "arguments": {"number": 7}}'
+                        "</tool_call>") == "too high"
+    assert world.verdict(episode)[1] == {"success": 0.0, "reward": 0.0}
+    for wrong in '{"n": 4}', '"4"', "[]", '{"number": "x"}':
+        assert episode.act(runtime_call(wrong)).startswith("Error: "), wrong
+    episode.step('<think>.</think><tool_call>{"name": "guess", "arguments": {"number": 4}}'
+                 "</tool_call>")
+    episode.step("<think>.</think><answer>4</answer>")
+    plan, score, strict = world.verdict(episode)
+    assert (plan, score["success"], strict, world.reward(score, "reward")) == ("4", 1.0, 1.0, 1.0)
+
+
+def runtime_call(arguments):
+    from sandbox import parse
+
+    return parse(f'<think>.</think><tool_call>{{"name": "guess", "arguments": {arguments}}}'
+                 "</tool_call>")
+
+
+def test_arpo_refuses_a_class_that_it_cannot_fork(folder):
+    world = opened(f"{folder / 'guess.py'}:Guess")
+    runtime.check_world(world, world.load_task(TASKS[0]), Namespace(max_turns=5))
+    with pytest.raises(ValueError, match="Guess cannot be copied .* train it with grpo.py"):
+        runtime.check_world(world, TASKS[0], Namespace(max_turns=5, branch="paper"))
+
+
+def test_an_environment_without_get_reward_is_named():
+    with pytest.raises(ValueError, match=r"^Half has no method get_reward\(\)"):
+        PlainWorld(type("Half", (), {"reset": lambda self: None}))
+
+
+# ----------------------------------------------------------------------------------- copying files
+
+
+def test_grpo_trains_from_a_folder_of_three_files_and_a_world(folder, tiny_model):
+    for name in ("grpo.py", "runtime.py", "sandbox.py"):
+        shutil.copy(ROOT / name, folder)
+    shown = run(folder, "grpo.py", "--help")
+    assert shown.returncode == 0 and "usage: grpo.py" in shown.stdout, shown.stderr
+    done = run(folder, "-m", "torch.distributed.run", "--standalone", "grpo.py", "--env",
+               "guess_world.py", "--tasks", "guess.jsonl", "--model", tiny_model, "--out", "out",
+               "--steps", 1, "--prompts", 2, "--group", 2, "--context", 400, "--turn-tokens", 16,
+               "--max-turns", 2, "--no-checkpointing")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(read_jsonl(folder / "out" / "log.jsonl")) == 1
+    assert (folder / "out" / "config.json").exists()
+
+
+def test_sft_trains_from_a_folder_of_two_files(folder, tiny_model):
+    for name in ("sft.py", "runtime.py"):
+        shutil.copy(ROOT / name, folder)
+    roles = ("system", "user", "assistant")
+    write_jsonl(folder / "sft.jsonl",
+                [{"messages": [{"role": role, "content": "hello"} for role in roles]}] * 4)
+    done = run(folder, "-m", "torch.distributed.run", "--standalone", "sft.py", "--model",
+               tiny_model, "--data", "sft.jsonl", "--steps", 1, "--batch", 2, "--out", "out")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("stage", ["sft", "grpo", "arpo", "dpo"])
+def test_a_stage_without_its_second_file_says_which_one(stage, tmp_path):
+    shutil.copy(ROOT / f"{stage}.py", tmp_path)
+    done = run(tmp_path, f"{stage}.py", "--help")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert f"{stage}.py needs runtime.py" in done.stderr
+
+
+# ------------------------------------------------------------------------------------- TRL
+
+
+def test_the_solvers_plan_earns_5_in_trls_environment_through_its_tools(trip, mini):
+    from transformers.utils import get_json_schema
+
+    task = trip[0]
+    env = TravelEnv()
+    env.reset(task=task)
+    names = [name for name in dir(env) if name[0].isupper()]
+    schemas = [get_json_schema(getattr(env, name))["function"] for name in names]
+    assert {schema["name"] for schema in schemas} == env.sandbox.tools
+    for step in searches(task, solve_report(task, mini).journey):
+        said = getattr(env, step.tool)(**step.arguments)
+        assert said == mini_call(mini, step) and "Invalid" not in said
+    plan = itinerary(solve(task, mini))
+    said = [[{"role": "assistant", "content": text}] for text in (plan, "no plan")]
+    assert travel_reward(said, [env, env]) == [5.0, 0.0]
+
+
+def mini_call(mini, step):
+    from sandbox import Sandbox
+
+    return Sandbox(mini).call(step.tool, step.arguments)
+
+
+# ------------------------------------------------------------------------------- mistakes in worlds
+
+BROKEN = [  # what replaces what in the page's module; what the one line says
+    ("return episode.answer, {\"success\": right}, right", "return {}, 1",
+     r"verdict, task '1': it returned \(\{\}, 1\), not \(plan, score, strict\)"),
+    ('{"success": right}', '{"success": float("nan")}', "'success' is nan, not a finite number"),
+    ('{"success": right}', '{"right": right}', "'success' is None, not a finite number"),
+    ('{"success": right}, right', '{"success": right}, None', "'strict' is None"),
+    ("right = float(", "right = 1 / 0 * float(", "verdict, task '1': ZeroDivisionError"),
+    ('return score["success"]', "return None", "reward of kind 'success' is None"),
+    ('return score["success"]', 'return float("inf")', "reward of kind 'success' is inf"),
+    ('return score["success"]', 'return score["sucess"]', "reward of kind 'success': KeyError"),
+    ("return Episode(task,", "return Episode(tasks,", "episode, task '1': NameError"),
+    ("args.max_turns, PROMPT)", "args.most_turns, PROMPT)", "episode, task '1': AttributeError"),
+    ('("success",), ("success",)', '("success",), ("right",)', "'parts' must name 'success'"),
+    ('("success",), ("success",)', '"success", ("success",)', "'kinds' is 'success'"),
+    ("    def close(self): pass\n", "", "World has no 'close'"),
+    ("return World()", "return None", "NoneType has no 'kinds'"),
+    ("def open_world(args)", "def open_world()", "open_world: TypeError"),
+    ('return row | {"query"', 'return None and {"query"', "load_task returned None"),
+]
+
+
+@pytest.mark.parametrize("old, new, said", BROKEN)
+def test_a_mistake_in_a_world_is_one_line_that_names_its_file_member_and_task(
+        old, new, said, folder, capsys):
+    assert old in MODULE
+    file = folder / "guess_world.py"
+    file.write_text(MODULE.replace(old, new), encoding="utf-8")
+    sys.modules.pop(str(file), None)
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(["--env", str(file), "--tasks", str(folder / "guess.jsonl"), "--check"])
+    assert re.search(said, str(stop.value)), stop.value
+    assert str(file) in str(stop.value) and "\n" not in str(stop.value)
+
+
+def test_a_tool_that_raises_is_named_with_its_task(folder):
+    file = folder / "guess_world.py"
+    file.write_text(MODULE.replace('return "right" if', 'return 1 / 0 if'), encoding="utf-8")
+    world = opened(file)
+    episode = world.episode(world.load_task(TASKS[0]), "0", Namespace(max_turns=5))
+    call = '<think>.</think><tool_call>{"name": "Guess", "arguments": {"n": 1}}</tool_call>'
+    with pytest.raises(ValueError, match="task '1': ZeroDivisionError: division by zero"):
+        list(evaluate.play(lambda messages: call, [episode]))

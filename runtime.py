@@ -104,7 +104,7 @@ def end(text, code):
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3)
+        time.sleep(10)
     if "RANK" in os.environ and os.environ.get("STAR_SAID"):
         with contextlib.suppress(OSError), open(os.environ["STAR_SAID"], "a") as file:
             file.write(f"{text}\n")
@@ -154,7 +154,8 @@ def one_line(error):
         path, fix = error.filename, FIXES.get(error.errno)
         problem = error.strerror if path is None else f"{path}: {error.strerror}"
         return f"{problem}; {fix}" if fix else problem
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return text if len(text) < 1000 else f"{text[:500]} ... (STAR_TRACEBACK=1 shows the rest)"
 
 
 def drop_output():
@@ -331,15 +332,13 @@ def run_ranks(main, flags):
 def torchrun(words):
     """PyTorch's torchrun, whose failures end in one line instead of a report of 35. With STAR_SAID,
     a file, the line is left there for the caller; run.sh does this."""
-    before = os.environ.get("LOGLEVEL")
-    os.environ["LOGLEVEL"] = "CRITICAL"  # read at the import: its loggers repeat what we print
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    del os.environ["LOGLEVEL"]
-    if before:
-        os.environ["LOGLEVEL"] = before
+    for name in [*logging.root.manager.loggerDict]:  # each of them has a level of its own
+        if name.startswith("torch.distributed."):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     given = os.environ.get("STAR_SAID")
     with tempfile.NamedTemporaryFile("r") as temporary:
         os.environ["STAR_SAID"] = said = given or temporary.name
@@ -525,6 +524,16 @@ def write_jsonl(path, rows):
     """Write a whole file of records."""
     with replacing(path) as out:
         out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_own(path, rows):
+    """Write a whole file of records, unless there is a file of other content."""
+    path = Path(path)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if path.exists() and path.read_bytes() != text.encode(errors="replace"):
+        raise ValueError(f"{path} exists and holds something else: choose another --out, or remove "
+                         "it")
+    write_text(path, text)
 
 
 def write_text(path, text):
@@ -770,18 +779,34 @@ def engine_settings(max_context, concurrency, tp, gpu_memory):
                        "max_num_batched_tokens": max(max_context, 8192), "block_size": 32}
 
 
+def open_llm(path, **settings):
+    """vLLM's engine of a checkpoint. What its start raises becomes one line that names the path."""
+    if os.environ.get("RANK", "0") == "0":
+        print("starting vLLM: about a minute", file=sys.stderr, flush=True)
+    from vllm import LLM
+
+    try:
+        return LLM(str(path), **settings)
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError) as error:
+        raise ValueError(f"{path}: vLLM does not start: {type(error).__name__}: {error}"
+                         ) from error
+
+
+def bad_weight(model):
+    """The name of a weight that is not finite, "" if there is none; for LLM.apply_model."""
+    return next((name for name, weight in model.named_parameters()
+                 if weight.is_floating_point() and not weight.isfinite().all()), "")
+
+
 def load_engine(args, device):
     """A trainer's own vLLM engine, or with --tp this rank's part of one."""
     cuda = device.type == "cuda"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the cores too
     settings = engine_settings(args.context, args.concurrency, args.tp, args.gpu_memory)
-    if os.environ.get("RANK", "0") == "0":
-        print("starting vLLM: a minute or several", file=sys.stderr, flush=True)
-    from vllm import LLM
-
-    llm = LLM(args.model, **settings, seed=args.seed, enable_sleep_mode=cuda,
-              logprobs_mode="processed_logprobs",  # log pi at the sampling temperature
-              distributed_executor_backend="external_launcher")
+    llm = open_llm(args.model, **settings, seed=args.seed, enable_sleep_mode=cuda,
+                   logprobs_mode="processed_logprobs",  # log pi at the sampling temperature
+                   distributed_executor_backend="external_launcher")
     if cuda:
         llm.sleep(level=2)  # drop the weights: they are sent again before every play
     return llm
@@ -1068,8 +1093,12 @@ def check_model(path):
 
 def check_config(folder):
     """Check a model folder's config.json."""
-    if "model_type" not in read_json(folder / "config.json"):
+    config = read_json(folder / "config.json")
+    if "model_type" not in config:
         raise ValueError(f"{folder}/config.json has no 'model_type'; copy or download it again")
+    names = config.get("architectures") or []
+    if names and not re.search("CausalLM|LMHead|ConditionalGeneration", " ".join(map(str, names))):
+        raise ValueError(f"{folder} is a {names[0]}, not a causal language model")
 
 
 def read_json(path):

@@ -1,14 +1,14 @@
 """
 Exact plans of least cost: `solve` finds a task's cheapest honest plan, or proves there is none.
 
-    (1) price   what a city's hotels and meals cost, and the ways from city to city
-    (2) sum     for each split of the nights and share of the cuisines, the costs of all routes at
-                once, in arrays with an axis for each city of the route
-    (3) plan    the names behind the least of these costs, laid out day by day
-    (4) play    as an agent: the searches that a plan is made of, then the plan as the answer
+    (1) price   hotels and meals of each city, and the ways between cities
+    (2) sum     for each split of the nights and each assignment of cuisines to cities, the costs of
+                all routes at once, in arrays with an axis for each city of the route
+    (3) plan    the names that have the least of these costs, laid out day by day
+    (4) play    as an agent: the searches that show all parts of a plan, then the plan as the answer
 
 Honest plans leave on the first day, return on the last, and pass `strict`. One hotel per city is
-enough: no two are cheaper than the cheapest one whose minimum nights the whole stay meets.
+enough: two are never cheaper than the cheapest one whose minimum nights the whole stay meets.
 """
 import itertools
 import math
@@ -24,15 +24,15 @@ from travel.constraints import ROOM_TYPES
 SEARCHES = {"hotels": "SearchAccommodation", "restaurants": "SearchRestaurant",
             "attractions": "SearchAttraction"}  # table: its tool
 
-Lodging = namedtuple("Lodging", "cost nights name")  # dollars a night for all; nights at least
-Meal = namedtuple("Meal", "cost mask name")  # dollars a person; bit i: serves the i-th cuisine
+Lodging = namedtuple("Lodging", "cost nights name")  # dollars per night for all; minimum nights
+Meal = namedtuple("Meal", "cost mask name")  # dollars per person; bit i: serves the i-th cuisine
 Road = namedtuple("Road", "km words")
-Way = namedtuple("Way", "cost words a b date flies")  # dollars for all; in the plan's words
-Stay = namedtuple("Stay", "city nights bed meals sights")  # a sight a full day, three meals or more
-Journey = namedtuple("Journey", "mode route stays ways")  # all that a plan is made of
+Way = namedtuple("Way", "cost words a b date flies")  # dollars for all; as the plan writes it
+Stay = namedtuple("Stay", "city nights bed meals sights")  # per full day: one sight, three meals
+Journey = namedtuple("Journey", "mode route stays ways")  # all parts of a plan
 Search = namedtuple("Search", "thought tool arguments")  # a tool call, and the thought before it
-# journey: of least cost, None where the reason says why; cost: dollars of the cheapest, budget or
-# not, inf where there is none; choices: how many sets of cities allow one within the budget
+# journey: of least cost, or None, and then `reason` says why; cost: dollars of the cheapest journey
+# whatever the budget, inf if there is none; choices: number of sets of cities that fit the budget
 Report = namedtuple("Report", "journey cost choices reason")
 
 
@@ -42,8 +42,8 @@ Report = namedtuple("Report", "journey cost choices reason")
 def places(database, table, city):
     """{name: rows} of the hotels, restaurants or attractions an honest plan may use, in file order.
 
-    The rows are all that a judge may read the name as: those of that name, and `star`'s own choice,
-    the first row whose name contains it. All of them must satisfy, and the dearest counts.
+    The rows are all those that a judge may take the name for: those of that name, and the first row
+    whose name contains it, which `star` takes. All of them must fit, and the dearest counts.
     """
     rows, same, found = getattr(database, table)(city), {}, {}
     for row in rows:
@@ -57,13 +57,13 @@ def places(database, table, city):
 
 
 def has_rule(wish, row):
-    """Whether a hotel forbids what is wished for."""
+    """Whether a hotel forbids what the group wants to do."""
     rule = wish.get("house rule")
     return bool(rule) and f"No {rule}" in row.house_rules
 
 
 def has_other_room(wish, row):
-    """Whether a hotel's rooms are not of the kind that is wished for."""
+    """Whether a hotel's rooms are of another kind than the group wants."""
     room = wish.get("room type")
     return (room == "not shared room" and row.room_type == "Shared room"
             or room in ROOM_TYPES and row.room_type != ROOM_TYPES[room])
@@ -80,7 +80,7 @@ def lodgings(task, database, city):
 
 
 def cuisines(task):
-    """The wanted cuisines; a set of them is a mask, with a bit for each."""
+    """The wanted cuisines. A set of them is a bit mask."""
     return tuple(task["local_constraint"].get("cuisine") or ())
 
 
@@ -99,8 +99,8 @@ def menu(database, city, wanted):
 def cheapest_meals(database, city, wanted, need):
     """{mask: (cost, meals)}: the cheapest `need` or more meals that serve this set of cuisines.
 
-    Such a choice is a cover in which every meal adds a cuisine and is the cheapest of its mask,
-    filled up with the cheapest of the others; so it is enough to go through those covers.
+    Such a choice is a cover, in which every meal adds a cuisine and is the cheapest of its mask,
+    filled up with the cheapest other meals. So it is enough to try those covers.
     """
     meals, kinds, best = menu(database, city, wanted), {}, {}
     for meal in meals:
@@ -120,7 +120,7 @@ def cheapest_meals(database, city, wanted, need):
 
 @lru_cache(maxsize=1 << 17)
 def drive(database, a, b):
-    """The road from a to b, None where there is none that can be driven within a day."""
+    """The road from a to b, None if it does not exist or takes more than a day."""
     row = database.distance(a, b)
     if not row or not row.duration or row.km is None or "day" in row.duration:
         return None
@@ -128,13 +128,13 @@ def drive(database, a, b):
 
 
 def modes(task):
-    """Air (or taxi) and road, which judges forbid to mix; driving is never dearer than a taxi."""
+    """Air (or taxi) and road. Judges forbid to mix them; driving never costs more than a taxi."""
     wish = task["local_constraint"].get("transportation")
     return {"no flight": ("road",), "no self-driving": ("air",)}.get(wish, ("air", "road"))
 
 
 def ways(task, database, mode, a, b, date):
-    """The ways of a day, cheapest first: by road self-driving, by air a flight or else a taxi."""
+    """The ways of a day, cheapest first. mode road: self-driving; air: flights, and a taxi."""
     road, people, found = drive(database, a, b), task["people_number"], []
     for flight in database.flights(a, b, date) if mode == "air" else ():
         words = (f"Flight Number: {flight.number}, from {a} to {b}, Departure Time: "
@@ -142,7 +142,7 @@ def ways(task, database, mode, a, b, date):
         found.append(Way(flight.price * people, words, a, b, date, True))
     if road:
         name, per_km, seats = ("Self-driving", 0.05, 5) if mode == "road" else ("Taxi", 1, 4)
-        cost = int(road.km * per_km)  # dollars a car
+        cost = int(road.km * per_km)  # dollars per car
         words = f"{name}, {road.words}, cost: {cost}"
         found.append(Way(cost * math.ceil(people / seats), words, a, b, date, False))
     return sorted(found)
@@ -151,28 +151,28 @@ def ways(task, database, mode, a, b, date):
 # ---------------------------------------------------------------- (2) sum
 
 def stop_cities(task, database):
-    """The cities a trip may visit: dest itself on 3 days, else those of the state dest."""
+    """The cities a trip may visit: dest itself for 3 days, otherwise those of the state dest."""
     cities = [task["dest"]] if task["days"] == 3 else database.states.get(task["dest"], [])
     return [city for city in cities if city in database.cities and city != task["org"]]
 
 
 def splits(task):
-    """All ways to split the nights among the cities of a route, at least one for each."""
+    """All ways to split the nights among the cities of a route, at least one night each."""
     total, number = task["days"] - 1, task["visiting_city_number"]
     counts = itertools.product(range(1, total + 1), repeat=number)
     return [nights for nights in counts if sum(nights) == total]
 
 
 def shares(task):
-    """All ways to share the cuisines out among the cities of a route, a mask for each city."""
+    """All ways to assign the cuisines to the cities of a route, as a mask per city."""
     cities = range(task["visiting_city_number"])
     for owners in itertools.product(cities, repeat=len(cuisines(task))):
         yield [sum(1 << i for i, owner in enumerate(owners) if owner == c) for c in cities]
 
 
 def stay_costs(task, database, cities):
-    """(nights + 1, 2^cuisines, cities): dollars of so many nights in a city, with three meals and a
-    sight on every day without travel, serving those cuisines; inf where the city has too little."""
+    """(nights + 1, 2^cuisines, cities): dollars of this many nights in a city, with three meals and
+    a sight on every day without travel, serving these cuisines; inf if the city has too few."""
     people, wanted = task["people_number"], cuisines(task)
     longest = task["days"] - task["visiting_city_number"]
     costs = np.full((longest + 1, 1 << len(wanted), len(cities)), np.inf)
@@ -186,7 +186,7 @@ def stay_costs(task, database, cities):
 
 
 def fares(task, database, mode, origins, goals, day):
-    """(origins, goals): dollars of the cheapest way on a day; inf from a city to itself."""
+    """(origins, goals): dollars of the cheapest way on a day, inf from a city to itself."""
     def fare(a, b):
         found = ways(task, database, mode, a, b, task["date"][day]) if a != b else ()
         return found[0].cost if found else math.inf
@@ -195,8 +195,9 @@ def fares(task, database, mode, origins, goals, day):
 
 
 def trip_costs(task, database, mode, cities, stay):
-    """(nights, masks, costs) for each split of the nights and share of the cuisines. costs: without
-    the way home, which is the same for all; an axis over `cities` for each city of the route."""
+    """(nights, masks, costs) for each split of the nights and each assignment of the cuisines.
+    costs: an axis over `cities` for each city of the route, without the way home, which is the same
+    for all."""
     ride = partial(fares, task, database, mode)
     out = ride([task["org"]], cities, 0)[0]
     hops = {day: ride(cities, cities, day) for day in range(1, task["days"] - 1)}
@@ -209,7 +210,7 @@ def trip_costs(task, database, mode, cities, stay):
 
 
 def least_costs(task, database):
-    """{mode: the least cost of each route, an axis for each of its cities} and the axes' cities."""
+    """{mode: the least cost of each route, with an axis per city of it} and the axes' cities."""
     cities, number = stop_cities(task, database), task["visiting_city_number"]
     most = min(3, len(cities), task["days"] - 1)
     if task["org"] not in database.cities or not 1 <= number <= most:
@@ -226,14 +227,14 @@ def least_costs(task, database):
 
 
 def cheapest_route(costs, cities):
-    """(dollars, mode, route) of least cost; (inf, ...) where no route can be gone."""
+    """(dollars, mode, route) of least cost; (inf, ...) if no route is possible."""
     cost, mode = min((costs[mode].min(initial=math.inf), mode) for mode in costs)
     best = np.unravel_index(costs[mode].argmin(), costs[mode].shape) if cost < math.inf else ()
     return float(cost), mode, [cities[i] for i in best]
 
 
 def solve_report(task, database):
-    """What the solver knows about a task."""
+    """The Report on a task."""
     costs, cities = least_costs(task, database)
     cost, mode, route = cheapest_route(costs, cities)
     if cost == math.inf or cost > task["budget"]:
@@ -244,13 +245,13 @@ def solve_report(task, database):
 
 
 def solve(task, database):
-    """A plan of least cost that scores success under `star` and `strict`, or None: none exists."""
+    """A plan of least cost that succeeds under `star` and `strict`, or None if no plan exists."""
     journey = solve_report(task, database).journey
     return lay_out(task, journey) if journey else None
 
 
 def explain(task, database, cost):
-    """Why no plan exists, in a few words."""
+    """The reason why no plan exists, in a few words."""
     if cost < math.inf:
         return f"least cost {cost:.0f} is over the budget {task['budget']}"
     cities, number, dest = stop_cities(task, database), task["visiting_city_number"], task["dest"]
@@ -287,7 +288,7 @@ def cheapest_journey(task, database, mode, route):
 
 
 def lay_out(task, journey):
-    """The plan. Meals beyond three a full day go to the day of arrival, then to that of leaving."""
+    """The plan. Meals beyond three per full day go to the day of arrival, then of departure."""
     plan = [{"day": day, **dict.fromkeys(FIELDS, "-")} for day in range(1, task["days"] + 1)]
     starts = [0, *itertools.accumulate(stay.nights for stay in journey.stays)]
     for start, way in zip(starts, journey.ways, strict=True):
@@ -308,7 +309,7 @@ def lay_out(task, journey):
 # ---------------------------------------------------------------- (4) play
 
 def searches(task, journey):
-    """The searches that tell all a plan is made of, in the order an agent would ask."""
+    """The searches that show all parts of a plan, in the order an agent would make them."""
     steps = [state_search(task["dest"])] if len(journey.stays) > 1 else []
     for way in journey.ways:
         steps += way_searches(task, journey.mode, way.a, way.b, way.date, way.flies)
@@ -321,8 +322,8 @@ def state_search(state):
 
 
 def way_searches(task, mode, a, b, date, flies):
-    """Flights first, unless the wish is not to fly or the way out has shown that the trip goes by
-    road; then a road, unless the way is a flight."""
+    """Flights first, unless the group does not want to fly or the first way has shown that the trip
+    goes by road; then the road, unless the way is a flight."""
     steps, pair = [], {"departure": a, "destination": b}
     free = not task["local_constraint"].get("transportation")
     if mode == "air" or free and a == task["org"]:
@@ -334,7 +335,7 @@ def way_searches(task, mode, a, b, date, flies):
 
 
 def solver_replies(task, database):
-    """The turns of the solver as an agent: its least cost plan, or the reason why there is none."""
+    """The solver's replies as an agent: a plan of least cost, or the reason why none exists."""
     journey, _, _, reason = solve_report(task, database)
     if reason:
         return [final_turn(reason, f"No plan: {reason}")]

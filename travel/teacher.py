@@ -130,6 +130,7 @@ def means_one(database, table, city, name):
 def faults(verdict):
     return [name for name, (passed, _) in verdict["checks"].items() if passed is False]
 
+
 # ---------------------------------------------------------------- (2) lesson
 
 def money(dollars):

@@ -103,12 +103,7 @@ def open_engine(path, max_context, concurrency=64, tp=1, gpu_memory=0.9):
     """(vLLM engine, Template) of a checkpoint folder or hub name."""
     template = runtime.load_template(path)
     settings = runtime.engine_settings(max_context, concurrency, tp, gpu_memory)
-    llm = runtime.open_llm(path, **settings)
-    bad = next(filter(None, llm.apply_model(runtime.bad_weight)), None)
-    if bad:
-        raise ValueError(f"{path}: {bad} holds values that are not finite; copy or download it "
-                         "again")
-    return llm, template
+    return runtime.open_llm(path, **settings), template
 
 
 def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
@@ -455,6 +450,8 @@ def play_agent(args, folder, settings, tasks):
     left = [task for task in tasks if name_of(task) not in done]
     if any(done.get(name_of(task), {"task": task})["task"] != task for task in tasks):
         raise ValueError(f"{folder}: other tasks with these ids were played; choose another --out")
+    if left and args.agent == "model" and not args.url:
+        runtime.check_values(settings["model"])
     rows, wins = partial(play_rows, args, folder.name, settings["model"]), []
     if args.agent != "person":  # a person needs this process's terminal
         rows = partial(apart, "evaluate.py", rows, args=args)

@@ -718,6 +718,8 @@ def talk_fault(messages):
 
 def load_template(path):
     """The Template of a folder or hub name; ValueError says why it cannot be used."""
+    # its report on a model's weights takes a screen; check_weights says the same in a line
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import AutoTokenizer, GenerationConfig
 
     check_model(path)
@@ -791,12 +793,6 @@ def open_llm(path, **settings):
             ValueError) as error:
         raise ValueError(f"{path}: vLLM does not start: {type(error).__name__}: {error}"
                          ) from error
-
-
-def bad_weight(model):
-    """The name of a weight that is not finite, "" if there is none; for LLM.apply_model."""
-    return next((name for name, weight in model.named_parameters()
-                 if weight.is_floating_point() and not weight.isfinite().all()), "")
 
 
 def load_engine(args, device):
@@ -1128,6 +1124,19 @@ def check_shard(path):
     if not ends or 8 + head + max(ends) != size:
         raise ValueError(f"{path} is truncated or damaged ({size:,} bytes); copy or download it "
                          "again")
+
+
+def check_values(path):
+    """Refuse a folder whose weights are not finite: vLLM would play it without a word."""
+    from safetensors import safe_open
+
+    for shard in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(shard, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                weight = file.get_tensor(name)
+                if weight.is_floating_point() and not weight.isfinite().all():
+                    raise ValueError(f"{shard}: {name} holds values that are not finite; copy or "
+                                     "download it again")
 
 
 def check_weights(lm, template, loaded):
@@ -1613,3 +1622,7 @@ def load_tasks(source, load, limit=None, split=None):
     if twice:
         raise ValueError(f"{path}: two tasks have the id {twice!r}, which must be unique")
     return tasks
+
+
+if __name__ == "__main__":  # python -m runtime WORDS, as torchrun WORDS
+    run("torchrun", torchrun, sys.argv[1:])

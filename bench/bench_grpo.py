@@ -41,7 +41,7 @@ import grpo  # noqa: E402
 import runtime  # noqa: E402
 from runtime import read_jsonl  # noqa: E402
 from sandbox import open_database  # noqa: E402
-from travel.world import Travel, load_task  # noqa: E402
+from travel.world import Travel  # noqa: E402
 
 VOCABULARY = 151936  # Qwen2.5's
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",

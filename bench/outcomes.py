@@ -1,11 +1,11 @@
 """
-What stands behind the axes of docs/results.md: of each run, which tasks it solves and what its
-updates looked like. `keep` prints it, `unpack` makes of it what look.report reads, so that tables
-are made anew, or by another statistic, without the hours of the runs.
+The data of the axes in docs/results.md: which tasks each run solves, and numbers of its updates.
+`keep` prints them; `unpack` turns them into files that recipes/axes.py reads, so that tables can be
+made again, or by another statistic, without the hours of the runs.
 
     python bench/outcomes.py keep out/tiny-0/axis/runs/* > docs/outcomes.jsonl
     python bench/outcomes.py unpack docs/outcomes.jsonl --out out/axes
-    python -m look.report --axis reward --out out/axes --runs \\
+    python -m recipes.axes --axis reward --out out/axes --runs \\
         sum=out/axes/grpo-sum-mixed-400-fail-00-s0/eval/rl sum=...
 
 Runs are comparable that start from one SFT checkpoint, whose sha256 is `sft`.
@@ -18,7 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from evaluate import name_of  # noqa: E402
-from look.report import log_rows, read_runs  # noqa: E402
+from look.report import log_rows  # noqa: E402
+from recipes.axes import read_runs  # noqa: E402
 
 # of an update, as means over its plays: success, tokens trained on, groups of equal reward; seconds
 UPDATE = ["success", "loss_tokens", "uniform", "sync_s", "play_s", "judge_s", "learn_s"]
@@ -65,8 +66,8 @@ def keep(runs):
 
 
 def unpack(file, out):
-    """OUT/NAME/eval/rl/episodes.jsonl and OUT/NAME/rl/log.jsonl of each line, as look.report reads
-    them."""
+    """Write OUT/NAME/eval/rl/episodes.jsonl and OUT/NAME/rl/log.jsonl for each line, as
+    recipes/axes.py reads them."""
     for line in map(json.loads, file.open()):
         model = "rl" if line["updates"] else "sft"
         files = {f"{model}/log.jsonl": [

@@ -1,20 +1,21 @@
 """
-What an update of grpo.py or arpo.py saw of every token, for report.py to show.
+Write what an update of grpo.py or arpo.py did to every token, for look.report to show.
 
-    (1) learn keeps, of each micro-batch, the tensors that the loss was made of, as they are
-    (2) write_tokens gathers them from the ranks that learnt, after the update, and rank 0 writes a
-        line per play, in the order of OUT/rollouts/<step>.jsonl, so that line n is of that play
+    (1) learn() keeps, for each micro-batch, the tensors that the loss was computed from
+    (2) after the update write_tokens() gathers them from all ranks; rank 0 writes a line per play,
+        in the order of OUT/rollouts/<step>.jsonl, so that line n of both files is the same play
 
-Nothing is computed that the update needs: a run with --microscope has the weights of one without.
-A line: name, query, parent and shared (of arpo.py's forks: whose first tokens it took over, and how
-many), reward, advantage, tokens (texts, which joined are the play's), mask (1 where the policy
-spoke), engine (its log-probability of each policy token, null where a tool said it), clip (the
-bounds of w); and if the play was in the loss, of each policy token: trainer (the trainer's
-log-probability), w (the importance weight, before it is clipped), side (-1 clipped from below, 1
-from above, else 0), gain (its advantage), entropy (nats). `group` is the tree of its query: of each
-play name, parent, shared, length, where its prompt ends, reward, advantage and stop.
+It computes nothing that the update needs: a run with --microscope ends with the same weights.
 
-Reads   what the stage hands over
+Keys of a line: name, query; parent and shared (for arpo.py's forks: the play it was forked from,
+and how many first tokens it took over); reward, advantage; tokens (their texts, which joined are
+the play's); mask (1 for the policy's tokens); clip (the bounds of w); group (the tree of its query:
+name, parent, shared, length, end of the prompt, reward, advantage and stop of each play).
+For each policy token: engine (log-probability in vLLM, null if a tool wrote the token). If the play
+was in the loss, also trainer (log-probability in the trainer), w (importance weight before it is
+clipped), side (-1 clipped from below, 1 from above, else 0), gain (advantage), entropy (in nats).
+
+Reads   the samples and tensors that the stage passes in
 Writes  OUT/microscope/<step>.jsonl, whole or not at all
 
     torchrun --standalone grpo.py --model out/sft --tasks data/rl.jsonl --out out/rl --microscope 10
@@ -25,14 +26,14 @@ import torch.distributed as dist
 
 from runtime import write_jsonl
 
-UNFINISHED = "\ufffd"  # what a tokenizer says of bytes that are no whole letter
+UNFINISHED = "\ufffd"  # what a tokenizer decodes an incomplete character to
 
 
 def write_tokens(path, samples, seen, template, args):
-    """Write a line per play of an update. Every rank takes part; rank 0 writes.
+    """Write a line per play of an update. Every rank must call this; rank 0 writes.
 
-    samples: of all ranks. seen: [((sample, weight) of a micro-batch, trainer's log pi, pi_old's,
-    advantage, entropy, side, each (N,) over its policy tokens)], what this rank learnt from.
+    samples: of all ranks. seen: what this rank learnt from, [([(sample, weight)] of a micro-batch,
+    log pi of the trainer, log pi_old, advantage, entropy, side, each (N,) over policy tokens)].
     """
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, columns_of(seen))
@@ -48,10 +49,10 @@ def write_tokens(path, samples, seen, template, args):
 
 
 def columns_of(seen):
-    """{name of a play: its columns} of the micro-batches of a rank."""
+    """{name of a play: its columns} for the micro-batches of a rank."""
     found = {}
     for batch, logps, old_logps, advantage, entropy, side in seen:
-        w = torch.exp((logps - old_logps).clamp(max=20))  # as in policy_loss
+        w = torch.exp((logps - old_logps).clamp(max=20))  # the same bound as in policy_loss
         counts = [sum(s.mask) for s, _ in batch]
         parts = [tensor.cpu().split(counts) for tensor in (logps, w, side, advantage, entropy)]
         for (s, _), *columns in zip(batch, *parts, strict=True):
@@ -63,7 +64,7 @@ def columns_of(seen):
 
 
 def line_of(s, tokenizer):
-    """A play as the engine saw it."""
+    """The part of a play's line that is known from sampling."""
     engine = [x if x < 1 else None for x, said in zip(s.logps, s.mask, strict=True) if said]
     return {"name": s.name, "query": s.query, "parent": getattr(s, "parent", ""),
             "shared": getattr(s, "shared", 0), "reward": s.reward, "advantage": s.advantage,
@@ -71,7 +72,7 @@ def line_of(s, tokenizer):
 
 
 def branch_of(s):
-    """A play's place in the tree of its query."""
+    """A play's entry in the tree of its query."""
     mask = list(s.mask)
     return {"name": s.name, "parent": getattr(s, "parent", ""), "shared": getattr(s, "shared", 0),
             "length": len(mask), "prompt": mask.index(1) if 1 in mask else len(mask),
@@ -79,12 +80,13 @@ def branch_of(s):
 
 
 def short(values, digits=7):
-    """Numbers at the digits that a reader can use; float32 has seven."""
+    """Round numbers to significant digits; float32 has seven."""
     return [value and float(f"{value:.{digits}g}") for value in values]
 
 
 def pieces(ids, tokenizer):
-    """The text of each token. A letter of several tokens stands at its last, "" at the others."""
+    """The text of each token. A character made of several tokens is the text of the last one; the
+    others have an empty text."""
     texts, held, decode = [], [], tokenizer.decode
     for token in ids:
         held.append(token)
@@ -92,7 +94,7 @@ def pieces(ids, tokenizer):
         text = decode(held)
         if not text.endswith(UNFINISHED):
             texts[-1], held = text, []
-        elif len(held) == 4:  # no letter has more bytes: some are of none, and one may begin later
+        elif len(held) == 4:  # UTF-8 has at most 4 bytes: some are invalid, a character may follow
             cut = next((i for i in (1, 2, 3) if decode(held[:i]) + decode(held[i:]) == text), 4)
             texts[cut - 5], held = decode(held[:cut]), held[cut:]
     if held:

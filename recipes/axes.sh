@@ -1,7 +1,7 @@
-# The paper's five axes [1 sec. 4], run from the recipe: bash run.sh SIZE axis NAME. Sourced by
-# run.sh where the SFT checkpoint is made; goes on from there with the recipe's own rl and evaluate
-# commands, other flags at their end, for every setting and seed, and ends with a table beside the
-# paper's numbers. AXIS_STEPS: updates of each run; AXIS_TASKS: held-out tasks each is judged by.
+# The paper's five axes [1 sec. 4]: bash run.sh SIZE axis NAME. run.sh sources this file once the
+# SFT checkpoint is made. Every setting and seed starts there and runs the recipe's rl and evaluate
+# commands with other flags appended; the last stage prints a table beside the paper's numbers.
+# AXIS_STEPS: updates of each run. AXIS_TASKS: number of held-out tasks that judge a run.
 
 if [[ $size == tiny ]]; then  # [2]
     AXIS_STEPS=${AXIS_STEPS:-$steps} AXIS_TASKS=${AXIS_TASKS:-400} apart=$DATA/val.jsonl best=''
@@ -14,9 +14,9 @@ else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the va
 fi
 runs=() faulty=()
 
-# An axis, a line per setting: its name, then what makes the run: algorithm, reward, tasks, per cent
-# of tool calls that fail. One of these changes along an axis, so that the axes share the run where
-# they cross. Tools fail in training; evaluations have none fail, those of noise a tenth, too.
+# Print a line per setting of the axis: its name, then the parts of its run: algorithm, reward,
+# tasks, per cent of tool calls that fail. An axis changes one part, so that axes share the run in
+# which they cross. Tools fail in training only; the axis of noise is also evaluated with 10%.
 settings() {
     local x tasks=mixed-$full plain=${reward/curriculum/macro}
     echo sft sft
@@ -42,7 +42,7 @@ settings() {
     esac
 }
 
-# train SEED RUN ALGORITHM REWARD TASKS FAIL   one setting's RL, from the SFT checkpoint
+# train SEED RUN ALGORITHM REWARD TASKS FAIL   RL of one setting, from the SFT checkpoint
 train() {
     local script=grpo.py more=()
     case $3 in
@@ -54,13 +54,13 @@ train() {
     esac
     [[ $5 != home-* ]] || more+=(--database "$database")
     words=("${rl[@]/#[ag]rpo.py/$script}")
-    # as many updates for all: fewer tasks come back more often [1]
+    # all settings get the same number of updates: fewer tasks are repeated more often [1]
     change --reward "$4" --tasks "$DATA/subsets/$5.jsonl" --failure-rate "0.${6#fail-}" \
         "${more[@]}" --steps "$AXIS_STEPS" --seed "$1" --save-every 10 --out "$2/rl"
     stage "rl-${2##*/}" "$2/rl/config.json" "${words[@]}"
 }
 
-# every setting and seed from the one SFT checkpoint
+# train and evaluate every setting and seed from the one SFT checkpoint
 study() {
     local seed label made run model
     words=("${tasks[@]}")
@@ -94,14 +94,14 @@ study() {
     done
 }
 
-# the axis of scale: three widths of tiny, each with its own base, sft and rl; or what the folders
-# of 1.5b, 3b and 7b hold
+# the axis of scale: at tiny size three widths, each with its own base, sft and rl; else the runs in
+# the folders of 1.5b, 3b and 7b
 scale() {
     local x seed folder made
     for x in $scales; do
         if [[ $size == tiny ]]; then
             folder=$OUT/axis/scale/width-$x
-            [[ $x != 192 ]] || folder=$OUT  # what tiny is
+            [[ $x != 192 ]] || folder=$OUT  # the recipe's own width
             MODEL='' FLAGS_init="--width $x" OUT=$folder DATA=$DATA bash run.sh tiny axis crossing
             for seed in $SEEDS; do
                 runs+=("width-$x-sft=$folder/axis/runs/sft-s$seed/eval/sft")
@@ -118,10 +118,10 @@ scale() {
 
 if [[ $axis == scale ]]; then scale; else study; fi
 [[ $axis != crossing ]] || exit 0
-# made anew: there may be another seed
+# make the table again: it may have another seed now
 [[ -n ${DRY:-} || $node != 0 ]] || rm -f "$OUT/axis/$axis.md" "$OUT/axis/failing/$axis.md"
-[[ $axis != noise ]] || stage axis-noise-failing "$OUT/axis/failing/noise.md" python -m look.report \
-    --axis noise --runs "${faulty[@]}" --out "$OUT/axis/failing"
-stage "axis-$axis" "$OUT/axis/$axis.md" python -m look.report --axis "$axis" --runs "${runs[@]}" \
-    --out "$OUT/axis"
+[[ $axis != noise ]] || stage axis-noise-failing "$OUT/axis/failing/noise.md" \
+    python -m recipes.axes --axis noise --runs "${faulty[@]}" --out "$OUT/axis/failing"
+stage "axis-$axis" "$OUT/axis/$axis.md" python -m recipes.axes --axis "$axis" \
+    --runs "${runs[@]}" --out "$OUT/axis"
 finish "$OUT/axis/$axis.md"

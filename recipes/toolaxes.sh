@@ -1,13 +1,13 @@
 # The axes of the tools world: bash run.sh SIZE axis NAME. Tool-Star's ablation [3] as runs.
-#   reward    RL by each rule of toolstar/verdict.py; the table shows the hack gauge beside success
-#   masking   RL that learns from what tools say, too
-#   noise     RL with tools that fail; all checkpoints are judged where none does
-#   dpo       RL alone, then a cycle of the self-critic, two; one straight from SFT; and, but for
-#             tiny, one of plays that were told the reward's principles
+#   reward    RL with each reward of toolstar/verdict.py; the table has the hack gauge, too
+#   masking   RL that also learns from the tokens that tools wrote
+#   noise     RL with failing tools; all checkpoints are evaluated with tools that work
+#   dpo       RL alone; then one cycle of the self-critic, two cycles; one cycle straight from SFT;
+#             and, except at tiny size, one whose plays were told the reward's principles
 #   helpers   the recipe's RL checkpoint, played without helpers, with each alone, with all
-# Sourced by toolstar.sh where the SFT checkpoint is made. Axes share runs: that of the recipe's
-# reward is made once. AXIS_STEPS: updates of RL's first cycle, and AXIS_TASKS: held-out tasks to be
-# judged by; unset, as the recipe's.
+# toolstar.sh sources this file once the SFT checkpoint is made. Axes share runs: the one with the
+# recipe's reward is made once. AXIS_STEPS: updates of the first cycle of RL. AXIS_TASKS: number of
+# held-out tasks that judge a run. Both default to the recipe's.
 runs=() scored=() plays=$OUT/axis/runs
 if [[ $size != tool-tiny ]]; then  # [3] prints no number of plays, pairs and RL's later updates
     again=(--steps 20)
@@ -17,18 +17,18 @@ if [[ $size != tool-tiny ]]; then  # [3] prints no number of plays, pairs and RL
         --seed "$SEED" --save-every 50 --resume)
 fi
 
-# judged LABEL FOLDER NAME=MODEL SEED [FLAG VALUE...]   a row: a model plays what is held out
+# judged LABEL FOLDER NAME=MODEL SEED [FLAG VALUE...]   a row: a model plays the held-out tasks
 judged() {
     words=("${evaluate[@]}")
     change --model "$3" ${AXIS_TASKS:+--limit "$AXIS_TASKS"} --seed "$4" "${@:5}" --out "$2/eval"
     stage "eval-${2##*/}" "$2/eval/table.md" "${words[@]}"
     [[ -n ${DRY:-} || $node != 0 || $3 != *"=$plays/"* ]] || rm -rf "${3#*=}/checkpoints"
-    local name=${1//%/}  # scores has a narrower idea of a name
+    local name=${1//%/}  # toolstar.scores allows fewer characters in a name
     runs+=("$1=$2/eval/${3%%=*}") scored+=("${name//+/-}-s$4=$2/eval/${3%%=*}")
 }
 
-# An axis, a line per setting: its name, then what makes the run: reward, masked results or not, per
-# cent of tool calls that fail
+# Print a line per setting of the axis: its name, then the parts of its run: reward, masked results
+# or not, per cent of tool calls that fail
 settings() {
     local x
     case $axis in
@@ -40,7 +40,7 @@ settings() {
     esac
 }
 
-# train FOLDER SEED REWARD RESULTS FAIL   one setting's RL, from the SFT checkpoint
+# train FOLDER SEED REWARD RESULTS FAIL   RL of one setting, from the SFT checkpoint
 train() {
     local more=()
     [[ $4 == masked ]] || more=(--train-results)
@@ -50,7 +50,7 @@ train() {
     stage "rl-${1##*/}" "$1/rl/config.json" "${words[@]}"
 }
 
-# critics SEED MODEL   the settings of dpo behind RL alone
+# critics SEED MODEL   the settings of dpo that follow RL alone
 critics() {
     local one=$plays/dpo-rl-s$1 two=$plays/dpo-rl-2-s$1 told=$OUT/axis/principles.txt
     local principles=database/prompts/principles.txt
@@ -63,7 +63,7 @@ critics() {
     judged two-cycles "$two" dpo="$two/dpo" "$1"
     critic "sft-s$1" "$plays/dpo-sft-s$1" "$OUT/sft" "$1" 1
     judged sft+dpo "$plays/dpo-sft-s$1" dpo="$plays/dpo-sft-s$1/dpo" "$1"
-    # tiny knows one system prompt: told more, 15 of its 1,280 plays were right
+    # tiny knows only its own system prompt: with the principles, 15 of 1,280 plays were right
     [[ $size != tool-tiny ]] || return 0
     stage principles "$told" python -m toolstar.tools prompt --database "$held" \
         --system-prompt "$DATA/system.txt" --principles $principles --out "$told"
@@ -84,7 +84,7 @@ study() {
     done
 }
 
-# a helper is the policy itself; refining must begin within the context, which tiny's default is not
+# the policy is its own helper; refining must begin within the context, which tiny's default exceeds
 helpers() {
     local x at=$OUT/axis/helpers small=()
     [[ $size != tool-tiny ]] || small=(--refine-at $((room / 2)) --reply 128)
@@ -98,8 +98,8 @@ helpers() {
 
 if [[ $axis == helpers ]]; then helpers; else study; fi
 table=$OUT/axis/tool-$axis.md sets=$OUT/axis/scores-$axis/table.md
-[[ -n ${DRY:-} || $node != 0 ]] || rm -f "$table" "$sets"  # there may be another seed
-if [[ $size == tool-star-* ]]; then  # set by set beside the paper's, as the recipe shows it
+[[ -n ${DRY:-} || $node != 0 ]] || rm -f "$table" "$sets"  # it may have another seed now
+if [[ $size == tool-star-* ]]; then  # set by set beside the paper's, as in the recipe
     stage "scores-$axis" "$sets" python -m toolstar.scores --tasks "$DATA/sets/tasks.jsonl" \
         --runs "${scored[@]}" ${JUDGE:+--judge "$JUDGE"} ${JUDGE_KEY:+--judge-key "$JUDGE_KEY"} \
         --out "${sets%/*}"
@@ -107,7 +107,7 @@ fi
 if [[ $axis == helpers ]]; then
     stage axis-helpers "$table" python -m toolstar.helpers table "${runs[@]}" --out "$table"
 else
-    stage "axis-$axis" "$table" python -m look.report --axis "tool-$axis" --runs "${runs[@]}" \
-        --out "$OUT/axis"
+    stage "axis-$axis" "$table" python -m recipes.axes --axis "tool-$axis" \
+        --runs "${runs[@]}" --out "$OUT/axis"
 fi
 finish "$table"

@@ -1,6 +1,6 @@
 """The report is one file that fetches nothing, and it shows what happened and nothing else.
 
-Curves, tables, traces and exports are of the same records, which are read and never written.
+Curves, traces and exports are made from the same records, which are read and never written.
 """
 import base64
 import gzip
@@ -194,7 +194,7 @@ def test_rollouts_are_chosen_from_all_of_the_training(run, tmp_path):
     assert {entry["step"] for entry in index["episodes"]} == {"00001", "00002"}
 
 
-def test_a_running_job_is_read_and_left_alone(run, tmp_path, capsys):
+def test_a_running_job_is_read_and_left_alone(run, tmp_path):
     """A file that another process appends to is never cut, whatever is asked for."""
     text = (run / "eval" / "after" / "episodes.jsonl").read_text()
     file = tmp_path / "eval" / "rl" / "episodes.jsonl"
@@ -202,8 +202,6 @@ def test_a_running_job_is_read_and_left_alone(run, tmp_path, capsys):
     file.write_text(text + text[:99])
     assert len(page_of(tmp_path)[1]) == 6
     report.main(["--trace", str(file)])
-    report.main(["--axis", "noise", "--runs", f"0%={file.parent}", "--out", str(tmp_path)])
-    assert "| 0% |  | 50.0 (50.0) |" in capsys.readouterr().out
     assert file.read_text() == text + text[:99]
 
 
@@ -409,7 +407,8 @@ class Browser:
             self.wait("document.querySelector('#view h3')")
 
     def js(self, expression):
-        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True,
+                         awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -426,6 +425,19 @@ class Browser:
     def texts(self, selector):
         nodes = f"document.querySelectorAll({json.dumps(selector)})"
         return self.js(f"[...{nodes}].map(node => node.textContent)")
+
+    def press(self, key):
+        """Press and release a key, as a keyboard does."""
+        code = {"ArrowDown": 40, "ArrowUp": 38, "Escape": 27}.get(key, ord(key[0].upper()))
+        typed = {"text": key} if len(key) == 1 else {}
+        for kind in ("keyDown", "keyUp"):
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code,
+                     **typed if kind == "keyDown" else {})
+
+    def width(self, pixels):
+        """Set the width of the window; below 500 it is a phone's."""
+        self.ask("Emulation.setDeviceMetricsOverride", width=pixels, height=844,
+                 deviceScaleFactor=1, mobile=pixels < 500)
 
     def keys(self):
         return self.js("[...document.querySelectorAll('#list a')].map(node => node.dataset.key)")
@@ -462,9 +474,11 @@ def test_curves_scores_and_failures_are_drawn(browser, run):
     browser.open(run / "report.html")
     assert browser.complaints() == []
     assert browser.texts("figcaption") == [
-        "success", "reward", "broken format and overlength", "entropy, nats",
+        "success", "reward", "format errors and overlength", "entropy, nats",
         "|Δ logp|, engine to trainer", "loss per policy token", "entropy, nats", "gradient norm"]
-    assert browser.count("figure path") == 2 + 1 + 2 + 1 + 2 + 3
+    assert browser.texts("figure .legend")[-1] == "gnorm3thick: running mean of 5"
+    assert browser.count("figure path:not(.noisy)") == 2 + 1 + 2 + 1 + 2 + 3
+    assert browser.count("figure path.noisy") == 3, "only SFT has enough steps to be smoothed"
     assert browser.js("document.querySelector('figure circle').getAttribute('cx') > 0")
     assert browser.texts("figure .legend span")[:2] == ["success0.889", "val_success0.5"]
     after = next(row for row in browser.texts("#means tr") if row.startswith("eval/after"))
@@ -502,9 +516,13 @@ ROLLOUTS = [f"rl/rollouts/{step}/r{i}{play}" for step in ("00001", "00002") for 
     ({"q": "NUMBER 4"}, [AFTER[4], BEFORE[4]]),
     ({"q": "r1", "level": "medium"}, [key for key in ROLLOUTS if "/r1" in key]),
     ({"q": "nothing says this"}, []),
+    ({"q": "ROLLOUTS/00002/R1"}, [key for key in ROLLOUTS if "00002/r1" in key]),
+    ({"q": "nowhere diner"}, [AFTER[1]]),  # of a dialogue
+    ({"q": "plan trips"}, []),  # of the system prompt, which all have
 ], ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "")
 def test_filters_show_exactly_those(browser, run, state, keys):
     browser.open(run / "report.html", **state)
+    browser.wait("search.done")
     assert sorted(browser.keys()) == sorted(keys)
     assert browser.texts("#shown")[0].startswith(f"{len(keys)} of 24 episodes")
     assert browser.complaints() == []
@@ -516,9 +534,8 @@ def test_choosing_typing_and_walking_end_up_in_the_address(browser, run):
         browser.js(f"(() => {{ const node = document.getElementById('{name}'); "
                    f"node.value = '{value}'; node.{event}({{target: node}}); }})()")
     assert len(browser.keys()) == 4 and "level=hard&q=t" in browser.js("location.hash")
-    for key, at in (("j", 0), ("ArrowDown", 1), ("j", 2), ("k", 1)):
-        event = f"new KeyboardEvent('keydown', {{key: '{key}', bubbles: true}})"
-        browser.js(f"document.body.dispatchEvent({event})")
+    for key, at in (("j", 0), ("j", 1), ("j", 2), ("k", 1)):
+        browser.press(key)
         assert browser.js("document.querySelector('#list .on').dataset.key") == browser.keys()[at]
     name = json.dumps(browser.keys()[1].split("/")[-1])
     browser.wait(f"document.querySelector('#view h3')?.textContent === {name}")
@@ -532,13 +549,13 @@ def test_an_episode_shows_its_turns_verdicts_and_the_offending_cell(browser, run
     assert browser.texts("#view summary")[2].startswith("1 SearchCity(state=Nowhere) → ")
     assert browser.texts("#view .text")[2] == "look around"
     city = read_jsonl(run / "eval/after/episodes.jsonl")[1]["plan"][1]["current_city"]
-    (cell,) = browser.texts("td.off")
-    assert cell.partition("there is")[0] == f"Nowhere Diner, {city}"
-    mark = browser.js("document.querySelector('td.off small').dataset.check")
+    (cell,) = browser.texts(".days .off")
+    assert cell.partition("there is")[0] == f"dinnerNowhere Diner, {city}"
+    mark = browser.js("document.querySelector('.off small').dataset.check")
     assert mark == "is_valid_information_in_sandbox"
-    assert browser.js("document.querySelector('td.off').cellIndex") == 2
-    assert browser.texts("th.off") == []
-    verdicts = browser.texts("#view .checks > div")
+    place = browser.js("({...document.querySelector('.days .off').dataset})")
+    assert place == {"day": "2", "field": "dinner"}
+    verdicts = browser.texts("#view .checks > div > div")
     assert "✓is_not_absent" in verdicts and "–valid_cost" in verdicts
     why = "✗is_valid_information_in_sandbox: day 2: dinner: "
     assert any(line.startswith(why) for line in verdicts)
@@ -548,7 +565,7 @@ def test_an_episode_shows_its_turns_verdicts_and_the_offending_cell(browser, run
 
 def test_the_whole_plan_is_marked_where_no_day_is_to_blame(browser, run):
     browser.open(run / "report.html", ep="eval/after/t2")
-    assert browser.texts("td.off") == []
+    assert browser.texts(".days .off") == []
     assert any("the budget is $1" in line for line in browser.texts(".plan > div"))
 
 
@@ -581,7 +598,7 @@ def test_roles_are_shown_on_demand_with_no_invented_number(browser, run):
         said[message["role"] == "assistant"] += len(message["content"])
     note = browser.texts("#view p.note")[0]
     assert all(f"{characters:,} characters" in note for characters in said.values())
-    assert "101 tokens, not by role" in note
+    assert "101 tokens; no count by role" in note
     assert "policy, mask 1" in browser.texts(".policy .role")[0]
     assert "world, mask 0" in browser.texts(".world .role")[0]
     browser.open(run / "report.html", ep="eval/before/t1", roles=1)
@@ -602,8 +619,9 @@ def test_two_plays_of_a_task_stand_side_by_side(browser, run):
 def test_another_worlds_episode_is_shown_without_days_and_checks(browser, calculator):
     browser.open(calculator / "report.html", level="2", ep="sums/7")
     assert browser.keys() == ["sums/7"] and browser.count("#bars") == 0
-    assert browser.texts(".plan .text") == ["2"] and browser.count(".plan table") == 0
-    assert browser.texts(".checks > div") == ["digits 0.25", "success 1"]
+    assert browser.texts(".plan .text") == ["2"] and browser.count(".plan .day") == 0
+    assert browser.texts(".checks .numbers > div") == ["digits 0.25", "success 1"]
+    assert browser.texts("#view h2") == ["Score", "Answer", "Dialogue"]
     assert browser.texts("#view summary")[2] == "1 Add(a=1, b=1) → 2"
     assert browser.complaints() == []
 
@@ -626,7 +644,7 @@ def test_hostile_text_stays_text(browser, hostile):
     browser.js("[...document.querySelectorAll('#view button')]"
                ".find(b => b.textContent.includes('1,000,000')).click()")
     assert browser.js(characters) > 1_000_000
-    assert browser.texts("td.off small")[0].startswith("</script>")
+    assert browser.texts(".days .off small")[0].startswith("</script>")
 
 
 def test_a_play_is_shown_token_by_token_with_its_numbers(browser, lens):
@@ -691,21 +709,15 @@ def test_hostile_text_stays_text_in_every_view(browser, lens, state):
     assert all(hostile in text for hostile in HOSTILE[:3] + HOSTILE[6:])
 
 
-def key(browser, name):
-    """Press a key where the focus is."""
-    event = f"new KeyboardEvent('keydown', {{key: '{name}', bubbles: true}})"
-    browser.js(f"document.activeElement.dispatchEvent({event})")
-
-
 def test_walking_keeps_the_comparison_and_the_focus(browser, run):
     browser.open(run / "report.html", source="eval/after", ep=AFTER[0], vs=BEFORE[0])
     browser.js("document.querySelector('#list .on').focus()")
     for step in (1, 2):
-        key(browser, "j")
+        browser.press("j")
         browser.wait(f"document.querySelector('#view h3')?.textContent === 't{step}'")
         assert browser.texts(".fact h3") == ["eval/after", "eval/before"]
         assert browser.js("document.activeElement.dataset.key") == AFTER[step]
-    key(browser, "k")
+    browser.press("k")
     assert browser.js("document.activeElement.dataset.key") == AFTER[1]
     browser.js("document.activeElement.click()")
     assert browser.js("document.activeElement.dataset.key") == AFTER[1]
@@ -736,17 +748,230 @@ def luminance(colour):
     return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-@pytest.mark.parametrize("state", [
-    {}, {"ep": AFTER[1], "vs": BEFORE[1]}], ids=["overview", "episode"])
-def test_on_a_phone_columns_stack_and_nothing_is_wider_than_it(browser, run, state):
-    browser.ask("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1,
-                mobile=True)
-    browser.open(run / "report.html", **state)
-    assert browser.js("innerWidth") == 390
-    assert browser.js("document.documentElement.scrollWidth") == 390
-    tops = "[...document.querySelectorAll('.fact')].map(box => box.getBoundingClientRect().left)"
-    assert len(set(browser.js(tops))) <= 1
+def test_a_search_goes_through_dialogues_and_marks_the_turns_it_finds(browser, run):
+    browser.open(run / "report.html", ep=AFTER[1], q="nowhere diner")
+    browser.wait("search.done && search.hits.size === 1")
+    assert browser.texts("#view summary .found") == ["found"]
+    found = "document.querySelector('#view .found').closest('details')"
+    assert browser.js(f"{found}.querySelector('summary').textContent").startswith("2 answer")
+    browser.js("(() => { q.value = 'nowhere diners'; q.oninput({ target: q }); })()")
+    browser.wait("search.q === 'nowhere diners' && search.done")
+    assert browser.keys() == [] and browser.js("search.all") == 1, "a longer word is in no other"
+    assert browser.complaints() == []
+
+
+def test_plays_with_tokens_are_marked_and_can_be_filtered(browser, lens, run):
+    browser.open(lens / "report.html", view="episodes")
+    marked = [row for row in browser.texts("#list a") if "tokens" in row]
+    assert len(browser.keys()) == 6 and len(marked) == 3
+    browser.open(lens / "report.html", seen="with tokens")
+    assert browser.keys() == [f"rl/rollouts/00002/t{play}" for play in ("", " #2", " #3")]
+    browser.open(run / "report.html", view="episodes")
+    hidden = "getComputedStyle(document.querySelector('#filters #seen')).display"
+    assert browser.js(hidden) == "none", "no play of that run has tokens"
+
+
+def test_slash_goes_to_the_search_and_escape_leaves_it(browser, run):
+    browser.open(run / "report.html")
+    browser.press("/")
+    assert browser.js("document.activeElement.id") == "q"
+    for letter in "r1j":
+        browser.press(letter)
+    assert browser.js("q.value") == "r1j", "letters are typed, not commands"
+    browser.press("Escape")
+    assert browser.js("q.value") == "r1j" and browser.js("document.activeElement.id") == "view"
+    assert "q=r1j" in browser.js("location.hash")
+
+
+def test_arrow_keys_scroll_and_the_browsers_back_undoes_a_walk(browser, run):
+    browser.width(900)
+    browser.open(run / "report.html", ep=AFTER[1], open=1, source="eval/after")
+    browser.press("ArrowDown")
+    browser.wait("view.scrollTop > 0")
+    assert browser.js("state.ep") == AFTER[1]
+    for name in ("j", "j", "k"):
+        browser.press(name)
+    assert browser.js("state.ep") == AFTER[2]
+    for key in (AFTER[3], AFTER[2], AFTER[1]):
+        browser.js("history.back()")
+        browser.wait(f"state.ep === {json.dumps(key)}")
+    browser.wait("document.querySelector('#view h3').textContent === 't1'")
     browser.ask("Emulation.clearDeviceMetricsOverride")
+
+
+def test_a_click_in_the_list_lets_the_arrow_keys_scroll_the_episode(browser, run):
+    browser.open(run / "report.html", source="eval/after")
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.ask("Input.dispatchMouseEvent", type=kind, x=100, y=260, button="left",
+                    clickCount=1)
+    browser.wait("document.querySelector('#view h3')")
+    assert browser.js("document.activeElement.id") == "view"
+
+
+def test_verdicts_say_what_a_dash_means_where_there_is_one(browser, run, capsys):
+    browser.open(run / "report.html", ep=AFTER[1])
+    assert browser.texts(".checks small")[0].startswith("– not judged: ")
+    judged = [passed for passed, _ in
+              read_jsonl(run / "eval/after/episodes.jsonl")[0]["score"]["checks"].values()]
+    browser.open(run / "report.html", ep=AFTER[0])
+    assert browser.count(".checks small") == (None in judged)
+    report.main(["--trace", f"{run}/eval/after/episodes.jsonl:t3"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("-   not judged: ")
+
+
+def test_numbers_of_a_score_are_rounded(browser, tmp_path):
+    row = {"task": {"id": "t", "query": "?"}, "messages": [], "stop": "calls", "turns": 1,
+           "score": {"success": 1.0, "tool_seconds": 3.0616000000000003}, "strict": 1.0}
+    write_jsonl(tmp_path / "tools" / "episodes.jsonl", [row])
+    index, _ = page_of(tmp_path)
+    assert index["stops"] == ["calls"], "a world may have its own"
+    browser.open(tmp_path / "report.html", ep="tools/t")
+    assert browser.texts(".numbers > div") == ["success 1", "tool_seconds 3.06"]
+    assert browser.texts(".plan") == ["no answer"]
+
+
+def test_the_answer_of_a_world_with_checks_is_shown_as_it_is(browser, tmp_path):
+    row = {"task": {"id": "t", "query": "?"}, "messages": [], "stop": "answer", "plan": "2",
+           "score": {"success": 1.0, "checks": {"fast": [True, None]}}, "strict": 1.0}
+    write_jsonl(tmp_path / "m" / "episodes.jsonl", [row])
+    report.main([str(tmp_path)])
+    browser.open(tmp_path / "report.html", ep="m/t")
+    assert browser.texts("#view h2") == ["Verdicts", "Answer", "Dialogue"]
+    assert browser.texts(".plan .text") == ["2"] and browser.texts(".checks") == ["✓fast"]
+
+
+def test_text_of_a_model_has_its_own_direction(browser, tmp_path, mini):
+    task, plan = trip(mini)
+    arabic = "\u062e\u0637\u0637 \u0644\u0631\u062d\u0644\u0629"
+    row = played(task | {"id": "t", "query": arabic * 40}, plan, mini)
+    row["plan"][0]["lunch"] = arabic
+    row["messages"][-1]["content"] = f"<think>{arabic}</think>"
+    write_jsonl(tmp_path / "m" / "episodes.jsonl", [row])
+    report.main([str(tmp_path)])
+    browser.open(tmp_path / "report.html", ep="m/t", open=1)
+    right_to_left = browser.js("""[...document.querySelectorAll('[dir=auto]')]
+        .filter(node => node.matches(':dir(rtl)')).map(node => node.className || node.tagName)""")
+    assert {"grow", "P", "text", "SPAN"} <= set(right_to_left)
+    # the row of the list is cut off at the end of the text, which is on the left
+    assert browser.js("""(() => { const spans = document.querySelectorAll('#list a .note span');
+        return getComputedStyle(spans[spans.length - 1]).direction; })()""") == "rtl"
+
+
+@pytest.mark.parametrize("steps", [2, 11, 101, 1001])
+def test_the_last_label_of_an_axis_is_whole(browser, tmp_path, steps):
+    write_jsonl(tmp_path / "log.jsonl", [{"step": i, "loss": 1.0} for i in range(steps)])
+    report.main([str(tmp_path)])
+    browser.width(390)
+    browser.open(tmp_path / "report.html")
+    assert browser.js("""[...document.querySelectorAll('svg text')].every(label => {
+        const { x, width } = label.getBBox();
+        return x >= 0 && x + width <= 400; })""")
+    browser.ask("Emulation.clearDeviceMetricsOverride")
+
+
+def test_noisy_curves_have_a_running_mean(browser, run):
+    browser.open(run / "report.html")
+    values = [1.0, 2.0, 6.0, 1.0]
+    assert report.running_mean(values, 2) == [1.0, 1.5, 4.0, 3.5]
+    points = json.dumps(list(enumerate(values)))
+    assert browser.js(f"runningMean({points}, 2)") == [[0, 1], [1, 1.5], [2, 4], [3, 3.5]]
+    widths = {1: 1, 19: 1, 20: 5, 100: 5, 101: 6, 1000: 50}
+    assert {points: report.window(points) for points in widths} == widths
+    assert browser.js(f"{list(widths)}.map(n => windowOf({{ length: n }}))") == [*widths.values()]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory, mini):
+    """A page of 120 episodes of 3, 5 and 7 days whose plans and texts are as wide as they get, and
+    a play of each with another checkpoint."""
+    folder, (task, plan) = tmp_path_factory.mktemp("wide"), trip(mini)
+    word, arabic = "Supercalifragilistic" * 150, "\u0645\u0637\u0639\u0645 " * 50
+    for agent in ("a", "b-" + "long" * 20):
+        rows = []
+        for i in range(60):
+            days = [plan[n % 3] | {"day": n + 1} for n in range((3, 5, 7)[i % 3])]
+            kind = i // 3 % 5
+            days[1]["dinner"] = ("-", word, arabic, "Nowhere Diner, Ely", "\U0001f35c" * 300)[kind]
+            asked = task | {"id": f"t{i}{word[:kind * 700]}", "days": len(days),
+                            "query": f"{(word, arabic)[i % 2]} {i}", "level": "easy"}
+            rows.append(played(asked, plan, mini))
+            _, score = judge(asked, json.dumps(days), mini)
+            score.pop("strict")
+            rows[-1] |= {"plan": days if i % 7 else None, "score": score, "tokens": 10**6 + i,
+                         "stop": ("answer", "turns", "context", "calls")[i % 4]}
+            rows[-1]["messages"].append({"role": "assistant", "content": word + arabic})
+            rows[-1]["tools"] = [{"name": word[:kind * 9], "arguments": {"code": word},
+                                  "status": "timeout", "seconds": 10.25, "repeated": True}]
+        write_jsonl(folder / "eval" / agent / "episodes.jsonl", rows)
+    log = [{"step": i, "success": i / 300, "reward": 1.0, "tokens": 1e6 + i} for i in range(300)]
+    write_jsonl(folder / "rl" / "log.jsonl", log)
+    report.main([str(folder)])
+    return folder
+
+
+# what is wider than it may be: the page and all in it that does not scroll by itself on purpose
+TOO_WIDE = """(() => {
+    const over = [...document.querySelectorAll('html, #overview, #side, #view')]
+        .filter(node => node.clientWidth && node.scrollWidth > node.clientWidth);
+    const edge = document.documentElement.clientWidth, outside = [...document.querySelectorAll(
+        '#view .checks [data-check], #view .day > *, #view .tools td, figure, #list .tag')]
+        .filter(node => node.getBoundingClientRect().right > edge);
+    return [...over, ...outside].map(node => node.id || node.className || node.tagName); })()"""
+
+
+@pytest.mark.parametrize("width", [390, 768, 900, 1280])
+def test_no_view_of_120_episodes_scrolls_sideways(browser, wide, width):
+    browser.width(width)
+    browser.open(wide / "report.html")
+    assert browser.js(TOO_WIDE) == [] and browser.js("innerWidth") == width
+    keys = [entry["key"] for entry in contents(wide / "report.html")[0]["episodes"]]
+    assert len(keys) == 120
+    views = [{"view": "episodes"}, *({"ep": key} for key in keys),
+             *({"ep": key, "open": "1", "roles": "1"} for key in keys[::8]),
+             *({"ep": key, "vs": other} for key, other in zip(keys[:60], keys[60:], strict=True))]
+    wrong = browser.js(f"""(async () => {{ const wrong = [];
+        for (const view of {json.dumps(views)}) {{
+            history.replaceState(null, '', link(view));
+            await render();
+            const found = {TOO_WIDE};
+            const checks = document.querySelectorAll('#view .checks [data-check]').length;
+            if (found.length || view.ep && !checks) wrong.push([view, checks, ...found]);
+        }}
+        return wrong; }})()""")
+    assert wrong == [] and browser.complaints() == []
+    browser.ask("Emulation.clearDeviceMetricsOverride")
+
+
+@pytest.mark.parametrize("state", [
+    {"ep": "rl/rollouts/00002/t #2", "tokens": 1, "at": 0}, {"ep": "tools/w", "open": 1},
+    {"ep": "dpo/pairs/q", "open": 1}], ids=["tokens", "tools", "pairs"])
+@pytest.mark.parametrize("width", [390, 768, 900, 1280])
+def test_no_view_of_tokens_tools_and_pairs_scrolls_sideways(browser, lens, state, width):
+    browser.width(width)
+    browser.open(lens / "report.html", **state)
+    assert browser.js(TOO_WIDE) == []
+    browser.ask("Emulation.clearDeviceMetricsOverride")
+
+
+def test_on_a_phone_compared_plays_stack(browser, run):
+    browser.width(390)
+    browser.open(run / "report.html", ep=AFTER[1], vs=BEFORE[1])
+    lefts = "[...document.querySelectorAll('.fact')].map(box => box.getBoundingClientRect().left)"
+    assert len(browser.js(lefts)) == 2 and len(set(browser.js(lefts))) == 1
+    browser.ask("Emulation.clearDeviceMetricsOverride")
+
+
+@pytest.mark.parametrize("state, box", [({}, "overview"), ({"ep": AFTER[1], "open": 1}, "view")],
+                         ids=["overview", "episode"])
+def test_a_print_has_all_of_a_view_and_no_list(browser, run, state, box):
+    browser.open(run / "report.html", **state)
+    browser.ask("Emulation.setEmulatedMedia", media="print")
+    assert browser.js(f"{box}.scrollHeight <= {box}.clientHeight + 1"), "nothing is cut off"
+    assert browser.js("document.documentElement.scrollHeight") > 1000
+    assert browser.js("side.getBoundingClientRect().width") == 0
+    browser.ask("Emulation.setEmulatedMedia", media="")
+    pdf = base64.b64decode(browser.ask("Page.printToPDF")["data"])
+    assert len(re.findall(rb"/Type ?/Page\b", pdf)) >= 2
 
 
 def test_a_megabyte_of_text_is_laid_out_in_parts_and_none_of_it_is_lost(browser, hostile):
@@ -783,14 +1008,21 @@ def test_five_thousand_episodes_open(browser, tmp_path, mini):
     write_jsonl(tmp_path / "many" / "episodes.jsonl", rows)
     report.main([str(tmp_path)])
     browser.open(tmp_path / "report.html", ep="many/t4999")
+    print(f"{(tmp_path / 'report.html').stat().st_size / 1e6:.1f} MB, ready after "
+          f"{browser.js('document.documentElement.dataset.readyMs')} ms")
     assert browser.texts("#shown")[0].startswith("5,000 of 5,000") and 0 < len(browser.keys()) < 60
     assert browser.texts("#view h3")[0] == "t4999" and browser.complaints() == []
     browser.js("document.getElementById('list').scrollTop = 46 * 2500")
     browser.wait("[...document.querySelectorAll('#list a')]"
                  ".some(a => a.dataset.key === 'many/t2500')")
+    began = time.monotonic()
+    browser.js("(() => { q.value = 'no such words'; q.oninput({ target: q }); })()")
+    browser.wait("search.done && search.q === 'no such words'")
+    print(f"all dialogues are searched in {time.monotonic() - began:.1f} s")
+    assert browser.keys() == [] and browser.js("search.seen") == 5000
 
 
-# ------------------------------------------------------------------------ logs, traces, axes
+# ------------------------------------------------------------------------------ logs and traces
 
 
 def test_curves_are_a_picture(run, tmp_path):
@@ -831,7 +1063,7 @@ def test_a_trace_is_the_dialogue_and_its_verdicts(run, capsys, name, query, last
 
 
 @pytest.mark.parametrize("words, message", [
-    (["{run}/nothing"], "is no folder"), (["{run}/nothing", "--curves"], "no log.jsonl"),
+    (["{run}/nothing"], "is not a folder"), (["{run}/nothing", "--curves"], "no log.jsonl"),
     (["{run}/eval", "--curves"], "log.jsonl"),
     (["--trace", "{run}/eval/after/episodes.jsonl:t9"], "no such episode"),
     (["--trace", "{run}/nothing.jsonl"], "nothing.jsonl"),
@@ -847,109 +1079,3 @@ def test_a_broken_line_within_a_file_is_named(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step"\n{"step": 2}\n')
     with pytest.raises(SystemExit, match="log.jsonl, line 2: not JSON"):
         report.main([str(tmp_path)])
-
-
-def evaluated(folder, wins, updates=()):
-    """OUT/eval/rl of a run: a task per number of wins; at most two pass strictly."""
-    rows = [{"task": {"id": f"t{i}"}, "score": {"success": win}, "strict": float(win and i < 2)}
-            for i, win in enumerate(wins)]
-    rows.append({"task": {"id": "t"}})  # was not judged
-    write_jsonl(folder / "eval" / "rl" / "episodes.jsonl", rows)
-    lines = [{"step": 0, "val_success": 0.1}]
-    for step, (success, tokens) in enumerate(updates, 1):
-        learn = 93.0 if tokens == 1000 else 3.0
-        lines.append({"step": step, "success": success, "loss_tokens": tokens, "sync_s": 1.0,
-                      "play_s": 2.0, "judge_s": 0.5, "learn_s": learn, "val_s": 99.0})
-    if updates:
-        write_jsonl(folder / "rl" / "log.jsonl", lines)
-    return folder / "eval" / "rl"
-
-
-def cells(text):
-    """The cells of a markdown table."""
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-
-
-def test_the_table_of_an_axis_by_hand(tmp_path, capsys):
-    one = evaluated(tmp_path / "a", [1.0, 1.0, 0.0, 1.0], [(0.1, 1000), (0.3, 3000)])
-    two = evaluated(tmp_path / "b", [1.0, 0.0, 0.0, 0.0], [(0.2, 2000), (0.4, 4000)])
-    sft = evaluated(tmp_path / "c", [0.0, 0.0, 0.0, 0.0])
-    none = tmp_path / "none" / "eval" / "rl"
-    runs = [f"sft={sft}", f"sum={one}", f"macro={none}", f"sum={two}"]
-    report.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs])
-    table = (tmp_path / "reward.md").read_text()
-    assert capsys.readouterr().out == f"macro: {none} holds no judged episodes yet\n{table}\n"
-    head, _, *lines = cells(table)
-    # what only the paper ran stands below
-    assert [line[0] for line in lines] == ["sft", "sum", "macro", "success", "curriculum"]
-    assert lines[3][:3] == ["success", "33.8 / 46.6 / 60.9", "not run"]
-    # 75% and 25%, mean 50; tasks 1.0 0.5 0.0 0.5; strict 2 and 1 of 4; 10,000 tokens in 4 updates
-    # of 6.5 s, one of which was held up
-    assert lines[1][:3] == ["sum", "33.1 / 47.0 / 62.8", "50.0 (75.0, 25.0)"]
-    assert lines[1][4:] == ["", "", "37.5", "2,500", "6.5", "2"]
-    low, high = map(float, lines[1][3].split(" to "))
-    assert low == pytest.approx(12.5, abs=6.3) and high == pytest.approx(87.5, abs=6.3)
-    assert lines[0][1:4] == ["6.9 / 12.2 / 19.7", "0.0 (0.0)", "0.0 to 60.2"]
-    assert lines[0][4].startswith("-50.0 (-") and lines[0][6:] == ["0.0", "", "", "0"]
-    assert lines[2][1:] == ["30.1 / 48.2 / 58.9", "not run", *[""] * 7]
-    assert {len(line) for line in lines} == {len(head)}
-
-
-def test_an_axis_tells_how_far_apart_settings_are_and_what_would_tell_them_apart(tmp_path):
-    made = {"sum": ([1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]),
-            "macro": ([1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]),
-            "success": ([1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0])}
-    runs = [f"{name}={evaluated(tmp_path / f'{name}{seed}', wins, [(0.1, 1000)])}"
-            for name, seeds in made.items() for seed, wins in enumerate(seeds)]
-    report.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs])
-    head, _, *lines = cells((tmp_path / "reward.md").read_text())
-    assert head[4:6] == ["less the first trained", "tasks, seeds to tell"]
-    assert lines[0][4:6] == ["", ""]
-    # of tasks 0, 1/2, 1, 0, whose variance is 11/48; of seeds 1/4, 1/2, 1/32: 7.84 x over 9/64
-    assert lines[1][4].startswith("+37.5 (") and lines[1][5] == "13, 2"
-    # of tasks 0, -1/2, 1/2, 0; of seeds 0, 0: nothing to tell
-    assert lines[2][4].startswith("+0.0 (-") and lines[2][5] == "-, -"
-    other = evaluated(tmp_path / "other", [])
-    write_jsonl(other / "episodes.jsonl", [{"task": {"id": "else"}, "score": {"success": 1.0},
-                                            "strict": 1.0}])
-    report.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs, f"sft={other}"])
-    lines = cells((tmp_path / "reward.md").read_text())
-    (sft,) = (line for line in lines if line[0] == "sft")
-    assert sft[4:6] == ["no task in common", ""]
-
-
-def test_the_algorithms_stand_beside_the_papers_minutes(tmp_path):
-    one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000)])
-    report.main(["--axis", "algorithm", "--out", str(tmp_path), "--runs", f"arpo={one}"])
-    head, _, arpo, *_ = cells((tmp_path / "algorithm.md").read_text())
-    assert (arpo[0], arpo[-1]) == ("arpo", "9.5 / 13.3 / 13.3") and "min" in head[-1]
-
-
-def test_the_hack_gauge_of_an_axis_is_of_the_last_tenth_of_updates(tmp_path):
-    runs = []
-    for seed, last in enumerate((0.5, 0.1)):
-        folder = evaluated(tmp_path / f"{seed}", [1.0, 0.0], [(0.1, 1000)] * 20)
-        log = tmp_path / f"{seed}" / "rl" / "log.jsonl"
-        rows = [json.loads(line) for line in log.read_text().splitlines()]
-        for row in rows:
-            end = row["step"] > 18  # two of twenty
-            row |= {"gap": last if end else 9.0, "decorative": 0.25, "reward": float(row["step"])}
-        write_jsonl(log, rows)
-        runs.append(f"released={folder}")
-    sft = evaluated(tmp_path / "sft", [0.0, 0.0])
-    report.main(["--axis", "tool-reward", "--runs", f"sft={sft}", *runs, "--out", str(tmp_path)])
-    head, _, *lines = cells((tmp_path / "tool-reward.md").read_text())
-    assert head[-3:] == ["gap, last tenth", "decorative, last tenth", "reward, last tenth"]
-    made = {line[0]: line for line in lines}
-    assert made["released"][-3:] == ["0.300", "0.250", "19.500"]
-    assert made["sft"][-3:] == ["", "", ""] and made["sft"][2].startswith("0.0")
-    assert made["answer"][1:3] == ["50.4 / 50.3 / 83.1 / 80.2", "not run"]
-    assert {len(line) for line in lines} == {len(head)}
-
-
-def test_an_axis_is_a_table_and_a_picture(tmp_path, capsys):
-    one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000), (0.3, 3000)])
-    runs = [f"0%={one}", f"5%={tmp_path}/none/eval/rl"]
-    report.main(["--axis", "noise", "--runs", *runs, "--out", str(tmp_path / "axis")])
-    assert (tmp_path / "axis" / "noise.md").read_text() in capsys.readouterr().out
-    assert (tmp_path / "axis" / "noise.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

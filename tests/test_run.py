@@ -622,7 +622,7 @@ def test_another_seed_of_an_axis_trains_what_is_missing_and_makes_the_table_anew
     assert run_sh(house, "tiny", "axis", "noise", SEEDS="0").returncode == 0
     first = calls(house)
     assert len(first) == len(dry("tiny", "axis", "noise", SEEDS="0"))
-    assert "-m look.report --axis noise" in first[-1]
+    assert "recipes.axes --axis noise" in first[-1]
     assert run_sh(house, "tiny", "axis", "noise", SEEDS="0 4").returncode == 0
     again = calls(house)[len(first):]
     assert len(again) == 4 + 2 * 5 + 2 and all("--seed 4 " in call for call in again[:-2])

@@ -1,0 +1,138 @@
+"""An axis is a table and a picture of several runs, beside the numbers that the papers print."""
+import json
+
+import pytest
+
+from recipes import axes
+from runtime import write_jsonl
+
+
+def evaluated(folder, wins, updates=()):
+    """OUT/eval/rl of a run: a task per number of wins; at most two pass strictly."""
+    rows = [{"task": {"id": f"t{i}"}, "score": {"success": win}, "strict": float(win and i < 2)}
+            for i, win in enumerate(wins)]
+    rows.append({"task": {"id": "t"}})  # was not judged
+    write_jsonl(folder / "eval" / "rl" / "episodes.jsonl", rows)
+    lines = [{"step": 0, "val_success": 0.1}]
+    for step, (success, tokens) in enumerate(updates, 1):
+        learn = 93.0 if tokens == 1000 else 3.0
+        lines.append({"step": step, "success": success, "loss_tokens": tokens, "sync_s": 1.0,
+                      "play_s": 2.0, "judge_s": 0.5, "learn_s": learn, "val_s": 99.0})
+    if updates:
+        write_jsonl(folder / "rl" / "log.jsonl", lines)
+    return folder / "eval" / "rl"
+
+
+def cells(text):
+    """The cells of a markdown table."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+
+
+def test_the_table_of_an_axis_by_hand(tmp_path, capsys):
+    one = evaluated(tmp_path / "a", [1.0, 1.0, 0.0, 1.0], [(0.1, 1000), (0.3, 3000)])
+    two = evaluated(tmp_path / "b", [1.0, 0.0, 0.0, 0.0], [(0.2, 2000), (0.4, 4000)])
+    sft = evaluated(tmp_path / "c", [0.0, 0.0, 0.0, 0.0])
+    none = tmp_path / "none" / "eval" / "rl"
+    runs = [f"sft={sft}", f"sum={one}", f"macro={none}", f"sum={two}"]
+    axes.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs])
+    table = (tmp_path / "reward.md").read_text()
+    said = capsys.readouterr().out
+    assert said.startswith(f"macro: no judged episodes in {none} yet\n{table}\n")
+    assert said.splitlines()[-1].startswith(f"{tmp_path}/reward.md: ")
+    head, _, *lines = cells(table)
+    # settings that only the paper ran come last
+    assert [line[0] for line in lines] == ["sft", "sum", "macro", "success", "curriculum"]
+    assert lines[3][:3] == ["success", "33.8 / 46.6 / 60.9", "not run"]
+    # 75% and 25%, mean 50; tasks 1.0 0.5 0.0 0.5; strict 2 and 1 of 4; 10,000 tokens in 4 updates
+    # of 6.5 s, one of which was held up
+    assert lines[1][:3] == ["sum", "33.1 / 47.0 / 62.8", "50.0 (75.0, 25.0)"]
+    assert lines[1][4:] == ["", "", "37.5", "2,500", "6.5", "2"]
+    low, high = map(float, lines[1][3].split(" to "))
+    assert low == pytest.approx(12.5, abs=6.3) and high == pytest.approx(87.5, abs=6.3)
+    assert lines[0][1:4] == ["6.9 / 12.2 / 19.7", "0.0 (0.0)", "0.0 to 60.2"]
+    assert lines[0][4].startswith("-50.0 (-") and lines[0][6:] == ["0.0", "", "", "0"]
+    assert lines[2][1:] == ["30.1 / 48.2 / 58.9", "not run", *[""] * 7]
+    assert {len(line) for line in lines} == {len(head)}
+
+
+def test_an_axis_has_differences_and_the_size_of_a_study_that_would_find_them(tmp_path):
+    made = {"sum": ([1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]),
+            "macro": ([1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]),
+            "success": ([1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0])}
+    runs = [f"{name}={evaluated(tmp_path / f'{name}{seed}', wins, [(0.1, 1000)])}"
+            for name, seeds in made.items() for seed, wins in enumerate(seeds)]
+    axes.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs])
+    head, _, *lines = cells((tmp_path / "reward.md").read_text())
+    assert head[4:6] == ["minus the first trained", "tasks, seeds to tell"]
+    assert lines[0][4:6] == ["", ""]
+    # of tasks 0, 1/2, 1, 0, whose variance is 11/48; of seeds 1/4, 1/2, 1/32: 7.84 x over 9/64
+    assert lines[1][4].startswith("+37.5 (") and lines[1][5] == "13, 2"
+    # of tasks 0, -1/2, 1/2, 0; of seeds 0, 0: nothing to tell
+    assert lines[2][4].startswith("+0.0 (-") and lines[2][5] == "-, -"
+    other = evaluated(tmp_path / "other", [])
+    write_jsonl(other / "episodes.jsonl", [{"task": {"id": "else"}, "score": {"success": 1.0},
+                                            "strict": 1.0}])
+    axes.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs, f"sft={other}"])
+    lines = cells((tmp_path / "reward.md").read_text())
+    (sft,) = (line for line in lines if line[0] == "sft")
+    assert sft[4:6] == ["no task in common", ""]
+
+
+def test_algorithms_are_shown_with_the_papers_minutes_per_update(tmp_path):
+    one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000)])
+    axes.main(["--axis", "algorithm", "--out", str(tmp_path), "--runs", f"arpo={one}"])
+    head, _, arpo, *_ = cells((tmp_path / "algorithm.md").read_text())
+    assert (arpo[0], arpo[-1]) == ("arpo", "9.5 / 13.3 / 13.3") and "min" in head[-1]
+
+
+def test_the_hack_gauge_of_an_axis_covers_the_last_tenth_of_updates(tmp_path):
+    runs = []
+    for seed, last in enumerate((0.5, 0.1)):
+        folder = evaluated(tmp_path / f"{seed}", [1.0, 0.0], [(0.1, 1000)] * 20)
+        log = tmp_path / f"{seed}" / "rl" / "log.jsonl"
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        for row in rows:
+            end = row["step"] > 18  # two of twenty
+            row |= {"gap": last if end else 9.0, "decorative": 0.25, "reward": float(row["step"])}
+        write_jsonl(log, rows)
+        runs.append(f"released={folder}")
+    sft = evaluated(tmp_path / "sft", [0.0, 0.0])
+    axes.main(["--axis", "tool-reward", "--runs", f"sft={sft}", *runs, "--out", str(tmp_path)])
+    head, _, *lines = cells((tmp_path / "tool-reward.md").read_text())
+    assert head[-3:] == ["gap, last tenth", "decorative, last tenth", "reward, last tenth"]
+    made = {line[0]: line for line in lines}
+    assert made["released"][-3:] == ["0.300", "0.250", "19.500"]
+    assert made["sft"][-3:] == ["", "", ""] and made["sft"][2].startswith("0.0")
+    assert made["answer"][1:3] == ["50.4 / 50.3 / 83.1 / 80.2", "not run"]
+    assert {len(line) for line in lines} == {len(head)}
+
+
+def test_an_axis_is_a_table_and_a_picture(tmp_path, capsys):
+    one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000), (0.3, 3000)])
+    runs = [f"0%={one}", f"5%={tmp_path}/none/eval/rl"]
+    axes.main(["--axis", "noise", "--runs", *runs, "--out", str(tmp_path / "axis")])
+    assert (tmp_path / "axis" / "noise.md").read_text() in capsys.readouterr().out
+    assert (tmp_path / "axis" / "noise.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_file_of_a_running_evaluation_is_read_and_left_alone(tmp_path, capsys):
+    file = evaluated(tmp_path, [1.0, 0.0]) / "episodes.jsonl"
+    text = file.read_text()
+    file.write_text(text + text[:40])
+    axes.main(["--axis", "noise", "--runs", f"0%={file.parent}", "--out", str(tmp_path)])
+    assert "| 0% |  | 50.0 (50.0) |" in capsys.readouterr().out
+    assert file.read_text() == text + text[:40]
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--axis", "noise"], "--runs"),
+    (["--runs", "a={tmp}"], "--axis"),
+    (["--axis", "noise", "--runs", "{tmp}"], "is not NAME=OUT/eval/rl"),
+    (["--axis", "noise", "--runs", "0%={tmp}"], "train and evaluate them first"),
+])
+def test_what_is_missing_for_an_axis_is_said_in_one_line(tmp_path, capsys, words, message):
+    with pytest.raises(SystemExit) as stop:
+        axes.main([word.format(tmp=tmp_path) for word in words])
+    said = str(stop.value) if isinstance(stop.value.code, str) else capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
+    assert not list(tmp_path.iterdir()), "nothing is written"

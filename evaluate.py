@@ -582,6 +582,8 @@ def evaluate(args):
         print("\n".join([f"{args.tasks}: {len(tasks)} tasks",
                          *runtime.check_world(world, tasks[0], args)]))
         return
+    if args.agent == "model":  # before an engine starts
+        runtime.check_world(world, tasks[0], args)
     world.close()  # the players open their own
     tasks = [task | ({"sample": k} if k else {}) for task in tasks for k in range(args.samples)]
     wanted, played = [name_of(task) for task in tasks], {}
@@ -610,6 +612,7 @@ def evaluate(args):
 
 def answer_query(args, world):
     """Play a query that no task file has, and print each agent's episode."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in apart
     task = {"id": "ask", "query": args.ask}
     agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
     for name, path in agents.items():

@@ -482,6 +482,9 @@ def json_fix(line, number):
     return "fix or delete the line"
 
 
+FIRST_KEYS = (b'{"id": ', b'{"task": ', b'{"play": ')  # how the records that are appended begin
+
+
 def recover_jsonl(path, check=None):
     """The records that a killed run left, [] without a file. Only for the writer of the file, which
     holds its lock: this completes the last line or cuts it off, so that the next one can follow.
@@ -499,9 +502,8 @@ def recover_jsonl(path, check=None):
         cut = False
     except (ValueError, RecursionError):
         cut = bool(tail)
-    # json.dumps begins a record with {"key": ; a config or a template that begins so is another's
-    torn = not cut or re.fullmatch(rb'\{("(\w+("(: .*)?)?)?)?', tail, re.DOTALL)
-    if not torn or not all(isinstance(row, dict) for row in rows):
+    begins = any(tail.startswith(key) or key.startswith(tail) for key in FIRST_KEYS)
+    if cut and not begins or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path}: not a file of records; choose another --out")
     if check:
         check(rows)
@@ -1428,6 +1430,10 @@ def load_world(env):
     except (ImportError, SyntaxError, OSError, AttributeError) as error:
         raise ValueError(f"--env {env}: {error}; name travel, tools, or a module or file with a "
                          "function open_world(args)") from None
+    except (ArithmeticError, AssertionError, LookupError, NameError, RuntimeError, TypeError,
+            ValueError) as error:
+        raise WorldError(f"--env {env}: {type(error).__name__} while it is imported: {error}"
+                         ) from error
     if not hasattr(module, "open_world"):
         raise ValueError(f"--env {env}: it has no function open_world(args)")
     return module
@@ -1451,7 +1457,8 @@ def open_world(args):
     """The world of --env (docs/environment.md), whose members are checked when they are used."""
     try:
         world = load_world(args.env).open_world(args)
-    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError,
+            TypeError) as error:
         raise WorldError(f"--env {args.env}: open_world: {error!r}") from error
     return CheckedWorld(world, args.env)
 
@@ -1532,6 +1539,10 @@ class CheckedWorld:
             value = strict if name == "strict" else score.get(name)
             if not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise WorldError(f"{where}: {name!r} is {value!r:.60}, not a finite number")
+        try:
+            json.dumps([plan, score])
+        except (TypeError, ValueError) as error:
+            raise WorldError(f"{where}: it cannot be written as JSON: {error}") from error
         return plan, score, strict
 
     def reward(self, score, kind):

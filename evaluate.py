@@ -315,12 +315,19 @@ def show(line, value):
 
 
 def print_episode(row):
-    """Print an episode turn by turn, then its verdict, check by check."""
+    """Print an episode turn by turn, then its verdict."""
     for message in row["messages"]:
         print(f"\n--- {message['role']}\n{message['content']}")
+    print_verdict(row)
+
+
+def print_verdict(row):
+    """Print why an episode stopped, and its verdict, check by check."""
     print(f"\n--- the episode stopped: {row['stop']}")
     if "score" not in row:
         return
+    if not row.get("plan"):
+        print("no plan was read from the answer")
     for name, (passed, reason) in row["score"].get("checks", {}).items():
         word = {True: "passed", False: "FAILED"}.get(passed, "does not apply, or was not reached")
         print(f"{name:40} {word}{f': {reason}' if reason else ''}")
@@ -600,9 +607,9 @@ def evaluate(args):
     for name, folder in folders.items():
         rows = read_episodes(folder / "episodes.jsonl")
         played[name] = [rows[task] for task in wanted if task in rows]  # in task order
-        if args.show or args.agent == "person":
+        if args.show or args.agent == "person":  # who has just read the episodes
             for row in played[name]:
-                print_episode(row)
+                (print_episode if args.show else print_verdict)(row)
     text, report = table(played, getattr(world, "lines", None))
     for name, folder in folders.items():
         runtime.write_text(folder / "scores.json", json.dumps(report[name], indent=1))

@@ -20,6 +20,7 @@ from conftest import ROOT, train
 import evaluate
 import runtime
 import synth
+from format_plan import itinerary
 from tiny.__main__ import main as tiny
 from travel import leaderboard
 
@@ -384,13 +385,17 @@ def test_a_query_of_ones_own_is_played_and_printed(tmp_path):
 
 
 def test_a_person_sees_which_check_failed(tmp_path, trip):
-    runtime.write_jsonl(tmp_path / "t.jsonl", [trip[0]])
-    done = subprocess.run(
-        [sys.executable, "evaluate.py", "--agent", "person", "--tasks", tmp_path / "t.jsonl",
-         "--out", tmp_path / "out"], cwd=ROOT, input="<answer>Day 1: rest</answer>\n",
-        capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "FAILED: " in done.stdout and "success 0, reward" in done.stdout
+    task, plan, _ = trip
+    runtime.write_jsonl(tmp_path / "t.jsonl", [task])
+    homeless = re.sub("(?m)^Accommodation: .*$", "Accommodation: [No Such Place]", itinerary(plan))
+    for out, answer, said in (("none", "Day 1: rest", "no plan was read from the answer"),
+                              ("wrong", homeless, "is_valid_information_in_sandbox *FAILED: ")):
+        done = subprocess.run(
+            [sys.executable, "evaluate.py", "--agent", "person", "--tasks", tmp_path / "t.jsonl",
+             "--out", tmp_path / out], cwd=ROOT, input=f"<answer>{answer}</answer>\n",
+            capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert re.search(said, done.stdout) and "success 0, reward" in done.stdout
 
 
 def test_a_home_that_the_shell_left_alone_is_expanded():

@@ -57,7 +57,18 @@ try:
     import torch.distributed as dist
 
     import runtime
-    from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser, bounded
+    from runtime import (
+        AMOUNT,
+        COUNT,
+        NATURAL,
+        PART,
+        POSITIVE,
+        SEED,
+        SHARE,
+        Help,
+        Parser,
+        bounded,
+    )
     from sandbox import Episode
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. {Path(__file__).name} needs runtime.py and sandbox.py beside it, and the "
@@ -152,7 +163,7 @@ def learn_flags(add):
         "min(pi_trainer / pi_engine, this); 0: off")
     add("--train-results", action="store_true", help="also train on the tools' output, for "
         "comparison; implies --recompute")
-    add("--seed", type=NATURAL, default=0, help="seed of the order of the tasks and of sampling")
+    add("--seed", type=SEED, default=0, help="seed of the order of the tasks and of sampling")
 
 
 def machine_flags(p):
@@ -696,11 +707,9 @@ def deal(lengths, ranks, budget, packed, device="cpu"):
 
 def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     runtime.die_with_parent()
-    runtime.wait_for_builds()
     cuda = bool(runtime.visible_gpus())
+    runtime.prepare_op(cuda)
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
@@ -731,9 +740,10 @@ def load(args, template, device):
     """
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
-    runtime.check_weights(lm, template)
+    lm, loaded = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+    runtime.check_weights(lm, template, loaded)
     runtime.check_saving(lm, template, args.out)
     flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
@@ -867,6 +877,8 @@ def main():
         runtime.save_checkpoint(trainer, args, step + 1, rank, interrupted(device), waiting)
     runtime.check_parameters(trainer, args.out, steps)
     save_model(trainer, template, args.out, rank)
+    runtime.report_end(args, "success", f"python evaluate.py --model {args.out} --tasks TASKS",
+                       rank)
     world.close()
     llm.llm_engine.engine_core.shutdown()  # also ends the process group
 
@@ -1024,7 +1036,8 @@ def log(line, rank, args, steps=None):
           "{clip_high:.3f} | entropy {entropy:.3f} | gnorm {gnorm:5.2f} | dlogp {dlogp_mean:.1e} "
           "{dlogp_max:.1e} | lr {lr:.1e} | play {play_s:.0f}s sync {sync_s:.1f}s "
           "learn {learn_s:.0f}s".format(steps=steps, **line), flush=True)
+    runtime.warn_uniform(args.out)
 
 
 if __name__ == "__main__":
-    runtime.run(sys.argv[0], main)
+    runtime.run_ranks(main, flags)

@@ -55,7 +55,7 @@ try:
     import torch.nn.functional as F
 
     import runtime
-    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
+    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Parser
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. {Path(__file__).name} needs runtime.py beside it, and the packages "
              "of requirements.txt: type `. .venv/bin/activate`")
@@ -87,7 +87,7 @@ def flags():
     add("--warmup", type=SHARE, default=0.1, help="fraction of the updates, at the start, in which "
         "the learning rate rises linearly [2]")
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
-    add("--seed", type=NATURAL, default=0, help="seed of the order of the pairs")
+    add("--seed", type=SEED, default=0, help="seed of the order of the pairs")
     add = p.add_argument_group("memory (python -m look.memory dpo plans it)").add_argument
     add("--cutoff", type=COUNT, default=8192, help="most tokens of an episode; a pair with a "
         "longer one is dropped [2]")
@@ -442,11 +442,9 @@ def learning_rate(step, steps, args):
 
 def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     runtime.die_with_parent()
-    runtime.wait_for_builds()
     cuda = bool(runtime.visible_gpus())
+    runtime.prepare_op(cuda)
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
@@ -477,9 +475,10 @@ def load(args, template, device):
     """
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
-    runtime.check_weights(lm, template)
+    lm, loaded = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+    runtime.check_weights(lm, template, loaded)
     runtime.check_saving(lm, template, args.out)
     flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
@@ -579,6 +578,8 @@ def main():
         runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
     runtime.check_parameters(trainer, args.out, steps)
     save_model(trainer, template, args.out, rank)
+    runtime.report_end(args, "accuracy", f"python evaluate.py --model {args.out} --tasks TASKS",
+                       rank)
     dist.destroy_process_group()
 
 
@@ -597,4 +598,4 @@ def log(line, steps, out, rank):
 
 
 if __name__ == "__main__":
-    runtime.run(sys.argv[0], main)
+    runtime.run_ranks(main, flags)

@@ -27,10 +27,12 @@ from functools import partial
 from itertools import repeat
 from pathlib import Path
 
+import runtime  # first: it says in a line which environment numpy is missing from
+
+# isort: split
 import numpy as np
 
 import evaluate
-import runtime
 from runtime import AMOUNT, COUNT, NATURAL, PART, Parser, web_address
 from sandbox import Episode, parse
 from toolstar.files import golds_of

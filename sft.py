@@ -37,7 +37,7 @@ try:
     import torch.distributed as dist
 
     import runtime
-    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
+    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Parser
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. {Path(__file__).name} needs runtime.py beside it, and the packages "
              "of requirements.txt: type `. .venv/bin/activate`")
@@ -61,7 +61,7 @@ def flags():
     add("--warmup", type=SHARE, default=0.1, help="fraction of the updates, at the start, in which "
         "the learning rate rises linearly [1]")
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
-    add("--seed", type=NATURAL, default=0, help="seed of the order of the episodes")
+    add("--seed", type=SEED, default=0, help="seed of the order of the episodes")
     add = p.add_argument_group("memory (python -m look.memory sft plans it)").add_argument
     add("--cutoff", type=COUNT, default=20480, help="most tokens of an episode; longer ones are "
         "dropped [2]")
@@ -118,10 +118,14 @@ def load_samples(path, template, cutoff):
     samples, dropped = [], 0
     for line, episode in enumerate(runtime.read_jsonl(path), 1):
         messages = episode.get("messages") if isinstance(episode, dict) else None
-        talk = isinstance(messages, list) and runtime.is_talk(messages)
-        if not talk or not messages or messages[0]["role"] == "assistant":
-            sys.exit(f"{path}:{line}: no 'messages' list that starts with system and user and then "
-                     "alternates assistant with user or result; synth.py writes such episodes")
+        fault = "no list of 'messages'"
+        if isinstance(messages, list) and messages:
+            fault = runtime.talk_fault(messages)
+            if not fault and messages[0]["role"] == "assistant":
+                fault = "message 1 is a reply to nothing"
+        if fault:
+            sys.exit(f"{path}:{line}: {fault}. An episode begins with system and user, then "
+                     "assistant alternates with user or result; synth.py writes such episodes")
         sample = render(messages, template)
         if episode.get("stop") in ("format", "context") and sample.mask[-1]:
             sample.ids.pop()  # the last reply was cut off: nobody said its end token
@@ -293,11 +297,9 @@ def learning_rate(step, steps, args):
 
 def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     runtime.die_with_parent()
-    runtime.wait_for_builds()
     cuda = bool(runtime.visible_gpus())
+    runtime.prepare_op(cuda)
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
@@ -328,9 +330,10 @@ def load(args, template, device):
     """
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
-    runtime.check_weights(lm, template)
+    lm, loaded = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+    runtime.check_weights(lm, template, loaded)
     runtime.check_saving(lm, template, args.out)
     flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
@@ -433,6 +436,7 @@ def main():
         runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
     runtime.check_parameters(trainer, args.out, steps)
     save_model(trainer, template, args.out, rank)
+    runtime.report_end(args, "loss", f"python grpo.py --model {args.out} --tasks TASKS", rank)
     dist.destroy_process_group()
 
 
@@ -447,4 +451,4 @@ def log(line, steps, out, rank):
 
 
 if __name__ == "__main__":
-    runtime.run(sys.argv[0], main)
+    runtime.run_ranks(main, flags)

@@ -115,7 +115,8 @@ serve_pages() {
     ! command -v setpriv >/dev/null || serve=(setpriv --pdeathsig KILL "${serve[@]}")
     exec {pages}< <(exec "${serve[@]}")
     trap "kill $! 2>/dev/null || true" EXIT
-    read -r said <&"$pages" || stop "no pages are served, see above; is port $port taken?"
+    read -r said <&"$pages" ||
+        stop "no pages are served, see above; is port $port taken? PORT=another, with a new OUT"
     say "$said"
 }
 

@@ -368,8 +368,8 @@ def torchrun(words):
 
 
 def prepare_op(cuda=False):
-    """Wait for builds of DeepSpeed's ops. On a CPU it compiles one, once: say so, and name a missing
-    compiler."""
+    """Wait for builds of DeepSpeed's ops. On a CPU it compiles one, once: say so, and name a
+    missing compiler."""
     venv = os.access(sys.prefix, os.W_OK) and sys.prefix
     os.environ.setdefault("TORCH_EXTENSIONS_DIR",
                           f"{venv or Path.home() / '.cache' / 'star'}/extensions")

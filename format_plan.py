@@ -163,7 +163,7 @@ def json_lines(value, key="", number=0, depth=0):
 
 # ---------------------------------------------------------------- (2) days
 NUMBERS = {word: n for n, word in enumerate(
-    "one two three four five six seven eight nine ten".split(), 1)}
+    ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], 1)}
 FIX = r"(?:correct|revis|updat|adjust|chang|amend|new|final)\w{0,6}"
 DAY = pattern(rf"""(?P<fix>{FIX}(?: to| for| on)?[ :,–—-]{{1,3}})?[(\[<=_-]{{0,9}} ?(?:the )?
     (?:days?[ _]?[-:#]? ?|d(?=\d))(?P<n>\d{{1,2}}|{'|'.join(NUMBERS)})(?![\w-]\d|\w)

@@ -376,6 +376,7 @@ def take_whole_groups(samples, group, waiting):
 
 def judge_all(samples, world, kind):
     """(2) Set stop, reward and record of each sample by the world's verdict on its episode."""
+    world.prepare([s.episode for s in samples])  # a world may read all answers at once
     for s in samples:
         plan, score, strict = world.verdict(s.episode)
         s.stop, s.reward = s.episode.stop, world.reward(score, kind)

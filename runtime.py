@@ -1889,6 +1889,11 @@ class CheckedWorld:
                              "dictionary with an 'id'")
         return task
 
+    def prepare(self, episodes):
+        """Tell a world which episodes it will judge next, if it has use for that."""
+        if hasattr(self.world, "prepare"):
+            self.world.prepare(episodes)
+
     def episode(self, task, seed, args):
         with naming_world(f"--env {self.env}: episode", task):
             return self.world.episode(task, seed, args)

@@ -37,12 +37,13 @@ from runtime import AMOUNT, COUNT, NATURAL, NO_ROOM, PART, ChatError, Help, Pars
 
 STOPS = ("answer", "format", "turns", "context")
 COUNTS = ("reward", "turns", "calls", "tokens")  # means of numbers; all other lines are shares
-SETTINGS = ("env", "temperature", "top_p", "max_context", "max_turns", "max_tokens", "seed")
+SETTINGS = ("env", "temperature", "top_p", "max_context", "max_turns", "max_tokens", "lenient",
+            "seed")
 
 
 # -------------------------------------------------------------------------------- playing by text
 
-def play(generate, episodes, concurrency=8):
+def play(generate, episodes, concurrency=8, max_context=math.inf):
     """Play text-level episodes with generate(messages) -> reply; yields each as it ends.
 
     Every episode has its own thread, so that a slow reply delays nobody else. After a failure no
@@ -52,7 +53,7 @@ def play(generate, episodes, concurrency=8):
     with ThreadPoolExecutor(concurrency) as pool:
         while True:
             for episode in islice(episodes, 0 if failure else concurrency - len(waiting)):
-                waiting.add(pool.submit(play_one, generate, episode))
+                waiting.add(pool.submit(play_one, generate, episode, max_context))
             if not waiting:
                 break
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -63,14 +64,19 @@ def play(generate, episodes, concurrency=8):
         raise failure
 
 
-def play_one(generate, episode):
-    """Play one episode to its end."""
+def play_one(generate, episode, max_context=math.inf):
+    """Play one episode to its end. max_context: tokens of the episode, as the endpoint counts."""
     while not episode.stop:
         try:
             reply = generate(episode.messages)
         except ChatError as error:
             if not NO_ROOM.search(str(error)):
                 raise
+            episode.stop = "context"
+            break
+        episode.tokens = getattr(reply, "tokens", 0) or None
+        if (episode.tokens or 0) > max_context:  # an engine would have cut this reply
+            episode.messages.append({"role": "assistant", "content": reply})
             episode.stop = "context"
             break
         with runtime.naming_world(f"{type(episode).__name__}.step", episode.task):
@@ -366,8 +372,10 @@ def flags(argv=None):
     add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")
     add("--top-p", type=PART, default=0.95, help="nucleus sampling [1]")
     add("--max-context", type=COUNT, default=32768, help="tokens per episode [1]")
-    add("--max-turns", type=COUNT, default=60, help="replies per episode")
+    add("--max-turns", type=COUNT, default=60, help="tool calls per episode, then an answer [1]")
     add("--max-tokens", type=COUNT, default=4096, help="tokens per reply")
+    add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
+        "format and continue; without it that ends the episode, as in training and in [1]")
     add("--concurrency", type=COUNT, default=64, help="episodes in flight")
     add("--seed", type=int, default=0, help="seed of the sampling and of the world")
     add = p.add_argument_group("output").add_argument
@@ -459,7 +467,7 @@ def play_agent(args, folder, settings, tasks):
         raise ValueError(f"{folder}: other tasks with these ids were played; choose another --out")
     if left and args.agent == "model" and not args.url:
         runtime.check_values(settings["model"])
-    rows, wins = partial(play_rows, args, folder.name, settings["model"]), []
+    rows, wins, counted = partial(play_rows, args, folder.name, settings["model"]), [], None
     if args.agent != "person":  # a person needs this process's terminal
         rows = partial(apart, "evaluate.py", rows, args=args)
     bar = None
@@ -471,9 +479,13 @@ def play_agent(args, folder, settings, tasks):
         if "score" in row:
             wins.append(row["score"]["success"])
             bar.set_postfix_str(f"success {mean(wins):.3f}", refresh=False)
+        counted = counted or row["tokens"]
         bar.update()
     if bar is not None:
         bar.close()
+    if args.url and left and not counted:
+        print(f"warning: {args.url} reports no usage, so --max-context {args.max_context} had no "
+              "effect", file=sys.stderr)
 
 
 def play_rows(args, name, path, tasks):
@@ -495,7 +507,7 @@ def player(args, path, world, tasks):
     """The tasks' episodes as they end, played by the solver, a person, an endpoint or vLLM."""
     def begin(task):
         episode = world.episode(task, f"{args.seed}/{name_of(task)}", args)
-        episode.strict = False  # a reply that breaks the format is answered, not the end
+        episode.strict = not args.lenient
         return episode
 
     episodes = map(begin, tasks)
@@ -513,7 +525,7 @@ def player(args, path, world, tasks):
                                     api_key=runtime.read_key(args.key))
     asks = world.open_helpers(generate) if hasattr(world, "open_helpers") else None
     if args.url:
-        return play(generate, episodes, args.concurrency)
+        return play(generate, episodes, args.concurrency, args.max_context)
     llm, template = open_engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
     return play_vllm(llm, template, episodes, args.max_context, **sampling, seed=args.seed,
                      concurrency=args.concurrency, stops=world.stops, slow=world.slow, asks=asks)

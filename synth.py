@@ -5,7 +5,7 @@ Make the training data: solvable tasks, queries, episodes of a teacher, and the 
     (2) queries   elements put into words: by a grammar, or by endpoints whose answers are checked
     (3) episodes  a teacher plays, the solver in three styles or endpoints; kept if the protocol was
                   kept and the plan, read back from the text, is a strict success
-    (4) subsets   100 to 2K tasks of mixed levels, and 1K of each level [2]
+    (4) subsets   100 to 2K tasks of mixed levels [2]
 
 Departs from [2]: (1) keeps what the solver proves feasible, not what a rule of thumb on mean prices
 allows; (2) and (3) need no endpoint, and take the paper's paraphrasers and teacher by --endpoint.
@@ -61,7 +61,6 @@ WISHES = ("house rule", "cuisine", "room type", "transportation")
 RULE_WISHES = ("pets", "smoking", "children under 10", "parties", "visitors")
 ROOM_WISHES = ("entire room", "private room", "shared room", "not shared room")
 STYLES = ("direct", "exploring", "backtracking")
-MARCH = [f"2022-03-{day:02d}" for day in range(1, 32)]
 CUISINES = ("Chinese", "American", "Italian", "Mexican", "Indian", "Mediterranean", "French")
 PRONOUNS = {"We": "I", "we": "I", "are": "am", "Our": "My", "our": "my", "us": "me",
             "ourselves": "myself"}  # of several who travel: of one
@@ -76,6 +75,17 @@ STATED = {
     "no flight": "fl(ight|y)|air", "no self-driving": "driv|behind the wheel"}
 
 
+def days_of(month):
+    """The dates of a month like 2022-03."""
+    try:
+        first = datetime.date.fromisoformat(f"{month}-01")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{month!r} is not a month like 2022-03") from None
+    days = (first + datetime.timedelta(day) for day in range(31))
+    return [f"{day}" for day in days if day.month == first.month]
+
+
+MARCH = days_of("2022-03")
 # Of the forms between slashes one is drawn; 1 and 2 stand for one and for more. A tiny model's are
 # short, with dates as the tools want them.
 GRAMMARS = {like: entries(PROMPTS / f"queries-{like}.txt") for like in ("tiny", "paper")}
@@ -224,7 +234,7 @@ def own_rows(path, kind, ids=""):
     """The rows that a command has written so far; kind: a key of theirs, ids: a pattern."""
     def check(rows):
         for number, row in enumerate(rows, 1):
-            task = row.get("task", row)
+            task = row.get("task", row) if isinstance(row, dict) else None
             if not (isinstance(task, dict) and kind in row
                     and re.search(ids, str(task.get("id", "\0")))):
                 raise ValueError(f"{path}, record {number}: not a row of this command, which would "
@@ -264,7 +274,8 @@ def tasks(args):
         while any(lack.values()):
             if index - last > 200_000:
                 raise ValueError(f"{args.out}: no new task in 200,000 draws, {lack} to go; lower "
-                                 "--n, widen --days or raise --per-pair")
+                                 "--n, widen --days, raise --per-pair, or name a --month in which "
+                                 "the database has flights")
             block = [i for i in range(index, index + 1024) if lack[kinds[i % len(kinds)]]]
             for task in pool.imap(partial(make_task, args), block, chunksize=16):
                 if task and take(task):
@@ -489,19 +500,18 @@ def episodes(args, todo):
 # ---------------------------------------------------------------- subsets
 
 def subsets(args):
-    """100 to 2K tasks of mixed levels, each set within the next, and 1K of each level alone."""
+    """100 to 2K tasks of mixed levels, each set within the next."""
     taken = {key_of(task) for path in args.exclude for task in runtime.load_tasks(path, load_task)}
     rows = [task for task in runtime.load_tasks(args.tasks, load_task) if key_of(task) not in taken]
     random.Random(args.seed).shuffle(rows)
     sizes = {f"mixed-{n}": portions(n, (4, 3, 3)) for n in sorted(args.sizes, reverse=True)}
-    sizes |= {f"{level}-{args.alone}": [0] * i + [args.alone] for i, level in enumerate(LEVELS)}
     for name, counts in sizes.items():
         chosen = []
-        for level, n in zip(LEVELS, counts, strict=False):
+        for level, n in zip(LEVELS, counts, strict=True):
             pool = [task for task in rows if task["level"] == level]
             if len(pool) < n:
                 raise ValueError(f"{args.tasks}: {len(pool)} {level} tasks after exclusion, {n} "
-                                 "are needed; make more, or lower --sizes and --alone")
+                                 "are needed; make more, or lower --sizes")
             chosen += pool[:n]
         random.Random(f"{args.seed}/{name}").shuffle(chosen)
         runtime.write_jsonl(Path(args.out) / f"{name}.jsonl", chosen)
@@ -544,13 +554,15 @@ def flags(argv=None):
     def command(name, run, words, *parents):
         p = commands.add_parser(name, parents=[everywhere, *parents], help=words,
                                 description=words, formatter_class=runtime.Help)
-        p.set_defaults(run=run, dates=MARCH, failure_rate=0.0, max_turns=60)
+        p.set_defaults(run=run, failure_rate=0.0, max_turns=60)
         return p.add_argument
 
     add = command("tasks", tasks, "draw solvable tasks with queries", world)
     add("--n", type=COUNT, default=1000, help="number of tasks")
     add("--days", type=LENGTHS, default="3,5,7", help="lengths of the trips, in days")
     add("--levels", type=MIXTURE, default="4:3:3", help="easy:medium:hard [2]")
+    add("--month", dest="dates", type=days_of, default="2022-03", metavar="YYYY-MM",
+        help="month of all dates; the database must have flights in it")
     add("--split", choices=("all", "train", "val"), default="all",
         help="train and val share no pair of places and no start date")
     add("--per-pair", type=COUNT, default=10**9, help="tasks from one place to another, at most")
@@ -567,7 +579,6 @@ def flags(argv=None):
     add = command("subsets", subsets, "draw the paper's data sets out of many tasks", source)
     add("--exclude", nargs="*", default=[], help="files of tasks that must not come again")
     add("--sizes", type=AMOUNTS, default="100,200,500,1000,2000", help="at 4:3:3 [2]")
-    add("--alone", type=COUNT, default=1000, help="tasks of one level alone [2]")
     command("convert", convert, "rewrite published tasks as ours", source)
     return p.parse_args(argv)
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -330,27 +329,15 @@ def test_the_lock_of_a_build_that_was_killed_goes_and_a_missing_compiler_is_name
     os.utime(folder / "lock", (0, 0))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     runtime.prepare_op()
-    said = capsys.readouterr().err
-    assert not (folder / "lock").exists()
-    assert "waiting for another process" in said and "compiling DeepSpeed's op, once" in said
+    said = capsys.readouterr()
+    assert not (folder / "lock").exists() and "was left by a killed process" in said.out
+    assert "compiling DeepSpeed's op, once" in said.err
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(SystemExit, match="no-such-compiler, which is missing; .* apt install g"):
         runtime.prepare_op()
     (folder / "deepspeed_shm_comm.so").touch()
     runtime.prepare_op()
     assert capsys.readouterr().err == "", "nothing is compiled"
-
-
-def test_the_lock_of_a_build_at_work_is_respected(tmp_path):
-    (tmp_path / "lock").touch()
-    worker = subprocess.Popen(["sleep", "60"], cwd=tmp_path)
-    try:
-        time.sleep(0.2)
-        assert runtime.works_in(tmp_path) and not runtime.works_in(tmp_path / "..")
-    finally:
-        worker.kill()
-        worker.wait()
-    assert not runtime.works_in(tmp_path)
 
 
 def test_ten_updates_in_which_nothing_can_be_learnt_are_told(tmp_path, capsys):

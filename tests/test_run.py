@@ -37,7 +37,7 @@ PAPER_SFT, PAPER_RL, PAPER_PLAY, STAR_SFT, STAR_RL = (
     KNOWN["flags"][name]["values"] for name in ("sft", "rl", "play", "star-sft", "star-rl"))
 STAR_RL = STAR_RL | {"--reward": "paper", "--env": "tools"}
 OURS = re.compile("(DRY|MODEL|DATA|OUT|SEEDS?|CYCLES|GPUS|NNODES|NODE_RANK|STAR_DATABASE|"
-                  "CONTEXT|CUTOFF|PACK|ENDPOINT.*|QA|SFT_DATA|RL_DATA|SETS|TOOLS|JUDGE.*|AXIS_.*|FLAGS_.*)$")
+                  "CONTEXT|CUTOFF|PACK|ENDPOINT.*|QA|RETRIEVER|SFT_DATA|RL_DATA|SETS|TOOLS|JUDGE.*|AXIS_.*|FLAGS_.*)$")
 
 
 def run_sh(folder, *words, **variables):
@@ -120,10 +120,8 @@ def test_the_scores_of_an_axis_take_the_names_of_its_runs(axis):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_input_is_the_output_of_an_earlier_stage(command):
-    if command[-1] == "scale" and command[0] != "tiny":
-        pytest.skip("reads what the recipes of other sizes wrote")
     made = set()
-    for stage, output, words in stages_of(*command, OUT="OUT", DATA="DATA"):
+    for stage, output, words in stages_of(*command, OUT=f"OUT/{command[0]}", DATA="DATA"):
         given = arguments(words)
         read = [path for flag in INPUTS & given.keys() for path in given[flag]]
         read += [path for path in given[""] if "/" in path]
@@ -176,6 +174,8 @@ def test_the_hyper_parameters_of_tool_stars_sizes_are_its_own(size):
         settings = read_settings(ROOT / value(stages, stage, "--database"))
         assert settings.folder.name == part and settings.max_calls == budget
         assert (settings.grammar, settings.top_k, settings.seconds) == ("tags", 5, 5.0)
+        # the command that its README recommends debugs failed programs
+        assert settings.helpers == ({"debug": 1} if part == "eval" else {})
 
 
 @pytest.mark.parametrize("gpus, base, rl", [("", 1, 2), ("1", 1, 1), ("2", 2, 2)])
@@ -253,7 +253,17 @@ def test_the_lengths_that_a_user_sets_are_those_of_the_stages():
 def test_a_teacher_is_asked_for_more_tasks_than_a_solver_that_solves_them_all():
     teacher = dry("3b", ENDPOINT="http://a/v1=m", ENDPOINT_KEY="key")
     assert value(dry("3b"), "sft-tasks", "--n") == "1198"
+    # of balanced levels: what it solves is mostly easy
     assert value(teacher, "sft-tasks", "--n") == "5000"
+    assert value(teacher, "sft-tasks", "--levels") == "1:1:1"
+    # and it puts all tasks into words, before anybody plays them
+    for name, stage, flag in (("val", "rl", "--val"), ("test", "eval", "--tasks"),
+                              ("rl", "rl", "--tasks"), ("sft", "episodes", "--tasks")):
+        drawn, (said, words) = teacher[f"{name}-tasks"][0], teacher[f"{name}-tasks-queries"]
+        assert arguments(words)["--tasks"] == [drawn] and value(teacher, stage, flag) == said
+        assert arguments(words)["--endpoint"] == ["http://a/v1=m"]
+        assert arguments(words)["--key"] == ["key"]
+    assert not any(name.endswith("queries") for name in dry("3b"))
 
 
 @pytest.mark.parametrize("gpus, ranks", [(1, "1"), (2, "2")])
@@ -397,11 +407,55 @@ def test_the_axis_of_scale_is_three_widths_of_tiny_or_the_three_sizes():
     starts = [arguments(words)["--model"] for _, _, words in stages
               if script(words)[0] == "grpo.py"]
     assert starts == [[f"{folder}/sft"] for folder in folders]
-    stages = stages_of("7b", "axis", "scale", OUT="runs/mine")
-    assert [name for name, *_ in stages] == ["axis-scale"], "nothing is trained"
-    assert arguments(stages[0][2])["--runs"] == [
-        "1.5b-sft=runs/1.5b/eval/sft", "1.5b=runs/1.5b/eval/rl", "3b-sft=runs/3b/eval/sft",
-        "3b=runs/3b/eval/rl", "7b-sft=runs/mine/eval/sft", "7b=runs/mine/eval/rl"]
+    stages = stages_of("7b", "axis", "scale", OUT="runs/mine", SEEDS="0")
+    runs = arguments(stages[-1][2])["--runs"]
+    assert len(runs) == 5 * 3
+    assert runs[:3] == ["sft-1.5b=runs/1.5b/axis/runs/sft-s0/eval/sft",
+                        "sft-3b=runs/3b/axis/runs/sft-s0/eval/sft",
+                        "sft-7b=runs/mine/axis/runs/sft-s0/eval/sft"]
+    assert runs[-1] == ("curriculum-7b=runs/mine/axis/runs/grpo-curriculum-mixed-1000-fail-00-s0"
+                        "/eval/rl")
+
+
+def test_every_checkpoint_of_an_axis_answers_the_questions_if_there_are_some():
+    stages = dry("3b", "axis", "noise", OUT="OUT", SEEDS="0", QA="/sets", RETRIEVER="http://h")
+    asked = {name: arguments(words) for name, (_, words) in stages.items()
+             if name.startswith("qa-")}
+    assert len(asked) == 4
+    for name, given in asked.items():
+        assert given["--retriever"] == ["http://h"] and given["--data"] == ["/sets"]
+        assert [given[flag] for flag in ("--topk", "--max-turns")] == [["5"], ["60"]]
+        played = arguments(stages[name.replace("qa-", "eval-", 1)][1])
+        assert given["--model"] == played["--model"]
+    folders = [spec.split("=")[1].rsplit("/", 1)[0]
+               for spec in arguments(stages["axis-noise-questions"][1])["--runs"]]
+    assert folders == [given["--out"][0] for given in asked.values()]
+    assert not any("questions" in name for name in dry("3b", "axis", "noise"))
+
+
+@pytest.mark.parametrize("words, variables, said", [
+    (["3b", "axis", "reward"], {"QA": "/sets"}, "QA needs RETRIEVER"),
+    (["3b"], {"QA": "/sets"}, "QA needs RETRIEVER"),
+    (["3b", "axis", "reliability"], {}, "reliability needs ENDPOINT=URL=MODEL"),
+    (["tiny", "axis", "reliability"], {"ENDPOINT": "u=m"}, "tiny has no axis reliability")])
+def test_what_a_study_lacks_is_said_in_one_line_before_anything_runs(words, variables, said):
+    done = run_sh(ROOT, *words, DRY="1", **variables)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_reliability_check_plays_both_sets_of_queries_alike():
+    stages = dry("3b", "axis", "reliability", ENDPOINT="http://a/v1=m", OUT="OUT", DATA="DATA")
+    synthetic, published = (arguments(stages[f"eval-{name}"][1])
+                            for name in ("synthetic", "validation"))
+    assert synthetic.pop("--tasks") == ["DATA/reliability.jsonl"]
+    assert published.pop("--tasks") == ["osunlp/TravelPlanner"]
+    assert published.pop("--split") == ["validation"]
+    for given in synthetic, published:
+        assert given.pop("--out")[0].startswith("OUT/reliability/")
+    assert synthetic == published and synthetic["--url"] == ["http://a/v1"]
+    drawn = arguments(stages["reliability-tasks"][1])
+    assert [drawn["--n"], drawn["--levels"]] == [["200"], ["1:1:1"]]
+    assert not any("torchrun" in words for _, words in stages.values())
 
 
 # ---------------------------------------------------------------------- the axes of the tools world
@@ -490,12 +544,20 @@ def test_a_policy_is_told_of_the_principles_when_it_plays_and_learns_without_the
 def test_the_recipes_rl_checkpoint_plays_with_each_choice_of_helpers(size):
     stages = dry(size, "axis", "helpers", OUT="OUT")
     assert stages["rl"] == dry(size, OUT="OUT")["rl"]
-    for name in HELPED:
+    # the real sizes have no browser, so nothing there can be summarised
+    helped = [name for name in HELPED if size == "tool-tiny" or name != "summarise"]
+    assert [name for name in stages if name.startswith("eval-")] == [f"eval-{x}" for x in helped]
+    for name in helped:
         given = arguments(stages[f"eval-{name}"][1])
         assert given["--model"] == [f"{name}=OUT/rl"]
         assert given["--database"] == [f"OUT/axis/helpers/worlds/{name}"]
     table = arguments(stages["axis-helpers"][1])
-    assert table[""] == ["table", *(f"{x}=OUT/axis/helpers/{x}/eval/{x}" for x in HELPED)]
+    assert table[""] == ["table", *(f"{x}=OUT/axis/helpers/{x}/eval/{x}" for x in helped)]
+
+
+def test_cycles_at_a_real_size_are_refused_with_the_command_that_plays_them():
+    done = run_sh(ROOT, "tool-star-3b", DRY="1", CYCLES="2")
+    assert done.returncode == 1 and "bash run.sh tool-star-3b axis dpo" in done.stderr + done.stdout
 
 
 def test_what_an_axis_refuses_names_the_axes_of_the_size():
@@ -521,7 +583,7 @@ case ${2:-} in
     "")  ;;
     *.*) mkdir -p "$(dirname "$2")"; echo made > "$2" ;;
     *)   mkdir -p "$2"; echo '{"loss_tokens": 64}' > "$2/log.jsonl"
-         for f in config.json table.md tax.md curves.png hard-200.jsonl noise.md \
+         for f in config.json table.md tax.md curves.png mixed-100.jsonl noise.md \
                 tool-dpo.md val.jsonl rl.jsonl tasks.jsonl; do
              echo made > "$2/$f"
          done ;;
@@ -617,10 +679,10 @@ def test_an_output_that_a_killed_stage_left_in_half_does_not_count(house):
 
 
 @pytest.mark.parametrize("changed, said", [
-    ({"SEED": "1"}, "tiny/init/config.json was made by another command: --seed was 0, is 1"),
-    ({"FLAGS_rl": "--lr 7"}, "tiny/rl/config.json was made by another command: --lr was 1.5e-4,"),
-    ({"FLAGS_eval": "--limit 5"}, "by another command: --limit was not given, is 5"),
-    ({"DATA": "d"}, "tiny/init/config.json was made by another command: --corpus was")])
+    ({"SEED": "1"}, "out/tiny/init/config.json was made by another command: --seed was 0, is 1"),
+    ({"FLAGS_rl": "--lr 7"}, "out/tiny/rl/config.json was made by another command: --lr was 1.5"),
+    ({"FLAGS_eval": "--limit 5"}, "made by another command: --limit was not given, is 5"),
+    ({"DATA": "d"}, "out/tiny/init/config.json was made by another command: --corpus was")])
 def test_a_run_is_not_shown_as_that_of_other_settings(house, changed, said):
     assert run_sh(house, "tiny").returncode == 0
     commands = json.loads((house / "out/tiny/run.json").read_text())
@@ -898,7 +960,7 @@ def test_preflight_wants_disk_memory_and_a_token_to_compare(station):
     done = run_sh(station, "7b", "preflight", MODEL="model")
     assert "GB of the host's memory are free, 1808 are needed" in done.stderr.splitlines()[-1]
     (station / "bin" / "du").unlink()
-    stand_in(station / ".venv" / "bin" / "python", STAND_IN.replace('s": 64', 's": 0'))
+    stand_in(station / ".venv" / "bin" / "torchrun", STAND_IN.replace("64", "0"))
     done = run_sh(station, "7b", "preflight", MODEL="model")
     assert "nothing was trained on: remove out/7b/preflight" in done.stderr.splitlines()[-1]
 

@@ -24,6 +24,7 @@ import qa_eval
 import runtime
 from runtime import write_jsonl
 
+TOKENIZER = '{"model": {}, "added_tokens": []}'
 LINES = 2  # at most, whoever says them
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
             {"role": "assistant", "content": "a"}]
@@ -386,7 +387,7 @@ def desk(tmp_path, mini, monkeypatch):
         "talks.jsonl": f"{talk}\n", "texts.jsonl": '{"text": "Day 1:"}\n',
         "corpus.jsonl": '{"id": "1", "contents": "\\"A\\"\\nb"}\n',
         "worded/config.json": '{"model_type": "qwen2"}', "broken/config.json": "{",
-        "short/config.json": '{"model_type": "qwen2"}', "short/tokenizer.json": "{}",
+        "short/config.json": '{"model_type": "qwen2"}', "short/tokenizer.json": TOKENIZER,
         "qa-cut/questions.jsonl": "{\n", "qa-list/questions.jsonl": "[1]\n",
         "qa-twice/questions.jsonl": '{"id": 1, "question": "?", "golden_answers": ["a"]}\n' * 2,
         "qa-alone/questions.jsonl": '{"id": 1, "question": "?", "golden_answers": ["a"]}\n',
@@ -471,7 +472,7 @@ def shape(desk):
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99,
              "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 32768}
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"} | sizes))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(TOKENIZER)
     head = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))
 

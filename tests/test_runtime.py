@@ -1,7 +1,6 @@
 """What keeps a run from harm: one writer, no orphans, one line, nothing broken read or saved."""
 import errno
 import importlib
-import json
 import os
 import shutil
 import signal

@@ -104,8 +104,8 @@ def gib_in_use():
 def torchrun(ranks, stage, words, log, kill_after=0, env=None):
     """Run a stage, its words into a log beside OUT; with kill_after, SIGKILL it after that update.
     -> (exit status, seconds, most GiB seen in use)"""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-               str(ranks), stage, *words.split()]
+    command = [sys.executable, "-m", "runtime", "--standalone", "--nproc_per_node", str(ranks),
+               stage, *words.split()]
     began, used = time.time(), 0
     with open(log, "w") as screen:
         process = subprocess.Popen(command, cwd=ROOT, stdout=screen, stderr=subprocess.STDOUT,

@@ -903,8 +903,8 @@ def play_batch(llm, template, world, tasks, step, steps, kind, waiting, args):
     """(1) (2) Play and judge the batch of update `step` -> samples of all ranks, seconds to judge
 
     With --refill [3]: play extra batches until --prompts groups have unequal rewards, and leave
-    out the groups after these. With --stretch (7): give plays further stretches until --prompts / 2
-    groups are whole, as in the first update; in the last one, all plays end.
+    out the groups after these. With --stretch (7): where no group is whole, as may be in the first
+    update, all plays get another stretch; in the last update they play to their end.
     """
     samples, judge_s = [], 0.0
     stretch = args.stretch if step + 1 < steps else 0
@@ -920,14 +920,13 @@ def play_batch(llm, template, world, tasks, step, steps, kind, waiting, args):
         began = time.time()
         judge_all(played, world, kind)
         for s in played:
-            s.query += extra * args.prompts * (not args.stretch)
+            s.query += extra * args.prompts
         judge_s += time.time() - began
         samples += gather(played)
-        useful = [query for query, group in by_query(samples).items()
-                  if not (args.refill and uniform(group))]
+        useful = [query for query, group in by_query(samples).items() if not uniform(group)]
         if args.refill and len(useful) >= args.prompts:
             return [s for s in samples if s.query <= useful[args.prompts - 1]], judge_s
-        if 2 * len(useful) >= args.prompts if args.stretch else extra == args.refill:
+        if samples and extra >= args.refill:
             return samples, judge_s
 
 

@@ -210,8 +210,7 @@ def tools_of(name, folder):
     """The tools that an agent had, in words, from the settings of its plays."""
     if not (folder / "settings.json").exists():
         return
-    with runtime.errors_name(folder / "settings.json"):
-        database = json.loads((folder / "settings.json").read_text()).get("database")
+    database = runtime.read_json(folder / "settings.json").get("database")
     if database and (Path(database) / "tools.json").exists():
         found = read_settings(database)
         used = [helper for helper in helpers.NAMES if found.helpers.get(helper)]

@@ -201,8 +201,9 @@ else
     # [1 app. D]: how it is played, and that the checkpoint is the best on validation; judged on
     # tasks that did not choose it, beside the last one [2]
     models=(base="$base" sft="$OUT/sft" last="$OUT/rl" rl="$OUT/rl/best")
+    # replies may be as long as in training [2]
     judge=(--tasks "$DATA/test.jsonl" --database "$database" --top-p 0.95 --max-context 32768
-           --max-turns 60 --seed "$SEED")
+           --max-turns 60 --max-tokens 8192 --seed "$SEED")
 fi
 evaluate=(python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6
           --out "$OUT/eval")

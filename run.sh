@@ -7,9 +7,9 @@
 #   bash run.sh 0.5b             ours for one GPU of 24 GB, at a context of 16K
 #   bash run.sh tool-star-0.5b | tool-star-1.5b | tool-star-3b | tool-star-7b
 #                                Tool-Star's recipe, from its published data to its twelve sets
-#   bash run.sh SIZE axis NAME   a study (axes.sh): reward, scale, data, algorithm or noise; of tiny
-#                                memory too; of the tools world (toolaxes.sh): reward, dpo, helpers,
-#                                masking or noise
+#   bash run.sh SIZE axis NAME   a study (axes.sh): reward, scale, data, algorithm or noise; tiny
+#                                has memory too, the real sizes reliability, with ENDPOINT; the
+#                                tools world (toolaxes.sh): reward, dpo, helpers, masking or noise
 #   bash run.sh SIZE preflight   only what these look at before anything is spent
 #   bash run.sh test [-m '']     the tests, or the slow ones too
 #   bash run.sh gpu              what holds on this machine's GPUs, in minutes: out/gpu/report.md
@@ -21,26 +21,27 @@
 #   SEEDS, AXIS_STEPS, AXIS_TASKS  of an axis (axes.sh)  FLAGS_STAGE  more: FLAGS_rl="--lr 1e-6"
 #   CYCLES  of play, pairs and DPO after RL, 1 unless set, PORT of the pages, 8123: tool-tiny
 #   GPUS    ranks on this node                     NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
-#   ENDPOINT  URL=MODEL of a teacher, ENDPOINT_KEY the file of its key; unset: the solver, for free.
-#           It makes what DATA lacks, at the real sizes of travel
-#   QA      folder of FlashRAG's data sets, with RETRIEVER: questions after the evaluation; tiny: 1
+#   ENDPOINT  URL=MODEL of a teacher, or several, ENDPOINT_KEY the file of their key: they write the
+#           queries and play the episodes that DATA lacks, at the real sizes of travel; unset: a
+#           grammar and the solver, for free
+#   QA      folder of FlashRAG's data sets, with RETRIEVER, a /retrieve address or an index folder:
+#           questions after every evaluation, those of an axis too; tiny: QA=1, without RETRIEVER
 #   PYTHON  what .venv is made with                STAR_DATABASE  the full database
 #   SHARE   of a GPU that the engine fills, 0.6; 0.5b: 0.35    STAR_TRACEBACK  1: errors in full
 #   CONTEXT, CUTOFF, PACK  tokens of RL's episodes, of SFT's, of a micro-batch, of the real sizes
 # and of Tool-Star's sizes (toolstar.sh): SFT_DATA, RL_DATA, the published files; SETS, the folder of
 # sets (toolstar/sets.py); TOOLS, settings of the tools; JUDGE, URL=MODEL, JUDGE_KEY, a file
 # Sources: [1] STAR, arXiv:2603.21972, sections 3-4, appendices C-D   [2] ours, measured here
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # sh run.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,31s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '2,34s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
 print() { printf '%q ' "$@"; echo; }
 made() { [[ -e $1 && ! -e $1.unfinished ]]; }
-
-last_words='import json, sys; print(json.load(open(sys.argv[1]))["message"]["message"])'
 
 # stage NAME OUTPUT COMMAND...   a step, done when OUTPUT is there with no mark of a broken try
 stage() {
@@ -48,7 +49,12 @@ stage() {
     shift 2
     set -- "$@" ${!more:-}
     if [[ -n ${DRY:-} ]]; then printf '\n# %s -> %s\n' "$name" "$output"; print "$@"; return; fi
-    if made "$output"; then times+=("$name" "done before"); return; fi
+    if made "$output"; then
+        [[ $node != 0 ]] || python -m recipes.commands check "$OUT/run.json" "$output" "$@" ||
+            exit 1
+        times+=("$name" "done before")
+        return
+    fi
     if [[ $node != 0 && $1 != torchrun ]]; then  # what is not trained is made by the first node
         say "$name runs on node 0; waiting for $output"
         until made "$output"; do sleep 5; done
@@ -56,15 +62,18 @@ stage() {
     fi
     say "$name: $*"
     if [[ $node == 0 ]]; then mkdir -p "$(dirname "$output")"; touch "$mark"; fi
-    # torchrun leaves there what a rank said last, which its own words have buried
-    if ! TORCHELASTIC_ERROR_FILE=$mark.why "$@"; then
-        [[ ! -s $mark.why ]] || why=$(python -c "$last_words" "$mark.why")
+    local command=("$@")
+    [[ $1 != torchrun ]] || command=(python -m runtime "${@:2}")  # torchrun without its own words
+    rm -f "$mark.why"
+    if ! STAR_SAID=$mark.why "${command[@]}"; then
+        [[ ! -s $mark.why ]] || why=$(head -1 "$mark.why")
         rm -f "$mark.why"
-        stop "stage $name failed, ${why:-see above}${lost:-}. The same command goes on from here"
+        stop "stage $name failed, ${why:-see above}${lost:-}. The same command continues from here"
     fi
     [[ -e $output ]] || stop "stage $name ended without writing $output"
+    [[ $node != 0 ]] || python -m recipes.commands keep "$OUT/run.json" "$output" "$@"
     rm -f "$mark"
-    times+=("$name" "$((SECONDS - began)) s")
+    times+=("$name" "$((SECONDS - began)) s") fresh+=("$output")
 }
 
 # change FLAG VALUE... FLAG...   the command in `words`, with these flags at its end, nowhere else
@@ -77,11 +86,17 @@ change() {
     words=("${kept[@]}" "$@")
 }
 
-# finish TABLE   the last words: the table, and what each stage took
+# finish TABLE...   the last words: the tables that no stage has just printed, and the times
 finish() {
+    local table
     if [[ -z ${DRY:-} ]]; then
-        printf '\n%s\n\n' "$(cat "$1")"
-        printf '%-40s %12s\n' stage time "${times[@]}" all "$SECONDS s"
+        for table in "$@"; do
+            [[ " ${fresh[*]} " == *" $table "* ]] || printf '\n%s\n' "$(cat "$table")"
+        done
+        printf '\n%-40s %12s\n' stage time
+        printf '%-40s %12s\n' "${times[@]}" all "$SECONDS s"
+        say "$1 has the results; python -m look.report $OUT writes $OUT/report.html, to look at" \
+            "every episode"
     fi
     exit 0
 }
@@ -89,15 +104,16 @@ finish() {
 source recipes/setup.sh  # environment, preflight
 
 # ------------------------------------------------------------------------------------------- sizes
-size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-}
+size=${1:-} what=${2:-all} axis=${3:-} times=() fresh=() ENDPOINT=${ENDPOINT:-}
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$(seen_gpus) context=30000 cutoff=20480 pack=32768 share=0.6  # share: of a GPU, the engine's
+planned=8 gib=80  # the GPUs that DRY=1 prints commands for, where none is seen
 # what changes with the size [1 app. C, D]; 7b has two nodes of 8 GPUs [1]
 case $size in
     tiny) base=$OUT/base algorithm=grpo reward=macro ;;
     tool-tiny) base=$OUT/base reward=strict ;;
     0.5b) base=Qwen/Qwen2.5-0.5B-Instruct millions=494 sft_epochs=6 algorithm=grpo reward=macro
-          context=16384 cutoff=16384 pack=16384 share=0.35 ;;  # [2] one GPU of 24 GB
+          context=16384 cutoff=16384 pack=16384 share=0.35 planned=1 gib=24 ;;  # [2]
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 sft_epochs=6 algorithm=arpo reward=macro ;;
     3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo
           reward=curriculum ;;
@@ -114,7 +130,7 @@ case $size in
     *)    wrong "there is no size $size: tiny, tool-tiny, 0.5b, 1.5b, 3b, 7b, tool-star-SIZE" ;;
 esac
 axes="reward scale data algorithm noise"
-[[ $size != tiny ]] || axes+=" memory"
+[[ $size == tiny ]] && axes+=" memory" || axes+=" reliability"
 [[ $size != tool-* ]] || axes="reward dpo helpers masking noise"
 case $what:$axis in
     all:) ;;
@@ -127,23 +143,38 @@ esac
 (($# <= 3)) || wrong "'${*:4}' is a word too many"
 for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS CYCLES CONTEXT \
     CUTOFF PACK; do
-    [[ ${!name:-0} =~ ^[0-9]+$ ]] || wrong "$name=${!name} must be a whole number"
+    [[ ${!name:-0} =~ ^[0-9]{1,9}$ ]] ||
+        wrong "$name=${!name} must be a whole number of at most nine digits"
 done
+[[ -z ${QA:-} || $size == tiny || $size == tool-* || -n ${RETRIEVER:-} ]] ||
+    wrong "QA needs RETRIEVER, a /retrieve address or an index folder (python -m toolstar.retriever)"
+[[ $axis != reliability || -n $ENDPOINT ]] ||
+    wrong "reliability needs ENDPOINT=URL=MODEL, the model that plays both sets of queries"
 [[ $SEEDS =~ ^[0-9]+(\ [0-9]+)*$ ]] || wrong "SEEDS='$SEEDS' must be whole numbers, like '0 1'"
 [[ ${GPUS:-1} != 0 && $NNODES -gt $node ]] ||
     wrong "GPUS must be 1 at least, and NODE_RANK=$node less than NNODES=$NNODES: it counts from 0"
+for name in OUT DATA MODEL STAR_DATABASE; do
+    [[ ${!name:-} != "~"* ]] || wrong "$name='${!name}': a quoted ~ is no home; write \$HOME"
+done
+if [[ -n ${MODEL:-} && -z ${DRY:-} && ! -d $MODEL ]]; then  # a name on the hub is OWNER/NAME
+    [[ $MODEL =~ ^[[:alnum:]][[:alnum:]._-]*/[[:alnum:]._-]+$ ]] ||
+        stop "MODEL=$MODEL is not a folder; is the path right?"
+fi
 base=${MODEL:-$base} share=${SHARE:-$share} context=${CONTEXT:-$context} pack=${PACK:-$pack}
 cutoff=${CUTOFF:-$cutoff}
+[[ $share =~ ^(1|0?\.[0-9]+)$ ]] || wrong "SHARE=$share must be a share of a GPU, such as 0.4"
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-$((2 - (seen == 1)))}
     GPUS=${GPUS:-1}
 else
     [[ $size != tool-star-* ]] || DATA=${DATA:-data/tool-star}
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
-    [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=8
-    [[ $GPUS != 0 ]] || stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
+    [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=$planned
+    [[ $GPUS != 0 || $axis == reliability ]] ||
+        stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
 fi
-trap 'stop "SIGTERM. What is saved is kept: the same command goes on"' TERM
+trap 'stop "SIGTERM. What was saved is kept: the same command continues"' TERM
+trap 'say "interrupted. What was saved is kept: the same command continues"; exit 130' INT
 meet=(--standalone)
 if [[ $NNODES != 1 ]]; then
     meet=(--nnodes "$NNODES" --node_rank "${NODE_RANK:?several nodes need it, 0 on the first}"
@@ -169,17 +200,20 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     # all training is in generated worlds without a city of the one that judges
     tasks=("${draw[@]}" --database "$DATA/worlds" --split train)
     train=(--no-checkpointing --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
-    play=(--system-prompt short --max-turns 10)
+    play=(--system-prompt short --max-turns 9)
     rl=("${torchrun[@]}" "$rl_gpus" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$DATA/worlds" "${play[@]}" --reward $reward --keep-overlength --prompts 8
         --group 8 --steps $steps --lr $rl_rate --decay 0.5 --temperature 0.8 --context $room
         --turn-tokens 256 --concurrency 64 "${train[@]}" --out "$OUT/rl")
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
-    judge=(--tasks "$DATA/val.jsonl" --database $database "${play[@]}" --max-context $room
-           --max-tokens 256 --top-p 0.95 --seed "$SEED")
+    # --lenient: as all of docs/results.md was measured
+    judge=(--tasks "$DATA/val.jsonl" --database $database "${play[@]}" --lenient
+           --max-context $room --max-tokens 256 --top-p 0.95 --seed "$SEED")
 else
     [[ -n ${DRY:-} || $axis == scale ]] || python sandbox.py check "$database" ||
         stop "see above, and database/README.md"
+    read -ra endpoints <<<"$ENDPOINT"
+    teacher=(${endpoints[@]:+--endpoint "${endpoints[@]}"} ${ENDPOINT_KEY:+--key "$ENDPOINT_KEY"})
     tasks=(python synth.py tasks --database "$database" --like paper --days 3:5:7)
     # [1 app. D]: all but the clip, which is DAPO's (arXiv:2503.14476), and the saving
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
@@ -195,7 +229,27 @@ else
 fi
 evaluate=(python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6
           --out "$OUT/eval")
-[[ $axis != scale ]] || source recipes/axes.sh
+# out of domain [1 sec. 4]: top 5, 60 calls, 32K tokens; 64 offline questions for tiny, which answers
+# none of them
+questions=(python qa_eval.py --model "${models[@]}" --data "${QA:-}" --topk 5 --max-turns 60
+           --retriever "${RETRIEVER:-}" --max-context 32768 --seed "$SEED" --out "$OUT/qa")
+[[ $size != tiny ]] ||
+    questions=(python qa_eval.py --model "${models[@]}" --system-prompt short --topk 2 --max-turns 4
+               --max-context 512 --max-tokens 64 --seed "$SEED" --out "$OUT/qa")
+
+# draw_tasks NAME FILE FLAG VALUE...   tasks in DATA/FILE.jsonl with the grammar's queries or, with
+# ENDPOINT, in the words of its models, which drop a task that they cannot put into words
+draw_tasks() {
+    local file=$DATA/$2.jsonl drawn=$DATA/$2.jsonl
+    [[ $size == tiny || -z $ENDPOINT ]] || drawn=$DATA/$2-elements.jsonl
+    words=("${tasks[@]}")
+    change "${@:3}" --out "$drawn"
+    stage "$1" "$drawn" "${words[@]}"
+    [[ $drawn == "$file" ]] || stage "$1-queries" "$file" python synth.py queries \
+        --tasks "$drawn" "${teacher[@]}" --seed 5 --out "$file"
+}
+
+[[ $axis != scale && $axis != reliability ]] || source recipes/axes.sh
 
 # ------------------------------------------------------------------------------ data, base and SFT
 if [[ $size == tiny ]]; then
@@ -221,23 +275,25 @@ if [[ $size == tiny ]]; then
 else
     # 180 held-out queries choose the checkpoint [1], 180 others judge it: the published validation
     # queries may be put there
-    stage val-tasks "$DATA/val.jsonl" "${tasks[@]}" --split val --n 180 --levels 1:1:1 --seed 1 \
-        --prefix val --out "$DATA/val.jsonl"
-    stage test-tasks "$DATA/test.jsonl" "${tasks[@]}" --split val --n 180 --levels 1:1:1 --seed 6 \
-        --prefix test --exclude "$DATA/val.jsonl" --out "$DATA/test.jsonl"
-    # 1,000 queries for RL, levels 4:3:3; SFT has others: [1]'s teacher solved 1,198 of 5,000
-    stage rl-tasks "$DATA/rl.jsonl" "${tasks[@]}" --split train --n 1000 --levels 4:3:3 --seed 2 \
-        --prefix rl --out "$DATA/rl.jsonl"
+    made "$DATA/sft.jsonl" || check_teachers
+    draw_tasks val-tasks val --split val --n 180 --levels 1:1:1 --seed 1 --prefix val
+    draw_tasks test-tasks test --split val --n 180 --levels 1:1:1 --seed 6 --prefix test \
+        --exclude "$DATA/val.jsonl"
+    # 1,000 queries for RL, levels 4:3:3; SFT has others
+    draw_tasks rl-tasks rl --split train --n 1000 --levels 4:3:3 --seed 2 --prefix rl
     preflight
-    stage sft-tasks "$DATA/sft-tasks.jsonl" "${tasks[@]}" --split train --seed 3 --prefix sft \
-        --n $((${#ENDPOINT} ? 5000 : 1198)) --levels 627:373:198 --exclude "$DATA/rl.jsonl" \
-        --out "$DATA/sft-tasks.jsonl"
+    # [1]'s teacher solved 1,198 of 5,000 queries of balanced levels: 627 easy, 373 medium, 198 hard.
+    # The solver solves all, so it gets as many of each level
+    number=1198 levels=627:373:198
+    [[ -z $ENDPOINT ]] || number=5000 levels=1:1:1
+    draw_tasks sft-tasks sft-tasks --split train --seed 3 --prefix sft --n $number \
+        --levels $levels --exclude "$DATA/rl.jsonl"
     # a teacher that never meets a dead end teaches nobody to leave one
     stage episodes "$DATA/sft.jsonl" python synth.py episodes --database "$database" --like paper \
         --styles direct:5,exploring:3,backtracking:2 --seed 4 --tasks "$DATA/sft-tasks.jsonl" \
-        ${ENDPOINT:+--endpoint $ENDPOINT} ${ENDPOINT_KEY:+--key "$ENDPOINT_KEY"} \
-        --out "$DATA/sft.jsonl"
-    # [1 app. C]: batch, rate, warm-up and cutoff; cosine, bfloat16 and ZeRO-3 are sft.py's only way
+        "${teacher[@]}" --out "$DATA/sft.jsonl"
+    # batch, rate and warm-up [1 app. C], cutoff of its released configuration; cosine, bfloat16 and
+    # ZeRO-3 are sft.py's only way
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$DATA/sft.jsonl" --epochs "$sft_epochs" --batch 32 --lr 5e-6 --warmup 0.1 \
         --cutoff $cutoff --seed "$SEED" --save-every 20 --resume --out "$OUT/sft"
@@ -247,13 +303,6 @@ fi
 # ------------------------------------------------------------------------------- RL and evaluation
 stage rl "$OUT/rl/config.json" "${rl[@]}"
 stage eval "$OUT/eval/table.md" "${evaluate[@]}"
-if [[ $size == tiny && -n ${QA:-} ]]; then  # 64 offline questions, which no tiny model answers
-    stage qa "$OUT/qa/tax.md" python qa_eval.py --model "${models[@]}" --system-prompt short \
-        --topk 2 --max-turns 5 --max-context 512 --max-tokens 64 --seed "$SEED" --out "$OUT/qa"
-elif [[ -n ${QA:-} ]]; then  # out of domain [1 sec. 4]: top 5, 60 calls, 32K tokens
-    stage qa "$OUT/qa/tax.md" python qa_eval.py --model "${models[@]}" --data "$QA" --topk 5 \
-        --retriever "${RETRIEVER:?QA needs RETRIEVER, a /retrieve address or an index folder}" \
-        --max-turns 60 --max-context 32768 --seed "$SEED" --out "$OUT/qa"
-fi
+[[ -z ${QA:-} ]] || stage qa "$OUT/qa/tax.md" "${questions[@]}"
 stage curves "$OUT/curves.png" python -m look.report "$OUT/rl" --curves --out "$OUT"
 finish "$OUT/eval/table.md"

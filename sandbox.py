@@ -114,8 +114,9 @@ def final_turn(thought, answer):
 class Episode:
     """One play of a task.
 
-    system_prompt: database/prompts/system.txt by default; strict: a reply that breaks
-    the protocol ends the episode (training), otherwise the agent is told; parse: reply -> Action.
+    max_turns: replies that get an observation; one more may answer. system_prompt: by default
+    database/prompts/system.txt. strict: a reply that breaks the protocol ends the episode,
+    otherwise the agent is told. parse: reply -> Action.
     """
 
     tokens = asked = observation_tokens = 0  # set by players: of the whole episode, up to the last
@@ -150,8 +151,8 @@ class Episode:
             self.answer, self.stop = action.text, "answer"
         elif self.strict and (action.kind == "error" or not known):
             self.stop = "format"
-        elif self.turns >= self.max_turns:
-            self.stop = "turns"  # the agent could not reply to an observation
+        elif self.turns > self.max_turns:
+            self.stop = "turns"  # this reply had to answer
         if self.stop:
             return None
         self.calls += action.kind == "call" and known
@@ -527,6 +528,8 @@ class Database:
 
     def __init__(self, folder):
         self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"{self.folder} is not a folder; {HELP}")
         sources = find_sources(self.folder)
         missing = [TABLES[name].file for name, path in sources.items() if path is None]
         if missing:
@@ -542,6 +545,10 @@ class Database:
         self.hotel_cities = self._names("SELECT city FROM hotels")
         self.restaurant_cities = self._names("SELECT city FROM restaurants")
         self.attraction_cities = self._names("SELECT city FROM attractions")
+
+    def __reduce__(self):
+        """An episode in a checkpoint names its database, which is opened again."""
+        return type(self), (self.folder,)
 
     def of(self, task):
         """The database that a task is about: this one, for every task."""

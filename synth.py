@@ -5,7 +5,7 @@ Make the training data: solvable tasks, queries, episodes of a teacher, and the 
     (2) queries   elements put into words: by a grammar, or by endpoints whose answers are checked
     (3) episodes  a teacher plays, the solver in three styles or endpoints; kept if the protocol was
                   kept and the plan, read back from the text, is a strict success
-    (4) subsets   100 to 2K tasks of mixed levels, and 1K of each level [2]
+    (4) subsets   100 to 2K tasks of mixed levels [2]
 
 Departs from [2]: (1) keeps what the solver proves feasible, not what a rule of thumb on mean prices
 allows; (2) and (3) need no endpoint, and take the paper's paraphrasers and teacher by --endpoint.
@@ -61,7 +61,6 @@ WISHES = ("house rule", "cuisine", "room type", "transportation")
 RULE_WISHES = ("pets", "smoking", "children under 10", "parties", "visitors")
 ROOM_WISHES = ("entire room", "private room", "shared room", "not shared room")
 STYLES = ("direct", "exploring", "backtracking")
-MARCH = [f"2022-03-{day:02d}" for day in range(1, 32)]
 CUISINES = ("Chinese", "American", "Italian", "Mexican", "Indian", "Mediterranean", "French")
 PRONOUNS = {"We": "I", "we": "I", "are": "am", "Our": "My", "our": "my", "us": "me",
             "ourselves": "myself"}  # of several who travel: of one
@@ -76,6 +75,17 @@ STATED = {
     "no flight": "fl(ight|y)|air", "no self-driving": "driv|behind the wheel"}
 
 
+def days_of(month):
+    """The dates of a month like 2022-03."""
+    try:
+        first = datetime.date.fromisoformat(f"{month}-01")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{month!r} is not a month like 2022-03") from None
+    days = (first + datetime.timedelta(day) for day in range(31))
+    return [f"{day}" for day in days if day.month == first.month]
+
+
+MARCH = days_of("2022-03")
 # Of the forms between slashes one is drawn; 1 and 2 stand for one and for more. A tiny model's are
 # short, with dates as the tools want them.
 GRAMMARS = {like: entries(PROMPTS / f"queries-{like}.txt") for like in ("tiny", "paper")}
@@ -222,14 +232,14 @@ def key_of(task):
 
 def own_rows(path, kind, ids=""):
     """The rows that a command has written so far; kind: a key of theirs, ids: a pattern."""
-    rows = runtime.recover_jsonl(path)
-    for number, row in enumerate(rows, 1):
-        task = row.get("task", row) if isinstance(row, dict) else None
-        if not (isinstance(task, dict) and kind in row
-                and re.search(ids, str(task.get("id", "\0")))):
-            raise ValueError(f"{path}, record {number}: no row of this command, which would go on "
-                             "there; choose another --out, or remove it")
-    return rows
+    def check(rows):
+        for number, row in enumerate(rows, 1):
+            task = row.get("task", row) if isinstance(row, dict) else None
+            if not (isinstance(task, dict) and kind in row
+                    and re.search(ids, str(task.get("id", "\0")))):
+                raise ValueError(f"{path}, record {number}: not a row of this command, which would "
+                                 "continue there; choose another --out, or remove it")
+    return runtime.recover_jsonl(path, check)
 
 
 def tasks(args):
@@ -259,19 +269,24 @@ def tasks(args):
         raise ValueError(f"{args.out}: holds tasks that these flags do not ask for; choose another "
                          "--out, or remove it")
     index = last = int(kept[-1]["id"].rsplit("-", 1)[1]) + 1 if kept else 0
-    with runtime.workers(args.workers) as pool:
+    bar = runtime.progress(None, args.out, args.n, len(kept), "task")
+    with bar, runtime.workers(args.workers) as pool:
         while any(lack.values()):
             if index - last > 200_000:
                 raise ValueError(f"{args.out}: no new task in 200,000 draws, {lack} to go; lower "
-                                 "--n, widen --days or raise --per-pair")
+                                 "--n, widen --days, raise --per-pair, or name a --month in which "
+                                 "the database has flights")
             block = [i for i in range(index, index + 1024) if lack[kinds[i % len(kinds)]]]
             for task in pool.imap(partial(make_task, args), block, chunksize=16):
                 if task and take(task):
                     runtime.append_jsonl(args.out, task)
+                    bar.update()
                     last = index
             index += 1024
-    ratio = mean(row["tightness"]["ratio"] for row in runtime.recover_jsonl(args.out)) or 0
-    print(f"{args.n} tasks; the least cost is {ratio:.0%} of the budget on average")
+    ratio = mean(row["tightness"]["ratio"] for row in runtime.read_jsonl(args.out)) or 0
+    print(f"{args.out}: {args.n} tasks; the least cost is {ratio:.0%} of the budget on average. "
+          f"Next: python synth.py episodes --tasks {args.out} --out FILE, or python evaluate.py "
+          f"--tasks {args.out} --agent solver")
 
 
 # ---------------------------------------------------------------- queries
@@ -345,8 +360,8 @@ def endpoint_of(args, draw):
     """(name, generate) of an endpoint drawn at random, which is asked patiently: a run of days must
     not end for one bad hour."""
     url, name = random.Random(f"{args.seed}/{draw}").choice(args.endpoint)
-    key = Path(args.key).read_text().strip() if args.key else None
-    options = {"temperature": args.temperature, "max_tokens": 8192, "retries": 40, "api_key": key}
+    options = {"temperature": args.temperature, "max_tokens": 8192, "retries": 40,
+               "api_key": runtime.read_key(args.key)}
     return name, partial(runtime.chat, url, name, **options)
 
 
@@ -392,14 +407,17 @@ def complete(make, args):
         done[task["id"]] = task
         if keys.get(task["id"], key_of(task)) != key_of(task):
             raise ValueError(f"{args.out}: holds another task {task['id']!r}; choose another --out")
-    for row in make(args, [task for task in todo if task["id"] not in done]):
+    left = [task for task in todo if task["id"] not in done]
+    for row in runtime.progress(make(args, left), args.out, len(todo), len(todo) - len(left)):
         runtime.append_jsonl(refused if "refused" in row else args.out, row)
     order = {task["id"]: i for i, task in enumerate(todo)}
-    rows = runtime.recover_jsonl(args.out)
+    rows = own_rows(args.out, kind)
     rows.sort(key=lambda row: order.get(row.get("task", row)["id"], -1))
     runtime.write_jsonl(args.out, rows)
-    why = Counter(reason for row in runtime.recover_jsonl(refused) for reason in row["refused"])
-    print(f"{args.out}: {len(rows)} of {len(todo)}; refused: {dict(why.most_common(5))}")
+    why = Counter(reason for row in own_rows(refused, "refused") for reason in row["refused"])
+    wrong = f"; {refused} has the others: {dict(why.most_common(5))}" if why else ""
+    following = "synth.py episodes --tasks" if make is queries else "sft.py --data"
+    print(f"{args.out}: {len(rows)} of {len(todo)}{wrong}. Next: python {following} {args.out}")
 
 
 # ---------------------------------------------------------------- episodes
@@ -482,19 +500,18 @@ def episodes(args, todo):
 # ---------------------------------------------------------------- subsets
 
 def subsets(args):
-    """100 to 2K tasks of mixed levels, each set within the next, and 1K of each level alone."""
+    """100 to 2K tasks of mixed levels, each set within the next."""
     taken = {key_of(task) for path in args.exclude for task in runtime.load_tasks(path, load_task)}
     rows = [task for task in runtime.load_tasks(args.tasks, load_task) if key_of(task) not in taken]
     random.Random(args.seed).shuffle(rows)
     sizes = {f"mixed-{n}": portions(n, (4, 3, 3)) for n in sorted(args.sizes, reverse=True)}
-    sizes |= {f"{level}-{args.alone}": [0] * i + [args.alone] for i, level in enumerate(LEVELS)}
     for name, counts in sizes.items():
         chosen = []
-        for level, n in zip(LEVELS, counts, strict=False):
+        for level, n in zip(LEVELS, counts, strict=True):
             pool = [task for task in rows if task["level"] == level]
             if len(pool) < n:
                 raise ValueError(f"{args.tasks}: {len(pool)} {level} tasks after exclusion, {n} "
-                                 "are needed; make more, or lower --sizes and --alone")
+                                 "are needed; make more, or lower --sizes")
             chosen += pool[:n]
         random.Random(f"{args.seed}/{name}").shuffle(chosen)
         runtime.write_jsonl(Path(args.out) / f"{name}.jsonl", chosen)
@@ -505,7 +522,9 @@ def convert(args):
     """Published tasks, TravelPlanner's or the STAR release's, in our form."""
     if Path(args.out).exists():
         raise ValueError(f"{args.out} exists; choose another --out, or remove it")
-    runtime.write_jsonl(args.out, runtime.load_tasks(args.tasks, load_task))
+    rows = runtime.load_tasks(args.tasks, load_task)
+    runtime.write_jsonl(args.out, rows)
+    print(f"{args.out}: {len(rows)} tasks")
 
 
 # ---------------------------------------------------------------- main
@@ -535,13 +554,15 @@ def flags(argv=None):
     def command(name, run, words, *parents):
         p = commands.add_parser(name, parents=[everywhere, *parents], help=words,
                                 description=words, formatter_class=runtime.Help)
-        p.set_defaults(run=run, dates=MARCH, failure_rate=0.0, max_turns=60)
+        p.set_defaults(run=run, failure_rate=0.0, max_turns=60)
         return p.add_argument
 
     add = command("tasks", tasks, "draw solvable tasks with queries", world)
     add("--n", type=COUNT, default=1000, help="number of tasks")
     add("--days", type=LENGTHS, default="3,5,7", help="lengths of the trips, in days")
     add("--levels", type=MIXTURE, default="4:3:3", help="easy:medium:hard [2]")
+    add("--month", dest="dates", type=days_of, default="2022-03", metavar="YYYY-MM",
+        help="month of all dates; the database must have flights in it")
     add("--split", choices=("all", "train", "val"), default="all",
         help="train and val share no pair of places and no start date")
     add("--per-pair", type=COUNT, default=10**9, help="tasks from one place to another, at most")
@@ -558,7 +579,6 @@ def flags(argv=None):
     add = command("subsets", subsets, "draw the paper's data sets out of many tasks", source)
     add("--exclude", nargs="*", default=[], help="files of tasks that must not come again")
     add("--sizes", type=AMOUNTS, default="100,200,500,1000,2000", help="at 4:3:3 [2]")
-    add("--alone", type=COUNT, default=1000, help="tasks of one level alone [2]")
     command("convert", convert, "rewrite published tasks as ours", source)
     return p.parse_args(argv)
 

@@ -77,7 +77,7 @@ def ratio(seconds, others):
 
 def settings(args):
     """The flags of grpo.py that all parts share."""
-    return f"""--model {args.model} --tasks {args.tasks} --context 1024 --max-turns 10 --lr 0
+    return f"""--model {args.model} --tasks {args.tasks} --context 1024 --max-turns 9 --lr 0
         --turn-tokens 256 --system-prompt short --concurrency {args.plays} --no-checkpointing
         --pack-tokens {args.pack_tokens} --prompts {args.plays // 8}""".split()
 

@@ -38,7 +38,7 @@ PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</an
          "NaN", "null", "9" * 5000, "\\ud800", "東京", "\n", CALL]
 # the process whose memory is measured; it says two lines, and waits for one
 OPEN = """
-import json, sys, time  # noqa: E402
+import json, sys, time
 
 def memory():
     lines = open("/proc/self/status").read().splitlines()
@@ -46,7 +46,7 @@ def memory():
 
 sys.path.insert(0, sys.argv[1])
 before, start = memory(), time.perf_counter()
-import sandbox  # noqa: E402
+import sandbox
 imported = time.perf_counter()
 database = sandbox.Database(sys.argv[2])
 opened = time.perf_counter()

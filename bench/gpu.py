@@ -153,7 +153,7 @@ def check_training(report, out, ranks, args, gib):
     """
     words = (f"--model {out}/model --tasks {out}/sums.jsonl --env tests/calculator.py --steps 4 "
              "--reward talk "
-             f"--prompts {4 * ranks} --group 8 --context {args.context} --max-turns 4 "
+             f"--prompts {4 * ranks} --group 8 --context {args.context} --max-turns 3 "
              f"--turn-tokens {args.context // 8} --pack-tokens {max(args.context, 16384)} "
              f"--lr 1e-3 --gpu-memory 0.4 --save-every 1 --resume --out {out}/rl")
     torchrun(ranks, "grpo.py", words, out / "rl-killed.txt", kill_after=2)
@@ -212,7 +212,7 @@ def check_learning(report, out, config, n, peak, args, attention):
 def check_evaluation(report, out):
     """The engine of evaluate.py, which starts in another way than the trainers' does."""
     words = (f"evaluate.py --model gpu={out}/model --tasks {out}/tasks.jsonl --limit 16 "
-             f"--system-prompt short --max-turns 3 --max-tokens 64 --out {out}/eval")
+             f"--system-prompt short --max-turns 2 --max-tokens 64 --out {out}/eval")
     began = time.time()
     with open(out / "eval.txt", "w") as screen:
         done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, stdout=screen,

@@ -1,9 +1,9 @@
 """
 What fills each GPU: the memory of a stage, moment by moment, planned without a GPU.
 
-From the sources of DeepSpeed 0.19.8 (ZeRO-3 leaves it a bucket of 5e8 numbers, 1e9 live parameters
-and updates of 1e9 at a time), of Qwen2 in transformers 5.19 with an attention that makes no T x T
-matrix, and of the stages' own loss, which never holds more than LOGITS logits.
+From the sources of DeepSpeed 0.19.8 (ZeRO-3 leaves it a bucket of 5e8 numbers, 1e9 live
+parameters), of Qwen2 in transformers 5.19 with an attention that makes no T x T matrix, and of the
+stages' own loss, which never holds more than LOGITS logits.
 
     python -m look.memory sft  --model Qwen/Qwen2.5-7B-Instruct --gpus 16
     python -m look.memory grpo --model Qwen/Qwen2.5-7B-Instruct --gpus 16 --context 30000
@@ -16,16 +16,15 @@ import sys
 from pathlib import Path
 
 import runtime
-from runtime import COUNT, NATURAL, PART, POSITIVE, Help, Parser
+from runtime import COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
 from sft import LOGITS
 
 MOMENTS = {  # of an update: what lowers it
     "play": "a lower --gpu-memory, --offload, --lora, or more GPUs",
-    "logits": "a smaller --pack-tokens or {longest}, no --no-checkpointing, --offload, "
-              "--lora, or more GPUs",
+    "logits": "a smaller --pack-tokens or {longest}, no --no-checkpointing, --offload, --lora, or "
+              "more GPUs",
     "layer": "a smaller --pack-tokens or {longest}, no --no-checkpointing, --offload, --lora, or "
              "more GPUs",
-    "step": "--offload, --lora, or more GPUs",
 }
 # tokens of the longest episode and of a micro-batch, as each stage has it. dpo.py has no model
 # beside the one it trains: its reference is numbers
@@ -36,8 +35,8 @@ GIB = 2**30
 def training(config, n, args, tokens):
     """[(what, bytes, moments)] of the trainer of `n` parameters, with `tokens` in a micro-batch.
 
-    Moments: play, logits (the backward pass through the head), layer (through the last layer),
-    step (AdamW's).
+    Moments: play, logits (the backward pass through the head), layer (through the last layer).
+    AdamW's step is none: fused, it takes nothing that is not there at all times.
     """
     h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
     layers, kv, adapters = config.num_hidden_layers, kv_width(config), adapter_size(config, args)
@@ -45,11 +44,12 @@ def training(config, n, args, tokens):
     shard = 0 if args.offload else trained / args.gpus
     chunk = max(1, min(1024, LOGITS // v))
     layer = tokens * (20 * h + 4 * kv + 8 * i)  # float32 norms 16 h, query and output 4 h, MLP 8 i
-    layer += tokens * 14 * adapters / (layers * widths(config) or 1)  # of rank R, at 7 linear layers
+    layer += tokens * 14 * args.lora  # of A x in bf16, at 7 linear layers
     head = v * h * (not adapters)
     logits = max(14 * chunk * v, 12 * chunk * v + 4 * head, 6 * chunk * v + 6 * head)
-    kept = layer * layers if args.no_checkpointing else 2 * tokens * h * layers
-    always, backward = ("play", "logits", "layer", "step"), ("logits", "layer")
+    whole = layers - round((1 - args.no_checkpointing) * layers)  # layers that keep all activations
+    kept = layer * whole + 2 * tokens * h * (layers - whole)
+    always, backward = ("play", "logits", "layer"), ("logits", "layer")
     return [
         ("parameters, bf16 shard", 2 * (n + adapters) / args.gpus, always),
         ("master weights, fp32 shard", 4 * shard, always),
@@ -59,12 +59,11 @@ def training(config, n, args, tokens):
         ("bucket's copy to be sent", 2 * min(trained, 5e8), ("layer",)),
         ("gathered parameters, bf16", 2 * min(n, 1e9) * (args.gpus > 1), backward),
         ("every layer's input or more", kept, backward),
-        ("a layer's activations, again", layer * (not args.no_checkpointing), ("layer",)),
+        ("a layer's activations, again", layer * (whole < layers), ("layer",)),
         ("its gradients on the way", tokens * (4 * i + 2 * h), ("layer",)),
         ("last norm and hidden states", tokens * 12 * h, ("logits",)),
         ("logits, head's gradient", logits, ("logits",)),
         ("tied head's gradient", 2 * head * config.tie_word_embeddings, ("layer",)),
-        ("AdamW's copy and root", 8 * min(shard, 1e9), ("step",)),
         ("CUDA, NCCL, waste (assumed)", 4 * GIB, always)]
 
 
@@ -114,8 +113,8 @@ def load_shape(model):
     try:
         config = AutoConfig.from_pretrained(model)
     except OSError:
-        raise ValueError(f"{model} is no folder here, and the hub does not give it: name a folder, "
-                         f"or fetch it where it can be had (hf download {model})") from None
+        raise ValueError(f"{model} is not a folder here, and the hub does not provide it: name a "
+                         f"folder, or download it first (hf download {model})") from None
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
     return config, sum(p.numel() for p in lm.parameters())
@@ -132,10 +131,11 @@ def flags(argv=None):
         "stage's own")
     add("--context", type=COUNT, default=ROOM["grpo"][0], help="grpo, arpo: tokens of an episode")
     add("--pack-tokens", type=NATURAL, default=0, help="tokens per micro-batch; 0: the stage's own")
-    add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
+    add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
+        help="keep the activations of this fraction of the layers, of all by default")
     add("--offload", action="store_true", help="AdamW and its states are in the host's memory")
     add("--lora", type=COUNT, default=0, metavar="R", help="only adapters of rank R are trained")
-    add("--host-gib", type=POSITIVE, default=math.inf, help="GiB of memory of all nodes together, "
+    add("--host-gib", type=POSITIVE, default=math.inf, help="free memory of the host, "
         "for --offload")
     add("--tp", type=COUNT, default=1, help="grpo, arpo: ranks that share an engine's weights")
     add("--gpu-memory", type=PART, default=0.6, help="grpo, arpo: share that the engine may fill")

@@ -13,7 +13,7 @@ text in it.
 Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, microscope/*.jsonl, *pairs*.jsonl
 Writes  OUT/report.html; with --curves OUT/curves.png, with --to tensorboard OUT/tensorboard/
 
-    python -m look.report out/tiny                      # or a part of it: out/tiny/rl, out/tiny/eval
+    python -m look.report out/tiny          # or a part of it: out/tiny/rl, out/tiny/eval
     python -m look.report out/tiny/rl --curves
     python -m look.report --trace out/tiny/eval/rl/episodes.jsonl:val-0001658
 """

@@ -5,16 +5,21 @@ Tabulate and draw an axis: one thing varied over several runs, beside the papers
                    interval over tasks, where a task counts with all its plays
     (2) difference from the setting that was trained first, on the tasks that both have played, and
                    how many tasks or seeds would tell that difference from none
-    (3) training   trained tokens and seconds of an update; a curve of success over the updates
+    (3) columns    of the paper's tables: commonsense and hard constraints, micro and macro; and
+                   success by rules without loopholes (strict)
+    (4) training   trained tokens and seconds of an update; a curve of success over the updates
+    (5) questions  instead of all that, with --questions: exact match out of domain, set by set
 
 `bash run.sh SIZE axis NAME` makes the runs of an axis and ends with this table.
 
-Reads   OUT/eval/rl/episodes.jsonl of each run, and OUT/rl/log.jsonl if it was trained
-Writes  OUT/AXIS.md and OUT/AXIS.png
+Reads   docs/paper.json; of each run OUT/eval/rl/episodes.jsonl and, if it was trained,
+        OUT/rl/log.jsonl; with --questions OUT/qa/tax.json
+Writes  OUT/AXIS.md and OUT/AXIS.png, or OUT/AXIS-questions.md
 
     python -m recipes.axes --axis reward --out out/axes \\
         --runs sum=out/a/eval/rl sum=out/b/eval/rl macro=out/c/eval/rl
 """
+import json
 import math
 from pathlib import Path
 from statistics import median
@@ -22,47 +27,55 @@ from statistics import median
 import runtime
 from evaluate import interval, mean, name_of, plays_of, span
 from look.report import drawing, log_rows, running_mean, scan, task_means
-from runtime import Help, Parser
+from runtime import COUNT, Help, Parser
 
-# Success on TravelPlanner's test set in per cent, 1.5B / 3B / 7B [STAR, arXiv:2603.21972 sec. 4].
-# Rewards: under GRPO. Algorithms: under MACRO, at 7B under SUM. Data: 3B with the curriculum.
-# Scale: the recipe of each size. Of failing tools it says that up to 5% do no harm and 10% do.
-PAPER = {
-    "reward": {"sft": "6.9 / 12.2 / 19.7", "sum": "33.1 / 47.0 / 62.8",
-               "macro": "30.1 / 48.2 / 58.9", "success": "33.8 / 46.6 / 60.9",
-               "curriculum": "34.9 / 49.9 / 57.0"},
-    "algorithm": {"sft": "6.9 / 12.2 / 19.7", "grpo": "30.1 / 48.2 / 62.8",
-                  "dapo": "36.9 / 45.6 / 58.4", "arpo": "37.5 / 47.5 / 58.3"},
-    "data": {"sft": "- / 12.2 / -", "100-prompts": "- / 37.5 / -", "1000-prompts": "- / 49.9 / -",
-             "easy": "- / 45.3 / -", "medium": "- / 41.1 / -", "hard": "- / 25.9 / -",
-             "mixed": "- / 49.9 / -"},
-    "noise": {}, "memory": {},
-    "scale": {"1.5b-sft": "6.9", "1.5b": "37.5", "3b-sft": "12.2", "3b": "49.9",
-              "7b-sft": "19.7", "7b": "62.8"},
-    # F1 or right answers in per cent, 3B: HotpotQA / Bamboogle / GSM8K / MATH [Tool-Star,
-    # arXiv:2505.16410, ablation]. On masking it says only that without it the reward falls to -1
-    "tool-reward": {"paper": "51.9 / 52.5 / 85.0 / 82.6", "answer": "50.4 / 50.3 / 83.1 / 80.2"},
-    "tool-dpo": {"sft": "47.5 / 43.9 / 80.2 / 78.4", "rl": "49.8 / 48.3 / 82.8 / 77.8",
-                 "rl+dpo": "51.9 / 52.5 / 85.0 / 82.6"},
-    "tool-masking": {}, "tool-noise": {},
-}
-# minutes per update on 8, 8 and 16 A100-80G [STAR]
-MINUTES = {"grpo": "8.0 / 8.6 / 9.0", "dapo": "8.2 / 8.9 / 9.5", "arpo": "9.5 / 13.3 / 13.3"}
-HEAD = ["setting", "paper, test, 1.5B / 3B / 7B", "ours: mean (each seed)", "95% over tasks",
-        "minus the first trained", "tasks, seeds to tell", "strict",
-        "trained policy tokens / update", "s / update, median", "updates"]
-TOOLS_HEAD = "paper, 3B: HotpotQA / Bamboogle / GSM8K / MATH"
+FILE = Path(__file__).parent.parent / "docs" / "paper.json"  # the papers' numbers, each once
+KNOWN = json.loads(FILE.read_text(encoding="utf-8"))
+TABLES, AXES, QUESTIONS = KNOWN["tables"], KNOWN["axes"], KNOWN["questions"]
+PARTS = {"cs_micro": "commonsense micro", "cs_macro": "commonsense macro",
+         "hard_micro": "hard micro", "hard_macro": "hard macro"}  # key of a score: column
+TRAINING = ["trained policy tokens / update", "s / update, median", "updates"]
 GAUGE = ("gap", "decorative", "reward")  # in the tools world: means over the last tenth of updates
+WORDS = {  # what a paper says of an axis without a table
+    "noise": ("The paper's figure in words: failures in up to {:g}% of the calls do no harm, in "
+              "{:g}% they do.", "noise/failing"),
+    "tool-masking": ("The paper in words: without masking the reward falls to {:g}.",
+                     "masking/unmasked")}
 
+
+# ------------------------------------------------------------------------------ the papers' numbers
+
+def numbers_at(where):
+    """The numbers at TABLE/ROW or TABLE/ROW/COLUMN of docs/paper.json."""
+    table, row, *column = where.split("/")
+    values = TABLES[table]["rows"][row]
+    return [values[TABLES[table]["columns"].index(column[0])]] if column else values
+
+
+def paper_cell(places, setting):
+    """What the paper prints of a setting, "" if it has no such setting."""
+    values = numbers_at(places[setting]) if setting in places else []
+    return " / ".join("-" if value is None else f"{value:g}" if value < 0 else f"{value:.1f}"
+                      for value in values)
+
+
+def paper_head(places, judged):
+    """The head of the paper's column: what it was judged on, and which sizes its numbers are of."""
+    if not places:
+        return f"paper, {judged}"
+    table, _, *column = next(iter(places.values())).split("/")
+    sizes = {where.split("/")[-1] for where in places.values()} if column else {}
+    columns = TABLES[table]["columns"] if not column else sizes if len(sizes) == 1 else []
+    return ", ".join(["paper", judged] + [" / ".join(columns).upper()] * bool(columns))
+
+
+# ------------------------------------------------------------------------------------------- runs
 
 def read_runs(specs):
     """["NAME=OUT/eval/rl", ..] -> {NAME: [(episodes, RL's rows of OUT/rl/log.jsonl) per seed]}."""
     runs = {}
-    for spec in specs:
-        name, equals, folder = spec.partition("=")
-        if not (name and equals and folder):
-            raise ValueError(f"--runs {spec!r} is not NAME=OUT/eval/rl")
-        seeds, folder = runs.setdefault(name, []), Path(folder)
+    for name, folder in map(named_folder, specs):
+        seeds = runs.setdefault(name, [])
         file, log = folder / "episodes.jsonl", folder.parent.parent / folder.name / "log.jsonl"
         rows = {}  # each play once
         for _, row in scan(file) if file.exists() else ():
@@ -78,6 +91,31 @@ def read_runs(specs):
         raise ValueError("none of the --runs has judged episodes: train and evaluate them first "
                          "(bash run.sh SIZE axis NAME does)")
     return runs
+
+
+def read_answers(specs):
+    """["NAME=OUT/qa/rl", ..] -> {NAME: [what OUT/qa/tax.json says of rl, per seed]}."""
+    runs = {}
+    for name, folder in map(named_folder, specs):
+        file, seeds = folder.parent / "tax.json", runs.setdefault(name, [])
+        with runtime.errors_name(file):
+            told = json.loads(file.read_text()) if file.exists() else {}
+        if folder.name in told:
+            seeds.append(told[folder.name])
+        else:
+            print(f"{name}: no answered questions in {folder} yet")
+    if not any(runs.values()):
+        raise ValueError("none of the --runs has answered questions: QA=DIR RETRIEVER=URL in front "
+                         "of bash run.sh SIZE axis NAME asks them")
+    return runs
+
+
+def named_folder(spec):
+    """(NAME, folder) of NAME=OUT/eval/rl."""
+    name, equals, folder = spec.partition("=")
+    if not (name and equals and folder):
+        raise ValueError(f"--runs {spec!r} is not NAME=OUT/eval/rl")
+    return name, Path(folder)
 
 
 # ------------------------------------------------------------------------------------- statistics
@@ -117,34 +155,86 @@ def last_tenth(seeds):
 def table_row(seeds, first):
     """The cells of a setting after the paper's number."""
     if not seeds:
-        return ["not run"] + [""] * 7
+        return ["not run"] + [""] * (4 + len(PARTS) + len(TRAINING))
     wins = [100 * mean(task_means(rows)) for rows, _ in seeds]
     rows = [row for rows, _ in seeds for row in rows]
     updates = [row for _, updates in seeds for row in updates]
     tokens = mean(row["loss_tokens"] for row in updates)
-    took = [row["sync_s"] + row["play_s"] + row["judge_s"] + row["learn_s"] for row in updates]
+    parts = [mean(row["score"].get(part) for row in rows) for part in PARTS]
     return [f"{mean(wins):.1f} ({', '.join(f'{win:.1f}' for win in wins)})",
             span(*interval(task_means(rows))),
             *(difference(seeds, first) if first and seeds is not first else ["", ""]),
+            *("" if part is None else f"{100 * part:.1f}" for part in parts),
             f"{100 * mean(row['strict'] for row in rows):.1f}",
             f"{tokens:,.0f}" if updates else "",
-            f"{median(took):.1f}" if updates else "",
+            f"{median(map(seconds, updates)):.1f}" if updates else "",
             ", ".join(sorted({str(len(updates)) for _, updates in seeds}))]
 
 
-def table_of(axis, runs):
-    """Markdown: the paper's number of each setting, and ours from {setting: its seeds}."""
-    lines = [[*HEAD], ["---"] * len(HEAD)]
+def seconds(update):
+    """How long an update took, without its validation."""
+    return sum(update[f"{part}_s"] for part in ("sync", "play", "judge", "learn"))
+
+
+def table_of(axis, runs, tasks="", gpus=0):
+    """Markdown: the paper's number of each setting, and ours from {setting: its seeds}.
+
+    tasks: the name of what ours were judged on; gpus: of each run, for the hours that they took.
+    """
+    places, tools = AXES[axis], axis.startswith("tool-")
+    judged = {row["task"]["id"] for seeds in runs.values() for rows, _ in seeds for row in rows}
+    ours = f"ours, {len(judged):,} tasks{f' of {tasks}' if tasks else ''}: mean (each seed)"
+    test = f"{TABLES['queries']['rows']['test'][0]:,} test queries"
+    head = ["setting", paper_head(places, "3B" if tools else test), ours, "95% over tasks",
+            "minus the first trained", "tasks, seeds to tell", *PARTS.values(), "strict", *TRAINING]
+    lines = [head, ["---"] * len(head)]
     first = next((seeds for seeds in runs.values() if seeds and seeds[0][1]), [])
-    for name in runs | PAPER[axis]:  # settings that only the paper has come last
-        lines.append([name, PAPER[axis].get(name, ""), *table_row(runs.get(name, []), first)])
-    if axis == "algorithm":
-        more = {"setting": "paper, min / update", "---": "---"} | MINUTES
-        lines = [[*line, more.get(line[0], "")] for line in lines]
-    if axis.startswith("tool-"):
-        lines[0][1] = TOOLS_HEAD
-        more = {"setting": [f"{key}, last tenth" for key in GAUGE], "---": ["---"] * len(GAUGE)}
-        lines = [[*line, *more.get(line[0], last_tenth(runs.get(line[0], [])))] for line in lines]
+    for name in runs | places:  # settings that only the paper has come last
+        lines.append([name, paper_cell(places, name), *table_row(runs.get(name, []), first)])
+    more = cost_cells(runs, gpus) if axis == "algorithm" else gauge_cells(runs) if tools else {}
+    lines = [[*line, *more.get(line[0], more.get("", []))] for line in lines]
+    text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    words, where = WORDS.get(axis, ("", ""))
+    return text + (f"\n{words.format(*numbers_at(where))}\n" if words else "")
+
+
+def cost_cells(runs, gpus):
+    """{setting: ours and the paper's minutes per update and GPU hours}."""
+    found = {"setting": ["min / update, median", "paper, min / update, 1.5B / 3B / 7B",
+                         "GPU hours, all of RL", "paper, A100 hours, 1.5B / 3B / 7B"],
+             "---": ["---"] * 4, "": [""] * 4}
+    for name in runs | AXES["algorithm"]:
+        took = [row for _, updates in runs.get(name, []) for row in updates]
+        hours = mean(sum(seconds(row) + row.get("val_s", 0) for row in updates) / 3600
+                     for _, updates in runs.get(name, []) if updates)
+        paper = [" / ".join(f"{value:g}" for value in TABLES[table]["rows"].get(name, ()))
+                 for table in ("minutes", "gpu-hours")]
+        found[name] = [f"{median(map(seconds, took)) / 60:.2f}" if took else "", paper[0],
+                       f"{hours * gpus:.1f}" if hours and gpus else "", paper[1]]
+    return found
+
+
+def gauge_cells(runs):
+    """{setting: the means of GAUGE in the last tenth of its updates}."""
+    return {"setting": [f"{key}, last tenth" for key in GAUGE], "---": ["---"] * len(GAUGE),
+            "": [""] * len(GAUGE)} | {name: last_tenth(seeds) for name, seeds in runs.items()}
+
+
+def questions_table(axis, runs):
+    """Markdown: exact match out of domain, the paper's mean over the sets and ours, set by set."""
+    places = QUESTIONS["all"] | QUESTIONS.get(axis, {})
+    sets = dict.fromkeys(name for seeds in runs.values() for told in seeds for name in told["sets"])
+    columns = paper_head(places, "exact match, mean of its seven sets")
+    head = ["setting", columns, f"ours, mean of {len(sets)} sets (each seed)", *sets]
+    lines = [head, ["---"] * len(head)]
+    for name in runs | places:
+        seeds, cells = runs.get(name, []), ["not run", *[""] * len(sets)]
+        if seeds:
+            each = ", ".join(f"{100 * told['em']:.1f}" for told in seeds)
+            cells = [f"{100 * mean(told['em'] for told in seeds):.1f} ({each})"]
+            cells += [f"{100 * value:.1f}" if value is not None else "" for value in (
+                mean(told["sets"].get(one) for told in seeds) for one in sets)]
+        lines.append([name, paper_cell(places, name), *cells])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
@@ -171,20 +261,30 @@ def draw_success(axis, runs, picture):
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help, prog="python -m recipes.axes")
     add = p.add_argument
-    add("--axis", choices=PAPER, required=True, help="which of the papers' numbers to print beside")
+    add("--axis", choices=AXES, required=True, help="which of the papers' numbers to print beside")
     add("--runs", nargs="+", required=True, metavar="NAME=OUT/eval/rl",
         help="evaluated runs: the setting's name and a folder of episodes; repeat a name per seed")
+    add("--tasks", default="", help="name of what the runs were judged on, for the table's head")
+    add("--gpus", type=COUNT, help="GPUs of each run, for the hours that it took")
+    add("--questions", action="store_true", help="tabulate the questions out of domain that "
+        "qa_eval.py asked; --runs are then NAME=OUT/qa/rl")
     add("--out", default="out/axes", help="folder to write AXIS.md and AXIS.png into")
     return p.parse_args(argv)
 
 
 def tabulate(args):
-    runs, out = read_runs(args.runs), Path(args.out)
+    out = Path(args.out)
     page, picture = out / f"{args.axis}.md", out / f"{args.axis}.png"
-    draw_success(args.axis, runs, picture)
-    text = table_of(args.axis, runs)
+    if args.questions:
+        page, text = out / f"{args.axis}-questions.md", questions_table(
+            args.axis, read_answers(args.runs))
+    else:
+        runs = read_runs(args.runs)
+        draw_success(args.axis, runs, picture)
+        text = table_of(args.axis, runs, args.tasks, args.gpus or 0)
     runtime.write_text(page, text)
-    print(f"{text}\n{page}: this table; open {picture} for success over the updates")
+    shown = "" if args.questions else f"; open {picture} for success over the updates"
+    print(f"{text}\n{page}: this table{shown}")
 
 
 def main(argv=None):

@@ -1,6 +1,8 @@
 # The paper's five axes [1 sec. 4]: bash run.sh SIZE axis NAME. run.sh sources this file once the
-# SFT checkpoint is made. Every setting and seed starts there and runs the recipe's rl and evaluate
-# commands with other flags appended; the last stage prints a table beside the paper's numbers.
+# SFT checkpoint is made. Every setting and seed starts from that checkpoint and runs the recipe's
+# rl and evaluate commands with other flags appended; the last stage tabulates all of them beside
+# the paper's numbers. With QA and RETRIEVER every checkpoint also answers the questions out of
+# domain, and a second table has them [1 Tables 2, 9].
 # AXIS_STEPS: updates of each run. AXIS_TASKS: number of held-out tasks that judge a run.
 
 if [[ $size == tiny ]]; then  # [2]
@@ -12,7 +14,10 @@ else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the va
     amounts=100,200,500,1000,2000 full=1000 alone=1000 scales="1.5b 3b 7b"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
 fi
-runs=() faulty=()
+# how the table calls what judged, and the GPUs behind its hours
+beside=(--tasks "${judge[1]}")
+[[ $size == tiny ]] || beside+=(--gpus $((GPUS * NNODES)))
+runs=() faulty=() asked=()
 
 # Print a line per setting of the axis: its name, then the parts of its run: algorithm, reward,
 # tasks, per cent of tool calls that fail. An axis changes one part, so that axes share the run in
@@ -28,8 +33,8 @@ settings() {
         algorithm) for x in $algorithms; do
                        echo "$x $x $plain $tasks fail-00"
                    done ;;
-        noise)     for x in $failing; do
-                       echo "${x#0}% grpo $reward $tasks fail-$x"
+        noise)     for x in $failing; do  # macro at 3b [1 Fig. 6]
+                       echo "${x#0}% grpo $plain $tasks fail-$x"
                    done ;;
         data)      for x in ${amounts//,/ }; do
                        echo "$x-prompts grpo $reward mixed-$x fail-00"
@@ -60,18 +65,28 @@ train() {
     stage "rl-${2##*/}" "$2/rl/config.json" "${words[@]}"
 }
 
-# train and evaluate every setting and seed from the one SFT checkpoint
-study() {
-    local seed label made run model
-    words=("${tasks[@]}")
-    change --levels 1:1:1 --split train --n $((3 * alone)) --seed 6 --prefix pool \
-        --exclude "$apart" --out "$DATA/pool.jsonl"
-    stage pool "$DATA/pool.jsonl" "${words[@]}"
-    stage subsets "$DATA/subsets/hard-$alone.jsonl" python synth.py subsets \
-        --tasks "$DATA/pool.jsonl" --sizes "$amounts" --alone "$alone" --seed 7 --out "$DATA/subsets"
+# the tasks of an axis: nested sets of mixed levels; sets of one level of other tasks, from the
+# remaining pool [1 app. D]; for memory, tasks in the cities of the evaluation
+draw_sets() {
+    local level levels=(easy 1:0:0 medium 0:1:0 hard 0:0:1)
+    draw_tasks pool pool --levels 1:1:1 --split train --n $((3 * alone)) --seed 6 --prefix pool \
+        --exclude "$apart"
+    stage subsets "$DATA/subsets/mixed-${amounts%%,*}.jsonl" python synth.py subsets \
+        --tasks "$DATA/pool.jsonl" --sizes "$amounts" --seed 7 --out "$DATA/subsets"
+    for level in $([[ $axis != data ]] || echo 0 2 4); do
+        draw_tasks "${levels[level]}" "subsets/${levels[level]}-$alone" --split train --n "$alone" \
+            --levels "${levels[level + 1]}" --seed 8 --prefix "${levels[level]}" \
+            --exclude "$apart" "$DATA/pool.jsonl"
+    done
     [[ $axis != memory ]] || stage home "$DATA/subsets/home-$full.jsonl" "${draw[@]}" --split train \
         --database "$database" --n "$full" --seed 2 --prefix home \
         --out "$DATA/subsets/home-$full.jsonl"
+}
+
+# train and evaluate every setting and seed from the one SFT checkpoint
+study() {
+    local seed label made run model
+    draw_sets
     for seed in $SEEDS; do
         while read -r label made <&3; do
             run=$OUT/axis/runs/${made// /-}-s$seed
@@ -87,41 +102,94 @@ study() {
                 change --failure-rate 0.10 --out "$run/eval-failing"
                 stage "eval-failing-${run##*/}" "$run/eval-failing/table.md" "${words[@]}"
             fi
+            if [[ -n ${QA:-} ]]; then
+                words=("${questions[@]}")
+                change --model "$model" --seed "$seed" --out "$run/qa"
+                stage "qa-${run##*/}" "$run/qa/tax.md" "${words[@]}"
+            fi
             [[ -n ${DRY:-} || $node != 0 ]] || rm -rf "$run/rl/checkpoints"
+            asked+=("$label=$run/qa/${model%%=*}")
             runs+=("$label=$run/eval/${model%%=*}")
             faulty+=("$label=$run/eval-failing/${model%%=*}")
         done 3< <(settings)
     done
 }
 
-# the axis of scale: at tiny size three widths, each with its own base, sft and rl; else the runs in
-# the folders of 1.5b, 3b and 7b
+# the axis of scale: at tiny size three widths under macro, each with its own base, sft and rl; else
+# the axis of reward at all three sizes, in the folders beside OUT
 scale() {
-    local x seed folder made
+    local x seed folder kind made
     for x in $scales; do
         if [[ $size == tiny ]]; then
             folder=$OUT/axis/scale/width-$x
             [[ $x != 192 ]] || folder=$OUT  # the recipe's own width
             MODEL='' FLAGS_init="--width $x" OUT=$folder DATA=$DATA bash run.sh tiny axis crossing
-            for seed in $SEEDS; do
-                runs+=("width-$x-sft=$folder/axis/runs/sft-s$seed/eval/sft")
-                made=grpo-$reward-mixed-$full-fail-00-s$seed
-                runs+=("width-$x=$folder/axis/runs/$made/eval/rl")
-            done
         else
-            folder=$(dirname "$OUT")/$x
-            [[ $x != "$size" ]] || folder=$OUT
-            runs+=("$x-sft=$folder/eval/sft" "$x=$folder/eval/rl")
+            folder=$(scale_folder "$x")
+            MODEL='' OUT=$folder DATA=$DATA bash run.sh "$x" axis reward
         fi
+        for seed in $([[ $size != tiny ]] || echo "$SEEDS"); do
+            row "width-$x-sft" "$folder/axis/runs/sft-s$seed" sft
+            row "width-$x" "$folder/axis/runs/grpo-$reward-mixed-$full-fail-00-s$seed" rl
+        done
+    done
+    [[ $size != tiny ]] || return 0
+    for kind in sft sum macro success curriculum; do
+        for x in $scales; do
+            for seed in $SEEDS; do
+                made=grpo-$kind-mixed-$full-fail-00-s$seed
+                [[ $kind != sft ]] || made=sft-s$seed
+                row "$kind-$x" "$(scale_folder "$x")/axis/runs/$made" "${made%%-*}"
+            done
+        done
     done
 }
 
-if [[ $axis == scale ]]; then scale; else study; fi
+scale_folder() { if [[ $1 == "$size" ]]; then echo "$OUT"; else echo "$(dirname "$OUT")/$1"; fi; }
+
+# row LABEL RUN MODEL   a line of the table of scale
+row() {
+    runs+=("$1=$2/eval/${3/grpo/rl}")
+    asked+=("$1=$2/qa/${3/grpo/rl}")
+}
+
+# success of a large model on 200 synthetic queries and on the published validation queries: it is
+# the same if the synthetic ones are as hard [1]. Large models have 128K tokens and 100 calls
+reliability() {
+    local url=${endpoints[0]%=*} name=${endpoints[0]##*=} queries
+    check_teachers
+    draw_tasks reliability-tasks reliability --split all --n 200 --levels 1:1:1 --seed 9 \
+        --prefix reliability
+    for queries in synthetic validation; do
+        words=("${evaluate[@]}")
+        change --model "llm=$name" --url "$url" ${ENDPOINT_KEY:+--key "$ENDPOINT_KEY"} \
+            --max-context 131072 --max-turns 100 --max-tokens 8192 --out "$OUT/reliability/$queries"
+        if [[ $queries == synthetic ]]; then
+            change --tasks "$DATA/reliability.jsonl"
+        else
+            change --tasks osunlp/TravelPlanner --split validation
+        fi
+        stage "eval-$queries" "$OUT/reliability/$queries/table.md" "${words[@]}"
+        runs+=("$queries=$OUT/reliability/$queries/llm")
+    done
+    beside=()
+}
+
+case $axis in
+    scale) scale ;;
+    reliability) reliability ;;
+    *) study ;;
+esac
 [[ $axis != crossing ]] || exit 0
-# make the table again: it may have another seed now
-[[ -n ${DRY:-} || $node != 0 ]] || rm -f "$OUT/axis/$axis.md" "$OUT/axis/failing/$axis.md"
+tables=("$OUT/axis/$axis.md")
+[[ -z ${QA:-} || $axis == reliability ]] || tables+=("$OUT/axis/$axis-questions.md")
+# make the tables again: they may have another seed now
+[[ -n ${DRY:-} || $node != 0 ]] || rm -f "${tables[@]}" "$OUT/axis/failing/$axis.md"
 [[ $axis != noise ]] || stage axis-noise-failing "$OUT/axis/failing/noise.md" \
-    python -m recipes.axes --axis noise --runs "${faulty[@]}" --out "$OUT/axis/failing"
-stage "axis-$axis" "$OUT/axis/$axis.md" python -m recipes.axes --axis "$axis" \
-    --runs "${runs[@]}" --out "$OUT/axis"
-finish "$OUT/axis/$axis.md"
+    python -m recipes.axes --axis noise --runs "${faulty[@]}" "${beside[@]}" \
+    --out "$OUT/axis/failing"
+stage "axis-$axis" "${tables[0]}" python -m recipes.axes --axis "$axis" --runs "${runs[@]}" \
+    "${beside[@]}" --out "$OUT/axis"
+[[ ${#tables[@]} == 1 ]] || stage "axis-$axis-questions" "${tables[1]}" python -m recipes.axes \
+    --axis "$axis" --questions --runs "${asked[@]}" --out "$OUT/axis"
+finish "${tables[@]}"

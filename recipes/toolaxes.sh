@@ -11,7 +11,8 @@
 runs=() scored=() plays=$OUT/axis/runs
 if [[ $size != tool-tiny ]]; then  # [3] prints no number of plays, pairs and RL's later updates
     again=(--steps 20)
-    trial=(python evaluate.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 8 --limit 1000
+    trial=(python evaluate.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7 --lenient
+        --limit 1000
         --max-context $context --max-tokens 4096 --samples 8 --temperature 1.0 --top-p 1.0)
     dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 32 --lr 5e-7 --nll 0.1 --cutoff $context
         --seed "$SEED" --save-every 50 --resume)
@@ -86,12 +87,14 @@ study() {
 
 # the policy is its own helper; refining must begin within the context, which tiny's default exceeds
 helpers() {
-    local x at=$OUT/axis/helpers small=()
+    local x at=$OUT/axis/helpers small=() able=(debug rollback refine)
     [[ $size != tool-tiny ]] || small=(--refine-at $((room / 2)) --reply 128)
+    # pages are summarised only where there are some
+    [[ $size != tool-tiny ]] && ! grep -qs '"Browse"' "$held/tools.json" || able+=(summarise)
     stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
     stage worlds "$at/worlds/all/tools.json" python -m toolstar.helpers worlds --database "$held" \
         "${small[@]}" --out "$at/worlds"
-    for x in none debug rollback refine summarise all; do
+    for x in none "${able[@]}" all; do
         judged $x "$at/$x" $x="$OUT/rl" "$SEED" --database "$at/worlds/$x"
     done
 }
@@ -108,6 +111,6 @@ if [[ $axis == helpers ]]; then
     stage axis-helpers "$table" python -m toolstar.helpers table "${runs[@]}" --out "$table"
 else
     stage "axis-$axis" "$table" python -m recipes.axes --axis "tool-$axis" \
-        --runs "${runs[@]}" --out "$OUT/axis"
+        --runs "${runs[@]}" --tasks "${evaluate[3]}" --out "$OUT/axis"
 fi
 finish "$table"

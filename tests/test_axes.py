@@ -4,13 +4,14 @@ import json
 import pytest
 
 from recipes import axes
-from runtime import write_jsonl
+from runtime import write_jsonl, write_text
 
 
 def evaluated(folder, wins, updates=()):
     """OUT/eval/rl of a run: a task per number of wins; at most two pass strictly."""
-    rows = [{"task": {"id": f"t{i}"}, "score": {"success": win}, "strict": float(win and i < 2)}
-            for i, win in enumerate(wins)]
+    rows = [{"task": {"id": f"t{i}"}, "score": {"success": win, "cs_micro": (1 + win) / 2,
+                                                "hard_macro": None if i else win},
+             "strict": float(win and i < 2)} for i, win in enumerate(wins)]
     rows.append({"task": {"id": "t"}})  # was not judged
     write_jsonl(folder / "eval" / "rl" / "episodes.jsonl", rows)
     lines = [{"step": 0, "val_success": 0.1}]
@@ -34,24 +35,30 @@ def test_the_table_of_an_axis_by_hand(tmp_path, capsys):
     sft = evaluated(tmp_path / "c", [0.0, 0.0, 0.0, 0.0])
     none = tmp_path / "none" / "eval" / "rl"
     runs = [f"sft={sft}", f"sum={one}", f"macro={none}", f"sum={two}"]
-    axes.main(["--axis", "reward", "--out", str(tmp_path), "--runs", *runs])
+    axes.main(["--axis", "reward", "--out", str(tmp_path), "--tasks", "a.jsonl", "--runs", *runs])
     table = (tmp_path / "reward.md").read_text()
     said = capsys.readouterr().out
     assert said.startswith(f"macro: no judged episodes in {none} yet\n{table}\n")
     assert said.splitlines()[-1].startswith(f"{tmp_path}/reward.md: ")
     head, _, *lines = cells(table)
+    assert head[1:3] == ["paper, 1,000 test queries, 1.5B / 3B / 7B",
+                         "ours, 4 tasks of a.jsonl: mean (each seed)"]
     # settings that only the paper ran come last
     assert [line[0] for line in lines] == ["sft", "sum", "macro", "success", "curriculum"]
     assert lines[3][:3] == ["success", "33.8 / 46.6 / 60.9", "not run"]
     # 75% and 25%, mean 50; tasks 1.0 0.5 0.0 0.5; strict 2 and 1 of 4; 10,000 tokens in 4 updates
     # of 6.5 s, one of which was held up
     assert lines[1][:3] == ["sum", "33.1 / 47.0 / 62.8", "50.0 (75.0, 25.0)"]
-    assert lines[1][4:] == ["", "", "37.5", "2,500", "6.5", "2"]
+    # half of the plays pass all of commonsense, the others half of it; of the two that reached the
+    # hard constraints both passed
+    assert head[6:11] == ["commonsense micro", "commonsense macro", "hard micro", "hard macro",
+                          "strict"]
+    assert lines[1][4:] == ["", "", "75.0", "", "", "100.0", "37.5", "2,500", "6.5", "2"]
     low, high = map(float, lines[1][3].split(" to "))
     assert low == pytest.approx(12.5, abs=6.3) and high == pytest.approx(87.5, abs=6.3)
     assert lines[0][1:4] == ["6.9 / 12.2 / 19.7", "0.0 (0.0)", "0.0 to 60.2"]
-    assert lines[0][4].startswith("-50.0 (-") and lines[0][6:] == ["0.0", "", "", "0"]
-    assert lines[2][1:] == ["30.1 / 48.2 / 58.9", "not run", *[""] * 7]
+    assert lines[0][4].startswith("-50.0 (-") and lines[0][10:] == ["0.0", "", "", "0"]
+    assert lines[2][1:] == ["30.1 / 48.2 / 58.9", "not run", *[""] * 11]
     assert {len(line) for line in lines} == {len(head)}
 
 
@@ -78,11 +85,39 @@ def test_an_axis_has_differences_and_the_size_of_a_study_that_would_find_them(tm
     assert sft[4:6] == ["no task in common", ""]
 
 
-def test_algorithms_are_shown_with_the_papers_minutes_per_update(tmp_path):
-    one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000)])
-    axes.main(["--axis", "algorithm", "--out", str(tmp_path), "--runs", f"arpo={one}"])
-    head, _, arpo, *_ = cells((tmp_path / "algorithm.md").read_text())
-    assert (arpo[0], arpo[-1]) == ("arpo", "9.5 / 13.3 / 13.3") and "min" in head[-1]
+def test_algorithms_are_shown_with_minutes_and_gpu_hours_beside_the_papers(tmp_path):
+    one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000), (0.2, 2000), (0.3, 2000)])
+    two = evaluated(tmp_path / "b", [1.0, 0.0], [(0.1, 2000)])
+    axes.main(["--axis", "algorithm", "--out", str(tmp_path), "--gpus", "16", "--runs",
+               f"arpo={one}", f"arpo-released={two}"])
+    head, _, arpo, released, *others = cells((tmp_path / "algorithm.md").read_text())
+    assert [cell.split(",")[0] for cell in head[-4:]] == ["min / update", "paper", "GPU hours",
+                                                          "paper"]
+    # updates of 96.5, 6.5 and 6.5 s, each after 99 s of validation: 406.5 s of 16 GPUs
+    assert (arpo[0], *arpo[-4:]) == ("arpo", "0.11", "9.5 / 13.3 / 13.3", "1.8", "195 / 273 / 547")
+    assert (released[0], *released[-4:]) == ("arpo-released", "0.11", "", "0.5", "")
+    assert {len(line) for line in others} == {len(head)}
+
+
+def answered(folder, **told):
+    """OUT/qa of a run: the numbers of qa_eval.py."""
+    write_text(folder / "qa" / "tax.json", json.dumps(told))
+    return folder / "qa"
+
+
+def test_the_questions_of_an_axis_stand_beside_the_papers(tmp_path, capsys):
+    one = answered(tmp_path / "a", rl={"em": 0.3, "sets": {"nq": 0.2, "popqa": 0.4}})
+    two = answered(tmp_path / "b", rl={"em": 0.2, "sets": {"nq": 0.2, "popqa": 0.2}})
+    runs = [f"macro={one}/rl", f"macro={two}/rl", f"sft={tmp_path}/none/qa/sft"]
+    axes.main(["--axis", "reward", "--questions", "--out", str(tmp_path), "--runs", *runs])
+    assert "sft: no answered questions in" in capsys.readouterr().out
+    head, _, *lines = cells((tmp_path / "reward-questions.md").read_text())
+    assert head == ["setting", "paper, exact match, mean of its seven sets, 1.5B / 3B / 7B",
+                    "ours, mean of 2 sets (each seed)", "nq", "popqa"]
+    made = {line[0]: line[1:] for line in lines}
+    assert made["macro"] == ["25.6 / - / 42.9", "25.0 (30.0, 20.0)", "20.0", "30.0"]
+    assert made["sft"] == ["11.5 / 30.7 / 41.9", "not run", "", ""]
+    assert made["search-r1"] == ["25.0 / 32.5 / 38.5", "not run", "", ""]
 
 
 def test_the_hack_gauge_of_an_axis_covers_the_last_tenth_of_updates(tmp_path):
@@ -111,7 +146,9 @@ def test_an_axis_is_a_table_and_a_picture(tmp_path, capsys):
     one = evaluated(tmp_path / "a", [1.0, 0.0], [(0.1, 1000), (0.3, 3000)])
     runs = [f"0%={one}", f"5%={tmp_path}/none/eval/rl"]
     axes.main(["--axis", "noise", "--runs", *runs, "--out", str(tmp_path / "axis")])
-    assert (tmp_path / "axis" / "noise.md").read_text() in capsys.readouterr().out
+    table = (tmp_path / "axis" / "noise.md").read_text()
+    assert table in capsys.readouterr().out
+    assert "failures in up to 5% of the calls do no harm, in 10% they do" in table
     assert (tmp_path / "axis" / "noise.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
@@ -129,6 +166,7 @@ def test_the_file_of_a_running_evaluation_is_read_and_left_alone(tmp_path, capsy
     (["--runs", "a={tmp}"], "--axis"),
     (["--axis", "noise", "--runs", "{tmp}"], "is not NAME=OUT/eval/rl"),
     (["--axis", "noise", "--runs", "0%={tmp}"], "train and evaluate them first"),
+    (["--axis", "noise", "--questions", "--runs", "0%={tmp}/qa/rl"], "QA=DIR RETRIEVER=URL"),
 ])
 def test_what_is_missing_for_an_axis_is_said_in_one_line(tmp_path, capsys, words, message):
     with pytest.raises(SystemExit) as stop:

@@ -46,11 +46,11 @@ def test_a_broken_line_is_named(tmp_path, bad):
 
 
 @pytest.mark.parametrize("torn, kept", [
-    ('{"a": 1}\n{"a": 2}\n{"a"', 2), ('{"a": 1}\n', 1), ('{"a', 0), (None, 0)])
+    ('{"id": 1}\n{"id": 2}\n{"id"', 2), ('{"id": 1}\n', 1), ('{"id', 0), (None, 0)])
 def test_a_line_that_a_killed_run_did_not_finish_is_cut_off(tmp_path, torn, kept):
     if torn is not None:
         (tmp_path / "x.jsonl").write_text(torn)
-    assert [row["a"] for row in runtime.recover_jsonl(tmp_path / "x.jsonl")] == [1, 2][:kept]
+    assert [row["id"] for row in runtime.recover_jsonl(tmp_path / "x.jsonl")] == [1, 2][:kept]
     assert torn is None or (tmp_path / "x.jsonl").read_text().count("\n") == kept
 
 
@@ -545,15 +545,22 @@ def test_a_person_plays_in_the_terminal(tmp_path, trip, mini):
     assert "| success | 100.0 (" in done.stdout
 
 
-def test_an_endpoint_plays_instead_of_vllm(tmp_path, trip, mini):
+@pytest.fixture
+def endpoint_url():
+    """The address of an endpoint that calls a tool and answers; a model called sloppy breaks the
+    format in between. It reports 50 tokens for each message, unless the model is called mute."""
     class Endpoint(BaseHTTPRequestHandler):
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            text = CALL if len(asked["messages"]) == 2 else ANSWER
+            text = (CALL, ANSWER)[len(asked["messages"]) > 2]
+            if asked["model"] == "org/sloppy" and len(asked["messages"]) == 4:
+                text = "no protocol"
             choice = {"index": 0, "finish_reason": "stop",
                       "message": {"role": "assistant", "content": text}}
             body = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"],
                     "choices": [choice]}
+            if asked["model"] != "org/mute":
+                body["usage"] = {"total_tokens": 50 * (len(asked["messages"]) + 1)}
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
@@ -564,11 +571,25 @@ def test_an_endpoint_plays_instead_of_vllm(tmp_path, trip, mini):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    evaluate.main(command(tmp_path, trip, mini, "--model", "org/name", "--url", url))
+    yield f"http://127.0.0.1:{server.server_port}/v1"
     server.shutdown()
-    (row,) = read_jsonl(tmp_path / "out" / "name" / "episodes.jsonl")
-    assert (row["stop"], row["turns"], row["calls"], row["model"]) == ("answer", 2, 1, "name")
+
+
+@pytest.mark.parametrize("model, words, stop, turns, tokens", [
+    ("name", "", "answer", 2, 250),
+    ("name", "--max-context 249", "context", 1, 250),  # the answer would not have fitted
+    ("mute", "--max-context 249", "answer", 2, None),
+    ("sloppy", "", "format", 2, 250),
+    ("sloppy", "--lenient", "answer", 3, 350),
+])
+def test_an_endpoint_plays_by_the_rules_of_an_engine(
+        tmp_path, trip, mini, endpoint_url, capsys, model, words, stop, turns, tokens):
+    evaluate.main(command(tmp_path, trip, mini, "--model", f"org/{model}", "--url", endpoint_url,
+                          *words.split()))
+    (row,) = read_jsonl(tmp_path / "out" / model / "episodes.jsonl")
+    assert (row["stop"], row["turns"], row["calls"], row["model"]) == (stop, turns, 1, model)
+    assert row["tokens"] == tokens
+    assert ("reports no usage" in capsys.readouterr().err) == (model == "mute")
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from toolstar import tools
 
 # each program says what it found of any gold, in one way of looking. None spells a gold out
 FIND = """
+import re
 GOLD = re.compile(rb"GO" rb"LD-[0-9a-f]{16}")
 found = set()
 def look(data):
@@ -87,6 +88,7 @@ for number in range(3, 256):
     except OSError:
         pass""",
     "files": """
+import os
 for folder, inner, names in os.walk("/"):
     if folder.startswith(("/proc", "/sys")) or "site-packages" in folder or "/lib" in folder:
         inner.clear()
@@ -94,6 +96,7 @@ for folder, inner, names in os.walk("/"):
         if os.path.isfile(os.path.join(folder, name)):
             read(os.path.join(folder, name), 0, 1 << 20)""",
     "where the tasks lie": """
+import os
 for path in @PLACES@:
     read(path)
     try:
@@ -101,6 +104,7 @@ for path in @PLACES@:
     except OSError:
         pass""",
     "the network": """
+import socket
 for family, address in ((socket.AF_INET, @TCP@), (socket.AF_UNIX, @UNIX@)):
     try:
         with socket.socket(family) as line:

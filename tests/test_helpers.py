@@ -92,7 +92,7 @@ class Helper:
 
 def play(world, helper, *replies, **changes):
     """An episode of these replies, of `tokens` tokens each time, with helper as its policy."""
-    world.help(Asks(), helper)
+    world.open_helpers(helper)
     episode = world.episode(TASK, "seed", SimpleNamespace(**vars(ARGS) | changes))
     for reply in replies:
         reply = Reply(reply)
@@ -139,7 +139,7 @@ def test_without_a_player_that_turns_them_on_there_are_no_helpers(make):
 
 @pytest.mark.parametrize("stage", ["grpo.py", "arpo.py", "toolstar/tir.py"])
 def test_who_makes_training_data_never_turns_them_on(stage):
-    assert ".help(" not in (ROOT / stage).read_text(encoding="utf-8")
+    assert "open_helpers(" not in (ROOT / stage).read_text(encoding="utf-8")
 
 
 def test_budgets_of_nothing_turn_nothing_on(make):
@@ -190,7 +190,7 @@ def test_a_program_cannot_close_the_tag_that_holds_it(make):
 @pytest.mark.parametrize("reply", [call(3), call("x", "Search", "query"), "<think>x</think>"])
 def test_what_ran_no_program_is_not_debugged(make, reply):
     world = make({"debug": 1, "rollback": 1})
-    world.help(Asks(), Helper())
+    world.open_helpers(Helper())
     episode = world.episode(TASK, "seed", ARGS)
     episode.strict = False
     assert "Error: " in episode.step(reply) and not episode.helped
@@ -378,8 +378,7 @@ def player(*replies, helps=REPAIRED):
 
 
 def played(world, script, n=1, **options):
-    asks, engine = Asks(), Scripted(script)
-    world.help(asks)
+    asks, engine = world.open_helpers(), Scripted(script)
     begun = (world.episode(TASK | {"id": i}, f"s/{i}", ARGS) for i in range(n))
     return engine, list(engine.play(begun, slow=True, asks=asks, **options))
 
@@ -482,8 +481,8 @@ class Breaks(Scripted):
 
 
 def test_an_engine_that_fails_while_a_helper_waits_ends_the_play(make):
-    world, asks, failure = make({"debug": 1}), Asks(), []
-    world.help(asks)
+    world, failure = make({"debug": 1}), []
+    asks = world.open_helpers()
     engine = Breaks(player(BROKEN, DONE))
 
     def work():
@@ -498,8 +497,8 @@ def test_an_engine_that_fails_while_a_helper_waits_ends_the_play(make):
 
 
 def test_who_leaves_a_play_while_a_helper_waits_is_let_go(make):
-    world, asks = make({"debug": 1}), Asks()
-    world.help(asks)
+    world = make({"debug": 1})
+    asks = world.open_helpers()
     script = player(BROKEN, DONE, helps="x" * 3000)
     plays = Scripted(lambda text: DONE + "\0" if "leaves" in text else script(text)).play(
         [world.episode(TASK | {"id": i, "query": query}, f"{i}", ARGS)
@@ -513,14 +512,14 @@ def test_who_leaves_a_play_while_a_helper_waits_is_let_go(make):
 
 REAL = """
 import json, sys
-from engine import Asks, open_engine, play_vllm
+from types import SimpleNamespace
+from evaluate import open_engine, play_vllm
 from sandbox import Action
 from toolstar import tools
 
 args = SimpleNamespace(failure_rate=0.0, max_turns=4, system_prompt="short")
 world = tools.Tools(tools.read_settings(sys.argv[2]))
-asks = Asks()
-world.help(asks)
+asks = world.open_helpers()
 
 def begin(i):
     episode = world.episode({"id": i, "query": "?", "golds": ["1"], "check": "math"}, str(i), args)
@@ -599,10 +598,19 @@ def test_the_worlds_of_a_world_differ_in_nothing_but_their_helpers(tmp_path):
                        "refine": [0, 0, 1, 0], "summarise": [0, 0, 0, 1], "all": [1, 1, 1, 1]}
     for name, settings in read.items():
         assert settings.pop("folder") == out / name and settings["cache"] == "cache.sqlite"
-        assert settings.pop("helpers").items() >= {"llm": "policy", "reply": 99}.items()
+        assert settings.pop("helpers").items() >= {"llm": "http://h/v1=m", "reply": 99}.items()
         assert settings["corpus"] == str(kept / "corpus.jsonl")
         assert (settings["retriever"], settings["top_k"]) == (str(kept / "index"), 2)
     assert all(settings == read["none"] for settings in read.values())
+
+
+def test_no_world_summarises_pages_where_there_is_no_browser(tmp_path):
+    (tmp_path / "corpus.jsonl").write_text("")
+    (tmp_path / "tools.json").write_text(json.dumps({"tools": ["Search", "Python"]}))
+    helpers.main(["worlds", "--database", str(tmp_path), "--out", str(tmp_path / "worlds")])
+    assert {path.name for path in (tmp_path / "worlds").iterdir()} == {"none", "debug", "rollback",
+                                                                       "refine", "all"}
+    assert "summarise" not in read_settings(tmp_path / "worlds" / "all").helpers
 
 
 def test_a_folder_without_episodes_is_named(tmp_path):

@@ -35,32 +35,32 @@ MISTAKES = {
     "evaluate": [
         ("", "--tasks FILE.jsonl is needed"),
         ("--tasks none.jsonl --model m", "none.jsonl: No such file or directory; is the"),
-        ("--tasks empty.jsonl --model m", "empty.jsonl: holds no task; python synth.py tasks"),
+        ("--tasks empty.jsonl --model m", "empty.jsonl: it holds no task; python synth.py tasks"),
         ("--tasks cut.jsonl --model m", "cut.jsonl, line 2: not JSON"),
         ("--tasks binary.jsonl --model m", "binary.jsonl, line 1: not JSON"),
         ("--tasks latin.jsonl --model m", "latin.jsonl, line 1: not JSON"),
         ("--tasks dangling.jsonl --model m", "dangling.jsonl: No such file or directory; is the"),
         ("--tasks dangling.csv --model m", "dangling.csv: No such file or directory; is the path"),
-        ("--tasks blank.csv --model m", "blank.csv: holds no task"),
+        ("--tasks blank.csv --model m", "blank.csv: it holds no task"),
         ("--tasks good.jsonl --model m --system-prompt folder", "folder: Is a directory"),
         ("--tasks good.jsonl --model shut", "shut/config.json: Is a directory"),
-        ("--tasks list.jsonl --model m", "list.jsonl, row 1: a task is a table of keys"),
-        ("--tasks number.jsonl --model m", "number.jsonl, row 1: a task is a table of keys"),
+        ("--tasks list.jsonl --model m", "list.jsonl, row 1: a task is a JSON object"),
+        ("--tasks number.jsonl --model m", "number.jsonl, row 1: a task is a JSON object"),
         ("--tasks lacking.jsonl --model m", "lacking.jsonl, row 1: "),
         ("--tasks types.jsonl --model m", "types.jsonl, row 1: 'days' is 'soon'"),
         ("--tasks wish.jsonl --model m", "wish.jsonl, row 1: 'local_constraint' must be a table"),
-        ("--tasks never.jsonl --model m", "never.jsonl, row 1: 'days' is 0; it must be one at"),
+        ("--tasks never.jsonl --model m", "never.jsonl, row 1: 'days' is 0; it must be 1 or more"),
         ("--tasks dates.jsonl --model m", "'date' is [5], not days like 2022-03-01"),
-        ("--tasks rule.jsonl --model m", "'house rule' is {'pets': 1}, which is of the wrong type"),
+        ("--tasks rule.jsonl --model m", "'house rule' is {'pets': 1}, which has the wrong type"),
         ("--tasks long.jsonl --model m", "of the trip's 3 days"),
         ("--tasks twice.jsonl --model m", "two tasks have the id 'w'"),
         ("--tasks alike.jsonl --model m", "two tasks have the id '1'"),
-        ("--tasks folder --model m", "folder is a data set: name a file of it, or the part by"),
+        ("--tasks folder --model m", "folder is a data set: name one of its files, or a part"),
         ("--tasks folder --split test --model m", "folder holds neither test.csv nor test.jsonl"),
-        ("--tasks latin.csv --model m", "latin.csv: not text in UTF-8"),
+        ("--tasks latin.csv --model m", "latin.csv: not UTF-8 text"),
         ("--tasks binary.csv --model m", "binary.csv: "),
         ("--tasks columns.csv --model m", "columns.csv, row 1: "),
-        ("--tasks nobody/none --split test --model m", "the hub gives no test.csv"),
+        ("--tasks nobody/none --split test --model m", "the hub provides no test.csv"),
         ("--tasks good.jsonl --samples 0", "--samples: '0' must be a whole number, 1 or more"),
         ("--tasks good.jsonl --limit -3", "--limit: '-3' must be a whole number, 1 or more"),
         ("--tasks good.jsonl --limit 1.5", "--limit: '1.5' must be a whole number"),
@@ -74,19 +74,19 @@ MISTAKES = {
         ("--tasks good.jsonl --tp 0", "--tp: '0' must be"),
         ("--tasks good.jsonl --agent robot", "--agent: invalid choice: 'robot'"),
         ("--tasks good.jsonl --split dev", "--split: invalid choice: 'dev'"),
-        ("--tasks good.jsonl --url localhost:8000", "no address like http://host:8000/v1"),
+        ("--tasks good.jsonl --url localhost:8000", "is not an address like http://host:8000/v1"),
         ("--tasks good.jsonl --lmit 3", "unrecognized arguments: --lmit 3"),
-        ("--tasks good.jsonl --agent solver --model m", "leave --model and --url out"),
-        ("--tasks good.jsonl", "--model wants one or more checkpoints"),
-        ("--tasks good.jsonl --model A=B=C", "B=C is no folder; is the path right?"),
+        ("--tasks good.jsonl --agent solver --model m", "leave out --model and --url"),
+        ("--tasks good.jsonl", "--model needs one or more checkpoints"),
+        ("--tasks good.jsonl --model A=B=C", "B=C is not a folder; is the path right?"),
         ("--tasks good.jsonl --model 'my model=x'", "'my model=x' is not [NAME=]PATH"),
         ("--tasks good.jsonl --model ..=x", "'..=x' is not [NAME=]PATH"),
         ("--tasks good.jsonl --model a=", "'a=' is not [NAME=]PATH"),
-        ("--tasks good.jsonl --model a=x a=y", "each with a name of its own"),
-        ("--tasks good.jsonl --model folder", "folder/config.json is missing: is folder a model's"),
+        ("--tasks good.jsonl --model a=x a=y", "each with its own name"),
+        ("--tasks good.jsonl --model folder", "folder/config.json is missing: is folder a model"),
         ("--tasks good.jsonl --model worded", "worded has no tokenizer"),
-        ("--tasks good.jsonl --model broken", "broken/config.json is no JSON"),
-        ("--tasks good.jsonl --model short", "short/model.safetensors is cut short or broken"),
+        ("--tasks good.jsonl --model broken", "broken/config.json is not JSON"),
+        ("--tasks good.jsonl --model short", "short/model.safetensors is truncated or damaged"),
         ("--tasks good.jsonl --model m --env nowhere", "--env nowhere: No module named 'nowhere'"),
         ("--tasks good.jsonl --model m --env none.py", "none.py: No such file"),
         ("--tasks good.jsonl --model m --env bad.py", "--env bad.py: "),
@@ -96,23 +96,23 @@ MISTAKES = {
         ("--tasks good.jsonl --model m --database none", "none"),
         ("--tasks good.jsonl --model m --database folder", "folder"),
         ("--tasks good.jsonl --model m --system-prompt none", "none: No such file"),
-        ("--tasks good.jsonl --model m --system-prompt binary.jsonl", "binary.jsonl: not text in"),
+        ("--tasks good.jsonl --model m --system-prompt binary.jsonl", "binary.jsonl: not UTF-8"),
         ("--tasks good.jsonl --model m --out good.jsonl", "good.jsonl: "),
         ("--tasks good.jsonl --model m --out good.jsonl/x", "good.jsonl/x: Not a directory"),
         ("--tasks good.jsonl --model m --out played", "temperature was 0.1 and is 0.6"),
-        ("--tasks good.jsonl --model m --out unknown", "unknown/m/settings.json is broken"),
-        ("--tasks good.jsonl --model m --out odd", "odd/m/episodes.jsonl, record 2: no episode"),
+        ("--tasks good.jsonl --model m --out unknown", "unknown/m/settings.json is damaged"),
+        ("--tasks good.jsonl --model m --out odd", "odd/m/episodes.jsonl, record 2: not an"),
         ("--tasks good.jsonl --model m --out torn", "torn/m/episodes.jsonl, line 1: not JSON"),
     ],
     "qa_eval": [
-        ("", "--model wants one or more checkpoints"),
+        ("", "--model needs one or more checkpoints"),
         ("--data none --model m", "none holds no question, of its own or of FlashRAG"),
         ("--data qa-empty --model m", "qa-empty holds no question, of its own or of FlashRAG"),
         ("--data qa-cut --model m", "qa-cut/questions.jsonl, line 1: not JSON"),
         ("--data qa-list --model m", "record 1: want id, question, golden_answers"),
         ("--data qa-twice --model m", "the id qa-twice/1 occurs twice"),
-        ("--data qa-alone --model m", "corpus.jsonl is not there: see --corpus"),
-        ("--model m --retriever none", "none/meta.json is not there: see --corpus"),
+        ("--data qa-alone --model m", "corpus.jsonl is missing: see --corpus"),
+        ("--model m --retriever none", "none/meta.json is missing: see --corpus"),
         ("--model m --corpus list.jsonl", "list.jsonl, line 1: want id and contents"),
         ("--model m --corpus empty.jsonl", "empty.jsonl"),
         ("--model m --sample 0", "--sample: '0' must be"),
@@ -121,10 +121,10 @@ MISTAKES = {
         ("--model m --seed -1", "--seed: '-1' must be"),
         ("--model m --tries 0", "--tries: '0' must be"),
         ("--model m --devices gpu", "'gpu' is no device like cpu or cuda:0"),
-        ("--model m --url 127.0.0.1", "no address like"),
+        ("--model m --url 127.0.0.1", "is not an address like"),
         ("--model m --system-prompt none.txt", "none.txt: No such file"),
         ("--model folder", "folder/config.json is missing"),
-        ("--model a=b=c", "b=c is no folder; is the path right?"),
+        ("--model a=b=c", "b=c is not a folder; is the path right?"),
         ("--model m --out good.jsonl", "good.jsonl: "),
         ("--model m --out qa-odd", "qa-odd/m/episodes.jsonl, line 1: no episode"),
     ],
@@ -143,7 +143,7 @@ MISTAKES = {
         ("tasks --out x.jsonl --per-pair 0", "--per-pair: '0' must be"),
         ("tasks --out x.jsonl --split dev", "--split: invalid choice: 'dev'"),
         ("tasks --out x.jsonl --like big", "--like: invalid choice: 'big'"),
-        ("tasks --out folder", "folder: Is a directory; it is a folder; name a file"),
+        ("tasks --out folder", "folder: Is a directory; this is a folder; name a file"),
         ("tasks --out good.jsonl/x.jsonl", "good.jsonl: "),
         ("tasks --out list.jsonl", "list.jsonl, record 1: no row of this command"),
         ("tasks --out good.jsonl", "good.jsonl, record 1: no row of this command"),
@@ -167,12 +167,13 @@ MISTAKES = {
         ("episodes --tasks good.jsonl --out x.jsonl --styles direct:0", "is not like direct:5"),
         ("subsets --tasks good.jsonl --out sets", "tasks after exclusion"),
         ("subsets --tasks good.jsonl --out sets --sizes 0", "'0' is not like 100,200"),
-        ("subsets --tasks good.jsonl --out sets --alone 0", "--alone: '0' must be"),
+        ("tasks --out x.jsonl --month 2022-13", "--month: '2022-13' is not a month like 2022-03"),
+        ("tasks --out x.jsonl --month June", "--month: 'June' is not a month like 2022-03"),
         ("subsets --tasks good.jsonl --out good.jsonl", "good.jsonl: "),
         ("convert --tasks lacking.jsonl --out x.jsonl", "lacking.jsonl, row 1"),
         ("convert --tasks good.jsonl --out good.jsonl", "good.jsonl exists; choose another --out"),
     ],
-    "tiny": [
+    "tiny.__main__": [
         ("", "required: command"),
         ("world", "required: --out"),
         ("world --out good.jsonl", "good.jsonl: "),
@@ -188,7 +189,7 @@ MISTAKES = {
         ("model --out good.jsonl --corpus talks.jsonl", "good.jsonl: "),
         ("model --out m --corpus talks.jsonl --phrases none", "none: No such file"),
     ],
-    "report": [
+    "look.report": [
         ("", "name the folder of a run, or an episode with --trace"),
         ("none", "none is not a folder; name the folder of a run, such as out/tiny"),
         ("folder", "folder: no log.jsonl, episodes.jsonl or rollouts/ anywhere below it; name the"),
@@ -202,7 +203,7 @@ MISTAKES = {
         ("torn", "torn/m/episodes.jsonl, line 1: not JSON"),
         ("odd", "odd/m/episodes.jsonl: a line is not an episode"),
         ("run/rl --curves --out good.jsonl", "good.jsonl: "),
-        ("run/rl --curves --out fullpicture", "curves.png: No space left on device; make room"),
+        ("run/rl --curves --out fullpicture", "curves.png: No space left on device; free some"),
         ("--trace none.jsonl", "none.jsonl: No such file"),
         ("--trace folder", "folder: Is a directory"),
         ("--trace dangling.jsonl", "dangling.jsonl: No such file"),
@@ -219,26 +220,26 @@ MISTAKES = {
         ("--axis reward --runs sum=none", "none of the --runs has judged episodes"),
         ("--axis reward --runs sum=torn/m", "torn/m/episodes.jsonl, line 1: not JSON"),
     ],
-    "leaderboard": [
+    "travel.leaderboard": [
         ("", "required: folder, --split"),
         ("odd/m --split dev", "--split: invalid choice: 'dev'"),
         ("none --split test", "none/episodes.jsonl is missing or empty; evaluate.py writes it"),
-        ("odd/m --split test", "odd/m/episodes.jsonl, record 2: no episode"),
+        ("odd/m --split test", "odd/m/episodes.jsonl, record 2: not an"),
         ("one --split test", "one/episodes.jsonl: task 'w' is none of the test split"),
     ],
-    "memory": [
+    "look.memory": [
         ("dpoo", "invalid choice: 'dpoo'"),
         ("grpo --gpus 0", "--gpus: '0' must be"),
         ("grpo --gpu-memory 2", "--gpu-memory: '2' must be"),
         ("grpo --gpu-gib 0", "--gpu-gib: '0' must be"),
         ("sft --cutoff -1", "--cutoff: '-1' must be"),
         ("sft --model folder", "folder/config.json is missing"),
-        ("sft --model nobody/none", "nobody/none is no folder here, and the hub does not give it"),
+        ("sft --model nobody/none", "nobody/none is not a folder here, and the hub does"),
         ("sft --model shape --cutoff 99999", "knows 32768 positions, --cutoff asks for 99999"),
         ("grpo --model shape --tp 5", "--tp 5 does not divide"),
         ("sft --model shape --gpu-gib 1", "this does not fit: "),
     ],
-    "retriever": [
+    "toolstar.retriever": [
         ("", "required: command"),
         ("index", "required: --corpus, --encoder, --out"),
         ("index --corpus none --encoder m --out i", "none: No such file"),
@@ -247,9 +248,9 @@ MISTAKES = {
         ("index --corpus empty.jsonl --encoder m --out i", "empty.jsonl is empty; want a line"),
         ("index --corpus corpus.jsonl --encoder nobody/none --out i", "--encoder nobody/none is"),
         ("index --corpus corpus.jsonl --encoder m --out i --batch 0", "--batch: '0' must be"),
-        ("serve --corpus none", "none is not there: see --corpus"),
+        ("serve --corpus none", "none is missing: see --corpus"),
         ("serve --corpus list.jsonl --port 0", "list.jsonl, line 1: want id and contents"),
-        ("serve --retriever folder", "folder/meta.json is not there"),
+        ("serve --retriever folder", "folder/meta.json is missing"),
         ("serve --retriever indexed --port 0", "indexed/meta.json is broken; remove indexed"),
         ("serve --port 99999", "--port: '99999' must be a whole number, 0 or more, at most 65535"),
         ("serve --topk 0", "--topk: '0' must be"),
@@ -260,14 +261,13 @@ MISTAKES = {
     "format_plan": [
         ("", "required: file"),
         ("none.jsonl", "none.jsonl: No such file"),
-        ("binary.jsonl", "binary.jsonl: not text in UTF-8"),
+        ("binary.jsonl", "binary.jsonl: not UTF-8 text"),
         ("list.jsonl", "list.jsonl, line 1: needs a JSON object with an answer or a text"),
         ("good.jsonl", "good.jsonl, line 1: needs a JSON object with an answer or a text"),
         ("folder", "folder: Is a directory"),
-        ("texts.jsonl --llm-url http://a/v1", "an LLM needs --llm-url and --llm-model"),
-        ("texts.jsonl --llm-url a --llm-model m", "no address like"),
+        ("texts.jsonl --reader http://a/v1", "is not like http://host:8000/v1=MODEL"),
         ("texts.jsonl --database none", "none"),
-        ("texts.jsonl --llm-url http://a/v1 --llm-model m --llm-key none.key", "none.key: No such"),
+        ("texts.jsonl --reader http://a/v1=m --reader-key none.key", "none.key: No such"),
     ],
     "toolstar.tools": [
         ("", "required: command"),
@@ -297,7 +297,7 @@ MISTAKES = {
         ("table none", "none"),
         ("table folder", "folder"),
         ("table torn/m", "torn/m/episodes.jsonl, line 1: not JSON"),
-        ("table odd/m", "odd/m/episodes.jsonl, record 2: no episode"),
+        ("table odd/m", "odd/m/episodes.jsonl, record 2: not an"),
         ("table one --out folder", "one/episodes.jsonl holds no judged episode"),
     ],
     "toolstar.scores": [
@@ -504,18 +504,19 @@ def gone(group):
 def test_a_reader_who_has_enough_is_no_error(desk):
     write_jsonl(desk / "long.jsonl", [{"task": {"id": 1}, "stop": "answer", "messages": [
         {"role": "user", "content": "word\n" * 100_000}]}])
-    done = subprocess.run(["bash", "-c", f"{sys.executable} {ROOT}/report.py --trace long.jsonl | "
-                           "head -1; exit ${PIPESTATUS[0]}"], capture_output=True, text=True)
+    words = f"{sys.executable} -m look.report --trace {desk}/long.jsonl"
+    done = subprocess.run(["bash", "-c", f"{words} | head -1; exit ${{PIPESTATUS[0]}}"], cwd=ROOT,
+                          capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("--- user\n", "")
     assert done.returncode == 128 + signal.SIGPIPE
 
 
-@pytest.mark.parametrize("words", ["report.py --trace {}/one/episodes.jsonl",
+@pytest.mark.parametrize("words", ["-m look.report --trace {}/one/episodes.jsonl",
                                    "format_plan.py {}/texts.jsonl"])
 def test_a_full_disk_behind_the_output_is_a_line(desk, words):
     with open("/dev/full", "w") as full:
         said = start(words.format(desk), stdout=full).communicate(timeout=600)
-    check(1, said[1].splitlines(), "No space left on device; make room")
+    check(1, said[1].splitlines(), "No space left on device; free some space")
 
 
 def test_an_interrupt_of_synth_is_a_line_and_leaves_nobody(desk):
@@ -527,28 +528,28 @@ def test_an_interrupt_of_synth_is_a_line_and_leaves_nobody(desk):
         time.sleep(0.1)
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the workers, too
     _, said = running.communicate(timeout=60)
-    check(running.returncode, said.splitlines(), "synth.py: interrupted; what is saved is kept",
+    check(running.returncode, said.splitlines(), "synth.py: interrupted; what was saved is kept",
           codes=(130,))
     assert gone(running.pid)
     assert not list(desk.glob(".new*"))
 
 
 @pytest.mark.slow
-def test_an_endpoint_that_nobody_answers_is_a_line(desk):
+def test_an_endpoint_that_nobody_answers_is_counted(desk):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    done = start(f"format_plan.py {desk}/texts.jsonl --llm-url http://127.0.0.1:{port}/v1 "
-                 "--llm-model m")
-    _, said = done.communicate(timeout=600)
-    check(done.returncode, said.splitlines(), f"http://127.0.0.1:{port}/v1: no connection")
+    done = start(f"format_plan.py {desk}/texts.jsonl --reader http://127.0.0.1:{port}/v1=m")
+    out, said = done.communicate(timeout=600)
+    assert done.returncode == 0 and "'failed': " in said
+    assert all(json.loads(line)["plan"] is None for line in out.splitlines())
 
 
 def test_a_hub_name_offline_is_a_line_and_the_folder_can_be_used_for_another(desk):
     words = f"evaluate.py --tasks {desk}/good.jsonl --out {desk}/new --model a="
     done = start(f"{words}nobody/none")
     _, said = done.communicate(timeout=600)
-    check(done.returncode, said.splitlines(), "nobody/none is no folder here, and the hub does not")
+    check(done.returncode, said.splitlines(), "nobody/none is not a folder here, and the hub does")
     assert not (desk / "new").exists(), "settings come with the first episode"
 
 
@@ -646,7 +647,7 @@ def test_two_commands_on_one_folder_are_one_too_many(desk):
     runtime.lock_folder("out")
     done = start(f"evaluate.py --tasks {desk}/good.jsonl --agent solver --out {desk}/out")
     _, said = done.communicate(timeout=600)
-    check(done.returncode, said.splitlines(), f"a run (pid {os.getpid()} on ")
+    check(done.returncode, said.splitlines(), f"another run (pid {os.getpid()} on ")
 
 
 def test_a_bar_in_a_log_is_a_few_lines(capfd):

@@ -1,13 +1,10 @@
 """One card is enough: --offload and --lora learn the same numbers, sync, save and resume."""
-import argparse
 import copy
-import json
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SEED, SFT, Plain, train, train_broken, weights
+from conftest import SEED, SFT, train, train_broken, weights
 
 import runtime
 import sft

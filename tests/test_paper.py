@@ -1,6 +1,5 @@
 """docs/paper.json holds the papers' numbers once; whatever prints one of them agrees with it."""
 import ast
-import importlib
 import json
 import math
 import os
@@ -8,14 +7,17 @@ import re
 import shlex
 import subprocess
 from functools import cache
+from itertools import product
 
 import pytest
 from conftest import ROOT
+from test_run import arguments, flags_of, script
 
+from recipes import axes
 from toolstar import scores, sets
 
 KNOWN = json.loads((ROOT / "docs" / "paper.json").read_text(encoding="utf-8"))
-TABLES, FLAGS, AXES = KNOWN["tables"], KNOWN["flags"], KNOWN["axes"]
+TABLES, FLAGS, AXES, FACTORS = (KNOWN[name] for name in ("tables", "flags", "axes", "factors"))
 SIZES = ("1.5b", "3b", "7b")
 NUMBER = r"-?[\d,]*\.?\d+"
 
@@ -24,18 +26,16 @@ NUMBER = r"-?[\d,]*\.?\d+"
 SENTENCES = [
     (r"(?:keeps|keep|solved|kept) ([\d,]+) of (?:the )?([\d,]+)",
      ("episodes/kept/number", "episodes/played/number")),
-    (r"--levels (\d{3}):(\d{3}):(\d{3})",
+    (r"levels=(\d{3}):(\d{3}):(\d{3})",
      ("episodes/easy/number", "episodes/medium/number", "episodes/hard/number")),
     (r"up to (\d+)% do no harm and (\d+)% do",
      ("noise/failing/no harm up to", "noise/failing/harm at")),
-    (r"on (\d+), (\d+) and (\d+) A100-80G", tuple(f"gpus/gpus/{size}" for size in SIZES)),
     (r"top[- ](\d+),? .{0,20}?(\d+) calls", ("questions/--topk", "rl/--max-turns")),
     (r"([\d,]+) (?:synthetic |held-out )?queries choose", ("queries/validation/number",)),
     (r"([\d,]+) queries for RL", ("queries/rl/number",)),
     (r"kind for (\d)/5 of training, its second for (\d)/5",
      ("curriculum/sum/epochs", "curriculum/macro/epochs")),
     (r"LoRA weights at (\de-\d)", ("star-dpo/--lr",)),
-    (r"the reward falls to (-\d)", ("masking/unmasked/reward",)),
     (r"\+ (\d\.\d) for any accuracy above 0", ("bonus/both tools/reward",)),
     (r"(\d+) at a time, (\d+) tries \[1\]", ("judge/at once/number", "judge/tries/number")),
     (r"prompts of ([\d,]+) and responses of ([\d,]+) tokens",
@@ -47,7 +47,9 @@ SENTENCES = [
     (r"(\d+)K chains for SFT and (\d+)K tasks for RL",
      ("published/sft/thousands", "published/rl/thousands")),
     (r"([\d.]+) on 200 synthetic queries and ([\d.]+) on the validation queries",
-     ("reliability/200 synthetic queries/success", "reliability/180 validation queries/success")),
+     ("reliability/synthetic/success", "reliability/validation/success")),
+    (r"(\d+) easy, (\d+) medium, (\d+) hard",
+     ("episodes/easy/number", "episodes/medium/number", "episodes/hard/number")),
 ]
 DEFAULTS = {"sft.py": ("sft",), "grpo.py": ("rl",), "arpo.py": ("rl",), "evaluate.py": ("play",),
             "qa_eval.py": ("play", "questions"), "pairs.py": ("star-pairs",)}
@@ -101,12 +103,6 @@ def rows_of(markdown):
         yield lines[0], lines[2:]
 
 
-def axes_module():
-    """The module that prints the axes."""
-    file = next(path for path, text in texts().items() if "\ndef axis_table(" in text)
-    return importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-
-
 # ---------------------------------------------------------------- the file itself
 
 def test_every_row_has_a_value_for_each_column():
@@ -135,22 +131,32 @@ def test_a_recipe_takes_the_algorithm_and_reward_of_its_sizes_best_number():
                  for reward in TABLES["reward"]["rows"] if reward != "sft"}
         known["arpo.py", "sum" if size == "7b" else "macro"] = number(f"algorithm/arpo/{size}")
         assert tuple(recipe["rl"]) == max(known, key=known.get)
-        assert expected("scale", size) == [max(known.values())]
 
 
 # ---------------------------------------------------------------- where they are printed
 
 @pytest.mark.parametrize("axis", AXES)
 def test_an_axis_prints_the_papers_numbers(axis):
-    module = axes_module()
-    assert module.PAPER.keys() == AXES.keys()
-    (head, rows), = rows_of(module.axis_table(axis, {}))
+    (head, rows), = rows_of(axes.table_of(axis, {}))
     beside = next(n for n, cell in enumerate(head) if cell.startswith("paper"))
-    printed = {row[0]: numbers(re.sub(r"(^|\s)-(?=\s|$)", " ", row[beside])) for row in rows}
-    assert printed == {name: expected(axis, name) for name in module.PAPER[axis]}
+    assert ("1,000 test queries" in head[beside]) != axis.startswith("tool-")
+    assert {row[0]: numbers(row[beside]) for row in rows} == {
+        name: expected(axis, name) for name in AXES[axis]}
     if axis == "algorithm":
-        minutes = {row[0]: numbers(row[-1]) for row in rows if row[-1]}
-        assert minutes == TABLES["minutes"]["rows"]
+        for column, table in (-3, "minutes"), (-1, "gpu-hours"):
+            assert head[column].startswith("paper, ")
+            assert {row[0]: numbers(row[column]) for row in rows if row[column]} == (
+                TABLES[table]["rows"])
+
+
+@pytest.mark.parametrize("axis", KNOWN["questions"])
+def test_the_questions_of_an_axis_stand_beside_the_papers_numbers(axis):
+    settings = KNOWN["questions"]["all"] | KNOWN["questions"][axis]
+    (head, rows), = rows_of(axes.questions_table(axis, {}))
+    for row in rows:
+        values = axes.numbers_at(settings[row[0]])
+        assert row[1].split(" / ") == [f"{value:.1f}" if value else "-" for value in values]
+    assert len(rows) == len(settings) and "seven sets" in head[1]
 
 
 def test_tool_stars_table_prints_its_papers_numbers():
@@ -192,22 +198,6 @@ def dry(command):
                           check=True, capture_output=True).stdout
 
 
-@pytest.mark.parametrize("axis", ["data", "noise"])
-def test_the_axes_have_the_papers_settings(axis):
-    said = dry(f"bash run.sh 3b axis {axis}")
-    subsets, = (words for words in map(shlex.split, said.splitlines()) if "--sizes" in words)
-    amounts = [int(one) for one in subsets[subsets.index("--sizes") + 1].split(",")]
-    assert amounts == TABLES["amounts"]["rows"]["mixed"]
-    assert int(subsets[subsets.index("--alone") + 1]) == number("amounts/alone/number")
-    trained = [line for line in said.splitlines() if " grpo.py " in line and "--epochs" in line]
-    plays = number("rl/--epochs") * number("queries/rl/number")
-    updates = {int(re.search(r"--steps (\d+)", line)[1]) for line in trained}
-    assert updates == {math.ceil(plays / number("rl/--prompts"))}
-    if axis == "noise":
-        failing = {float(re.search(r"--failure-rate (\S+)", line)[1]) for line in trained}
-        assert failing == {0.0, *(share / 100 for share in TABLES["noise"]["rows"]["failing"])}
-
-
 @pytest.mark.parametrize("pattern, places", SENTENCES, ids=[one for one, _ in SENTENCES])
 def test_sentences_print_the_papers_numbers(pattern, places):
     found = [(path.name, match.groups()) for path, text in texts().items()
@@ -237,6 +227,93 @@ COMMANDS = sorted({command for page in ("paper.md", "results.md") for command in
 def test_a_pages_recipes_are_commands_that_run(command):
     assert "torchrun" in (said := dry(command.replace("SEED=n", "SEED=1"))) or "--axis" in said
 
+
+def rows_of_paper_md():
+    """(what is in the paper, command) of each row of the page's tables of figures and tables."""
+    return [(row[0], row[1]) for head, rows in rows_of(texts()[ROOT / "docs" / "paper.md"])
+            if head[0] == "in the paper" for row in rows]
+
+
+def commands_in(text, sizes):
+    """The commands of a cell, with SIZE replaced by each of the sizes."""
+    found = [one for one in re.findall(r"`([^`]+)`", text) if " " in one]
+    return dict.fromkeys(command.replace("SIZE", size) for command in found for size in sizes)
+
+
+# (command, axis, size) of each study of STAR that the page names
+STUDIES = sorted({(command, *re.search(r"run\.sh (\S+) axis (\w+)", command).groups()[::-1])
+                  for _, cell in rows_of_paper_md() if "tool-star" not in cell
+                  for command in commands_in(cell, SIZES)
+                  if re.search(r" axis (?!reliability)", command)})
+
+
+def test_the_page_has_a_study_for_each_axis_and_a_command_or_a_reason_in_every_row():
+    assert {axis for _, axis, _ in STUDIES} == set(FACTORS)
+    for name, cell in rows_of_paper_md():
+        assert commands_in(cell, ["3b"]) or cell.startswith("**Not here**"), name
+
+
+@pytest.mark.parametrize("command, axis, size", STUDIES)
+def test_the_runs_of_a_study_have_the_papers_factors(command, axis, size):
+    """Every run of RL: all that the paper holds fixed, and along the axis what it varies."""
+    lines = [shlex.split(line) for line in dry(command).splitlines() if " --failure-rate " in line]
+    runs = [(script(words)[0], arguments(words)) for words in lines if "torchrun" in words]
+    updates = math.ceil(number("rl/--epochs") * number("queries/rl/number")
+                        / number("rl/--prompts"))
+    fixed = FLAGS["rl"]["values"] | {"--steps": str(updates)}
+    for _, given in runs:  # --steps says where --epochs would end
+        assert {flag: given[flag][0] for flag in fixed} == fixed
+    varied = {"script": {name for name, _ in runs},
+              "--reward": {given["--reward"][0] for _, given in runs},
+              "--tasks": {given["--tasks"][0].split("/")[-1].removesuffix(".jsonl")
+                          for _, given in runs},
+              "--failure-rate": {float(given["--failure-rate"][0]) for _, given in runs}}
+    factors = {name: values[size] if isinstance(values, dict) else values
+               for name, values in FACTORS[axis].items()}
+    assert varied == {name: set(values) for name, values in factors.items()}
+
+
+@pytest.mark.parametrize("command", [one for one, axis, size in STUDIES if axis == "scale"])
+def test_scale_trains_every_reward_at_every_size_from_its_own_base(command):
+    said = dry(command)
+    made = set(re.findall(r"out/([0-9.]+b)/axis/runs/grpo-(\w+)-mixed-1000-fail-00-s0/rl ", said))
+    rewards = FACTORS["scale"]["--reward"]
+    assert made == set(product(SIZES, rewards))
+    for size in SIZES:
+        assert f"--model {KNOWN['recipes'][size]['base']} --data" in said
+    table = shlex.split(said.strip().splitlines()[-1])
+    rows = [spec.split("=")[0] for spec in arguments(table)["--runs"]]
+    assert set(rows) == set(AXES["scale"]) and "--axis scale" in " ".join(table)
+
+
+def test_amounts_and_levels_of_the_axis_of_data_are_the_papers_and_levels_are_of_other_tasks():
+    lines = [shlex.split(line) for line in dry("bash run.sh 3b axis data").splitlines()
+             if line.startswith("python synth.py")]
+    given = {arguments(words)["--out"][0]: arguments(words) for words in lines}
+    amounts = [int(one) for one in given["data/full/subsets"]["--sizes"][0].split(",")]
+    assert amounts == TABLES["amounts"]["rows"]["mixed"]
+    for level, mix in ("easy", "1:0:0"), ("medium", "0:1:0"), ("hard", "0:0:1"):
+        n = f"{number('amounts/alone/number'):.0f}"
+        drawn = given[f"data/full/subsets/{level}-{n}.jsonl"]
+        assert [drawn["--n"], drawn["--levels"]] == [[n], [mix]]
+        assert "data/full/pool.jsonl" in drawn["--exclude"]
+    assert given["data/full/subsets"]["--tasks"] == ["data/full/pool.jsonl"]
+
+
+def test_the_failures_of_the_axis_of_noise_are_those_that_the_paper_names():
+    assert FACTORS["noise"]["--failure-rate"] == [0, *(
+        share / 100 for share in TABLES["noise"]["rows"]["failing"])]
+
+
+@pytest.mark.parametrize("command", sorted({
+    command for _, cell in rows_of_paper_md() for command in commands_in(cell, ["3b"])
+    if command.startswith("python ")}))
+def test_the_pages_other_commands_have_no_unknown_flag(command):
+    words = shlex.split(command)
+    name, given = script(words)[0], arguments(words)
+    several = name in ("synth.py", "-m toolstar.tir")
+    flags = flags_of(name, *given.pop("")[:several])
+    assert given.keys() <= flags
 
 
 # tiny's widths stand beside the three sizes, all under GRPO with macro

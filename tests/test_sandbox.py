@@ -308,7 +308,8 @@ def test_threads_share_a_database(mini):
     ("clean_Flights_2022.csv", "F3,80", "F3,eighty", "line 4: invalid literal for int() with base "
      "10: 'eighty'"),
     ("distance.csv", "98.6 km", "98.6 miles", "line 2: '98.6 miles' is not a distance in km"),
-    ("background/citySet_with_states.txt", "\tNorth", " North", "line 1: the row does not have 2 fields"),
+    ("background/citySet_with_states.txt", "\tNorth", " North",
+     "line 1: the row does not have 2 fields"),
 ])
 def test_a_malformed_table_is_one_line_that_names_file_line_and_help(world, file, old, new, said):
     text = (world / file).read_text()
@@ -398,10 +399,10 @@ def test_no_reply_breaks_an_episode(mini, replies, strict):
     for reply in replies:
         said = episode.step(reply)
         assert (said is None) == bool(episode.stop)
-    assert episode.stop in ("", "answer", "format", "turns") and episode.turns <= 4
+    assert episode.stop in ("", "answer", "format", "turns") and episode.turns <= 5
     assert (episode.answer is None) == (episode.stop != "answer")
     roles = [message["role"] for message in episode.messages]
-    assert roles == (["system", "user"] + ["assistant", "user"] * 4)[:len(roles)]
+    assert roles == (["system", "user"] + ["assistant", "user"] * 5)[:len(roles)]
     json.dumps(episode.record(), ensure_ascii=False).encode()
 
 
@@ -424,11 +425,13 @@ def test_a_broken_protocol_or_an_unknown_tool_ends_training_but_not_evaluation(m
     assert patient.step(ANSWER) is None and patient.stop == "answer"
 
 
-def test_the_turn_limit_stops_with_turns_and_the_last_turn_may_still_answer(mini):
-    episode, last = (Episode(TASK, Sandbox(mini), max_turns=turns) for turns in (3, 1))
-    assert [episode.step(CALL) is None for _ in range(3)] == [False, False, True]
-    assert (episode.stop, episode.calls, episode.messages[-1]["role"]) == ("turns", 2, "assistant")
-    assert last.step(ANSWER) is None and last.stop == "answer"
+def test_so_many_turns_are_so_many_calls_and_the_reply_after_them_may_only_answer(mini):
+    late, last = (Episode(TASK, Sandbox(mini), max_turns=3) for _ in range(2))
+    for episode in late, last:
+        assert [episode.step(CALL) is None for _ in range(3)] == [False, False, False]
+    assert late.step(CALL) is None and last.step(ANSWER) is None
+    assert (late.stop, late.calls, late.messages[-1]["role"]) == ("turns", 3, "assistant")
+    assert (last.stop, last.calls, last.turns) == ("answer", 3, 4)
 
 
 def test_a_fork_shares_the_past_and_draws_what_comes_from_a_seed_of_its_own(mini):

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -448,15 +449,25 @@ def test_subsets_are_nested_mixed_four_three_three_and_disjoint_from_sft(
         tasks, tasks_file, tmp_path):
     write_jsonl(tmp_path / "sft.jsonl", [{"task": task} for task in tasks[:20]])
     run("subsets", "--tasks", tasks_file, "--exclude", tmp_path / "sft.jsonl",
-        "--sizes", "10,20,40", "--alone", 20, "--out", tmp_path / "sets")
+        "--sizes", "10,20,40", "--out", tmp_path / "sets")
     mixed = {n: read_jsonl(tmp_path / "sets" / f"mixed-{n}.jsonl") for n in (10, 20, 40)}
     for n, part in mixed.items():
         counts = Counter(task["level"] for task in part)
         assert counts == {"easy": n * 4 // 10, "medium": n * 3 // 10, "hard": n * 3 // 10}
     small, middle, large = ({task["id"] for task in part} for part in mixed.values())
     assert small < middle < large and large.isdisjoint(task["id"] for task in tasks[:20])
-    hard = read_jsonl(tmp_path / "sets" / "hard-20.jsonl")
-    assert len(hard) == 20 and {task["level"] for task in hard} == {"hard"}
+
+
+def test_a_month_has_its_own_dates_and_its_own_words(mini, tmp_path, out):
+    """The small world's flights are moved to June, which has a day less."""
+    shutil.copytree(mini.folder, tmp_path / "june", ignore=shutil.ignore_patterns("*.index"))
+    flights = tmp_path / "june" / "clean_Flights_2022.csv"
+    flights.write_text(flights.read_text().replace("2022-03-", "2022-06-"))
+    words = ["tasks", "--database", tmp_path / "june", "--n", 12, "--month", "2022-06"]
+    for task in made(out, *words):
+        assert all(re.fullmatch(r"2022-06-(0[1-9]|[12]\d|30)", day) for day in task["date"])
+        assert not synth.unstated(task["query"], task)
+    assert synth.days_of("2024-02")[-1] == "2024-02-29" and len(synth.MARCH) == 31
 
 
 def test_too_few_tasks_for_the_subsets_are_one_line_of_error(tasks_file, tmp_path):

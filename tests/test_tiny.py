@@ -18,10 +18,11 @@ import pytest
 
 import runtime
 import synth
-import tiny
 from runtime import load_tasks, read_jsonl, write_jsonl
 from sandbox import open_database, parse
-from tiny import drills, worlds
+from tiny import worlds
+from tiny.__main__ import main
+from tiny.drills import drill_weighing, is_possible
 from travel import solver
 from travel.constraints import score
 from travel.world import LEVELS, Travel, play_solver
@@ -33,7 +34,7 @@ TABLES = {"clean_accommodations_2022.csv": ("NAME", "city"),
 
 def made(path, *words):
     """The rows that a command wrote."""
-    tiny.main([str(word) for word in (*words, "--out", path)])
+    main([str(word) for word in (*words, "--out", path)])
     return read_jsonl(path)
 
 
@@ -59,7 +60,7 @@ def rows(text):
 # ---------------------------------------------------------------- world
 
 def test_the_small_world_that_ships_is_seed_0_byte_for_byte(root, tmp_path):
-    tiny.main(["world", "--out", str(tmp_path)])
+    main(["world", "--out", str(tmp_path)])
     written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")
                if path.is_file() and path.name != ".writer"}  # which goes when this process ends
     assert written == {*map(type(tmp_path), worlds.make_world(0))}
@@ -207,7 +208,7 @@ def model(drills, tmp_path_factory):
                            {"role": "assistant", "content": said}]} for shown, said in drills]
     lines = "".join(json.dumps(talk) + "\n" for talk in talks)
     (folder / "drills.jsonl").write_text(lines, encoding="utf-8")
-    tiny.main(["model", "--corpus", str(folder / "drills.jsonl"), "--out", str(folder / "model")])
+    main(["model", "--corpus", str(folder / "drills.jsonl"), "--out", str(folder / "model")])
     return folder / "model", AutoTokenizer.from_pretrained(folder / "model")
 
 
@@ -245,7 +246,7 @@ def test_a_random_model_has_heads_that_look_back_and_heads_that_find_what_follow
     assert followed[wired].min() > 3 * followed[others].max()
 
 
-@pytest.mark.parametrize("name", ["solver", "synth", "tiny"])
+@pytest.mark.parametrize("name", ["travel.solver", "synth", "tiny.__main__"])
 def test_importing_it_pulls_in_neither_torch_nor_an_engine(name, root):
     heavy = "{'torch', 'transformers', 'tokenizers', 'vllm', 'openai'}"
     code = f"import sys, {name}; sys.exit(bool({heavy} & {{*sys.modules}}))"
@@ -267,7 +268,7 @@ def test_the_tasks_of_a_small_world_can_be_solved(tmp_path):
 def country(tmp_path_factory):
     """A folder of three worlds, and tasks of them."""
     folder = tmp_path_factory.mktemp("country")
-    tiny.main(["world", "--worlds", "3", "--seed", str(SEED), "--out", str(folder)])
+    main(["world", "--worlds", "3", "--seed", str(SEED), "--out", str(folder)])
     path = folder / "tasks.jsonl"
     synth.main(["tasks", "--database", str(folder), "--days", "3", "--n", "30", "--seed",
                 str(SEED), "--out", str(path)])
@@ -307,7 +308,7 @@ def test_a_task_of_no_world_of_the_folder_is_refused_by_file_and_row(country, na
 def test_a_task_that_starts_in_no_city_of_the_tables_is_refused(trip, mini):
     task, _, _ = trip
     assert Travel(mini).load_task(task)["org"] == task["org"]
-    with pytest.raises(ValueError, match="'org' is 'Reno', which is no city of .*mini: --database"):
+    with pytest.raises(ValueError, match="'org' is 'Reno', which is not a city of .*mini: --data"):
         Travel(mini).load_task(task | {"org": "Reno"})
 
 
@@ -412,8 +413,8 @@ def test_a_drill_in_weighing_is_right_about_every_row(kind, mini):
     rng, done = random.Random(SEED), 0
     while done < 40:
         task = synth.sample_task(rng, mini, 3, rng.choice(LEVELS), "tiny", synth.MARCH)
-        if task and drills.is_possible(kind, task, mini):
-            shown, said = drills.drill_weighing(rng, task | {"budget": 500}, kind, mini)
+        if task and is_possible(kind, task, mini):
+            shown, said = drill_weighing(rng, task | {"budget": 500}, kind, mini)
             check = check_meals if kind == "meals" else check_hotels
             assert check(task["local_constraint"], shown, said.split("\n"))
             done += 1

@@ -333,7 +333,7 @@ def play_missing(args, folder, settings, tasks, tools):
         raise ValueError(f"{folder}: other tasks of these ids were played; choose another --out")
     rows_of = partial(play_samples, args)
     if args.model:
-        rows_of = partial(evaluate.apart, "tir.py", rows_of, args=args)
+        rows_of = partial(evaluate.apart, "toolstar.tir", rows_of, args=args)
     for what in "dr, prompt", "hint":  # hints need what (1) has said; the engine is opened for each
         todo = list(wanted_samples(args, tasks, rows, tools))
         for row in runtime.progress(rows_of(todo) if todo else (), what, len(todo)):
@@ -409,7 +409,7 @@ def flags(argv=None):
     add("--val", type=COUNT, default=400, help="number of held-out tasks")
     add("--port", type=PORT, default=8123, help="port of the pages' server, in the passages' URLs")
     add = command("episodes", solver_episodes, "play tasks with the solver through the real tools",
-                  failure_rate=0.0, max_turns=8, system_prompt="short")
+                  failure_rate=0.0, max_turns=7, system_prompt="short")
     add("--tasks", required=True, metavar="JSONL", help="file of tasks that facts wrote")
     add("--database", required=True, help="the world's folder: its tools.json says what tools are")
     add("--out", required=True, help="file of episodes that is written")
@@ -459,7 +459,7 @@ def tir_flags(add):
     add("--top-p", type=float, default=1.0, help="of the sampling")
     add("--max-tokens", type=COUNT, default=4096, help="tokens per reply")
     add("--max-context", type=COUNT, default=16384, help="tokens per episode, of --model")
-    add("--max-turns", type=COUNT, default=10, help="replies per episode")
+    add("--max-turns", type=COUNT, default=9, help="tool calls per episode, then an answer")
     add("--concurrency", type=COUNT, default=32, help="episodes in flight")
     add("--tp", type=COUNT, default=1, help="GPUs that share one model")
     add("--processes", type=NATURAL, default=0, help="engines; 0: one per --tp GPUs")
@@ -470,7 +470,7 @@ def tir_flags(add):
 
 def main(argv=None):
     args = flags(argv)
-    runtime.run("tir.py", args.run, args)
+    runtime.run("toolstar.tir", args.run, args)
 
 
 if __name__ == "__main__":

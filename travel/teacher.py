@@ -2,15 +2,15 @@
 The solver as a teacher: how it plays a task so that a model learns to look, weigh and turn back.
 
     (1) draft   a journey of random choices that keeps every wish and the budget
-    (2) lesson  the searches for it as an agent asks them, from cities over beds and ways to meals;
-                other cities are looked at too, and a dead end is run into where one is wanted
-    (3) argue   before each search the teacher says what the last one showed: prices for the group,
+    (2) lesson  the searches for it, in an agent's order: cities, beds, ways, meals. The teacher
+                looks at other cities, too, and runs into a dead end if asked to
+    (3) argue   before each search, a thought says what the last one showed: prices for the group,
                 minimum nights, room type, house rule, cuisines still missing, dollars spent
 
-What a thought says is true, and known from the query or an observation by then: the solver decides
-what is looked at, but gives no reason that an agent could not have. Sums are spelled out.
+Every thought is true, and says only what the query or an observation has told by then: the solver
+decides what to look at, but gives no reason that an agent could not have. Sums are spelled out.
 
-Reads   database/prompts/thoughts.txt, the wording: of the forms between slashes one is drawn
+Reads   database/prompts/thoughts.txt, the wording: one of the forms between slashes is drawn
 """
 import math
 import re
@@ -27,7 +27,7 @@ FORMS = entries(PROMPTS / "thoughts.txt")
 # ---------------------------------------------------------------- (1) draft
 
 class Teacher:
-    """The solver as the teacher of a task: not always the cheapest, and not always straight on."""
+    """The solver as the teacher of a task, which does not always take the cheapest choice."""
 
     def __init__(self, rng, task, database):
         self.rng, self.task, self.database = rng, task, database
@@ -39,8 +39,8 @@ class Teacher:
 
     def draft(self, greed):
         """A journey of random choices that keep the wishes, each the cheapest with probability
-        greed; None where they do not fit together. It flies where the budget allows it, as an agent
-        would that asks for flights first."""
+        greed; None if they do not fit together. It flies if the budget allows it, like an agent
+        that asks for flights first."""
         task, database, rng, mode = self.task, self.database, self.rng, self.mode
         route = rng.choice(np.argwhere(self.costs[mode] <= task["budget"]).tolist())
         route, nights = [self.cities[i] for i in route], rng.choice(solver.splits(task))
@@ -63,8 +63,8 @@ class Teacher:
         return solver.Journey(mode, route, list(stays), ways)
 
     def draft_meals(self, route, nights, greed):
-        """Meals per city: a restaurant for each wanted cuisine, then others; every second time a
-        dinner on arrival. None where a city has too few."""
+        """Meals per city: a restaurant for each wanted cuisine, then others; half the time a
+        dinner on arrival. None if a city has too few."""
         wanted, served, chosen = solver.cuisines(self.task), 0, [[] for _ in route]
         menus = [list(solver.menu(self.database, city, wanted)) for city in route]
         for i in range(len(wanted)):
@@ -86,7 +86,7 @@ class Teacher:
         return chosen
 
     def good_draft(self):
-        """The first of 40 drafts that is a success, drawn ever more greedily, else the solver's own
+        """The first of 40 drafts that succeeds, drawn more and more greedily; else the solver's own
         journey."""
         for i in range(40):
             found = self.draft(0.3 + 0.6 * i / 40)
@@ -96,8 +96,8 @@ class Teacher:
         return solver.solve_report(self.task, self.database).journey
 
     def sensible_draft(self):
-        """A good draft that takes no taxis from end to end where one could drive, and names nothing
-        that could be read as two places; None where five good ones do."""
+        """A good draft that does not go by taxi all the way if it could drive, and names nothing
+        that could mean two places; None if five good drafts do."""
         by_car = self.costs.get("road", np.array(math.inf)).min() <= self.task["budget"]
         for _ in range(5):
             journey = self.good_draft()
@@ -114,7 +114,7 @@ class Teacher:
                    for table, name in [("hotels", stay.bed.name), *names])
 
     def better(self, stay):
-        """The best reviewed bed that costs no more than a stay's, and of those the cheapest."""
+        """The best reviewed bed that costs no more than the stay's; the cheapest of several."""
         rows = solver.places(self.database, "hotels", stay.city)
         return min((bed for bed in solver.lodgings(self.task, self.database, stay.city)
                     if bed.nights <= stay.nights and bed.cost <= stay.bed.cost
@@ -123,7 +123,7 @@ class Teacher:
 
 
 def means_one(database, table, city, name):
-    """Whether all rows that a judge may read a name as say the same."""
+    """Whether all rows that a judge may take a name for are the same."""
     return len({row[1:] for row in solver.places(database, table, city)[name]}) == 1
 
 
@@ -139,7 +139,7 @@ def money(dollars):
 
 
 def spelled(*terms, noun=""):
-    """(dollars, times) terms as a sum that is spelled out: "$80 x 2 nights + $35 = $195"."""
+    """(dollars, times) terms as a spelled-out sum: "$80 x 2 nights + $35 = $195"."""
     said = " + ".join(f"${money(cost)}" + f" x {n}{noun}" * (n != 1) for cost, n in terms)
     total = sum(cost * n for cost, n in terms)
     return f"{said} = ${money(total)}" if len(terms) > 1 or terms[0][1] != 1 else said
@@ -150,9 +150,12 @@ def counted(n, noun):
 
 
 class Lesson:
-    """A journey played as an agent would. steps: the searches with their thoughts; notes: what the
-    next thought says of what has been seen; end: the dead end to run into, as dead_ends has it;
-    further: whether more was looked at than the journey needs."""
+    """A journey played as an agent would play it.
+
+    steps: the searches with their thoughts; notes: what the next thought will say about the last
+    observations; end: the dead end to run into, see dead_ends; further: whether the agent has
+    looked at more than the journey needs.
+    """
 
     def __init__(self, rng, task, database, journey):
         self.rng, self.task, self.database, self.journey = rng, task, database, journey
@@ -174,8 +177,8 @@ class Lesson:
         self.notes = []
 
     def teach(self, style):
-        """(searches, last thought, the style it came to): where nothing can go wrong, backtracking
-        comes to exploring, and that to direct where nothing else is to be seen."""
+        """(searches, last thought, style in fact): if nothing can go wrong, backtracking becomes
+        exploring, and exploring becomes direct if there is nothing else to see."""
         ends = self.dead_ends() if style == "backtracking" else {}
         if ends:
             likely = [kind for kind in ends if kind != "budget"] or list(ends)
@@ -228,7 +231,7 @@ class Lesson:
         return spelled((row.price, self.rooms(row)), noun=" rooms")
 
     def why_not(self, row):
-        """What is wrong with a hotel, in words; "" where nothing is."""
+        """What is wrong with a hotel, in words; "" if nothing is."""
         if solver.has_rule(self.wish, row):
             return FORMS["forbids"].strip().format(rule=self.wish["house rule"])
         if solver.has_other_room(self.wish, row):
@@ -239,7 +242,7 @@ class Lesson:
         return ""
 
     def why_none(self, city):
-        """Why no hotel of a city will do, in words; "" where one does."""
+        """Why no hotel of a city fits, in words; "" if one does."""
         rows, rule = self.database.hotels(city), self.wish.get("house rule")
         if not rows or not all(map(self.why_not, rows)):
             return ""
@@ -286,7 +289,7 @@ class Lesson:
             self.say("takes it")
 
     def survey(self, extras):
-        """The hotels of the cities that are taken, and of some that are not."""
+        """Search the hotels of the cities that the journey visits, and of some that it does not."""
         stays = {stay.city: stay for stay in self.journey.stays}
         most = max(self.taken(stay).cost for stay in stays.values())
         given_up = self.end[1] if self.end[0] in ("way", "hotel") else ""
@@ -318,18 +321,18 @@ class Lesson:
         self.say("choose", route=route)
 
     def cheapest(self, city):
-        """The cheapest row that fits, None where there is none."""
+        """The cheapest row that fits, None if there is none."""
         rows = [row for row in self.database.hotels(city) if not self.why_not(row)]
         return min(rows, key=lambda row: row.price * self.rooms(row), default=None)
 
     def taken(self, stay):
-        """The bed that is planned with so far: one that will turn out too dear, or the stay's."""
+        """The bed of the plan so far: one that will turn out to be too dear, or the stay's."""
         return self.end[2] if self.end[:2] == ("budget", stay) else stay.bed
 
     # ------------------------------------------------------------ ways
 
     def units(self, way):
-        """Tickets or cars that a way takes."""
+        """The number of tickets or cars for a way."""
         return self.people if way.flies else math.ceil(
             self.people / (5 if self.journey.mode == "road" else 4))
 
@@ -381,7 +384,7 @@ class Lesson:
                 break
 
     def compare(self, way):
-        """A look at another way, which is not taken; False where there is no other to look at."""
+        """Look at another way without taking it; False if there is no other way."""
         by_air = self.journey.mode == "air"
         if by_air and not way.flies:
             return False
@@ -400,7 +403,7 @@ class Lesson:
         return True
 
     def hops(self):
-        """The ways from city to city, once the nights are split."""
+        """Search the ways between the cities, after the nights are split."""
         journey = self.journey
         if self.end[0] == "split":
             _, nights, a, b, date = self.end
@@ -453,7 +456,7 @@ class Lesson:
                 if not any(mask >> i & 1 for mask in masks)]
 
     def bill(self, meals=True):
-        """[(what, terms)] of the costs, with the bed that is planned with so far."""
+        """[(what, terms)] of the costs, with the beds of the plan so far."""
         journey = self.journey
         ways = [(way.cost / self.units(way), self.units(way)) for way in journey.ways]
         beds = [(self.taken(stay).cost, stay.nights) for stay in journey.stays]
@@ -462,7 +465,7 @@ class Lesson:
         return [("ways", ways), ("nights", beds)] + [("meals", eaten)] * meals
 
     def settle(self, meals=True):
-        """The bill in words, after a bed that makes it too dear has been given back."""
+        """The bill in words, after giving up a bed that makes the trip too dear."""
         bill = self.bill(meals)
         sums = [sum(cost * n for cost, n in terms) for _, terms in bill]
         said = {what: spelled(*terms) for what, terms in bill}
@@ -483,8 +486,8 @@ class Lesson:
     # ------------------------------------------------------------ dead ends
 
     def dead_ends(self):
-        """{kind: what an agent could run into on its way to this journey}: a city without a way
-        or a bed, a split of the nights without a way between, a bed beyond the budget."""
+        """{kind: a dead end on the way to this journey}: a city without a way or a bed, a split of
+        the nights without a way in between, a bed beyond the budget."""
         task, database, (mode, route, stays, _) = self.task, self.database, self.journey
         home, first, last = task["org"], task["date"][0], task["date"][-1]
         ends = {"way": [], "hotel": [], "split": [], "budget": []}
@@ -509,13 +512,13 @@ class Lesson:
         return {kind: found for kind, found in ends.items() if found}
 
     def barred(self, a, b, date):
-        """Whether no way at all that the wishes allow goes from a to b on a day."""
+        """Whether the wishes allow no way at all from a to b on a day."""
         flies = self.wish.get("transportation") != "no flight"
         return not (flies and self.database.flights(a, b, date)
                     or solver.drive(self.database, a, b))
 
     def run_into(self, slot, a, b, date, **values):
-        """The searches that find no way: by air where that is allowed, then by road."""
+        """The searches that find no way: by air if that is allowed, then by road."""
         road = "taxi" if self.wish.get("transportation") == "no self-driving" else "driving"
         if slot == "hop":
             road = "taxi"  # the way out was by air

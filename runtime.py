@@ -596,15 +596,16 @@ def open_wandb(out, about):
     """Start a run of Weights & Biases; without a key or a connection it is written to OUT/wandb."""
     import wandb
 
-    why = "" if wandb.api.api_key or os.environ.get("WANDB_MODE") else "it has no API key"
+    why = ""
     try:
+        if not os.environ.get("WANDB_MODE") and not wandb.login(prompt=False):
+            why = "it has no API key (wandb login)"
         run = wandb.init(**about, mode="offline" if why else None)
     except wandb.Error as error:
-        why = one_line(error)
+        why = " ".join(str(error).split())
         run = wandb.init(**about, mode="offline")
     if why:
-        print(f"--track wandb: {why}; the run is written to {out}/wandb, and wandb sync uploads it",
-              flush=True)
+        say(f"--track wandb: {why}; the run is written to {out}/wandb, and wandb sync uploads it")
     return lambda numbers, step: run.log(numbers, step=step)
 
 

@@ -632,7 +632,8 @@ def evaluate(args):
     for name, folder in folders.items():
         runtime.write_text(folder / "scores.json", json.dumps(report[name], indent=1))
     runtime.write_text(Path(args.out) / "table.md", text)
-    print(f"\n{aligned(text)}\n\n{args.out}/table.md; python -m look.report {args.out} shows each episode")
+    print(f"\n{aligned(text)}\n\n{args.out}/table.md; python -m look.report {args.out} shows each "
+          "episode")
 
 
 def answer_query(args, world):

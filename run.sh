@@ -91,7 +91,8 @@ finish() {
     local table
     if [[ -z ${DRY:-} ]]; then
         for table in "$@"; do
-            [[ " ${fresh[*]} " == *" $table "* ]] || printf '\n%s\n' "$(cat "$table")"
+            [[ " ${fresh[*]} " == *" $table "* ]] ||
+                printf '\n%s\n' "$(column -t -s '|' -o '|' "$table" 2>/dev/null || cat "$table")"
         done
         printf '\n%-40s %12s\n' stage time
         printf '%-40s %12s\n' "${times[@]}" all "$SECONDS s"

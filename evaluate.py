@@ -108,9 +108,7 @@ def open_engine(path, max_context, concurrency=64, tp=1, gpu_memory=0.9):
     """(vLLM engine, Template) of a checkpoint folder or hub name."""
     template = runtime.load_template(path)
     settings = runtime.engine_settings(max_context, concurrency, tp, gpu_memory)
-    from vllm import LLM
-
-    return LLM(str(path), **settings), template
+    return runtime.start_engine(path, settings), template
 
 
 def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,

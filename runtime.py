@@ -727,14 +727,30 @@ def load_engine(args, device):
     cuda = device.type == "cuda"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the cores too
     settings = engine_settings(args.context, args.concurrency, args.tp, args.gpu_memory)
-    from vllm import LLM
-
-    llm = LLM(args.model, **settings, seed=args.seed, enable_sleep_mode=cuda,
-              logprobs_mode="processed_logprobs",  # log pi at the sampling temperature
-              distributed_executor_backend="external_launcher")
+    llm = start_engine(args.model, settings | {
+        "seed": args.seed, "enable_sleep_mode": cuda,
+        "logprobs_mode": "processed_logprobs",  # log pi at the sampling temperature
+        "distributed_executor_backend": "external_launcher"})
     if cuda:
         llm.sleep(level=2)  # drop the weights: they are sent again before every play
     return llm
+
+
+def start_engine(path, settings):
+    """vLLM's engine for a model's folder; ValueError in one line if vLLM refuses the model."""
+    from vllm import LLM
+
+    try:
+        return LLM(str(path), **settings)
+    except (ValueError, AssertionError) as error:
+        text = one_line(error)
+    if "Chunked prefill is required" in text:  # on a CPU, for the states of hybrid models
+        say(f"{path}: no cache of prompts, which hybrid models lack on a CPU")
+        return start_engine(path, settings | {"enable_prefix_caching": False})
+    fix = ("; on a CPU, install its torchvision (requirements-cpu.txt)"
+           if "failed to be inspected" in text else "")
+    found = re.search(r"(?:Value error|Assertion failed), (.*?)(?: \[type=|$)", text)
+    raise ValueError(f"{path}: vLLM cannot run this model: {found[1] if found else text}{fix}")
 
 
 def renew_head(model):

@@ -6,9 +6,9 @@ ARPO: GRPO whose plays fork where an observation leaves the policy unsure. Read 
         G/2 plays start from scratch. The others are forks, which share the tokens of a play so far;
         when no play of the query can fork, they start from scratch, too. With dE the entropy E of a
         reply's first tokens minus E of the play's first reply:
-          paper     fork before the reply if 0.5 + w dE > 0.5 [4], that is if dE > 0, whatever w is:
+          paper     fork before the reply if 0.5 + w dE > 0.5 [5], that is if dE > 0, whatever w is:
                     96% of these forks are at the first observation
-          released  fork after the next observation with probability clip(0.5 + w dE, 0, 1) [4]
+          released  fork after the next observation with probability clip(0.5 + w dE, 0, 1) [5]
     (2) the world's verdict on a play becomes its reward r, a number [1 sec. 3]
     (3) advantage A = (r - mean of the group) / (std of the group + 1e-6), one per play [2]
     (4) an overlength play (stopped by the context limit [1] or the turn limit, which is our choice)
@@ -17,11 +17,17 @@ ARPO: GRPO whose plays fork where an observation leaves the policy unsure. Read 
     (5) loss = - mean over queries of ( sum over the group's policy tokens of min(w A, clip(w) A) /
         the group's policy tokens ), with w = pi / pi_old, where pi_old is what the engine reported
     (6) copy the new weights into vLLM and go to (1)
+    (7) with --stretch K, no update waits for its longest play [4]: P new queries begin in each, but
+        a play that has sampled K tokens in it waits at the end of its reply, and resumes in the
+        next one under new weights. A group is learnt once all its plays have ended. Every token
+        keeps the pi_old of the weights that sampled it, so w is exact. Tokens decide when a play
+        waits, never the clock: the same seed gives the same run on any number of ranks
 
 Departs from [2] in (4), in the mean over tokens in (5) [3] and in the higher upper clip bound [3];
 there is no KL term and no reference model.
 [1] STAR, arXiv:2603.21972   [2] DeepSeekMath, arXiv:2402.03300   [3] DAPO, arXiv:2503.14476
-[4] ARPO, arXiv:2507.19849 and its released code   [5] AEPO, arXiv:2510.14545
+[4] partial rollouts: Kimi k1.5, arXiv:2501.12599; whole groups only: Agent Lightning 1.0
+[5] ARPO, arXiv:2507.19849 and its released code   [6] AEPO, arXiv:2510.14545
 
 Reads   a HF folder (from sft.py), tasks (from synth.py), the world's data
 Writes  OUT/ (a HF folder), OUT/best/ (best on --val), OUT/log.jsonl, OUT/rollouts/<step>.jsonl,
@@ -41,7 +47,9 @@ import sys
 import time
 import warnings
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
+from itertools import count, pairwise, zip_longest
 from pathlib import Path
 
 try:
@@ -49,7 +57,18 @@ try:
     import torch.distributed as dist
 
     import runtime
-    from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser, bounded
+    from runtime import (
+        AMOUNT,
+        COUNT,
+        NATURAL,
+        PART,
+        POSITIVE,
+        SEED,
+        SHARE,
+        Help,
+        Parser,
+        bounded,
+    )
     from sandbox import Episode
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. {Path(__file__).name} needs runtime.py and sandbox.py beside it, and the "
@@ -60,7 +79,7 @@ except ModuleNotFoundError as error:
 OVERLENGTH = ("turns", "context")  # the stops that (4) keeps out of the loss
 NOT_SAMPLED = 1.0  # in the place of log pi, for tokens of tools that --train-results trains on
 MAX_DLOGP = {"cpu": 1e-4, "cuda": 0.05}  # bounds on the mean |dlogp|, for float32 and bfloat16
-PROBE, TOP = 20, 10  # E: over a reply's first tokens, at each of them over the likeliest [4 code]
+PROBE, TOP = 20, 10  # E: over a reply's first tokens, at each of them over the likeliest [5 code]
 LOGITS = 30_000_000  # the most logits that the loss holds at a time (120 MB in float32)
 
 
@@ -82,12 +101,16 @@ def flags():
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.refill and not args.drop_uniform:
         p.error("--refill replaces the groups that --drop-uniform drops: add --drop-uniform")
+    if args.refill and args.stretch:
+        p.error("--refill needs batches of whole groups, which --stretch does not play: drop one")
     if args.tis_cap and not args.recompute:
         p.error("--tis-cap uses the log-probabilities of --recompute: add --recompute")
     if args.train_results and args.entropy_advantage:
         p.error("--entropy-advantage: the tokens of --train-results have no entropy; drop one flag")
     if ranks % args.tp:
         p.error(f"--tp {args.tp} does not divide {ranks} ranks into engines")
+    if args.tp > 1:  # vLLM's all-reduce shares memory between processes, which blocks that grow bar
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     return args
 
 
@@ -102,11 +125,13 @@ def play_flags(add):
         "format error")
     add("--concurrency", type=COUNT, default=256, help="most plays that an engine runs at a time")
     add("--tp", type=COUNT, default=1, help="ranks that share one engine (tensor parallelism)")
+    add("--stretch", type=NATURAL, default=0, help="K, tokens that a play samples in an update "
+        "before it waits for the next one, at least one reply; 0: every play ends in its update")
     add("--branch", default="paper", choices=["paper", "released"], help="when plays fork, see (1)")
-    add("--initial", type=NATURAL, default=0, help="plays per query from scratch; 0: half of G [4]")
-    add("--weight", type=AMOUNT, default=0.2, help="w in (1), used by --branch released alone [4]")
+    add("--initial", type=NATURAL, default=0, help="plays per query from scratch; 0: half of G [5]")
+    add("--weight", type=AMOUNT, default=0.2, help="w in (1), used by --branch released alone [5]")
     add("--branch-penalty", type=AMOUNT, default=0.0, help="reduce the probability of a fork by "
-        "this fraction for each fork in a row before it [5]")
+        "this fraction for each fork in a row before it [6]")
 
 
 def learn_flags(add):
@@ -121,9 +146,9 @@ def learn_flags(add):
     add("--clip-high", type=AMOUNT, default=0.28, help="clip w above at 1 plus this [3]")
     add("--loss-norm", default="group", choices=["group", "batch"], help="divide the loss by the "
         "tokens of each group and average over groups [1], or by the tokens of the batch [3]")
-    add("--keep-gradient", action="store_true", help="keep gradients of tokens clipped above [5]")
+    add("--keep-gradient", action="store_true", help="keep gradients of tokens clipped above [6]")
     add("--entropy-advantage", type=AMOUNT, default=0.0, help="a: multiply the advantage of each "
-        "token by 1 + a z, where z is its entropy, standardised over the update [5]")
+        "token by 1 + a z, where z is its entropy, standardised over the update [6]")
     add("--keep-overlength", action="store_true", help="keep overlength plays in the loss, unlike "
         "(4); this punishes endless loops")
     add("--drop-uniform", action="store_true", help="drop groups whose plays all earned the same "
@@ -138,15 +163,16 @@ def learn_flags(add):
         "min(pi_trainer / pi_engine, this); 0: off")
     add("--train-results", action="store_true", help="also train on the tools' output, for "
         "comparison; implies --recompute")
-    add("--seed", type=NATURAL, default=0, help="seed of the order of the tasks and of sampling")
+    add("--seed", type=SEED, default=0, help="seed of the order of the tasks and of sampling")
 
 
 def machine_flags(p):
     add = p.add_argument_group("memory (python -m look.memory grpo plans it)").add_argument
     add("--pack-tokens", type=COUNT, default=32768, help="most tokens of a micro-batch, padding "
         "included; a longer play is a micro-batch of its own")
-    add("--no-checkpointing", action="store_true", help="keep all activations for the backward "
-        "pass: faster, needs more memory")
+    add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
+        help="keep the activations of this fraction of the layers for the backward pass, of all by "
+        "default: faster, needs more memory")
     add("--gpu-memory", type=PART, default=0.6, help="fraction of a GPU that the engine may fill")
     add = p.add_argument_group("running").add_argument
     add("--val-every", type=COUNT, default=10, help="updates between two validations")
@@ -167,6 +193,7 @@ class Sample:
     ids: list = field(default_factory=list)  # prompt, replies, observations
     mask: list = field(default_factory=list)  # 1 on the policy's tokens, 0 elsewhere
     logps: list = field(default_factory=list)  # the engine's log pi where mask is 1, 0 elsewhere
+    starts: list = field(default_factory=lambda: [0])  # len(ids) when each of its updates began
     parent: str = ""  # name of the play it was forked from, if any
     shared: int = 0  # tokens it has in common with its parent
     depth: int = 0  # turns it has in common with its parent
@@ -265,41 +292,59 @@ def branch(s, log_v, names, args):
     s.streak += 1
     name = names.pop(0)
     return replace(s, name=name, episode=s.episode.fork(f"failures/{name}"), ids=list(s.ids),
-                   mask=list(s.mask), logps=list(s.logps), entropies=list(s.entropies),
-                   parent=s.name, shared=len(s.ids), depth=s.episode.turns, decisions=[],
-                   baseline=s.baseline if paper else None)
+                   mask=list(s.mask), logps=list(s.logps), starts=list(s.starts), parent=s.name,
+                   entropies=list(s.entropies), shared=len(s.ids), depth=s.episode.turns,
+                   decisions=[], baseline=s.baseline if paper else None)
+
+
+def unstarted(plays, group):
+    """Names of the plays that the group of these has not yet started."""
+    prefix, started = plays[0].name.rpartition("/")[0], {s.name for s in plays}
+    return [name for g in range(group) if (name := f"{prefix}/{g}") not in started]
 
 
 def unforked(query, plays, left, args):
-    """Names of the query's plays not yet started, once none of its running plays can fork."""
-    if any(s.query == query and s.episode.turns < args.max_turns for s in plays):
+    """Names of the query's plays not yet started, once none of its plays can fork."""
+    if any(s.query == query and not s.episode.stop and s.episode.turns < args.max_turns
+           for s in plays):
         return []
     names, left[query] = left[query], []
     return names
 
 
-def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
+def rollout(llm, template, world, tasks, name, group, temperature, top_p, args, waiting=None,
+            stretch=0):
     """(1) Play each task `group` times -> the samples of this engine: whole groups, in any order
 
     All engines take the next query from one counter, so none idles while another has a queue.
+    waiting: (7) the plays of groups that are not whole, which resume first; afterwards it holds
+    those of the next update. stretch: tokens after which a play waits; 0: none does.
     """
-    engine, live, done = llm.llm_engine, {}, []
+    engine, live, waiting = llm.llm_engine, {}, [] if waiting is None else waiting
+    done = [s for s in waiting if s.episode.stop]
+    resuming = [s for s in waiting if not s.episode.stop]
     start, log_v = min(args.initial or (group + 1) // 2, group), math.log(len(template.tokenizer))
-    left = {}  # {query: names of its plays not yet started}
+    left = {query: unstarted(plays, group) for query, plays in by_query(waiting).items()}
     queries = runtime.shared_counter(name, len(tasks), args)
-    calls = runtime.open_calls(world.slow, len(tasks), group, args)
+    calls = runtime.open_calls(world.slow, len(tasks), group, args, len(resuming))
 
     def queue(s):
-        live[submit(engine, s, world, template, temperature, top_p, args)] = s
+        if stretch and sampled(s, s.starts[-1]) >= stretch:
+            done.append(s)  # (7) it waits
+        else:
+            live[submit(engine, s, world, template, temperature, top_p, args)] = s
 
     while True:
+        while resuming and calls.free(live) > 0:
+            queue(resuming.pop(0))
         while calls.free(live) >= start and (query := next(queries, None)) is not None:
             left[query] = [f"{name}/{query}/{g}" for g in range(start, group)]
             for g in range(start):
                 queue(new_sample(tasks[query], query, f"{name}/{query}/{g}", world, template, args))
         if not live and not calls:
             calls.close()
-            return done if runtime.is_tp_leader(args) else []  # with --tp, one rank reports them
+            whole = take_whole_groups(done, group, waiting)
+            return whole if runtime.is_tp_leader(args) else []  # with --tp, one rank reports them
         for output in engine.step() if live else ():
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]
@@ -315,8 +360,18 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
                 queue(s)
             else:
                 done.append(s)
-                for n in unforked(s.query, [*live.values(), *calls.plays()], left, args):
-                    queue(new_sample(tasks[s.query], s.query, n, world, template, args))
+                begun = [*live.values(), *calls.plays(), *resuming, *done]
+                for n in unforked(s.query, begun, left, args):
+                    queue(new_sample(s.episode.task, s.query, n, world, template, args))
+
+
+def take_whole_groups(samples, group, waiting):
+    """(7) The samples of groups that have ended; `waiting` then holds those of the others."""
+    whole, waiting[:] = [], []
+    for plays in by_query(sorted(samples, key=lambda s: s.name)).values():
+        ended = len(plays) == group and all(s.episode.stop for s in plays)
+        (whole if ended else waiting).extend(plays)
+    return whole
 
 
 def judge_all(samples, world, kind):
@@ -403,7 +458,7 @@ def token_weights(groups, args):
 
 
 def set_gains(samples, args):
-    """--entropy-advantage: set the gains of all samples in the loss [5]."""
+    """--entropy-advantage: set the gains of all samples in the loss [6]."""
     entropies = torch.tensor([h for s in samples for h in s.entropies])
     for s in samples if args.entropy_advantage else ():
         z = (torch.tensor(s.entropies) - entropies.mean()) / (entropies.std(correction=0) + 1e-6)
@@ -436,14 +491,14 @@ def learn(trainer, weighted, packed, rank, ranks, device, args, seen=None):
 
     weighted: [(sample, weight)] of all ranks. seen: a list to fill for --microscope, or None.
     """
-    micros = deal([len(s.ids) for s, _ in weighted], ranks, args.pack_tokens, packed)[rank]
+    micros = deal([len(s.ids) for s, _ in weighted], ranks, args.pack_tokens, packed, device)[rank]
     measured = []
     for micro in micros:
         batch = [weighted[i] for i in micro]
         logps, entropy = trainer(*collate([s for s, _ in batch], packed, device), args.temperature)
         loss = logps.sum() * 0  # a rank without work still runs a forward, or ZeRO-3 hangs
         if batch:
-            engine_logps, advantage, weight = per_token(batch, device)
+            engine_logps, advantage, weight, is_fresh = per_token(batch, device)
             was_sampled, old_logps = engine_logps != NOT_SAMPLED, engine_logps
             if args.recompute:
                 old_logps = torch.cat([s.old_logps for s, _ in batch]).to(device)
@@ -451,8 +506,9 @@ def learn(trainer, weighted, packed, rank, ranks, device, args, seen=None):
                     tis = torch.exp(old_logps - engine_logps).clamp(max=args.tis_cap)
                     weight = weight * torch.where(was_sampled, tis, 1.0)
             loss, side = policy_loss(logps, old_logps, advantage, weight, args)
-            gap = (logps.detach() - engine_logps).abs() * was_sampled
-            measured.append((loss.detach(), entropy, gap, side, was_sampled))
+            compared = was_sampled & is_fresh  # (7) older weights give other log-probabilities
+            gap = (logps.detach() - engine_logps).abs() * compared
+            measured.append((loss.detach(), entropy, gap, side, compared))
             if seen is not None:
                 seen.append((batch, logps.detach(), old_logps, advantage, entropy, side))
         trainer.backward(loss * ranks)  # DeepSpeed averages over ranks, the loss is a sum
@@ -468,27 +524,28 @@ def learn(trainer, weighted, packed, rank, ranks, device, args, seen=None):
 def statistics(measured, device):
     """Means over all policy tokens of all ranks, for the log.
 
-    measured: [(loss, entropy, |dlogp|, side, was_sampled)] of the micro-batches, loss a number and
-    the others (N,).
+    measured: [(loss, entropy, |dlogp|, side, compared)] of the micro-batches, loss a number and the
+    others (N,).
     """
     sums, worst = torch.zeros(7, device=device), torch.zeros((), device=device)
-    for loss, entropy, gap, side, was_sampled in measured:
+    for loss, entropy, gap, side, compared in measured:
         sums += torch.stack([loss, entropy.sum(), gap.sum(), (side < 0).sum(), (side > 0).sum(),
-                             torch.ones_like(gap).sum(), was_sampled.sum()])
+                             torch.ones_like(gap).sum(), compared.sum()])
         worst = torch.maximum(worst, gap.max())
     dist.all_reduce(sums)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    loss, entropy, gap, low, high, n, n_sampled = sums.tolist()
+    loss, entropy, gap, low, high, n, n_compared = sums.tolist()
     entropy, low, high = (total / max(n, 1) for total in (entropy, low, high))
-    return {"loss": loss, "clip_low": low, "clip_high": high, "entropy": entropy,
-            "dlogp_mean": gap / max(n_sampled, 1), "dlogp_max": worst.item(), "loss_tokens": int(n)}
+    return {"loss": loss, "clip_low": low, "clip_high": high, "entropy": entropy, "dlogp_mean":
+            gap / max(n_compared, 1), "dlogp_max": worst.item(), "loss_tokens": int(n)}
 
 
 @torch.no_grad()
 def recompute_logps(trainer, weighted, packed, rank, ranks, device, args):
     """--recompute: set old_logps of all samples by a forward of the trainer, before its update."""
     logps = {}
-    for micro in deal([len(s.ids) for s, _ in weighted], ranks, args.pack_tokens, packed)[rank]:
+    lengths = [len(s.ids) for s, _ in weighted]
+    for micro in deal(lengths, ranks, args.pack_tokens, packed, device)[rank]:
         batch = [weighted[i][0] for i in micro]
         flat, _ = trainer(*collate(batch, packed, device), args.temperature)
         if batch:
@@ -502,14 +559,17 @@ def recompute_logps(trainer, weighted, packed, rank, ranks, device, args):
 
 
 def per_token(batch, device):
-    """[(sample, weight)] -> the engine's logps, advantage, weight of each policy token, all (N,)"""
+    """[(sample, weight)] -> of each policy token: the engine's logp, advantage, weight, and whether
+    the current weights sampled it; all (N,)"""
     logps = [logp for s, _ in batch for logp, mask in zip(s.logps, s.mask, strict=True) if mask]
     counts = torch.tensor([sum(s.mask) for s, _ in batch])
     advantage = torch.tensor([s.advantage for s, _ in batch]).repeat_interleave(counts)
     weight = torch.tensor([weight for _, weight in batch]).repeat_interleave(counts)
     if batch[0][0].gains is not None:
         advantage *= torch.cat([s.gains for s, _ in batch])
-    return torch.tensor(logps, device=device), advantage.to(device), weight.to(device)
+    is_fresh = [i >= s.starts[-1] for s, _ in batch for i, mask in enumerate(s.mask) if mask]
+    return (torch.tensor(logps, device=device), advantage.to(device), weight.to(device),
+            torch.tensor(is_fresh, device=device))
 
 
 class ChunkedLogps(torch.autograd.Function):
@@ -585,9 +645,10 @@ def collate(samples, packed, device):
     run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(max(len(ids) for ids, _ in rows))
+    positions = range(rounded(max(len(ids) for ids, _ in rows), device))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
+        positions += range(rounded(len(positions), device) - len(positions))
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
     width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
@@ -613,43 +674,59 @@ def pack(lengths, budget, packed):
     return micros
 
 
-def deal(lengths, ranks, budget, packed):
+def rounded(n, device):
+    """The width of a row of n tokens. On a GPU a multiple of 512: shapes then repeat, and cuDNN,
+    which plans attention anew for every shape on Hopper, is rarely asked to (docs/notes.md)."""
+    multiple = 1 if str(device) == "cpu" else 512
+    return math.ceil(n / multiple) * multiple
+
+
+def deal(lengths, ranks, budget, packed, device="cpu"):
     """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
 
-    Every rank gets the same number of micro-batches (else ZeRO-3 hangs) and roughly the same number
-    of tokens: the largest go first, each to the rank with the fewest tokens so far.
+    Every rank gets the same number of micro-batches, else ZeRO-3 hangs, and at each of them all
+    ranks wait for the slowest. So micro-batches are made equal, by the smallest budget that gives
+    no more of them, and those that take about as long are computed at the same time.
     """
-    micros = [(sum(lengths[i] for i in micro), micro) for micro in pack(lengths, budget, packed)]
-    most = math.ceil(len(micros) / ranks)
-    dealt, totals = [[] for _ in range(ranks)], [0] * ranks
-    for tokens, micro in sorted(micros, key=lambda pair: -pair[0]):
-        r = min((r for r in range(ranks) if len(dealt[r]) < most), key=totals.__getitem__)
-        dealt[r].append(micro)
-        totals[r] += tokens
-    return [hand + [[]] * (most - len(hand)) for hand in dealt]
+    lengths = [rounded(n, device) for n in lengths]
+
+    def rounds(budget):
+        return math.ceil(len(pack(lengths, budget, packed)) / ranks)
+
+    def work(micro):  # a token's attention costs as much as all else at 40K tokens in its row (7B)
+        rows = [lengths[i] if packed else lengths[micro[0]] for i in micro]
+        return sum(n * (1 + n / 40_000) for n in rows)
+
+    smallest = bisect_left(range(budget), -rounds(budget), key=lambda fewer: -rounds(fewer))
+    micros = sorted(pack(lengths, smallest, packed), key=work, reverse=True)
+    micros += [[]] * (-len(micros) % ranks)
+    return [micros[rank::ranks] for rank in range(ranks)]
 
 
 # --------------------------------------------------------------------------------------- machines
 
 def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     runtime.die_with_parent()
-    runtime.wait_for_builds()
     cuda = bool(runtime.visible_gpus())
+    runtime.prepare_op(cuda)
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+    # blocks that grow: rows of ever other shapes would leave gaps that nobody fills
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # DeepSpeed compiles with ninja, which is installed there
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    deepspeed.init_distributed(  # the timeout: ranks wait for the longest play of any rank
-        dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=datetime.timedelta(hours=4))
+    # DeepSpeed joins the group that is there. One of its own it would bind to a device, from which
+    # NCCL splits each of vLLM's groups, with all ranks taking part: known to hang
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # the longest play
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -663,15 +740,27 @@ def load(args, template, device):
     """
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
-    runtime.check_weights(lm, template)
+    lm, loaded = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+    runtime.check_weights(lm, template, loaded)
     runtime.check_saving(lm, template, args.out)
     flash = device.type == "cuda" and runtime.use_flash_attention(lm)
-    if not args.no_checkpointing:
-        lm.gradient_checkpointing_enable()
+    recompute_layers(lm, 1 - args.no_checkpointing)
     runtime.make_repeatable(lm)
     return runtime.measured(lm.to(device), Policy, collate, template, flash)
+
+
+def recompute_layers(lm, share):
+    """Compute activations again in the backward pass, in the first layers, a `share` of all; it
+    frees those of the last layers first."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if share:
+        lm.gradient_checkpointing_enable()
+    layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
+    for layer in layers[round(share * len(layers)):]:
+        layer.gradient_checkpointing = False
 
 
 def zero3(policy, lr, device):
@@ -683,7 +772,8 @@ def zero3(policy, lr, device):
     import deepspeed
 
     cuda = device.type == "cuda"
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
+    # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0, fused=cuda or None)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
         # gather whole layers: hooks on each of their modules cost time (docs/results.md)
@@ -742,6 +832,7 @@ def main():
     trainer = zero3(policy, args.lr, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
     start = runtime.restore(trainer, args.out, args.resume, rank)
+    waiting = runtime.restore_plays(args.out, start, rank, args.stretch)
     interrupted = runtime.watch_sigterm()
     llm = runtime.load_engine(args, device)
     if rank == 0:
@@ -760,7 +851,7 @@ def main():
         clock.append(time.time())
         # (1) (2) play and judge
         kind = reward_kind(args.reward, world.kinds, step / steps)
-        samples, judged = play_batch(llm, template, world, tasks, step, steps, kind, args)
+        samples, judged = play_batch(llm, template, world, tasks, step, steps, kind, waiting, args)
         play_gib = runtime.used_gib(device)
         if device.type == "cuda":
             llm.sleep(level=2)
@@ -783,9 +874,11 @@ def main():
         write_plays(f"{step + 1:05d}.jsonl", samples, seen, template, rank, args)
         log(line, rank, args, steps)
         check_sync(line, device)
-        runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
+        runtime.save_checkpoint(trainer, args, step + 1, rank, interrupted(device), waiting)
     runtime.check_parameters(trainer, args.out, steps)
     save_model(trainer, template, args.out, rank)
+    runtime.report_end(args, "success", f"python evaluate.py --model {args.out} --tasks TASKS",
+                       rank)
     world.close()
     llm.llm_engine.engine_core.shutdown()  # also ends the process group
 
@@ -805,28 +898,36 @@ def read_inputs(args):
     return world, tasks, val, template
 
 
-def play_batch(llm, template, world, tasks, step, steps, kind, args):
+def play_batch(llm, template, world, tasks, step, steps, kind, waiting, args):
     """(1) (2) Play and judge the batch of update `step` -> samples of all ranks, seconds to judge
 
     With --refill [3]: play extra batches until --prompts groups have unequal rewards, and leave
-    out the groups after these.
+    out the groups after these. With --stretch (7): give plays further stretches until --prompts / 2
+    groups are whole, as in the first update; in the last one, all plays end.
     """
     samples, judge_s = [], 0.0
-    for extra in range(args.refill + 1):
+    stretch = args.stretch if step + 1 < steps else 0
+    for s in waiting:
+        s.query -= args.prompts  # groups of earlier updates come before those of this one
+        s.starts.append(len(s.ids))
+    for extra in count():
         drawn = batch_of(step + extra * steps, len(tasks), args.prompts, args.seed)
+        batch = [] if extra and args.stretch else [tasks[i] for i in drawn]
         name = f"play/{step}" + f"+{extra}" * (extra > 0)
-        played = rollout(llm, template, world, [tasks[i] for i in drawn], name, args.group,
-                         args.temperature, 1.0, args)
+        played = rollout(llm, template, world, batch, name, args.group, args.temperature, 1.0, args,
+                         waiting, (extra + 1) * stretch)
         began = time.time()
         judge_all(played, world, kind)
         for s in played:
-            s.query += extra * args.prompts
+            s.query += extra * args.prompts * (not args.stretch)
         judge_s += time.time() - began
         samples += gather(played)
-        useful = [query for query, group in by_query(samples).items() if not uniform(group)]
+        useful = [query for query, group in by_query(samples).items()
+                  if not (args.refill and uniform(group))]
         if args.refill and len(useful) >= args.prompts:
             return [s for s in samples if s.query <= useful[args.prompts - 1]], judge_s
-    return samples, judge_s
+        if 2 * len(useful) >= args.prompts if args.stretch else extra == args.refill:
+            return samples, judge_s
 
 
 def check_sync(line, device):
@@ -870,9 +971,16 @@ def gather(samples):
     return sorted((s for part in parts for s in part), key=lambda s: (s.query, s.name))
 
 
-def sampled(s):
-    """Number of tokens that the engine sampled for this play."""
-    return sum(s.mask[s.shared:]) - s.logps[s.shared:].count(NOT_SAMPLED)
+def sampled(s, start=None):
+    """Number of tokens that the engine sampled for this play, from position `start` on."""
+    start = s.shared if start is None else start
+    return sum(s.mask[start:]) - s.logps[start:].count(NOT_SAMPLED)
+
+
+def ages(s):
+    """(7) [tokens sampled in this update, in the one before, ...] of a play"""
+    counts = [sampled(s, start) for start in s.starts]
+    return [more - less for more, less in pairwise([*counts, 0])][::-1]
 
 
 def describe(samples, groups, parts):
@@ -883,6 +991,10 @@ def describe(samples, groups, parts):
         "tokens": len(s.ids), "policy_tokens": sampled(s), "failures": s.record["failures"]}
             for s in samples]
     means = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
+    by_age = [sum(counts) for counts in zip_longest(*map(ages, samples), fillvalue=0)]
+    means |= {"groups": len(groups), "age_max": max(i for i, n in enumerate(by_age) if n or not i),
+              "age": sum(i * n for i, n in enumerate(by_age)) / max(1, sum(by_age)),
+              "stale": sum(by_age[1:]) / max(1, sum(by_age))}
     decided = [pair for s in samples for pair in s.decisions] or [(0.0, 0.0)]
     after, rise = (sum(values) / len(decided) for values in zip(*decided, strict=True))
     forks = [s for s in samples if s.parent]
@@ -924,7 +1036,8 @@ def log(line, rank, args, steps=None):
           "{clip_high:.3f} | entropy {entropy:.3f} | gnorm {gnorm:5.2f} | dlogp {dlogp_mean:.1e} "
           "{dlogp_max:.1e} | lr {lr:.1e} | play {play_s:.0f}s sync {sync_s:.1f}s "
           "learn {learn_s:.0f}s".format(steps=steps, **line), flush=True)
+    runtime.warn_uniform(args.out)
 
 
 if __name__ == "__main__":
-    runtime.run(sys.argv[0], main)
+    runtime.run_ranks(main, flags)

@@ -44,6 +44,7 @@ import sys
 import time
 import warnings
 from array import array
+from bisect import bisect_left
 from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -54,7 +55,7 @@ try:
     import torch.nn.functional as F
 
     import runtime
-    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
+    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Parser
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. {Path(__file__).name} needs runtime.py beside it, and the packages "
              "of requirements.txt: type `. .venv/bin/activate`")
@@ -86,14 +87,15 @@ def flags():
     add("--warmup", type=SHARE, default=0.1, help="fraction of the updates, at the start, in which "
         "the learning rate rises linearly [2]")
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
-    add("--seed", type=NATURAL, default=0, help="seed of the order of the pairs")
+    add("--seed", type=SEED, default=0, help="seed of the order of the pairs")
     add = p.add_argument_group("memory (python -m look.memory dpo plans it)").add_argument
     add("--cutoff", type=COUNT, default=8192, help="most tokens of an episode; a pair with a "
         "longer one is dropped [2]")
     add("--pack-tokens", type=COUNT, default=16384, help="most tokens of a micro-batch, padding "
         "included; a longer episode is a micro-batch of its own")
-    add("--no-checkpointing", action="store_true", help="keep all activations for the backward "
-        "pass: faster, needs more memory")
+    add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
+        help="keep the activations of this fraction of the layers for the backward pass, of all by "
+        "default: faster, needs more memory")
     add = p.add_argument_group("running").add_argument
     add("--val-every", type=NATURAL, default=0, help="updates between two measurements on --val; "
         "0: only at the end")
@@ -216,7 +218,8 @@ def batch_of(step, n, size, seed):
 def sum_logps(trainer, rows, packed, rank, ranks, device, args):
     """(3) log pi of each episode, summed over its policy tokens -> (2, P) float64, on every rank"""
     sums = torch.zeros(len(rows), dtype=torch.float64, device=device)
-    for micro in deal([len(row.ids) for row in rows], ranks, args.pack_tokens, packed)[rank]:
+    lengths = [len(row.ids) for row in rows]
+    for micro in deal(lengths, ranks, args.pack_tokens, packed, device)[rank]:
         batch = [rows[i] for i in micro]
         logps, _ = trainer(*collate(batch, packed, device))
         if batch:  # a rank without work still runs a forward, or ZeRO-3 hangs
@@ -250,7 +253,8 @@ def learn_pairs(trainer, rows, reference, packed, rank, ranks, device, args):
     """(3) (4) (5) One update -> {name: number} to log"""
     logps = sum_logps(trainer, rows, packed, rank, ranks, device, args)
     weights, numbers = preference(logps, reference, rows, args)
-    for micro in deal([len(row.ids) for row in rows], ranks, args.pack_tokens, packed)[rank]:
+    lengths = [len(row.ids) for row in rows]
+    for micro in deal(lengths, ranks, args.pack_tokens, packed, device)[rank]:
         batch = [rows[i] for i in micro]
         logps, _ = trainer(*collate(batch, packed, device))  # (N,)
         loss = logps.sum() * 0
@@ -367,9 +371,10 @@ def collate(samples, packed, device):
     run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(max(len(ids) for ids, _ in rows))
+    positions = range(rounded(max(len(ids) for ids, _ in rows), device))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
+        positions += range(rounded(len(positions), device) - len(positions))
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
     width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
@@ -395,20 +400,33 @@ def pack(lengths, budget, packed):
     return micros
 
 
-def deal(lengths, ranks, budget, packed):
+def rounded(n, device):
+    """The width of a row of n tokens. On a GPU a multiple of 512: shapes then repeat, and cuDNN,
+    which plans attention anew for every shape on Hopper, is rarely asked to (docs/notes.md)."""
+    multiple = 1 if str(device) == "cpu" else 512
+    return math.ceil(n / multiple) * multiple
+
+
+def deal(lengths, ranks, budget, packed, device="cpu"):
     """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
 
-    Every rank gets the same number of micro-batches (else ZeRO-3 hangs) and roughly the same number
-    of tokens: the largest go first, each to the rank with the fewest tokens so far.
+    Every rank gets the same number of micro-batches, else ZeRO-3 hangs, and at each of them all
+    ranks wait for the slowest. So micro-batches are made equal, by the smallest budget that gives
+    no more of them, and those that take about as long are computed at the same time.
     """
-    micros = [(sum(lengths[i] for i in micro), micro) for micro in pack(lengths, budget, packed)]
-    most = math.ceil(len(micros) / ranks)
-    dealt, totals = [[] for _ in range(ranks)], [0] * ranks
-    for tokens, micro in sorted(micros, key=lambda pair: -pair[0]):
-        r = min((r for r in range(ranks) if len(dealt[r]) < most), key=totals.__getitem__)
-        dealt[r].append(micro)
-        totals[r] += tokens
-    return [hand + [[]] * (most - len(hand)) for hand in dealt]
+    lengths = [rounded(n, device) for n in lengths]
+
+    def rounds(budget):
+        return math.ceil(len(pack(lengths, budget, packed)) / ranks)
+
+    def work(micro):  # a token's attention costs as much as all else at 40K tokens in its row (7B)
+        rows = [lengths[i] if packed else lengths[micro[0]] for i in micro]
+        return sum(n * (1 + n / 40_000) for n in rows)
+
+    smallest = bisect_left(range(budget), -rounds(budget), key=lambda fewer: -rounds(fewer))
+    micros = sorted(pack(lengths, smallest, packed), key=work, reverse=True)
+    micros += [[]] * (-len(micros) % ranks)
+    return [micros[rank::ranks] for rank in range(ranks)]
 
 
 def learning_rate(step, steps, args):
@@ -424,23 +442,26 @@ def learning_rate(step, steps, args):
 
 def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     runtime.die_with_parent()
-    runtime.wait_for_builds()
     cuda = bool(runtime.visible_gpus())
+    runtime.prepare_op(cuda)
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+    # blocks that grow: rows of ever other shapes would leave gaps that nobody fills
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # DeepSpeed compiles with ninja, which is installed there
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    deepspeed.init_distributed(  # the timeout: ranks wait for the longest play of any rank
-        dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=datetime.timedelta(hours=4))
+    # DeepSpeed joins the group that is there. One of its own it would bind to a device, from which
+    # NCCL splits each of vLLM's groups, with all ranks taking part: known to hang
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # the longest play
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -454,15 +475,27 @@ def load(args, template, device):
     """
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
-    runtime.check_weights(lm, template)
+    lm, loaded = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+    runtime.check_weights(lm, template, loaded)
     runtime.check_saving(lm, template, args.out)
     flash = device.type == "cuda" and runtime.use_flash_attention(lm)
-    if not args.no_checkpointing:
-        lm.gradient_checkpointing_enable()
+    recompute_layers(lm, 1 - args.no_checkpointing)
     runtime.make_repeatable(lm)
     return runtime.measured(lm.to(device), Policy, collate, template, flash)
+
+
+def recompute_layers(lm, share):
+    """Compute activations again in the backward pass, in the first layers, a `share` of all; it
+    frees those of the last layers first."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if share:
+        lm.gradient_checkpointing_enable()
+    layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
+    for layer in layers[round(share * len(layers)):]:
+        layer.gradient_checkpointing = False
 
 
 def zero3(policy, lr, device):
@@ -474,7 +507,8 @@ def zero3(policy, lr, device):
     import deepspeed
 
     cuda = device.type == "cuda"
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
+    # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0, fused=cuda or None)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
         # gather whole layers: hooks on each of their modules cost time (docs/results.md)
@@ -544,6 +578,8 @@ def main():
         runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
     runtime.check_parameters(trainer, args.out, steps)
     save_model(trainer, template, args.out, rank)
+    runtime.report_end(args, "accuracy", f"python evaluate.py --model {args.out} --tasks TASKS",
+                       rank)
     dist.destroy_process_group()
 
 
@@ -562,4 +598,4 @@ def log(line, steps, out, rank):
 
 
 if __name__ == "__main__":
-    runtime.run(sys.argv[0], main)
+    runtime.run_ranks(main, flags)

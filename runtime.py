@@ -24,6 +24,7 @@ import fcntl
 import hashlib
 import importlib
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -35,7 +36,9 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import types
 import warnings
@@ -62,10 +65,9 @@ FIXES = {  # what to do about an error of the file system
 
 def run(program, function, *args):
     """Call function(*args). An error that the user can fix becomes one line instead of a traceback
-    (STAR_TRACEBACK=1 shows the traceback).
-
-    Under torchrun this also ends the rank, and leaves the line where run.sh finds it.
-    """
+    (STAR_TRACEBACK=1 shows the traceback). Under torchrun this also ends the rank."""
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that knows ASCII alone also shows the rest
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         found = function(*args)
         with errors_name("standard output"):
@@ -77,24 +79,70 @@ def run(program, function, *args):
             ctypes.CDLL(None).exit(0)
         return found
     except SystemExit as error:
-        text = error.code
+        text, code = error.code, 1
         if not isinstance(text, str):
             raise
     except (KeyboardInterrupt, EOFError):
-        print(f"{program}: interrupted; what was saved is kept, repeat the command to continue",
-              file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT) from None
+        text, code = f"{program}: {INTERRUPTED}", 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output, such as head, has closed it
         drop_output()
         raise SystemExit(128 + signal.SIGPIPE) from None
     except (KeyError, ValueError, OSError) as error:
         if os.environ.get("STAR_TRACEBACK"):
             raise
-        text = f"{program}: {one_line(error)}"
+        text, code = f"{program}: {one_line(error)}", 1
         drop_output()
-    if "RANK" in os.environ:
-        report_to_torchelastic(text)
-    raise SystemExit(text) from None
+    end(text, code)
+
+
+INTERRUPTED = "interrupted; what was saved is kept, repeat the command to continue"
+
+
+def end(text, code):
+    """Exit with one line on standard error. A rank leaves it to print_last or to torchrun(), or
+    torchrun's own report would bury it. If all ranks fail alike, rank 0 reports first, and torchrun
+    ends the others while they sleep."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(10)
+    if "RANK" in os.environ and os.environ.get("STAR_SAID"):
+        with contextlib.suppress(OSError), open(os.environ["STAR_SAID"], "a") as file:
+            file.write(f"{text}\n")
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        print_last(text, os.getppid())
+    elif code == 1:
+        raise SystemExit(text) from None
+    else:
+        print(text, file=sys.stderr)
+    raise SystemExit(code) from None
+
+
+def print_last(text, pid):
+    """Print a line as soon as the process `pid` has ended."""
+    program = ("import contextlib, os, select, sys\n"
+               "with contextlib.suppress(OSError):\n"
+               "    ended = select.poll()\n"
+               "    ended.register(os.pidfd_open(int(sys.argv[1])))\n"
+               "    ended.poll()\n"
+               "print(sys.argv[2], file=sys.stderr)")
+    # a session of its own: torchrun ends the rank's whole process group
+    subprocess.Popen([sys.executable, "-ISc", program, str(pid), text], start_new_session=True,
+                     stdout=subprocess.DEVNULL)
+
+
+def report_missing_module(kind, error, traceback):
+    """A sys.excepthook: programs of ours that are started without .venv name the line to type."""
+    if issubclass(kind, KeyboardInterrupt):  # while modules are loaded; later, run() says it
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+    elif issubclass(kind, ModuleNotFoundError):
+        print(f"{Path(sys.argv[0]).name}: {error}. Type `. .venv/bin/activate` first, or `bash "
+              "run.sh test`, which makes .venv", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+sys.excepthook = report_missing_module
 
 
 def one_line(error):
@@ -107,7 +155,8 @@ def one_line(error):
         path, fix = error.filename, FIXES.get(error.errno)
         problem = error.strerror if path is None else f"{path}: {error.strerror}"
         return f"{problem}; {fix}" if fix else problem
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return text if len(text) < 1000 else f"{text[:500]} ... (STAR_TRACEBACK=1 shows the rest)"
 
 
 def drop_output():
@@ -116,19 +165,6 @@ def drop_output():
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def report_to_torchelastic(text):
-    """Leave the error line in the file that torchrun reads. If all ranks fail alike, rank 0 reports
-    first, and torchrun ends the others while they sleep."""
-    if os.environ["RANK"] != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3)
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # the disk may be full
-            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 @contextlib.contextmanager
@@ -148,11 +184,21 @@ def errors_name(path):
 class Parser(argparse.ArgumentParser):
     """A parser that reports a wrong flag in one line instead of printing the usage."""
 
+    def __init__(self, prog=None, **words):
+        spec = sys.modules["__main__"].__spec__
+        if prog is None and spec and spec.origin == sys.argv[0]:  # as Python 3.14 does by itself
+            prog = f"python -m {spec.name.removesuffix('.__main__')}"
+        super().__init__(prog=prog, **words)
+
     def error(self, message):
-        text = f"{self.prog}: {message} ({self.prog} --help lists the flags)"
-        if "RANK" in os.environ:
-            report_to_torchelastic(text)
-        self.exit(2, f"{text}\n")
+        end(f"{self.prog}: {message} ({self.prog} --help lists the flags)", 2)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """A shell leaves the ~ of --out=~/x, and of any quoted path, as it is."""
+        words = sys.argv[1:] if args is None else args
+        words = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda found: (found[1] or "") + str(Path.home()),
+                        word) for word in words]
+        return super().parse_known_args(words, namespace)
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -179,6 +225,7 @@ def bounded(kind, least, most=math.inf, above=None):
 
 
 COUNT, NATURAL = bounded(int, 1), bounded(int, 0)  # from 1, from 0
+SEED = bounded(int, 0, 2**32 - 1)  # what NumPy, and so vLLM, takes
 SHARE, AMOUNT, POSITIVE = bounded(float, 0, 1), bounded(float, 0), bounded(float, 0, above=0)
 PART, PORT = bounded(float, 0, 1, above=0), bounded(int, 0, 65535)
 
@@ -203,8 +250,9 @@ def endpoint(text):
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def lock_folder(out, name=".writer"):
+def lock_folder(out, name=".writer", what=None):
     """Make this process (rank 0) the only writer of the folder `out`; SystemExit if one is there.
+    what: the file in it that is meant, for the message.
 
     The kernel releases the record lock whenever the process ends, and no child inherits it.
     """
@@ -218,8 +266,8 @@ def lock_folder(out, name=".writer"):
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             who = os.read(lock, 200).decode(errors="replace").strip() or "of another user"
-            raise SystemExit(f"another run ({who}) is writing to {out}: wait for it, stop it, or "
-                             "choose another --out") from None
+            raise SystemExit(f"another run ({who}) is writing to {what or out}: wait for it, stop "
+                             "it, or choose another --out") from None
         except OSError:  # some cluster file systems have no locks: run without one
             return
         # if the previous writer ended just now, it has removed the file that we locked
@@ -244,7 +292,7 @@ def lock_file(path):
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    lock_folder(path.parent, f".{path.name}.writer")
+    lock_folder(path.parent, f".{path.name}.writer", path)
 
 
 def die_with_parent():
@@ -266,6 +314,75 @@ def die_with_parent():
             orphan = parent == 1
     if orphan:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_ranks(main, flags):
+    """Run a stage's main as a rank of torchrun. `python grpo.py` without torchrun starts it, with a
+    rank per GPU, or one on a CPU.
+
+    flags: called first, because a wrong flag, or --help, needs no ranks.
+    """
+    if "RANK" in os.environ:
+        run(sys.argv[0], main)
+        return
+    import torch
+
+    ranks = str(max(1, torch.cuda.device_count()))
+    os.environ["WORLD_SIZE"] = ranks
+    flags()
+    del os.environ["WORLD_SIZE"]
+    # after SIGTERM ranks save at the end of their update; torchrun's own patience is 30 s
+    words = ["--standalone", "--shutdown-timeout", "3600", "--nproc_per_node", ranks]
+    run(sys.argv[0], torchrun, [*words, *sys.argv])
+
+
+def torchrun(words):
+    """PyTorch's torchrun, whose failures end in one line instead of a report of 35. With STAR_SAID,
+    a file, the line is left there for the caller; run.sh does this."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    for name in [*logging.root.manager.loggerDict]:  # each of them has a level of its own
+        if name.startswith("torch.distributed."):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    given = os.environ.get("STAR_SAID")
+    with tempfile.NamedTemporaryFile("r") as temporary:
+        os.environ["STAR_SAID"] = said = given or temporary.name
+        try:
+            main(words)
+            return
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            code, why = failure.exitcode, f"rank {rank} failed, see above"
+            if code < 0:
+                code, why = 128 - code, f"rank {rank} was killed by {signal.Signals(-code).name}"
+        except SignalException as error:
+            code, why = 128 + error.sigval, f"stopped by {signal.Signals(error.sigval).name}"
+        lines = Path(said).read_text().splitlines() if Path(said).exists() else []
+    if not lines and given:
+        Path(said).write_text(why)
+    elif not given:
+        print(lines[0] if lines else why, file=sys.stderr)
+    raise SystemExit(code)
+
+
+def prepare_op(cuda=False):
+    """Wait for builds of DeepSpeed's ops. On a CPU it compiles one, once: say so, and name a
+    missing compiler."""
+    venv = os.access(sys.prefix, os.W_OK) and sys.prefix
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR",
+                          f"{venv or Path.home() / '.cache' / 'star'}/extensions")
+    wait_for_builds()
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "deepspeed_shm_comm"
+    if cuda or (folder / f"{folder.name}.so").exists():
+        return
+    compiler = os.environ.get("CXX", "c++")
+    if not shutil.which(compiler):
+        raise SystemExit(f"DeepSpeed compiles an op with {compiler}, which is missing; on Debian: "
+                         "apt install g++")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("compiling DeepSpeed's op, once: about a minute", file=sys.stderr, flush=True)
 
 
 def watch_sigterm():
@@ -352,12 +469,12 @@ class Lines:
         """Each line is flushed when it is written."""
 
 
-def progress(rows, name, total, initial=0, unit="it"):
-    """A tqdm bar; in a file or a pipe, one line every half minute."""
+def progress(rows, name, total, initial=0, unit="it", leave=True):
+    """A tqdm bar; in a file or a pipe, one line every half minute. leave: show it at its end."""
     from tqdm import tqdm
 
     sparse = {"file": Lines(), "mininterval": 30, "delay": 5, "ncols": 100}
-    return tqdm(rows, name, total, initial=initial, unit=unit,
+    return tqdm(rows, name, total, leave, initial=initial, unit=unit,
                 **{} if sys.stderr.isatty() else sparse)
 
 
@@ -377,16 +494,30 @@ def read_jsonl(path, torn=False):
                 if torn and not line.endswith(b"\n"):
                     break
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); "
-                                 "fix or delete the line") from None
+                                 f"{json_fix(line, number)}") from None
     return rows
+
+
+def json_fix(line, number):
+    """What to do about a line that is not JSON, by the look of a file's first one."""
+    if number == 1 and line.startswith(b"\x1f\x8b"):
+        return "the file is compressed: gunzip it"
+    if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "the file is UTF-16: save it as UTF-8"
+    if number == 1 and line.strip() in (b"[", b"{"):
+        return "the JSON spans lines, but a record is one line: jq -c '.[]' rewrites an array"
+    return "fix or delete the line"
+
+
+FIRST_KEYS = (b'{"id": ', b'{"task": ', b'{"play": ')  # how the records that are appended begin
 
 
 def recover_jsonl(path, check=None):
     """The records that a killed run left, [] without a file. Only for the writer of the file, which
     holds its lock: this completes the last line or cuts it off, so that the next one can follow.
 
-    check(rows) raises ValueError if they are not the caller's. Then, and where no line is a record,
-    the file is somebody else's and stays as it is.
+    check(rows) raises ValueError if they are not the caller's. Then, and if a line is not a record
+    or the last one cannot be the beginning of one, the file is somebody else's and stays as it is.
     """
     if not Path(path).exists():
         return []
@@ -395,16 +526,20 @@ def recover_jsonl(path, check=None):
     tail = text[end:]
     if check:  # first: it can name the record and the fix
         check(rows)
-    like_records = all(isinstance(row, dict) for row in rows) and (end or tail[:1] in (b"", b"{"))
-    if not like_records:
+    try:
+        json.loads(tail)
+        cut = False
+    except (ValueError, RecursionError):
+        cut = bool(tail)
+    begins = any(tail.startswith(key) or key.startswith(tail) for key in FIRST_KEYS)
+    if cut and not begins or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path}: not a file of records; choose another --out")
     with open(path, "rb+") as file:
-        try:
-            json.loads(tail)
+        if cut:
+            file.truncate(end)
+        elif tail:
             file.seek(0, os.SEEK_END)
             file.write(b"\n")  # an editor may leave out the last newline
-        except (ValueError, RecursionError):
-            file.truncate(end)
     return rows
 
 
@@ -418,6 +553,16 @@ def write_jsonl(path, rows):
     """Write a whole file of records."""
     with replacing(path) as out:
         out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_own(path, rows):
+    """Write a whole file of records, unless there is a file of other content."""
+    path = Path(path)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if path.exists() and path.read_bytes() != text.encode(errors="replace"):
+        raise ValueError(f"{path} exists and holds something else: choose another --out, or remove "
+                         "it")
+    write_text(path, text)
 
 
 def write_text(path, text):
@@ -650,17 +795,31 @@ class Template:
 
 
 def is_talk(messages):
-    """Whether every message has a role and a text, and replies alternate with other turns from the
-    first reply on."""
-    roles = [message.get("role") for message in messages
-             if isinstance(message, dict) and isinstance(message.get("content"), str)]
-    first = roles.index("assistant") if "assistant" in roles else len(roles)
-    known = [("system", "user")] * first + [("assistant",), ("user", "result")] * len(roles)
-    return len(roles) == len(messages) and all(map(tuple.__contains__, known, roles))
+    """Whether the messages are a conversation."""
+    return not talk_fault(messages)
+
+
+def talk_fault(messages):
+    """What is wrong with a conversation, "" if nothing is: every message has a role and a text, and
+    replies alternate with other turns from the first reply on."""
+    expected, begun = ("system", "user"), False
+    for number, message in enumerate(messages, 1):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role is None or not isinstance(message.get("content"), str):
+            return f"message {number} is not a table of a 'role' and a text 'content'"
+        if role == "assistant" and not begun:
+            begun, expected = True, ("assistant",)
+        if role not in expected:
+            return f"message {number} has the role {role!r:.30}, not {' or '.join(expected)}"
+        if begun:
+            expected = ("user", "result") if role == "assistant" else ("assistant",)
+    return ""
 
 
 def load_template(path):
     """The Template of a folder or hub name; ValueError says why it cannot be used."""
+    # its report on a model's weights takes a screen; check_weights says the same in a line
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import AutoTokenizer, GenerationConfig
 
     check_model(path)
@@ -722,35 +881,36 @@ def engine_settings(max_context, concurrency, tp, gpu_memory):
                        "max_num_batched_tokens": max(max_context, 8192), "block_size": 32}
 
 
+def open_llm(path, **settings):
+    """vLLM's engine of a checkpoint. What its start raises becomes one line that names the path."""
+    if os.environ.get("RANK", "0") == "0":
+        print("starting vLLM: about a minute", file=sys.stderr, flush=True)
+    from vllm import LLM
+
+    try:
+        return LLM(str(path), **settings)
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError) as error:
+        text = f"{type(error).__name__}: {error}"
+        if "Chunked prefill is required" not in text:
+            fix = ("; it needs torchvision, on a CPU the build for it (requirements-cpu.txt)"
+                   if "failed to be inspected" in text else "")
+            raise ValueError(f"{path}: vLLM does not start: {text}{fix}") from error
+    say(f"{path}: prompts are not cached, which vLLM does not do for hybrid models on a CPU")
+    return open_llm(path, **settings | {"enable_prefix_caching": False})
+
+
 def load_engine(args, device):
     """A trainer's own vLLM engine, or with --tp this rank's part of one."""
     cuda = device.type == "cuda"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the cores too
     settings = engine_settings(args.context, args.concurrency, args.tp, args.gpu_memory)
-    llm = start_engine(args.model, settings | {
-        "seed": args.seed, "enable_sleep_mode": cuda,
-        "logprobs_mode": "processed_logprobs",  # log pi at the sampling temperature
-        "distributed_executor_backend": "external_launcher"})
+    llm = open_llm(args.model, **settings, seed=args.seed, enable_sleep_mode=cuda,
+                   logprobs_mode="processed_logprobs",  # log pi at the sampling temperature
+                   distributed_executor_backend="external_launcher")
     if cuda:
         llm.sleep(level=2)  # drop the weights: they are sent again before every play
     return llm
-
-
-def start_engine(path, settings):
-    """vLLM's engine for a model's folder; ValueError in one line if vLLM refuses the model."""
-    from vllm import LLM
-
-    try:
-        return LLM(str(path), **settings)
-    except (ValueError, AssertionError) as error:
-        text = one_line(error)
-    if "Chunked prefill is required" in text:  # on a CPU, for the states of hybrid models
-        say(f"{path}: no cache of prompts, which hybrid models lack on a CPU")
-        return start_engine(path, settings | {"enable_prefix_caching": False})
-    fix = ("; on a CPU, install its torchvision (requirements-cpu.txt)"
-           if "failed to be inspected" in text else "")
-    found = re.search(r"(?:Value error|Assertion failed), (.*?)(?: \[type=|$)", text)
-    raise ValueError(f"{path}: vLLM cannot run this model: {found[1] if found else text}{fix}")
 
 
 def renew_head(model):
@@ -843,11 +1003,12 @@ class Calls:
             self.pool.shutdown()
 
 
-def open_calls(slow, n, group, args):
-    """The Calls of a trainer's rank; the engines share n queries of `group` plays each."""
+def open_calls(slow, n, group, args, resuming=0):
+    """The Calls of a trainer's rank; the engines share n queries of `group` plays each, and this
+    one resumes some plays of its own."""
     engines = int(os.environ.get("WORLD_SIZE", 1)) // args.tp
     # at most an equal share, or the first engine to start would take the plays of all queries
-    seats = max(group, min(args.concurrency, -(-n // engines) * group))
+    seats = max(group, min(args.concurrency, -(-n // engines) * group + resuming))
     return Calls(slow, seats, is_tp_leader(args), args.tp > 1 and broadcast_in_tp)
 
 
@@ -865,16 +1026,22 @@ def broadcast_in_tp(value):
 
 
 def shared_counter(name, n, args):
-    """Yield 0 .. n-1, each number to one engine only: whichever is free takes the next."""
+    """Yield 0 .. n-1, each number to one engine only: whichever is free takes the next. Rank 0
+    shows how far all of them are."""
     from torch.distributed import distributed_c10d
 
     store = distributed_c10d._get_default_store()
-    while True:
-        i = is_tp_leader(args) and store.add(name, 1) - 1
-        i = broadcast_in_tp(i) if args.tp > 1 else i
-        if i >= n:
-            return
-        yield i
+    shown = contextlib.nullcontext() if int(os.environ.get("RANK", 0)) else progress(
+        None, f"{name}, queries begun", n, unit="query", leave=False)
+    with shown as bar:
+        while True:
+            i = is_tp_leader(args) and store.add(name, 1) - 1
+            i = broadcast_in_tp(i) if args.tp > 1 else i
+            if i >= n:
+                return
+            if bar is not None:
+                bar.update(i + 1 - bar.n)
+            yield i
 
 
 # ------------------------------------------------------------------------------------ (7) endpoints
@@ -893,9 +1060,32 @@ def client_of(url, key, retries):
     """The openai package's client of an endpoint; threads may share it."""
     import openai
 
+    def tell(request):
+        if request.headers.get("x-stainless-retry-count") == "1" and retries > 2:
+            tell_retries(url, retries)
+
     # the environment's proxy leads to the internet, not to a server on the local network
-    web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"))
+    web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"),
+                                    event_hooks={"request": [tell]})
     return openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
+
+
+@lru_cache
+def tell_retries(url, retries):
+    """Print once that an endpoint does not answer: the openai package retries in silence."""
+    print(f"{url} does not answer; asking again, up to {retries} times per request",
+          file=sys.stderr, flush=True)
+
+
+def read_key(path):
+    """The API key in a file, None without one."""
+    if not path:
+        return None
+    with errors_name(path):
+        key = Path(path).read_text(encoding="utf-8").strip()
+    if not re.fullmatch(r"[!-~]+", key):
+        raise ValueError(f"{path}: not an API key, which is one line of ASCII without spaces")
+    return key
 
 
 class Reply(str):
@@ -972,19 +1162,24 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
 def check_model(path):
     """Check a model folder's config, tokenizer and weights; ValueError names the broken file."""
     folder = Path(path)
+    if folder.is_file():
+        raise ValueError(f"{path} is a file; name the folder that holds it")
     if not folder.is_dir():
-        if "=" in str(path):  # no name on the hub contains one
+        if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path)):  # as names on the hub are
             raise ValueError(f"{path} is not a folder; is the path right?")
-        return  # a name on the hub
+        return
     check_config(folder)
+    if (folder / "generation_config.json").exists():
+        read_json(folder / "generation_config.json")
     tokenizer = folder / "tokenizer.json"
     others = [{"tokenizer.model"}, {"vocab.json", "merges.txt"}]
     if not tokenizer.exists() and not any(all((folder / name).exists() for name in names)
                                           for names in others):
         raise ValueError(f"{path} has no tokenizer; copy tokenizer.json and tokenizer_config.json "
                          "of its base model there")
-    if tokenizer.exists():
-        read_json(tokenizer)
+    if tokenizer.exists() and not read_json(tokenizer).keys() >= {"model", "added_tokens"}:
+        raise ValueError(f"{tokenizer} has no 'model' or no 'added_tokens'; copy or download it "
+                         "again")
     index = folder / "model.safetensors.index.json"
     if index.exists():
         shards = [folder / name for name in sorted({*read_json(index)["weight_map"].values()})]
@@ -1002,8 +1197,12 @@ def check_model(path):
 
 def check_config(folder):
     """Check a model folder's config.json."""
-    if "model_type" not in read_json(folder / "config.json"):
+    config = read_json(folder / "config.json")
+    if "model_type" not in config:
         raise ValueError(f"{folder}/config.json has no 'model_type'; copy or download it again")
+    names = config.get("architectures") or []
+    if names and not re.search("CausalLM|LMHead|ConditionalGeneration", " ".join(map(str, names))):
+        raise ValueError(f"{folder} is a {names[0]}, not a causal language model")
 
 
 def read_json(path):
@@ -1035,9 +1234,30 @@ def check_shard(path):
                          "again")
 
 
-def check_weights(lm, template):
-    """Refuse a loaded model that cannot take its tokenizer's ids, or whose weights are not
-    finite."""
+def check_values(path):
+    """Refuse a folder whose weights are not finite: vLLM would play it without a word."""
+    from safetensors import safe_open
+
+    for shard in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(shard, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                weight = file.get_tensor(name)
+                if weight.is_floating_point() and not weight.isfinite().all():
+                    raise ValueError(f"{shard}: {name} holds values that are not finite; copy or "
+                                     "download it again")
+
+
+def check_weights(lm, template, loaded):
+    """Refuse a model that cannot take its tokenizer's ids, whose logits the loss could not compute,
+    or whose weights are not finite, or not in its files: transformers draws these at random.
+
+    loaded: from_pretrained's loading info, with ignore_mismatched_sizes.
+    """
+    missing = sorted(loaded["missing_keys"])
+    if missing or loaded["mismatched_keys"]:
+        bad = [*missing, *(f"{name} in this shape" for name, *_ in loaded["mismatched_keys"])]
+        raise ValueError(f"{template.path}: its weights lack {bad[0]} ({len(bad)} tensors in all), "
+                         "which config.json asks for; copy or download both again")
     rows, tokens = lm.get_input_embeddings().num_embeddings, len(template.tokenizer)
     if tokens > rows:
         raise ValueError(f"{template.path}: its tokenizer has {tokens} tokens, its embedding "
@@ -1323,12 +1543,17 @@ def new_checkpoint(out, step, rank):
     dist.barrier()
 
 
-def save_checkpoint(trainer, args, step, rank, last):
-    """Save a checkpoint every --save-every updates, and exit after the `last` one."""
+def save_checkpoint(trainer, args, step, rank, last, waiting=()):
+    """Save a checkpoint every --save-every updates, and exit after the `last` one. waiting: this
+    rank's plays that --stretch leaves for the next update."""
     if last or (args.save_every and step % args.save_every == 0):
+        import torch
+
         check_parameters(trainer, args.out, step)
         with new_checkpoint(args.out, step, rank) as folder:
             trainer.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
+            if getattr(args, "stretch", 0):
+                torch.save((args.stretch, waiting), folder / f"plays-{rank}.pt")
     if last:
         sys.exit(f"stopped and saved after update {step}; repeat the command with --resume to "
                  "continue")
@@ -1394,6 +1619,22 @@ def digest(path):
                 opened.seek(size * part // 64)
                 found.update(opened.read(1 << 16))
     return found.hexdigest() if files else None
+def report_end(args, key, following, rank):
+    """Rank 0 says what was written, how a number of the log went, and the next command."""
+    if rank == 0:
+        rows = [row[key] for row in read_jsonl(Path(args.out) / "log.jsonl") if key in row]
+        change = f"{key} went from {rows[0]:.3f} to {rows[-1]:.3f}" if rows else "no update"
+        print(f"{args.out}: the model after {len(rows)} updates; {change}. Next: {following}; "
+              f"python -m look.report {args.out}", flush=True)
+
+
+def warn_uniform(out, n=10):
+    """Say so if no group of the last n updates had two different rewards."""
+    rows = [row["uniform"] for row in read_jsonl(Path(out) / "log.jsonl") if "uniform" in row]
+    if len(rows) % n == 0 and rows[-n:] == [1.0] * n:
+        print(f"uniform was 1.00 for {n} updates: all plays of a query earn the same, so there is "
+              "nothing to learn from. Try easier tasks, a denser --reward or a higher "
+              "--temperature", flush=True)
 
 
 def restore(trainer, out, resume, rank):
@@ -1402,6 +1643,21 @@ def restore(trainer, out, resume, rank):
     if step:
         trainer.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}")
     return step
+
+
+def restore_plays(out, step, rank, stretch):
+    """This rank's plays that wait in the checkpoint of `step`; SystemExit if it has another
+    --stretch. They are objects of the world, which only a pickle can hold; like DeepSpeed's shards
+    they are read from our own folder alone."""
+    import torch
+
+    file, saved, waiting = Path(out) / "checkpoints" / f"step-{step}" / f"plays-{rank}.pt", 0, []
+    if step and file.exists():
+        saved, waiting = torch.load(file, weights_only=False)
+    if step and saved != stretch:
+        sys.exit(f"{file.parent} was saved with --stretch {saved}: resume with the same, or choose "
+                 "another --out")
+    return waiting
 
 
 def checkpoint_folders(out):
@@ -1430,8 +1686,11 @@ def newest_checkpoint(out, resume, rank):
     import torch.distributed as dist
 
     folder, found = Path(out) / "checkpoints", marks(out)
-    if not resume and (found or any(log.stat().st_size for log in Path(out).glob("log.jsonl"))):
+    begun = found or any(log.stat().st_size for log in Path(out).glob("log.jsonl"))
+    if begun and not resume:
         sys.exit(f"{out} already holds a run: --resume continues it; or choose another --out")
+    if (Path(out) / "config.json").exists() and not begun:
+        sys.exit(f"{out} already holds a model, which was not trained there: choose another --out")
     dist.barrier()  # all ranks have looked before the log is created
     marked = {step for step, tag in checkpoint_folders(out).items() if (tag / "mark.json").exists()}
     for step in marked - {mark["step"] for mark in found}:
@@ -1545,6 +1804,10 @@ def load_world(env):
     except (ImportError, SyntaxError, OSError, AttributeError) as error:
         raise ValueError(f"--env {env}: {one_line(error)}; name travel, tools, or a module or file "
                          "with a function open_world(args)") from None
+    except (ArithmeticError, AssertionError, LookupError, NameError, RuntimeError, TypeError,
+            ValueError) as error:
+        raise WorldError(f"--env {env}: {type(error).__name__} while it is imported: {error}"
+                         ) from error
     if not hasattr(module, "open_world"):
         raise ValueError(f"--env {env}: it has no function open_world(args)")
     return module
@@ -1552,13 +1815,14 @@ def load_world(env):
 
 def load_file(name):
     """The module in a file; it can import the files beside it."""
-    if name in sys.modules:
-        return sys.modules[name]
+    known = name.replace(".", "_")  # a pickle could not find a module with dots in its name
+    if known in sys.modules:
+        return sys.modules[known]
     sys.path.append(str(Path(name).resolve().parent))
-    spec = importlib.util.spec_from_file_location(name, name)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(known, name)
+    module = sys.modules[known] = importlib.util.module_from_spec(spec)
     with contextlib.ExitStack() as failed:
-        failed.callback(sys.modules.pop, name)
+        failed.callback(sys.modules.pop, known)
         spec.loader.exec_module(module)
         failed.pop_all()
     return module
@@ -1568,7 +1832,8 @@ def open_world(args):
     """The world of --env (docs/environment.md), whose members are checked when they are used."""
     try:
         world = load_world(args.env).open_world(args)
-    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError,
+            TypeError) as error:
         raise WorldError(f"--env {args.env}: open_world: {error!r}") from error
     return CheckedWorld(world, args.env)
 
@@ -1649,6 +1914,10 @@ class CheckedWorld:
             value = strict if name == "strict" else score.get(name)
             if not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise WorldError(f"{where}: {name!r} is {value!r:.60}, not a finite number")
+        try:
+            json.dumps([plan, score])
+        except (TypeError, ValueError) as error:
+            raise WorldError(f"{where}: it cannot be written as JSON: {error}") from error
         return plan, score, strict
 
     def reward(self, score, kind):
@@ -1669,6 +1938,9 @@ def check_world(world, task, args):
     if "branch" in args:  # arpo.py, whose plays fork
         with naming_world(f"--env {world.env}: fork", task):
             episode.fork("check")
+    if getattr(args, "stretch", 0):  # checkpoints hold plays that wait
+        with naming_world(f"--env {world.env}: an episode must pickle for --stretch", task):
+            copy_by_pickle(episode)
     with naming_world(f"--env {world.env}: begin", task):
         episode.begin("<think>.</think><answer>.</answer>")
     episode.stop = episode.stop or "turns"
@@ -1678,6 +1950,16 @@ def check_world(world, task, args):
     for kind in world.kinds if score else ():
         lines.append(f"reward {kind}: {world.reward(score, kind):g}")
     return lines
+
+
+def copy_by_pickle(episode):
+    """The episode as a checkpoint gives it back."""
+    import torch
+
+    file = io.BytesIO()
+    torch.save(episode, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def find_tasks(source, split):
@@ -1739,3 +2021,7 @@ def load_tasks(source, load, limit=None, split=None):
     if twice:
         raise ValueError(f"{path}: two tasks have the id {twice!r}, which must be unique")
     return tasks
+
+
+if __name__ == "__main__":  # python -m runtime WORDS, as torchrun WORDS
+    run("torchrun", torchrun, sys.argv[1:])

@@ -528,6 +528,8 @@ class Database:
 
     def __init__(self, folder):
         self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"{self.folder} is not a folder; {HELP}")
         sources = find_sources(self.folder)
         missing = [TABLES[name].file for name, path in sources.items() if path is None]
         if missing:
@@ -543,6 +545,10 @@ class Database:
         self.hotel_cities = self._names("SELECT city FROM hotels")
         self.restaurant_cities = self._names("SELECT city FROM restaurants")
         self.attraction_cities = self._names("SELECT city FROM attractions")
+
+    def __reduce__(self):
+        """An episode in a checkpoint names its database, which is opened again."""
+        return type(self), (self.folder,)
 
     def of(self, task):
         """The database that a task is about: this one, for every task."""

@@ -1,9 +1,9 @@
 """
 What fills each GPU: the memory of a stage, moment by moment, planned without a GPU.
 
-From the sources of DeepSpeed 0.19.8 (ZeRO-3 leaves it a bucket of 5e8 numbers, 1e9 live parameters
-and updates of 1e9 at a time), of Qwen2 in transformers 5.19 with an attention that makes no T x T
-matrix, and of the stages' own loss, which never holds more than LOGITS logits.
+From the sources of DeepSpeed 0.19.8 (ZeRO-3 leaves it a bucket of 5e8 numbers, 1e9 live
+parameters), of Qwen2 in transformers 5.19 with an attention that makes no T x T matrix, and of the
+stages' own loss, which never holds more than LOGITS logits.
 
     python -m look.memory sft  --model Qwen/Qwen2.5-7B-Instruct --gpus 16
     python -m look.memory grpo --model Qwen/Qwen2.5-7B-Instruct --gpus 16 --context 30000
@@ -16,14 +16,13 @@ import sys
 from pathlib import Path
 
 import runtime
-from runtime import COUNT, NATURAL, PART, POSITIVE, Help, Parser
+from runtime import COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
 from sft import LOGITS
 
 MOMENTS = {  # of an update: what lowers it
     "play": "a lower --gpu-memory, or more GPUs",
     "logits": "a smaller --pack-tokens or {longest}, no --no-checkpointing, or more GPUs",
     "layer": "a smaller --pack-tokens or {longest}, no --no-checkpointing, or more GPUs",
-    "step": "more GPUs",
 }
 # tokens of the longest episode and of a micro-batch, as each stage has it. dpo.py has no model
 # beside the one it trains: its reference is numbers
@@ -34,16 +33,17 @@ GIB = 2**30
 def training(config, n, args, tokens):
     """[(what, bytes, moments)] of the trainer of `n` parameters, with `tokens` in a micro-batch.
 
-    Moments: play, logits (the backward pass through the head), layer (through the last layer),
-    step (AdamW's).
+    Moments: play, logits (the backward pass through the head), layer (through the last layer).
+    AdamW's step is none: fused, it takes nothing that is not there at all times.
     """
     h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
     layers, kv, shard = config.num_hidden_layers, kv_width(config), n / args.gpus
     chunk = max(1, min(1024, LOGITS // v))
     layer = tokens * (20 * h + 4 * kv + 8 * i)  # float32 norms 16 h, query and output 4 h, MLP 8 i
     logits = max(14 * chunk * v, 12 * chunk * v + 4 * v * h, 6 * chunk * v + 6 * v * h)
-    kept = layer * layers if args.no_checkpointing else 2 * tokens * h * layers
-    always, backward = ("play", "logits", "layer", "step"), ("logits", "layer")
+    whole = layers - round((1 - args.no_checkpointing) * layers)  # layers that keep all activations
+    kept = layer * whole + 2 * tokens * h * (layers - whole)
+    always, backward = ("play", "logits", "layer"), ("logits", "layer")
     return [
         ("parameters, bf16 shard", 2 * shard, always),
         ("master weights, fp32 shard", 4 * shard, always),
@@ -53,12 +53,11 @@ def training(config, n, args, tokens):
         ("bucket's copy to be sent", 2 * min(n, 5e8), ("layer",)),
         ("gathered parameters, bf16", 2 * min(n, 1e9) * (args.gpus > 1), backward),
         ("every layer's input or more", kept, backward),
-        ("a layer's activations, again", layer * (not args.no_checkpointing), ("layer",)),
+        ("a layer's activations, again", layer * (whole < layers), ("layer",)),
         ("its gradients on the way", tokens * (4 * i + 2 * h), ("layer",)),
         ("last norm and hidden states", tokens * 12 * h, ("logits",)),
         ("logits, head's gradient", logits, ("logits",)),
         ("tied head's gradient", 2 * v * h * config.tie_word_embeddings, ("layer",)),
-        ("AdamW's copy and root", 8 * min(shard, 1e9), ("step",)),
         ("CUDA, NCCL, waste (assumed)", 4 * GIB, always)]
 
 
@@ -107,7 +106,8 @@ def flags(argv=None):
         "stage's own")
     add("--context", type=COUNT, default=ROOM["grpo"][0], help="grpo, arpo: tokens of an episode")
     add("--pack-tokens", type=NATURAL, default=0, help="tokens per micro-batch; 0: the stage's own")
-    add("--no-checkpointing", action="store_true", help="keep all activations for the backward")
+    add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
+        help="keep the activations of this fraction of the layers, of all by default")
     add("--tp", type=COUNT, default=1, help="grpo, arpo: ranks that share an engine's weights")
     add("--gpu-memory", type=PART, default=0.6, help="grpo, arpo: share that the engine may fill")
     add("--out", metavar="FILE", help="write an episode per GPU that fills the plan's micro-batch, "

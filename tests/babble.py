@@ -35,9 +35,16 @@ class Chat(Episode):
 
     def begin(self, reply):
         last = self.turns + 1 == self.task["turns"]
-        action = Action("answer", text=reply) if last else Action("call", "Echo", reply)
-        self.parse = lambda _: action
+        self.parse = answer if last else call  # functions that a checkpoint can name
         return super().begin(reply)
+
+
+def answer(reply):
+    return Action("answer", text=reply)
+
+
+def call(reply):
+    return Action("call", "Echo", reply)
 
 
 class Babble:

@@ -206,7 +206,7 @@ def train_broken(stage, out, *words):
     from runtime import marks
 
     said = train(f"tests/signal_at.py TERM 2 {stage}", out, *words, status=1)
-    assert "saved after update 3; the same command with --resume goes on" in said
+    assert "saved after update 3; repeat the command with --resume" in said
     train(f"tests/signal_at.py KILL 3 {stage}", out, *words, status=-9)
     assert (out / "checkpoints" / "step-6").exists() and marks(out)[0]["step"] == 5
     return train(stage, out, *words)

@@ -86,6 +86,7 @@ def make(folder):
         "dpo": Stage(f"dpo.py {SFT} --model {files['model']} --data {files['pairs']} "
                      "--out {out}", 1),
         "grpo": Stage(f"grpo.py {learn} --out {{out}}", 1),
+        "stretch": Stage(f"grpo.py {learn} --stretch 4 --out {{out}}", 1),
         "arpo": Stage(f"arpo.py {learn} --out {{out}}", 1),
         "evaluate": Stage(f"evaluate.py --model a={files['model']} --tasks {files['tasks']} --env "
                           f"tests/babble.py {play} --out {{out}}"),
@@ -304,7 +305,7 @@ def drill_two(stages, references, folder):
     for pid in pids:  # it waits meanwhile, so that it does not end first
         os.kill(pid, signal.SIGSTOP)
     two = end(start(stage, out, folder / "two.txt"))
-    refused = two == 1 and "still writes to" in last_line(folder / "two.txt")
+    refused = two == 1 and "is writing to" in last_line(folder / "two.txt")
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     one, verdict = end(one), compare(out, references["sft"][0])
@@ -451,7 +452,8 @@ def flags():
     add = p.add_argument
     add("--kills", type=int, default=60, help="over all stages")
     add("--per-run", type=int, default=2, help="kills of a run, before it may end")
-    add("--stages", nargs="+", help="data, sft, dpo, grpo, arpo, evaluate, qa_eval, if unset")
+    add("--stages", nargs="+", help="data, sft, dpo, grpo, stretch (plays wait), arpo, evaluate, "
+        "qa_eval, if unset")
     add("--more", nargs="*", help="of two, disk, checkpoint, checkpoints, log, settings, index, "
         "endpoint; all if unset")
     add("--no-more", action="store_true", help="kills alone")

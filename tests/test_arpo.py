@@ -120,6 +120,24 @@ def play(one_rank, template, world):
     return play
 
 
+@pytest.fixture
+def play_updates(one_rank, template, world):
+    """play_updates(script, flags, n) -> [(whole samples, waiting)] of n updates of three tasks."""
+    def play(script, words, n):
+        args, llm, waiting, found = flags(f"{words} --prompts 3"), Replies(template, script), [], []
+        rows = [{"id": f"t{i}", "query": f"Where to, traveller {i}?"} for i in range(3)]
+        for step in range(n):
+            for s in waiting:
+                s.query -= 3
+                s.starts.append(len(s.ids))
+            stretch = args.stretch if step + 1 < n else 0
+            samples = arpo.rollout(llm, template, world, rows, f"play/{step}", args.group, 1.0, 1.0,
+                                   args, waiting, stretch)
+            found.append((samples, list(waiting)))
+        return found
+    return play
+
+
 def wander(*endings, seed=SEED):
     """A policy of random replies and random doubts."""
     def script(name, text):
@@ -222,6 +240,27 @@ def test_all_entropies_are_there_for_the_entropy_weighted_advantage(law, play):
     assert all(len(s.entropies) == sum(s.mask) for s in samples.values())
 
 
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("group, start, stretch", [(5, 0, 1), (8, 1, 30), (8, 3, 60), (8, 8, 30)])
+def test_groups_are_whole_and_forks_real_when_plays_wait_for_the_next_update(
+        law, group, start, stretch, play_updates):
+    words = f"--branch {law} --group {group} --initial {start} --stretch {stretch}"
+    found, waited, forked_later = play_updates(wander(CALL, CALL, ANSWER, BREACH), words, 8), 0, 0
+    for step, (samples, waiting) in enumerate(found):
+        groups = arpo.by_query(samples)
+        assert all(len(plays) == group for plays in groups.values())
+        waited += bool(waiting)
+        for s in samples:
+            assert sorted(s.starts) == s.starts and len(s.starts) <= step + 1
+            if s.parent:
+                n, parent = s.shared, next(p for p in samples if p.name == s.parent)
+                assert list(s.ids[:n]) == list(parent.ids[:n]) and s.starts is not parent.starts
+                forked_later += len(s.starts) > 1
+    names = [s.name for samples, _ in found for s in samples]
+    assert len(names) == len(set(names)) == 8 * 3 * group and not found[-1][1]
+    assert waited and (forked_later or start == 8)
+
+
 # ------------------------------------------------------------------------------------------- loss
 
 
@@ -238,7 +277,7 @@ def family():
 def gradients(samples, words=""):
     """d loss / d (log pi of a policy token) where w is 1: {sample: those of its policy tokens}."""
     weighted = arpo.token_weights(arpo.group_advantages(samples), flags(words))
-    logps, advantage, weight = arpo.per_token(weighted, "cpu")
+    logps, advantage, weight, _ = arpo.per_token(weighted, "cpu")
     logps.requires_grad_()
     arpo.policy_loss(logps, logps.detach(), advantage, weight, flags(words))[0].backward()
     parts = logps.grad.split([sum(s.mask) for s, _ in weighted])

@@ -2,6 +2,7 @@
 import copy
 import math
 import random
+import threading
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from babble import Babble
-from conftest import SEED, Plain, Replies, flags_of, said, train, weights, witness
+from conftest import SEED, Plain, Replies, flags_of, said, train, train_broken, weights, witness
 
 import grpo
+import runtime
 import sft
 from look.microscope import pieces, write_tokens
 from runtime import read_jsonl, write_jsonl
@@ -123,7 +125,7 @@ def test_refill_plays_until_enough_groups_differ_or_its_batches_are_spent(
         return (place if int(query) < differing else "7"), 0.5
 
     llm, args = Replies(template, script), flags("--drop-uniform --refill 2 --prompts 4 --group 3")
-    samples, _ = grpo.play_batch(llm, template, Babble(), BABBLED, 0, 9, "digits", args)
+    samples, _ = grpo.play_batch(llm, template, Babble(), BABBLED, 0, 9, "digits", [], args)
     groups = grpo.by_query(samples)
     assert "".join("u" if grpo.uniform(group) else "." for group in groups.values()) == kinds
     assert all(len({s.record["task"]["id"] for s in group}) == 1 for group in groups.values())
@@ -141,7 +143,8 @@ def test_a_reward_is_the_worlds_first_kind_unless_it_is_named():
     assert named == ["sum", "success"]
 
 
-@pytest.mark.parametrize("words", ["--refill 1", "--tis-cap 2"])
+@pytest.mark.parametrize("words", ["--refill 1", "--tis-cap 2",
+                                   "--refill 1 --drop-uniform --stretch 9", "--stretch -1"])
 def test_a_flag_without_the_one_it_adds_to_is_refused(words):
     with pytest.raises(SystemExit):
         flags(words)
@@ -153,6 +156,149 @@ def test_ranks_that_make_no_whole_engines_are_refused(words, ranks, monkeypatch,
     with pytest.raises(SystemExit):
         flags(words)
     assert f"does not divide {ranks} ranks into engines" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------- stretch
+
+
+REPLY_TOKENS = 4  # of "1 2" and its end
+
+
+@pytest.fixture
+def updates_of(one_rank, template):
+    """updates_of(turns of each task, flags, kinds) -> [(whole samples, waiting)] of as many updates
+    as there are kinds of reward. Every reply is "1 2"."""
+    begun = 0  # the counter of an update's queries can be used only once
+
+    def play(turns, words, kinds):
+        nonlocal begun
+        tasks = [{"id": f"{i}", "query": f"Go on, {i}.", "turns": n, "success": 0.5}
+                 for i, n in enumerate(turns)]
+        args, waiting, found = flags(words), [], []
+        llm, first, begun = Replies(template, lambda *_: ("1 2", 0.5)), begun, begun + len(kinds)
+        for step, kind in enumerate(kinds, first):
+            samples, _ = grpo.play_batch(llm, template, Babble(), tasks, step, begun, kind, waiting,
+                                         args)
+            found.append((samples, copy.deepcopy(waiting)))
+        return found
+    return play
+
+
+@pytest.mark.parametrize("k, replies", [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (99, 9)])
+def test_a_play_waits_at_the_end_of_the_reply_in_which_it_has_sampled_k_tokens(
+        k, replies, updates_of):
+    words = f"--stretch {k} --group 2 --prompts 2 --max-turns 9"
+    *early, (_, left) = updates_of((1, 7), words, ["digits"] * 4)
+    learnt = [s for samples, _ in early for s in samples if s.record["turns"] == 7]
+    for s in learnt:
+        prompt = s.mask.index(1)
+        said = [sum(s.mask[prompt:start]) for start in [*s.starts[1:], len(s.mask)]]
+        whole = range(replies * REPLY_TOKENS, 7 * REPLY_TOKENS, replies * REPLY_TOKENS)
+        assert said == [*whole, 7 * REPLY_TOKENS][:len(said)] and said[-1] == 7 * REPLY_TOKENS
+    waited = -(-7 // replies) - 1
+    assert all(len(s.starts) - 1 == waited for s in learnt) and bool(learnt) == (waited < 3)
+    assert not left, "the last update plays to the end"
+
+
+def test_a_group_is_learnt_once_with_all_its_plays_and_none_is_lost(updates_of):
+    words = "--stretch 5 --group 3 --prompts 2 --max-turns 9"
+    found = updates_of((1, 2, 3, 4, 5, 6), words, ["digits"] * 6)
+    names = [[s.name for s in samples] for samples, _ in found]
+    assert Counter(sum(names, [])) == dict.fromkeys({name for each in names for name in each}, 1)
+    assert len(sum(names, [])) == 6 * 2 * 3 and any(waiting for _, waiting in found)
+    for samples, waiting in found:
+        groups = grpo.by_query(samples)
+        assert all(len(group) == 3 and len({s.record["task"]["id"] for s in group}) == 1
+                   for group in groups.values())
+        assert len(groups) >= 1 and not groups.keys() & grpo.by_query(waiting).keys()
+
+
+def test_stretches_are_repeated_until_half_of_the_groups_that_begin_are_whole(updates_of):
+    words = "--stretch 4 --group 2 --prompts 4 --max-turns 9"
+    (samples, waiting), _ = updates_of((1, 2, 5, 9), words, ["digits"] * 2)
+    assert {s.record["turns"] for s in samples} == {1, 2}
+    assert all(s.starts == [0] for s in samples), "the weights were the same, so nothing is stale"
+    assert {s.episode.turns for s in waiting} == {2}
+
+
+def test_a_group_is_judged_by_the_kind_in_force_when_it_is_whole(updates_of):
+    words = "--stretch 4 --group 2 --prompts 2 --max-turns 9"
+    first, second, _ = (samples for samples, _ in updates_of(
+        (1, 2), words, ["digits", "apart", "digits"]))
+    assert {(s.record["turns"], s.record["kind"]) for s in first} == {(1, "digits")}
+    assert {(s.record["turns"], s.record["kind"]) for s in second} == {(2, "apart"), (1, "apart")}
+
+
+def test_what_a_tool_said_is_not_counted_among_the_tokens_of_a_stretch(updates_of):
+    for words in "", "--train-results":
+        words += " --stretch 9 --group 2 --prompts 2 --max-turns 9"
+        (samples, waiting), _ = updates_of((1, 5), words, ["digits"] * 2)
+        assert {s.episode.turns for s in waiting} == {3} and len(samples) == 2
+
+
+def test_ages_by_hand():
+    # two prompt tokens; 3 sampled, a tool's 2, then 1 sampled; waited twice; 4 sampled; waited; 2
+    s = sample(0, 0.0)
+    s.mask = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    s.logps = [-1.0 * m for m in s.mask]
+    s.starts = [0, 7, 8, 12]
+    assert grpo.ages(s) == [2, 4, 1, 3]  # 14 tokens, of which those before 12 are not fresh
+    young = sample(0, 0.0, tokens=10)
+    for each in s, young:
+        each.record = {"score": {}, "strict": 0, "turns": 1, "calls": 0, "failures": 0}
+    told = grpo.describe([s, young], grpo.by_query([s, young]), ())
+    assert (told["age_max"], told["stale"]) == (3, pytest.approx(8 / 20))
+    assert told["age"] == pytest.approx((1 * 4 + 2 * 1 + 3 * 3) / 20)
+
+
+def test_a_checkpoint_gives_back_its_plays_and_refuses_another_stretch(tmp_path, updates_of):
+    words = "--stretch 4 --group 2 --prompts 2 --max-turns 9"
+    (_, waiting), _ = updates_of((1, 5), words, ["digits"] * 2)
+    folder = tmp_path / "checkpoints" / "step-3"
+    folder.mkdir(parents=True)
+    for stretch in 0, 4:
+        assert runtime.restore_plays(tmp_path, 0, 0, stretch) == []
+    with pytest.raises(SystemExit, match="step-3 was saved with --stretch 0"):
+        runtime.restore_plays(tmp_path, 3, 0, 4)
+    torch.save((4, waiting), folder / "plays-0.pt")
+    again = runtime.restore_plays(tmp_path, 3, 0, 4)
+    assert waiting and [vars(s.episode).keys() for s in again] == [
+        vars(s.episode).keys() for s in waiting]
+    assert [(s.name, s.ids, s.mask, s.logps, s.starts, s.episode.messages) for s in again] == [
+        (s.name, s.ids, s.mask, s.logps, s.starts, s.episode.messages) for s in waiting]
+    for stretch in 0, 5:
+        with pytest.raises(SystemExit, match="was saved with --stretch 4: resume with the same"):
+            runtime.restore_plays(tmp_path, 3, 0, stretch)
+
+
+def test_travel_episodes_go_on_alike_after_a_checkpoint(task, mini, world):
+    replies = list(solver_replies(task, mini))
+    for seed in range(8):
+        here = world.episode(task, f"{SEED}/{seed}", flags("--failure-rate 0.5"))
+        for reply in replies[:2]:
+            here.step(reply)
+        there = runtime.copy_by_pickle(here)
+        for reply in replies[2:]:
+            here.step(reply)
+            there.step(reply)
+        assert here.record() == there.record() and here.turns > 2
+        assert world.verdict(here) == world.verdict(there)
+
+
+class Locked(Babble):
+    """A world whose episodes hold what no checkpoint can."""
+
+    def episode(self, task, seed, args):
+        episode = super().episode(task, seed, args)
+        episode.lock = threading.Lock()
+        return episode
+
+
+def test_a_world_whose_episodes_do_not_pickle_is_refused_before_an_engine_starts():
+    world = runtime.CheckedWorld(Locked(), "locked.py")
+    runtime.check_world(world, BABBLED[0], flags())
+    with pytest.raises(ValueError, match="locked.py: an episode must pickle for --stretch, task"):
+        runtime.check_world(world, BABBLED[0], flags("--stretch 9"))
 
 
 # ------------------------------------------------------------------------------------------- loss
@@ -349,6 +495,30 @@ def test_an_update_has_the_loss_and_the_gradient_that_whole_logits_give_by_hand(
     assert (engine.gradient() - wanted).norm() < 1e-4 * wanted.norm()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_an_episode_over_three_updates_each_token_is_weighed_by_its_own_log_probability(
+        ranks, one_rank, policy, moved, weighted):
+    plain, mixed = Plain(moved), Plain(sft.Policy(copy.deepcopy(moved.lm)))
+    before = learn(plain, weighted, "--pack-tokens 60", ranks=ranks)
+    loss, gaps = 0.0, []
+    for i, (s, weight) in enumerate(weighted):  # some tokens are two updates old, some one, some 0
+        s.starts = [0, *sorted((len(s.ids) * (i + 1) // 9, len(s.ids) * (i + 3) // 9))]
+        logps, fresh = logps_of(moved, s, 0.7), torch.tensor([
+            place >= s.starts[-1] for place, m in enumerate(s.mask) if m])
+        w = torch.exp(logps - reported(s))
+        loss -= (weight * torch.min(w * s.advantage, w.clamp(0.8, 1.28) * s.advantage)).sum()
+        gaps.append((logps - reported(s)).abs()[fresh].detach())
+        assert 0 < fresh.sum() < len(fresh)
+    after = learn(mixed, weighted, "--pack-tokens 60", ranks=ranks)
+    wanted = torch.autograd.grad(loss, list(moved.parameters()))
+    wanted = torch.cat([grad.flatten() for grad in wanted])
+    assert (mixed.gradient() / ranks - wanted).norm() < 1e-4 * wanted.norm()
+    assert torch.equal(mixed.gradient(), plain.gradient()), "ages change nothing in the loss"
+    if ranks == 1:  # the statistics of this test's last rank are its own, not those of all
+        assert after["dlogp_mean"] == pytest.approx(torch.cat(gaps).mean().item(), rel=1e-3)
+        assert after["loss_tokens"] == before["loss_tokens"] > len(torch.cat(gaps))
+
+
 def test_with_train_results_everything_behind_the_prompt_is_trained_on(play, task, mini, template):
     replies = solver_replies(task, mini)
     plain, whole = play(replies, flags()), play(replies, flags("--train-results"))
@@ -530,7 +700,7 @@ def test_engine_and_trainer_agree_after_every_sync(unbroken):
 def test_the_log_and_the_rollouts_hold_what_readers_look_for(unbroken):
     keys = """step reward success digits strict format overlength turns calls tokens policy_tokens
         failures uniform loss clip_low clip_high entropy gnorm dlogp_mean dlogp_max loss_tokens kind
-        lr later sync_s val_s play_s judge_s learn_s play_tps learn_tps
+        groups age age_max stale lr later sync_s val_s play_s judge_s learn_s play_tps learn_tps
         play_gib learn_gib"""
     for line in updates(unbroken):
         assert set(line) == set(keys.split())
@@ -591,6 +761,43 @@ def test_two_ranks_with_an_engine_each_or_half_of_one_learn_what_one_learns(
     assert all(line["dlogp_mean"] <= 1e-4 for line in updates(tmp_path / "rl"))
     called = [(tmp_path / rank).exists() for rank in "01"]
     assert called == [slow, False], "with --tp one rank calls the tools"
+
+
+@pytest.fixture(scope="module")
+def stretched(babble, tmp_path_factory):
+    """The folder of a run whose plays of three turns wait for the next update."""
+    out = tmp_path_factory.mktemp("stretched") / "rl"
+    train("grpo.py", out, babble, "--stretch 4")
+    return out
+
+
+@pytest.mark.slow
+def test_with_a_stretch_plays_wait_and_engine_and_trainer_agree_on_fresh_tokens(stretched):
+    lines = updates(stretched)
+    assert all(line["dlogp_mean"] <= 1e-4 for line in lines)
+    assert max(line["stale"] for line in lines) > 0 and max(line["age_max"] for line in lines) >= 1
+    rows = [row for path in sorted((stretched / "rollouts").iterdir()) for row in read_jsonl(path)]
+    assert len(rows) == 8 * 2 * 8, "every query of every update is learnt"
+
+
+@pytest.mark.slow
+def test_a_run_killed_with_waiting_plays_ends_with_the_same_weights_and_rollouts(
+        stretched, babble, tmp_path):
+    train_broken("grpo.py", tmp_path / "rl", babble, "--stretch 4")
+    one, two = weights(stretched), weights(tmp_path / "rl")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    for path in (stretched / "rollouts").iterdir():
+        assert path.read_bytes() == (tmp_path / "rl" / "rollouts" / path.name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "--tp 2"])
+def test_two_ranks_stretch_as_one_does(words, stretched, babble, tmp_path):
+    train("grpo.py", tmp_path / "rl", babble, "--stretch 4 --steps 3", words, ranks=2)
+    one, two = updates(stretched)[:2], updates(tmp_path / "rl")[:2]
+    for a, b in zip(one, two, strict=True):
+        for key in ("groups", "tokens", "age_max", "stale", "reward", "loss", "gnorm"):
+            assert b[key] == pytest.approx(a[key], rel=1e-3, abs=1e-5), key
 
 
 @pytest.mark.slow

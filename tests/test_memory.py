@@ -61,9 +61,9 @@ def blockwise(module, q, k, v, *_, **__):
     return out.transpose(1, 2), None
 
 
-def update(size, tokens, dtype, keep=False, logps=True):
+def update(size, tokens, dtype, keep=0.0, logps=True):
     """The Peak of a forward and backward, on the device "meta", whose tensors have no storage, and
-    the model. keep: all activations; logps: with the loss, or of the model alone."""
+    the model. keep: a share of the activations; logps: with the loss, or of the model alone."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("blockwise", blockwise)
@@ -71,8 +71,7 @@ def update(size, tokens, dtype, keep=False, logps=True):
         lm = AutoModelForCausalLM.from_config(config_of(size), dtype=dtype,
                                               attn_implementation="blockwise")
         ids = torch.zeros(1, tokens, dtype=torch.long)
-    if not keep:
-        lm.train().gradient_checkpointing_enable()
+    sft.recompute_layers(lm.train(), 1 - keep)
     for p in lm.parameters() if dtype == torch.bfloat16 else ():
         # ZeRO-3 takes a gradient away as soon as it is there
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -93,10 +92,10 @@ def test_the_loss_holds_no_whole_logits_and_at_most_a_third_of_a_small_model_of_
 
 
 @pytest.mark.parametrize("size, tokens, keep, moment", [
-    ("7B", 30000, False, "layer"), ("3B", 30000, False, "layer"), ("1.5B", 4096, False, "logits"),
-    ("7B", 30000, True, "logits")])
+    ("7B", 30000, 0.0, "layer"), ("3B", 30000, 0.0, "layer"), ("1.5B", 4096, 0.0, "logits"),
+    ("7B", 30000, 1.0, "logits"), ("7B", 30000, 0.5, "logits")])
 def test_planned_activations_are_those_of_the_real_model(size, tokens, keep, moment):
-    args = memory.flags(["grpo", *["--no-checkpointing"] * keep])
+    args = memory.flags(["grpo", "--no-checkpointing", str(keep)])
     rows = memory.training(config_of(size), 0, args, tokens)
     deepspeeds = re.compile("shard|bucket|gathered|CUDA")
     sizes = [n for row, n, where in rows if moment in where and not deepspeeds.search(row)]
@@ -174,7 +173,8 @@ def plan(tmp_path, capsys):
     ("grpo --context 150000", "layer", "--context", "grpo --context 40000"),
     ("sft --cutoff 150000", "layer", "--cutoff", "sft"),
     ("sft --no-checkpointing", "logits", "--no-checkpointing", "sft"),
-    ("sft --gpus 1 --cutoff 512 --pack-tokens 512", "step", "GPUs",
+    ("sft --no-checkpointing 0.5", "layer", "--no-checkpointing", "sft --no-checkpointing 0.2"),
+    ("sft --gpus 1 --cutoff 512 --pack-tokens 512", "logits", "GPUs",
      "sft --gpus 2 --cutoff 512 --pack-tokens 512")])
 def test_where_it_does_not_fit_the_plan_names_the_fullest_moment_and_what_lowers_it(
         words, moment, remedy, changed, plan):
@@ -193,7 +193,7 @@ def test_a_sample_is_never_cut_so_packing_less_than_a_context_saves_nothing(plan
 
 def test_sft_has_no_engine_and_goes_by_its_cutoff(plan):
     moments, said, _ = plan("sft --cutoff 30000")
-    assert [*moments] == ["logits", "layer", "step"] and "30000 tokens at a time" in said
+    assert [*moments] == ["logits", "layer"] and "30000 tokens at a time" in said
     assert "engine's" not in said
 
 
@@ -224,7 +224,7 @@ def test_the_smallest_size_of_the_recipe_fits_one_gpu_of_24_gib(tmp_path, capsys
     variables = os.environ | {"DRY": "1", "GPUS": "1", "MODEL": str(tmp_path)}
     done = subprocess.run(["bash", "run.sh", "0.5b"], cwd=ROOT, env=variables, check=True,
                           capture_output=True, text=True)
-    plans = [line.split()[2:] for line in done.stdout.splitlines() if "memory.py" in line]
+    plans = [line.split()[3:] for line in done.stdout.splitlines() if "look.memory" in line]
     # a folder is there, and nothing is downloaded
     assert [plan[0] for plan in plans] == ["sft", "grpo", "sft"]
     assert "hf download" not in done.stdout

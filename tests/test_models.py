@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, SEED, SFT, train
 from families import samples, tiny_lm
-from test_template import CHATML, FORMS, tokenizer_of
+from test_runtime_template import CHATML, FORMS, tokenizer_of
 
 import runtime
 import sft
@@ -115,7 +115,7 @@ def model(tiny_model, tmp_path):
 
 
 def load(folder, out):
-    args = Namespace(model=str(folder), out=str(out), no_checkpointing=True)
+    args = Namespace(model=str(folder), out=str(out), no_checkpointing=1.0)
     return sft.load(args, runtime.load_template(folder), torch.device("cpu"))[0].lm
 
 

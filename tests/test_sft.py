@@ -98,6 +98,81 @@ def test_every_sample_is_dealt_once_within_the_budget_and_ranks_get_as_many_micr
         assert (sum(sizes) if packed else len(micro) * max(sizes)) <= budget
 
 
+def seconds(micro, lengths, packed):
+    """What a micro-batch of a 7B model takes, in tokens' worth of products; attention by row."""
+    rows = [lengths[i] if packed else max(lengths[j] for j in micro) for i in micro]
+    return sum(n + n * n / 51_000 for n in rows)
+
+
+def efficiency(hands, lengths, packed):
+    """The time that real tokens take, over what ranks spend that wait for the slowest."""
+    spent = sum(max(seconds(micro, lengths, packed) for micro in together)
+                for together in zip(*hands, strict=True))
+    return seconds(range(len(lengths)), lengths, True) / spent / len(hands)
+
+
+def test_micro_batches_are_made_equal_and_like_ones_are_computed_together_by_hand():
+    hands = sft.deal([10] * 4, 2, 30, True)
+    assert [[len(micro) for micro in hand] for hand in hands] == [[2], [2]]  # not 3 and 1
+    assert efficiency(hands, [10] * 4, True) == pytest.approx(1)
+    # as many tokens in all four, but two long rows take longer than five short ones
+    lengths = [20_000] * 4 + [8_000] * 10
+    hands = sft.deal(lengths, 2, 40_000, True)
+    assert [sorted(lengths[i] for i in hand[0]) for hand in hands] == [[20_000] * 2] * 2
+    assert [sorted(lengths[i] for i in hand[1]) for hand in hands] == [[8_000] * 5] * 2
+    assert efficiency(hands, lengths, True) == pytest.approx(1)
+    assert efficiency([hands[0], hands[1][::-1]], lengths, True) < 0.95
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("sigma, least", [(0.3, 0.94), (0.5, 0.87), (0.8, 0.88)])
+def test_sixteen_ranks_hardly_wait_for_each_other(sigma, least, packed):
+    found = []
+    for seed in range(20):
+        draw = random.Random(f"{SEED}/{seed}")
+        lengths = [min(30_000, max(500, round(10_300 * math.exp(
+            draw.gauss(-sigma * sigma / 2, sigma))))) for _ in range(256)]
+        found.append(efficiency(sft.deal(lengths, 16, 32_768, packed), lengths, packed))
+    assert sum(found) / len(found) >= least - 0.01 * (not packed), "padding costs a little more"
+
+
+def test_rows_on_a_gpu_are_as_wide_as_a_multiple_of_512_within_the_budget():
+    draw = random.Random(SEED)
+    lengths = [draw.randrange(100, 3000) for _ in range(60)]
+    samples = [sft.Rendered([1] * n, [1] * n) for n in lengths]
+    for packed in True, False:
+        shapes = set()
+        for hand in sft.deal(lengths, 2, 8192, packed, "cuda"):
+            for micro in filter(None, hand):
+                ids, positions, keep = sft.collate([samples[i] for i in micro], packed, "meta")
+                assert ids.shape == positions.shape == keep.shape
+                assert ids.shape[1] % 512 == 0 and ids.numel() <= 8192
+                shapes.add(ids.shape)
+        assert len(shapes) < 16
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_wider_rows_change_no_gradient(packed, policy, samples, alone, monkeypatch):
+    monkeypatch.setattr(sft, "rounded", lambda n, device: -(-n // 64) * 64)
+    micros = sft.pack([len(sample.ids) for sample in samples], 200, packed)
+    assert sft.collate(samples[:1], packed, "cpu")[0].shape[1] % 64 == 0
+    found = gradient(policy, samples, micros, packed)
+    assert (found - alone).norm() <= 5e-6 * alone.norm()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_share_of_the_layers_is_computed_again_and_changes_no_gradient(
+        share, policy, samples, alone):
+    lm = copy.deepcopy(policy.lm)
+    sft.recompute_layers(lm.train(), share)
+    layers, calls = lm.base_model.layers, []
+    for layer in layers:
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    found = gradient(sft.Policy(lm), samples, [[i] for i in range(len(samples))], False)
+    assert torch.allclose(found, alone, rtol=1e-4, atol=4e-6 * alone.abs().max().item())
+    assert len(calls) == len(samples) * (len(layers) + round(share * len(layers)))
+
+
 def test_the_learning_rate_warms_up_and_follows_a_cosine():
     args = Namespace(lr=1.0, warmup=0.1, min_lr=0.0)
     rates = [sft.learning_rate(step, 100, args) for step in range(100)]
@@ -188,7 +263,7 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
 
 
 def test_an_existing_run_is_not_overwritten(student):
-    with pytest.raises(SystemExit, match="holds a run already: --resume goes on with it"):
+    with pytest.raises(SystemExit, match="already holds a run: --resume continues it"):
         runtime.restore(None, student, False, 0)
 
 

@@ -16,6 +16,7 @@ Writes  OUT/AGENT/episodes.jsonl, settings.json, scores.json; OUT/table.md. A re
 
     python evaluate.py --model base=A sft=out/sft rl=out/rl --tasks data/val.jsonl --out out/eval
     python evaluate.py --model out/rl --tasks data/val.jsonl --limit 1 --show
+    python evaluate.py --model out/rl --ask "Plan a trip from Omaha to Denver for ..."
     python evaluate.py --model A --tasks osunlp/TravelPlanner --split validation --database DIR
 """
 import contextlib
@@ -108,9 +109,7 @@ def open_engine(path, max_context, concurrency=64, tp=1, gpu_memory=0.9):
     """(vLLM engine, Template) of a checkpoint folder or hub name."""
     template = runtime.load_template(path)
     settings = runtime.engine_settings(max_context, concurrency, tp, gpu_memory)
-    from vllm import LLM
-
-    return LLM(str(path), **settings), template
+    return runtime.open_llm(path, **settings), template
 
 
 def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
@@ -306,9 +305,10 @@ def table(played, world_lines=None):
             found = report[last][f"success minus {other}'s"] = [mean(change), *interval(change, -1)]
             cells[f"success of {last} minus {other}"] = [
                 *blank, f"{100 * found[0]:+.1f} ({span(*found[1:], '+')})"]
-    rows = [["", *played], ["---"] * (len(played) + 1)]
-    rows += [[line, *row] for line, row in cells.items()]
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows), report
+    rows = [["", *played], *([line, *row] for line, row in cells.items())]
+    widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "".join("| " + " | ".join(map(str.ljust, row, widths)) + " |\n" for row in rows), report
 
 
 def show(line, value):
@@ -321,12 +321,19 @@ def show(line, value):
 
 
 def print_episode(row):
-    """Print an episode turn by turn, then its verdict, check by check."""
+    """Print an episode turn by turn, then its verdict."""
     for message in row["messages"]:
         print(f"\n--- {message['role']}\n{message['content']}")
+    print_verdict(row)
+
+
+def print_verdict(row):
+    """Print why an episode stopped, and its verdict, check by check."""
     print(f"\n--- the episode stopped: {row['stop']}")
     if "score" not in row:
         return
+    if not row.get("plan"):
+        print("no plan was read from the answer")
     for name, (passed, reason) in row["score"].get("checks", {}).items():
         word = {True: "passed", False: "FAILED"}.get(passed, "does not apply, or was not reached")
         print(f"{name:40} {word}{f': {reason}' if reason else ''}")
@@ -356,6 +363,8 @@ def flags(argv=None):
         "folder of SPLIT.csv or SPLIT.jsonl, or a data set on the hub (osunlp/TravelPlanner)")
     add("--env", default="travel",
         help="the world: travel, tools, or a module or file with a function open_world(args)")
+    add("--ask", metavar="QUERY", help="play this query of your own instead of --tasks, and print "
+        "the episode; it is not judged, and nothing is written")
     add("--limit", type=COUNT, metavar="N", help="play only the first N tasks")
     add("--samples", type=COUNT, default=1, help="plays per task; several add pass@k")
     add("--split", choices=("train", "validation", "test"), help="part of a data set")
@@ -456,26 +465,35 @@ def play_agent(args, folder, settings, tasks):
     left = [task for task in tasks if name_of(task) not in done]
     if any(done.get(name_of(task), {"task": task})["task"] != task for task in tasks):
         raise ValueError(f"{folder}: other tasks with these ids were played; choose another --out")
+    if left and args.agent == "model" and not args.url:
+        runtime.check_values(settings["model"])
     rows, wins, counted = partial(play_rows, args, folder.name, settings["model"]), [], None
     if args.agent != "person":  # a person needs this process's terminal
         rows = partial(apart, "evaluate.py", rows, args=args)
-    bar = runtime.progress(rows(left) if left else (), folder.name, len(tasks),
-                           len(tasks) - len(left))
-    for row in bar:
+    bar = None
+    for row in rows(left) if left else ():
+        bar = bar or runtime.progress(None, folder.name, len(tasks), len(tasks) - len(left))
+        if row is None:  # an engine is ready: the bar starts with the play
+            continue
         keep_play(folder, settings, row)
         if "score" in row:
             wins.append(row["score"]["success"])
             bar.set_postfix_str(f"success {mean(wins):.3f}", refresh=False)
         counted = counted or row["tokens"]
+        bar.update()
+    if bar is not None:
+        bar.close()
     if args.url and left and not counted:
         print(f"warning: {args.url} reports no usage, so --max-context {args.max_context} had no "
               "effect", file=sys.stderr)
 
 
 def play_rows(args, name, path, tasks):
-    """Yield the judged record of each task's episode as it ends."""
+    """Yield None when play starts, then the judged record of each task's episode as it ends."""
     world = runtime.open_world(args)
-    for episode in player(args, path, world, tasks):
+    episodes = player(args, path, world, tasks)
+    yield None
+    for episode in episodes:
         plan, verdict, strict = world.verdict(episode)
         row = episode.record(name) | {"plan": plan, "tokens": getattr(episode, "tokens", None)}
         if verdict is not None:
@@ -503,8 +521,8 @@ def player(args, path, world, tasks):
     if args.url and world.stops:
         raise ValueError("--url plays by turns, but here results stand inside a reply (grammar "
                          "tags): play the checkpoint in vLLM, without --url")
-    key = Path(args.key).read_text().strip() if args.key else None
-    generate = args.url and partial(runtime.chat, args.url, path, **sampling, api_key=key)
+    generate = args.url and partial(runtime.chat, args.url, path, **sampling,
+                                    api_key=runtime.read_key(args.key))
     asks = world.open_helpers(generate) if hasattr(world, "open_helpers") else None
     if args.url:
         return play(generate, episodes, args.concurrency, args.max_context)
@@ -540,7 +558,7 @@ def apart(program, rows_of, tasks, args):
             with contextlib.suppress(Empty):
                 while True:
                     row = rows.get(timeout=0.5)
-                    if isinstance(row, dict):
+                    if row is None or isinstance(row, dict):
                         yield row
                     else:
                         errors.append(row)
@@ -575,11 +593,16 @@ def send_rows(program, rows_of, tasks, gpus, rows):
 def evaluate(args):
     """Play, judge, report."""
     world = runtime.open_world(args)
+    if args.ask:
+        answer_query(args, world)
+        return
     tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit, args.split)
     if args.check:
         print("\n".join([f"{args.tasks}: {len(tasks)} tasks",
                          *runtime.check_world(world, tasks[0], args)]))
         return
+    if args.agent == "model":  # before an engine starts
+        runtime.check_world(world, tasks[0], args)
     world.close()  # the players open their own
     tasks = [task | ({"sample": k} if k else {}) for task in tasks for k in range(args.samples)]
     wanted, played = [name_of(task) for task in tasks], {}
@@ -596,14 +619,25 @@ def evaluate(args):
     for name, folder in folders.items():
         rows = read_episodes(folder / "episodes.jsonl")
         played[name] = [rows[task] for task in wanted if task in rows]  # in task order
-        if args.show or args.agent == "person":
+        if args.show or args.agent == "person":  # who has just read the episodes
             for row in played[name]:
-                print_episode(row)
+                (print_episode if args.show else print_verdict)(row)
     text, report = table(played, getattr(world, "lines", None))
     for name, folder in folders.items():
         runtime.write_text(folder / "scores.json", json.dumps(report[name], indent=1))
     runtime.write_text(Path(args.out) / "table.md", text)
     print(f"\n{text}\n{args.out}/table.md; python -m look.report {args.out} shows each episode")
+
+
+def answer_query(args, world):
+    """Play a query that no task file has, and print each agent's episode."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in apart
+    task = {"id": "ask", "query": args.ask}
+    agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
+    for name, path in agents.items():
+        for episode in player(args, path, world, [task]):
+            print_episode(episode.record(name))
+    world.close()
 
 
 def main(argv=None):

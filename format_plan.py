@@ -1,38 +1,37 @@
 """
-Itinerary text -> plan: an agent's free-form answer becomes TravelPlanner's list of days.
+Itinerary text -> plan: an agent's answer becomes TravelPlanner's list of days.
 
-    (1) text    JSON, tables and markdown unfold into plain lines
-    (2) days    "Day 2: ...", "**Day 2 (March 20th)**" or a bare date opens a day; notes and cost
-                tables close it
-    (3) lines   a field ("Lunch: ..."), prose with cues ("have lunch at ..., then visit ...") or a
-                detail of the ride before it ("Departure: 08:10") becomes events of its day
-    (4) names   an event means the database's longest name at that place, else what is written
-    (5) plan    events fill the day's slots; a city or night left open is that of the day before
+    (1) lines   JSON, tables and markdown become plain lines
+    (2) days    "Day 2: ..." opens a day; a line that begins with a label ("Lunch: ...") or a verb
+                ("Check into ...") tells one of its fields, and every other line is left alone
+    (3) names   a name ends where a remark on it begins: a price, a cuisine, an alternative
+    (4) plan    fields become TravelPlanner's words; a place without a city lies in the day's city
 
-What the database does not know stays as it was written, so that the judge can call it a
-hallucination: a reader must not repair. Only rides are reworded, since "Driving" escapes the
-official judge. parse_plan reads by rules, offline and the same every time; RL's reward uses it.
-format_plan asks an LLM, as the STAR paper did (arXiv:2603.21972).
+The reader completes, corrects and repairs nothing: a name that the database does not hold stays as
+it was written, so that the judge can call it a hallucination. The database only helps to see where
+a name ends. database/prompts/system.txt states the format; parse_plan reads it and its variants by
+rules, offline. Free prose is for format_plan, which asks an LLM, as STAR did (arXiv:2603.21972).
 
 Reads   FILE.jsonl: episodes (task, answer), or texts (text, and org as context)
-Writes  stdout: each line again with its "plan" (null where the text holds none)
+Writes  stdout: each line again with its "plan" (null if the text has none)
 
     python format_plan.py FILE.jsonl --database DIR > plans.jsonl
-    python format_plan.py FILE.jsonl --llm-url http://localhost:8000/v1 --llm-model M
+    python format_plan.py FILE.jsonl --reader http://localhost:8000/v1=MODEL
 """
 import argparse
+import concurrent.futures
 import hashlib
 import json
 import re
+import sys
+import threading
 import uuid
-from collections import Counter, namedtuple
+from contextlib import suppress
 from functools import cache
-from itertools import zip_longest
+from itertools import groupby, islice
 from pathlib import Path
 
-import wording as w  # w.DAY, w.LABEL, ...: the patterns
-from markup import TYPOGRAPHY, load_json, unfold
-from runtime import LONGEST_REPLY, Parser, chat, errors_name, run, web_address
+from runtime import LONGEST_REPLY, ChatError, Parser, chat, endpoint, errors_name, run
 from sandbox import PROMPTS, open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
@@ -40,494 +39,591 @@ SLOTS = ("breakfast", "attraction", "lunch", "dinner", "accommodation")
 FIELDS = ("current_city", "transportation", *SLOTS)
 TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
-# What a line says of a slot, which is "?" if only a name can tell it. how: "field", "open" (a label
-# whose values are in the lines below), "prose", "check-in", or the time of day before a "?".
-Event = namedtuple("Event", "slot text how")
-DayText = namedtuple("DayText", "number last heading events")  # "Days 2-4": number 2, last 4
-Mention = namedtuple("Mention", "name city end")  # a venue in a text; end: where the text goes on
+LONGEST_LINE = 2_000  # characters; longer lines are cut before they are searched
+CONCURRENCY = 32  # answers that a formatter reads at once
+MOST_VALUES, MOST_LINES = 40, 2_000  # JSON values that are tried in a text, lines that are read
 
 
-# ---------------------------------------------------------------- names
-FIRST = re.compile(r"\w+|\S")
+# Patterns meet text whose blanks are single. Every quantifier over free text is bounded or ends a
+# pattern, so that none costs more than linear time; tests/test_format_plan.py times each of them.
+
+def pattern(text):
+    """Compile a pattern that ignores case; its line breaks and indentation are layout."""
+    return re.compile(re.sub(r"\n\s*", "", text), re.I)
+
+
+# ---------------------------------------------------------------- (1) lines
+TYPOGRAPHY = str.maketrans("’‘“”：，；（）【】［］｜、\u00a0\u202f\u3000\t\r",
+                           "''\"\":,;()[][]|;     ", "*`\0\ufe0f")
+STRUCK = re.compile(r"~~[^~\n]{0,300}~~|(?<![^\W_])_+|_+(?![^\W_])")  # and __underlined__
+BLANKS = re.compile(r"[^\S\n]+")
+GAP, SEAM = re.compile(r"\s{2,9}|\n"), "\ue000"  # a name's own line break or second blank
+LINK = re.compile(r"\]\((?:https?:|www)[^\s()]{0,300}(?:\([^\s()]{0,99}\))?[^\s()]{0,99}\)")
+TAG, BREAK = pattern("</?(?:b|i|em|strong)>"), pattern("<br ?/?>")
+CELLS = re.compile(r"(?<!\\)\|")
+JSON_START = re.compile(r"[\[{](?=\s{0,99}[\[{\"'])")
+BULLET = re.compile(  # bullets, numbers, boxes and emoji before the text of a line
+    r"(?:[-+•·●▪‣◦–—>]+ +|#+ +|[•·●▪‣◦–—]+|\d{1,2}[.)] +|\[[ xX]?\] +|\d\u20e3 *|"
+    r"[^\w\s\[\](){\"'$#@&!?.,:;/\\|<>=+~^%-] *)*")
+
+
+def plain(text):
+    """A text without emphasis, struck-out words and typography, each run of blanks one blank."""
+    return BLANKS.sub(" ", STRUCK.sub("", text.translate(TYPOGRAPHY)))
+
+
+def read_lines(text, names):
+    """Yield (is it a bullet or indented, plain line); a line of several fields becomes several."""
+    text = unfold_json(text[:LONGEST_REPLY])
+    for name, whole in names.torn:
+        text = text.replace(name, whole)
+    text = LINK.sub("]", TAG.sub("", plain(text)))
+    for is_table, block in groupby(text.split("\n"), lambda raw: raw.lstrip().startswith("|")):
+        told = "\n".join(table_lines([*block]) if is_table else block)  # noqa: B031, used once
+        for raw in BREAK.sub("\n", told).split("\n"):
+            line = raw[:LONGEST_LINE].strip()
+            bullet = BULLET.match(line).end()
+            listed = bool(bullet or raw.startswith(" ")) and not line.startswith("#")
+            for part in filter(None, map(str.strip, NEXT.split(line[bullet:]))):
+                yield listed, part
+
+
+def table_lines(block):
+    """The rows of a markdown table as lines; its days are columns, or rows, or other tables."""
+    rows = [[BREAK.sub("; ", cell.replace("\\|", "|")).strip() for cell in CELLS.split(raw)[1:]]
+            for raw in map(str.strip, block)]
+    rules = [not any(cell.strip(":- ") for cell in row) for row in rows]
+    head = rows[0] if rules[1:2] == [True] else [""]
+    rows = [row for row, rule in zip(rows, rules, strict=True) if not rule and row is not head]
+    days = [i for i, cell in enumerate(head) if DAY.match(cell)]
+    fields = [i for i, cell in enumerate(head) if i and FIELD.fullmatch(f"{cell}:")]
+    of_days, told = head[0].lower() in ("day", "days", "date"), ""
+    for i in days if len(days) > 1 else ():
+        yield from [head[i], *(f"{row[0]}: {row[i]}" for row in rows if i < len(row))]
+    for row in rows if len(days) < 2 else ():
+        if of_days and row[0] not in ("", told):
+            told = row[0]
+            yield told if DAY.match(told) or DATE.match(told) else f"Day {told}"
+        labels = [i for i, cell in enumerate(row) if cell and FIELD.fullmatch(f"{cell}:")]
+        if len(fields) > 1:
+            yield from (f"{head[i]}: {cell}" if i in fields else cell
+                        for i, cell in enumerate(row[:len(head)]) if i)
+        elif labels:
+            yield f"{row[labels[0]]}: " + " | ".join(row[labels[0] + 1:])
+        else:
+            yield from row[of_days:]
+
+
+def unfold_json(text):
+    """The text with each of its JSON values that holds days told in lines."""
+    decoder, parts, at, days = json.JSONDecoder(strict=False), [], 0, 0
+    for start in islice(JSON_START.finditer(text), MOST_VALUES):
+        lines = []
+        if start.start() >= at:
+            with suppress(ValueError, RecursionError):
+                value, end = decoder.raw_decode(text, start.start())
+                lines = list(islice(json_lines(value, number=days + 1), MOST_LINES))
+        if any(map(DAY.match, lines)):
+            days += 1
+            parts += [text[at:start.start()], *lines]
+            at = end
+    return "\n".join([*parts, text[at:]])
+
+
+def json_lines(value, key="", number=0, depth=0):
+    """Yield a JSON value as lines: "Day N", "key: text". number: of a day that says none."""
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        value = "; ".join(value)
+    if isinstance(value, list):
+        for n, one in enumerate(value if depth < 9 else (), 1):
+            yield from json_lines(one, key, number and n, depth + 1)
+        return
+    if not isinstance(value, dict):
+        if value is not None:
+            yield f"{key}: {value}"
+        return
+    table = {plain(str(k)).replace("_", " ").lower(): v for k, v in value.items()}
+    texts = {k: v for k, v in table.items() if isinstance(v, str)}
+    day = next((table.pop(k) for k in ("day", "days", "day number") if k in table), None)
+    labels = [k for k in table if FIELD.fullmatch(f"{k}:")]
+    name = next((texts[k] for k in texts if KEY.fullmatch(f"{k}:")), "")
+    if isinstance(day, (int, str)) or DAY.match(key) or number and len(labels) > 1:
+        title = str(day or key or number)
+        yield title if DAY.match(title) else f"Day {title if title.isdecimal() else number}"
+        table.pop("date", None)
+    elif name or "transport" in key or "flight" in key:
+        kind = next((texts[k] for k in ("type", "slot", "category", "meal") if k in texts), key)
+        place = [name, *(texts[k] for k in ("city", "location") if k in texts)]
+        told = place if name else [f"{k}: {v}" for k, v in table.items()]
+        yield f"{kind}: {', '.join(told)}"
+        return
+    for k, v in table.items() if depth < 9 else ():
+        yield from json_lines(v, k, number * (day is None and not labels), depth + 1)
+
+
+# ---------------------------------------------------------------- (2) days
+NUMBERS = {word: n for n, word in enumerate(
+    ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], 1)}
+FIX = r"(?:correct|revis|updat|adjust|chang|amend|new|final)\w{0,6}"
+DAY = pattern(rf"""(?P<fix>{FIX}(?: to| for| on)?[ :,–—-]{{1,3}})?[(\[<=_-]{{0,9}} ?(?:the )?
+    (?:days?[ _]?[-:#]? ?|d(?=\d))(?P<n>\d{{1,2}}|{'|'.join(NUMBERS)})(?![\w-]\d|\w)
+    (?:/\d| of \d)?(?! (?!from|to)(?-i:[a-z]{{2}}))[^\w$~\[({{"']{{0,9}}""")
+MONTH = "(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6}"
+DATE = pattern(rf"""(?:(?:mon|tue|wed|thu|fri|sat|sun)[a-z]{{0,6}},? )?(?:{MONTH}\.? \d{{1,2}}|
+    \d{{1,2}}(?:st|nd|rd|th)? {MONTH}|\d{{4}}-\d\d-\d\d)(?:st|nd|rd|th)?(?:,? \d{{4}})?\b""")
+LABELS = {
+    "current_city": "current[ _]city|city|cities|location|destination|route|where",
+    "transportation": r"""transport(?:ation)?|travel|getting (?:there|around|back|home)|train|bus|
+        return(?: trip)?|(?:take |catch )?(?:an? |the |your )?(?:flights?|taxi|cab|uber)|fly|
+        flight (?:number|no\.?)|(?:self-? ?)?driv(?:e|ing)|(?:rental |hire )?car|rental""",
+    "breakfast": "breakfast|brunch|b(?= ?:)", "lunch": "lunch|l(?= ?:)",
+    "dinner": "dinner|supper|d(?= ?:)",
+    "attraction": r"""attractions?|activit(?:y|ies)|sightseeing|sights?|visits?|explore|
+        (?:places|things) to (?:visit|see|do)""",
+    "accommodation": r"""accommodations?|hotel|lodging|stay(?:ing)?|overnight(?: stay)?|airbnb|
+        check-? ?in|where to stay|sleep|night(?= ?:)"""}
+ANY_LABEL = f"(?:{'|'.join(LABELS.values())})"
+CLOCK = r"\d{1,2}(?::\d\d)? ?(?:[ap]\.?m\.?)?"
+TIME = rf"""(?:(?:(?:early |late |mid-?)?(?:morning|noon|midday|afternoon|evening|night)\b|
+    \(?{CLOCK}(?: ?(?:-|–|to) ?{CLOCK})?)(?: ?\([^()]{{0,40}}\))? ?[:|)–—-]{{0,3}} ?)?"""
+KIND = r"""(?:(?:main|optional|outbound|inbound|return|first|second|third|day|additional|suggested|
+    recommended|planned|other|local|morning|afternoon|evening|today's) ){0,2}(?:meals?: ?)?"""
+FIELD = pattern(rf"""{TIME}(?:(?P<revised>{FIX}) )?{KIND}(?:(?:have|enjoy|eat|grab) )?
+    (?:{'|'.join(f'(?P<{slot}>{words})' for slot, words in LABELS.items())})
+    (?:\ (?:to (?:consider|visit|see)|details?|plan|mode|time|venue|restaurant|spots?|options?|
+    choice|visits?|name|stop))?\ ?#?\d? ?(?:[^\w\s!-~–—] ?)?(?:\([^()]{{0,60}}\) ?)?
+    (?:[:=|@]| [-–—·] ?| (?:at|is)\b(?: {CLOCK}:?)?(?= )|$) ?""")
+STAY = r"""(?:check(?:ing)?[ -]?in(?:to| to| at)?|sleep at|
+    (?:stay(?:ing)?|spend the night|overnight)(?: overnight| the night)? (?:at|in))"""
+VISIT = r"(?:visit(?:ing)?|explor(?:e|ing)|tour|see|stroll through|walk along)"
+VERB = pattern(rf"""{TIME}(?:then |finally )?(?:(?P<accommodation>{STAY} )|(?P<attraction>{VISIT} )|
+    (?P<transportation>(?=(?:(?:take|catch|board|your|an?|the|outbound|return|by|early) ){{0,3}}
+    (?:flights?|fly|taxi|cab|uber|lyft|drive|driving|self-driving|travel|transfer|car|
+    return)\b)))""")
+NEXT = pattern(rf"""(?<=[^\s|;•·]) ?[|;•·]{{1,3}} ?(?={KIND}{ANY_LABEL} ?\d?(?: ?:| [–—-] ))|
+    [.,] (?={ANY_LABEL} ?:)|(?<=[.;|!]) (?=day \d\d?:)""")  # what parts the fields of a line
+RIDE = re.compile("(?P<transportation>)")  # any line may be one
+KEY = pattern(r"""(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name|
+    description|details) ?[:=] ?""")
+RIDE_LINE = pattern(r"(?:depart|arriv|duration|distance|costs?\b|price|fare|flight n)[^:]{0,20}:")
+DETAIL_LINE = pattern(rf"""{RIDE_LINE.pattern}|(?:from|to|average|avg|entry|cuisine|room type|note|
+    house rule|rating|phone|website|address|minimum|max)[^:]{{0,20}}:""")
+SECTION = pattern(r"""(?:[\w&'-]{1,20} ){0,3}(?:costs?|budget|expenses?|summary|breakdown|notes?|
+    tips?|highlights?|totals?|overview|reminders?|recommendations?|considerations?|information|
+    alternatives?|backups?|options)\b(?: [\w&'()-]{1,20}){0,4} ?:?$|why (?:this|it)\b""")
+MONEY = pattern(r"(?:(?:approx\w{0,9}\.?|about|around|estimated|total)(?: cost)?:? )?~?\$ ?\d")
+
+
+class Day:
+    """What a text tells of a day, {slot: [text, ..]}: in its lines, behind a closing heading (of
+    the last day, costs and notes) and in corrections."""
+
+    def __init__(self, number, title):
+        self.number, self.title, self.told, self.late, self.fixes = number, title, {}, {}, {}
+        self.place = self.told
+
+    def tell(self, slot, text, revises=False):
+        """Keep a field's text, if it has none or may have several; says whether it was kept."""
+        texts = (self.fixes if revises else self.place).setdefault(slot, [])
+        kept = not texts or slot in ("attraction", "transportation")
+        texts += [text] * kept
+        return kept
+
+    def tell_below(self, slot, line, city):
+        """Keep a line below a label without text. city: the line's match if it says a city."""
+        texts = self.place.setdefault(slot, [])
+        if texts and (slot == "transportation" or city):
+            texts[-1] += ", " + line[city.end() if city and slot != "transportation" else 0:]
+            return True
+        kept = not city and not DETAIL_LINE.match(line) and (not texts or slot == "attraction")
+        if kept or slot == "transportation":
+            key = KEY.match(line)
+            texts.append(line[key.end():] if key else line)
+        return kept
+
+
+def read_days(lines, names):
+    """(2) lines -> (days, the lines that told nothing)."""
+    runs, day, slot, nested, revises, idle = [], Day(0, ""), None, False, False, []
+    numbered = any(DAY.match(line) for _, line in lines)
+    for listed, line in lines:
+        heading = DAY.match(line) if numbered else None if listed else DATE.match(line)
+        if heading and not MONEY.match(line, heading.end()):  # that is a row of costs
+            line, slot, nested = line[heading.end():], None, False
+            field = FIELD.match(line)
+            day, revises = open_day(heading.groupdict(), field, line, runs, day)
+            if not field:
+                continue
+        field = FIELD.match(line) or verb(line, names)
+        kind = field.lastgroup if field else None
+        below = nested and (listed or not day.place.get(slot)) and (
+            kind in (None, "current_city") or kind == slot == "transportation")
+        if below and day.tell_below(slot, line, field):
+            continue
+        if field and not below:
+            empty = field.end() == len(line)
+            nested, slot = empty or nested and kind == slot, kind
+            whole = field.re is VERB or MODE.match(field[kind])  # "Visit X", "Taxi: from A to B"
+            text = line[field.start(kind) if whole else field.end():]
+            if empty or day.tell(kind, text, revises or field.groupdict().get("revised")):
+                continue
+        elif SECTION.match(line):
+            day.place, slot, nested = day.late, None, False
+        elif slot == "transportation" and day.place is day.told and RIDE_LINE.match(line):
+            day.told.setdefault(slot, [""])[-1] += f", {line}"
+            continue
+        idle.append(line)
+    return best_telling(runs), idle
+
+
+def open_day(heading, field, title, runs, day):
+    """(the day of a heading, does it correct an earlier one)."""
+    word = (heading.get("n") or str(day.number + 1)).casefold()  # the long s, too
+    number = NUMBERS.get(word) or int(word)
+    if heading.get("fix") or field and field["revised"]:
+        for earlier in [one for run in runs for one in run if one.number == number][-1:]:
+            return earlier, True
+    if number != day.number or not field:
+        if not runs or number <= day.number:
+            runs.append([])
+        day = Day(number, "" if field and field.lastgroup in SLOTS else title)
+        runs[-1].append(day)
+    return day, False
+
+
+def best_telling(runs):
+    """The days of the fullest telling, of equals the last."""
+    for days in runs:
+        for day in days:
+            day.told = (day.late if day is not days[-1] else {}) | day.told | day.fixes
+    return max(reversed(runs), key=lambda days: sum(len(day.told) for day in days), default=[])
+
+
+def verb(line, names):
+    """The match of a line that begins with a verb ("Check into ..") or tells a ride and its way."""
+    found = VERB.match(line) or RIDE.match(line)
+    if found.lastgroup != "transportation":
+        return found
+    way = names.way(line)
+    if FLIGHT_NUMBER.search(line):
+        return found if way or found.re is VERB else None
+    return found if way and way[0] and found.re is VERB else None
+
+
+# ---------------------------------------------------------------- (3) names
+CUISINE = r"""(?:american|italian|mexican|indian|chinese|french|mediterranean|seafood|pizza|
+    fast food|desserts?|tea|cafe|bbq|bakery)\b"""
+DETAIL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rat(?:ing|ed)|contact|phone|
+    website|minimum|max\w{0,5}|reviews?|house rules?|free|(?:private|shared|entire) (?:room|home)|
+    per|usd|child\w{0,4}|allow\w{0,3}|no|flight|approx\w{0,9}|about|around|entry|admission|note|closed|
+    open)\b"""
+REMARK = pattern(rf""" ?[|;→←⭐★]| [·@] | ?\[(?=\$)|,? ?[~≈]?\$ ?\d|,?\.? ?$|
+    [,.] (?={DETAIL}|{CUISINE}|(?-i:[a-z$~]))|
+    :? ?(?:[-–—:]{{1,3}}|\b) (?={DETAIL} ?[:$~\d]|[~≈]?\$)|
+    \ ?[-–—:]{{1,3}} (?={DETAIL}|{CUISINE}|[\d.,]{{1,6}} ?(?:/|per\b|night|star|usd)|
+    (?-i:(?!the [A-Z])[a-z])|(?-i:[A-Z][\w'-]{{0,20}} (?!(?:of|and|the|in|de|at|by|la) )[a-z]))|
+    (?<!\b(?-i:[A-Z]))(?<!\b(?-i:[A-Z][a-z]))(?<!\bAve)[.!] (?=["']?(?-i:[A-Z]))|
+    \ (?:or|instead of|rather than|before|after|then|where|which|followed by) |
+    \ (?:for|at|around|near|with|in|by) (?=[~$\d]|
+    (?:(?:an?|the|your) )?(?!(?:an?|the|your|of) )(?-i:[a-z]{{2}}))""")  # where a name ends
+ASIDE = pattern(rf"""\A(?-i:[a-z~])|[$\d:]|\b{CUISINE}|\b{DETAIL}|included\b|
+    friendly\b""")  # what stands in parentheses behind a name and is no part of it
+PAREN = re.compile(r" ?\(((?:[^()]|\([^()]{0,40}\)){0,120})\)")
+NOTHING = pattern(r"""\W{0,60}$|\(|[-–—]{1,5} ?(?:[(,.;|$]|$)|free\W{0,9}$|(?:none|n/?a|nil|null|
+    nothing|tbd|included|on your own|skip(?:ped)?|travel(?:ing)? day|departure|rest|leisure|
+    not (?:applicable|needed|required|planned|specified|available|provided|included)|
+    no (?:breakfast|lunch|dinner|meals?|attractions?|accommodations?|transport(?:ation)?|travel|
+    stay)|(?:back |at |return(?:ing)? )?home|check(?:ing)?[ -]?out|in[- ]flight|in transit|en route|
+    on the (?:road|way|go|flight|plane)|free (?:time|day|morning|afternoon|evening))\b
+    (?! (?-i:[A-Z])| ?[&'])""")
+LEAD = pattern(rf"""(?:(?-i:the)|at|to|we|in|into|try|eat|dine|go|enjoy|have|head to|
+    {VISIT}|{STAY}|(?:have |enjoy |eat |grab )?(?:an? )?(?:quick |light )?
+    (?:breakfast|lunch|dinner|meal|bite) at) |\d{{1,2}}[.)] |[\s:;,.|–—-]+|
+    \(?\d{{1,2}}:\d\d ?(?:[ap]\.?m\.?)?\)? ?|
+    (?-i:[A-Z][a-z]{{1,15}}(?: [a-z'-]{{1,15}}){{1,6}} (?:at|in|to) (?=[\["A-Z]))|
+    instead of [^;]{{1,120}}?, (?=(?:stay|eat|go|visit|try|have|dine|head|book|we)\b)""")
+SAME = pattern(r"""(?:(?:stay|return|back|overnight|at|to|in|the) ){0,4}same(?: (?:hotel|place|
+    accommodation|lodging|as (?:above|before|(?:on )?(?:day|night) \w{1,5}|
+    (?:the )?(?:previous|last) (?:night|day))))?""")
+WHOLE_STAY = pattern(r"(?:entire|whole) (?:stay|trip)|(?:both|all|for \w{1,5}) nights(?! min)")
+SIGHTS = re.compile(";| · ")
+JOINT = re.compile(r",? (?:and|&|\+|then) |[,/&+] ?(?=[\[A-Z])")
+SEPARATOR = re.compile(r" ?, ?| ?\(| in | [-–—] | at ")
+STATE = re.compile(r"(?:, ?| ?\()([A-Z]{2}\b|[A-Z][\w ]{1,30})(?: \d{5})?(?:, USA)?\)?")
+OPEN, CLOSE = re.compile(r"\[\"|\[|\"|"), {'["': '"]', "[": "]", '"': '"'}
+WORD = re.compile(r"\w+|.")
+WAY = pattern(r"\bfrom:? (?=(?-i:[A-Z]))([^|;]{1,60}?),? ?(?:\bto\b|→|->|—|–):? ?([^|;]{1,60})")
+ARROW = pattern(r"""(?:, ?(?-i:[A-Z])[\w ]{1,20}| ?\([^()]{0,40}\))? ?
+    (?:\bto\b|[→➔➡➜➝⇒⟶»✈🛫🚗🚕🚙]|-{0,2}>|=>|–|—|-) ?(?:travel to )?""")
+CITY_END = pattern(r""" ?$| ?[,;:|()\[\]→!"]|\.(?= |$)| [-–—→]| (?:on|at|by|via|for|with|using|in|
+    and|then|depart\w{0,6}|arriv\w{0,6}|duration|back|flight)\b""")
+MOVE = pattern(r"""travel|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|self|
+    road|move|back|trip|by |(?:rental )?car\b|train|bus\b""")
 
 
 class Names:
-    """The cities and venues of a database, and how a text writes them."""
+    """The cities and venues of a database, and where a text that holds them ends."""
 
     def __init__(self, database):
-        self.database, cities, awkward = database, set(database.cities), set()
-        self.venues = {}  # {(table, first word): {city: [(lower case, plain, as stored), ...]}}
+        self.database, self.cities, self.stored, self.torn = database, dict(database.cities), {}, []
         for table in ("hotels", "restaurants", "attractions"):
             for city in getattr(database, f"{table[:-1]}_cities"):
-                cities.add(city)
-                rows = getattr(database, table)(city)
-                keys = [row.name.translate(TYPOGRAPHY).strip() for row in rows]
-                keys = [key.replace("\n", " ").replace("|", "¦") for key in keys]  # as in texts
-                stored = {key: row.name.strip() for key, row in zip(keys, rows, strict=True)}
-                for key in filter(None, stored):
-                    of_city = self.venues.setdefault((table, FIRST.match(key)[0].lower()), {})
-                    of_city.setdefault(city, []).append((key.lower(), key, stored[key]))
-                awkward |= {(name.translate(TYPOGRAPHY), key) for key, name in stored.items()}
-        # a line break or a pipe within a name would split the text
-        self.awkward = sorted(pair for pair in awkward if re.search(r"[\n|]", pair[0]))
+                self.cities.setdefault(city, "")
+                for name in [row.name.strip() for row in getattr(database, table)(city)]:
+                    whole = GAP.sub(SEAM, name)
+                    self.torn += [(name, whole)] * (whole != name)
+                    key = plain(whole).strip()
+                    word = WORD.match(key + " ")[0].lower()
+                    self.stored.setdefault((table, city, word), []).append((key.lower(), key, name))
+        for rows in self.stored.values():
+            rows.sort(key=lambda row: -len(row[0]))
         initials = {}  # alternatives that differ in their first letter are searched fastest
-        for city in sorted(cities, key=len, reverse=True):
-            end = r"(?!\w)" if FIRST.fullmatch(city) else r"(?![^\W_])"
-            initials.setdefault(re.escape(city[0]), []).append(re.escape(city[1:]) + end)
-        states = "|".join(map(re.escape, sorted(set(map(str, database.cities.values())))))
-        self.city_tail = re.compile(rf"(?:{w.CITY_TAIL})|,\s*(?:{states})(?!\w)")
-        self.cities = re.compile("|".join(rf"{initial}(?<!\w{initial})(?:{'|'.join(rest)})"
-                                          for initial, rest in initials.items()))
+        for city in sorted(self.cities, key=len, reverse=True):
+            initials.setdefault(re.escape(city[:1]), []).append(re.escape(city[1:]))
+        self.city_names = re.compile("|".join(
+            rf"{first}(?<!\w{first})(?:{'|'.join(rest)})(?![^\W_])"
+            for first, rest in initials.items()) or "(?!)")
+
+    def known(self, text, slot, cities):
+        """(length, name as stored, city) of the longest venue of these cities that begins a text;
+        length 0 if none does."""
+        low, best = text[:300].lower(), (0, "", cities[0])
+        word = WORD.match(low + " ")[0]
+        for city in cities:
+            for lower, key, name in self.stored.get((TABLE_OF[slot], city, word), ()):
+                size = len(lower)
+                if low.startswith(lower) and size > best[0] and not text[size:size + 1].isalnum():
+                    best = size, name if text[:size] == key else text[:size], city
+                    break
+        return best
+
+    def cities_in(self, text):
+        """The matches of the cities in a text; the state behind a city is none."""
+        found = list(self.city_names.finditer(text, 0, 400))
+        return [city for before, city in zip([None, *found], found, strict=False)
+                if not before or self.cities[before[0]] != city[0]
+                or text[before.end():city.start()].strip(" ,(")]
 
     def city(self, text):
-        """The city at the start of a text, as written, without "(State)" and what follows."""
-        text = text.strip(" :[\"'")
-        city = self.cities.match(text)
-        known = city and w.CITY_END.match(text, city.end())
-        return city[0] if known else text[:w.CITY_END.search(text).start()].strip(" .:]\"'")
-
-    def city_after(self, text, at):
-        """(city or "", end) where ", City", "(City)", " in City" or " - City(State)" follows."""
-        lead = w.CITY_LEAD.match(text, at)
-        city = lead and self.cities.match(text, lead.end())
-        if not city or not w.CITY_END.match(text, city.end()):
-            return "", at
-        return city[0], (self.city_tail.match(text, city.end()) or city).end()
+        """The city that begins a text, as it is written; a state is no part of it."""
+        text = text.lstrip(" :[\"'(")
+        found = self.city_names.match(text)
+        known = found and CITY_END.match(text, found.end())
+        return found[0] if known else text[:CITY_END.search(text).start()].strip(" .:]\"'")
 
     def way(self, text):
-        """(from, to) of a text: ("", to) where it says only "to X", None where it says neither."""
-        if way := w.WAY.search(text):
-            start, end = self.city(way[1]), self.city(way[2])
-            if start[:1].islower() or w.MOVE.match(start) and not self.cities.match(start):
-                start = ""  # "from there", "Travel to X"
-            return (start, end) if end and not end[0].islower() else None
-        cities = list(self.cities.finditer(text, 0, 400))
+        """(from, to, begin, end) of the first way in a text: "from A to B", "A -> B", and ("", B)
+        of "to B"; or None."""
+        text = text[:400]
+        for found in WAY.finditer(text):
+            start, end = self.city(found[1]), self.city(found[2])
+            if end[:1].isupper():
+                named = start in self.cities or start[:1].isupper() and not MOVE.match(start)
+                start = start if named else ""
+                return start, end, found.start(), text.index(end, found.start(2)) + len(end)
+        cities = self.cities_in(text)
         for one, two in zip(cities, cities[1:], strict=False):
-            if one[0] != two[0] and w.ARROW.fullmatch(text, one.end(), two.start()):
-                return one[0], two[0]
-        for city in cities:
-            if w.TO.search(text, max(0, city.start() - 6), city.start()):
-                return "", city[0]
-        return None
+            if one[0] != two[0] and ARROW.fullmatch(text, one.end(), two.start()):
+                return one[0], two[0], one.start(), two.end()
+        to = next((city for city in cities
+                   if text[:city.start()].endswith((" to ", " for "))), None)
+        return to and ("", to[0], to.start() - 3, to.end())
 
-    def venue(self, text, at, table, cities):
-        """The longest name of a venue in these cities that stands at this place, or None."""
-        found, word = [], FIRST.match(text, at)
-        of_city = self.venues.get((table, word[0].lower())) if word else None
-        for city in cities if of_city else ():
-            for lower, key, name in of_city.get(city, ()):
-                end, written = at + len(key), text[at:at + len(key)]
-                if written.lower() == lower and w.NAME_END.match(text, end):
-                    found.append(Mention(name if written == key else written, city, end))
-        return max(found, key=lambda mention: mention.end) if found else None
+    def city_at(self, text, at, last):
+        """(city, end) of the known city at a place, its state skipped, or ("", at). last: does the
+        text have to end there?"""
+        found = self.city_names.match(text, at)
+        end = found.end() if found else at
+        state = found and STATE.match(text, end)
+        if state and (len(state[1]) == 2 or state[1] == self.cities[found[0]]):
+            end = state.end()
+        end += text.startswith(")", end)
+        done = not text[end:].strip(" .,") or text.startswith(" (", end) \
+            or not last and JOINT.match(text, end)
+        return (found[0], end) if found and done else ("", at)
 
-    def known(self, text, at, table, cities):
-        """The venue at this place, None where the database has none or the name goes on."""
-        close = text.find("]", at, at + 200) if text[at] == "[" else -1  # where the name must end
-        start = at + (close > 0)
-        venue = self.venue(text, at, table, cities) or self.venue(text, start, table, cities)
-        if not venue:
-            return None
-        city, end = self.city_after(text, venue.end)
-        if venue.end <= close:
-            if text[end:close].strip():
-                return None
-            city, end = (city, close + 1) if city else self.city_after(text, close + 1)
-        elif not city:  # "X - Rooftop Annex", "X and Dragon Palace", "X, Atlantis" are not X
-            alone = "," not in text[text.rfind(";", 0, at) + 1:at]  # in "A, B, C" no city is C
-            more = w.GOES_ON.match(text, end) or alone and w.LAST_CITY.match(text, end)
-            if more and not self.venue(text, more.start(1), table, cities):
-                return None
-        return Mention(venue.name, city or venue.city, end)
+    def venue(self, text, slot, cities):
+        """("Name, City", rest of the text) of the venue that begins a text. A remark begins behind
+        a name that the database holds, behind a closing bracket, or where REMARK finds it."""
+        size, name, home = self.known(text, slot, cities)
+        at, opener = size, "" if size else OPEN.match(text)[0]
+        if opener:
+            size, name, home = self.known(text[len(opener):], slot, cities)
+            close = text.find(CLOSE[opener], len(opener) + size)
+            inner = text[len(opener):close if close > 0 else len(text)]
+            text = inner + (text[close + len(opener):] if close > 0 else "")
+            at = size or len(inner)
+        text = text[:at] + PAREN.sub(
+            lambda aside: "" if ASIDE.search(aside[1]) and not self.city_names.fullmatch(aside[1])
+            else aside[0], text[at:])
+        end = max(at, REMARK.search(text, at).start())
+        piece, rest = text[:end], text[end:]
+        behind = SEPARATOR.match(piece, at)  # "[The Museum, Houston], Houston" lies in the second
+        for separator in filter(None, [behind, *SEPARATOR.finditer(piece, size)]):
+            city, after = self.city_at(piece, separator.end(), slot != "attraction")
+            if city:
+                name = name if size == separator.start() else piece[:separator.start()].strip()
+                return f"{name}, {city}", piece[after:] + rest
+        joint = JOINT.match(piece, size) if size and slot == "attraction" else None
+        more = piece[joint.end():] if joint else ""
+        if more.startswith("[") or joint and self.known(more, slot, cities)[0]:
+            return f"{name}, {home}", piece[size:] + rest
+        if size == len(piece):
+            return f"{name}, {home}", rest
+        head, comma, tail = piece.rpartition(",")
+        if comma and tail.strip()[:1].isupper() and len(head) >= size:
+            return f"{head.strip()}, {tail.strip()}", rest  # a city that nobody knows
+        return f"{piece.strip(' ,')}, {home}", rest
 
-    def written(self, text, at, sights):
-        """The venue at this place as the text writes it; the database does not have it."""
-        if text[at] == "[" and "]" in text[at:at + 200]:
-            end = text.index("]", at) + 1
-            last = w.LAST_CITY.search(text, at, end - 1)
-            if last and self.cities.fullmatch(last[1]):
-                return Mention(text[at + 1:last.start()], last[1], end)
-            return Mention(text[at + 1:end - 1].strip(), *self.city_after(text, end))
-        stop = (text + ";").index(";", at) if sights else len(text)
-        last = w.LAST_CITY.search(text, at, stop)
-        if last and self.cities.fullmatch(last[1]) and not w.ABOUT.search(text, at, last.start()) \
-                and (not sights or text.count(",", at, stop) == 1):
-            comma = text.rfind(",", at, last.start())  # "White Plains, New York" is one city
-            city, end = self.city_after(text, comma) if comma > 0 else ("", 0)
-            name, city = (comma, city) if end > last.start(1) else (last.start(), last[1])
-            return Mention(unquoted(text, at, name), city, stop)
-        end = w.WRITTEN_END.search(text, at, stop).start()
-        commas = [i for i in range(at, end) if text[i] == ","]
-        for lead in [i for i in range(at, min(end + 2, stop)) if text[i] in ",("]:
-            city, after = self.city_after(text, lead)
-            if city and w.NAME_END.match(text, after):  # else it is within the name
-                return Mention(unquoted(text, at, lead), city, after)
-        last = w.LAST_CITY.search(text, at, end) if len(commas) == 1 or not sights else None
-        if last:
-            return Mention(unquoted(text, at, last.start()), last[1], max(end, at + 1))
-        if commas and (sights or text[commas[-1] + 1:end].strip()[:1].islower()):
-            end = commas[0] if sights else commas[-1]  # a list or a remark goes on
-        return Mention(unquoted(text, at, end).removesuffix("."), "", max(end, at + 1))
+    def venues(self, text, slot, cities):
+        """Yield "Name, City" of a field: its venue, or all its sights."""
+        for part in islice(SIGHTS.split(text), 60) if slot == "attraction" else [text]:
+            for _ in range(20):
+                part = self.without_lead(part.strip(), slot, cities)
+                bare = part.lstrip('["')
+                if not self.known(bare, slot, cities)[0] and (
+                        NOTHING.match(bare) or MONEY.match(bare) or part[0].islower()
+                        or REMARK.match(part)):
+                    break
+                place, rest = self.venue(part, slot, cities)
+                yield place.replace(SEAM, " ")
+                joint = None if REMARK.match(rest) else JOINT.match(rest)
+                if slot != "attraction" or not joint and "[" not in rest:
+                    break
+                part = rest[joint.end() if joint else rest.index("["):]
 
-    def venues_in(self, text, slot, cities, prose):
-        """Yield "Name, City" of a slot's text: all its attractions, or its first venue.
-
-        cities: the day's, the likelier first; there lies a venue whose city the text leaves out.
-        """
-        text, at = text.split("|")[0], 0
-        for _ in range(60):  # more steps than an honest list needs
-            if at >= len(text):
-                return
-            known = self.known(text, at, TABLE_OF[slot], cities)
-            lead = None if known or text[at] == "[" else w.LEAD.match(text, at)
-            if lead:
-                at = lead.end()
-                continue
-            capital = text[at].isupper() or text[at].isdigit() or text[at] in "[$"
-            if prose and not known and not capital:
-                return
-            sentence = w.SENTENCE.search(text, at) if prose else None
-            rest = text[:sentence.start()] if sentence else text
-            name, city, at = known or self.written(rest, at, slot == "attraction")
-            if aside := w.BRACKETS.match(text, at):
-                there, at = self.city_after(text, aside.end())
-                city = there or city
-            if name and (known or not w.MONEY.match(name) and not (
-                    slot != "accommodation" and w.SAID.fullmatch(name[0].lower() + name[1:])
-                    or prose and self.cities.fullmatch(name))):
-                yield f"{name}, {city or cities[0]}".replace("¦", "|")
-            if slot != "attraction" or prose and text.startswith(". ", at):
-                return
-            if address := w.ADDRESS.match(text, at):
-                at = address.end()
-            if w.ABOUT.match(text, at) or w.REMARK.match(text, at) or text.startswith(". ", at):
-                at = (text + ";").index(";", at)
-
-
-def unquoted(text, at, end):
-    """A name as written from a place on, without quotes around it; '"The View" in the Park' keeps
-    its own, the first of which stands before that place."""
-    name = text[at:end].strip(' ,"')
-    return f'"{name}' if name.count('"') % 2 and text[at - 1:at] == '"' else name
+    def without_lead(self, text, slot, cities):
+        """A field's text from the name on: without "at", "Visit", "Enjoy a quick bite at"."""
+        for _ in range(8):
+            lead = LEAD.match(text)
+            if not lead or NOTHING.match(text) or self.known(text, slot, cities)[0] and \
+                    not self.known(text[lead.end():], slot, cities)[0]:
+                break
+            text = text[lead.end():]
+        return text
 
 
 names_of = cache(Names)  # the names of a database are gathered once
 
 
-# ---------------------------------------------------------------- days and lines
-def read_days(lines, trip, names):
-    """(2) lines -> ([DayText] as told, the lines that told nothing). trip: the text's cities."""
-    openings = [w.DAY.match(line) for _, line in lines]
-    dated, numbered = not any(openings), any(found and found[1] for found in openings)
-    days, outside, idle = [DayText(0, 0, "", [])], False, []  # number 0 stands before day 1
-    for (kind, line), opening in zip(lines, openings, strict=True):
-        day = days[-1]
-        idle.append(line)
-        opening = w.DATED.match(line) if dated and kind != "bullet" else opening
-        if opening and w.MONEY.match(line, opening.end()):
-            continue  # a row of a cost table
-        if opening and (dated or opening[1] or not numbered):  # else it may say "the next day"
-            line = w.BESIDE_DAY.sub("", line[opening.end():], 1).lstrip(" :-–—,.")
-            said = tells(line) or opening[0][:3].lower() in ("on ", "the")
-            number, last = numbers_of(opening, day, said)
-            again = number < day.number and (number == 1 or not outside)
-            if number == 2 and not day.number and day.events:  # day 1 was not announced
-                days[-1:] = [DayText(0, 0, "", []), day._replace(number=1, last=1)]
-            if 0 < number <= 31 and (number > day.number or again):
-                days.append(DayText(number, last, line, []))
-                outside, idle = False, idle[:-1]
-                rest = line[w.DATE_FIRST.match(line).end():]  # "24/7 Diner" further on is none
-                if said or w.FLIGHT_NUMBER.search(line) or w.LABEL.match(rest):
-                    for part in w.NEXT_FIELD.split(rest):
-                        read_line(part, kind, days[-1].events, trip, names)
-                continue
-        if outside or not line:
-            continue
-        awaited = kind == "bullet" and day.events and day.events[-1][1:] == ("", "open")
-        if day.number and w.SECTION.match(line) and not (awaited or w.LABEL.match(line)):
-            outside = kind == "line"
-            continue
-        before = len(day.events), day.events[-1:]
-        for part in w.NEXT_FIELD.split(line):
-            read_line(part, kind, day.events, trip, names)
-        slot, text, how = day.events[-1] if day.events else ("?", "", "")
-        told = before != (len(day.events), day.events[-1:])
-        if told and (slot != "?" or slot_of(text, how, trip, names) != "?"):
-            idle.pop()
-    return days, list(filter(None, idle))
+# ---------------------------------------------------------------- (4) plan
+RIDES = {"flight": "Flight", "taxi": "Taxi", "driving": "Self-driving"}
+MODE = pattern(r"""(?<![\w-])(?<!no )(?<!not )(?<!without )(?:(?P<flight>flights?\b|fly(?:ing)?\b|
+    airline|(?:air)?plane\b)|(?P<taxi>(?:taxi|cab|uber|lyft)\b)|(?P<driving>self-? ?driv\w{0,9}|
+    driv\w{1,9}\b(?! (?:time|dist|dur))|(?:(?:rental|rented|hire) )?cars?\b|rental\b))""")
+OTHER_MODE = pattern(r"""\b(?:train|bus|ferry|walk(?:ing)?|boat|shuttle|metro|subway|tram|
+    bik(?:e|ing))\b""")
+LOCAL = pattern(r"\b(?:local|(?:as|if) needed|within|around|downtown|on foot|in the city)\b")
+FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|\bflight ?(?:number|no\.?|#)?:? ?\[?
+    ((?-i:[A-Z]){1,3} ?\d{2,7})\b""")
+PARTS, FIRST_PART, DIGIT = re.compile(r", |[;|()→]"), re.compile(r"[^,;|(\[]*"), re.compile(r"\d")
+BACK = pattern(r"\b(?:return|home)\b")
+CAPITALS = re.compile(r"[A-Z][\w.'-]{0,20}(?: [A-Z][\w.'-]{0,20}){0,3}")
+NO_CITY = pattern(r"""\b(?:day|\w{3,6}day|explor|adventure|sight|cultur|free|relax|arriv|depart|
+    final|tour|museum|morning|local|discover|histor|fun|arts?\b|more|travel|return|home|rest|leisure|
+    trip|nature|downtown|city|highlight|experience|itinerary|plan|full|march|april)""")
 
 
-def tells(line):
-    """Is what follows "Day 3:" more than a title?"""
-    return len(line) > 90 or line.endswith(".") and any(
-        cue.lastgroup != "attraction" for cue in w.CUE.finditer(line))
-
-
-def numbers_of(opening, day, said):
-    """(first, last) of the days that a heading opens behind a day: "Days 2-4", "The next day"."""
-    first, last, ordinal = opening.groups() if opening.re is w.DAY else ("", "", "")
-    word = (first or ordinal).lower()
-    later = 2 if (word or said) and not day.number and day.events else day.number + 1
-    number = int(word) if word.isdecimal() else w.NUMBERS.get(word, later)
-    return number, min(max(number, int(last or 0)), 31)
-
-
-def read_line(line, kind, events, trip, names):
-    """(3) Append what a line says to a day's events, or to the last of them."""
-    slot, text, how = events[-1] if events else ("", "", "")
-    if slot == "transportation" and w.ATTRIBUTE.match(line):
-        events[-1] = Event(slot, f"{text}, {line}", how)
-        return
-    if w.NOTE.match(line):
-        return
-    if how == "open" and kind == "bullet" and text and (place := w.CITY_LABEL.match(line)):
-        events[-1] = Event(slot, f"{text}, {line[place.end():]}", how)
-        return
-    clock = w.TIME.match(line)
-    start = clock.end() if clock else 0
-    label = w.LABEL.match(line) or w.LABEL.match(line, start)
-    value = line[label.end():] if label else ""
-    cue = w.CUE.search(value[:30]) if label and label.lastgroup == "attraction" else None
-    if cue and cue.lastgroup in MEALS and w.AT_A_PLACE.match(value, cue.end()):
-        label, line, start = None, value, 0  # "Activity: lunch at ..."
-    if label:
-        if label.lastgroup == "transportation" and value and w.MODE.match(label["transportation"]):
-            value = line[label.start():]  # the label says the mode
-        events.append(Event(label.lastgroup, value, "field" if value else "open"))
-        return
-    said, led = prose_events(line[start:], trip, names), w.CUE.match(line, start)
-    listed = how == "open" and kind != "line"
-    if said and (led or not listed or said[0].slot != slot):
-        events += said
-    elif listed or how == "open" and not text:  # an item of a list may hold a cue within its name
-        item = line if clock and clock[0].strip().isalpha() else line[start:]  # "Morning Glory"
-        events[-1] = Event(slot, f"{text}; {item}" if text else item, how)
-    else:
-        flies = w.FLIGHT_NUMBER.search(line, start) and names.way(line[start:])
-        events.append(Event("transportation", line, "field") if flies else
-                      Event("?", line[start:], clock[0] if clock else ""))
-
-
-def prose_events(line, trip, names):
-    """The events that a sentence's cues announce; a word within a name is no cue."""
-    found = list(w.CUE.finditer(line))
-    spans = [city.span() for city in names.cities.finditer(line)] if found else []
-    for word in FIRST.finditer(line) if found else ():
-        venues = (names.venue(line, word.start(), table, trip) for table in set(TABLE_OF.values()))
-        spans += [(word.start(), venue.end) for venue in venues if venue]
-    cues = []
-    for cue in found:
-        within = any(start <= cue.start() < end for start, end in spans)
-        if not within and announces(cue, cues, line, names):
-            cues.append(cue)
-    events, begins = [], 0
-    told = [name_before(cue, line, cues[:i]) for i, cue in enumerate(cues)]
-    for cue, name, following, ahead in zip_longest(cues, told, cues[1:], told[1:]):
-        end = ahead[0] if ahead else following.start() if following else len(line)
-        text = name[1] if name else line[cue.end():end]
-        text = w.BRIDGE.sub("", text) if following else text
-        if cue.lastgroup == "attraction" and end == cue.end():
-            continue  # "Head to X for lunch"
-        if cue.lastgroup == "transportation":
-            lead, text = line[begins:cue.start()], line[cue.start():end]
-            if events and events[-1].slot == "transportation":
-                text = events.pop().text + text
-            elif not names.way(text) and (names.way(lead) or [""])[0]:  # "from A to B by Flight F1"
-                text = lead + text
-        begins = cue.end()
-        how = "check-in" if cue[0][:5].lower() == "check" else "prose"
-        events.append(Event(cue.lastgroup, text, how))
-    return events
-
-
-def name_before(cue, line, before):
-    """(start, name) of a venue that stands before its meal: "X for lunch", "X (lunch)"."""
-    if cue.lastgroup not in MEALS or w.AT_A_PLACE.match(line, cue.end()):
-        return None
-    begins = before[-1].end() if before else 0
-    near = max(begins, cue.start() - 120)
-    at = start = max([near, *(stop.end() for stop in w.STEP.finditer(line, near, cue.start()))])
-    while lead := w.LEAD.match(line, at, cue.start()):
-        at = lead.end()
-    name = w.FOR_MEAL.match(line, at, cue.start())
-    said = name and (" " in name[1].strip() or at > start + 1 or start == begins > 0)
-    said = said and (name[0][-1] == " " or line[cue.end():][:1] in tuple("),;"))
-    return (start, name[1]) if said and not w.MOVE.match(name[0]) else None
-
-
-def announces(cue, before, line, names):
-    """Does a cue announce an event? before: the cues that do so further left in the line."""
-    rest = line[cue.end():cue.end() + 200]
-    if cue.lastgroup in MEALS:
-        return (w.AT_A_PLACE.match(rest) or name_before(cue, line, before)
-                or rest[:1] in ", " and line[:cue.start()].lower().endswith("for "))
-    if cue.lastgroup == "transportation":
-        return w.FLIGHT_NUMBER.search(cue[0] + rest) or names.way(rest) or (
-            w.BY.search(line[:cue.start()][-30:])
-            and (names.way(line[:cue.start()][-200:]) or [""])[0])  # it says from where to where
-    if cue.lastgroup == "attraction" and before and before[-1].lastgroup in MEALS:
-        between = line[before[-1].end():cue.start()]  # "for lunch, head to ..." is one event
-        return len(between) >= 6 or between[0] in ".!?"
-    return True
-
-
-def best_telling(days):
-    """A text may tell its days several times: take the fullest telling, of equals the last."""
-    starts = [i for i, day in enumerate(days) if not i or day.number <= days[i - 1].number]
-    tellings = [days[i:j] for i, j in zip(starts, [*starts[1:], None], strict=False)]
-    sizes = [sum(event.slot in FIELDS for day in run for event in day.events) for run in tellings]
-    best = max(zip(sizes, map(len, tellings), starts, tellings, strict=True), default=[()])[-1]
-    lasts = [after.number - 1 for after in best[1:]] + [99]  # "Days 2-3" end where day 3 begins
-    return [day._replace(number=n) for day, last in zip(best, lasts, strict=False)
-            for n in range(day.number, min(day.last, last) + 1)]
-
-
-# ---------------------------------------------------------------- plan
-def ends_of_day(told, before, home, names):
-    """(start, end): a day's cities, equal on a day without travel. before: the day before's end.
-
-    A way in the title counts for more than the rides, they for more than a city in the title.
-    """
-    ways = [names.way(event.text) for event in told.events if event.slot == "transportation"]
-    rides = [way for way in ways if way and way[0] != way[1]]
-    ride = (rides[0][0] or before, rides[-1][1]) if rides else None  # of the day as a whole
-    label = next((it.text for it in told.events if it.slot == "city" and names.city(it.text)), "")
-    title = label or w.DATE.sub("", told.heading, 1).strip(" :;-–—,.()|")
-    title = re.sub(r"^[^\w\[\"'(]+", "", title)
-    title = title if label or len(told.heading) < 90 else ""  # a paragraph is no title
-    stated = names.way(title if "from " in title.lower() else f"from {title}")
-    city = names.city(label)
-    if stated and stated[0]:
-        return stated
-    if stated and (not ride or stated[1] in ride):  # "to X"
-        return ride[0] if ride else before, stated[1]
-    if ride and (stated or not label or city in ride):
+def ends_of_day(day, before, home, names):
+    """(start, end): the cities of a day, equal on a day without travel. before: the day before's
+    end, which stays the city if a day does not say otherwise."""
+    ways = [way for text in day.told.get("transportation", ()) if (way := names.way(text))]
+    ride = (ways[0][0] or before, ways[-1][1]) if ways else None
+    label = next(iter(day.told.get("current_city", ())), "")
+    title = DATE.sub("", label or day.title, 1).strip(" :;-–—,.()|[]")
+    way = names.way(title) or (" to " in title.lower() and names.way(f"from {title}")) or None
+    if way and way[0]:
+        return way[:2]
+    if way and (not ride or way[1] in ride):  # "Travel to B"
+        return ride[0] if ride else before, way[1]
+    known = [city[0] for city in names.cities_in(title)]
+    if ride and (not label or {names.city(label), *known} & {*ride}):
         return ride
     if label:
-        return city, city
-    if known := list(names.cities.finditer(title)):
-        titled = known[-1].start() or w.NO_CITY_TITLE.match(title[known[-1].end():].lstrip(" '"))
-        city = known[-1][0] if titled else names.city(title)
-        arrives = w.MOVE.match(title) and not title.lower().startswith(("depart", "explor"))
-        return before if arrives else city, city
-    if ways and re.search(r"\b(?:return|home|back)\b", title, re.I):
-        return before, home
-    unknown = re.fullmatch(r"[A-Z][\w.'-]*(?: [A-Z][\w.'-]*){0,3}", title)
-    if unknown and not w.NO_CITY_TITLE.search(title):
-        return title, title
-    return before, before  # nothing tells, so the traveller stays
+        return names.city(label), names.city(label)
+    if known:
+        comes = MOVE.match(title) and not title.lower().startswith("depart")
+        return before if comes else known[-1], known[-1]
+    if CAPITALS.fullmatch(title) and not NO_CITY.search(title):
+        return title, title  # a city that nobody knows
+    return before, home if BACK.search(title) else before
 
 
-def transportation(text, start, end, names):
-    """A ride in TravelPlanner's words; cities that the text leaves out are the day's."""
-    text = w.GUESS.sub("", text).replace("¦", "|")
-    number = w.FLIGHT_NUMBER.search(text)
-    way = number and names.way(text[number.start():]) or names.way(text)
-    bare = text
-    for city in way or ():
-        bare = bare.replace(city, "")  # "from Taxi Falls" is no taxi
-    said = w.MODE.search(bare)
-    mode = "Flight" if number else w.MODES.get(said and said.lastgroup, "")
-    if not mode and (way or text[:4].lower() in ("from", "cost")) and not w.OTHER_MODE.search(bare):
-        mode = "Self-driving"
-    if not mode or mode != "Flight" and not way and start == end:
-        text = text.replace("$", "").strip(" .")
-        named = w.MODE.sub(lambda word: w.MODES[word.lastgroup], text, 1)
-        return f"{mode}, {text}" if mode and not said else named
-    start, end = (way[0] or start, way[1]) if way else (start, end)
-    if mode == "Flight":
-        row = names.database.flight(number[1]) if number and number[1] else None
-        stored = (row.departure, row.arrival) if row else ("-", "-")
-        clocks = w.AT_TIME.findall(text)
-        times = [time for late, time in clocks if not late][:2]
-        leaves, lands = [*times, *stored[len(times):]]
-        lands = next((time for late, time in clocks if late), lands)
-        number = number[1] or number[2] if number else "-"
-        return (f"Flight Number: {number}, from {start} to {end}, "
-                f"Departure Time: {leaves}, Arrival Time: {lands}")
-    parts = [f"{mode}, from {start} to {end}"]
-    for word, detail in w.DETAILS.items():
-        if value := detail.search(text):
-            parts.append(f"{word}: {value[value.lastindex].strip()}")
+def ride(text, names):
+    """A ride in TravelPlanner's words. Its cities and figures are those that the text gives."""
+    number, way = FLIGHT_NUMBER.search(text), names.way(text)
+    if NOTHING.match(text.strip("[] ")) or MONEY.match(text):
+        return "-"
+    before, after = (text[:way[2]], text[way[3]:]) if way else (text, "")
+    words = before + FIRST_PART.match(after)[0] if way else FIRST_PART.match(before)[0]
+    mode, other = MODE.search(words) or MODE.search(f"{before} {after}"), OTHER_MODE.search(words)
+    if not way and not number and (not mode or LOCAL.search(words)):
+        bare = text.lower().startswith("cost") and not other
+        return f"Self-driving, {text.replace('$', '')}" if bare else "-"  # "-": within the city
+    parts = [words.strip(" .,") if other else RIDES[mode.lastgroup] if mode else "Self-driving"]
+    if number:
+        parts = [f"Flight Number: {number[1] or number[2]}"]
+        before, after = (FLIGHT_NUMBER.sub("", side) for side in (before, after))
+    if way:
+        parts.append(f"from {way[0]} to {way[1]}" if way[0] else f"to {way[1]}")
+    for part in PARTS.split(f"{before}|{after}"):  # times, lengths and prices, not remarks
+        part = part.strip(" .:[]=")
+        if DIGIT.search(part) and not MODE.search(part):
+            parts.append(part)
     return ", ".join(parts)
 
 
-def fill_day(told, before, home, names):
-    """(5) One day's plan, and the city where it ends. before: where the day before ended."""
-    start, end = ends_of_day(told, before, home, names)
-    city = f"from {start} to {end}" if start != end else end
-    day = {"day": told.number, **dict.fromkeys(FIELDS, "-"), "current_city": city}
+def rides(texts, names):
+    """The rides of a day in one field; the same one told again is none."""
+    found = []
+    for text in texts:
+        one = ride(text, names)
+        if one != "-" and (not found or names.way(text) and not any(one in kept for kept in found)):
+            found.append(one)
+    return "; ".join(found) or "-"
+
+
+def fill_day(day, plan, before, home, names):
+    """One day's plan. plan: of the days before; before: their last Day and city."""
+    last, city = before
+    start, end = ends_of_day(day, city, home, names)
+    filled = {"day": day.number, **dict.fromkeys(FIELDS, "-")}
+    filled["current_city"] = f"from {start} to {end}" if start != end else end
+    filled["transportation"] = rides(day.told.get("transportation") or [
+        day.title if FLIGHT_NUMBER.search(day.title) else ""], names)
     cities = list(dict.fromkeys([start, end] if end == home else [end, start]))
-    sights = []
-    for slot, text, how in told.events:
-        slot = slot_of(text, how, cities, names) if slot == "?" else slot
-        nothing, prose = w.NO_VENUE.match(text), how not in ("field", "open")
-        nothing_or_price = nothing or w.MONEY.match(text)
-        if slot == "transportation" and day[slot] == "-" and not nothing_or_price:
-            day[slot] = transportation(text, start, end, names)
-        if slot not in TABLE_OF or day[slot] != "-" and slot != "attraction":
-            continue  # of two lunches the first
-        here = [end] if slot == "accommodation" else cities
-        if nothing and not names.venue(text, 0, TABLE_OF[slot], here):
-            continue
-        if slot == "accommodation" and w.SAME.match(text):
-            continue
-        found = list(names.venues_in(text, slot, here, prose))
-        if slot == "attraction":  # prose may come back to a sight; a list that does so is at fault
-            sights += [sight for sight in found if not prose or sight not in sights]
-            found = [";".join(sights) + ";"] if sights else []
-        day[slot] = found[0] if found else "-"
-    return day, end
-
-
-def slot_of(text, clock, cities, names):
-    """The slot of a line that only a name tells: a sight, or a restaurant at a mealtime."""
-    if names.venue(text, 0, "attractions", cities):
-        return "attraction"
-    bed = re.search(r"\bnight\b|\(hotel", f"{clock}{text}", re.I)
-    if bed and names.venue(text, 0, "hotels", cities) or bed and clock and "/night" in text:
-        return "accommodation"
-    part = clock.lower() if names.venue(text, 0, "restaurants", cities) else ""
-    meal = "breakfast" if "morning" in part else "lunch"
-    return "dinner" if re.search("evening|night", part) else meal if part else "?"
-
-
-def carry_stays(plan, told):
-    """Fill nights whose hotel is told once: "same hotel", or a check-in that is not repeated."""
-    nights = [[event for event in day.events if event.slot == "accommodation"] for day in told]
-    lasting = {stay.how for night in nights for stay in night if stay.text.strip()} == {"check-in"}
-    for i, day in enumerate(plan[1:], 1):
-        lasting = lasting or any(w.FOR_NIGHTS.search(stay.text) for stay in nights[i - 1])
-        same = any(w.SAME.match(stay.text) for stay in nights[i]) or lasting and not nights[i]
-        if same and day["accommodation"] == "-" and not day["current_city"].startswith("from "):
-            day["accommodation"] = plan[i - 1]["accommodation"]
+    stays = day.told.get("accommodation")
+    if not stays and last and start == end == city:  # "X (for the entire stay)" is told once
+        stays = [text for text in last.told.get("accommodation", ()) if WHOLE_STAY.search(text)]
+        day.told["accommodation"] = stays
+    for slot in SLOTS:
+        places = [place for text in day.told.get(slot, ()) for place in names.venues(
+            text, slot, [end] if slot == "accommodation" else cities)]
+        if slot == "attraction":
+            filled[slot] = "".join(f"{place};" for place in places) or "-"
+        elif places:
+            filled[slot] = places[0]
+    if plan and stays and SAME.fullmatch(PAREN.sub("", stays[0]).strip(" .[]-")):
+        filled["accommodation"] = plan[-1]["accommodation"]
+    return filled, end
 
 
 def read_plan(text, task, database):
-    """(plan, the text's lines that the reader did not use, their share or None without a text).
+    """(plan, the lines that told nothing, their share or None without a text).
 
-    plan: TravelPlanner's list of days, or None where the text holds none. Never raises.
+    plan: TravelPlanner's list of days, or None if the text has none. Never raises.
     """
     if not isinstance(text, str):
         return None, [], None
     names, home = names_of(database), task.get("org") or ""
-    try:
-        lines = list(unfold(text[:LONGEST_REPLY], names))
-    except ValueError:  # Python reads and writes no number of more than 4,300 digits
-        return None, [], 1.0
-    cities = Counter(city for _, line in lines for city in names.cities.findall(line))
-    (overview, *days), idle = read_days(lines, [city for city, _ in cities.most_common(8)], names)
-    told = best_telling(days)
-    if not any(event.slot == "accommodation" for day in told for event in day.events):
-        hotels = [event for event in overview.events if event.slot == "accommodation"]
-        told[:-1] = [day._replace(events=day.events + hotels) for day in told[:-1]]
-    plan, end = [], home
-    for day in told:
-        filled, end = fill_day(day, end, home, names)
+    lines = list(islice(read_lines(text, names), MOST_LINES))
+    days, idle = read_days(lines, names)
+    plan, city = [], home
+    for last, day in zip([None, *days], days, strict=False):
+        filled, city = fill_day(day, plan, (last, city), home, names)
         plan.append(filled)
-    carry_stays(plan, told)
     said = any(day[slot] != "-" for day in plan for slot in FIELDS[1:])
-    return plan if said else None, idle, len(idle) / max(sum(bool(line) for _, line in lines), 1)
+    return plan if said else None, idle, len(idle) / max(len(lines), 1)
 
 
 def parse_plan(text, task, database):
@@ -536,10 +632,12 @@ def parse_plan(text, task, database):
 
 
 def itinerary(plan):
-    """The plan as an agent's answer: names and flight numbers in brackets, cities once a day."""
-    lines = []
+    """The plan as an agent's answer, in the format that the system prompt states."""
+    lines, home = [], plan[0]["current_city"].removeprefix("from ").partition(" to ")[0]
     for day in plan:
         where, way = day["current_city"].removeprefix("from "), day["transportation"]
+        start, _, end = where.partition(" to ")
+        here = start if end == home else end or start
         lines.append(f"Day {day['day']}: {where}")
         if way.startswith("Flight Number: "):
             number = way.split(",")[0].removeprefix("Flight Number: ")
@@ -547,34 +645,71 @@ def itinerary(plan):
         elif way != "-":
             lines.append(f"{way.split(',')[0]} from {where}")
         for slot in SLOTS:
-            if day[slot] != "-":
-                name = day[slot].rstrip(";").rsplit(", ", 1)[0]
-                lines.append(f"{slot.capitalize()}: [{name}]")
+            for place in day[slot].split(";") if slot == "attraction" else [day[slot]]:
+                name, _, city = place.rpartition(", ")
+                if name:
+                    there = f", {city}" if city != here else ""
+                    lines.append(f"{slot.capitalize()}: [{name}]{there}")
     return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- by an LLM
-def format_plan(text, task, model, url, cache=None, api_key=None):
-    """Itinerary text -> plan, or None when the model finds none. cache: a folder of its plans."""
+IN_BRACKETS = re.compile(r" ?\([^()]{0,60}\)")
+LIST_START = re.compile(r"\[(?=\s{0,99}[{\]])")
+
+
+class NoPlan(ValueError):
+    """A formatter's replies hold no list of days."""
+
+
+def days_in(reply):
+    """The days in a formatter's reply: of several lists, say a draft and the plan, the fullest, of
+    equals the last; [] if the reply is an empty list, None if it has no list of days."""
+    decoder, at, best = json.JSONDecoder(strict=False), 0, None
+    for start in islice(LIST_START.finditer(reply), MOST_VALUES):
+        if start.start() >= at:
+            with suppress(ValueError, RecursionError):
+                days, at = decoder.raw_decode(reply, start.start())
+                if all(isinstance(day, dict) and len(day.keys() & {*FIELDS}) > 1 for day in days) \
+                        and len(days) >= len(best or []):
+                    best = days
+    return best
+
+
+def ask_formatter(text, task, model, url, cache=None, **options):
+    """(plan or None, tokens used) of an itinerary text, read by an LLM; NoPlan or ChatError.
+
+    cache: a folder of plans. A reply without a list of days is asked for once more, never kept."""
     prompt = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8")
-    ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text}"
+    ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text[:LONGEST_REPLY]}"
     key = hashlib.sha256(json.dumps([model, prompt, ask]).encode()).hexdigest()
-    path = Path(cache) / f"{key}.json" if cache else None
+    path, tokens = Path(cache) / f"{key}.json" if cache else None, 0
     if path and path.exists():
-        return json.loads(path.read_text())
+        return json.loads(path.read_text()), 0
     messages = [{"role": "system", "content": prompt}, {"role": "user", "content": ask}]
-    for _ in range(2):  # a reply without a list is asked for once more, and never kept
-        reply = chat(url, model, messages, 0.0, max_tokens=8192, api_key=api_key)
-        days = load_json(reply)
-        if isinstance(days, list):
-            plan = [clean_day(day, i) for i, day in enumerate(days, 1) if isinstance(day, dict)]
+    for _ in range(2):
+        reply = chat(url, model, messages, 0.0, max_tokens=8192, **options)
+        tokens += reply.tokens
+        days = days_in(reply)
+        if days is not None:
+            plan = [clean_day(day, i) for i, day in enumerate(days, 1)] or None
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 part = path.with_suffix(f".{uuid.uuid4().hex}")  # no other thread writes this one
-                part.write_text(json.dumps(plan or None))
+                part.write_text(json.dumps(plan))
                 part.replace(path)
-            return plan or None
-    return None
+            return plan, tokens
+    error = NoPlan(f"{url}: two replies without a list of days, from model {model}")
+    error.tokens = tokens
+    raise error
+
+
+def format_plan(text, task, model, url, cache=None, api_key=None):
+    """Itinerary text -> plan, or None if the model finds none. cache: a folder of its plans."""
+    try:
+        return ask_formatter(text, task, model, url, cache, api_key=api_key)[0]
+    except NoPlan:
+        return None
 
 
 def clean_day(day, number):
@@ -584,12 +719,102 @@ def clean_day(day, number):
         value = day.get(field) or "-"
         value = ";".join(map(str, value)) + ";" if isinstance(value, list) else str(value).strip()
         if field in ("current_city", "transportation"):
-            value = re.sub(r"\s*\([^()]{0,60}\)", "", value)
-        mode = w.MODE.match(value) if field == "transportation" else None
+            value = IN_BRACKETS.sub("", value)
+        mode = MODE.match(value) if field == "transportation" else None
         if mode and "Flight Number" not in value:
-            value = w.MODES[mode.lastgroup] + value[mode.end():]
+            value = RIDES[mode.lastgroup] + value[mode.end():]
         clean[field] = value
     return clean
+
+
+class Reader:
+    """Reads answers into plans: by the rules, or by an LLM that is asked about many at once.
+
+    A formatter that fails on an answer fails that answer only: it is judged as one without a plan,
+    and counted. counts: answers asked about, failed, and the tokens of all replies."""
+
+    def __init__(self, endpoint=None, key=None, cache=None, bound=300, retries=3):
+        self.endpoint, self.key, self.cache = endpoint, key, cache
+        self.bound, self.retries = bound, retries  # seconds for an answer, tries of each request
+        self.counts = {"asked": 0, "failed": 0, "tokens": 0}
+        self.pool, self.futures, self.lock = None, {}, threading.Lock()
+
+    def prefetch(self, answers):
+        """Start to read [(text, task)], without waiting."""
+        if self.endpoint:
+            for text, task in answers:
+                if isinstance(text, str):
+                    self._future(text, task)
+
+    def read(self, text, task, database):
+        """(plan, the lines that were not used, their share, costs), the first three as read_plan
+        gives them; an LLM does not say what it used."""
+        if not self.endpoint or not isinstance(text, str):
+            return *read_plan(text, task, database), {}
+        try:
+            plan, problem, tokens = self._future(text, task).result(self.bound)
+        except concurrent.futures.TimeoutError:
+            plan, tokens = None, 0
+            problem = f"{self.endpoint[0]} gave no reply within {self.bound} s"
+        costs = {"formatter failed": float(bool(problem)), "formatter tokens": tokens}
+        if problem:
+            self._count(failed=1)
+            return None, [f"the formatter failed: {problem}"], 1.0, costs
+        return plan, [], None, costs
+
+    def close(self):
+        """Give up what has not been asked."""
+        if self.pool:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def _future(self, text, task):
+        name = text, task.get("query", "")
+        with self.lock:
+            self.pool = self.pool or concurrent.futures.ThreadPoolExecutor(CONCURRENCY)
+            if len(self.futures) > 10_000:
+                self.futures.clear()
+            if name not in self.futures:
+                self.futures[name] = self.pool.submit(self._ask, text, task)
+            return self.futures[name]
+
+    def _ask(self, text, task):
+        """(plan, why there is none or None, tokens used)."""
+        url, model = self.endpoint
+        try:
+            plan, tokens = ask_formatter(text, task, model, url, self.cache, api_key=self.key,
+                                         timeout=self.bound / 4, retries=self.retries)
+            found = plan, None, tokens
+        except (ChatError, NoPlan, OSError, ValueError) as error:
+            found = None, str(error), getattr(error, "tokens", 0)
+        self._count(asked=1, tokens=found[2])
+        return found
+
+    def _count(self, **more):
+        with self.lock:
+            for name, number in more.items():
+                self.counts[name] += number
+
+
+def reader_of(text):
+    """A flag type: "rules" -> None, URL=MODEL -> (URL, MODEL)."""
+    return None if text == "rules" else endpoint(text)
+
+
+def add_reader_flags(parser):
+    """The flags of how answers become plans."""
+    add = parser.add_argument
+    add("--reader", type=reader_of, metavar="rules|URL=MODEL", help="how an answer becomes a plan: "
+        "rules (default), or the LLM MODEL at an OpenAI-compatible endpoint, as in the STAR paper")
+    add("--reader-key", metavar="FILE", help="file that holds the API key of --reader")
+    add("--reader-cache", metavar="DIR", help="folder that keeps the plans of --reader, so that no "
+        "answer is paid for twice")
+
+
+def open_reader(args):
+    """The Reader of these flags; a command without them reads by rules."""
+    chosen, key = getattr(args, "reader", None), getattr(args, "reader_key", None)
+    return Reader(chosen, Path(key).read_text().strip() if key else None,
+                  getattr(args, "reader_cache", None))
 
 
 # ---------------------------------------------------------------- main
@@ -608,32 +833,24 @@ def read_texts(path):
 
 def read_all(args):
     """Print the rows with their plans."""
-    database = open_database(args.database)
-    key = Path(args.llm_key).read_text().strip() if args.llm_key else None
-    for row, task, text in list(read_texts(args.file)):  # all are looked at before one is paid
-        if args.llm_url and text:
-            plan = format_plan(text, task, args.llm_model, args.llm_url, args.cache, api_key=key)
-        else:
-            plan = parse_plan(text, task, database.of(task))
+    database, reader = open_database(args.database), open_reader(args)
+    rows = list(read_texts(args.file))  # check every line before one is paid for
+    reader.prefetch([(text, task) for _, task, text in rows])
+    for row, task, text in rows:
+        plan = reader.read(text, task, database.of(task))[0]
         print(json.dumps({**row, "plan": plan}, ensure_ascii=False))
+    if args.reader:
+        print(f"format_plan.py: {reader.counts}", file=sys.stderr)
+    reader.close()
 
 
 def main(argv=None):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("file", help="jsonl file of episodes or texts")
-    add("--database", metavar="DIR", help="folder of the tables whose names the rules look for "
-        "(default: $STAR_DATABASE, else database/mini)")
-    add("--llm-url", type=web_address, metavar="URL",
-        help="let an LLM at this OpenAI-compatible endpoint read")
-    add("--llm-model", metavar="NAME", help="the LLM's name at that endpoint")
-    add("--llm-key", metavar="FILE", help="file that holds the endpoint's API key")
-    add("--cache", metavar="DIR", help="folder that keeps the LLM's plans, so that the same text "
-        "is not sent twice (default: none)")
-    args = parser.parse_args(argv)
-    if bool(args.llm_url) != bool(args.llm_model):
-        parser.error("an LLM needs --llm-url and --llm-model")
-    run("format_plan.py", read_all, args)
+    parser.add_argument("file", help="jsonl file of episodes or texts")
+    parser.add_argument("--database", metavar="DIR", help="folder of the tables whose names the "
+        "rules look for (default: $STAR_DATABASE, else database/mini)")
+    add_reader_flags(parser)
+    run("format_plan.py", read_all, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

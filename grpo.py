@@ -50,7 +50,18 @@ try:
     import torch.distributed as dist
 
     import runtime
-    from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
+    from runtime import (
+        AMOUNT,
+        COUNT,
+        NATURAL,
+        PART,
+        POSITIVE,
+        SEED,
+        SHARE,
+        Help,
+        Parser,
+        bounded,
+    )
     from sandbox import Episode
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. {Path(__file__).name} needs runtime.py and sandbox.py beside it, and the "
@@ -95,7 +106,7 @@ def flags():
 
 def play_flags(add):
     add("--prompts", type=COUNT, default=32, help="P, queries per update, all ranks together [1]")
-    add("--group", type=COUNT, default=8, help="G, plays per query [1]")
+    add("--group", type=bounded(int, 2), default=8, help="G, plays per query [1]")
     add("--temperature", type=POSITIVE, default=1.0, help="sampling temperature, also used in the "
         "loss [1]")
     add("--context", type=COUNT, default=30000, help="most tokens of a play, prompt included [1]")
@@ -134,7 +145,7 @@ def learn_flags(add):
         "min(pi_trainer / pi_engine, this); 0: off")
     add("--train-results", action="store_true", help="also train on the tools' output, for "
         "comparison; implies --recompute")
-    add("--seed", type=NATURAL, default=0, help="seed of the order of the tasks and of sampling")
+    add("--seed", type=SEED, default=0, help="seed of the order of the tasks and of sampling")
 
 
 def machine_flags(p):
@@ -278,6 +289,7 @@ def take_whole_groups(samples, group, waiting):
 
 def judge_all(samples, world, kind):
     """(2) Set stop, reward and record of each sample by the world's verdict on its episode."""
+    world.prepare([s.episode for s in samples])  # a world may read all answers at once
     for s in samples:
         plan, score, strict = world.verdict(s.episode)
         s.stop, s.reward = s.episode.stop, world.reward(score, kind)
@@ -506,19 +518,23 @@ class Policy(torch.nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
+        self.borders = False  # whether its layers need to be told where packed samples begin
         # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
-        lm.lm_head.forward = self.head
+        lm.get_output_embeddings().forward = self.head
 
     def head(self, hidden, targets, temperature):
-        weight = self.lm.lm_head.weight  # (V, H)
+        weight = self.lm.get_output_embeddings().weight  # (V, H)
         chunk = max(1, min(1024, LOGITS // len(weight)))
         return ChunkedLogps.apply(hidden, weight, targets, temperature, chunk)
 
     def forward(self, ids, positions, keep, temperature=1.0):
         """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""
+        borders = runtime.borders(positions) if self.borders else {}
         # use_cache=False is needed: otherwise packed samples attend to each other under sdpa
-        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
-        return self.lm.lm_head(hidden[:, :-1][keep[:, 1:]], ids[:, 1:][keep[:, 1:]], temperature)
+        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False,
+                                    **borders)[0]
+        head, kept = self.lm.get_output_embeddings(), keep[:, 1:]
+        return head(hidden[:, :-1][kept], ids[:, 1:][kept], temperature)
 
 
 def collate(samples, packed, device):
@@ -592,10 +608,9 @@ def deal(lengths, ranks, budget, packed, device="cpu"):
 
 def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     runtime.die_with_parent()
     cuda = bool(runtime.visible_gpus())
+    runtime.prepare_op(cuda)
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
@@ -622,19 +637,19 @@ def setup():
 def load(args, template, device):
     """Load --model, in bfloat16 on a GPU and float32 on a CPU -> Policy, whether to pack rows
 
-    Flash attention is used if it is installed; rows are packed only with it.
+    Rows are packed only with flash attention, and only if packing changes no log-probability.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import is_flash_attn_2_available
 
-    flash = is_flash_attn_2_available()
-    lm = AutoModelForCausalLM.from_pretrained(
+    lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        attn_implementation="flash_attention_2" if flash else "sdpa")
-    runtime.check_weights(lm, template)
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+    runtime.check_weights(lm, template, loaded)
+    runtime.check_saving(lm, template, args.out)
+    flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
-    lm.train()
-    return Policy(lm), flash
+    runtime.make_repeatable(lm)
+    return runtime.measured(lm.to(device), Policy, collate, template, flash)
 
 
 def recompute_layers(lm, share):
@@ -702,8 +717,7 @@ def save_model(trainer, template, out, rank):
              for name, tensor in full_weights(trainer)}
     if rank == 0:
         with runtime.new_model(out) as part:
-            trainer.module.lm.save_pretrained(part, state_dict=state)
-            template.tokenizer.save_pretrained(part)
+            runtime.write_model(trainer.module.lm, template, state, part)
     dist.barrier()
 
 
@@ -714,6 +728,7 @@ def main():
     world, tasks, val, template = read_inputs(args)
     rank, ranks, device = setup()
     runtime.lock_folder(args.out)
+    runtime.keep_settings(args)
     policy, packed = load(args, template, device)
     trainer = zero3(policy, args.lr, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
@@ -763,6 +778,8 @@ def main():
         runtime.save_checkpoint(trainer, args, step + 1, rank, interrupted(device), waiting)
     runtime.check_parameters(trainer, args.out, steps)
     save_model(trainer, template, args.out, rank)
+    runtime.report_end(args, "success", f"python evaluate.py --model {args.out} --tasks TASKS",
+                       rank)
     world.close()
     llm.llm_engine.engine_core.shutdown()  # also ends the process group
 
@@ -914,7 +931,8 @@ def log(line, rank, args, steps=None):
           "{clip_high:.3f} | entropy {entropy:.3f} | gnorm {gnorm:5.2f} | dlogp {dlogp_mean:.1e} "
           "{dlogp_max:.1e} | lr {lr:.1e} | play {play_s:.0f}s sync {sync_s:.1f}s "
           "learn {learn_s:.0f}s".format(steps=steps, **line), flush=True)
+    runtime.warn_uniform(args.out)
 
 
 if __name__ == "__main__":
-    runtime.run(sys.argv[0], main)
+    runtime.run_ranks(main, flags)

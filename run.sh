@@ -32,6 +32,7 @@
 # and of Tool-Star's sizes (toolstar.sh): SFT_DATA, RL_DATA, the published files; SETS, the folder of
 # sets (toolstar/sets.py); TOOLS, settings of the tools; JUDGE, URL=MODEL, JUDGE_KEY, a file
 # Sources: [1] STAR, arXiv:2603.21972, sections 3-4, appendices C-D   [2] ours, measured here
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # sh run.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -42,15 +43,18 @@ wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
 print() { printf '%q ' "$@"; echo; }
 made() { [[ -e $1 && ! -e $1.unfinished ]]; }
 
-last_words='import json, sys; print(json.load(open(sys.argv[1]))["message"]["message"])'
-
 # stage NAME OUTPUT COMMAND...   a step, done when OUTPUT is there with no mark of a broken try
 stage() {
     local name=$1 output=$2 mark=$2.unfinished began=$SECONDS why more=FLAGS_${1//[^a-z0-9]/_}
     shift 2
     set -- "$@" ${!more:-}
     if [[ -n ${DRY:-} ]]; then printf '\n# %s -> %s\n' "$name" "$output"; print "$@"; return; fi
-    if made "$output"; then times+=("$name" "done before"); return; fi
+    if made "$output"; then
+        [[ $node != 0 ]] || python -m recipes.commands check "$OUT/run.json" "$output" "$@" ||
+            exit 1
+        times+=("$name" "done before")
+        return
+    fi
     if [[ $node != 0 && $1 != torchrun ]]; then  # what is not trained is made by the first node
         say "$name runs on node 0; waiting for $output"
         until made "$output"; do sleep 5; done
@@ -58,15 +62,18 @@ stage() {
     fi
     say "$name: $*"
     if [[ $node == 0 ]]; then mkdir -p "$(dirname "$output")"; touch "$mark"; fi
-    # torchrun leaves there what a rank said last, which its own words have buried
-    if ! TORCHELASTIC_ERROR_FILE=$mark.why "$@"; then
-        [[ ! -s $mark.why ]] || why=$(python -c "$last_words" "$mark.why")
+    local command=("$@")
+    [[ $1 != torchrun ]] || command=(python -m runtime "${@:2}")  # torchrun without its own words
+    rm -f "$mark.why"
+    if ! STAR_SAID=$mark.why "${command[@]}"; then
+        [[ ! -s $mark.why ]] || why=$(head -1 "$mark.why")
         rm -f "$mark.why"
-        stop "stage $name failed, ${why:-see above}${lost:-}. The same command goes on from here"
+        stop "stage $name failed, ${why:-see above}${lost:-}. The same command continues from here"
     fi
     [[ -e $output ]] || stop "stage $name ended without writing $output"
+    [[ $node != 0 ]] || python -m recipes.commands keep "$OUT/run.json" "$output" "$@"
     rm -f "$mark"
-    times+=("$name" "$((SECONDS - began)) s")
+    times+=("$name" "$((SECONDS - began)) s") fresh+=("$output")
 }
 
 # change FLAG VALUE... FLAG...   the command in `words`, with these flags at its end, nowhere else
@@ -79,12 +86,17 @@ change() {
     words=("${kept[@]}" "$@")
 }
 
-# finish TABLE...   the last words: the tables, and what each stage took
+# finish TABLE...   the last words: the tables that no stage has just printed, and the times
 finish() {
+    local table
     if [[ -z ${DRY:-} ]]; then
-        for table in "$@"; do printf '\n%s\n' "$(cat "$table")"; done
-        echo
-        printf '%-40s %12s\n' stage time "${times[@]}" all "$SECONDS s"
+        for table in "$@"; do
+            [[ " ${fresh[*]} " == *" $table "* ]] || printf '\n%s\n' "$(cat "$table")"
+        done
+        printf '\n%-40s %12s\n' stage time
+        printf '%-40s %12s\n' "${times[@]}" all "$SECONDS s"
+        say "$1 has the results; python -m look.report $OUT writes $OUT/report.html, to look at" \
+            "every episode"
     fi
     exit 0
 }
@@ -92,15 +104,16 @@ finish() {
 source recipes/setup.sh  # environment, preflight
 
 # ------------------------------------------------------------------------------------------- sizes
-size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-}
+size=${1:-} what=${2:-all} axis=${3:-} times=() fresh=() ENDPOINT=${ENDPOINT:-}
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$(seen_gpus) context=30000 cutoff=20480 pack=32768 share=0.6  # share: of a GPU, the engine's
+planned=8 gib=80  # the GPUs that DRY=1 prints commands for, where none is seen
 # what changes with the size [1 app. C, D]; 7b has two nodes of 8 GPUs [1]
 case $size in
     tiny) base=$OUT/base algorithm=grpo reward=macro ;;
     tool-tiny) base=$OUT/base reward=strict ;;
     0.5b) base=Qwen/Qwen2.5-0.5B-Instruct millions=494 sft_epochs=6 algorithm=grpo reward=macro
-          context=16384 cutoff=16384 pack=16384 share=0.35 ;;  # [2] one GPU of 24 GB
+          context=16384 cutoff=16384 pack=16384 share=0.35 planned=1 gib=24 ;;  # [2]
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 sft_epochs=6 algorithm=arpo reward=macro ;;
     3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo
           reward=curriculum ;;
@@ -130,27 +143,38 @@ esac
 (($# <= 3)) || wrong "'${*:4}' is a word too many"
 for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS CYCLES CONTEXT \
     CUTOFF PACK; do
-    [[ ${!name:-0} =~ ^[0-9]+$ ]] || wrong "$name=${!name} must be a whole number"
+    [[ ${!name:-0} =~ ^[0-9]{1,9}$ ]] ||
+        wrong "$name=${!name} must be a whole number of at most nine digits"
 done
-[[ -z ${QA:-} || $size == *tiny || -n ${RETRIEVER:-} ]] ||
+[[ -z ${QA:-} || $size == tiny || $size == tool-* || -n ${RETRIEVER:-} ]] ||
     wrong "QA needs RETRIEVER, a /retrieve address or an index folder (python -m toolstar.retriever)"
 [[ $axis != reliability || -n $ENDPOINT ]] ||
     wrong "reliability needs ENDPOINT=URL=MODEL, the model that plays both sets of queries"
 [[ $SEEDS =~ ^[0-9]+(\ [0-9]+)*$ ]] || wrong "SEEDS='$SEEDS' must be whole numbers, like '0 1'"
 [[ ${GPUS:-1} != 0 && $NNODES -gt $node ]] ||
     wrong "GPUS must be 1 at least, and NODE_RANK=$node less than NNODES=$NNODES: it counts from 0"
+for name in OUT DATA MODEL STAR_DATABASE; do
+    [[ ${!name:-} != "~"* ]] || wrong "$name='${!name}': a quoted ~ is no home; write \$HOME"
+done
+if [[ -n ${MODEL:-} && -z ${DRY:-} && ! -d $MODEL ]]; then  # a name on the hub is OWNER/NAME
+    [[ $MODEL =~ ^[[:alnum:]][[:alnum:]._-]*/[[:alnum:]._-]+$ ]] ||
+        stop "MODEL=$MODEL is not a folder; is the path right?"
+fi
 base=${MODEL:-$base} share=${SHARE:-$share} context=${CONTEXT:-$context} pack=${PACK:-$pack}
 cutoff=${CUTOFF:-$cutoff}
+[[ $share =~ ^(1|0?\.[0-9]+)$ ]] || wrong "SHARE=$share must be a share of a GPU, such as 0.4"
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-$((2 - (seen == 1)))}
     GPUS=${GPUS:-1}
 else
     [[ $size != tool-star-* ]] || DATA=${DATA:-data/tool-star}
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
-    [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=8
-    [[ $GPUS != 0 || $axis == reliability ]] || stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
+    [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=$planned
+    [[ $GPUS != 0 || $axis == reliability ]] ||
+        stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
 fi
-trap 'stop "SIGTERM. What is saved is kept: the same command goes on"' TERM
+trap 'stop "SIGTERM. What was saved is kept: the same command continues"' TERM
+trap 'say "interrupted. What was saved is kept: the same command continues"; exit 130' INT
 meet=(--standalone)
 if [[ $NNODES != 1 ]]; then
     meet=(--nnodes "$NNODES" --node_rank "${NODE_RANK:?several nodes need it, 0 on the first}"

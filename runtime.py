@@ -36,7 +36,9 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import types
 import warnings
@@ -63,10 +65,9 @@ FIXES = {  # what to do about an error of the file system
 
 def run(program, function, *args):
     """Call function(*args). An error that the user can fix becomes one line instead of a traceback
-    (STAR_TRACEBACK=1 shows the traceback).
-
-    Under torchrun this also ends the rank, and leaves the line where run.sh finds it.
-    """
+    (STAR_TRACEBACK=1 shows the traceback). Under torchrun this also ends the rank."""
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that knows ASCII alone also shows the rest
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         found = function(*args)
         with errors_name("standard output"):
@@ -78,24 +79,70 @@ def run(program, function, *args):
             ctypes.CDLL(None).exit(0)
         return found
     except SystemExit as error:
-        text = error.code
+        text, code = error.code, 1
         if not isinstance(text, str):
             raise
     except (KeyboardInterrupt, EOFError):
-        print(f"{program}: interrupted; what was saved is kept, repeat the command to continue",
-              file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT) from None
+        text, code = f"{program}: {INTERRUPTED}", 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output, such as head, has closed it
         drop_output()
         raise SystemExit(128 + signal.SIGPIPE) from None
     except (KeyError, ValueError, OSError) as error:
         if os.environ.get("STAR_TRACEBACK"):
             raise
-        text = f"{program}: {one_line(error)}"
+        text, code = f"{program}: {one_line(error)}", 1
         drop_output()
-    if "RANK" in os.environ:
-        report_to_torchelastic(text)
-    raise SystemExit(text) from None
+    end(text, code)
+
+
+INTERRUPTED = "interrupted; what was saved is kept, repeat the command to continue"
+
+
+def end(text, code):
+    """Exit with one line on standard error. A rank leaves it to print_last or to torchrun(), or
+    torchrun's own report would bury it. If all ranks fail alike, rank 0 reports first, and torchrun
+    ends the others while they sleep."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(10)
+    if "RANK" in os.environ and os.environ.get("STAR_SAID"):
+        with contextlib.suppress(OSError), open(os.environ["STAR_SAID"], "a") as file:
+            file.write(f"{text}\n")
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        print_last(text, os.getppid())
+    elif code == 1:
+        raise SystemExit(text) from None
+    else:
+        print(text, file=sys.stderr)
+    raise SystemExit(code) from None
+
+
+def print_last(text, pid):
+    """Print a line as soon as the process `pid` has ended."""
+    program = ("import contextlib, os, select, sys\n"
+               "with contextlib.suppress(OSError):\n"
+               "    ended = select.poll()\n"
+               "    ended.register(os.pidfd_open(int(sys.argv[1])))\n"
+               "    ended.poll()\n"
+               "print(sys.argv[2], file=sys.stderr)")
+    # a session of its own: torchrun ends the rank's whole process group
+    subprocess.Popen([sys.executable, "-ISc", program, str(pid), text], start_new_session=True,
+                     stdout=subprocess.DEVNULL)
+
+
+def report_missing_module(kind, error, traceback):
+    """A sys.excepthook: programs of ours that are started without .venv name the line to type."""
+    if issubclass(kind, KeyboardInterrupt):  # while modules are loaded; later, run() says it
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+    elif issubclass(kind, ModuleNotFoundError):
+        print(f"{Path(sys.argv[0]).name}: {error}. Type `. .venv/bin/activate` first, or `bash "
+              "run.sh test`, which makes .venv", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+sys.excepthook = report_missing_module
 
 
 def one_line(error):
@@ -108,7 +155,8 @@ def one_line(error):
         path, fix = error.filename, FIXES.get(error.errno)
         problem = error.strerror if path is None else f"{path}: {error.strerror}"
         return f"{problem}; {fix}" if fix else problem
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return text if len(text) < 1000 else f"{text[:500]} ... (STAR_TRACEBACK=1 shows the rest)"
 
 
 def drop_output():
@@ -117,19 +165,6 @@ def drop_output():
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def report_to_torchelastic(text):
-    """Leave the error line in the file that torchrun reads. If all ranks fail alike, rank 0 reports
-    first, and torchrun ends the others while they sleep."""
-    if os.environ["RANK"] != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3)
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # the disk may be full
-            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 @contextlib.contextmanager
@@ -149,11 +184,21 @@ def errors_name(path):
 class Parser(argparse.ArgumentParser):
     """A parser that reports a wrong flag in one line instead of printing the usage."""
 
+    def __init__(self, prog=None, **words):
+        spec = sys.modules["__main__"].__spec__
+        if prog is None and spec and spec.origin == sys.argv[0]:  # as Python 3.14 does by itself
+            prog = f"python -m {spec.name.removesuffix('.__main__')}"
+        super().__init__(prog=prog, **words)
+
     def error(self, message):
-        text = f"{self.prog}: {message} ({self.prog} --help lists the flags)"
-        if "RANK" in os.environ:
-            report_to_torchelastic(text)
-        self.exit(2, f"{text}\n")
+        end(f"{self.prog}: {message} ({self.prog} --help lists the flags)", 2)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """A shell leaves the ~ of --out=~/x, and of any quoted path, as it is."""
+        words = sys.argv[1:] if args is None else args
+        words = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda found: (found[1] or "") + str(Path.home()),
+                        word) for word in words]
+        return super().parse_known_args(words, namespace)
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -180,6 +225,7 @@ def bounded(kind, least, most=math.inf, above=None):
 
 
 COUNT, NATURAL = bounded(int, 1), bounded(int, 0)  # from 1, from 0
+SEED = bounded(int, 0, 2**32 - 1)  # what NumPy, and so vLLM, takes
 SHARE, AMOUNT, POSITIVE = bounded(float, 0, 1), bounded(float, 0), bounded(float, 0, above=0)
 PART, PORT = bounded(float, 0, 1, above=0), bounded(int, 0, 65535)
 
@@ -204,8 +250,9 @@ def endpoint(text):
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def lock_folder(out, name=".writer"):
+def lock_folder(out, name=".writer", what=None):
     """Make this process (rank 0) the only writer of the folder `out`; SystemExit if one is there.
+    what: the file in it that is meant, for the message.
 
     The kernel releases the record lock whenever the process ends, and no child inherits it.
     """
@@ -219,8 +266,8 @@ def lock_folder(out, name=".writer"):
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             who = os.read(lock, 200).decode(errors="replace").strip() or "of another user"
-            raise SystemExit(f"another run ({who}) is writing to {out}: wait for it, stop it, or "
-                             "choose another --out") from None
+            raise SystemExit(f"another run ({who}) is writing to {what or out}: wait for it, stop "
+                             "it, or choose another --out") from None
         except OSError:  # some cluster file systems have no locks: run without one
             return
         # if the previous writer ended just now, it has removed the file that we locked
@@ -245,7 +292,7 @@ def lock_file(path):
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    lock_folder(path.parent, f".{path.name}.writer")
+    lock_folder(path.parent, f".{path.name}.writer", path)
 
 
 def die_with_parent():
@@ -269,6 +316,75 @@ def die_with_parent():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def run_ranks(main, flags):
+    """Run a stage's main as a rank of torchrun. `python grpo.py` without torchrun starts it, with a
+    rank per GPU, or one on a CPU.
+
+    flags: called first, because a wrong flag, or --help, needs no ranks.
+    """
+    if "RANK" in os.environ:
+        run(sys.argv[0], main)
+        return
+    import torch
+
+    ranks = str(max(1, torch.cuda.device_count()))
+    os.environ["WORLD_SIZE"] = ranks
+    flags()
+    del os.environ["WORLD_SIZE"]
+    # after SIGTERM ranks save at the end of their update; torchrun's own patience is 30 s
+    words = ["--standalone", "--shutdown-timeout", "3600", "--nproc_per_node", ranks]
+    run(sys.argv[0], torchrun, [*words, *sys.argv])
+
+
+def torchrun(words):
+    """PyTorch's torchrun, whose failures end in one line instead of a report of 35. With STAR_SAID,
+    a file, the line is left there for the caller; run.sh does this."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    for name in [*logging.root.manager.loggerDict]:  # each of them has a level of its own
+        if name.startswith("torch.distributed."):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    given = os.environ.get("STAR_SAID")
+    with tempfile.NamedTemporaryFile("r") as temporary:
+        os.environ["STAR_SAID"] = said = given or temporary.name
+        try:
+            main(words)
+            return
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            code, why = failure.exitcode, f"rank {rank} failed, see above"
+            if code < 0:
+                code, why = 128 - code, f"rank {rank} was killed by {signal.Signals(-code).name}"
+        except SignalException as error:
+            code, why = 128 + error.sigval, f"stopped by {signal.Signals(error.sigval).name}"
+        lines = Path(said).read_text().splitlines() if Path(said).exists() else []
+    if not lines and given:
+        Path(said).write_text(why)
+    elif not given:
+        print(lines[0] if lines else why, file=sys.stderr)
+    raise SystemExit(code)
+
+
+def prepare_op(cuda=False):
+    """Wait for builds of DeepSpeed's ops. On a CPU it compiles one, once: say so, and name a
+    missing compiler."""
+    venv = os.access(sys.prefix, os.W_OK) and sys.prefix
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR",
+                          f"{venv or Path.home() / '.cache' / 'star'}/extensions")
+    wait_for_builds()
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "deepspeed_shm_comm"
+    if cuda or (folder / f"{folder.name}.so").exists():
+        return
+    compiler = os.environ.get("CXX", "c++")
+    if not shutil.which(compiler):
+        raise SystemExit(f"DeepSpeed compiles an op with {compiler}, which is missing; on Debian: "
+                         "apt install g++")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("compiling DeepSpeed's op, once: about a minute", file=sys.stderr, flush=True)
+
+
 def watch_sigterm():
     """-> interrupted(device): whether any rank has received SIGTERM, so that all save and leave.
 
@@ -286,6 +402,44 @@ def watch_sigterm():
         dist.all_reduce(flag, dist.ReduceOp.MAX)  # every rank must call this
         return bool(flag)
     return interrupted
+
+
+def wait_for_builds(needed="deepspeed_shm_comm"):
+    """Wait while another process compiles the extension of PyTorch that is `needed`. At the lock of
+    a killed process PyTorch would wait forever: it is removed."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    for lock in [*Path(root).glob("*/lock"), *Path(root).glob("*/*/lock")]:
+        told = False
+        while is_held(lock):
+            if not told:
+                say(f"another process is compiling {lock.parent}")
+            told = True
+            if lock.parent.name != needed:
+                break
+            time.sleep(1)
+        else:
+            if lock.exists():
+                say(f"{lock} was left by a killed process: removing it")
+                lock.unlink(missing_ok=True)
+
+
+def is_held(lock):
+    """Whether a process has this build lock open. A process of another machine cannot be seen: it
+    may hold a lock that is younger than a minute."""
+    with contextlib.suppress(FileNotFoundError):
+        if time.time() - lock.stat().st_mtime < 60:
+            return True
+        for file in Path("/proc").glob("[0-9]*/fd/*"):
+            with contextlib.suppress(OSError):
+                if file.samefile(lock):
+                    return True
+    return False
+
+
+def say(text):
+    """Print a line once, not on every rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
 
 
 @contextlib.contextmanager
@@ -315,12 +469,12 @@ class Lines:
         """Each line is flushed when it is written."""
 
 
-def progress(rows, name, total, initial=0, unit="it"):
-    """A tqdm bar; in a file or a pipe, one line every half minute."""
+def progress(rows, name, total, initial=0, unit="it", leave=True):
+    """A tqdm bar; in a file or a pipe, one line every half minute. leave: show it at its end."""
     from tqdm import tqdm
 
     sparse = {"file": Lines(), "mininterval": 30, "delay": 5, "ncols": 100}
-    return tqdm(rows, name, total, initial=initial, unit=unit,
+    return tqdm(rows, name, total, leave, initial=initial, unit=unit,
                 **{} if sys.stderr.isatty() else sparse)
 
 
@@ -340,16 +494,30 @@ def read_jsonl(path, torn=False):
                 if torn and not line.endswith(b"\n"):
                     break
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); "
-                                 "fix or delete the line") from None
+                                 f"{json_fix(line, number)}") from None
     return rows
+
+
+def json_fix(line, number):
+    """What to do about a line that is not JSON, by the look of a file's first one."""
+    if number == 1 and line.startswith(b"\x1f\x8b"):
+        return "the file is compressed: gunzip it"
+    if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "the file is UTF-16: save it as UTF-8"
+    if number == 1 and line.strip() in (b"[", b"{"):
+        return "the JSON spans lines, but a record is one line: jq -c '.[]' rewrites an array"
+    return "fix or delete the line"
+
+
+FIRST_KEYS = (b'{"id": ', b'{"task": ', b'{"play": ')  # how the records that are appended begin
 
 
 def recover_jsonl(path, check=None):
     """The records that a killed run left, [] without a file. Only for the writer of the file, which
     holds its lock: this completes the last line or cuts it off, so that the next one can follow.
 
-    check(rows) raises ValueError if they are not the caller's. Then, and where no line is a record,
-    the file is somebody else's and stays as it is.
+    check(rows) raises ValueError if they are not the caller's. Then, and if a line is not a record
+    or the last one cannot be the beginning of one, the file is somebody else's and stays as it is.
     """
     if not Path(path).exists():
         return []
@@ -358,16 +526,20 @@ def recover_jsonl(path, check=None):
     tail = text[end:]
     if check:  # first: it can name the record and the fix
         check(rows)
-    like_records = all(isinstance(row, dict) for row in rows) and (end or tail[:1] in (b"", b"{"))
-    if not like_records:
+    try:
+        json.loads(tail)
+        cut = False
+    except (ValueError, RecursionError):
+        cut = bool(tail)
+    begins = any(tail.startswith(key) or key.startswith(tail) for key in FIRST_KEYS)
+    if cut and not begins or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path}: not a file of records; choose another --out")
     with open(path, "rb+") as file:
-        try:
-            json.loads(tail)
+        if cut:
+            file.truncate(end)
+        elif tail:
             file.seek(0, os.SEEK_END)
             file.write(b"\n")  # an editor may leave out the last newline
-        except (ValueError, RecursionError):
-            file.truncate(end)
     return rows
 
 
@@ -381,6 +553,16 @@ def write_jsonl(path, rows):
     """Write a whole file of records."""
     with replacing(path) as out:
         out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_own(path, rows):
+    """Write a whole file of records, unless there is a file of other content."""
+    path = Path(path)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if path.exists() and path.read_bytes() != text.encode(errors="replace"):
+        raise ValueError(f"{path} exists and holds something else: choose another --out, or remove "
+                         "it")
+    write_text(path, text)
 
 
 def write_text(path, text):
@@ -442,59 +624,112 @@ def stable_draw(text):
 #      end           before O            after O
 #
 # Training and play append tokens and never render a conversation again. So a template must put the
-# same text around every observation and must not change earlier turns. Any other template is
-# refused with the reason: the policy would be trained on a format in which nobody plays it.
+# same text around every observation, must keep the thoughts of earlier replies, and must not change
+# earlier turns. Any other template is refused with the reason: the policy would be trained on a
+# format in which nobody plays it.
 
-SYSTEM, QUERY, REPLIES = "probe of a system turn", "probe of a query", ("first probe", "next probe")
-THOUGHT, ACT = "probe of a thought", "probe of an act"
-OBSERVATIONS = tuple(f"<tool_response>\n{n} probe of a tool</tool_response>" for n in (1, 2))
-OPENED = "<think>\n"  # some templates open the reply's thought; our replies do that themselves
+SYSTEM, QUERY = "probe of a system turn", "probe of a query"
+THOUGHTS, ACTS = ("first thought", "next thought"), ("first probe", "next probe")
+TAGS = {"<think>", "</think>", "<tool_response>", "</tool_response>"}  # ours, and tokens of some
+OBSERVATIONS = tuple(f"<tool_response>\n{n} probe of a tool\n</tool_response>" for n in (1, 2))
+# a thought, opened or empty, that some templates put into the prompt; our replies begin before it
+OPENED = re.compile(r"<think>\s*(</think>\s*)?$")
+DATE = time.strptime("2024-07-26", "%Y-%m-%d")  # for templates that print today's date
 
 
 class Template:
     """A tokenizer, and its chat template taken apart at the borders between turns.
 
     end: the id that replies are taught to end with; ends: all ids that end one, the model's too.
+    role: of observations.
     """
 
     def __init__(self, tokenizer, path, stops=()):
-        self.tokenizer, self.path = tokenizer, path
+        self.tokenizer, self.path, self.stops = tokenizer, path, stops
         if tokenizer.eos_token_id is None:
             self.refuse("its tokenizer has no end token (eos_token)")
         if not tokenizer.chat_template:
             self.refuse("its tokenizer has no chat template")
-        talk = [("system", SYSTEM), ("user", QUERY), ("assistant", REPLIES[0]),
-                ("user", OBSERVATIONS[0]), ("assistant", REPLIES[1]), ("user", OBSERVATIONS[1])]
+        try:
+            self.take_apart("user")
+        except ValueError as error:
+            # some templates drop the thoughts before each user turn, but not before a tool's
+            with contextlib.suppress(ValueError):
+                self.take_apart("tool")
+                return
+            raise error from None
+
+    def take_apart(self, role):
+        """Find the text around observations, which take this role; ValueError if it varies."""
+        replies = [f"<think>\n{thought}\n</think>\n\n{act}"
+                   for thought, act in zip(THOUGHTS, ACTS, strict=True)]
+        talk = [("system", SYSTEM), ("user", QUERY), ("assistant", replies[0]),
+                (role, OBSERVATIONS[0]), ("assistant", replies[1]), (role, OBSERVATIONS[1])]
         whole = self.render(talk)
-        cuts = []
-        for _, content in talk:
-            if whole.count(content) != 1:
-                self.refuse(f"its chat template renders {content!r} {whole.count(content)} times")
-            cuts.append(whole.index(content))
-        if cuts != sorted(cuts):
-            self.refuse("its chat template changes the order of the turns")
-        pieces = [whole[start + len(content):stop] for start, stop, (_, content)
-                  in zip(cuts, [*cuts[1:], None], talk, strict=True)]
-        _, opening, before, after, again, last = pieces
-        if before != again or len({opening, after, last.removesuffix(OPENED)}) > 1:
-            self.refuse("its chat template frames some turns differently from others")
-        if self.render(talk[:2]).removesuffix(OPENED) != whole[:cuts[2]]:
+        query, first, observed, second, last = self.spans(whole)
+        before, again = whole[first[1]:observed[0]], whole[second[1]:last[0]]
+        after, final = whole[observed[1]:second[0]], whole[last[1]:]
+        # templates such as GLM's leave the blank between role and reply to the model
+        self.lead = whole[:first[0]].removeprefix(self.opened(self.render(talk[:2])))
+        earlier = [self.opened(self.render(talk[:n])) + self.lead for n in (2, 4)]
+        same = before == again
+        if same and (self.lead.strip() or earlier != [whole[:first[0]], whole[:second[0]]]):
             self.refuse("its chat template changes earlier turns when new ones come")
-        thought = "assistant", f"<think>{THOUGHT}</think>\n{ACT}"
-        thinks = self.render([*talk[:2], thought, talk[3]])
-        if not 0 < thinks.find(THOUGHT) < thinks.find(ACT):
-            self.refuse("its chat template strips thoughts from earlier replies")
-        marks = {mark.content: id for id, mark in tokenizer.added_tokens_decoder.items()}
+        if not same or after != self.opened(final) + self.lead:
+            self.refuse("its chat template frames some turns differently from others")
+        self.find_end(before)
+        self.before, self.after = before.removeprefix(self.end_text), after
+        self.role = role
+        self.find_anchor(whole, [whole[slice(*first)], whole[slice(*second)]])
+        if self.before.endswith("<tool_response>\n"):  # observations bring these tags themselves
+            self.before = self.before.removesuffix("<tool_response>\n")
+            self.after = self.after.removeprefix("\n</tool_response>")
+
+    def spans(self, whole):
+        """Where the query, the replies and the observations stand: [start, end] of each, in order.
+        A reply starts with its thought."""
+        texts = [SYSTEM, QUERY, ACTS[0], OBSERVATIONS[0], ACTS[1], OBSERVATIONS[1]]
+        for text in texts:
+            if whole.count(text) != 1:
+                self.refuse(f"its chat template renders {text!r} {whole.count(text)} times")
+        found = [[whole.index(text), whole.index(text) + len(text)] for text in texts]
+        if found != sorted(found):
+            self.refuse("its chat template changes the order of the turns")
+        for thought, before, reply in zip(THOUGHTS, found[1::2], found[2::2], strict=False):
+            if thought not in whole[before[1]:reply[0]]:
+                self.refuse("its chat template strips thoughts from earlier replies")
+            reply[0] = whole.rfind("<think>", before[1], whole.index(thought))
+            if reply[0] < 0:
+                self.refuse("its chat template takes the <think> tags from earlier replies")
+        return found[1:]
+
+    def find_end(self, before):
+        """Set the token that ends a reply, and what is escaped in texts of others."""
+        marks = {mark.content: id for id, mark in self.tokenizer.added_tokens_decoder.items()}
         found = max((mark for mark in marks if before.startswith(mark)), key=len, default=None)
         if found is None:
             self.refuse(f"its chat template ends a reply with {before[:20]!r}, which is no token")
         self.end, self.end_text = marks[found], found
-        # special tokens are escaped in observations: no page or program may end or open a turn
-        special = [mark.content for mark in tokenizer.added_tokens_decoder.values() if mark.special]
-        literals = "|".join(re.escape(text[1:]) for text in {found, *special} if text[0] == "<")
-        self.forged = re.compile(f"<(?={literals or '$^'})")
-        self.before, self.after = before.removeprefix(found), after
-        self.ends = {self.end, tokenizer.eos_token_id, *stops}
+        self.ends = {self.end, self.tokenizer.eos_token_id, *self.stops}
+        # special tokens are escaped: no query, page or program may end or open a turn
+        special = {mark.content for mark in self.tokenizer.added_tokens_decoder.values()
+                   if mark.special and mark.content.strip()} - TAGS | {found}
+        self.forged = re.compile("|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})"
+                                          for text in sorted(special)))
+
+    def find_anchor(self, whole, replies):
+        """Set the text before which a reply has the tokens that it has in a conversation: nothing,
+        or for tokenizers that begin each text with a blank, an end token or the turn's opening."""
+        ids = self.ids_of(self.opened(whole) + self.lead)
+        for anchor in ("", self.end_text, self.after):
+            self.anchor = anchor
+            laid = self.ids_of(whole[:whole.index(replies[0])])
+            for reply, observation in zip(replies, OBSERVATIONS, strict=True):
+                laid += [*self.encode(reply), self.end]
+                laid += self.between({"role": "user", "content": observation})
+            if laid == ids:
+                return
+        self.refuse("its tokenizer joins tokens across the border between two turns")
 
     def refuse(self, why):
         raise ValueError(f"{self.path}: {why}; copy the folder and give the copy a "
@@ -503,37 +738,55 @@ class Template:
     def render(self, talk):
         return self.text([{"role": role, "content": content} for role, content in talk])
 
+    @staticmethod
+    def opened(text):
+        """The text without a thought that the template has opened at its end."""
+        return OPENED.sub("", text)
+
     def text(self, messages):
         """The conversation as text, up to where the model's next reply begins."""
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False,
-                                                      add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True,
+                strftime_now=lambda form: time.strftime(form, DATE))
         except TemplateError as error:
             self.refuse(f"its chat template refuses a {messages[0]['role']} turn ({error})")
 
-    def encode(self, text):
-        """The ids of this text alone, without special tokens around it."""
+    def ids_of(self, text):
+        """The ids of this text, without special tokens around it."""
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def encode(self, text):
+        """The ids of a reply, or a part of one, as it stands in a conversation."""
+        anchor, ids = self.ids_of(self.anchor), self.ids_of(self.anchor + text)
+        return ids[len(anchor):] if ids[:len(anchor)] == anchor else self.ids_of(text)
 
     def prompt(self, messages):
         """The ids up to where the model's reply begins. If the last message is the assistant's, the
         model continues it."""
         begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
-        turns = messages[:-1] if begun else messages
-        return self.encode(self.text(turns).removesuffix(OPENED)) + self.encode(begun)
+        turns = [message | {"content": self.escape(message["content"])}
+                 if message["role"] == "user" else message
+                 for message in (messages[:-1] if begun else messages)]
+        ids = self.ids_of(self.opened(self.text(turns)) + self.lead)
+        return ids + self.encode(begun) if begun else ids
+
+    def escape(self, text):
+        """The text with no special token in it."""
+        return self.forged.sub("‹", text)
 
     def between(self, message, closed=True):
         """The ids from the end of a reply to the beginning of the next, with `message` in between.
 
         closed: whether the reply brought its own end token; if not, the ids begin with one.
         """
-        content = self.forged.sub("‹", message["content"])
+        content = self.escape(message["content"])
         if message["role"] == "result":  # stands inside a reply, which continues after it
             return self.encode(content)
-        end = "" if closed else self.end_text
-        return self.encode(f"{end}{self.before}{content}{self.after}")
+        # some end tokens swallow the blank after them
+        return self.ids_of(f"{self.end_text}{self.before}{content}{self.after}")[int(closed):]
 
     def reply(self, ids):
         """The ids that a model sampled -> (text without its end token, whether it had one)."""
@@ -542,17 +795,31 @@ class Template:
 
 
 def is_talk(messages):
-    """Whether every message has a role and a text, and replies alternate with other turns from the
-    first reply on."""
-    roles = [message.get("role") for message in messages
-             if isinstance(message, dict) and isinstance(message.get("content"), str)]
-    first = roles.index("assistant") if "assistant" in roles else len(roles)
-    known = [("system", "user")] * first + [("assistant",), ("user", "result")] * len(roles)
-    return len(roles) == len(messages) and all(map(tuple.__contains__, known, roles))
+    """Whether the messages are a conversation."""
+    return not talk_fault(messages)
+
+
+def talk_fault(messages):
+    """What is wrong with a conversation, "" if nothing is: every message has a role and a text, and
+    replies alternate with other turns from the first reply on."""
+    expected, begun = ("system", "user"), False
+    for number, message in enumerate(messages, 1):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role is None or not isinstance(message.get("content"), str):
+            return f"message {number} is not a table of a 'role' and a text 'content'"
+        if role == "assistant" and not begun:
+            begun, expected = True, ("assistant",)
+        if role not in expected:
+            return f"message {number} has the role {role!r:.30}, not {' or '.join(expected)}"
+        if begun:
+            expected = ("user", "result") if role == "assistant" else ("assistant",)
+    return ""
 
 
 def load_template(path):
     """The Template of a folder or hub name; ValueError says why it cannot be used."""
+    # its report on a model's weights takes a screen; check_weights says the same in a line
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import AutoTokenizer, GenerationConfig
 
     check_model(path)
@@ -614,16 +881,28 @@ def engine_settings(max_context, concurrency, tp, gpu_memory):
                        "max_num_batched_tokens": max(max_context, 8192), "block_size": 32}
 
 
+def open_llm(path, **settings):
+    """vLLM's engine of a checkpoint. What its start raises becomes one line that names the path."""
+    if os.environ.get("RANK", "0") == "0":
+        print("starting vLLM: about a minute", file=sys.stderr, flush=True)
+    from vllm import LLM
+
+    try:
+        return LLM(str(path), **settings)
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError) as error:
+        raise ValueError(f"{path}: vLLM does not start: {type(error).__name__}: {error}"
+                         ) from error
+
+
 def load_engine(args, device):
     """A trainer's own vLLM engine, or with --tp this rank's part of one."""
     cuda = device.type == "cuda"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the cores too
     settings = engine_settings(args.context, args.concurrency, args.tp, args.gpu_memory)
-    from vllm import LLM
-
-    llm = LLM(args.model, **settings, seed=args.seed, enable_sleep_mode=cuda,
-              logprobs_mode="processed_logprobs",  # log pi at the sampling temperature
-              distributed_executor_backend="external_launcher")
+    llm = open_llm(args.model, **settings, seed=args.seed, enable_sleep_mode=cuda,
+                   logprobs_mode="processed_logprobs",  # log pi at the sampling temperature
+                   distributed_executor_backend="external_launcher")
     if cuda:
         llm.sleep(level=2)  # drop the weights: they are sent again before every play
     return llm
@@ -742,16 +1021,22 @@ def broadcast_in_tp(value):
 
 
 def shared_counter(name, n, args):
-    """Yield 0 .. n-1, each number to one engine only: whichever is free takes the next."""
+    """Yield 0 .. n-1, each number to one engine only: whichever is free takes the next. Rank 0
+    shows how far all of them are."""
     from torch.distributed import distributed_c10d
 
     store = distributed_c10d._get_default_store()
-    while True:
-        i = is_tp_leader(args) and store.add(name, 1) - 1
-        i = broadcast_in_tp(i) if args.tp > 1 else i
-        if i >= n:
-            return
-        yield i
+    shown = contextlib.nullcontext() if int(os.environ.get("RANK", 0)) else progress(
+        None, f"{name}, queries begun", n, unit="query", leave=False)
+    with shown as bar:
+        while True:
+            i = is_tp_leader(args) and store.add(name, 1) - 1
+            i = broadcast_in_tp(i) if args.tp > 1 else i
+            if i >= n:
+                return
+            if bar is not None:
+                bar.update(i + 1 - bar.n)
+            yield i
 
 
 # ------------------------------------------------------------------------------------ (7) endpoints
@@ -770,9 +1055,32 @@ def client_of(url, key, retries):
     """The openai package's client of an endpoint; threads may share it."""
     import openai
 
+    def tell(request):
+        if request.headers.get("x-stainless-retry-count") == "1" and retries > 2:
+            tell_retries(url, retries)
+
     # the environment's proxy leads to the internet, not to a server on the local network
-    web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"))
+    web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"),
+                                    event_hooks={"request": [tell]})
     return openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
+
+
+@lru_cache
+def tell_retries(url, retries):
+    """Print once that an endpoint does not answer: the openai package retries in silence."""
+    print(f"{url} does not answer; asking again, up to {retries} times per request",
+          file=sys.stderr, flush=True)
+
+
+def read_key(path):
+    """The API key in a file, None without one."""
+    if not path:
+        return None
+    with errors_name(path):
+        key = Path(path).read_text(encoding="utf-8").strip()
+    if not re.fullmatch(r"[!-~]+", key):
+        raise ValueError(f"{path}: not an API key, which is one line of ASCII without spaces")
+    return key
 
 
 class Reply(str):
@@ -849,17 +1157,24 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
 def check_model(path):
     """Check a model folder's config, tokenizer and weights; ValueError names the broken file."""
     folder = Path(path)
+    if folder.is_file():
+        raise ValueError(f"{path} is a file; name the folder that holds it")
     if not folder.is_dir():
-        if "=" in str(path):  # no name on the hub contains one
+        if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path)):  # as names on the hub are
             raise ValueError(f"{path} is not a folder; is the path right?")
-        return  # a name on the hub
+        return
     check_config(folder)
+    if (folder / "generation_config.json").exists():
+        read_json(folder / "generation_config.json")
     tokenizer = folder / "tokenizer.json"
-    if not tokenizer.exists() and not (folder / "tokenizer.model").exists():
+    others = [{"tokenizer.model"}, {"vocab.json", "merges.txt"}]
+    if not tokenizer.exists() and not any(all((folder / name).exists() for name in names)
+                                          for names in others):
         raise ValueError(f"{path} has no tokenizer; copy tokenizer.json and tokenizer_config.json "
                          "of its base model there")
-    if tokenizer.exists():
-        read_json(tokenizer)
+    if tokenizer.exists() and not read_json(tokenizer).keys() >= {"model", "added_tokens"}:
+        raise ValueError(f"{tokenizer} has no 'model' or no 'added_tokens'; copy or download it "
+                         "again")
     index = folder / "model.safetensors.index.json"
     if index.exists():
         shards = [folder / name for name in sorted({*read_json(index)["weight_map"].values()})]
@@ -877,8 +1192,12 @@ def check_model(path):
 
 def check_config(folder):
     """Check a model folder's config.json."""
-    if "model_type" not in read_json(folder / "config.json"):
+    config = read_json(folder / "config.json")
+    if "model_type" not in config:
         raise ValueError(f"{folder}/config.json has no 'model_type'; copy or download it again")
+    names = config.get("architectures") or []
+    if names and not re.search("CausalLM|LMHead|ConditionalGeneration", " ".join(map(str, names))):
+        raise ValueError(f"{folder} is a {names[0]}, not a causal language model")
 
 
 def read_json(path):
@@ -910,22 +1229,231 @@ def check_shard(path):
                          "again")
 
 
-def check_weights(lm, template):
-    """Refuse a loaded model that cannot take its tokenizer's ids, whose logits the loss could not
-    compute, or whose weights are not finite."""
+def check_values(path):
+    """Refuse a folder whose weights are not finite: vLLM would play it without a word."""
+    from safetensors import safe_open
+
+    for shard in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(shard, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                weight = file.get_tensor(name)
+                if weight.is_floating_point() and not weight.isfinite().all():
+                    raise ValueError(f"{shard}: {name} holds values that are not finite; copy or "
+                                     "download it again")
+
+
+def check_weights(lm, template, loaded):
+    """Refuse a model that cannot take its tokenizer's ids, whose logits the loss could not compute,
+    or whose weights are not finite, or not in its files: transformers draws these at random.
+
+    loaded: from_pretrained's loading info, with ignore_mismatched_sizes.
+    """
+    missing = sorted(loaded["missing_keys"])
+    if missing or loaded["mismatched_keys"]:
+        bad = [*missing, *(f"{name} in this shape" for name, *_ in loaded["mismatched_keys"])]
+        raise ValueError(f"{template.path}: its weights lack {bad[0]} ({len(bad)} tensors in all), "
+                         "which config.json asks for; copy or download both again")
     rows, tokens = lm.get_input_embeddings().num_embeddings, len(template.tokenizer)
     if tokens > rows:
         raise ValueError(f"{template.path}: its tokenizer has {tokens} tokens, its embedding "
                          f"{rows} rows: use the tokenizer that the model was saved with")
-    odd = [name for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
-           if getattr(lm.config, name, None) not in (None, 1)]
-    if odd or getattr(lm.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(f"{template.path}: its logits are more than a product with its head "
-                         f"({', '.join(odd) or 'bias'}), which is all that the stages compute")
     for name, weight in lm.named_parameters():
         if not weight.isfinite().all():
             raise ValueError(f"{template.path}: {name} holds values that are not finite; copy or "
                              "download it again")
+
+
+def use_flash_attention(lm):
+    """Switch to flash attention, compiled here or prebuilt (kernels) -> whether the model has it"""
+    from transformers.utils import is_flash_attn_2_available
+
+    if not is_flash_attn_2_available(kernels_fallback_ok=True):
+        say("no flash attention: flash-attn is not installed, and kernels cannot download one. "
+            "Attention is sdpa, rows are padded")
+        return False
+    before = lm.config._attn_implementation
+    try:
+        lm.set_attn_implementation("flash_attention_2")
+    except (ValueError, ImportError) as error:
+        say(f"no flash attention: {one_line(error)}. Attention is {before}, rows are padded")
+    return lm.config._attn_implementation != before
+
+
+def make_repeatable(lm):
+    """Turn off what makes two forwards of the same tokens differ (dropout, layer drop, the noise of
+    routers), and train every row of the embedding.
+
+    Evaluation mode does it, but for the layers that are recomputed in the backward pass: PyTorch
+    recomputes them in training mode only, so their own dropout is set to 0.
+    """
+    off = {name: value for name, value in lm.config.get_text_config().to_dict().items()
+           if re.search("drop|jitter", name) and isinstance(value, float) and value}
+    if off:
+        say(f"off while training: {', '.join(f'{name} {off[name]}' for name in sorted(off))}")
+    lm.eval()
+    for module in lm.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+            for name, value in vars(module).items():
+                if re.search("drop|jitter", name) and isinstance(value, float):
+                    setattr(module, name, 0.0)
+    # this row would get no gradient; in some models it is the token that ends a turn
+    lm.get_input_embeddings().padding_idx = None
+
+
+# Largest |dlogp| by which two forwards may differ that must agree, float32 and bfloat16; and by
+# which one packed sample may change another (of the same shape, so rounding does not count).
+ROUNDING = {"cpu": 1e-4, "cuda": 0.25}
+LEAK = {"cpu": 1e-5, "cuda": 1e-3}
+MEASURED = ("The first train to the coast leaves at nine.", "The last bus to the lake is full now.",
+            "It stops once.")
+
+
+def measured(lm, make_policy, collate, template, flash):
+    """Compare a few short forwards before anything is spent -> Policy, whether to pack rows
+
+    A model is refused if its log-probabilities are not what Policy computes, if they depend on
+    later tokens, or if they vary. Rows are packed with flash attention, if that changes nothing.
+    """
+    import torch
+
+    ids = [template.ids_of(text)[:8] for text in MEASURED]
+    texts = [types.SimpleNamespace(ids=row, mask=[0] + [1] * (len(row) - 1)) for row in ids]
+    device = next(lm.parameters()).device
+    try:
+        with torch.no_grad():
+            own = head_logps(lm, torch.tensor([ids[2]], device=device), template.path)
+            policy = make_policy(lm)
+            measure = Measure(policy, collate, device)
+            measure.check(own, *texts, template.path)
+            return policy, flash and measure.packs(*texts, template.path)
+    except (TypeError, AttributeError, IndexError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"{template.path}: a {type(lm).__name__} cannot be trained here, its "
+                         f"forward fails: {one_line(error)}") from error
+
+
+def head_logps(lm, ids, path):
+    """A model's own log-probabilities of a row of tokens. ValueError if its logits are more than a
+    product of its head and its last hidden states: scaled, capped, with a bias.
+
+    The product is made large once, because a cap changes small logits little.
+    """
+    import torch
+
+    head = lm.get_output_embeddings()
+    if head is None or lm.base_model is lm:
+        raise ValueError(f"{path}: a {type(lm).__name__} has no head of its own to train")
+    hidden = lm.base_model(input_ids=ids, use_cache=False)[0]
+    product = (hidden @ head.weight.T).float()
+    large = 1000 / product.abs().max().item()
+    bound = 0.01 * product.abs().max() if ids.is_cuda else 1e-5 * product.abs().max()
+    for factor in (1.0, large):
+        hook = head.register_forward_pre_hook(lambda _, inputs, by=factor: (inputs[0] * by,))
+        logits = lm(input_ids=ids, use_cache=False).logits.float()
+        hook.remove()
+        off = logits.shape != product.shape or (
+            logits / factor - product).abs().max() > bound
+        if off or getattr(head, "bias", None) is not None:
+            raise ValueError(f"{path}: its logits are more than a product with its head (scaled, "
+                             "capped or with a bias), which is all that the stages compute")
+    return torch.log_softmax(product[:, :-1], -1).gather(-1, ids[:, 1:, None]).flatten()
+
+
+class Measure:
+    """Forwards of a Policy on short samples, compared."""
+
+    def __init__(self, policy, collate, device):
+        self.policy, self.collate, self.device = policy, collate, device
+
+    def logps(self, samples, packed=False):
+        """The log-probabilities of the last sample's tokens."""
+        found = self.policy(*self.collate(samples, packed, self.device))[0]
+        return found[len(found) - sum(samples[-1].mask):]
+
+    def gap(self, one, other):
+        return (one - other).abs().max().item()
+
+    def check(self, own, one, other, last, path):
+        alone = self.logps([last])
+        bound = ROUNDING[self.device.type]
+        tails = [types.SimpleNamespace(ids=last.ids + tail.ids,
+                                       mask=last.mask + [0] * len(tail.ids))
+                 for tail in (one, other)]
+        name = type(self.policy.lm).__name__
+        if not self.gap(alone, own) <= bound:
+            raise ValueError(f"{path}: the log-probabilities of {name} are not those of its hidden "
+                             "states and its head, which the stages compute")
+        if not self.gap(*(self.logps([row]) for row in tails)) <= bound or not (
+                self.gap(alone, self.logps([one, last])) <= bound):
+            raise ValueError(f"{path}: in {name}, later tokens or padding change the "
+                             "log-probabilities of earlier ones: it is no causal language model")
+        if not self.gap(alone, self.logps([last])) <= bound:
+            raise ValueError(f"{path}: two forwards of {name} differ on the same tokens")
+
+    def packs(self, one, other, last, path):
+        """Whether samples in one row leave each other alone, told apart by their positions, or by
+        the borders that hybrid layers take."""
+        alone = self.logps([last])
+        for self.policy.borders in (False, True):
+            rows = [self.logps([first, last], packed=True) for first in (one, other)]
+            leak, gap = self.gap(*rows), self.gap(rows[0], alone)
+            if leak <= LEAK[self.device.type] and gap <= ROUNDING[self.device.type]:
+                return True
+        self.policy.borders = False
+        say(f"{path}: packed samples would change each other (log-probabilities by {leak:.1g}): "
+            "rows are padded")
+        return False
+
+
+def borders(positions):
+    """Where the samples of a packed row (1, T) begin and end, as hybrid layers (linear attention,
+    convolutions, Mamba) take it."""
+    import torch
+
+    first = positions[0] == 0
+    ends = torch.cat([first, first.new_ones(1)]).nonzero().flatten().int()
+    longest = ends.diff().max().item()
+    return {"seq_idx": (first.cumsum(0)[None] - 1).int(), "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def write_model(lm, template, state, folder):
+    """Write a plain HF folder. The flags of generation are carried over as they are: transformers
+    would refuse to save some that it has loaded."""
+    flags, lm.generation_config = lm.generation_config, type(lm.generation_config)()
+    try:
+        lm.save_pretrained(folder, state_dict=state)
+    finally:
+        lm.generation_config = flags
+    if flags is not None:
+        flags.to_json_file(Path(folder) / "generation_config.json", keys_to_pop=["compile_config"])
+    template.tokenizer.save_pretrained(folder)
+
+
+def check_saving(lm, template, out):
+    """Write all but the weights beside OUT and load it again, so that a model that cannot be saved
+    is refused before it is trained."""
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
+    if os.environ.get("RANK", "0") != "0":
+        return
+    name, weight = min(lm.named_parameters(), key=lambda pair: pair[1].numel())
+    part = Path(f"{out}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    disable_progress_bar()
+    try:
+        with errors_name(part):
+            part.parent.mkdir(parents=True, exist_ok=True)
+            write_model(lm, template, {name: weight.detach().cpu()}, part)
+            again = load_template(part)
+    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"{template.path} could not be saved after training: {one_line(error)}"
+                         ) from error
+    finally:
+        enable_progress_bar()
+        shutil.rmtree(part, ignore_errors=True)
+    if (again.ends, again.before, again.after) != (template.ends, template.before, template.after):
+        raise ValueError(f"{template.path}: its tokenizer changes when it is saved and loaded")
 
 
 def check_parameters(trainer, out, step):
@@ -1026,6 +1554,84 @@ def save_checkpoint(trainer, args, step, rank, last, waiting=()):
                  "continue")
 
 
+MAY_CHANGE = {"out", "resume", "steps", "epochs", "save_every", "val_every", "microscope",
+              "pack_tokens", "no_checkpointing", "gpu_memory", "concurrency", "world_flags"}
+CONTENTS = ("model", "data", "tasks", "val")  # flags of files, compared by what is in them
+
+
+def keep_settings(args):
+    """Keep a run's flags in OUT/settings.json. SystemExit if --resume would continue a run with
+    other flags, data or another model; those in MAY_CHANGE may change."""
+    file = Path(args.out) / "settings.json"
+    if os.environ.get("RANK", "0") != "0":
+        return
+    flags = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
+    flags |= {name: [path, digest(path)] for name in CONTENTS if (path := flags.get(name))}
+    flags = json.loads(json.dumps(flags, default=str))
+    if marks(args.out):
+        if not args.resume:
+            return  # restore refuses the run
+        before = read_json(file) if file.exists() else {}
+        changed = [describe_change(name, before[name], flags[name])
+                   for name in before.keys() & flags.keys() if differ(before[name], flags[name])]
+        if changed:
+            sys.exit(f"{args.out} was started with other settings: {'; '.join(sorted(changed))}. "
+                     "Resume it with the same ones, or choose another --out")
+        if before:
+            return
+    write_text(file, json.dumps(flags, indent=1) + "\n")
+
+
+def differ(before, now):
+    """Whether a flag's value has changed; files are compared by their contents if there are any."""
+    if isinstance(before, list) and isinstance(now, list) and before[-1] and now[-1]:
+        return before[-1] != now[-1]
+    return before != now
+
+
+def describe_change(name, before, now):
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(before, list) and isinstance(now, list):
+        if before[0] == now[0]:
+            return f"the contents of {flag} {now[0]} have changed"
+        before, now = before[0], now[0]
+    return f"{flag} was {before} and is {now}"
+
+
+def digest(path):
+    """A hash of a file, or of samples of the files of a model's folder; None for a hub name."""
+    path, found = Path(path), hashlib.sha256()
+    if path.is_file():
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    names = ("config.json", "generation_config.json", "tokenizer*", "*.jinja", "*.safetensors")
+    files = sorted({file for name in names for file in path.glob(name)})
+    for file in files:
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as opened:
+            for part in range(64):
+                opened.seek(size * part // 64)
+                found.update(opened.read(1 << 16))
+    return found.hexdigest() if files else None
+def report_end(args, key, following, rank):
+    """Rank 0 says what was written, how a number of the log went, and the next command."""
+    if rank == 0:
+        rows = [row[key] for row in read_jsonl(Path(args.out) / "log.jsonl") if key in row]
+        change = f"{key} went from {rows[0]:.3f} to {rows[-1]:.3f}" if rows else "no update"
+        print(f"{args.out}: the model after {len(rows)} updates; {change}. Next: {following}; "
+              f"python -m look.report {args.out}", flush=True)
+
+
+def warn_uniform(out, n=10):
+    """Say so if no group of the last n updates had two different rewards."""
+    rows = [row["uniform"] for row in read_jsonl(Path(out) / "log.jsonl") if "uniform" in row]
+    if len(rows) % n == 0 and rows[-n:] == [1.0] * n:
+        print(f"uniform was 1.00 for {n} updates: all plays of a query earn the same, so there is "
+              "nothing to learn from. Try easier tasks, a denser --reward or a higher "
+              "--temperature", flush=True)
+
+
 def restore(trainer, out, resume, rank):
     """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads."""
     step = newest_checkpoint(out, resume, rank)
@@ -1075,8 +1681,11 @@ def newest_checkpoint(out, resume, rank):
     import torch.distributed as dist
 
     folder, found = Path(out) / "checkpoints", marks(out)
-    if not resume and (found or any(log.stat().st_size for log in Path(out).glob("log.jsonl"))):
+    begun = found or any(log.stat().st_size for log in Path(out).glob("log.jsonl"))
+    if begun and not resume:
         sys.exit(f"{out} already holds a run: --resume continues it; or choose another --out")
+    if (Path(out) / "config.json").exists() and not begun:
+        sys.exit(f"{out} already holds a model, which was not trained there: choose another --out")
     dist.barrier()  # all ranks have looked before the log is created
     marked = {step for step, tag in checkpoint_folders(out).items() if (tag / "mark.json").exists()}
     for step in marked - {mark["step"] for mark in found}:
@@ -1190,6 +1799,10 @@ def load_world(env):
     except (ImportError, SyntaxError, OSError, AttributeError) as error:
         raise ValueError(f"--env {env}: {one_line(error)}; name travel, tools, or a module or file "
                          "with a function open_world(args)") from None
+    except (ArithmeticError, AssertionError, LookupError, NameError, RuntimeError, TypeError,
+            ValueError) as error:
+        raise WorldError(f"--env {env}: {type(error).__name__} while it is imported: {error}"
+                         ) from error
     if not hasattr(module, "open_world"):
         raise ValueError(f"--env {env}: it has no function open_world(args)")
     return module
@@ -1214,7 +1827,8 @@ def open_world(args):
     """The world of --env (docs/environment.md), whose members are checked when they are used."""
     try:
         world = load_world(args.env).open_world(args)
-    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError,
+            TypeError) as error:
         raise WorldError(f"--env {args.env}: open_world: {error!r}") from error
     return CheckedWorld(world, args.env)
 
@@ -1275,6 +1889,11 @@ class CheckedWorld:
                              "dictionary with an 'id'")
         return task
 
+    def prepare(self, episodes):
+        """Tell a world which episodes it will judge next, if it has use for that."""
+        if hasattr(self.world, "prepare"):
+            self.world.prepare(episodes)
+
     def episode(self, task, seed, args):
         with naming_world(f"--env {self.env}: episode", task):
             return self.world.episode(task, seed, args)
@@ -1295,6 +1914,10 @@ class CheckedWorld:
             value = strict if name == "strict" else score.get(name)
             if not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise WorldError(f"{where}: {name!r} is {value!r:.60}, not a finite number")
+        try:
+            json.dumps([plan, score])
+        except (TypeError, ValueError) as error:
+            raise WorldError(f"{where}: it cannot be written as JSON: {error}") from error
         return plan, score, strict
 
     def reward(self, score, kind):
@@ -1398,3 +2021,7 @@ def load_tasks(source, load, limit=None, split=None):
     if twice:
         raise ValueError(f"{path}: two tasks have the id {twice!r}, which must be unique")
     return tasks
+
+
+if __name__ == "__main__":  # python -m runtime WORDS, as torchrun WORDS
+    run("torchrun", torchrun, sys.argv[1:])

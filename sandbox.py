@@ -528,6 +528,8 @@ class Database:
 
     def __init__(self, folder):
         self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"{self.folder} is not a folder; {HELP}")
         sources = find_sources(self.folder)
         missing = [TABLES[name].file for name, path in sources.items() if path is None]
         if missing:

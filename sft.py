@@ -37,7 +37,7 @@ try:
     import torch.distributed as dist
 
     import runtime
-    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Help, Parser
+    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Parser
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. {Path(__file__).name} needs runtime.py beside it, and the packages "
              "of requirements.txt: type `. .venv/bin/activate`")
@@ -61,7 +61,7 @@ def flags():
     add("--warmup", type=SHARE, default=0.1, help="fraction of the updates, at the start, in which "
         "the learning rate rises linearly [1]")
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
-    add("--seed", type=NATURAL, default=0, help="seed of the order of the episodes")
+    add("--seed", type=SEED, default=0, help="seed of the order of the episodes")
     add = p.add_argument_group("memory (python -m look.memory sft plans it)").add_argument
     add("--cutoff", type=COUNT, default=20480, help="most tokens of an episode; longer ones are "
         "dropped [2]")
@@ -102,7 +102,9 @@ def render(messages, template):
         if is_reply:
             # a result stands within a reply, which continues after it: no end token yet
             continues = after and after["role"] == "result"
-            tokens = template.encode(message["content"]) + [template.end] * (not continues)
+            tokens = template.encode(message["content"])
+            ended = tokens[-1:] == [template.end]  # some data brings the end token
+            tokens += [template.end] * (not continues and not ended)
         else:
             tokens = template.between(message)
         rendered.ids.extend(tokens)
@@ -116,11 +118,18 @@ def load_samples(path, template, cutoff):
     samples, dropped = [], 0
     for line, episode in enumerate(runtime.read_jsonl(path), 1):
         messages = episode.get("messages") if isinstance(episode, dict) else None
-        talk = isinstance(messages, list) and runtime.is_talk(messages)
-        if not talk or not messages or messages[0]["role"] == "assistant":
-            sys.exit(f"{path}:{line}: no 'messages' list that starts with system and user and then "
-                     "alternates assistant with user or result; synth.py writes such episodes")
+        fault = "no list of 'messages'"
+        if isinstance(messages, list) and messages:
+            fault = runtime.talk_fault(messages)
+            if not fault and messages[0]["role"] == "assistant":
+                fault = "message 1 is a reply to nothing"
+        if fault:
+            sys.exit(f"{path}:{line}: {fault}. An episode begins with system and user, then "
+                     "assistant alternates with user or result; synth.py writes such episodes")
         sample = render(messages, template)
+        if episode.get("stop") in ("format", "context") and sample.mask[-1]:
+            sample.ids.pop()  # the last reply was cut off: nobody said its end token
+            sample.mask.pop()
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1
         else:
@@ -189,19 +198,23 @@ class Policy(torch.nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
+        self.borders = False  # whether its layers need to be told where packed samples begin
         # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
-        lm.lm_head.forward = self.head
+        lm.get_output_embeddings().forward = self.head
 
     def head(self, hidden, targets, temperature):
-        weight = self.lm.lm_head.weight  # (V, H)
+        weight = self.lm.get_output_embeddings().weight  # (V, H)
         chunk = max(1, min(1024, LOGITS // len(weight)))
         return ChunkedLogps.apply(hidden, weight, targets, temperature, chunk)
 
     def forward(self, ids, positions, keep, temperature=1.0):
         """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""
+        borders = runtime.borders(positions) if self.borders else {}
         # use_cache=False is needed: otherwise packed samples attend to each other under sdpa
-        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
-        return self.lm.lm_head(hidden[:, :-1][keep[:, 1:]], ids[:, 1:][keep[:, 1:]], temperature)
+        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False,
+                                    **borders)[0]
+        head, kept = self.lm.get_output_embeddings(), keep[:, 1:]
+        return head(hidden[:, :-1][kept], ids[:, 1:][kept], temperature)
 
 
 def collate(samples, packed, device):
@@ -284,10 +297,9 @@ def learning_rate(step, steps, args):
 
 def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun --standalone --nproc_per_node 1 {sys.argv[0]} ...")
     runtime.die_with_parent()
     cuda = bool(runtime.visible_gpus())
+    runtime.prepare_op(cuda)
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
@@ -314,19 +326,19 @@ def setup():
 def load(args, template, device):
     """Load --model, in bfloat16 on a GPU and float32 on a CPU -> Policy, whether to pack rows
 
-    Flash attention is used if it is installed; rows are packed only with it.
+    Rows are packed only with flash attention, and only if packing changes no log-probability.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import is_flash_attn_2_available
 
-    flash = is_flash_attn_2_available()
-    lm = AutoModelForCausalLM.from_pretrained(
+    lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        attn_implementation="flash_attention_2" if flash else "sdpa")
-    runtime.check_weights(lm, template)
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+    runtime.check_weights(lm, template, loaded)
+    runtime.check_saving(lm, template, args.out)
+    flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
-    lm.train()
-    return Policy(lm), flash
+    runtime.make_repeatable(lm)
+    return runtime.measured(lm.to(device), Policy, collate, template, flash)
 
 
 def recompute_layers(lm, share):
@@ -376,8 +388,7 @@ def save_model(trainer, template, out, rank):
              for name, tensor in full_weights(trainer)}
     if rank == 0:
         with runtime.new_model(out) as part:
-            trainer.module.lm.save_pretrained(part, state_dict=state)
-            template.tokenizer.save_pretrained(part)
+            runtime.write_model(trainer.module.lm, template, state, part)
     dist.barrier()
 
 
@@ -387,6 +398,7 @@ def main():
     args = flags()
     rank, ranks, device = setup()
     runtime.lock_folder(args.out)
+    runtime.keep_settings(args)
     # (1) render the episodes
     template = runtime.load_template(args.model)
     samples, dropped = load_samples(args.data, template, args.cutoff)
@@ -424,6 +436,7 @@ def main():
         runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
     runtime.check_parameters(trainer, args.out, steps)
     save_model(trainer, template, args.out, rank)
+    runtime.report_end(args, "loss", f"python grpo.py --model {args.out} --tasks TASKS", rank)
     dist.destroy_process_group()
 
 
@@ -438,4 +451,4 @@ def log(line, steps, out, rank):
 
 
 if __name__ == "__main__":
-    runtime.run(sys.argv[0], main)
+    runtime.run_ranks(main, flags)

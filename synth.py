@@ -237,9 +237,8 @@ def own_rows(path, kind, ids=""):
             task = row.get("task", row) if isinstance(row, dict) else None
             if not (isinstance(task, dict) and kind in row
                     and re.search(ids, str(task.get("id", "\0")))):
-                raise ValueError(f"{path}, record {number}: no row of this command, which would "
+                raise ValueError(f"{path}, record {number}: not a row of this command, which would "
                                  "continue there; choose another --out, or remove it")
-
     return runtime.recover_jsonl(path, check)
 
 
@@ -270,7 +269,8 @@ def tasks(args):
         raise ValueError(f"{args.out}: holds tasks that these flags do not ask for; choose another "
                          "--out, or remove it")
     index = last = int(kept[-1]["id"].rsplit("-", 1)[1]) + 1 if kept else 0
-    with runtime.workers(args.workers) as pool:
+    bar = runtime.progress(None, args.out, args.n, len(kept), "task")
+    with bar, runtime.workers(args.workers) as pool:
         while any(lack.values()):
             if index - last > 200_000:
                 raise ValueError(f"{args.out}: no new task in 200,000 draws, {lack} to go; lower "
@@ -280,10 +280,13 @@ def tasks(args):
             for task in pool.imap(partial(make_task, args), block, chunksize=16):
                 if task and take(task):
                     runtime.append_jsonl(args.out, task)
+                    bar.update()
                     last = index
             index += 1024
-    ratio = mean(row["tightness"]["ratio"] for row in runtime.recover_jsonl(args.out)) or 0
-    print(f"{args.n} tasks; the least cost is {ratio:.0%} of the budget on average")
+    ratio = mean(row["tightness"]["ratio"] for row in runtime.read_jsonl(args.out)) or 0
+    print(f"{args.out}: {args.n} tasks; the least cost is {ratio:.0%} of the budget on average. "
+          f"Next: python synth.py episodes --tasks {args.out} --out FILE, or python evaluate.py "
+          f"--tasks {args.out} --agent solver")
 
 
 # ---------------------------------------------------------------- queries
@@ -357,8 +360,8 @@ def endpoint_of(args, draw):
     """(name, generate) of an endpoint drawn at random, which is asked patiently: a run of days must
     not end for one bad hour."""
     url, name = random.Random(f"{args.seed}/{draw}").choice(args.endpoint)
-    key = Path(args.key).read_text().strip() if args.key else None
-    options = {"temperature": args.temperature, "max_tokens": 8192, "retries": 40, "api_key": key}
+    options = {"temperature": args.temperature, "max_tokens": 8192, "retries": 40,
+               "api_key": runtime.read_key(args.key)}
     return name, partial(runtime.chat, url, name, **options)
 
 
@@ -404,14 +407,17 @@ def complete(make, args):
         done[task["id"]] = task
         if keys.get(task["id"], key_of(task)) != key_of(task):
             raise ValueError(f"{args.out}: holds another task {task['id']!r}; choose another --out")
-    for row in make(args, [task for task in todo if task["id"] not in done]):
+    left = [task for task in todo if task["id"] not in done]
+    for row in runtime.progress(make(args, left), args.out, len(todo), len(todo) - len(left)):
         runtime.append_jsonl(refused if "refused" in row else args.out, row)
     order = {task["id"]: i for i, task in enumerate(todo)}
-    rows = runtime.recover_jsonl(args.out)
+    rows = own_rows(args.out, kind)
     rows.sort(key=lambda row: order.get(row.get("task", row)["id"], -1))
     runtime.write_jsonl(args.out, rows)
-    why = Counter(reason for row in runtime.recover_jsonl(refused) for reason in row["refused"])
-    print(f"{args.out}: {len(rows)} of {len(todo)}; refused: {dict(why.most_common(5))}")
+    why = Counter(reason for row in own_rows(refused, "refused") for reason in row["refused"])
+    wrong = f"; {refused} has the others: {dict(why.most_common(5))}" if why else ""
+    following = "synth.py episodes --tasks" if make is queries else "sft.py --data"
+    print(f"{args.out}: {len(rows)} of {len(todo)}{wrong}. Next: python {following} {args.out}")
 
 
 # ---------------------------------------------------------------- episodes
@@ -516,7 +522,9 @@ def convert(args):
     """Published tasks, TravelPlanner's or the STAR release's, in our form."""
     if Path(args.out).exists():
         raise ValueError(f"{args.out} exists; choose another --out, or remove it")
-    runtime.write_jsonl(args.out, runtime.load_tasks(args.tasks, load_task))
+    rows = runtime.load_tasks(args.tasks, load_task)
+    runtime.write_jsonl(args.out, rows)
+    print(f"{args.out}: {len(rows)} tasks")
 
 
 # ---------------------------------------------------------------- main

@@ -1,83 +1,97 @@
 """
-How many itineraries format_plan.parse_plan reads per second, and how long hostile texts take it.
+How well, how fast and how safely format_plan.py's rules read itineraries.
 
-    python bench/bench_format_plan.py [--database DIR] [--compare OTHER_format_plan.py]
-    python bench/bench_format_plan.py --mutants 100000        some minutes
+    python bench/bench_format_plan.py [--database DIR]     texts per second, hostile texts
+    python bench/bench_format_plan.py --mutants 100000     mutated texts and the slowest; minutes
+    python bench/bench_format_plan.py --human FILE --database DIR   successes read by style
 
-One process and one core: the 14 styles of tests/nl_styles.py and those of tests/styles.py, of
-several rounds the fastest, after a first round that fills the caches. --compare takes turns with
-another version of the file.
+One process and one core. The texts are solved plans in the styles of tests/styles.py; of several
+rounds the fastest counts. FILE is TravelPlanner's train split as jsonl, which has human plans.
 """
 import argparse
-import importlib.util
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-import nl_styles  # noqa: E402
 import styles  # noqa: E402
 
-import format_plan  # noqa: E402
+from format_plan import parse_plan  # noqa: E402
+from runtime import read_jsonl  # noqa: E402
 from sandbox import open_database  # noqa: E402
+from travel.constraints import score  # noqa: E402
+from travel.leaderboard import leaderboard_field  # noqa: E402
+from travel.world import load_task  # noqa: E402
 
 
-def seconds_of(reader, rows, database):
-    """Processor time that a reader takes for [(task, text)]."""
+def seconds_of(rows, database):
+    """Processor time for reading [(task, text)]."""
     start = time.process_time()
     for task, text in rows:
-        reader.parse_plan(text, task, database)
+        parse_plan(text, task, database)
     return time.process_time() - start
 
 
-def load_reader(path):
-    """The module in a file."""
-    spec = importlib.util.spec_from_file_location("other_format_plan", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def speed(args, database):
+    """Texts per second, and the time that each hostile text takes."""
+    plans = styles.solved(database, args.plans, "bench")
+    rows = [row[1:3] for row in styles.texts(database, plans, styles.STATED, "bench")]
+    seconds_of(rows, database)  # fills the caches
+    best = min(seconds_of(rows, database) for _ in range(args.rounds))
+    size = sum(len(text) for _, text in rows) / len(rows)
+    print(f"{len(rows) / best:,.0f} texts/s, of {size:,.0f} characters each")
+    for name, text in styles.HOSTILE.items():
+        seconds = seconds_of([({"org": "Nowhere"}, text)], database)
+        print(f"{name:20} {seconds:7.3f} s for {len(text):,} characters")
 
 
-def flags():
+def mutants(args, database):
+    """Read mutated texts: none may raise."""
+    rng, slowest, found = styles.random_of("mutants"), (0, ""), 0
+    plans = styles.solved(database, args.plans, "mutants")
+    texts = [row[1:3] for row in styles.texts(
+        database, plans, {**styles.STATED, **styles.FREE}, "mutants")]
+    for i in range(args.mutants):
+        task, text = texts[i % len(texts)]
+        text = styles.mutate(text, rng)
+        start = time.process_time()
+        found += parse_plan(text, task, database) is not None
+        slowest = max(slowest, (time.process_time() - start, text))
+    print(f"{args.mutants:,} mutated texts, a plan in {found:,}, none raised; the slowest took "
+          f"{1000 * slowest[0]:.1f} ms ({len(slowest[1]):,} characters)")
+
+
+def human(args, database):
+    """By style: how many human plans that succeed still do, and how many spoilt ones do."""
+    plans = []
+    for row in read_jsonl(args.human):
+        days = [{"day" if key == "days" else key: leaderboard_field(key, value)
+                 for key, value in day.items()} for day in row["annotated_plan"] if day]
+        plans.append((load_task(row), days))
+    good = [(task, plan) for task, plan in plans if score(task, plan, database)["success"]]
+    bad = styles.spoilt(database, plans, "bad") + styles.spoilt(database, plans, "bad too")
+    print(f"{'style':22} read, of {len(good)}   false, of {len(bad)} spoilt")
+    for name, style in {**styles.STATED, **styles.FREE}.items():
+        wins = [sum(score(task, parse_plan(text, task, database), database)["success"]
+                    for _, task, text, _ in styles.texts(database, each, {name: style}, "human"))
+                for each in (good, bad)]
+        left = "" if name in styles.STATED else "   left to the LLM formatter"
+        print(f"{name:22} {wins[0]:4.0f} {wins[1]:14.0f}{left}")
+
+
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--database", metavar="DIR", help="folder of tables (default: $STAR_DATABASE, else mini)")
-    add("--texts", type=int, default=140, help="itineraries in a round")
-    add("--rounds", type=int, default=20, help="rounds, of which the fastest counts")
-    add("--mutants", type=int, default=0, help="read so many mutated texts, which must not raise")
-    add("--compare", metavar="FILE", help="another version of format_plan.py to measure beside it")
-    return parser
-
-
-def main():
-    args = flags().parse_args()
-    database = open_database(args.database)
-    readers = {"this": format_plan}
-    if args.compare:
-        readers["other"] = load_reader(args.compare)
-    for source in (nl_styles, styles):
-        rows = [row[1:3] for row in source.examples(database, args.texts, "bench")]
-        times = {name: [] for name in readers}
-        for _ in range(args.rounds + 1):
-            for name, reader in readers.items():
-                times[name].append(seconds_of(reader, rows, database))
-        for name, seconds in times.items():
-            print(f"{name:12} {len(rows) / min(seconds[1:]):7,.0f} itineraries/s of "
-                  f"{source.__name__}.py")
-        if args.compare:
-            print(f"{'this/other':12} {min(times['other'][1:]) / min(times['this'][1:]):7.3f}")
-    rng, told = nl_styles.random_of("mutants"), 0
-    texts = styles.examples(database, 450 if args.mutants else 0, "mutants")
-    for i in range(args.mutants):
-        _, task, text, _, _ = texts[i % len(texts)]
-        told += format_plan.parse_plan(styles.mutate(text, rng), task, database) is not None
-    if args.mutants:
-        print(f"{args.mutants:,} mutated texts were read, a plan was found in {told:,}")
-    for name, text in nl_styles.HOSTILE.items():
-        seconds = seconds_of(format_plan, [({"org": "Nowhere"}, text)], database)
-        print(f"{name:12} {seconds:7.2f} s for {len(text):,} characters")
+    add("--plans", type=int, default=4, help="plans that are told in every style")
+    add("--rounds", type=int, default=10, help="rounds, of which the fastest counts")
+    add("--mutants", type=int, default=0, help="read so many mutated texts")
+    add("--human", metavar="FILE", help="tell the human plans of this file in every style")
+    args = parser.parse_args()
+    work = mutants if args.mutants else human if args.human else speed
+    work(args, open_database(args.database))
 
 
 if __name__ == "__main__":

@@ -153,24 +153,24 @@ row() {
     asked+=("$1=$2/qa/${3/grpo/rl}")
 }
 
-# success of a large model on 200 synthetic queries and on the published validation queries: alike,
-# if the synthetic ones are as hard [1]; large models have 128K tokens and 100 calls
+# success of a large model on 200 synthetic queries and on the published validation queries: it is
+# the same if the synthetic ones are as hard [1]. Large models have 128K tokens and 100 calls
 reliability() {
-    local url=${endpoints[0]%=*} name=${endpoints[0]##*=} set
+    local url=${endpoints[0]%=*} name=${endpoints[0]##*=} queries
     check_teachers
     draw_tasks reliability-tasks reliability --split all --n 200 --levels 1:1:1 --seed 9 \
         --prefix reliability
-    for set in synthetic validation; do
+    for queries in synthetic validation; do
         words=("${evaluate[@]}")
         change --model "llm=$name" --url "$url" ${ENDPOINT_KEY:+--key "$ENDPOINT_KEY"} \
-            --max-context 131072 --max-turns 100 --max-tokens 8192 --out "$OUT/reliability/$set"
-        if [[ $set == synthetic ]]; then
+            --max-context 131072 --max-turns 100 --max-tokens 8192 --out "$OUT/reliability/$queries"
+        if [[ $queries == synthetic ]]; then
             change --tasks "$DATA/reliability.jsonl"
         else
             change --tasks osunlp/TravelPlanner --split validation
         fi
-        stage "eval-$set" "$OUT/reliability/$set/table.md" "${words[@]}"
-        runs+=("$set=$OUT/reliability/$set/llm")
+        stage "eval-$queries" "$OUT/reliability/$queries/table.md" "${words[@]}"
+        runs+=("$queries=$OUT/reliability/$queries/llm")
     done
     beside=()
 }

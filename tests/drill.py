@@ -305,7 +305,7 @@ def drill_two(stages, references, folder):
     for pid in pids:  # it waits meanwhile, so that it does not end first
         os.kill(pid, signal.SIGSTOP)
     two = end(start(stage, out, folder / "two.txt"))
-    refused = two == 1 and "still writes to" in last_line(folder / "two.txt")
+    refused = two == 1 and "is writing to" in last_line(folder / "two.txt")
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     one, verdict = end(one), compare(out, references["sft"][0])

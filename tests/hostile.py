@@ -181,7 +181,7 @@ print("ESCAPED" if found else "held")
 """),
     ("secrets", "scratch of another call", FINE, """
 import os
-print("ESCAPED" if set(os.listdir("/tmp")) - {"program.py"} else "held", os.listdir("/tmp"))
+print("ESCAPED" if set(os.listdir("/jail")) - {"program.py"} else "held", os.listdir("/jail"))
 """),
     ("secrets", "state of another call", FINE, """
 import builtins, math, sys
@@ -222,7 +222,7 @@ os.mkdir("closed")
 os.mkdir("closed/inner")
 os.chmod("closed", 0)
 """),
-    ("files", "the scratch folder is shut", FINE, "import os\nos.chmod('/tmp', 0)"),
+    ("files", "the scratch folder is shut", FINE, "import os\nos.chmod('/jail', 0)"),
     ("files", "5,000 folders deep", FINE | KILLED,
      "import os\nfor _ in range(5000):\n    os.mkdir('d')\n    os.chdir('d')"),
     ("files", "devices and pipes", FINE, HEAD + """
@@ -237,7 +237,7 @@ attempt(os.listdir, "/dev/shm")
 attempt(os.listdir, "/run")
 """),
     ("files", "planted modules", FINE | ERROR, HEAD + """
-attempt(os.rename, "/cell.py", "/tmp/moved.py")
+attempt(os.rename, "/cell.py", "/jail/moved.py")
 for place in "/", os.path.dirname(os.__file__):
     attempt(write, f"{place}/sitecustomize.py")
 for name in "sitecustomize", "json", "ctypes", "numpy":
@@ -297,10 +297,10 @@ attempt(read, "/proc/kcore")
 for flag in 0x10000000, 0x20000, 0x20000000, 0x40000000:
     attempt(call, "unshare", flag)
 attempt(call, "setns", 0, 0)
-attempt(call, "mount", b"x", b"/tmp", b"tmpfs", 0, None)
+attempt(call, "mount", b"x", b"/jail", b"tmpfs", 0, None)
 attempt(call, "mount", b"/", b"/", None, 32, None)
-attempt(call, "umount2", b"/tmp", 2)
-attempt(os.chroot, "/tmp")
+attempt(call, "umount2", b"/jail", 2)
+attempt(os.chroot, "/jail")
 """),
     ("kernel", "dumpable, parent's death", FINE, HEAD + """
 attempt(call, "prctl", 4, 1)

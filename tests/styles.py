@@ -1,119 +1,197 @@
 """
-Itineraries as GPT, Claude, Qwen, Llama, DeepSeek and Gemini write them, with known plans, a third
-of the venues invented: nl_styles.py's plans in more than forty further styles.
+Itineraries in the styles of language models, with known plans, for tests/test_format_plan.py.
 
-A style is a table of forms: how a day is headed, and how a ride, a meal, the sights and a hotel
-are told; those that no table can hold are functions. Names that are invented look like names:
-some go on where a known one ends, some hold words that announce something else.
+STATED are variants of the format that database/prompts/system.txt states, which the rules must
+read. FREE are styles that are left to the LLM formatter: the rules may lose their plans, but may
+not make a good plan out of a spoilt one. TEST_SEED (default 0) in the environment changes what is
+drawn.
 
-    python tests/styles.py DATABASE STYLE     one example of a style, and its plan
+    python tests/styles.py DATABASE STYLE     one example of a style
 """
+import copy
+import datetime
 import functools
-import html
 import json
+import os
 import random
+import re
 import sys
+from pathlib import Path
 
-from nl_styles import MEALS, SLOTS, Writer, notes, random_of, random_plan, random_task, values_of
-
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from format_plan import FIELDS, MEALS, SLOTS, itinerary
 from sandbox import Database
+from travel.solver import solve
 
+TEST_SEED = os.environ.get("TEST_SEED", "0")
+TABLES = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
+          "accommodation": "hotels"}
 INVENTED = {  # {}: a name of the database, which the invented one is not
-    "restaurant": (
-        "The Velvet Lantern", "Juniper & Rye", "Casa Perdida", "Sr. Pepe's Hideaway",
-        "No. 9 Noodle Bar", "The Dinner Club", "Café Señor Zorro", "Ocean's 11 Grill",
-        "{} - Rooftop Annex", "{}: the Secret Cellar", "{} and Dragon Palace", "{} II", "New {}",
-        "The Breakfast Republic", "Dr. Vane's Kitchen", "Taxi Stand Tacos", "{} Express"),
-    "attraction": (
+    "restaurants": (
+        "The Velvet Lantern", "Juniper & Rye", "Sr. Pepe's Hideaway", "No. 9 Noodle Bar",
+        "The Dinner Club", "Café Señor Zorro", "{} - Rooftop Annex", "{}: the Secret Cellar",
+        "{} and Dragon Palace", "{} II", "New {}", "Taxi Stand Tacos", "{} Express", "The {}",
+        "{} (Upper Side)", "Same Old Diner", "{} Kitchen", "None Better Grill"),
+    "attractions": (
         "Museum of Lost Keys", "Old Mill Overlook", "St. Agnes Garden", "Mt. Hollow Lookout",
-        "Gallery of Modern Glass", "{} - West Wing", "{} Annex", "The Hidden {}", "Fort Nowhere",
-        "Valley Farm & Dinner Theatre", "{}: the Night Walk", "Ft. Ember State Park"),
-    "hotel": (
-        "Harborlight House", "Entire Room at a Cozy Cottage", "Private room in the Old Mill",
-        "{} by the Lake", "{} II", "Sunny Loft w/ Rooftop - Near Everything", "The Overnight Inn",
-        "Charming 2BR Apt with Parking!", "{} - Garden Suite", "Room 4 You, Near the Station")}
-TABLES = {**dict.fromkeys(MEALS, "restaurant"), "attraction": "attraction",
-          "accommodation": "hotel"}
-WORDS = ("One", "Two", "Three", "Four", "Five", "Six", "Seven")
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh")
-ICONS = dict(zip(SLOTS, "🥐📸🥗🍷🛏", strict=True))
-CLOCKS = dict(zip(SLOTS, ("8:00 AM", "10:00 AM", "12:30 PM", "7:00 PM", "9:30 PM"), strict=True))
+        "{} - West Wing", "{} Annex", "The Hidden {}", "Fort Nowhere", "{} at Night",
+        "Valley Farm & Dinner Theatre", "{}: the Night Walk", "Free {}"),
+    "hotels": (
+        "Harborlight House", "Entire Room at a Cozy Cottage", "{} by the Lake", "{} II",
+        "The Overnight Inn", "Same Day Suites", "{} - Garden Suite", "The {}", "{} Rooftop Annex",
+        "Room 4 You, Near the Station", "Sunny Loft w/ Rooftop - Near Everything")}
 
 
-def invent(plan, database, rng):
-    """Put an invented name in a third of a plan's places; returns those names with their places."""
-    made, spoilt = [], {}
-    for day in plan:
-        for slot in SLOTS:
-            values = []
-            for value in values_of(day, slot):
-                name, city = value.rsplit(", ", 1)
-                stay = slot == "accommodation" and value in spoilt  # one hotel, one name
-                if stay or slot == "accommodation" and rng.random() < 0.5 or rng.random() < 1 / 3:
-                    fresh = rng.choice(INVENTED[TABLES[slot]]).format(name)
-                    fresh = spoilt.setdefault(value, fresh) if slot == "accommodation" else fresh
-                    known = getattr(database, f"{TABLES[slot]}s")(city)
-                    if not any(fresh.lower() == row.name.strip().lower() for row in known):
-                        name = fresh
-                        made.append((day["day"], slot, f"{name}, {city}"))
-                values.append(f"{name}, {city}")
-            end = ";" if slot == "attraction" else ""
-            day[slot] = "".join(value + end for value in dict.fromkeys(values)) or "-"
+def random_of(purpose):
+    """The random numbers of one purpose."""
+    return random.Random(f"{TEST_SEED} {purpose}")
+
+
+# ---------------------------------------------------------------- plans
+def solved(database, count, purpose):
+    """[(task, plan)] of the exact solver for random tasks, which all succeed."""
+    rng, found = random_of(purpose), []
+    while len(found) < count:
+        days, org, dest = rng.choice((3, 3, 5)), *rng.sample(sorted(database.cities), 2)
+        start = datetime.date(2022, 3, rng.randint(1, 24))
+        task = {"id": str(len(found)), "query": "", "org": org, "days": days, "budget": 9_999,
+                "dest": dest if days == 3 else database.cities[dest], "people_number": 2,
+                "date": [str(start + datetime.timedelta(i)) for i in range(days)],
+                "visiting_city_number": days // 2, "local_constraint": {}, "level": "easy"}
+        plan = database.cities[org] != database.cities[dest] and solve(task, database)
+        if plan:
+            found.append((task, plan))
+    return found
+
+
+def values_of(day, slot):
+    """The venues of a slot, "Name, City" each."""
+    return [value for value in day[slot].split(";") if value and value != "-"] \
+        if slot == "attraction" else [day[slot]] * (day[slot] != "-")
+
+
+def spoil(plan, database, rng):
+    """Put invented names in the place of a third of a plan's, of one at least; returns those."""
+    made, stays = [], {}
+    places = [(day, slot) for day in plan for slot in SLOTS if day[slot] != "-"]
+    for day, slot in rng.sample(places, max(1, len(places) // 3)):
+        old, *rest = values_of(day, slot)
+        name, city = old.rsplit(", ", 1)
+        known = {row.name.strip().lower() for row in getattr(database, TABLES[slot])(city)}
+        forms = [form for form in INVENTED[TABLES[slot]] if form.format(name).lower() not in known]
+        fresh = f"{stays.setdefault(old, rng.choice(forms)).format(name)}, {city}"
+        made.append((day["day"], slot, fresh))
+        end = ";" if slot == "attraction" else ""
+        day[slot] = "".join(value + end for value in (fresh, *rest))
     return made
 
 
-# ---------------------------------------------------------------- forms
+# ---------------------------------------------------------------- pieces
 class Form(dict):
-    """What may stand in the braces of a form."""
+    """The words that may stand in the braces of a form."""
 
     def __missing__(self, key):
         raise KeyError(f"no {key!r} in a form; there are {sorted(self)}")
 
 
-def day_words(w, day):
-    start, end = w.ends(day)
-    n = day["day"]
-    return Form(
-        n=n, word=WORDS[n - 1], date=w.date(day), short=w.date(day, "%b %d"), title=w.title(day),
-        full=w.date(day, "%A, %B %d, %Y"), iso=w.task["date"][n - 1], start=start, end=end,
-        arrow=w.title(day).replace(" to ", " → "), current=day["current_city"],
-        nth="final" if n == w.task["days"] and n > 1 else ORDINALS[n - 1])
+class Writer:
+    """A plan's words for a style. A venue's city is written only if it is not the day's."""
+
+    def __init__(self, task, plan, database, rng):
+        self.task, self.plan, self.database, self.rng = task, plan, database, rng
+
+    def ends(self, day):
+        start, _, end = day["current_city"].removeprefix("from ").partition(" to ")
+        return start, end or start
+
+    def date(self, day, form="%B %d"):
+        date = datetime.date.fromisoformat(self.task["date"][day["day"] - 1])
+        return date.strftime(form).replace(" 0", " ")
+
+    def title(self, day):
+        start, end = self.ends(day)
+        return f"{start} to {end}" if start != end else end
+
+    def day_words(self, day):
+        start, end = self.ends(day)
+        return Form(n=day["day"], word=WORDS[day["day"] - 1], date=self.date(day), start=start,
+                    full=self.date(day, "%A, %B %d, %Y"), title=self.title(day), end=end,
+                    short=self.date(day, "%b %d"), current=day["current_city"],
+                    arrow=self.title(day).replace(" to ", " → "))
+
+    def ride_words(self, day):
+        text, (start, end) = day["transportation"], self.ends(day)
+        number = re.search(r"F\d+", text)
+        row = self.database.flight(number[0]) if number else None
+        road = self.database.distance(start, end)
+        mode = text.split(",")[0].split(" ")[0]
+        if row:
+            return Form(number=row.number, start=start, end=end, leaves=row.departure,
+                        lands=row.arrival, cost=row.price, mode="Flight", icon="✈️")
+        taxi = mode == "Taxi"
+        return Form(number="", start=start, end=end, duration=road.duration, mode=mode,
+                    cost=int(road.km * (1 if taxi else 0.05)), distance=road.distance,
+                    icon="🚕" if taxi else "🚗")
+
+    def venue_words(self, day, slot, value):
+        name, city = value.rsplit(", ", 1)
+        start, end = self.ends(day)
+        rows = getattr(self.database, TABLES[slot])(city)
+        row = next((row for row in rows if row.name.strip() == name), rows[0])
+        hotel = slot == "accommodation"
+        return Form(
+            name=name, city=city, full=value, slot=slot, Slot=slot.title(), letter=slot[0].upper(),
+            place=name if city == (start if end == self.task["org"] else end) else value,
+            icon=ICONS[slot], clock=CLOCKS[slot], state=self.database.cities.get(city, "Ohio"),
+            price=int(row.price) if hotel else getattr(row, "cost", 0),
+            cuisine=getattr(row, "cuisines", ""), room=getattr(row, "room_type", ""),
+            other=next(one.name.strip() for one in rows[::-1]
+                       if one.name.strip() != name and "~" not in one.name))
 
 
-def ride_words(w, day):
-    ride = w.ride(day)
-    return Form(ride._asdict(), mode={"Flight": "Flight", "Taxi": "Taxi"}.get(ride.mode, ride.mode),
-                number=ride.number or "", price=ride.cost,
-                icon={"Flight": "✈️", "Taxi": "🚕"}.get(ride.mode, "🚗"))
+WORDS = ("One", "Two", "Three", "Four", "Five", "Six", "Seven")
+ICONS = dict(zip(SLOTS, "🥐📸🥗🍷🛏", strict=True))
+CLOCKS = dict(zip(SLOTS, ("8:00 AM", "10:00 AM", "12:30 PM", "7:00 PM", "9:30 PM"), strict=True))
+NOTES = """
+### Cost Summary
+- Transportation: $240
+- Accommodation: {hotel} x 2 nights = $410
+- Meals: {meal} and others, $150
+| Day | Cost |
+|---|---|
+| 1 | $210 |
+**Total: $800**, well within the budget.
+
+**Key highlights**
+- Dinner at {meal} is a favourite of ours
+- Accommodation: {hotel}, for comfort
+Note: Day 1 starts early. Prices are per person. Enjoy your trip!"""
 
 
-def venue_words(w, day, slot, value):
-    name, city = value.rsplit(", ", 1)
-    kinds, cost = w.cuisine(value)
-    price, room, nights = w.night(value)
-    return Form(
-        name=name, city=city, place=w.place(day, value), full=value, slot=slot, Slot=slot.title(),
-        cuisine=kinds, price=price if slot == "accommodation" else cost, room=room, nights=nights,
-        state=w.database.cities.get(city, "Ohio"), icon=ICONS[slot], clock=CLOCKS[slot])
+def notes(w):
+    """What models add after the last day: tables and remarks that repeat names."""
+    names = {kind: next((value.rsplit(", ", 1)[0] for day in w.plan for slot in slots
+                         for value in values_of(day, slot)), "Somewhere")
+             for kind, slots in (("meal", MEALS), ("hotel", ("accommodation",)))}
+    return NOTES.format(**names)
 
 
 def tell(w, form):
-    """A plan in a form: a table with head, flight, road, meal, sight(s), hotel, none, foot."""
+    """A plan in a form: a table of head, flight, road, meal, sight(s), hotel, none, foot."""
     blocks = [form["top"]] if "top" in form else []
     for day in w.plan:
-        words = day_words(w, day)
-        lines = [form["head"].format_map(words)]
+        lines = [form["head"].format_map(w.day_words(day))]
         if day["transportation"] != "-":
-            ride = ride_words(w, day)
+            ride = w.ride_words(day)
             lines.append(form["flight" if ride["number"] else "road"].format_map(ride))
         elif "no_ride" in form:
             lines.append(form["no_ride"])
-        for slot in form.get("order", SLOTS):
-            values = [venue_words(w, day, slot, value) for value in values_of(day, slot)]
+        for slot in SLOTS:
+            values = [w.venue_words(day, slot, value) for value in values_of(day, slot)]
             kind = {"attraction": "sight", "accommodation": "hotel"}.get(slot, "meal")
             if values and "sights" in form and slot == "attraction":
-                joint = form.get("joint", "; ")
-                sights = joint.join(form.get("each", "{place}").format_map(v) for v in values)
+                sights = form.get("joint", "; ").join(
+                    form["each"].format_map(value) for value in values)
                 lines.append(form["sights"].format(sights=sights))
             elif values:
                 lines += [form[kind].format_map(value) for value in values]
@@ -125,408 +203,416 @@ def tell(w, form):
     return form.get("between", "\n\n").join(blocks) + form.get("foot", "")
 
 
-FIELDS = {  # what most forms share
+# ---------------------------------------------------------------- forms
+FIELDS_FORM = {  # TravelPlanner's own lines
+    "head": "Day {n}:\nCurrent City: {current}",
     "flight": "Transportation: Flight Number: {number}, from {start} to {end}, Departure Time: "
               "{leaves}, Arrival Time: {lands}",
     "road": "Transportation: {mode}, from {start} to {end}, duration: {duration}, distance: "
             "{distance}, cost: {cost}",
-    "meal": "{Slot}: {full}", "sights": "Attraction: {sights}", "each": "{full}",
-    "hotel": "Accommodation: {full}", "none": "{Slot}: -"}
+    "no_ride": "Transportation: -", "meal": "{Slot}: {full}", "sights": "Attraction: {sights}",
+    "each": "{full}", "hotel": "Accommodation: {full}", "none": "{Slot}: -"}
+BRACKETS = {  # what the system prompt states
+    "head": "Day {n}: {title}", "flight": "Flight from {start} to {end} [{number}] | ${cost} | "
+    "Departure: {leaves} | Arrival: {lands}", "road": "{mode} from {start} to {end} | ${cost}",
+    "meal": "{Slot}: [{name}], {city}", "sight": "Attraction: [{name}], {city}",
+    "hotel": "Accommodation: [{name}], {city}"}
 BULLETS = {
+    "head": "### Day {n}: {title}",
     "flight": "- **Transportation:** Flight {number} from {start} to {end} ({leaves} – {lands}), "
               "${cost} per person",
     "road": "- **Transportation:** {mode} from {start} to {end} ({distance}, {duration}, ${cost})",
     "meal": "- **{Slot}:** {place} ({cuisine}) – ${price}/person",
     "sight": "- **Attraction:** {place}", "hotel": "- **Accommodation:** {place} – ${price}/night"}
-ONE_LINE = FIELDS | {"head": "Day {n}: City: {current}"}
+ONE_LINE = FIELDS_FORM | {"head": "Day {n}: City: {current}"}
 FORMS = {
-    "semicolons": ONE_LINE | {"glue": "; "}, "full_stops": ONE_LINE | {"glue": ". ", "none": ""},
-    "bars": ONE_LINE | {"glue": " | "}, "hyphens": FIELDS | {"head": "Day-{n}: {title}"},
-    # headings
-    "days_colon": FIELDS | {"head": "Days: {n}\nCurrent City: {current}"},
-    "day_colon": FIELDS | {"head": "Day: {n}\nCurrent City: {current}"},
-    "day_date": BULLETS | {"head": "Day {n} ({short})\n- **City:** {title}"},
-    "day_word": BULLETS | {"head": "**Day {word}**\n- **Current City:** {current}"},
-    "day_word_title": BULLETS | {"head": "**Day {word}: {title}**", "notes": True},
-    "emoji_heading": BULLETS | {"head": "🌅 **Day {n} – {date}: {arrow}**"},
-    "hash_emoji": BULLETS | {"head": "### 🧭 Day {n} | {date} | {title}", "notes": True},
-    "keycap": BULLETS | {"head": "## 📅 DAY {n}: {title} ({full})"},
-    "numbered": BULLETS | {"head": "{n}. Day {n} - {title}"},
-    "underlined": FIELDS | {"head": "Day {n} — {date}\n==============\nCurrent City: {current}"},
-    "dated_headings": BULLETS | {"head": "### {full}\n- **City:** {title}"},
-    "iso": FIELDS | {"head": "Day {n} ({iso}):\nCurrent City: {current}"},
-    "boxed": FIELDS | {"head": "--- Day {n} ---\nCurrent City: {current}", "between": "\n"},
-    # attributes
-    "phones": BULLETS | {"head": "## Day {n}: {title}",
-                         "sight": "- **Attraction:** {place} (Phone: (410) 576-3800)"},
-    "states": FIELDS | {"head": "Day {n}:\nCurrent City: {current}", "none": "{Slot}: None",
-                        "meal": "{Slot}: {full}, {state}",
-                        "hotel": "Accommodation: {full}, {state}",
-                        "each": "{full}, {state}"},
-    "attributes": FIELDS | {
+    "fields": FIELDS_FORM, "brackets": BRACKETS, "bullets": BULLETS | {"notes": True},
+    "semicolons": ONE_LINE | {"glue": "; "}, "bars": ONE_LINE | {"glue": " | "},
+    "full_stops": ONE_LINE | {"glue": ". ", "none": "", "no_ride": ""},
+    "no_city": BRACKETS | {"meal": "{Slot}: [{place}]", "sight": "Attraction: [{place}]",
+                           "hotel": "Accommodation: [{place}]"},
+    # blank items
+    "none_in_brackets": BRACKETS | {"none": "{Slot}: [None]", "no_ride": "Transportation: [None]"},
+    "none_with_costs": FIELDS_FORM | {"none": "{Slot}: -, Cost: $0",
+                                      "no_ride": "Transportation: -, Cost: $0"},
+    "none_said": FIELDS_FORM | {"none": "{Slot}: None (travelling)",
+                                "no_ride": "Transportation: Walking"},
+    "not_provided": BRACKETS | {"none": "{Slot}: [Not provided - traveling]",
+                                "no_ride": "Transportation: Local taxi as needed"},
+    "on_foot": FIELDS_FORM | {"none": "{Slot}: N/A", "no_ride": "Transportation: Explore on foot"},
+    # costs, notes and totals within a day
+    "dash_costs": FIELDS_FORM | {"meal": "{Slot}: {full} - Average Cost: ${price}",
+                                 "hotel": "Accommodation: {full} - ${price} (for the stay)"},
+    "comma_costs": FIELDS_FORM | {"meal": "{Slot}: {full}, Average Cost: ${price}",
+                                  "hotel": "Accommodation: {full}, Price: ${price}"},
+    "each_costs": FIELDS_FORM | {"meal": "{Slot}: {name} ({city}), ${price}/person",
+                                 "hotel": "Accommodation: {name} ({city}) - ${price} per night"},
+    "running_total": BRACKETS | {
+        "meal": "{Slot}: [{place}] (${price})\nTotal so far: $120",
+        "sight": "Attraction: [{place}], free entry\nEstimated cost: $20",
+        "hotel": "Accommodation: [{place}] | ${price}/night\nRunning total: $310"},
+    "note_lines": BRACKETS | {
+        "meal": "{Slot}: [{place}]\nNote: dinner at the inn is not included.",
+        "sight": "Attraction: [{place}]\nNote: opens at 8.\n\nTips:\nBring water."},
+    "day_totals": BULLETS | {
+        "tail": "\n**Daily total: $310**\n*Note: breakfast is included.*",
+        "foot": "\n\n## Budget\n| Item | Cost |\n|---|---|\n| Dinner: The Quoted Grill | $40 |"},
+    "attributes": FIELDS_FORM | {
         "head": "Day {n}: {title}",
         "meal": "{Slot}: {place}. Cost: ${price}. Cuisine: {cuisine}.",
         "sights": "Attractions: {sights}", "each": "{place}. Phone: (410) 576-3800",
         "hotel": "Accommodation: {place}. Price: ${price} per night. Room type: {room}."},
-    "parentheses": FIELDS | {
-        "head": "Day {n} - {title}", "meal": "{Slot}: {name} ({city}) - Avg. cost ${price}",
-        "each": "{name} ({city})", "hotel": "Hotel: {name} ({city}) - ${price}/night, {room}"},
-    "dashes": FIELDS | {
+    "ratings": BULLETS | {"meal": "- **{Slot}:** {place} ⭐ 4.5 – ≈${price}",
+                          "hotel": "- **Hotel:** {place} (4 stars, {room}) at ${price} per night"},
+    # headings
+    "hyphens": FIELDS_FORM | {"head": "Day-{n}: {title}"},
+    "day_date": BULLETS | {"head": "Day {n} ({short})\n- **City:** {title}"},
+    "day_word": BULLETS | {"head": "**Day {word}**\n- **Current City:** {current}"},
+    "emoji_heading": BULLETS | {"head": "🌅 **Day {n} – {date}: {arrow}**"},
+    "keycap": BULLETS | {"head": "## 📅 DAY {n}: {title} ({full})", "notes": True},
+    "numbered": BULLETS | {"head": "{n}. Day {n} - {title}"},
+    "boxed": FIELDS_FORM | {"head": "--- Day {n} ---\nCurrent City: {current}", "between": "\n"},
+    "underlined": FIELDS_FORM | {"head": "Day {n} — {date}\n=====\nCurrent City: {current}"},
+    "dated_headings": BULLETS | {"head": "### {full}\n- **City:** {title}"},
+    "states": FIELDS_FORM | {
+        "head": "Day {n}: {end}\nCurrent City: {current}", "meal": "{Slot}: {full}, {state}",
+        "hotel": "Accommodation: {full}, {state}", "each": "{full}, {state}"},
+    # labels
+    "dashes": FIELDS_FORM | {
         "head": "**Day {n}: {title}**", "meal": "* {Slot} — {place} — {cuisine} — ${price}",
-        "sight": "* Sightseeing — {place} — free",
+        "sights": "* Sightseeing — {sights}", "each": "{place}", "none": "* {Slot} — none",
         "hotel": "* Stay — {place} — ${price}/night"},
     "at_times": {
         "head": "### Day {n}: {title}",
-        "flight": "- **{leaves}** – Flight {number} from {start} to "
-        "{end} (arrives {lands})", "road": "- **7:00 AM** – {mode} from {start} to {end} "
-        "({duration})", "meal": "- **{clock}** – {Slot} at {place} (~${price})",
+        "flight": "- **{leaves}** – Flight {number} from {start} to {end} (arrives {lands})",
+        "road": "- **7:00 AM** – {mode} from {start} to {end} ({duration})",
+        "meal": "- **{clock}** – {Slot} at {place} (~${price})",
         "sight": "- **{clock}** – Visit {place}",
-        "hotel": "- **{clock}** – Check in at {place} "
-        "(${price}/night)"},
+        "hotel": "- **{clock}** – Check in at {place} (${price}/night)"},
+    "timeline": {
+        "head": "Day {n} | {arrow}", "flight": "{leaves} Flight {number} {start} → {end}",
+        "road": "07:00 {mode} {start} → {end}, ${cost}", "meal": "{clock} {Slot} @ {place}",
+        "sight": "{clock} Visit {place}", "hotel": "{clock} Check-in: {place}"},
     "dayparts": {
         "head": "## Day {n} – {title}",
-        "flight": "**Morning:** Take Flight {number} from {start} to "
-        "{end}, departing {leaves}, arriving {lands}",
-        "road": "**Morning:** {mode} from {start} to "
-        "{end} ({duration})", "meal": "**{Slot}:** {place}",
-        "sight": "**Afternoon:** Visit {place}",
+        "flight": "**Morning:** Flight {number} from {start} to {end}, departing {leaves}, "
+        "arriving {lands}", "road": "**Morning:** {mode} from {start} to {end} ({duration})",
+        "meal": "**{Slot}:** {place}", "sight": "**Afternoon:** Visit {place}",
         "hotel": "**Overnight:** {place} (${price}/night)"},
-    # nested labels
-    "nested_restaurant": {
+    "agent": {  # as trained STAR models write
+        "top": "# Trip plan, budget $5,000", "notes": True,
+        "head": "## Day {n}: {date} - Travel from {start} to {end}",
+        "flight": "- Flight from {start} to {end} [{number}] | ${cost} | Departure: {leaves} | "
+        "Arrival: {lands}", "road": "- {mode} from {start} to {end} ({duration}, ${cost})",
+        "meal": "- {Slot}: At {place} ({cuisine}) | Avg. Cost: ${price}/person",
+        "sight": "- Morning Attraction: Visit {place}",
+        "hotel": "- Check into [{place}] | ${price}/night | Minimum Nights: 1"},
+    "icons": {
+        "head": "📍 Day {n}: {arrow}",
+        "flight": "✈️ Flight {number}: {start} → {end} | 🕐 {leaves} - {lands} | 💵 ${cost}",
+        "road": "{icon} {mode}: {start} → {end} | ⏱ {duration} | 💵 ${cost}",
+        "meal": "{icon} {Slot}: {place} | 💵 ${price}", "sight": "{icon} Sightseeing: {place}",
+        "hotel": "{icon} Stay: {place} | 💵 ${price}/night"},
+    "middle_dots": {
+        "head": "**🗓 Day {n} · {date} · {title}**",
+        "flight": "✈️ **Flight {number}** · {start} ➜ {end} · {leaves}–{lands}",
+        "road": "{icon} **{mode}** · {start} ➜ {end} · {duration}",
+        "meal": "{icon} **{Slot}** · {place} · ${price}", "sight": "{icon} **Visit** · {place}",
+        "hotel": "{icon} **Accommodation** · {place} · ${price}/night"},
+    "nested": {
         "head": "### Day {n}: {title}",
-        "flight": "- **Transportation:**\n  - Flight: {number}\n"
-        "  - Route: {start} to {end}\n  - Departure: {leaves}\n  - Arrival: {lands}",
+        "flight": "- **Transportation:**\n  - Flight: {number}\n  - Route: {start} to {end}\n"
+        "  - Departure: {leaves}\n  - Arrival: {lands}",
         "road": "- **Transportation:**\n  - {mode} from {start} to {end}\n  - Cost: ${cost}",
         "meal": "- **{Slot}:**\n  - Restaurant: {name}\n  - City: {city}\n  - Cuisine: {cuisine}\n"
         "  - Cost: ${price}", "sight": "- **Attraction:**\n  - Name: {place}\n  - Entry: Free",
         "hotel": "- **Accommodation:**\n  - Hotel: {place}\n  - Price: ${price}/night\n"
         "  - Room Type: {room}"},
-    "nested_name": {
-        "head": "**Day {n} ({date})**\n* **Location:** {title}",
-        "flight": "* **Travel:** Flight "
-        "{number}: {start} → {end}\n    * Departs: {leaves}\n    * Arrives: {lands}",
-        "road": "* **Travel:** {mode}: {start} → {end}\n    * Duration: {duration}\n    * Cost: "
-        "${cost}", "meal": "* **{Slot}**\n    * **Name:** {name}\n    * **Location:** {city}\n"
-        "    * **Average cost:** ${price}",
-        "sight": "* **Sightseeing**\n    * **Place:** {place}",
-        "hotel": "* **Accommodation**\n    * **Name:** {place}\n    * **House rules:** No parties"},
-    "venue_lines": {
-        "head": "Day {n}: {title}", "flight": "Flight: {number} ({start} to {end})",
-        "road": "{mode}: {start} to {end}",
-        "meal": "{Slot}:\n- Venue: {place}\n- Price: ${price}",
-        "sights": "Attractions:\n- {sights}", "joint": "\n- ",
-        "hotel": "Lodging:\n- Place: {place}"},
-    # rides
-    "rides_without_cities": FIELDS | {
-        "head": "Day {n}:\nCurrent City: {current}",
-        "flight": "Transportation: Flight {number}",
-        "road": "Transportation: {mode}"},
-    "ride_labels": BULLETS | {
-        "head": "## Day {n}: {title}", "flight": "- **Flight:** {number}, {leaves} → {lands}",
-        "road": "- **{mode}:** {duration}, {distance}, ${cost}"},
-    "ride_costs": BULLETS | {
-        "head": "Day {n}: {title}", "flight": "- Getting there: flight {number}, ${cost}",
-        "road": "- Getting there: {mode} (${cost}, {duration})",
-        "no_ride": "- Getting there: None"},
-    # notes
-    "quotes": BULLETS | {
-        "head": "### Day {n}: {title}",
+    "label_lists": {
+        "head": "## Day {n}: {title}",
+        "flight": "### Transportation\n1. Flight {number} from {start} to {end}",
+        "road": "### Transportation\n1. {mode} from {start} to {end}",
+        "meal": "### {Slot}\n1. **{place}**", "sights": "### Attractions\n1. {sights}",
+        "each": "**{place}**", "joint": "\n2. ", "hotel": "### Accommodation\n1. **{place}**"},
+    # marks around names
+    "sights_in_brackets": BRACKETS | {"sights": "Attractions: {sights}", "each": "[{place}]",
+                                      "joint": ", "},
+    "quoted": FIELDS_FORM | {"meal": '{Slot}: "{name}", {city}', "each": '"{name}", {city}',
+                             "hotel": 'Accommodation: "{name}", {city}'},
+    "links": BULLETS | {"sight": "- **Attraction:** [{place}](https://example.com/x)",
+                        "meal": "- **{Slot}:** [{place}](https://example.com/a_(b)) – ${price}"},
+    "full_width": FIELDS_FORM | {"meal": "{Slot}：{name}，{city}（${price}）", "none": "{Slot}：-",
+                                 "joint": "；", "hotel": "Accommodation：{name}，{city}"},
+    "enumeration_comma": FIELDS_FORM | {"meal": "{Slot}｜{full}", "joint": "、", "none": ""},
+    "br_lines": FIELDS_FORM | {"head": "<b>Day {n}: {title}</b>", "glue": "<br>",
+                               "between": "<br/><br/>"},
+    # corrections and alternatives
+    "instead": BRACKETS | {"hotel": "Accommodation: [{name}], {city} instead of [{other}]",
+                           "meal": "{Slot}: {full} instead of {other}"},
+    "struck": BRACKETS | {"hotel": "Accommodation: ~~{other}~~ {full}",
+                          "meal": "{Slot}: ~~[{other}]~~ [{name}], {city}"},
+    "revised_label": BRACKETS | {"hotel": "Accommodation: [{other}], {city}\n"
+                                          "Revised Accommodation: [{name}], {city}",
+                                 "meal": "{Slot}: {full}\nNew price: ${price}"},
+    "backups": BULLETS | {"meal": "- **{Slot}:** {place}\n  - Backup: {other}\n  - Or: {other}"},
+    "backups_inline": BULLETS | {"meal": "- **{Slot}:** {place} or {other}",
+                                 "hotel": "- **Hotel:** {place} (backup: {other})"},
+    "quoted_lines": BULLETS | {
         "tail": "\n> Note: dinner at The Quoted Grill is optional.\n"
         "> Tip: visit The Quoted Tower early, and stay at The Quoted Inn.", "notes": True},
-    "costs_everywhere": BULLETS | {
-        "head": "# DAY {n}: {title}",
-        "tail": "\n**Daily total: $310**\n*Note: breakfast is included.*",
-        "foot": "\n\n## Budget\n| Item | Cost |\n|---|---|\n| Dinner: The Quoted Grill | $40 |"},
-    # emoji
-    "icons": {
-        "head": "📍 Day {n}: {arrow}",
-        "flight": "✈️ Flight {number}: {start} → {end} | 🕐 {leaves} - "
-        "{lands} | 💵 ${cost}",
-        "road": "{icon} {mode}: {start} → {end} | ⏱ {duration} | 💵 ${cost}",
-        "meal": "{icon} {Slot}: {place} | 💵 ${price}", "sight": "{icon} Sightseeing: {place}",
-        "hotel": "{icon} Stay: {place} | 💵 ${price}/night"},
-    "bare_icons": {
-        "head": "**🗓 Day {n} · {date} · {title}**",
-        "flight": "✈️ **Flight {number}** · {start} ➜ "
-        "{end} · {leaves}–{lands}", "road": "{icon} **{mode}** · {start} ➜ {end} · {duration}",
-        "meal": "{icon} **{Slot}** · {place} · ${price}", "sight": "{icon} **Visit** · {place}",
-        "hotel": "{icon} **Accommodation** · {place} · ${price}/night"},
-    # brackets
-    "brackets": FIELDS | {
-        "head": "Day {n}: {title}", "flight": "Flight from {start} to {end} [{number}]",
-        "road": "{mode} from {start} to {end}", "meal": "{Slot}: [{place}] (${price})",
-        "sights": "Attractions: {sights}", "each": "[{place}]", "joint": ", ",
-        "hotel": "Accommodation: [{place}] - ${price}/night"},
-    "quoted": FIELDS | {
-        "head": "Day {n}: {title}", "meal": '{Slot}: "{name}", {city}',
-        "each": '"{name}", {city}',
-        "hotel": 'Accommodation: "{name}", {city}'},
-    "links": BULLETS | {
-        "head": "### Day {n}: {title}",
-        "sight": "- **Attraction:** [{place}](https://example.com/x)",
-        "meal": "- **{Slot}:** [{place}](https://example.com/a_(b)) – ${price}"},
-    # HTML
-    "html_br": FIELDS | {"head": "<b>Day {n}: {title}</b>", "glue": "<br>",
-        "between": "<br/><br/>"},
-    "html_list": {
-        "head": "<h3>Day {n}: {title}</h3>\n<ul>",
-        "flight": "<li><b>Flight:</b> {number} from {start} "
-        "to {end}</li>", "road": "<li><b>Transportation:</b> {mode} from {start} to {end}</li>",
-        "meal": "<li><strong>{Slot}:</strong> {place} (${price})</li>",
-        "sight": "<li><strong>Attraction:</strong> {place}</li>",
-        "hotel": "<li><strong>Hotel:</strong> {place}</li>", "tail": "\n</ul>"},
-    # prose
-    "ordinal_prose": {
-        "head": "On the {nth} day,",
-        "flight": "take flight {number} from {start} to {end}, leaving at "
-        "{leaves} and landing at {lands}.",
-        "road": "take the road: {mode} from {start} to {end} "
-        "({duration}).", "meal": "Have {slot} at {place} (${price}).",
-        "sight": "Visit {place}.",
-        "hotel": "Stay overnight at {place}.", "glue": " "},
-    "dated_prose": {
-        "head": "On {date}, the plan is simple.",
-        "flight": "Take flight {number} from {start} to {end} "
-        "({leaves}-{lands}).", "road": "Set out early by {mode} from {start} to {end}.",
-        "meal": "Enjoy {slot} at {place}, about ${price} per person.",
-        "sight": "Then visit {place}.",
-        "hotel": "Spend the night at {place} (${price}).", "glue": " "},
 }
 
 
 # ---------------------------------------------------------------- functions
-def cells(w, day, joint="<br>"):
-    """The day's places, one text a slot."""
-    return [joint.join(values_of(day, slot)) or "-" for slot in SLOTS]
+def stated(w):
+    """itinerary's own words."""
+    return itinerary(w.plan)
 
 
-def br_table(w):
-    """A table with <br> inside its cells."""
-    rows = ["| Day | City | Transport | Breakfast | Attractions | Lunch | Dinner | Accommodation |",
-            "|---|---|---|---|---|---|---|---|"]
-    for day in w.plan:
-        ride = w.ride_text(day, "paren") or "-"
-        rows.append(f"| **Day {day['day']}**<br>{w.date(day)} | {w.title(day)} | {ride} | "
-                    + " | ".join(cell.replace("|", "\\|") for cell in cells(w, day)) + " |")
-    return "\n".join(rows)
+def corrected_after(w):
+    """A plan with a wrong hotel, and its corrections behind it."""
+    wrong, fixes = copy.deepcopy(w.plan), []
+    for day, right in zip(wrong, w.plan, strict=True):
+        for value in values_of(right, "accommodation"):
+            other = w.venue_words(right, "accommodation", value)
+            day["accommodation"] = f"{other['other']}, {other['city']}"
+            fixes.append(f"Corrected Day {day['day']}:\nAccommodation: [{other['name']}], "
+                         f"{other['city']}")
+    return itinerary(wrong) + "\n\nThe hotels are too dear, so:\n\n" + "\n".join(fixes)
 
 
-def html_table(w):
-    head = "".join(f"<th>{name}</th>" for name in ("Day", "City", "Transportation", "Breakfast",
-                                                    "Attractions", "Lunch", "Dinner", "Hotel"))
-    rows = [f"<tr>{head}</tr>"]
-    for day in w.plan:
-        told = [str(day["day"]), w.title(day), w.ride_text(day, "paren") or "-",
-                *(html.escape(cell, quote=False) for cell in cells(w, day, "; "))]
-        rows.append("<tr>\n" + "\n".join(f"  <td>{cell}</td>" for cell in told) + "\n</tr>")
-    return "<table>\n" + "\n".join(rows) + "\n</table>"
+def draft_first(w):
+    """A shorter draft, then the plan."""
+    draft = [day | {"dinner": "-", "lunch": "-"} for day in w.plan]
+    return (f"Draft:\n{tell(Writer(w.task, draft, w.database, w.rng), FIELDS_FORM)}\n\nThis lacks "
+            f"meals. Final plan:\n\n{tell(w, FIELDS_FORM)}")
 
 
-def two_columns(w):
-    """A table per day, a field a row, times in a column before it."""
+def thoughtful(w):
+    return ("Let me think about Day 1 first: a taxi is too dear, so I looked at other ways.\n\n"
+            f"Here's the final itinerary:\n\n{tell(w, BULLETS)}\n\n**Why this works**\n"
+            "- Dinner at The Quoted Grill was too dear.\n\nWould you like me to change anything?")
+
+
+def abbreviated(w):
+    """Meals in one line, by their first letters."""
     out = []
     for day in w.plan:
-        out += [f"#### Day {day['day']} ({w.date(day)}) — {w.title(day)}", "",
-                "| Time | Plan | Cost |", "|:---|:---|---:|"]
-        if ride := w.ride_text(day, "paren"):
-            out.append(f"| 6:30 AM | **Transportation:** {ride} | $50 |")
-        for slot in SLOTS:
-            out += [f"| {CLOCKS[slot]} | **{slot.title()}:** {w.place(day, value)} | ${i} |"
-                    .replace(" | $0", " | Free") for i, value in enumerate(values_of(day, slot))
-                    if "|" not in value]
-        out.append("")
+        out.append(f"Day {day['day']}: {w.title(day)}")
+        if day["transportation"] != "-":
+            ride = w.ride_words(day)
+            out.append(f"{ride['mode']} {ride['number']} from {ride['start']} to {ride['end']}")
+        meals = [f"{meal[0].upper()}: {value}" for meal in MEALS for value in values_of(day, meal)]
+        out.append("Meals: " + " · ".join(meals) if meals else "")
+        out += [f"Sights: {'; '.join(values_of(day, 'attraction'))}"] * (day["attraction"] != "-")
+        out += [f"Hotel: {value}" for value in values_of(day, "accommodation")]
+    return "\n".join(filter(None, out))
+
+
+def ride_text(w, day):
+    """A ride for a cell."""
+    form = BULLETS["flight" if "Flight" in day["transportation"] else "road"]
+    return "-" if day["transportation"] == "-" else form.partition(":** ")[2].format_map(
+        w.ride_words(day))
+
+
+def rows_text(rows):
+    """Rows of cells as a markdown table, the first its head."""
+    cells = [[cell.replace("|", r"\|").replace("\n", " ") for cell in row] for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def table(w, joint="; ", day_cell="{n}"):
+    """A table whose rows are days."""
+    rows = [["Day", "City", "Transportation", "Breakfast", "Attractions", "Lunch", "Dinner",
+             "Accommodation"]]
+    for day in w.plan:
+        cells = [joint.join(values_of(day, slot)) or "-" for slot in SLOTS]
+        rows.append([day_cell.format_map(w.day_words(day)), w.title(day), ride_text(w, day),
+                     *cells])
+    return "Your plan at a glance:\n\n" + rows_text(rows) + "\n" + notes(w)
+
+
+def columns(w):
+    """A table whose columns are days."""
+    rows = [["", *(f"Day {day['day']}" for day in w.plan)],
+            ["City", *(w.title(day) for day in w.plan)],
+            ["Transport", *(ride_text(w, day) for day in w.plan)]]
+    rows += [[slot.capitalize(), *("; ".join(values_of(day, slot)) or "–" for day in w.plan)]
+             for slot in SLOTS]
+    return rows_text(rows)
+
+
+def day_tables(w, labelled=False):
+    """A table a day, a field a row; labelled: the label is in the cell of the text."""
+    out = []
+    for day in w.plan:
+        events = [("Transportation", "07:00", ride_text(w, day))] * (day["transportation"] != "-")
+        events += [(slot.title(), CLOCKS[slot], value) for slot in SLOTS
+                   for value in values_of(day, slot)]
+        rows = [["Time", "Plan", "Cost"]] if labelled else [["Time", "Activity", "Details", "Cost"]]
+        rows += [[clock, f"**{label}:** {text}", "$5"] if labelled else [clock, label, text, "$5"]
+                 for label, clock, text in events]
+        out += [f"### Day {day['day']} – {w.date(day)}: {w.title(day)}", "", rows_text(rows), ""]
     return "\n".join(out)
 
 
-def json_days(w):
-    days = {f"Day {day['day']}": {
-        "date": w.task["date"][day["day"] - 1], "city": w.title(day),
-        "transportation": w.ride_text(day, "paren") or None,
-        "meals": {meal: {"name": day[meal].rsplit(", ", 1)[0],
-        "city": day[meal].rsplit(", ", 1)[1],
-                         "cost": 20} if day[meal] != "-" else None for meal in MEALS},
-        "attractions": [{"name": value.rsplit(", ", 1)[0], "city": value.rsplit(", ", 1)[1]}
-                        for value in values_of(day, "attraction")],
-        "accommodation": {"name": day["accommodation"].rsplit(", ", 1)[0], "price": 80}
-        if day["accommodation"] != "-" else None} for day in w.plan}
-    return f"```json\n{json.dumps({'itinerary': days}, indent=2, ensure_ascii=False)}\n```"
-
-
-def json_activities(w):
-    days = []
+def event_rows(w):
+    """A table of events, whose day stands in its first row alone."""
+    rows = [["Day", "Time", "Activity", "Cost"]]
     for day in w.plan:
-        acts = [{"time": "07:00", "type": "transportation", "description": ride}
-                for ride in [w.ride_text(day, "paren")] if ride]
-        acts += [{"time": CLOCKS[slot], "type": slot, "name": value}
-                 for slot in SLOTS for value in values_of(day, slot)]
-        days.append({"day": day["day"], "current_city": day["current_city"], "activities": acts})
-    return json.dumps({"days": days}, ensure_ascii=False)
-
-
-def next_day(w):
-    """A story without headings; its first day is not announced at all."""
-    out = []
-    for day in w.plan:
-        last = day["day"] == w.task["days"]
-        lead = "The trip starts early." if day["day"] == 1 else "On the last day, pack." if last \
-            else "The next day, sleep in."
-        said = [lead]
-        if ride := w.ride_text(day, "prose"):
-            said.append(f"You {ride}.")
-        for slot in SLOTS:
-            for value in values_of(day, slot):
-                verb = {"attraction": "visit", "accommodation": "spend the night at"}
-                said.append(f"You {verb.get(slot, f'have {slot} at')} {w.place(day, value)}.")
-        out.append(" ".join(said))
-    return "\n\n".join(out)
-
-
-def weekdays(w):
-    """A letter: its days are weekdays, the first of them in mid-sentence."""
-    out = []
-    for day in w.plan:
-        lead = f"Your trip begins on {w.date(day, '%A')}" if day["day"] == 1 \
-            else f"{w.date(day, '%A')} starts well"
-        said = [f"{lead}." if not (ride := w.ride_text(day, "prose")) else f"{lead}: {ride}."]
-        for slot in SLOTS:
-            for value in values_of(day, slot):
-                verb = {"attraction": "Explore", "accommodation": "Stay overnight at"}
-                said.append(f"{verb.get(slot, f'Have {slot} at')} {w.place(day, value)}.")
-        out.append(" ".join(said))
-    return "\n\n".join(out)
-
-
-def one_sentence_each(w):
-    """A line a day, without a title."""
-    verb = {"attraction": "Visit", "accommodation": "Stay at"}
-    out = []
-    for day in w.plan:
-        ride = w.ride_text(day, "prose")
-        said = [f"{ride[0].upper()}{ride[1:]}."] if ride else [f"Wake up in {w.ends(day)[1]}."]
-        said += [f"{verb.get(slot, f'{slot.title()} at')} {w.place(day, value)}."
-                 for slot in SLOTS for value in values_of(day, slot)]
-        out.append(f"Day {day['day']}: {' '.join(said)}")
-    return "\n".join(out)
+        head = f"Day {day['day']}: {w.title(day)}"
+        for slot in ("transportation", *SLOTS):
+            texts = [ride_text(w, day)] if slot == "transportation" else values_of(day, slot)
+            for text in texts:
+                rows.append([head, "8:00 AM", f"{slot.title()}: {text}", "$12"])
+                head = ""
+    return rows_text(rows)
 
 
 def meals_in_a_cell(w):
     """A table whose meals share a cell."""
-    rows = ["| Day | Route | Transportation | Meals | Attractions | Stay |",
-            "|---|---|---|---|---|---|"]
+    rows = [["Day", "Route", "Transportation", "Meals", "Attractions", "Stay"]]
     for day in w.plan:
         meals = "<br>".join(f"{meal.title()}: {day[meal]}" for meal in MEALS if day[meal] != "-")
-        told = [f"Day {day['day']}", w.title(day).replace(" to ", " → "),
-                w.ride_text(day, "paren") or "—", meals or "—",
-                "<br>".join(values_of(day, "attraction")) or "—",
-                "—" if day["accommodation"] == "-" else day["accommodation"]]
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in told) + " |")
-    return "\n".join(rows)
+        rows.append([f"Day {day['day']}", w.title(day).replace(" to ", " → "), ride_text(w, day),
+                     meals or "—", "<br>".join(values_of(day, "attraction")) or "—",
+                     "—" if day["accommodation"] == "-" else day["accommodation"]])
+    return rows_text(rows)
 
 
-def json_restaurants(w):
-    """JSON whose places are tables with keys of their own."""
-    def place(kind, value):
+def json_of(w, shape):
+    """JSON of days, in one of several shapes."""
+    days = [day | {"attraction": values_of(day, "attraction")} for day in w.plan]
+    unnumbered = [{key: value for key, value in day.items() if key != "day"} for day in days]
+    if shape == "lines":
+        return "\n".join(json.dumps(day, ensure_ascii=False) for day in days)
+    if shape == "summary":
+        days = [{"destination": w.task["dest"], "total_cost": 800}, {"itinerary": days}]
+        return "\n".join(json.dumps(value, ensure_ascii=False) for value in days)
+    value = {"list": w.plan, "plan": {"plan": days}, "unnumbered": unnumbered, "lists": [days],
+             "alternatives": {"alternative": days[:1], "plan": days}}[shape]
+    return f"Sure!\n```json\n{json.dumps(value, indent=1, ensure_ascii=False)}\n```\nEnjoy."
+
+
+def json_places(w, venue="name"):
+    """JSON whose places are tables and whose meals are one."""
+    def place(value):
         name, city = value.rsplit(", ", 1)
-        return {f"{kind}_name" if w.task["days"] > 3 else kind: name, "city": city, "cost": 20}
+        return {venue: name, "city": city, "cost": 20}
 
+    days = {f"Day {day['day']}": {
+        "date": w.task["date"][day["day"] - 1], "city": w.title(day),
+        "transportation": ride_text(w, day),
+        "meals": {meal: place(day[meal]) if day[meal] != "-" else None for meal in MEALS},
+        "attractions": [place(value) for value in values_of(day, "attraction")],
+        "accommodation": place(day["accommodation"]) if day["accommodation"] != "-" else None}
+        for day in w.plan}
+    return json.dumps({"itinerary": days}, indent=2, ensure_ascii=False)
+
+
+def json_activities(w):
+    """JSON whose days are lists of activities."""
     days = []
     for day in w.plan:
-        told = {meal: place("restaurant", day[meal]) if day[meal] != "-" else None
-                for meal in MEALS}
-        told["attractions"] = [place("attraction", value) for value in values_of(day, "attraction")]
-        hotel = day["accommodation"]
-        told["accommodation"] = place("hotel", hotel) if hotel != "-" else None
-        days.append({"day_number": day["day"], "city": day["current_city"],
-                     "transportation": day["transportation"], **told})
-    return f"Here you go:\n```json\n{json.dumps({'days': days}, indent=1)}\n```"
+        acts = [{"time": "07:00", "type": "transportation", "description": ride_text(w, day)}]
+        acts += [{"time": CLOCKS[slot], "type": slot, "name": value}
+                 for slot in SLOTS for value in values_of(day, slot)]
+        days.append({"day": day["day"], "current_city": day["current_city"],
+                     "activities": acts[day["transportation"] == "-":]})
+    return json.dumps({"days": days}, ensure_ascii=False)
 
 
-def thoughtful(w):
-    """A recap and doubts first, then the plan, and a question last."""
-    plan = tell(w, BULLETS | {"head": "**Day {n}: {title}**"})
-    return ("Let me think about Day 1 first: a taxi is too dear, so I looked at other ways.\n\n"
-            f"Here's the final itinerary for {w.task['people_number']} people:\n\n{plan}\n\n"
-            "**Why this works**\n- Dinner at The Quoted Grill was too dear.\n\n"
-            "Would you like me to change anything?")
-
-
-def label_lists(w):
-    """Headings of the slots, with numbered names below."""
+def yaml(w):
     out = []
     for day in w.plan:
-        out.append(f"## Day {day['day']}: {w.title(day)}")
-        if ride := w.ride_text(day, "paren"):
-            out += ["### Transportation", f"1. {ride}"]
+        out += [f"- day: {day['day']}", f"  current_city: {day['current_city']}",
+                f"  transportation: {day['transportation']}"]
         for slot in SLOTS:
             values = values_of(day, slot)
-            out += [f"### {slot.title()}"] if values else []
-            out += [f"{i}. **{w.place(day, value)}**" for i, value in enumerate(values, 1)]
+            out += [f"  {slot}:", *(f"    - {value}" for value in values)] \
+                if slot == "attraction" and values else [f"  {slot}: {day[slot]}"]
     return "\n".join(out)
 
 
-def dated_columns(w):
-    """A table whose rows are dates."""
-    rows = ["| Date | City | Transportation | Breakfast | Attractions | Lunch | Dinner | Stay |",
-            "|---|---|---|---|---|---|---|---|"]
+def paragraphs(w):
+    """A paragraph a day."""
+    out = ["I have put together the following trip for you."]
     for day in w.plan:
-        told = [w.date(day), day["current_city"], w.ride_text(day, "paren") or "-", *cells(w, day)]
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in told) + " |")
+        said = [f"Start with breakfast at {value}." for value in values_of(day, "breakfast")]
+        if day["transportation"] != "-":
+            ride = w.ride_words(day)
+            how = f"take flight {ride['number']}" if ride["number"] else ride["mode"].lower()
+            said.append(f"Then {how} from {ride['start']} to {ride['end']}.")
+        said += [f"Explore {value}, a must." for value in values_of(day, "attraction")]
+        said += [f"Treat yourself to lunch at {value}." for value in values_of(day, "lunch")]
+        said += [f"In the evening, enjoy dinner at {value}." for value in values_of(day, "dinner")]
+        said += [f"Rest for the night at {value}." for value in values_of(day, "accommodation")]
+        out.append(f"**Day {day['day']} ({w.title(day)})**\n" + " ".join(said))
+    return "\n\n".join(out)
+
+
+def letter(w):
+    """A story without headings."""
+    said = [paragraphs(w).replace(f"**Day {n} ", "The next day ") for n in range(1, 8)][0]
+    return re.sub(r"\*\*Day \d \((.*?)\)\*\*\n", r"The next day, in \1: ", said)
+
+
+def csv(w):
+    rows = [",".join(FIELDS)]
+    rows += [",".join(f'"{day[field]}"' for field in FIELDS) for day in w.plan]
     return "\n".join(rows)
 
 
-def events_of(w, day):
-    """[(label, clock, text)] of a day."""
-    ride = w.ride_text(day, "paren")
-    return [("Transportation", "6:30 AM", ride)] * bool(ride) + [
-        (slot.title(), CLOCKS[slot], w.place(day, value).replace("|", "\\|"))
-        for slot in SLOTS for value in values_of(day, slot)]
+def xml(w):
+    days = ["<day>" + "".join(f"<{field}>{day[field]}</{field}>" for field in FIELDS) + "</day>"
+            for day in w.plan]
+    return "<plan>" + "\n".join(days) + "</plan>"
 
 
-def timed_rows(w):
-    """A table of events whose day stands in its first row alone."""
-    rows = ["| Day | Time | Activity | Cost |", "|---|---|---|---|"]
-    for day in w.plan:
-        told = f"Day {day['day']}: {w.title(day)}"
-        for label, clock, text in events_of(w, day) or [("City", "", w.title(day))]:
-            rows.append(f"| {told} | {clock} | {label}: {text} | $12 |")
-            told = ""
-    return "\n".join(rows)
+STATED = {name: functools.partial(tell, form=form) for name, form in FORMS.items()} | {
+    function.__name__: function for function in (
+        stated, corrected_after, draft_first, thoughtful, abbreviated, table, columns, day_tables,
+        event_rows, meals_in_a_cell, json_places, json_activities, yaml)} | {
+    "br_table": functools.partial(table, joint="<br>", day_cell="**Day {n}**<br>{date}"),
+    "dated_table": functools.partial(table, day_cell="Day {n} ({short})"),
+    "labelled_cells": functools.partial(day_tables, labelled=True),
+    "json_restaurants": functools.partial(json_places, venue="restaurant_name")} | {
+    f"json_{shape}": functools.partial(json_of, shape=shape)
+    for shape in ("list", "plan", "lines", "unnumbered", "lists", "summary", "alternatives")}
+FREE = {function.__name__: function for function in (paragraphs, letter, csv, xml)} | {
+    "rides_without_cities": functools.partial(tell, form=FIELDS_FORM | {
+        "flight": "Transportation: Flight {number}", "road": "Transportation: {mode}"})}
 
 
-def categories(w):
-    """A table of events, each with its day and its category."""
-    rows = ["| Day | Category | Details |", "|---|---|---|"]
-    for day in w.plan:
-        rows += [f"| {day['day']} | {label} | {text} |" for label, _, text in [
-            ("City", "", w.title(day)), *events_of(w, day)]]
-    return "\n".join(rows)
+def texts(database, plans, styles, purpose):
+    """Yield (style's name, task, text, plan) for every plan in every style."""
+    for name, style in styles.items():
+        for task, plan in plans:
+            plan = copy.deepcopy(plan)
+            yield name, task, style(Writer(task, plan, database, random_of(purpose))), plan
 
 
-STYLES = {name: functools.partial(tell, form=form) for name, form in FORMS.items()}
-STYLES |= {style.__name__: style for style in (
-    br_table, html_table, two_columns, json_days, json_activities, json_restaurants, next_day,
-    weekdays, one_sentence_each, meals_in_a_cell, thoughtful, label_lists,
-    timed_rows, categories, dated_columns)}
-
-
-def examples(database, count, purpose, names=tuple(STYLES)):
-    """[(style name, task, text, plan, invented)], the styles in turn."""
+def spoilt(database, plans, purpose):
+    """[(task, plan)] with a third of the names invented."""
     rng, out = random_of(purpose), []
-    for i in range(count):
-        name, task = names[i % len(names)], random_task(database, rng)
-        plan = random_plan(task, database, rng)
-        made = invent(plan, database, rng)
-        out.append((name, task, STYLES[name](Writer(task, plan, database, rng)), plan, made))
+    for task, plan in plans:
+        plan = copy.deepcopy(plan)
+        spoil(plan, database, rng)
+        out.append((task, plan))
     return out
 
 
+# ---------------------------------------------------------------- hostile texts
 def mutate(text, rng):
     """A text with one to six pieces cut, doubled, swapped, or put in from elsewhere."""
     for _ in range(rng.randint(1, 6)):
         a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
         b = min(b, a + rng.choice((1, 3, 30, 300)))
         piece = rng.choice(("", text[a:b] * 2, text[a:b][::-1], rng.choice(PIECES),
-                            text[a:b].upper(), "".join(random.Random(a).sample(text[a:b], b - a))))
+                            rng.choice(" \t\n[]()0123") * rng.choice((9, 900)), text[a:b].upper(),
+                            "".join(random.Random(a).sample(text[a:b], b - a))))
         text = text[:a] + piece + text[b:]
     return text
 
@@ -534,10 +620,53 @@ def mutate(text, rng):
 PIECES = ("\n", "|", "[", "]", "(", ")", "**", "<br>", "<td>", "</tr>", "Day 2", "Days: ", "Lunch:",
           " at ", "from ", " to ", ", ", ": ", " - ", "> ", "{", '"', "\\", "\0", "\ud800", "₂",
           "²", "Restaurant: ", "the next day", "&amp;", "$", "F123", "Hotel", "🍷", "3:40 PM",
-          "[{'day':")
+          "[{'day':", '[{"day":', "~~", " instead of ", "Corrected Day 1:")
+HOSTILE = {  # texts that a careless pattern would take hours for
+    "letters": "a" * 10**6,
+    "null bytes": "Day 1\nLunch: \0\0" + "\0" * 10**6,
+    "days": "Day 1\n" * 160_000,
+    "brackets": "[" * 10**6,
+    "nested JSON": '[{"day":' * 120_000,
+    "JSON starts": '{"a' * 60_000,
+    "from": "Day 1\n" + "from " * 200_000,
+    "legs": "Day 1\n" + "from a to " * 100_000,
+    "cues": "Day 1\n" + "visit X, lunch at " * 50_000,
+    "pipes": "|" * 10**6,
+    "lists": "Day 1\nAttraction: " + "A, B;" * 200_000,
+    "rows": "| Day 1 | x |\n" * 70_000,
+    "parentheses": "Day 1\nLunch: X" + "(" * 10**6,
+    "blanks": "Day 1\n" + ("Lunch: Nowhere" + " " * 900 + "x\n") * 200,
+    "one long blank": "Day 1\nCurrent City: Glen" + " " * 100_000 + "x",
+    "tabs": "Day 1\nDinner: Nowhere" + "\t" * 100_000 + "x",
+    "blanks in HTML": "<b>" + " " * 10**6 + "\n" * 10**6,
+    "bullets": "Day 1\n" + ("•" * 3900 + "\n") * 250,
+    "bullets and blanks": "Day 1\n" + ("- " * 1900 + "\n") * 50,
+    "digits": "Day 1\nLunch: " + "1" * 200_000,
+    "quotes": "> Day 1\n" * 120_000,
+    "literal": "[{'day': " + "-" * 10**6,
+    "half a pair": "Day 1 \ud800 lunch at \udfff"}
+
+
+def same(slot, a, b):
+    """Do two values say the same, but for attractions' order, blanks and a ride's small print?"""
+    a, b = (" ".join(str(value or "-").split()) for value in (a, b))
+    if slot == "attraction":
+        a, b = (sorted(filter(None, map(str.strip, value.split(";")))) for value in (a, b))
+    if slot == "transportation" and "-" not in (a, b):
+        a, b = gist(a), gist(b)
+    return a == b
+
+
+def gist(ride):
+    """(mode, flight number, from, to) of a transportation text."""
+    mode = next((mode for mode in ("flight", "taxi") if mode in ride.lower()), "driving")
+    number = re.search(r"Flight Number: ([^,]*)", ride)
+    way = re.search(r"from (.+?) to ([^,]+)", ride)
+    return mode, number and number[1], way and way.groups()
 
 
 if __name__ == "__main__":
-    for name, _, text, plan, made in examples(Database(sys.argv[1]), len(STYLES), "show"):
-        if name == sys.argv[2]:
-            print(text, json.dumps(plan, indent=1), made, sep="\n\n")
+    base = Database(sys.argv[1])
+    for _, _, text, _ in texts(base, solved(base, 1, "show"), {sys.argv[2]: {**STATED, **FREE}[
+            sys.argv[2]]}, "show"):
+        print(text)

@@ -173,6 +173,9 @@ BROKEN = [  # what replaces what in the page's module; what the one line says
     ("return World()", "return None", "NoneType has no 'kinds'"),
     ("def open_world(args)", "def open_world()", "open_world: TypeError"),
     ('return row | {"query"', 'return None and {"query"', "load_task returned None"),
+    ("return World()", "raise RuntimeError('no licence')", "open_world: RuntimeError"),
+    ("def open_world(args)", "1 / 0\n\n\ndef open_world(args)", "ZeroDivisionError while it is"),
+    ("return episode.answer, {", "return World, {", "task '1': it cannot be written as JSON"),
 ]
 
 

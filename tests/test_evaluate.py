@@ -46,11 +46,11 @@ def test_a_broken_line_is_named(tmp_path, bad):
 
 
 @pytest.mark.parametrize("torn, kept", [
-    ('{"a": 1}\n{"a": 2}\n{"a"', 2), ('{"a": 1}\n', 1), ('{"a', 0), (None, 0)])
+    ('{"id": 1}\n{"id": 2}\n{"id"', 2), ('{"id": 1}\n', 1), ('{"id', 0), (None, 0)])
 def test_a_line_that_a_killed_run_did_not_finish_is_cut_off(tmp_path, torn, kept):
     if torn is not None:
         (tmp_path / "x.jsonl").write_text(torn)
-    assert [row["a"] for row in runtime.recover_jsonl(tmp_path / "x.jsonl")] == [1, 2][:kept]
+    assert [row["id"] for row in runtime.recover_jsonl(tmp_path / "x.jsonl")] == [1, 2][:kept]
     assert torn is None or (tmp_path / "x.jsonl").read_text().count("\n") == kept
 
 

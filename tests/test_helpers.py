@@ -598,10 +598,19 @@ def test_the_worlds_of_a_world_differ_in_nothing_but_their_helpers(tmp_path):
                        "refine": [0, 0, 1, 0], "summarise": [0, 0, 0, 1], "all": [1, 1, 1, 1]}
     for name, settings in read.items():
         assert settings.pop("folder") == out / name and settings["cache"] == "cache.sqlite"
-        assert settings.pop("helpers").items() >= {"llm": "policy", "reply": 99}.items()
+        assert settings.pop("helpers").items() >= {"llm": "http://h/v1=m", "reply": 99}.items()
         assert settings["corpus"] == str(kept / "corpus.jsonl")
         assert (settings["retriever"], settings["top_k"]) == (str(kept / "index"), 2)
     assert all(settings == read["none"] for settings in read.values())
+
+
+def test_no_world_summarises_pages_where_there_is_no_browser(tmp_path):
+    (tmp_path / "corpus.jsonl").write_text("")
+    (tmp_path / "tools.json").write_text(json.dumps({"tools": ["Search", "Python"]}))
+    helpers.main(["worlds", "--database", str(tmp_path), "--out", str(tmp_path / "worlds")])
+    assert {path.name for path in (tmp_path / "worlds").iterdir()} == {"none", "debug", "rollback",
+                                                                       "refine", "all"}
+    assert "summarise" not in read_settings(tmp_path / "worlds" / "all").helpers
 
 
 def test_a_folder_without_episodes_is_named(tmp_path):

@@ -17,7 +17,8 @@ import hostile
 import pytest
 from conftest import ROOT, free_port
 
-from toolstar.jail import Jail, JailError, prove
+from toolstar import jail as jail_module
+from toolstar.jail import MEET, SCRATCH, Jail, JailError, prove
 from toolstar.run_code import Remote, read_reply
 
 DEADLINE = 60  # seconds; guards against hanging
@@ -365,6 +366,29 @@ def test_each_class_is_proved(plain):
     assert plain.level == "jailed"
     assert {"time", "memory", "processes", "output", "secrets", "files", "network",
             "kernel"} <= plain.proof.keys()
+
+
+def test_two_calls_of_a_worker_do_not_meet_in_any_folder(plain):
+    assert [plain.run(MEET)[:2] for _ in range(4)] == [("ok", "\n")] * 4
+    assert "other calls" in plain.proof
+
+
+def test_the_proof_sees_what_a_call_left_and_folders_that_are_writable(monkeypatch):
+    need("bubblewrap", shutil.which("bwrap"))
+    whole = jail_module.view
+    monkeypatch.setattr(jail_module, "view", lambda: ["--tmpfs", "/var/tmp", *whole()])
+    with pytest.raises(JailError, match="other calls"):
+        Jail(1, preload=())
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_tmp_is_the_scratch_folder_unless_a_library_lies_below_it(monkeypatch, below):
+    monkeypatch.setattr(sys, "prefix", "/tmp/star/.venv" if below else "/opt/star/.venv")
+    monkeypatch.setattr(sys, "base_prefix", "/opt/python")
+    monkeypatch.setattr(sys, "executable", f"{sys.prefix}/bin/python")
+    flags = jail_module.view()
+    assert ("--symlink" in flags and flags[flags.index(SCRATCH) + 1] == "/tmp") is not below
+    assert flags[flags.index("--tmpfs") + 1] == SCRATCH
 
 
 def test_the_unsafe_level_runs_programs_and_fails_the_proof():

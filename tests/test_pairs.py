@@ -47,6 +47,25 @@ def test_a_pair_is_a_right_and_a_wrong_play_of_one_question(made):
         "rejected": [{"role": "assistant", "content": "wrong"}]}
 
 
+def test_a_question_under_two_ids_is_on_one_side_alone(tmp_path):
+    plays = [play(f"Question {i}?", f"{right}", float(right)) | {"task": {
+        "id": f"{name}-{i}", "query": f"Question {i}{sign}"}}
+        for i in range(40) for name, sign in (("a", "?"), ("b", " ?")) for right in (0, 1)]
+    write_jsonl(tmp_path / "episodes.jsonl", plays)
+    pairs.main(["--episodes", str(tmp_path / "episodes.jsonl"), "--out", str(tmp_path),
+                "--held-out", "0.5"])
+    sides = [{row["task"]["id"].partition("-")[2] for row in read_jsonl(tmp_path / f"{part}.jsonl")}
+             for part in ("train", "val")]
+    assert all(sides) and not sides[0] & sides[1] and len(sides[0] | sides[1]) == 40
+
+
+def test_plays_whose_score_is_null_are_left_out(made, capsys):
+    rows = made([play(said="right"), play(said="wrong", reward=0.0),
+                 play(said="x") | {"reward": None, "score": None},
+                 play(said="y") | {"reward": float("nan")}])
+    assert len(rows) == 1 and "2 plays left out: no reward" in capsys.readouterr().out
+
+
 def test_the_bounds_of_right_and_wrong_can_be_set(made):
     plays = [play(said=f"{reward}", reward=reward) for reward in (0.2, 0.5, 0.9)]
     rows = made(plays, "--chosen", "0.9", "--rejected", "0.4")

@@ -199,7 +199,16 @@ def test_golds_are_kept_as_they_are(tmp_path, gold):
     for task in made["rl"]:
         assert task["golds"] == (gold if isinstance(gold, list) else [gold])
         assert "ground_truth" not in task
-    assert report["rl"]["odd, and kept"] == {}
+    assert report["rl"]["odd, and kept"].keys() == {"a question once more"}
+
+
+def test_questions_that_occur_twice_and_torn_golds_are_kept_and_noted(tmp_path):
+    rows = [truth("Mol"), truth("mol"), VERL | {"ability": "math", "reward_model": {
+        "ground_truth": "1}^N"}, "question": "Torn?"}]
+    made, report = convert(tmp_path, None, rows)
+    assert [task["golds"] for task in made["rl"]] == [["Mol"], ["mol"], ["1}^N"]]
+    noted = {cause: found["lines"] for cause, found in report["rl"]["odd, and kept"].items()}
+    assert noted == {"a question once more, with other golds": [2], "a gold of unequal braces": [3]}
 
 
 @pytest.mark.parametrize("gold, golds, printed", [

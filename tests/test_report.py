@@ -246,7 +246,7 @@ def test_another_worlds_episodes_make_a_page(calculator, capsys):
 def test_the_page_asks_for_nothing(run, root):
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in page and not re.search(r"https?://", page)
-    code = (root / "report.html").read_text(encoding="utf-8")
+    code = (root / "look" / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\bsrc=|url\(|@import"
                          r"|\bfetch\b|\beval\b|import\(", code)
     assert all(len(line) <= 120 and line == line.rstrip() for line in code.splitlines())
@@ -1071,7 +1071,7 @@ def test_a_trace_is_the_dialogue_and_its_verdicts(run, capsys, name, query, last
 def test_what_the_user_can_mend_is_one_line(run, words, message):
     with pytest.raises(SystemExit, match=message) as stop:
         report.main([word.format(run=run) for word in words])
-    assert str(stop.value).startswith("report.py: ") and "\n" not in str(stop.value)
+    assert str(stop.value).startswith("look.report: ") and "\n" not in str(stop.value)
     assert not (run / "nothing").exists()
 
 

@@ -6,12 +6,15 @@ import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl, urlsplit
 
 import httpx2
 import numpy as np
@@ -53,14 +56,24 @@ def contents(hits):
 
 
 @contextlib.contextmanager
-def answering(answer):
+def answering(answer, port=0):
     """The address of a server that says answer(request) = (status, reply); None: it hangs up."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            said = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.headers["Content-Type"] != "application/json":  # FastAPI would not look at it
-                said = 415, {"detail": "want JSON"}
+                self.say((415, {"detail": "want JSON"}))
+            self.say(answer(self.keyed(asked)))
+
+        def do_GET(self):
+            self.say(answer(self.keyed(dict(parse_qsl(urlsplit(self.path).query)))))
+
+        def keyed(self, asked):
+            key = self.headers["X-API-KEY"]
+            return asked | {"key": key} if key else asked
+
+        def say(self, said):
             if said:
                 body = json.dumps(said[1]).encode()
                 self.send_response(said[0])
@@ -72,7 +85,7 @@ def answering(answer):
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -94,6 +107,59 @@ class Flaky:
             return status, {"detail": f"{status} it is"}
         return 200, {"result": [[{"document": {"id": "0", "contents": f'"{query}"\nx'}, "score": 1}]
                                 for query in request["queries"]]}
+
+
+class Weather:
+    """A retrieval server as runs of days meet it: one query in twenty is refused for good, one
+    request in five fails for a while, and once it is gone and comes back at the same address."""
+
+    def __init__(self, bad=120, gone_after=40, seconds=0.5):
+        self.draw, self.lock, self.seconds = random.Random(SEED), threading.Lock(), seconds
+        self.asked, self.bad, self.gone_after, self.back = 0, bad, gone_after, threading.Event()
+        self.answered = []
+
+    @staticmethod
+    def refuses(query):
+        return zlib.crc32(query.encode()) % 20 == 0
+
+    def __call__(self, request):
+        queries = request["queries"]
+        with self.lock:
+            self.asked += 1
+            fails = self.asked < self.bad and self.draw.random() < 0.2
+            if self.asked == self.gone_after:
+                self.back.set()
+        refused = [query for query in queries if self.refuses(query)]
+        if refused:
+            return (400, 500)[zlib.crc32(refused[0].encode()) // 20 % 2], {"detail": "refused"}
+        if fails:
+            return 503, {"detail": "busy"}
+        self.answered += queries
+        return Flaky([])(request)
+
+    @contextlib.contextmanager
+    def served(self):
+        """The address; the server restarts once, when it has been asked often enough."""
+        def life():
+            with answering(self, self.port):
+                up.set()
+                until(lambda: self.back.is_set() or over.is_set())
+            time.sleep(self.seconds)
+            if not over.is_set():
+                with answering(self, self.port):
+                    over.wait()
+
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        up, over = threading.Event(), threading.Event()
+        thread = threading.Thread(target=life)
+        thread.start()
+        assert up.wait(60)
+        try:
+            yield f"http://127.0.0.1:{self.port}"
+        finally:
+            over.set()
+            thread.join()
 
 
 # ---------------------------------------------------------------- documents, BM25
@@ -286,11 +352,12 @@ def test_an_index_goes_on_after_a_stop_and_is_then_the_same(tmp_path, corpus, en
 
 
 def test_an_index_has_one_writer(tmp_path, corpus, encoder):
-    code = f"import guard, sys; guard.hold({str(tmp_path / 'i')!r}); print(1, flush=True); input()"
+    code = (f"import runtime; runtime.lock_folder({str(tmp_path / 'i')!r})\n"
+            "print(1, flush=True); input()")
     other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE)
     assert other.stdout.readline()
-    with pytest.raises(SystemExit, match="still writes to"):
+    with pytest.raises(SystemExit, match="is writing to"):
         index(corpus, encoder, tmp_path / "i")
     other.communicate(b"\n", timeout=60)
     index(corpus, encoder, tmp_path / "i")
@@ -376,36 +443,115 @@ def test_a_scan_that_breaks_is_raised_and_leaves_nobody_waiting():
 def test_the_client_asks_again_until_the_server_is_back():
     server = Flaky([503, None, 429, 500])
     with answering(server) as url:
-        hits = retriever.Remote(url, tries=5, pause=0.01).search(["a\ud800", "b"], 3)
-    assert [contents(row) for row in hits] == [['"a\ud800"\nx'], ['"b"\nx']]
-    asked = {"queries": ["a\ud800", "b"], "topk": 3, "return_scores": True}
+        hits = retriever.Remote(url, tries=5, pause=0.01).search(["a\ud800"], 3)
+    assert [contents(row) for row in hits] == [['"a\ud800"\nx']]
+    asked = {"queries": ["a\ud800"], "topk": 3, "return_scores": True}
     assert server.seen == [asked] * 5
 
 
 @pytest.mark.parametrize("script, said, requests", [
-    ([500] * 3, "try 3 of 3: 500 .*500 it is.*repeat this command", 3),
-    ([None] * 3, "try 3 of 3: RemoteProtocolError", 3),
-])
-def test_the_client_gives_up_clearly_and_for_good(script, said, requests):
+    ([400], "400 .*400 it is", 1), ([500] * 3, "try 3 of 3: 500 .*500 it is", 3),
+    ([None] * 3, "try 3 of 3: RemoteProtocolError", 3), ([500, 422], "422 .*422 it is", 2)])
+def test_a_query_that_fails_alone_is_an_error_of_its_own(script, said, requests):
     server = Flaky(script)
     with answering(server) as url:
         remote = retriever.Remote(url + "/retrieve/", tries=3, pause=0.01)
-        for _ in range(3):  # once it has given up, nobody waits for the same again
-            with pytest.raises(ConnectionError, match=f"{url}/retrieve, {said}"):
-                remote.search(["a"], 3)
-    assert len(server.seen) == requests
-    with pytest.raises(ConnectionError, match="try 2 of 2: ConnectError"):  # it has gone
-        retriever.Remote(url, tries=2, pause=0.01).search(["a"], 3)
-
-
-def test_a_refused_request_says_nothing_of_the_next():
-    server = Flaky([500, 400])
-    with answering(server) as url:
-        remote = retriever.Remote(url, tries=3, pause=0.01)
-        with pytest.raises(ConnectionError, match="try 2 of 3: 400 .*400 it is"):
-            remote.search(["a"], 3)
+        error, = remote.search(["a"], 3)
+        assert isinstance(error, retriever.QueryError) and re.match(said, str(error))
+        assert len(server.seen) == requests
         assert [contents(row) for row in remote.search(["b"], 3)] == [['"b"\nx']]
-    assert len(server.seen) == 3
+
+
+@pytest.mark.parametrize("status", [400, 422, 500, None])
+def test_a_query_that_fails_never_fails_its_neighbours(status):
+    def answer(request):
+        return Flaky([status if "bad" in request["queries"] else 200])(request)
+
+    with answering(answer) as url:
+        remote = retriever.Remote(url, tries=2, pause=0.01)
+        shared = retriever.Shared(remote)
+        hits = shared.search(["a", "bad", "b", "c"], 3)
+    assert isinstance(hits[1], retriever.QueryError)
+    assert [contents(row) for row in hits[:1] + hits[2:]] == [['"a"\nx'], ['"b"\nx'], ['"c"\nx']]
+
+
+def test_a_server_that_answers_no_query_any_more_is_said():
+    with answering(Flaky([500] * 999)) as url:
+        remote = retriever.Remote(url, tries=1)
+        for _ in range(retriever.IN_A_ROW - 1):
+            assert isinstance(remote.search(["a"], 3)[0], retriever.QueryError)
+        with pytest.raises(ConnectionError, match="none of the last 20 queries, .*repeat this"):
+            remote.search(["a"], 3)
+
+
+def test_a_server_that_restarts_is_waited_for_and_used_again():
+    with answering(Flaky([])) as url:
+        remote = retriever.Remote(url, tries=1, pause=0.02, patience=0.1)
+        assert contents(remote.search(["a"], 3)[0]) == ['"a"\nx']
+    with pytest.raises(ConnectionError, match="is not there: ConnectError.*start it"):
+        remote.search(["a"], 3)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="is not there"):
+        remote.search(["a"], 3)
+    assert time.monotonic() - began < 60, "it is not waited for again"
+    port = int(url.rpartition(":")[2])
+    with answering(Flaky([]), port):
+        assert contents(remote.search(["b"], 3)[0]) == ['"b"\nx']
+    remote.patience = 60.0
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(remote.search, ["c"], 3)
+        time.sleep(0.1)
+        with answering(Flaky([]), port):
+            assert contents(waiting.result()[0]) == ['"c"\nx']
+
+
+@pytest.mark.parametrize("address", ["/search", "/batch_search", "/batch_search/"])
+@pytest.mark.parametrize("scores", [False, True])
+def test_tool_stars_own_server_is_asked_as_it_wants_to_be(address, scores):
+    def answer(request):
+        seen.append(request)
+        return 200, [[{"id": "7", "contents": f'"{query}"\nx'}] for query in request["query"]]
+
+    seen = []
+    with answering(answer) as url:
+        hits = retriever.Remote(url + address).search(["a", "b"], 3)
+    assert seen == [{"query": ["a", "b"], "top_n": 3, "return_score": False}]
+    assert [contents(row) for row in hits] == [['"a"\nx'], ['"b"\nx']]
+
+
+WEB = {"headers": {"X-API-KEY": "{key}"}, "key": "web.key", "body": {"q": "{query}", "num": "{k}"},
+       "results": "web.results", "text": "description"}
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_a_web_search_is_asked_as_its_settings_say(tmp_path, method):
+    def answer(request):
+        seen.append(request)
+        hits = [{"title": "T", "description": f"on {request['q']}", "link": "http://x"}, 3, {}]
+        return 200, {"web": {"results": hits}}
+
+    seen = []
+    (tmp_path / "web.key").write_text("secret\n")
+    with answering(answer) as url:
+        chosen = WEB | {"url": url, "method": method}
+        (tmp_path / "web.json").write_text(json.dumps(chosen))
+        retriever.find_retriever(str(tmp_path / "web.json"), None)
+        web = retriever.open_retriever(str(tmp_path / "web.json"))
+        hits = web.search(["a lake"], 2)[0]
+    asked, = seen
+    assert asked.pop("key") == "secret"
+    assert asked == {"q": "a lake", "num": 2 if method == "POST" else "2"}
+    assert contents(hits) == ['"T"\non a lake http://x', '""']
+
+
+def test_a_web_search_without_hits_finds_nothing_and_bad_settings_are_named(tmp_path):
+    path = tmp_path / "web.json"
+    with answering(lambda request: (200, {"web": None})) as url:
+        path.write_text(json.dumps(WEB | {"url": url, "key": ""}))
+        assert retriever.Web(path).search(["a"], 2) == [[]]
+    path.write_text(json.dumps({"url": "http://x"}))
+    with pytest.raises(ValueError, match="web.json: body, results, text must be there"):
+        retriever.Web(path)
 
 
 @pytest.mark.parametrize("reply", [
@@ -413,8 +559,43 @@ def test_a_refused_request_says_nothing_of_the_next():
     {"result": [[{"contents": "x"}]]}, {"result": [[{"document": {"contents": 3}}]]}])
 def test_something_else_at_the_address_is_said(reply):
     with (answering(lambda request: (200, reply)) as url,
-          pytest.raises(ConnectionError, match="is no Search-R1 server")):
+          pytest.raises(ConnectionError, match="is no server of Search-R1 or Tool-Star")):
         retriever.Remote(url).search(["a"], 1)
+
+
+# ---------------------------------------------------------------- vectors of others
+
+def write_flat(path, vectors, kind=b"IxFI"):
+    """A flat index as faiss 1.14 writes it."""
+    total, dim = vectors.shape
+    head = struct.pack("<iqqqBiq", dim, total, 2**20, 2**20, 1, 0, total * dim)
+    path.write_bytes(kind + head + vectors.astype(np.float32).tobytes())
+
+
+def test_a_flat_index_of_faiss_is_used_as_it_is(tmp_path, capsys):
+    vectors = np.random.default_rng(SEED).normal(size=(5, 8)).astype(np.float16)
+    write_flat(tmp_path / "e5_Flat.index", vectors)
+    rows = [{"id": str(i), "contents": f'"T{i}"\nx'} for i in range(5)]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["index", "--corpus", str(tmp_path / "c.jsonl"), "--encoder", "e5", "--vectors",
+             str(tmp_path / "e5_Flat.index"), "--out", str(tmp_path / "index")]
+    retriever.main(words)
+    matrix = np.fromfile(tmp_path / "index" / "matrix.f16", np.float16).reshape(5, 8)
+    assert (matrix == vectors).all() and "5 passages of 8 numbers" in capsys.readouterr().out
+    (tmp_path / "c.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(SystemExit, match="5 vectors, .*c.jsonl 1 passages"):
+        retriever.main([*words[:-1], str(tmp_path / "other")])
+
+
+@pytest.mark.parametrize("kind, cut, said", [
+    (b"IHNf", 0, "is no flat index of faiss, but 'IHNf'.*corpus is encoded here"),
+    (b"IxFI", 4, "is cut short"), (b"Ix", 10**4, "is no flat index")])
+def test_an_index_that_cannot_be_used_is_told_with_its_reason(tmp_path, kind, cut, said):
+    write_flat(tmp_path / "x.index", np.zeros((3, 4)), kind)
+    content = (tmp_path / "x.index").read_bytes()
+    (tmp_path / "x.index").write_bytes(content[:max(2, len(content) - cut)])
+    with pytest.raises(ValueError, match=f"x.index {said}"):
+        retriever.flat_vectors(tmp_path / "x.index")
 
 
 # ---------------------------------------------------------------- /retrieve

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -147,7 +148,8 @@ def test_hyper_parameters_are_the_papers(size):
     assert value(stages, "sft-tasks", "--n") == "1198"
     assert value(stages, "sft-tasks", "--levels") == "627:373:198"
     assert value(stages, "sft-tasks", "--exclude") == value(stages, "rl", "--tasks")
-    assert "--nproc_per_node 8" in " ".join(stages["sft"][1])
+    ranks = 1 if size == "0.5b" else 8  # ours, for one GPU of 24 GB
+    assert f"--nproc_per_node {ranks}" in " ".join(stages["sft"][1])
 
 
 @pytest.mark.parametrize("size", STARS)
@@ -172,6 +174,8 @@ def test_the_hyper_parameters_of_tool_stars_sizes_are_its_own(size):
         settings = read_settings(ROOT / value(stages, stage, "--database"))
         assert settings.folder.name == part and settings.max_calls == budget
         assert (settings.grammar, settings.top_k, settings.seconds) == ("tags", 5, 5.0)
+        # the command that its README recommends debugs failed programs
+        assert settings.helpers == ({"debug": 1} if part == "eval" else {})
 
 
 @pytest.mark.parametrize("gpus, base, rl", [("", 1, 2), ("1", 1, 1), ("2", 2, 2)])
@@ -540,12 +544,20 @@ def test_a_policy_is_told_of_the_principles_when_it_plays_and_learns_without_the
 def test_the_recipes_rl_checkpoint_plays_with_each_choice_of_helpers(size):
     stages = dry(size, "axis", "helpers", OUT="OUT")
     assert stages["rl"] == dry(size, OUT="OUT")["rl"]
-    for name in HELPED:
+    # the real sizes have no browser, so nothing there can be summarised
+    helped = [name for name in HELPED if size == "tool-tiny" or name != "summarise"]
+    assert [name for name in stages if name.startswith("eval-")] == [f"eval-{x}" for x in helped]
+    for name in helped:
         given = arguments(stages[f"eval-{name}"][1])
         assert given["--model"] == [f"{name}=OUT/rl"]
         assert given["--database"] == [f"OUT/axis/helpers/worlds/{name}"]
     table = arguments(stages["axis-helpers"][1])
-    assert table[""] == ["table", *(f"{x}=OUT/axis/helpers/{x}/eval/{x}" for x in HELPED)]
+    assert table[""] == ["table", *(f"{x}=OUT/axis/helpers/{x}/eval/{x}" for x in helped)]
+
+
+def test_cycles_at_a_real_size_are_refused_with_the_command_that_plays_them():
+    done = run_sh(ROOT, "tool-star-3b", DRY="1", CYCLES="2")
+    assert done.returncode == 1 and "bash run.sh tool-star-3b axis dpo" in done.stderr + done.stdout
 
 
 def test_what_an_axis_refuses_names_the_axes_of_the_size():
@@ -558,11 +570,14 @@ def test_what_an_axis_refuses_names_the_axes_of_the_size():
 
 STAND_IN = '''#!/usr/bin/env bash
 # stands for python and torchrun: notes the call, serves pages by sleeping, fails on the stage
-# named in ./broken, else writes what --out names; the look at all flags is no call
+# named in ./broken, waits in the one named in ./slow, else writes what --out names; the look at all
+# flags and what keeps run.json are no calls
 if [[ ${2:-} == *'"FLAGS_"'* ]]; then exit; fi
+if [[ ${2:-} == recipes.commands ]]; then exec REAL_PYTHON "$@"; fi
 echo "$*" >> calls
 if [[ "$*" == *" pages "* ]]; then echo $$ > server; echo 2 pages; exec sleep 600 >&-; fi
 if [[ -s broken && "$*" == *"$(cat broken)"* ]]; then exit 3; fi
+if [[ -s slow && "$*" == *"$(cat slow)"* ]]; then exec sleep 600; fi
 until [[ $# == 0 || $1 == --out ]]; do shift; done
 case ${2:-} in
     "")  ;;
@@ -573,7 +588,7 @@ case ${2:-} in
              echo made > "$2/$f"
          done ;;
 esac
-'''
+'''.replace("REAL_PYTHON", sys.executable)
 
 
 def stand_in(path, text):
@@ -661,6 +676,86 @@ def test_an_output_that_a_killed_stage_left_in_half_does_not_count(house):
     assert run_sh(house, "tiny").returncode == 0
     again = calls(house)[len(before):]
     assert len(again) == 1 and "rl.jsonl" in again[0] and not mark.exists()
+
+
+@pytest.mark.parametrize("changed, said", [
+    ({"SEED": "1"}, "out/tiny/init/config.json was made by another command: --seed was 0, is 1"),
+    ({"FLAGS_rl": "--lr 7"}, "out/tiny/rl/config.json was made by another command: --lr was 1.5"),
+    ({"FLAGS_eval": "--limit 5"}, "made by another command: --limit was not given, is 5"),
+    ({"DATA": "d"}, "out/tiny/init/config.json was made by another command: --corpus was")])
+def test_a_run_is_not_shown_as_that_of_other_settings(house, changed, said):
+    assert run_sh(house, "tiny").returncode == 0
+    commands = json.loads((house / "out/tiny/run.json").read_text())
+    assert "--seed" in commands["out/tiny/rl/config.json"]
+    other = run_sh(house, "tiny", **changed)
+    assert other.returncode == 1 and said in other.stderr.splitlines()[-1], other.stderr
+    assert "Use another OUT, or remove this output" in other.stderr.splitlines()[-1]
+    assert "done before" not in other.stdout, "no table is shown"
+    assert run_sh(house, "tiny", GPUS="1").returncode == 0, "the number of ranks is free"
+
+
+def test_a_stage_that_failed_may_be_tried_with_other_flags(house):
+    (house / "broken").write_text("grpo.py")
+    assert run_sh(house, "tiny").returncode == 1
+    (house / "broken").write_text("")
+    assert run_sh(house, "tiny", FLAGS_rl="--lr 7").returncode == 0
+    commands = json.loads((house / "out/tiny/run.json").read_text())
+    assert commands["out/tiny/rl/config.json"][-2:] == ["--lr", "7"]
+
+
+def test_the_table_is_shown_once_and_the_end_names_the_next_command(house):
+    first, second = run_sh(house, "tiny"), run_sh(house, "tiny")
+    assert first.stdout.count("made") == 0, "evaluate.py has printed it"
+    assert second.stdout.count("made\n") == 1
+    for done in (first, second):
+        assert done.stderr.splitlines()[-1].startswith(
+            "run.sh: out/tiny/eval/table.md has the results; python -m look.report out/tiny")
+
+
+def test_an_interrupt_of_the_recipe_is_a_line_and_130(house):
+    (house / "slow").write_text("grpo.py")
+    running = subprocess.Popen(
+        ["bash", "run.sh", "tiny"], cwd=house, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    while not (house / "calls").exists() or "grpo.py" not in (house / "calls").read_text():
+        assert running.poll() is None
+        time.sleep(0.1)
+    time.sleep(0.3)
+    os.killpg(running.pid, signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130, said
+    assert said.splitlines()[-1].startswith("run.sh: interrupted. What was saved is kept")
+    assert "failed" not in said
+
+
+def test_sh_starts_bash():
+    done = subprocess.run(["sh", "run.sh", "tiny"], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"DRY": "1"})
+    assert done.returncode == 0 and "grpo.py" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("variables, said", [
+    ({"OUT": "~/x"}, "OUT='~/x': a quoted ~ is no home; write $HOME"),
+    ({"SHARE": "60"}, "SHARE=60 must be a share of a GPU"),
+    ({"SEED": "1" * 20}, "must be a whole number of at most nine digits"),
+    ({"MODEL": "/no/such"}, "MODEL=/no/such is not a folder; is the path right?"),
+    ({"MODEL": "model.safetensors"}, "MODEL=model.safetensors is not a folder")])
+def test_a_variable_that_cannot_be_right_is_refused_before_anything_runs(house, variables, said):
+    done = run_sh(house, "tiny", **variables)
+    assert done.returncode in (1, 2) and said in done.stderr and done.stderr.count("\n") == 1
+    assert not (house / "calls").exists() and not (house / "out").exists()
+
+
+@pytest.mark.parametrize("interpreter, usable", [
+    (None, True), ("here", True), ("/gone/python", False)])
+def test_an_environment_of_a_repository_that_was_moved_is_made_again(house, interpreter, usable):
+    (house / "print.sh").write_text("source recipes/setup.sh; usable && echo usable")
+    if interpreter:
+        path = house / ".venv/bin/python" if interpreter == "here" else interpreter
+        (house / ".venv/bin/pip").write_text(f"#!{path}\n")
+    done = subprocess.run(["bash", "print.sh"], cwd=house, capture_output=True, text=True)
+    assert (done.stdout == "usable\n") == usable
 
 
 def test_another_seed_and_folder_is_another_run(house):
@@ -755,12 +850,14 @@ def test_preflight_comes_before_anything_is_spent_and_plans_what_is_run(size):
              and "--out" not in line]
     for words, stage, flag in zip(plans, ("sft", "rl"), ("--cutoff", "--context"), strict=True):
         plan = arguments(words)
-        assert f"{plan.pop('')[0]}.py" == script(stages[stage][1])[0] and plan["--gpus"] == ["16"]
+        assert f"{plan.pop('')[0]}.py" == script(stages[stage][1])[0] and (
+            plan["--gpus"], plan["--gpu-gib"]) == (
+            (["2"], ["24"]) if size == "0.5b" else (["16"], ["80"]))
         assert plan[flag] == [value(stages, stage, flag)]
         assert plan["--model"] == [value(stages, "sft", "--model")]
         assert plan.keys() <= flags_of("-m look.memory")
     words = dry(size, "preflight", NNODES="2", NODE_RANK="0", MASTER_ADDR="a")["preflight"][1]
-    assert arguments(words)["--prompts"] == ["16"], "a query for every rank"
+    assert arguments(words)["--prompts"] == plan["--gpus"], "a query for every rank"
     assert script(words)[0] == script(stages["rl"][1])[0]
 
 
@@ -863,7 +960,7 @@ def test_preflight_wants_disk_memory_and_a_token_to_compare(station):
     done = run_sh(station, "7b", "preflight", MODEL="model")
     assert "GB of the host's memory are free, 1808 are needed" in done.stderr.splitlines()[-1]
     (station / "bin" / "du").unlink()
-    stand_in(station / ".venv" / "bin" / "torchrun", STAND_IN.replace("64", "0"))
+    stand_in(station / ".venv" / "bin" / "python", STAND_IN.replace('s": 64', 's": 0'))
     done = run_sh(station, "7b", "preflight", MODEL="model")
     assert "nothing was trained on: remove out/7b/preflight" in done.stderr.splitlines()[-1]
 

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from threading import Thread
 
 import pytest
@@ -16,7 +15,7 @@ from conftest import ROOT
 import evaluate
 from runtime import read_jsonl, write_jsonl
 from toolstar import scores, sets
-from toolstar.sets import SETS, contaminated, load_sets, read_rows
+from toolstar.sets import SETS, contaminated, load_sets
 from toolstar.tools import Tools
 
 
@@ -129,7 +128,7 @@ def test_other_columns_and_missing_sets_are_named_and_nothing_stops(tmp_path, ca
                     4: "no question in its columns question, answer",
                     6: "the same question and answer once more"}
     said = capsys.readouterr().out
-    assert "no musique.jsonl, .json, .csv, .parquet and no folder musique in" in said
+    assert "no musique.jsonl, .json, .csv, .parquet (or .gz) and no folder musique in" in said
     assert len(read_jsonl(tmp_path / "out/tasks.jsonl")) == 1
 
 
@@ -144,43 +143,44 @@ def test_what_cannot_be_read_is_one_line_with_the_fix(tmp_path, rows, fix):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_broken_file_is_named_with_its_line(tmp_path):
-    for name in ("gsm8k.json", "gsm8k.jsonl"):
-        (tmp_path / name).write_text('{"question": "a"}\n{"question": \n')
-        with pytest.raises(ValueError, match=f"{name}, line 2: not JSON"):
-            read_rows(tmp_path / name)
+@pytest.mark.parametrize("name", ["gsm8k.json", "gsm8k.jsonl"])
+def test_a_broken_line_is_listed_and_the_others_are_read(tmp_path, name):
+    (tmp_path / name).write_text('{"question": "a", "answer": "1"}\n{"question": \n')
+    tasks, remarks, _ = load_sets(tmp_path)
+    assert [task["query"] for task in tasks] == ["a"]
+    assert [(row["row"], row["cause"]) for row in remarks] == [(2, "not JSON")]
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}\n{"a": 2}\n', '[{"a": 1}, {"a": 2}]',
-                                  '\ufeff{"version": 1, "data": [{"a": 1}, {"a": 2}]}'])
-def test_a_json_file_holds_a_list_or_a_record_in_each_line(tmp_path, text):
-    (tmp_path / "x.json").write_text(text)
-    assert read_rows(tmp_path / "x.json") == [{"a": 1}, {"a": 2}]
-
-
-def test_a_folder_of_nothing_but_training_is_named_and_not_read(tmp_path):
+def test_a_folder_of_a_training_split_is_read_where_the_set_is_published_so(tmp_path):
+    rows = [{"ID": "2024-I-4", "Problem": "x", "Answer": 33}]
+    put(tmp_path / "aime24/data/train-00000-of-00001.jsonl", rows)
     put(tmp_path / "musique/train.jsonl", [{"question": "q", "answer": "a"}])
     tasks, remarks, absent = load_sets(tmp_path)
-    assert tasks == [] and "musique" not in absent
-    assert [row["cause"] for row in remarks] == ["a folder with no file but of training"]
+    assert [(task["set"], task["golds"]) for task in tasks] == [("aime24", ["33"])]
+    assert "musique" not in absent and [row["set"] for row in remarks] == ["musique"]
+    assert "files named train are not read" in remarks[0]["cause"]
 
 
-def test_parquet_is_read_where_pyarrow_is_and_else_the_line_says_what_to_do(tmp_path):
-    if find_spec("pyarrow"):
-        from pyarrow import Table, parquet
-
-        parquet.write_table(Table.from_pylist([{"question": "a", "golds": ["b"]}]),
-                            tmp_path / "x.parquet")
-        assert read_rows(tmp_path / "x.parquet") == [{"question": "a", "golds": ["b"]}]
-    else:
-        with pytest.raises(ValueError, match="x.parquet: parquet takes pyarrow .*to_json"):
-            read_rows(tmp_path / "x.parquet")
+def test_an_empty_set_file_is_listed(tmp_path):
+    put(tmp_path / "gsm8k.jsonl", [])
+    assert [row["cause"] for row in load_sets(tmp_path)[1]] == ["an empty file"]
 
 
-def test_a_csv_that_is_none_is_named(tmp_path):
-    (tmp_path / "x.csv").write_bytes(b"question,answer\na,\xff\n")
-    with pytest.raises(ValueError, match="x.csv: not text in UTF-8"):
-        read_rows(tmp_path / "x.csv")
+def test_a_question_that_occurs_again_is_played_once(tmp_path):
+    put(tmp_path / "gsm8k.jsonl", [{"question": "How many?", "answer": "4"},
+                                   {"question": "how many", "answer": "4"},
+                                   {"question": "How many?", "answer": "5"}])
+    tasks, remarks, _ = load_sets(tmp_path)
+    assert [task["golds"] for task in tasks] == [["4"]]
+    assert [row["cause"] for row in remarks] == ["the same question and answer once more",
+                                                 "the same question once more, with another answer"]
+
+
+@pytest.mark.parametrize("answerable", [False, "False", "false", 0, "0"])
+def test_a_question_without_an_answer_by_design_is_dropped(tmp_path, answerable):
+    put(tmp_path / "musique.jsonl", [{"question": "q", "answer": "a", "answerable": answerable}])
+    tasks, remarks, _ = load_sets(tmp_path)
+    assert tasks == [] and remarks[0]["cause"] == "has no answer by design"
 
 
 def test_ids_are_made_unique_whatever_other_ids_there_are(tmp_path):
@@ -302,9 +302,30 @@ def test_a_choice_that_normalizes_to_nothing_is_no_part_of_every_answer():
         assert marks["equal"] == marks["em"] == marks["f1"] == marks["sub_em"] == right
 
 
+def test_the_table_says_with_which_tools_the_sets_of_the_web_were_played():
+    row = played(task("gaia", 1, ["4"]), "<answer>4</answer>")
+    noted = row | {"world": {"tools": ["Search", "Python"], "search": "bm25"}}
+    assert list(scores.tools_of("rl", [noted])) == [
+        "rl: gaia was played with Search (bm25), Python; the paper's number is of web search and a "
+        "browser"]
+    assert "tools that were not noted" in next(scores.tools_of("rl", [row]))
+    assert not list(scores.tools_of("rl", [played(task("gsm8k", 1, ["4"]), "x")]))
+
+
+def test_golds_that_normalize_to_nothing_count_beside_others():
+    marks = scores.marks_of(played(task("hle", 1, ["A", "B"]), "<answer>A</answer>"), None)
+    assert marks["right"] == marks["em"] == marks["f1"] == marks["sub_em"] == 1
+
+
+def test_math_verifys_own_verdict_stands_beside_ours():
+    marks = scores.marks_of(played(task("math", 1, ["25\\%"]), "<answer>25</answer>"), None)
+    assert (marks["equal"], marks["math-verify"]) == (0, 1)
+    assert scores.marks_of(played(task("hle", 1, ["x"]), "x"), None)["math-verify"] is None
+
+
 def test_a_set_is_summed_up_as_by_hand():
     def mark(right, calls):
-        return dict.fromkeys(("equal", "em", "f1", "sub_em"), right) | {
+        return dict.fromkeys(("equal", "math-verify", "em", "f1", "sub_em"), right) | {
             "right": right, "judge": None, "calls": calls, "tokens": 100 * right, "unread": False,
             "no answer": not right}
 

@@ -279,7 +279,7 @@ def test_a_damaged_line_among_the_samples_is_named(synthesise, line):
     folder, _ = synthesise(["dr"], "--samples", "1", name="damaged")
     with open(folder / "samples.jsonl", "a") as file:
         file.write(line + "\n")
-    with pytest.raises(SystemExit, match=r"samples.jsonl, record \d+: no episode, but"):
+    with pytest.raises(SystemExit, match=r"samples.jsonl, record \d+: not an episode: "):
         synthesise(["dr"], "--samples", "1", name="damaged")
 
 

@@ -17,13 +17,15 @@ import pytest
 from conftest import ROOT, SEED, Letters, Scripted, free_port, train
 from hypothesis import given
 from hypothesis import strategies as st
+from test_retriever import Weather
+from test_sets import endpoint
 
 import evaluate
 import runtime
 import sft
 from runtime import Calls, Template
 from sandbox import Action
-from toolstar import tools
+from toolstar import retriever, tools
 from toolstar.facts import PageServer
 from toolstar.tools import as_tags, parse_tags, parse_turn, read_settings
 
@@ -482,7 +484,8 @@ def folder(tmp_path):
 def test_check_calls_each_tool_and_says_how_programs_are_locked_up(folder, jail):
     done = command("check", "--database", folder, "--update", 1024, 5632)
     assert done.returncode == 0, done.stderr
-    for line in ("Python: jailed", "    network ", "-> ok\nDoc 1 ", "-> ok\n42\n", "-> error\n"):
+    for line in ("Python: jailed", "    network ", "-> ok\nDoc 1 ", "-> ok\n42\n",
+                 "-> refused, as it must be\n"):
         assert line in done.stdout
     rates = re.findall(r" ms a call; 64 at once: (\d+) calls/s, 0 broken\n", done.stdout)
     assert len(rates) == 2, "Search and Python; the page is refused"
@@ -532,7 +535,7 @@ def test_a_retriever_that_answers_html_stops_before_anything_is_spent(make):
                               env=os.environ | {"PYTHONUNBUFFERED": "1"}, cwd=FILE)
     try:
         port = server.stdout.readline().split("port ")[1].split()[0]
-        with pytest.raises(ConnectionError, match=rf"127.0.0.1:{port}/retrieve, try 2 of 2: 501"):
+        with pytest.raises(ConnectionError, match=f"127.0.0.1:{port} answers no query: .* 501"):
             make(retriever=f"http://127.0.0.1:{port}")
     finally:
         server.kill()
@@ -548,7 +551,7 @@ def test_a_retriever_that_dies_during_play_marks_the_calls_and_stops_the_run(mak
         assert world.answer("Search", {"query": "a tower"})[0] == "ok"
         server.send_signal(signal.SIGKILL)
         server.wait()
-        world.retriever = tools.partial(world.open_search, tries=1)()
+        world.retriever = tools.partial(world.open_search, tries=1, patience=0)()
         with pytest.raises(SystemExit, match="Search has failed in 11 of the last"):
             for i in range(99):
                 episode = play(world, LOOK.replace("tower", f"tower {i}"), DONE)
@@ -717,6 +720,60 @@ def test_with_tensor_parallel_ranks_one_calls_the_tools_and_all_play_the_same():
     assert len(sandbox.called) == 4, "nobody pays twice"
 
 
+def test_the_questions_that_come_with_the_world_are_its_tasks(make):
+    world = make(tools=["Search"])
+    rows = runtime.read_jsonl(FILE / "questions.jsonl")
+    assert [world.load_task(row)["id"] for row in rows] == [row["id"] for row in rows]
+    places = (FILE / "corpus.jsonl").read_text("utf-8")
+    for row in rows:
+        if row["needs"] == ["search"]:
+            assert row["golds"][0] in places
+
+
+def test_mathematics_is_judged_while_others_still_play(make):
+    world = make(tools=["Search"])
+    episode = play(world, "<think>x</think><answer>\\frac{84}{2}</answer>")
+    assert episode.ahead.result() is True and world.verdict(episode)[2] == 1
+    assert play(world, "<think>x</think><answer></answer>").ahead is None
+
+
+# ---------------------------------------------------------------- servers of others
+
+
+def test_an_evaluation_outlives_a_retriever_that_refuses_fails_and_restarts(tmp_path, monkeypatch):
+    """Nothing is lost, nothing is counted twice, and each play sees the hits of its own query."""
+    monkeypatch.setattr(retriever.Remote.__init__, "__defaults__", (4, 0.02, 60.0))
+    tasks = [{"id": f"{i}", "query": f"How deep is lake {i}?", "golds": [f"lake {i}"],
+              "check": "qa"} for i in range(200)]
+    refused = {task["id"] for task in tasks if Weather.refuses(task["golds"][0])}
+    runtime.write_jsonl(tmp_path / "tasks.jsonl", tasks)
+
+    def reply(messages):
+        lake = re.search(r"lake \d+", messages[1]["content"])[0]
+        if len(messages) == 2:
+            return LOOK.replace("a tower", lake).replace("tower", lake)
+        found = re.search(r'Doc 1 "(.*)"', messages[-1]["content"])
+        return f"<think>x</think><answer>{found[1] if found else 'unknown'}</answer>"
+
+    weather = Weather()
+    with weather.served() as url, endpoint(reply) as model:
+        (tmp_path / "tools.json").write_text(json.dumps(
+            {"tools": ["Search"], "cache": "", "retriever": url}))
+        evaluate.main(["--env", "tools", "--database", str(tmp_path), "--tasks",
+                       str(tmp_path / "tasks.jsonl"), "--url", model, "--model", "m",
+                       "--concurrency", "16", "--out", str(tmp_path / "out")])
+    rows = runtime.read_jsonl(tmp_path / "out/m/episodes.jsonl")
+    assert weather.back.is_set() and 0 < len(refused) < 30
+    assert sorted(row["task"]["id"] for row in rows) == sorted(task["id"] for task in tasks)
+    assert {row["stop"] for row in rows} == {"answer"}
+    statuses = {row["task"]["id"]: [call["status"] for call in row["tools"]] for row in rows}
+    assert statuses == {task["id"]: ["refused" if task["id"] in refused else "ok"]
+                        for task in tasks}
+    assert {row["task"]["id"] for row in rows if not row["score"]["success"]} == refused
+    assert all("does not answer this query" in row["messages"][3]["content"] for row in rows
+               if row["task"]["id"] in refused)
+
+
 # ---------------------------------------------------------------- stages
 
 
@@ -785,3 +842,23 @@ def test_a_policy_that_calls_tools_trains_on_the_very_tokens_it_said(
     assert roles - {"result"} == {"system", "user", "assistant"}
     assert ("result" in roles) == (grammar == "tags")
     assert all(len(row["tools"]) == row["calls"] for row in rows)
+
+
+@pytest.mark.slow
+def test_training_outlives_a_retriever_that_refuses_fails_and_restarts(episodes, caller, tmp_path):
+    """Every play of every update is there once, and none was judged on a broken tool."""
+    weather = Weather(bad=60, gone_after=10)
+    with weather.served() as url:
+        world = tmp_path / "world"
+        world.mkdir()
+        settings = json.loads((episodes / "turns" / "tools.json").read_text())
+        (world / "tools.json").write_text(json.dumps(settings | {"retriever": url, "cache": ""}))
+        train("grpo.py", tmp_path / "out", f"--env tools --database {world} --model {caller}",
+              f"--tasks {episodes}/tasks.jsonl --steps 2 --prompts 4 --group 4 --lr 1e-4",
+              "--context 1024 --turn-tokens 64 --max-turns 8 --system-prompt short "
+              "--no-checkpointing")
+    for i in (1, 2):
+        rows = runtime.read_jsonl(tmp_path / "out" / "rollouts" / f"{i:05d}.jsonl")
+        assert len(rows) == 16
+        assert "broken" not in {call["status"] for row in rows for call in row["tools"]}
+    assert weather.back.is_set() and weather.answered

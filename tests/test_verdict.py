@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from toolstar import expression, mathematics, verdict
+from toolstar import mathematics, text, verdict, verify
 
 SEED = int(os.environ.get("TEST_SEED", 0))
 HEADER = verdict.HEADER
@@ -69,9 +69,9 @@ def test_boxes_are_found_and_opened_as_the_reference_does_it(test_data):
 def test_token_f1_and_normalization_are_the_references(test_data):
     rows = cases(test_data, "f1")
     for case in rows:
-        assert abs(verdict.token_f1(case["p"], case["g"]) - case["v"]) <= 1e-12, case
+        assert abs(text.token_f1(case["p"], case["g"]) - case["v"]) <= 1e-12, case
         golds = [case["g"]] if isinstance(case["g"], str) else case["g"]
-        said = [verdict.normalize(case["p"]), [verdict.normalize(gold) for gold in golds]]
+        said = [text.normalize(case["p"]), [text.normalize(gold) for gold in golds]]
         assert said == case["n"]
     assert len(rows) == 500
 
@@ -79,7 +79,7 @@ def test_token_f1_and_normalization_are_the_references(test_data):
 def test_text_is_cut_as_the_reference_cuts_it(test_data):
     rows = cases(test_data, "truncate")
     for case in rows:
-        assert verdict.truncate(case["s"], case.get("m", 400)) == case["v"]
+        assert text.truncate(case["s"], case.get("m", 400)) == case["v"]
     assert len(rows) == 100
 
 
@@ -103,22 +103,18 @@ def test_qa_metrics_are_the_references_but_the_best_alias_counts(test_data):
     assert len(rows) == 520 and odd <= 10
 
 
-def test_mathematics_is_judged_right_and_without_math_verify(test_data):
-    rows = cases(test_data, "matheq")
-    wrong, undecided, start = [], 0, time.process_time()
+def test_mathematics_is_judged_right(test_data):
+    rows, wrong, start = cases(test_data, "matheq"), [], time.monotonic()
     for case in rows:
         equal = mathematics.math_equal(case["a"], case["b"])
         if equal != bool(case["j"]):
-            wrong.append((case["k"], case["a"], case["b"]))
-    seconds = time.process_time() - start
-    for case in rows:
-        texts = case["a"], case["b"]
-        undecided += None not in texts and mathematics.exactly_equal(*map(str, texts)) is None
+            wrong.append((equal, case["k"], case["a"], case["b"]))
+    seconds = time.monotonic() - start
     reference = sum(bool(case["v"]) != bool(case["j"]) for case in rows)
-    print(f"wrong {len(wrong)} of {len(rows)} (the reference {reference}), to math-verify "
-          f"{undecided}, {len(rows) / seconds:,.0f} pairs/s")
-    assert len(rows) == 1049 and len(wrong) <= 10, wrong
-    assert undecided <= 20
+    print(f"wrong {len(wrong)} of {len(rows)} (the reference {reference}), "
+          f"{len(rows) / seconds:,.0f} pairs/s")
+    assert len(rows) == 1049 and len(wrong) <= 20, wrong
+    assert sum(equal for equal, *_ in wrong) <= 3, wrong
 
 
 def test_the_speed_of_the_released_reward_is_printed(test_data):
@@ -214,6 +210,224 @@ x=5 \lor x=6 ~ 5,6
 \{x : x > 2\} ~ x>2
 5 PM ~ 5 p.m.
 p\equiv 1\pmod 4 ~ p\equiv 1\pmod{4}
+C: 5 ~ C
+C: 5 ~ 5
+A: 1-i ~ 1-i
+A: 1-i ~ A
+A: 6 ~ 6
+C. 7 ~ C
+C. 7 ~ 7
+(C) 5 ~ C: 5
+B) \frac{1}{2} ~ 0.5
+D: \text{none of these} ~ D
+D: \text{none of these} ~ none of these
+A: x>2 ~ (2,\infty)
+\text{C: } 5 ~ C
+\textbf{(C)}\ 5 ~ 5
+\mathrm{(C)} ~ C
+m+n = 109 ~ 109
+\frac{m}{n}=\frac37 ~ \frac37
+|AB| = 5 ~ 5
+5\sqrt{2} \approx 7.07 ~ 5\sqrt2
+\begin{pmatrix}1\\[4pt]2\end{pmatrix} ~ \begin{pmatrix}1\\2\end{pmatrix}
+Matrix([[1], [2]]) ~ \begin{pmatrix}1\\2\end{pmatrix}
+576\pi\;m^{2} ~ 576\pi
+(2516)_8 ~ 2516_8
+\ln(x^4y^2) ~ 4\ln x+2\ln y
+\sqrt{50x^2} ~ 5x\sqrt2
+10{,}000 ~ 10000
+\$950 ~ 950
+\boxed{\frac{3}{4}} ~ 0.75
+12 \text{ cm}^2 ~ 12
+12\text{ cm}^2 ~ 1200\text{ mm}^2
+3 hours ~ 180 minutes
+1.5 \text{ hours} ~ 90 \text{ minutes}
+40 miles per hour ~ 40 mph
+25\% ~ 0.25
+25 percent ~ \frac14
+12.5\% ~ \frac{1}{8}
+60^\circ ~ \frac{\pi}{3}
+60 degrees ~ 60
+\angle ABC = 60^\circ ~ 60
+x = 5 \text{ or } x = -5 ~ \pm 5
+x = 2, y = 3 ~ (2, 3)
+(x, y) = (2, 3) ~ (2,3)
+\{1,2,3\} ~ 3, 2, 1
+1, 2, and 3 ~ 1,2,3
+[0, \infty) ~ x \geq 0
+x \in [0, \infty) ~ x \ge 0
+(-\infty, 2) \cup (3, \infty) ~ x < 2 \text{ or } x > 3
+-1 \le x < 4 ~ [-1,4)
+Matrix([[1, 2], [3, 4]]) ~ \begin{bmatrix}1&2\\3&4\end{bmatrix}
+\begin{bmatrix}1&2\\[6pt]3&4\end{bmatrix} ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{vmatrix}1&2\\3&4\end{vmatrix} ~ -2
+11_{10} ~ 1011_2
+1011_{\text{two}} ~ 1011_2
+FF_{16} ~ 255
+\text{FF}_{16} ~ 255_{10}
+\approx 3.14 ~ 3.14
+x \approx 3.14 ~ 3.14
+\frac{22}{7} \approx 3.14 ~ \frac{22}{7}
+p+q=17 ~ 17
+a + b + c = 12 ~ 12
+f(x) = 2x+1 ~ 2x+1
+y = 2x+1 ~ 2x+1
+S_{\triangle ABC} = 6 ~ 6
+P(A) = \frac{1}{3} ~ \frac13
+n = 7 ~ 7
+AB = 5 ~ 5
+\overline{AB} = 5 ~ 5
+\text{Total} = 15 ~ 15
+1/2 ~ \frac{1}{2}
+1\frac{1}{2} ~ 1.5
+3.0 ~ 3
+6.02\times 10^{23} ~ 602000000000000000000000
+1.5e3 ~ 1500
+\sqrt{8} ~ 2\sqrt{2}
+2^{10} ~ 1024
+\frac{\sqrt{3}}{3} ~ \frac{1}{\sqrt3}
+\frac{n(n+1)}{2} ~ \frac{n^2+n}{2}
+\binom{n}{2} ~ \frac{n(n-1)}{2}
+e^{2x} ~ \exp(2x)
+\log_2 8 ~ 3
+\tan\frac{\pi}{4} ~ 1
+\sin^2 x + \cos^2 x ~ 1
+2+3i ~ 3i+2
+|x| ~ \sqrt{x^2}
+7! ~ 5040
+0.\overline{142857} ~ \frac17
+0.333... ~ 0.333...
+\text{yes} ~ Yes
+\text{No solution} ~ no solution
+True ~ true
+\infty ~ +\infty
+-\infty ~ - \infty
+\frac{1}{3}\ln 2 ~ \frac{\ln 2}{3}
+3:4 ~ \frac34
+3:4 ~ 6:8
+\$1{,}250.50 ~ 1250.5
+20 dollars ~ \$20
+5 apples ~ 5
+5 \text{ students} ~ 5
+8 units ~ 8
+45 \text{ sq ft} ~ 45 \text{ square feet}
+100 °C ~ 100
+(5, -2) ~ \left(5,-2\right)
+(1,2),(3,4) ~ (3,4),(1,2)
+\{(1,2),(3,4)\} ~ (1,2), (3,4)
+\{ (1,2) \} ~ (1,2)
+x^2 - 1 ~ (x-1)(x+1)
+\frac{x+1}{2} ~ \frac12 x + \frac12
+-\frac{1}{2} ~ \frac{-1}{2}
+5\cdot 10^{-3} ~ 0.005
+2 \pi r ~ 2\pi r
+4\pi \text{ cm} ~ 4\pi
+\sqrt{2} \text{ units} ~ \sqrt{2}
+\frac{3}{2} \text{ hours} ~ 1.5
+10^{-2} ~ 0.01
+x>3 ~ (3, \infty)
+\mathbb{R} ~ (-\infty, \infty)
+k = 0, 1, 2 ~ 0,1,2
+a=1, b=2 ~ 1, 2
+90\% ~ 0.9
+1,000,000 ~ 10^6
+12 \, \text{km/h} ~ 12 km/h
+3\sqrt{3}+2 ~ 2+\sqrt{27}
+\{x | x \neq 2\} ~ x \neq 2
+2n+1, n \in \mathbb{Z} ~ 2n+1, n \in \mathbb{Z}
+007 ~ 7
+\frac{a}{b} ~ a/b
+\text{Monday} ~ monday
+1:30 \text{ PM} ~ 1:30 pm
+\frac{7}{2} ~ 3.5
+3 \frac{1}{2} ~ 7/2
+3-2\sqrt{2} ~ (\sqrt{2}-1)^2
+2:3:4 ~ 4:6:8
+\frac{1}{4} \text{ of the area} ~ \frac14
+-\frac{\sqrt{2}}{2} ~ -\frac{1}{\sqrt{2}}
+3.50 dollars ~ \$3.50
+12\% ~ \frac{3}{25}
+0.12 ~ 12 \text{ percent}
+\text{(D)}\ \frac{7}{8} ~ D
+D ~ \text{(D)}\ \frac{7}{8}
+\textbf{(E)}~\text{none} ~ E
+x \in (-\infty, -1) \cup (1, \infty) ~ (-\infty,-1)\cup(1,\infty)
+|x| > 1 ~ |x|>1
+y = -3x + 4 ~ 3x + y = 4
+\left\{\frac{1}{2}, 3\right\} ~ 3, 0.5
+\begin{bmatrix}1&0\\0&1\end{bmatrix} ~ \left(\begin{array}{cc}1 & 0 \\ 0 & 1\end{array}\right)
+[1, 2; 3, 4] ~ [1, 2; 3, 4]
+\left(3, \frac{\pi}{2}\right) ~ (3, \pi/2)
+15^{\circ} ~ 15 \text{ degrees}
+\frac{\pi}{12} ~ 15^\circ
+5\sqrt{3}\text{ cm}^2 ~ 5\sqrt{3}
+2.5 \times 10^{-4} ~ 0.00025
+3^{20} ~ 3486784401
+\frac{10!}{5!5!} ~ 252
+252 \text{ ways} ~ 252
+\log 100 ~ \log_{10} 100
+n^2+2n ~ n(n+2)
+k=5 ~ 5
+\lambda = 3 ~ 3
+T_n = n^2 ~ n^2
+f^{-1}(x) = x-1 ~ x - 1
+\angle A = 30^\circ ~ 30^\circ
+\text{The answer is } 42 ~ 42
+\approx 42 ~ 42
+3\frac{1}{3} ~ \frac{10}{3}
+1011_2 ~ 11
+4\ln 2 ~ \ln 16
+\ln\frac{a}{b} ~ \ln a-\ln b
+\sqrt{12x^3} ~ 2x\sqrt{3x}
+x^{1/2} ~ \sqrt{x}
+i ~ \sqrt{-1}
+(1+i)^2 ~ 2i
+\frac{1}{1+i} ~ \frac{1-i}{2}
+30 \text{ min} ~ 0.5 \text{ hours}
+1 \text{ km} ~ 1000 \text{ m}
+2 \text{ ft} ~ 24 \text{ in}
+60\text{ mph} ~ 60
+6 \text{ square inches} ~ 6\text{ in}^2
+7 \mathrm{~cm} ~ 7 cm
+\$12,500 ~ 12500
+12,500 ~ 12500
+\{1, 2, 3\} ~ \{3, 1, 2\}
+\emptyset ~ \varnothing
+\text{None} ~ none
+0.1\overline{6} ~ \frac{1}{6}
+1.\overline{3} ~ 4/3
+2e^{3x} ~ 2\exp(3x)
+\tan^{-1}(1) ~ \arctan 1
+\frac{\pi}{4} ~ \arctan(1)
+e^{\ln 5} ~ 5
+4x^2-12x+9 ~ (2x-3)^2
+x=2,3 ~ 2,3
+x=2\text{ or }3 ~ 2,3
+p \to q ~ p \to q
+10^{10} ~ 10000000000
+\text{east} ~ East
+9:15 \text{ a.m.} ~ 9:15 AM
+\frac{a+b}{c} ~ (a+b)/c
+-x^2+3x ~ x(3-x)
+\frac{3}{x-1} ~ \frac{-3}{1-x}
+\binom{7}{3} ~ 35
+\sum_{k=1}^{3} k ~ 6
+\text{13 cm} ~ 13
+6\ \text{m/s}^2 ~ 6 m/s^2
+8\,\text{kg} ~ 8000 g
+C ~ (C)
+C: 12\pi ~ 12\pi
+B: [1,2) ~ [1,2)
+B: \sqrt{2} ~ B
+\text{B} ~ B.
+matrix([[1,2],[3,4]]) ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+Matrix([[1/2, 0], [0, 1]]) ~ \begin{pmatrix}\frac12&0\\0&1\end{pmatrix}
+\begin{pmatrix} 3 \\[2mm] 4 \end{pmatrix} ~ \begin{pmatrix} 3 \\ 4 \end{pmatrix}
+sqrt(3)/3 ~ \frac{\sqrt3}{3}
+pi/4 ~ \frac{\pi}{4}
+3*x**2 ~ 3x^2
+2*sqrt(5) ~ 2\sqrt5
+oo ~ \infty
 """
 UNEQUAL = r"""
 -5 ~ 5
@@ -263,6 +477,65 @@ x=5 \\ x=6 ~ 6
 5 PM ~ 5 AM
 \{x \mid x > 2\} ~ (3,\infty)
 p\equiv 1\pmod 4 ~ p\equiv 1\pmod{5}
+\lfloor n/3 \rfloor ~ \lfloor n/4 \rfloor
+\lfloor n^2/4 \rfloor ~ \lfloor n^2/5 \rfloor
+\lfloor\sqrt{n-1}\rfloor ~ 0
+|n-3| ~ 3-n
+|x-5|+x ~ 5
+|x-5| ~ |x-7|-2
+\lfloor n/2 \rfloor ~ \lceil n/2 \rceil - 1
+m \in \mathbb{N} \mid \gcd(m, a) = 1 ~ 1
+\{(2,-2)\} ~ \pm 2
+1, 3 ~ [1,3]
+17^\circ ~ 17 \mathrm{m/s}
+100^\circ ~ \$100
+C: 5 ~ B
+C: 5 ~ 7
+A: 6 ~ B: 6
+A: 6 ~ A: 7
+52_8 ~ 52_9
+3R^2 ~ 3r^2
+48, 384 ~ 48384
+12\text{ cm}^2 ~ 12\text{ cm}^3
+3 hours ~ 3 minutes
+25\% ~ 0.5
+60^\circ ~ \frac{\pi}{6}
+-1 \le x < 4 ~ [-1,4]
+(-1, 4) ~ [-1,4]
+Matrix([[1, 2], [3, 4]]) ~ \begin{bmatrix}1&3\\2&4\end{bmatrix}
+101_2 ~ 101_3
+\frac{22}{7} \approx 3.14 ~ 3.15
+2x+3y=6 ~ 4x+6y=6
+True ~ False
+\infty ~ -\infty
+3:4 ~ 4:3
+5 \text{ apples} ~ 6
+(5, -2) ~ 5, 2
+x^2 - 1 ~ (x-1)^2
+a=1, b=2 ~ a=2, b=1
+90\% ~ 90
+7 ~ 07.5
+3 ~ -3
+x+1 ~ x-1
+\frac{a}{b} ~ \frac{b}{a}
+ab ~ a+b
+1:30 PM ~ 1:30 AM
+0.67 ~ \frac23
+3.14 ~ \pi
+\textbf{(E)}~\text{none} ~ A
+y = -3x + 4 ~ 3x + y = 5
+\left(3, \frac{\pi}{2}\right) ~ (3, \pi)
+\sqrt{12x^3} ~ 2x\sqrt{2x}
+2i ~ -2i
+2 \text{ ft} ~ 24 \text{ ft}
+12,500 ~ 12.5
+\{1, 2, 3\} ~ \{1, 2\}
+(1, 2, 3) ~ (3, 2, 1)
+\text{east} ~ West
+9:15 ~ 9:51
+6\ \text{m/s}^2 ~ 6 m/s
+5 ~ 5,5
+B: \sqrt{2} ~ \sqrt{3}
 """
 
 
@@ -272,12 +545,12 @@ def pairs(table):
 
 @pytest.mark.parametrize("a, b", pairs(EQUAL))
 def test_equal_mathematics(a, b):
-    assert mathematics.exactly_equal(a, b) and mathematics.exactly_equal(b, a)
+    assert mathematics.math_equal(a, b) and mathematics.math_equal(b, a)
 
 
 @pytest.mark.parametrize("a, b", pairs(UNEQUAL))
 def test_unequal_mathematics(a, b):
-    assert not mathematics.exactly_equal(a, b) and not mathematics.exactly_equal(b, a)
+    assert not mathematics.math_equal(a, b) and not mathematics.math_equal(b, a)
 
 
 def test_only_a_decimal_gold_forgives_the_noise_of_floats():
@@ -316,9 +589,11 @@ def test_every_spelling_of_a_number_equals_every_other_and_none_of_its_neighbour
         value = Fraction(rng.randint(-9999, 9999), rng.choice((1, 1, 1, 2, 3, 4, 7, 25, 100)))
         other = value + rng.choice((1, -1, 10, Fraction(1, 7)))
         a, b = rng.sample(number_forms(value), 2)
-        assert mathematics.exactly_equal(a, b), (a, b)
+        if "cm" in a + b and "circ" in a + b:
+            continue  # two units of other dimensions
+        assert mathematics.math_equal(a, b), (a, b)
         wrong = rng.choice(number_forms(other))
-        assert not mathematics.exactly_equal(a, wrong), (a, wrong)
+        assert not mathematics.math_equal(a, wrong), (a, wrong)
 
 
 def test_every_order_of_a_set_but_one_of_a_tuple():
@@ -327,11 +602,11 @@ def test_every_order_of_a_set_but_one_of_a_tuple():
         values = rng.sample(range(-30, 30), rng.randint(2, 5))
         turned = values[1:] + values[:1]
         one, two = (", ".join(map(str, row)) for row in (values, turned))
-        assert mathematics.exactly_equal(rf"\{{{one}\}}", rf"\left\{{{two}\right\}}")
-        assert mathematics.exactly_equal(one, two)
-        assert not mathematics.exactly_equal(f"({one})", rf"\left({two}\right)")
-        assert mathematics.exactly_equal(f"({one})", one)
-        assert not mathematics.exactly_equal(rf"\{{{one}\}}", rf"\{{{one}, 31\}}")
+        assert mathematics.math_equal(rf"\{{{one}\}}", rf"\left\{{{two}\right\}}")
+        assert mathematics.math_equal(one, two)
+        assert not mathematics.math_equal(f"({one})", rf"\left({two}\right)")
+        assert mathematics.math_equal(f"({one})", one)
+        assert not mathematics.math_equal(rf"\{{{one}\}}", rf"\{{{one}, 31\}}")
 
 
 def test_a_product_of_radicals_is_its_value():
@@ -342,24 +617,75 @@ def test_a_product_of_radicals_is_its_value():
                  f"{a}*sqrt({b})/{c}", rf"\frac{{{a * b}}}{{{c}\sqrt{{{b}}}}}",
                  rf"\frac{{\sqrt{{{a * a * b}}}}}{{{c}}}"]
         one, two = rng.sample(forms, 2)
-        assert mathematics.exactly_equal(one, two), (one, two)
-        assert not mathematics.exactly_equal(one, f"{a * math.sqrt(b) / c:.3f}")
-        assert not mathematics.exactly_equal(one, rf"\frac{{{a}\sqrt{{{b + 1}}}}}{{{c}}}")
+        assert mathematics.math_equal(one, two), (one, two)
+        assert not mathematics.math_equal(one, f"{a * math.sqrt(b) / c:.3f}")
+        assert not mathematics.math_equal(one, rf"\frac{{{a}\sqrt{{{b + 1}}}}}{{{c}}}")
 
 
-def test_what_is_not_readable_goes_to_math_verify_and_only_that():
-    pytest.importorskip("math_verify")
-    assert mathematics.exactly_equal(r"\int_0^1 x\,dx", r"\frac12") is None
-    assert mathematics.math_equal(r"\int_0^1 x\,dx", r"\frac12")
-    assert not mathematics.math_equal(r"\int_0^1 x\,dx", r"\frac13")
+def test_a_gold_that_is_an_equation_of_sums_is_no_number():
+    assert mathematics.math_equal("2x+3y=6", "6")  # as math-verify has it: its last side
+    assert not mathematics.math_equal("6", "2x+3y=6")
 
 
-def test_math_verify_that_hangs_is_killed():
-    pytest.importorskip("math_verify")
+TOWERS = ["2^{2^{2^{2^{2^{2}}}}}", "9^{9^{9^{9}}}", r"\int_0^1 9^{9^{9^9}} dx", "7" + "!" * 300,
+          r"\sum_{n=1}^{10^9} n^{n}", r"\binom{10^9}{10^8}", r"\sqrt{" * 90 + "2" + "}" * 90]
+
+
+def test_hostile_answers_cost_no_more_than_their_allowance_and_spoil_no_other(monkeypatch):
+    pool = verify.Pool(1)
+    monkeypatch.setattr(verify, "pool", lambda pid: pool)
+    verify.compared.cache_clear()
+    assert mathematics.math_equal(r"\frac{2}{4}x", r"\frac12 x")
+    spent, ask = [], verify.Process.ask
+
+    def counted(self, *question):
+        verdict, seconds = ask(self, *question)
+        spent.append(question[1] if seconds is None else seconds)
+        return verdict, seconds
+
+    monkeypatch.setattr(verify.Process, "ask", counted)
+    for number in range(5):
+        for tower in TOWERS:
+            assert not mathematics.math_equal(f"{tower} + {number}", "7")
+        assert mathematics.math_equal(rf"\frac{{2}}{{4}}x + {number}", rf"\frac12 x+{number}")
+    assert sum(spent) <= verify.ALLOWANCE + len(spent) * 2 * verify.BRIEF, spent
+    assert max(spent) <= 2 * verify.ALLOWANCE, spent
+
+
+def test_a_pair_that_hangs_is_killed_and_the_next_is_judged():
     start = time.monotonic()
-    assert not mathematics.verified("2^{2^{2^{2^{2^{2}}}}}", "7")
+    assert not verify.compared("2^{2^{2^{2^{2^{2}}}}}", "7", "alone")
     assert time.monotonic() - start < 60
-    assert mathematics.verified(r"\frac{2}{4}", r"\frac12"), "the next call has a worker again"
+    assert verify.compared(r"\frac{2}{4}", r"\frac12", "alone")
+
+
+def test_math_verifys_own_verdict_is_its_own():
+    for a, b, alone, ours in ((r"25\%", "25", True, False), ("5 m", "500 cm", False, True),
+                              (r"\frac12", "0.5", True, True)):
+        assert verify.compared(a, b, "alone") is alone and mathematics.math_equal(a, b) is ours
+
+
+def test_a_pool_whose_processes_were_killed_starts_others():
+    pool = verify.Pool(1)
+    assert pool.ask("equal", "x+1", "1+x")
+    process = pool.idle.get()
+    process.process.kill()
+    process.process.wait()
+    pool.idle.put(process)
+    assert pool.ask("equal", "x+2", "2+x") in (True, False)  # the fork may have answered
+    assert pool.ask("equal", "x+3", "3+x") and pool.ask("equal", "x+4", "4+x")
+
+
+def test_an_update_of_512_answers_is_judged_in_seconds(test_data):
+    rng = random.Random(SEED)
+    rows = [case for case in cases(test_data, "matheq") if None not in (case["a"], case["b"])]
+    mathematics.math_equal("x+1", "1+x")  # the processes start
+    verify.compared.cache_clear()
+    start = time.monotonic()
+    for case in rng.sample(rows, 512):
+        mathematics.math_equal(case["a"], case["b"])
+    print(f"512 answers in {time.monotonic() - start:.1f} s")
+    assert time.monotonic() - start < 60  # 3 s on a quiet machine of two cores
 
 
 @pytest.mark.parametrize("text", [
@@ -373,8 +699,8 @@ def test_math_verify_that_hangs_is_killed():
 def test_no_text_raises_or_takes_long(text):
     start = time.monotonic()
     for gold in ("5", text[:-1] + "1"):
-        mathematics.exactly_equal(text, gold)
-        mathematics.exactly_equal(gold, text)
+        mathematics.math_equal(text, gold)
+        mathematics.math_equal(gold, text)
         for kind in ("released", "paper", "answer"):
             verdict.reward(text, [gold[:100]], kind, check="qa")
         verdict.qa_metrics(text, gold)
@@ -393,13 +719,19 @@ TEXTS = st.lists(st.one_of(st.sampled_from(PIECES.split()), st.text(max_size=4))
 @hypothesis.settings(max_examples=300, deadline=None)
 @hypothesis.given(TEXTS, TEXTS)
 def test_any_two_texts_have_a_verdict(a, b):
-    equal = mathematics.exactly_equal(a, b)
-    assert equal in (True, False, None) and mathematics.exactly_equal(a, a)
-    if "." not in a + b:  # a decimal gold forgives more than a decimal answer
-        assert {equal, mathematics.exactly_equal(b, a)} in ({True}, {False}, {None}, {None, False})
+    assert mathematics.math_equal(a, b) in (True, False)
+    assert mathematics.math_equal(a, a) is bool(a.strip(" $"))
     assert -1 <= verdict.reward(a, [b], "released") <= 1.1
     assert -1 <= verdict.reward(a, [b], "paper", check="qa") <= 1.1
     verdict.answer_of(a), verdict.qa_metrics(a, b), mathematics.is_mathematics(a)
+
+
+@pytest.mark.parametrize("gold, true", [
+    ("5", True), (r"\frac{1}{2}", True), ("x=5", True), ("12 cm", True), ("[1, 2]", True),
+    (r"\text{no solution}", False), ("Paris", False), ("12:30 p.m.", False), ("1969-07-20", False),
+    ("Apollo 11", False), ("A", False), (r"\sin x", True), ("x^2+1", True)])
+def test_a_gold_is_mathematics_or_words(gold, true):
+    assert mathematics.is_mathematics(gold) is true
 
 
 # ---------------------------------------------------------------- answers
@@ -417,16 +749,6 @@ def test_any_two_texts_have_a_verdict(a, b):
 ])
 def test_the_answer_of_a_text(text, answer):
     assert verdict.answer_of(text) == answer
-
-
-@pytest.mark.parametrize("golds, read", [
-    ("Hollin", ["Hollin"]), (["a b", "c"], ["a b", "c"]), (5, ["5"]), (None, []), ([0], ["0"]),
-    ("['New York', 'NYC']", ["New York", "NYC"]), ("[New York, NYC]", ["New York", "NYC"]),
-    ("[1, 2]", ["[1, 2]"]), ("[1,2)", ["[1,2)"]), ("['1', '2']", ["1", "2"]), ("[]", []),
-    ("[1, 'Paris']", ["1", "Paris"]), ("['Paris', None]", ["Paris"]), ("[{{1}}]", ["[{{1}}]"]),
-])
-def test_golds_are_read_in_all_their_forms(golds, read):
-    assert verdict.aliases(golds) == read
 
 
 # ---------------------------------------------------------------- rewards
@@ -514,11 +836,3 @@ def test_a_response_alone_has_the_papers_reward():
         verdict.reward(text, ["0.5"], "strict")
     with pytest.raises(ValueError, match="there are strict"):
         verdict.reward_of({}, "best")
-
-
-def test_a_numbers_size_is_bounded():
-    setting = expression.Setting()
-    with pytest.raises(expression.TooLarge):
-        expression.Expression(expression.tokens_of("10^{10^8}", True), setting).value()
-    value = expression.Expression(expression.tokens_of(r"2^{100}\cdot 3", True), setting).value()
-    assert value == 3 * 2**100

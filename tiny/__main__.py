@@ -18,7 +18,7 @@ Writes  the tables' CSVs; jsonl of messages or episodes; a model folder
 import os
 
 import runtime
-from runtime import COUNT, SHARE, Help, Parser
+from runtime import COUNT, SEED, SHARE, Help, Parser
 from tiny.drills import drills
 from tiny.model import heads_of_32, model
 from tiny.worlds import world
@@ -31,7 +31,7 @@ def flags(argv=None):
     def command(run, words):
         p = commands.add_parser(run.__name__, help=words, description=words, formatter_class=Help)
         p.set_defaults(run=run)
-        p.add_argument("--seed", type=int, default=0, help="the same seed gives the same files")
+        p.add_argument("--seed", type=SEED, default=0, help="the same seed gives the same files")
         p.add_argument("--out", required=True, help="file or folder that is written")
         return p.add_argument
 

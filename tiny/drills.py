@@ -6,6 +6,7 @@ import itertools
 import random
 import tempfile
 from functools import partial
+from pathlib import Path
 
 import runtime
 import sandbox
@@ -23,11 +24,16 @@ def drills(args):
     """Exercises or episodes of many worlds without a city of the one that ships: in a single one a
     model would learn names by heart."""
     runtime.lock_file(args.out)
+    if Path(args.out).exists():  # a file of something else is refused at once, not in minutes
+        begun = runtime.read_jsonl(args.out)
+        if not all(isinstance(row, dict) and "messages" in row for row in begun):
+            raise ValueError(f"{args.out}: not a file of this command; choose another --out")
     with runtime.workers(args.workers) as pool:
-        parts = pool.map(partial(world_rows, args), range(args.worlds), chunksize=1)
+        parts = pool.imap(partial(world_rows, args), range(args.worlds))
+        parts = list(runtime.progress(parts, args.out, args.worlds, unit="world"))
     rows = [row for part in parts for row in part]
     random.Random(args.seed).shuffle(rows)
-    runtime.write_jsonl(args.out, rows)
+    runtime.write_own(args.out, rows)
     print(f"{args.out}: {len(rows)} rows from {args.worlds} worlds")
 
 

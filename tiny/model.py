@@ -154,8 +154,9 @@ def make_tiny(corpus, out, seed, width=192, vocabulary=2048, phrases=PHRASES):
     with torch.no_grad():
         embed_classes(lm, rows)
         wire_induction(lm)
-    lm.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    with runtime.new_model(out) as part:
+        lm.save_pretrained(part)
+        tokenizer.save_pretrained(part)
     count = sum(weight.numel() for weight in lm.parameters())
     print(f"{out}: {count / 1e6:.1f}M random parameters, {len(tokenizer)} tokens")
 
@@ -168,6 +169,8 @@ def heads_of_32(text):
 
 
 def model(args):
+    if (Path(args.out) / "config.json").exists():
+        raise ValueError(f"{args.out} already holds a model: choose another --out, or remove it")
     runtime.lock_folder(args.out)
     phrases = read_phrases(args.phrases) if args.phrases else PHRASES
     make_tiny(args.corpus, args.out, args.seed, args.width, phrases=phrases)

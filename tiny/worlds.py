@@ -193,8 +193,10 @@ HOME = frozenset(make_map(random.Random("world/0"))[1])  # the cities of databas
 def write_world(folder, seed, dates=synth.MARCH, avoid=frozenset()):
     for name, text in make_world(seed, dates, avoid).items():
         path = Path(folder) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="")
+        if path.exists() and path.read_bytes() != text.encode():
+            raise ValueError(f"{path} is a table of something else: choose another --out, or "
+                             "remove it")
+        runtime.write_text(path, text)
 
 
 def world(args):
@@ -204,3 +206,5 @@ def world(args):
     for number in range(args.worlds or 0):
         folder = Path(args.out) / f"world-{number:02d}"
         write_world(folder, f"{args.seed}.{number}", avoid=HOME)
+    print(f"{args.out}: {args.worlds or 1} worlds. Next: python synth.py tasks --database "
+          f"{args.out} --out FILE")

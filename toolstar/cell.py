@@ -174,12 +174,10 @@ def watch(pid, control, seconds, scratch):
     return why, status
 
 
-def sweep(scratch, keep):
-    """Empty the scratch folder; False where something stays."""
+def sweep(scratch):
+    """Empty the scratch folder; False if something stays."""
     try:
         for entry in os.scandir(scratch):  # which a program may have shut
-            if entry.name in keep:
-                continue
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry)
             else:
@@ -194,7 +192,6 @@ def work(settings):
     control = socket.socket(fileno=settings["control"])
     control.set_inheritable(False)
     scratch = os.getcwd()
-    keep = set(os.listdir(scratch))  # where a library folder lies below the scratch folder
     for name in settings["preload"]:
         importlib.import_module(name)
     for name in "numpy.random", "sympy.core.random":
@@ -224,7 +221,7 @@ def work(settings):
             os.close(fd)
         why, status = watch(pid, control, frame["seconds"], scratch)
         answer = {"call": frame["call"], "why": why, "status": status,
-                  "seconds": time.monotonic() - began, "clean": sweep(scratch, keep)}
+                  "seconds": time.monotonic() - began, "clean": sweep(scratch)}
         control.send(json.dumps(answer).encode())
 
 

@@ -43,7 +43,7 @@ import evaluate
 import runtime
 from runtime import ChatError, chat
 from toolstar.rewrite import replies, talk_of
-from toolstar.verdict import truncate
+from toolstar.text import truncate
 
 NAMES = ("debug", "rollback", "refine", "summarise")
 DEFAULTS = dict.fromkeys(NAMES, 0) | {
@@ -310,14 +310,15 @@ def worlds(args):
 
     settings = vars(read_settings(args.database))
     folder, told = settings.pop("folder").resolve(), {**settings.pop("helpers")}
-    told |= {"llm": args.llm, "refine_at": args.refine_at, "reply": args.reply}
+    told |= {"refine_at": args.refine_at, "reply": args.reply}
     settings["corpus"] = str(folder / settings["corpus"])
     if settings["retriever"] != "bm25" and not settings["retriever"].startswith("http"):
         settings["retriever"] = str(folder / settings["retriever"])
     if told.get("key"):
         told["key"] = str(folder / told["key"])
-    for name in ("none", *NAMES, "all"):
-        budgets = {helper: int(name in (helper, "all")) for helper in NAMES}
+    able = [name for name in NAMES if name != "summarise" or "Browse" in settings["tools"]]
+    for name in ("none", *able, "all"):
+        budgets = {helper: int(name in (helper, "all")) for helper in able}
         runtime.write_text(Path(args.out) / name / "tools.json",
                             json.dumps(settings | {"helpers": told | budgets}, indent=1))
         read_settings(Path(args.out) / name)
@@ -379,7 +380,6 @@ def flags(argv=None):
     add = commands.add_parser("worlds", help=words, description=words).add_argument
     add("--database", required=True, help="the world's folder, with tools.json")
     add("--out", required=True, help="folder of the folders for evaluate.py's --database")
-    add("--llm", default=DEFAULTS["llm"], help="who helps: policy, or URL=MODEL")
     for name in ("refine_at", "reply"):
         add(f"--{name.replace('_', '-')}", type=runtime.COUNT, default=DEFAULTS[name],
             help=f"{name} of the helpers, in tokens ({DEFAULTS[name]})")

@@ -54,6 +54,7 @@ PRELOAD = ("numpy", "numpy.random", "numpy.linalg", "sympy", "math", "cmath", "f
            "decimal", "itertools", "functools", "collections", "statistics", "random", "re",
            "string", "datetime", "heapq", "bisect", "operator", "typing", "dataclasses")
 CELL = Path(__file__).resolve().with_name("cell.py")
+SCRATCH = "/jail"  # a program's folder, and the one place where it can write
 MIB = 2**20
 CALLS = 2000  # of one worker
 GROWTH = 1.2  # times the memory of a fresh worker
@@ -162,7 +163,7 @@ def view():
     places = {"/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", base / "lib",
               prefix / "lib", prefix / "lib64", prefix / "pyvenv.cfg", *site.getsitepackages(),
               "/usr/share/zoneinfo"}
-    flags = ["--size", str(16 * MIB), "--tmpfs", "/tmp"]
+    flags = []
     for place in sorted(map(str, places)):
         if os.path.islink(place) and place.count("/") == 1:
             flags += ["--symlink", os.readlink(place), place]
@@ -172,7 +173,12 @@ def view():
     flags += ["--ro-bind", str(CELL), "/cell.py"]
     for name in "null", "zero", "full", "random", "urandom":
         flags += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    return [*flags, "--remount-ro", "/", "--chdir", "/tmp"]
+    # a tmpfs of its own: a folder in which bubblewrap makes others, such as /tmp where a library
+    # lies below it, would keep what a program leaves there
+    if not any(f"{place}/".startswith("/tmp/") for place in (prefix, base, sys.executable)):
+        flags += ["--symlink", SCRATCH, "/tmp"]
+    return [*flags, "--size", str(16 * MIB), "--tmpfs", SCRATCH, "--remount-ro", "/",
+            "--chdir", SCRATCH]
 
 
 def command(settings, control, outer):
@@ -211,8 +217,9 @@ class Worker:
         filters = [memory_file(outer)] if outer else []
         # an unsafe worker has a folder of the host; a jailed one its own tmpfs
         self.folder = None if settings["jailed"] else tempfile.TemporaryDirectory(prefix="unsafe-")
-        folder, threads = self.folder.name if self.folder else "/tmp", str(settings["threads"] or 1)
-        clean = {"HOME": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+        folder = self.folder.name if self.folder else SCRATCH
+        threads = str(settings["threads"] or 1)
+        clean = {"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
                  "PYTHONIOENCODING": "utf-8:strict", "OMP_NUM_THREADS": threads,
                  "OPENBLAS_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         words = command(settings, theirs.fileno(), *(filters or [None]))
@@ -521,8 +528,22 @@ print(json.dumps(found))
 """
 
 
+# Two calls try to meet: they tell what they find in their own folder, and in which others of which
+# they know they could leave something. Harmless where it works
+MEET = """
+import os, sys
+known = ["/tmp/x", "/dev/shm/x", "/var/tmp/x", sys.executable, *sys.path]
+folders = {place[:end] or "/" for place in known for end, sign in enumerate(place) if sign == "/"}
+own = os.path.realpath(".")
+print(*[f"found {name}" for name in os.listdir(own) if name != "program.py"],
+      *[f"could write to {folder}" for folder in sorted(folders)
+        if os.path.realpath(folder) != own and os.access(folder, os.W_OK)], sep="; ")
+open("left", "w").close()
+"""
+
+
 def prove(jail):
-    """What became of an attempt of each class, {class: words}; JailError where one succeeded."""
+    """What became of an attempt of each class, {class: words}; JailError if one succeeded."""
     with socket.create_server(("127.0.0.1", 0)) as canary:
         known = {"PORT": str(canary.getsockname()[1]), "FILE": repr(os.path.abspath(__file__))}
         probe = re.sub("PORT|FILE", lambda name: known[name[0]], PROBE)
@@ -531,6 +552,9 @@ def prove(jail):
         found = json.loads(result.stdout)
     except ValueError:
         raise JailError(f"the probe of the jail failed: {result.error}") from None
+    calls = [jail.run(MEET, seconds=10) for _ in range(3)]  # at least two by the same worker
+    met = [call.stdout.strip() or call.error for call in calls if call.stdout.strip() or call.error]
+    found["other calls"] = f"ESCAPED {met[0]}" if met else "nothing of the call before is found"
     loops = {"time": ("while True: pass", 0.2), "output": ("while True: print('x' * 9999)", 2)}
     for kind, (program, seconds) in loops.items():
         status = jail.run(program, seconds=seconds).status
@@ -551,8 +575,6 @@ def flags(argv=None):
     p.add_argument("--workers", type=int, help="programs that run at once; one for each core")
     p.add_argument("--seconds", type=float, default=10, help="that a program may run, at most")
     p.add_argument("--memory", type=int, default=512, help="MiB that a program may take")
-    p.add_argument("--display", action="store_true",
-                   help="show the value of a last bare expression, as a notebook does")
     p.add_argument("--unsafe", action="store_true",
                    help="no jail: programs read and write whatever this user can")
     p.add_argument("--host", default="127.0.0.1", help="address of `serve`")
@@ -573,7 +595,7 @@ def main(argv=None):
         program = args.file.read_text(encoding="utf-8") if args.command == "run" else ""
         workers = 1 if args.command == "run" else args.workers
         jail = Jail(workers, args.unsafe, seconds=args.seconds, memory=args.memory,
-                    display=args.display)
+                    display=False)
     except (OSError, ValueError) as error:
         raise SystemExit(f"jail.py: {error}") from None
     with jail:

@@ -1,470 +1,357 @@
 r"""
-Are two answers the same mathematics? 1/2 and 0.50, x=5 and 5, (1,2] and 1 < x \le 2, 5 m and 5 cm?
+Are two answers the same mathematics? A normaliser in front of math-verify [1].
 
-    (1) numbers  fractions exactly, irrational numbers as floats; expressions with letters at
-                 several points (expression.py)
-    (2) forms    sets, bare lists (any order), tuples, intervals and inequalities, matrices, ratios,
-                 equations, numbers with units: compared part by part, a form with its like
-    (3) words    compared as words
-    (4) the rest what cannot be read here goes to math-verify, in a process that is killed after
-                 SECONDS: it can hang, and its own time-out works in no thread [1]
+    (1) tidy     one spelling of signs and brackets; bases and recurring decimals become numbers
+    (2) answers  choices (C: 5 is C and is 5), words and times are compared as such
+    (3) same     lists, sets, tuples, intervals and ratios are compared part by part, quantities in
+                 the same unit, plain numbers as fractions
+    (4) verify   all other parts are math-verify's, in a process that can be killed (verify.py)
 
-Conventions: a unit, a degree sign or `x =` that only one side has is no difference, a percent sign
-is (25% is 1/4). A rounded decimal is not the number it rounds; where the gold is a decimal, noise
-of floating point (1e-9) is forgiven. Nothing here raises for any text or takes long for it.
+Conventions: a unit, a degree sign or `x =` on one side only makes no difference; a percent sign
+does (25% is 1/4). A rounded decimal is not the number it rounds, but where the gold is a decimal,
+the noise of floating point (1e-9) is forgiven. No text makes this raise.
 
-Reads and writes nothing.   [1] github.com/huggingface/open-r1/issues/420
+Reads and writes nothing.   [1] github.com/huggingface/Math-Verify
 
     python -c "from toolstar.mathematics import math_equal; print(math_equal('0.5', '1/2'))"
 """
-import json
-import math
 import re
-import warnings
+from collections import Counter
 from fractions import Fraction
-from functools import cache, lru_cache
-from typing import NamedTuple
 
-from toolstar.expression import (
-    BRACKETS,
-    CLOSE,
-    CLOSING,
-    CONSTANTS,
-    DEEPEST,
-    GREEK,
-    NAMES,
-    POINTS,
-    UNREADABLE,
-    Expression,
-    Setting,
-    TooLarge,
-    Unreadable,
-    bounded,
-    divide,
-    letter,
-    rational,
-    tokens_of,
-    unit_of,
-    unmarked,
-    untexted,
-    words_of,
-)
+from toolstar.verify import LONGEST, compared
 
-LONGEST, LONGEST_ASKED = 1000, 500  # characters of what is read here, and by math-verify
-NOISE = 1e-9  # forgiven where the gold is a decimal
-SIMPLE = 10**6  # denominators up to this are not the print of a float
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9,
-          "trillion": 10**12}
-SECONDS = 3  # for math-verify
-RELATIONS = {"=": "=", "<": "<", r"\lt": "<", ">": ">", r"\gt": ">", "<=": "<=", r"\le": "<=",
-             r"\leq": "<=", r"\leqslant": "<=", ">=": ">=", r"\ge": ">=", r"\geq": ">=",
-             r"\geqslant": ">=", r"\ne": "!=", r"\neq": "!=", "!=": "!=", r"\in": "in",
-             r"\approx": "="}
-# x, abc, \theta, x_1, f(x), f^{-1}(x), (x, y): what a side of an equation may merely name
-HEAD = re.compile(r"\\?[A-Za-z]+'*(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?(?:\([^()]*\))?|"
-                  r"\([a-z](?:,[a-z])+\)")
-CLOCK = re.compile(r"\d{1,2}(?::\d\d\W*[ap]\.? ?| [ap]\.?)m\b|\d{4}-\d\d-\d\d$|\d\d?/\d\d?/\d{4}$")
-CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])[.)])\s+\S")  # (A) 5, and what it says
-GROUPS = ("(", "[", "{", r"\{", r"\langle", r"\begin")  # brackets that make a form
-COMMA = re.compile(r"\d,\d{3}")
-DEGREE = re.compile(r"\\circ|\u00b0|degree")
+DEEPEST = 12  # brackets in brackets that are read
+NOISE = Fraction(1, 10**9)  # forgiven where the gold is a decimal
 
-
-class Form(NamedTuple):
-    """What was read, if it is more than a number; parts are numbers or forms."""
-    kind: str  # list, set, tuple, union, matrix, row, ratio, quantity, =, <, <=, !=
-    parts: tuple
-    note: object = None  # a tuple's brackets, a quantity's dimensions, names of an equation's sides
+# ---------------------------------------------------------------- one spelling
+SIGNS = str.maketrans({
+    "\u2212": "-", "\u2013": "-", "\u00d7": r"\cdot ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ",
+    "\u00f7": "/", "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2208": r"\in ", "\u00b1": r"\pm ",
+    "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u222a": r"\cup ",
+    "\u221a": r"\sqrt ", "\u2205": r"\{\}", "\u00b2": "^2", "\u00b3": "^3", "~": " ",
+    "\u00a0": " ", "\u202f": " "})
+FORMS = [(re.compile(pattern), new) for pattern, new in (
+    (r"\\\\\s*\[[^\]]*\]", r"\\\\"),  # a line break of some height: \\[4pt]
+    (r"\\(?=\\[a-zA-Z](?!.*\\end))", ""),  # escaped once more, as in JSON
+    (r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|[mh]box|operatorname) *\{([^{}]*)\}", r" \1 "),
+    (r"(?<!\\)\\[\[\]()!]|(?<!\\)\$|\\(?:left|right|[bB]igg?[lr]?|boxed|displaystyle|limits)"
+     r"(?![a-z])\.?", ""),
+    (r"\\q?quad(?=[^=]*=)|\\(?:lor|vee|land|wedge)\b|\b(?:and|or)\b", ";"),
+    (r"(?<!\\)\\[,;: ]|\\q?quad\b", " "),
+    (r"\\lbrace\b|\\(?:emptyset|varnothing)\b", lambda found: r"\{" + r"\}" * (found[0][1] != "l")),
+    (r"\\rbrace\b", r"\\}"), (r"\\langle\b", "("), (r"\\rangle\b", ")"),
+    (r"\\(?:[lr]?vert|mid)\b", "|"),
+    (r"\\mathbb *\{?R\}?", r"(-\\infty ,\\infty )"),
+    (r"\+ *\\infty", r"\\infty"),
+    (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
+    (r"\*\*", "^"), (r"\*|\\times|\\ast\b", r"\\cdot "), (r"\\[dt]frac", r"\\frac"),
+    (r"\^ *\{? *\\circ *\}?|\\degree\b|(?<=[\d}) ])degrees?\b", "\u00b0"),
+    (r"(\\(?:sin|cos|tan|cot|sec|csc) *)\(?(\d+) *\u00b0 *\)?", r"\1{\\frac{\2\\pi }{180}}"),
+    (r"\\?%|\bper ?cent(?:age)?\b", " % "),
+    (r"(?<![\\a-zA-Z])(sin|cos|tan|ln|log|exp|pi)(?![a-z])", r"\\\1 "),
+    (r"(?<![a-zA-Z])oo(?![a-zA-Z])", r"\\infty "),
+    (r"(?i)^\s*(?:so )?the (?:final )?answer is:?", ""),
+    (r"\\?(?<![a-z])sqrt *\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\\sqrt *\[3\] *\{ *-", r"-\\sqrt[3]{"),  # the real root
+    (r"\\pmod *(\d+)", r"\\pmod{\1}"),
+    (r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ""),
+    (r"(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d.,/]?\d)", lambda found: found[0].replace(" ", "")),
+    (r"(?<![\w.])(\d+\.?\d*)[eE]([+-]?\d{1,3})(?!\w)", r"\1\\cdot 10^{\2}"),
+    (r"(?<![\d./^_])(\d+) +(\d+) ?/ ?(\d+)", r"\1\\frac{\2}{\3}"),
+    (r"\(?(?<![\w}])([\dA-F]+) *\)?_ *\{? *\(?(\w+)\)? *\}?(?!\w)", lambda found: based(found)),
+    (r"(\d*)\.(\d*)\\(?:overline|bar|dot) *\{?(\d+)\}?", lambda found: recurring(*found.groups())),
+    (r"(?:[Mm]atrix\()?\[((?:\[[^\[\]]*\],? *)+)\]\)?", lambda found: matrix(found[1])),
+)]
+BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
+         "ten": 10, "twelve": 12, "sixteen": 16}
 
 
-# ---------------------------------------------------------------- forms
-def parts_of(tokens, marks):
-    """Tokens between marks that stand in no bracket -> (parts, the marks)."""
-    parts, found, depth = [[]], [], 0
-    for token in tokens:
-        depth += (token in BRACKETS) - (token in CLOSING)
-        if depth == 0 and token in marks:
-            found.append(token)
-            parts.append([])
+def tidy(text):
+    r"""A text in one spelling, the words of its \text{...} bare."""
+    text = text.translate(SIGNS)
+    for pattern, new in FORMS:
+        text = pattern.sub(new, text)
+    return " ".join(text.split()).rstrip(" .")
+
+
+def based(found):
+    """1010_2 as 10; what is no number of a base as it is."""
+    digits, base = found[1], BASES.get(found[2], found[2])
+    try:
+        return str(int(digits, int(base))) if re.search(r"\d|\w\w", digits) else found[0]
+    except ValueError:
+        return found[0]
+
+
+def recurring(ones, fixed, digits):
+    """0.1 and recurring 6 as a fraction."""
+    nines = 10 ** len(digits) - 1
+    top = int(ones + fixed or 0) * nines + int(digits)
+    return rf"\frac{{{top}}}{{{nines * 10 ** len(fixed)}}}"
+
+
+def matrix(rows):
+    """Rows as Python prints them, as LaTeX."""
+    rows = r"\\ ".join(row.replace(",", "&") for row in re.findall(r"\[([^\]]*)\]", rows))
+    return rf"\begin{{pmatrix}}{rows}\end{{pmatrix}}"
+
+
+def key(text):
+    """A text without the blanks that mean nothing."""
+    return re.sub(r"(?<!\d) | (?!\d)", "", text)
+
+
+# ---------------------------------------------------------------- numbers and units
+NUMBER = re.compile(r"([+-]?) ?(?:\\frac *\{(-?\d+)\} *\{(-?\d+)\}|([+-]?(?:\d+\.?\d*|\.\d+))"
+                    r"(?: ?/ ?(-?\d+))?)(?: ?\\cdot ?10 ?\^ ?\{([+-]?\d{1,3})\})?")
+UNITS = {name: (dimension, Fraction(size)) for dimension, sizes in {
+    "length": "mm 1 cm 10 dm 100 m 1000 km 1000000 millimeter 1 centimeter 10 meter 1000 kilometer "
+              "1000000 centimetre 10 metre 1000 kilometre 1000000 in 25.4 inch 25.4 ft 304.8 foot "
+              "304.8 feet 304.8 yd 914.4 yard 914.4 mi 1609344 mile 1609344",
+    "time": "s 1 sec 1 second 1 min 60 minute 60 h 3600 hr 3600 hour 3600 day 86400 week 604800",
+    "mass": "mg 1 g 1000 gram 1000 kg 1000000 kilogram 1000000 lb 453592.37 pound 453592.37",
+    "months": "month 1 year 12", "volume": "ml 1 mL 1 milliliter 1 l 1000 L 1000 liter 1000",
+    "money": "cent 1 dollar 100", "angle": "\u00b0 1", "": "dozen 12 hundred 100 thousand 1000 "
+    "million 1000000 billion 1000000000 trillion 1000000000000 % 0.01"}.items()
+    for name, size in re.findall(r"(\S+) ([\d.]+)", sizes)}
+WORD = r"([a-zA-Z]++|[\u00b0%/])\.?(?: ?\^ ?\{?(-?\d)\}?)?(?: ?\\cdot)?"
+TAIL = re.compile(rf"(?:(?<=[\d)}}|]) ?|(?<=[a-z]) )((?:{WORD} ?)+)$")
+
+
+def number(text):
+    """A plain number as a Fraction; None if it is more than that."""
+    found = NUMBER.fullmatch(text.strip("(){} "))
+    sign, top, bottom, decimal, under, power = found.groups() if found else [None] * 6
+    bottom = int(bottom or under or 1)
+    if not found or not bottom:
+        return None
+    return int(sign + "1") * Fraction(top or decimal) / bottom * Fraction(10) ** int(power or 0)
+
+
+def unit_of(word):
+    """(dimension, size) of a word; a word that is no known unit is its own dimension."""
+    for name in word, word.removesuffix("s"), word.removesuffix("es"):
+        if name in UNITS:
+            return UNITS[name]
+    return word.lower().removesuffix("s"), Fraction(1)
+
+
+def quantity(text):
+    """(value, scale, size, dimensions) of a text: 5 km is 5, 1, 10^6, {length: 1}; % is a scale."""
+    text = re.sub(r"^(-?) ?\\\$ ?(.*)$", r"\1\2 dollar", text).replace("mph", "mile / h")
+    found = TAIL.search(text)
+    words = re.findall(WORD, found[1]) if found else []
+    short = {word for word, _ in words if len(word) < 3 and word not in UNITS} - {*"C/", "sq", "of"}
+    if not words or short or found[0][0] != " " and re.fullmatch("[a-zA-Z]", words[0][0]):
+        return text, 1, 1, {}
+    scale, size, dimensions, sign, power = Fraction(1), Fraction(1), Counter(), 1, 1
+    for word, exponent in words:
+        if word in ("/", "per"):
+            sign = -1
+        elif word in ("square", "sq", "cubic") and len(words) > 1:
+            power = 3 if word == "cubic" else 2
         else:
-            parts[-1].append(token)
-    return parts, found
+            (dimension, one), times, power = unit_of(word), sign * int(exponent or power), 1
+            dimensions[dimension] += times
+            scale, size = (scale, size * one**times) if dimension else (scale * one**times, size)
+    dimensions = {name: times for name, times in dimensions.items() if times and name}
+    return text[:found.start()], scale, size, dimensions
 
 
-def statement(tokens, setting, depth=0):
-    """What all of an answer says: relations with commas between them, or one."""
-    if depth > DEEPEST:
-        raise Unreadable
-    items, commas = parts_of(tokens, {",", "\\\\", r"\lor", r"\vee", r"\land", r"\wedge"})
-    if not commas:
-        return relation(tokens, setting, depth)
-    return Form("list", flat(relation(item, setting, depth) for item in items if item))
+# ---------------------------------------------------------------- parts
+SET = "{}"
+TOKEN = re.compile(r"\\begin *\{\w+\}|\\end *\{\w+\}|\\[a-zA-Z]+ ?|\\.|.", re.DOTALL)
+RELATION = re.compile(r"[<>|]|\\(?:l|g|n)eq?\b|\\(?:[lg]eqslant|[lg]t|in)\b")
+# x, abc, x_1, f(x), f^{-1}(x), (x, y), |AB|, \angle ABC, the area: what an equation may define
+NAME = re.compile(r"\\?[A-Za-z]+'*(?:_ ?\{?[^{}=]+\}?)?(?:\^\{-1\})?(?: ?\([^()]*\))?|[A-Za-z ]*|"
+                  r"\([a-z](?:, ?[a-z])+\)|\|[A-Z]+\||\\(?:overline|angle|triangle) ?\{?[A-Z]+\}?")
 
 
-def flat(parts):
-    """Parts, where a list among them (of a plus-minus) is its own parts."""
-    return tuple(inner for part in parts
-                 for inner in (part.parts if kind_of(part) == "list" else (part,)))
-
-
-def kind_of(value):
-    return value.kind if isinstance(value, Form) else "number"
-
-
-def relation(tokens, setting, depth):
-    """An equation, or an inequality; one that bounds a letter alone is the interval of it."""
-    parts, marks = parts_of(tokens, RELATIONS)
-    kinds = [RELATIONS[mark] for mark in marks]
-    if not kinds:
-        return union(tokens, setting, depth)
-    if "in" in kinds:
-        return union(parts[-1], setting, depth)
-    names = ["".join(part) if is_name(part) else "" for part in parts]
-    values = [letter(name, setting.point) if name else union(part, setting, depth)
-              for name, part in zip(names, parts, strict=True)]
-    if set(kinds) == {"="}:
-        return Form("=", (values[0], values[-1]), (names[0], names[-1]))
-    if ">" in kinds[0]:
-        values, names = values[::-1], names[::-1]
-        kinds = [kind.replace(">", "<") for kind in kinds[::-1]]
-    if kinds == ["!="] and names[0] and not names[1]:
-        return Form("union", (Form("tuple", (-math.inf, values[1]), "()"),
-                              Form("tuple", (values[1], math.inf), "()")))
-    if len(kinds) == 1 and kinds[0] != "!=" and bool(names[0]) != bool(names[1]):
-        # x < 5 is -oo < x < 5
-        if names[0]:
-            values, names, kinds = [-math.inf, *values], ["", *names], ["<", *kinds]
-        else:
-            values, names, kinds = [*values, math.inf], [*names, ""], [*kinds, "<"]
-    if len(kinds) == 2 and set(kinds) <= {"<", "<="} and names[1] and not names[0] + names[2]:
-        brackets = ("[" if kinds[0] == "<=" else "(") + ("]" if kinds[1] == "<=" else ")")
-        return Form("tuple", (values[0], values[2]), brackets)
-    return Form(" ".join(kinds), tuple(values), tuple(names))
-
-
-def is_name(part):
-    """Is this side of a relation a letter, a word or the head of a function, as f(x)?"""
-    text = "".join(part).replace('"', "")
-    name = re.split(r"[(_'^]", text)[0].lstrip("\\")
-    return bool(HEAD.fullmatch(text)) and name not in NAMES and name not in CONSTANTS
-
-
-def union(tokens, setting, depth):
-    """Intervals or sets with a cup between them, or one."""
-    parts, marks = parts_of(tokens, {r"\cup"})
-    if not marks:
-        return group(tokens, setting, depth)
-    return Form("union", tuple(group(part, setting, depth) for part in parts))
-
-
-def group(tokens, setting, depth):
-    """What one pair of brackets holds: a set, a tuple or interval, a matrix; else a number."""
-    if tokens and tokens[0] in GROUPS and enclosed(tokens):
-        first, inner, last = tokens[0], tokens[1:-1], tokens[-1]
-        items = [item for item in parts_of(inner, {","})[0] if item]
-        if first == r"\begin":
-            return matrix(inner, setting, depth)
-        if "{" in first and is_name(inner[:1]) and "".join(inner[1:2]) in ("|", r"\mid", ":"):
-            return statement(inner[2:], setting, depth + 1)  # {x | x > 2}
-        if first == r"\{" or first == "{" and len(items) > 1:
-            return Form("set", flat(statement(item, setting, depth + 1) for item in items))
-        one = len(items) == 1 and (first in ("(", "{") and last != "]" or items[0][0] == r"\begin")
-        if not one:
-            entries = tuple(statement(item, setting, depth + 1) for item in items)
-            if entries and first == "[" and all(
-                    kind_of(each) == "tuple" and each.note == "[]" for each in entries):
-                return Form("matrix", tuple(Form("row", each.parts) for each in entries))
-            return Form("tuple", entries, "()" if first == r"\langle" else first + last)
-        if r"\over" not in inner:
-            return statement(inner, setting, depth + 1)
-    ratio, colons = parts_of(tokens, {":"})
-    if colons:
-        numbers = [quantity(part, setting) for part in ratio]
-        if len(numbers) == 2:
-            return divide(*numbers)
-        return Form("ratio", tuple(divide(number, numbers[0]) for number in numbers))
-    if r"\pm" in tokens or r"\mp" in tokens:
-        return Form("list", (quantity(tokens, setting),
-                             quantity(tokens, setting._replace(sign=-1))))
-    return quantity(tokens, setting)
-
-
-def enclosed(tokens):
-    """Does the first bracket close with the last token? An interval's may differ: (1, 2]."""
+def levels(text):
+    """Each token of a text, with how many brackets are open behind it."""
     depth = 0
-    for at, token in enumerate(tokens):
-        depth += (token in BRACKETS) - (token in CLOSING)
-        if depth == 0:
-            return at == len(tokens) - 1
-    return False
+    for token in TOKEN.findall(text):
+        depth += token.startswith(("(", "[", "{", "\\{", "\\begin"))
+        depth -= token.startswith((")", "]", "}", "\\}", "\\end"))
+        yield token, depth
 
 
-def matrix(tokens, setting, depth):
-    """Rows of cells, whatever the brackets around them."""
-    rows = [row for row in parts_of(tokens, {"\\\\"})[0] if row]
-    return Form("matrix", tuple(
-        Form("row", tuple(statement(cell, setting, depth + 1) for cell in parts_of(row, {"&"})[0]))
-        for row in rows))
+def split(text, *marks):
+    """The parts of a text between marks that stand in no brackets."""
+    parts = [""]
+    for token, depth in levels(text):
+        if depth == 0 and token.strip() in marks:
+            parts.append("")
+        else:
+            parts[-1] += token
+    return [part.strip() for part in parts]
 
 
-def quantity(tokens, setting):
-    """An expression, and behind it perhaps words of a unit."""
-    end = next((at for at, token in enumerate(tokens) if at and token[0] == '"'), len(tokens))
-    value = Expression(tokens[:end], setting).value()
-    if end == len(tokens):
-        return value
-    words = [token.strip('"') for token in tokens[end:] if token not in "{}"]
-    if not all(re.fullmatch(r"[A-Za-z.'-]+|[/^23*]", word) for word in words):
-        raise Unreadable
-    while words and words[0].lower() in SCALES:
-        value = bounded(value * SCALES[words.pop(0).lower()])
-    if not words:
-        return value
-    factor, dimensions = unit_of(words)
-    return Form("quantity", (value, value * factor), dimensions)
+def items(text):
+    """The entries of a list without brackets."""
+    return [part for part in split(text, ",", ";", "\\\\") if part]
+
+
+def take(text):
+    r"""(kind, parts): a list, a SET, a ratio, a tuple or interval by its brackets; or ""."""
+    if len(parts := items(text)) > 1:
+        return "list", parts
+    text = "".join(parts)
+    if re.search(r"\\pm\b", text):
+        return "list", [re.sub(r"\\pm\b ?", sign, text) for sign in "+-"]
+    tokens = list(levels(text))
+    if tokens and tokens[0][1] > 0 == tokens[-1][1] and all(depth for _, depth in tokens[:-1]):
+        first, last = tokens[0][0], tokens[-1][0]
+        inside = text[len(first):-len(last)].strip()
+        if first == "\\{" and len(defined := split(inside, "|", ":")) == 2:
+            return take(defined[1])  # {x | x > 2}
+        if first == "\\{" or first == "{" and len(items(inside)) > 1:
+            return SET, items(inside)
+        if not first.startswith("\\begin"):
+            many = len(items(inside)) > 1 or first == "[" and not inside.startswith("\\begin")
+            return (first + last, items(inside)) if many else take(inside)
+    if len(ratio := split(text, ":")) > 1:
+        return ":", [rf"\frac{{{part}}}{{{ratio[-1]}}}" for part in ratio[:-1]]
+    return "", [text]
+
+
+def value_of(text, loose):
+    r"""5 of x = 5, 5 = x, x \approx 5 and x \in 5; loose: the last side of any equation."""
+    before, *after = re.split(r"\\(?:approx|simeq) ?", text)
+    text = after[0] if after and NAME.fullmatch(before.strip()) else before
+    sides = split(text, "=") if "=" in text or "|" in text else split(text, "\\in")
+    if NAME.fullmatch(sides[0]) or loose and not RELATION.search(text):
+        return sides[-1]
+    return sides[0] if len(sides) == 2 and NAME.fullmatch(sides[1]) else text
 
 
 # ---------------------------------------------------------------- equality
-class Manner(NamedTuple):
-    """How numbers are held against each other."""
-    decimal: bool  # is the gold one, so that floats' noise is forgiven?
-    letters: bool  # do the numbers stem from a point?
+def same(a, b, verify, depth=0):
+    """Is answer a gold b? Both are tidy. verify(a, b) compares what is not taken apart here."""
+    if key(a) == key(b) or depth > DEEPEST:
+        return key(a) == key(b)
+
+    def equal(x, y):
+        return same(x, y, verify, depth + 1)
+
+    if max(len(items(a)), len(items(b))) < 2:
+        left, right = split(a, "="), split(b, "=")
+        if min(len(left), len(right)) > 1 and left[0] != right[0]:
+            return verify(a, b)  # two equations
+        plain = [not re.search(r"[a-zA-Z]", re.sub(r"\\(?:frac|sqrt|cdot|pi)", "", text))
+                 for text in (a, b)]
+        if any(number and len(sides) > 1 and not equal(sides[0], sides[-1])
+               for number, sides in zip(plain, (left, right), strict=True)):
+            return False  # 2^3 = 9
+        a, b = value_of(a, len(right) == 1), value_of(b, plain[1])
+    (kind, parts), (other, others) = take(a), take(b)
+    a, b, kinds = a if kind else parts[0], b if other else others[0], {kind, other}
+    if kinds == {""}:
+        return same_part(a, b, verify)
+    if "" in kinds and "list" not in kinds and RELATION.search(a + b):
+        return verify(a, b)  # 1 < x < 2 and (1, 2)
+    if kinds <= {"list", SET, ""}:
+        return same_bag(parts, others, SET in kinds, equal)
+    if SET in kinds:  # a set of one tuple is that tuple
+        parts, whole = (parts, b) if kind == SET else (others, a)
+        return len(parts) == 1 and equal(*((parts[0], whole) if kind == SET else (whole, parts[0])))
+    alike = len(kinds) == 1 or kinds in ({"list", "()"}, {":", ""})
+    return alike and len(parts) == len(others) and all(map(equal, parts, others))
 
 
-def same_number(a, b, manner):
-    """Rational numbers exactly, others within the error of a few operations."""
-    if rational(a) and rational(b):
-        return a == b or manner.decimal and abs(a - b) <= NOISE * max(abs(a), abs(b))
-    for value in (a, b):
-        simple = not rational(value) or Fraction(value).denominator <= SIMPLE
-        if not (simple or manner.letters or manner.decimal):
-            return False  # 1.4142135623730951 is not the root of two
-    if math.inf in (a, b) or -math.inf in (a, b):
-        return a == b
-    size = max(abs(complex(a)), abs(complex(b)))
-    error = abs(complex(a) - complex(b))
-    return error <= (NOISE if manner.decimal else CLOSE) * size or (0 in (a, b) and size < 1e-12)
-
-
-def same(a, b, manner):
-    """Are two readings at one point the same?"""
-    kinds = {kind_of(a), kind_of(b)}
-    if kinds == {"number"}:
-        return same_number(a, b, manner)
-    if len(kinds) == 2:
-        for one, other in ((a, b), (b, a)):
-            less = without_form(one)
-            if less is not None and kind_of(other) not in ("=", kind_of(one)):
-                return same(less, other, manner) if one is a else same(other, less, manner)
-    if kinds == {"quantity"}:
-        return a.note == b.note and same_number(a.parts[1], b.parts[1], manner)
-    if kinds <= {"list", "set", "union"}:
-        return same_bag(a, b, manner)
-    plain = kinds == {"list", "tuple"} and not {"(]", "[)"} & {a.note, b.note}
-    if len(kinds) == 2 and not plain or len(a.parts) != len(b.parts):
-        return False
-    if kinds == {"tuple"} and a.note != b.note:
-        return False
-    return all(same(x, y, manner) for x, y in zip(a.parts, b.parts, strict=True))
-
-
-def without_form(value):
-    """What remains when `x =`, a unit or the braces around one number go; None if nothing can."""
-    kind = kind_of(value)
-    if kind == "=":
-        left, right = value.note
-        whole = left or value.parts[0] == value.parts[1]  # 2^3 = 8
-        return value.parts[1] if whole else value.parts[0] if right else None
-    if kind == "quantity" or kind in ("set", "list") and len(value.parts) == 1:
-        return value.parts[0]
-    return None
-
-
-def same_bag(a, b, manner):
-    """Lists in any order, each part as often; sets without regard to repeats."""
-    if "set" in (a.kind, b.kind):
-        pairs = ((a.parts, b.parts, False), (b.parts, a.parts, True))
-        return all(any(same(y, x, manner) if turned else same(x, y, manner) for y in others)
-                   for these, others, turned in pairs for x in these)
-    rest = list(b.parts)
-    for x in a.parts:
-        at = next((at for at, y in enumerate(rest) if same(x, y, manner)), None)
-        if at is None:
+def same_bag(parts, others, sets, equal):
+    """Are these the same in any order, each as often; or, of sets, however often?"""
+    # x < 1 or x > 2
+    parts, others = (row if len(row) > 1 else split(row[0], "\\cup") if row else []
+                     for row in (parts, others))
+    if sets:
+        return (all(any(equal(x, y) for y in others) for x in parts)
+                and all(any(equal(x, y) for x in parts) for y in others))
+    rest = list(others)
+    for x in parts:
+        found = next((y for y in rest if equal(x, y)), None)
+        if found is None:
             return False
-        del rest[at]
+        rest.remove(found)
     return not rest
 
 
-def same_relation(a, b, manner):
-    """Relations as functions of the point: one side less the other, up to a constant factor."""
-    first = [left - right for left, right in (form.parts for form in a)]
-    second = [left - right for left, right in (form.parts for form in b)]
-    if 0 in (first[0], second[0]):
+def same_part(a, b, verify):
+    """Are two parts the same number, expression, relation or quantity?"""
+    (a, times, size, unit), (b, others, other_size, other_unit) = quantity(a), quantity(b)
+    if unit and other_unit:
+        if unit != other_unit:
+            return False
+        times, others = times * size, others * other_size
+    elif {"angle": 1} in (unit, other_unit) and "\\pi" in a + b:
+        a, b = (text + r"\cdot\frac{\pi}{180}" * (each == {"angle": 1})
+                for text, each in ((a, unit), (b, other_unit)))
+    first, second = number(a), number(b)
+    if first is not None and second is not None:
+        first, second = first * times, second * others
+        return first == second or "." in b and abs(first - second) <= NOISE * abs(second)
+    if key(a).lower() == key(b).lower():
+        return key(a) == key(b) and times == others  # R is not r
+    return verify(latex(a, times), latex(b, others))
+
+
+def latex(text, times):
+    """A part as math-verify reads it, decimals as fractions: so none is rounded."""
+    text = re.sub(r"(\d*)\.(\d+)", lambda found: rf"\frac{{{found[1]}{found[2]}}}"
+                  rf"{{1{'0' * len(found[2])}}}", text).replace("\u00b0", r"\cdot\frac{\pi}{180}")
+    text = re.sub(r" *([{}]) *", r"\1", text)
+    top, bottom = Fraction(times).as_integer_ratio()
+    return text if times == 1 else rf"\frac{{{top}}}{{{bottom}}}\cdot({text})"
+
+
+# ---------------------------------------------------------------- answers
+BOX = re.compile(r"[\s$]*\\boxed\s*\{(.*)\}[\s$.]*", re.DOTALL)
+CLOCK = re.compile(r"\d{1,2}(?::\d\d\W*[ap]\.? ?| [ap]\.?)m\b|\d{4}-\d\d-\d\d$|\d\d?/\d\d?/\d{4}$",
+                   re.IGNORECASE)
+CHOICE = re.compile(r"\(?([A-J])(?:\)|[.:]\)?) *(.*)|([A-J])", re.DOTALL)
+WORDS = re.compile(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*")
+COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
+
+
+def answers_equal(a, b, verify):
+    """Is the text of an answer that of a gold, as a choice, words, a time or mathematics?"""
+    a, b = (tidy(BOX.sub(r"\1", text)) for text in (a, b))
+    if not a or not b:
         return False
-    ratio = divide(first[0], second[0])
-    positive = a[0].kind in ("=", "!=") or complex(ratio).real > 0
-    return positive and all(same_number(x, y * ratio, manner)
-                            for x, y in zip(first[1:], second[1:], strict=True))
-
-
-@lru_cache(4096)
-def readings(text, commas, radians):
-    """The forms of a text at every point (one point where it has no letters)."""
-    tokens = tokens_of(text, commas)
-    letters = any(token.strip('"').isalpha() or token[1:] in GREEK for token in tokens)
-    return [statement(tokens, Setting(point, radians))
-            for point in range(POINTS if letters else 1)]
-
-
-def same_as_read(a, b, commas, radians):
-    """Are both equal if read in this way? Raises what UNREADABLE names."""
-    decimal = re.fullmatch(r"[-+]?\d*\.\d+", unmarked(b)) is not None
-    a, b = readings(a, commas, radians), readings(b, commas, radians)
-    points = max(len(a), len(b))
-    manner = Manner(decimal, points > 1)
-    a, b = (forms if len(forms) == points else forms * points for forms in (a, b))
-    kind = kind_of(a[0])
-    # an equation may be turned and multiplied, which shows at several points only
-    if kind in RELATIONS.values() and all(
-            kind_of(form) == kind and {*map(kind_of, form.parts)} == {"number"} for form in a + b):
-        return same_relation(a, b, manner)
-    return all(same(x, y, manner) for x, y in zip(a, b, strict=True))
-
-
-def squeezed(text):
-    """A text without blanks and what is around it."""
-    return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(unmarked(text).split()))
-
-
-def clock_of(text):
-    """A time or date, which is no ratio and no difference; else None."""
-    text = untexted(text).lower().strip()
-    return re.sub(r"[\s.]", "", text) if CLOCK.match(text) else None
-
-
-def same_tokens(a, b):
-    """Are two texts the same but for spelling, and a name that only one gives its value?"""
-    a, b = tokens_of(a, commas=True), tokens_of(b, commas=True)
-    if ("=" in a) != ("=" in b):
-        a, b = (tokens[tokens.index("=") + 1:] if "=" in tokens
-                and is_name(tokens[:tokens.index("=")]) else tokens for tokens in (a, b))
-    return folded(a) == folded(b)
-
-
-def folded(tokens):
-    """Tokens as one text, their words in lower case."""
-    text = " ".join(token.lower() if token[0] == '"' else token for token in tokens)
-    return re.sub(r"mod \{ (\S+) \}", r"mod \1", text)  # as TeX reads it
-
-
-def same_words(a, b):
-    """True or False where one of the texts is words alone; None where letters may be numbers."""
-    first, second = words_of(a), words_of(b)
-    for text, other in ((a, second), (b, first)):
-        chosen = CHOICE.match(untexted(text).strip())
-        if chosen and other and len(other) == 1:
-            return (chosen[1] or chosen[2]).lower() == other
-    one_letter = first and len(first) == 1 and a.isalpha() and b.isalpha()  # x is not X
-    if first and first == second and not one_letter:
-        return True
-    # beside another word three letters are one, too: ten is not net
-    word = r"[^\W\d_]{3}" if first and second else r"[^\W\d_]{4}"
-    return False if any(re.search(word, words or "") for words in (first, second)) else None
-
-
-def exactly_equal(a, b):
-    """Two texts: True or False by the rules of this file, None where one cannot be read."""
-    if max(len(a), len(b)) > LONGEST:
-        return a.strip() == b.strip()
-    if squeezed(a) == squeezed(b):
-        return True
-    if not squeezed(a) or not squeezed(b):
+    (letter, text), (other, gold) = choice(a), choice(b)
+    if letter and other:
+        return letter == other and (not text or not gold or answers_equal(text, gold, verify))
+    if text != a and text or gold != b and gold:
+        return answers_equal(text or a, gold or b, verify)
+    if CLOCK.match(a) or CLOCK.match(b):
+        return re.sub(r"[\s.]", "", a.lower()) == re.sub(r"[\s.]", "", b.lower())
+    words = [WORDS.fullmatch(text.rpartition("=")[2].strip(" ().")) for text in (a, b)]
+    if all(words) and max(len(found[0]) for found in words) > 1:
+        return words[0][0].lower().split() == words[1][0].lower().split()
+    if any(found and re.search(r"[^\W\d_]{4}", found[0]) for found in words):
         return False
-    if same_tokens(a, b):
-        return True
-    if clock_of(a) or clock_of(b):
-        return clock_of(a) == clock_of(b)
-    verdict = same_words(a, b)
-    if verdict is not None:
-        return verdict
-    both = a + b
-    for commas in (True, False) if COMMA.search(both) else (True,):
-        for radians in (False, True) if DEGREE.search(both) else (False,):
-            try:
-                if same_as_read(a, b, commas, radians):
-                    return True
-                verdict = False
-            except TooLarge:
-                return False
-            except UNREADABLE:
-                continue
-    return False if words_of(a) and words_of(b) else verdict
-
-
-def readable(text):
-    """Can this text be read here?"""
-    try:
-        return len(text) <= LONGEST and bool(readings(text, commas=True, radians=False))
-    except UNREADABLE:
-        return False
-
-
-def is_mathematics(text):
-    """Is this gold mathematics, and no word, date or time?"""
-    return readable(text) and not words_of(text) and not clock_of(text)
+    merged = [COMMAS.sub(lambda found: found[0].replace(",", ""), text) for text in (a, b)]
+    return same(*merged, verify) or merged != [a, b] and same(a, b, verify)
 
 
 def math_equal(a, b):
     """Is answer a the mathematics of gold b? Texts, numbers or None -> bool; raises for none."""
     if a is None or b is None:
         return a is b
-    a, b = str(a), str(b)
-    verdict = exactly_equal(a, b)
-    if verdict is not None:
-        return verdict
-    return all(worth_asking(text) for text in (a, b) if not readable(text)) and verified(a, b)
+    a, b = str(a).strip(" $"), str(b).strip(" $")
+    return compared(a, b) if a != b else a != ""
 
 
-def worth_asking(text):
-    """Might math-verify read this? It takes its time, which prose and torn braces are not worth."""
-    whole = len(text) <= LONGEST_ASKED and text.count("{") == text.count("}")
-    return whole and "\\" in untexted(text)
+def is_mathematics(text):
+    """Is this gold mathematics, and no words, date or time?"""
+    text = tidy(text[:LONGEST])
+    value = re.sub(r"\\[a-zA-Z]+|[A-Z]+(?=\()", "", quantity(text)[0])
+    return bool(re.search(r"[\d\\=^]", text)) and not CLOCK.match(text) and not re.search(
+        r"[^\W\d_]{3}", value)
 
 
-# ---------------------------------------------------------------- math-verify
-# What a model wrote comes as data: a LaTeX parser reads it, and nothing runs it.
-PROGRAM = """
-import json, sys
-from math_verify import parse, verify
-from math_verify.parser import LatexExtractionConfig
-texts = json.load(sys.stdin)
-read = [parse("$" + text.strip("$ ") + "$", [LatexExtractionConfig()], parsing_timeout=None)
-        for text in texts]
-same = all(read) and verify(read[1], read[0], float_rounding=10, timeout_seconds=None)
-print("true" if same else "false")
-"""
-
-
-@cache
-def verifier():
-    """A jail with math-verify in it, opened when it is first needed; None where there is none.
-
-    Without bubblewrap a plain process does, for all that is asked of it is that it can be killed.
-    """
-    from toolstar.jail import Jail, JailError
-
-    for unsafe in (False, True):
-        try:
-            return Jail(workers=1, preload=("math_verify",), unsafe=unsafe, seconds=SECONDS)
-        except JailError as error:
-            cause = error
-    warnings.warn(f"no math-verify, so what cannot be read is wrong: {cause}", stacklevel=2)
-    return None
-
-
-@lru_cache(4096)
-def verified(a, b):
-    """What math-verify says; False where it fails, is killed or is not there."""
-    jail = verifier()
-    result = jail and jail.run(PROGRAM, stdin=json.dumps([a, b]))
-    return bool(result) and result.status == "ok" and result.stdout.strip() == "true"
+def choice(text):
+    """(letter, what it stands for) of a choice; ("", the text) of another text."""
+    found = CHOICE.fullmatch(text)
+    return (found[1] or found[3], found[2] or "") if found else ("", text)

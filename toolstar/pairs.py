@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from evaluate import mean
 from runtime import COUNT, NATURAL, SHARE, Help, Parser, read_jsonl, run, write_jsonl
+from toolstar.text import normalize
 
 
 class Play(NamedTuple):
@@ -68,8 +69,9 @@ def files_of(paths):
 
 def worth(row, by):
     """What an episode earned: a number of its own or of its score; None if there is none."""
-    found = row.get(by, (row.get("score") or {}).get(by))
-    return float(found) if isinstance(found, (int, float)) else None
+    found = row.get(by)
+    found = (row.get("score") or {}).get(by) if found is None else found
+    return float(found) if isinstance(found, (int, float)) and found == found else None
 
 
 def read_play(row, by, principles):
@@ -177,8 +179,9 @@ def make_pairs(args):
         raise ValueError(f"{', '.join(args.episodes)}: no episode is there; evaluate.py plays some")
     parts, asked = {"train": [], "val": []}, Counter()
     for key in sorted(groups):
-        # by its name alone: what is held out of one cycle is held out of the next
-        rng = random.Random(f"{args.seed}/{key[0]}")
+        # by the question alone, whatever its id: what one cycle holds out, the next one does, too
+        question = normalize(str(groups[key][0].task.get("query", key[0]))) or key[0]
+        rng = random.Random(f"{args.seed}/{question}")
         part = "val" if rng.random() < args.held_out else "train"
         pairs = pair_up(groups[key], args, rng)
         parts[part] += pairs
@@ -225,7 +228,7 @@ def flags(argv=None):
 
 def main(argv=None):
     args = flags(argv)
-    run("pairs.py", make_pairs, args)
+    run("toolstar.pairs", make_pairs, args)
 
 
 if __name__ == "__main__":

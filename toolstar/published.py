@@ -21,15 +21,16 @@ Writes  OUT/sft.jsonl, rl.jsonl, system.txt, report.json
 
 [1] Tool-Star, arXiv:2505.16410
 """
-import ast
 import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 from runtime import write_jsonl, write_text
-from toolstar.sets import contaminated, questions_of, read_parquet
-from toolstar.verdict import aliases, answer_of, without_results
+from toolstar.files import golds_of, opened, read_rows
+from toolstar.sets import contaminated, questions_of
+from toolstar.text import normalize
+from toolstar.verdict import answer_of, without_results
 
 SHOWN = 5  # lines named of a cause
 ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant",
@@ -49,39 +50,7 @@ def tally(lines):
     return {cause: {"count": len(lines), "lines": lines[:SHOWN]} for cause, lines in ordered}
 
 
-# ---------------------------------------------------------------- files
-
-def read_published(path):
-    """[(line, row)] of a file: a list in json, jsonl, or parquet. A line that is no JSON is the
-    ValueError that says so. In a list and in parquet rows are counted, from 1."""
-    path = Path(path)
-    if path.suffix == ".parquet":
-        return list(enumerate(read_parquet(path), 1))
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    if content.lstrip()[:1] == b"[":
-        try:
-            return list(enumerate(json.loads(content), 1))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: not JSON ({error}); download it again") from None
-    rows = []
-    for number, line in enumerate(content.split(b"\n"), 1):
-        try:
-            rows += [(number, json.loads(line))] if line.strip() else []
-        except (ValueError, RecursionError):
-            rows.append((number, ValueError("not JSON")))
-    return rows
-
-
-def opened(value):
-    """A table or list that was written as text, as JSON's or Python's; else what it is."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        for load in json.loads, ast.literal_eval:
-            try:
-                return load(value.strip())
-            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                continue
-    return value
-
+# ---------------------------------------------------------------- columns
 
 def name_in(row, key, otherwise):
     """What stands in a column as text; where nothing does, otherwise."""
@@ -204,8 +173,8 @@ def check_of(row):
     raise Refused(f"ability {row.get('ability')!r:.60} is neither mathematics nor questions")
 
 
-def golds_of(row):
-    """(golds, as they were published, whether one of them was a printed list) of a row."""
+def golds_in(row):
+    """(golds, as they were published) of a row."""
     truth, model = None, opened(row.get("reward_model"))
     if isinstance(model, dict):
         truth = model.get("ground_truth")
@@ -213,12 +182,10 @@ def golds_of(row):
         truth = row.get(key) if truth is None else truth
     if isinstance(truth, dict):
         truth = truth.get("target", list(truth.values()))
-    inside = truth if isinstance(truth, list) else [truth]
-    golds = [alias for gold in inside for alias in aliases(gold) if alias.strip()]
+    golds = [gold for gold in golds_of(truth) if gold.strip()]
     if not golds:
         raise Refused("no gold")
-    printed = any(isinstance(gold, str) and aliases(gold) != [gold] for gold in inside)
-    return golds, truth, printed
+    return golds, truth
 
 
 def task_of(row, line):
@@ -226,14 +193,19 @@ def task_of(row, line):
     if not isinstance(row, dict):
         raise Refused("no table of columns")
     query, check = question_of(row), check_of(row)
-    golds, truth, printed = golds_of(row)
+    golds, truth = golds_in(row)
     source, more = name_in(row, "data_source", "rl"), opened(row.get("extra_info"))
     index = name_in(more if isinstance(more, dict) else {}, "index", line)
     task = {"id": name_in(row, "id", f"{source}-{index}"), "query": query, "golds": golds,
             "check": check, "data_source": source, "ability": row["ability"]}
+    inside = truth if isinstance(truth, list) else [truth]
     if truth not in (golds, golds[0]):
         task["ground_truth"] = truth
-    return task, ["golds are a printed list"] * printed
+    printed = any(isinstance(gold, str) and gold.strip() and golds_of(gold) != [gold]
+                  for gold in inside)
+    torn = check == "math" and any(gold.count("{") != gold.count("}") for gold in golds)
+    return task, [note for note, true in (("golds are a printed list", printed),
+                                          ("a gold of unequal braces", torn)) if true]
 
 
 # ---------------------------------------------------------------- convert
@@ -255,7 +227,7 @@ def make_unique(tasks):
 
 def convert_file(path, make, sets):
     """(records, report) of a published file, each row by make(row, line)."""
-    rows, records, odd, refused = read_published(path), [], {}, {}
+    rows, records, odd, refused, asked = read_rows(path), [], {}, {}, {}
     for line, row in rows:
         try:
             if isinstance(row, ValueError):
@@ -265,6 +237,12 @@ def convert_file(path, make, sets):
             refused.setdefault(str(cause), []).append(line)
             continue
         records.append(record)
+        if "golds" in record:  # a question that occurred before, perhaps with another gold
+            query = normalize(record["query"])
+            if query and query in asked:
+                notes = [*notes, "a question once more" if asked[query] == record["golds"] else
+                         "a question once more, with other golds"]
+            asked.setdefault(query, record["golds"])
         for note in notes:
             odd.setdefault(note, []).append(line)
     if not records:

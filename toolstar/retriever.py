@@ -1,14 +1,15 @@
 """
-Search over passages: BM25 in memory, exact search of E5 vectors, a server and its client.
+Search over passages: BM25 in memory, exact search of E5 vectors, a server, clients of others.
 
     (1) index    a folder with the vectors of a corpus; a build that was stopped goes on
     (2) search   BM25 matches words; Dense scans all vectors, shared out over GPUs or CPU cores
     (3) share    searches that arrive during a scan go together into the next one
-    (4) serve    POST /retrieve as Search-R1's own server answers it [1]; Remote asks such servers
+    (4) serve    POST /retrieve as Search-R1's own server answers it [1]
+    (5) ask      such servers, Tool-Star's [3], and paid web search (Remote, Web)
 
 A retriever has search(queries, k) -> the hits of each query, best first. A hit is
 {"document": {"id", "contents"}, "score"}; contents is the quoted title, a new line, the text.
-[1] Search-R1, arXiv:2503.09516   [2] E5, arXiv:2212.03533
+[1] Search-R1, arXiv:2503.09516   [2] E5, arXiv:2212.03533   [3] Tool-Star, arXiv:2505.16410
 
 Reads   a corpus: jsonl, {"id", "contents"} per line; the HF folder of an E5-style encoder [2]
 Writes  OUT/meta.json, OUT/starts.npy, OUT/matrix.f16
@@ -22,6 +23,7 @@ import asyncio
 import json
 import os
 import socket
+import struct
 import threading
 import time
 from collections import namedtuple
@@ -39,6 +41,7 @@ from runtime import COUNT, PORT, Parser, errors_name, lock_folder, progress, run
 
 HTTP = ("http://", "https://")
 MAX_QUERIES = 64  # per scan; one for sixteen queries takes hardly longer than one for a single one
+IN_A_ROW = 20  # queries that fail: more, and it is not they that are wrong, but the server
 SPARE = 8  # candidates beyond k, scored again in float64: float32 rounding cannot change the top k
 CHUNK = {"cpu": 2048, "cuda": 65536}  # passages made float32 at a time; has to fit a CPU's cache
 Batch = namedtuple("Batch", "queries ks hits")  # searches that share a scan: k of each, a Future
@@ -167,37 +170,141 @@ def nearest(q, matrix, k, first=0):
     return rows.gather(1, order).cpu() + first, exact.gather(1, order).cpu()
 
 
-class Remote:
-    """Client of a Search-R1 server. Once all tries of a search fail, later ones do not wait."""
+class QueryError(ConnectionError):
+    """A server answers, but not this query: it is refused, or fails although it is asked alone."""
 
-    def __init__(self, url, tries=6, pause=1.0):
+
+class Remote:
+    """Client of a search server: Search-R1's /retrieve, or Tool-Star's /batch_search.
+
+    A query that fails is a QueryError in the place of its hits, and never fails its neighbours. A
+    server that is gone is waited for; once it has not come back, later searches do not wait for
+    it, but use it again when it is there.
+    """
+
+    def __init__(self, url, tries=4, pause=1.0, patience=300.0):
+        """tries: of a query, with pauses that double; patience: seconds for a server to restart."""
         import httpx2
-        self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
-        self.tries, self.pause = tries, pause  # pause: seconds before the second try; they double
+        self.tries, self.pause, self.patience = tries, pause, patience
+        self.gone, self.row = False, 0  # row: queries that failed since the last one that did not
         self.client = httpx2.Client(timeout=120, headers={"Content-Type": "application/json"})
-        self.error, self.broken = httpx2.HTTPError, None
+        self.failures = httpx2.HTTPError, ValueError  # ValueError: the reply is no JSON
+        self.pool = ThreadPoolExecutor(16)
+        plain = url.rstrip("/")
+        self.tool_star = plain.endswith(("/search", "/batch_search"))
+        if self.tool_star:
+            self.url = plain.removesuffix("/search").removesuffix("/batch_search") + "/batch_search"
+        else:
+            self.url = plain.removesuffix("/retrieve") + "/retrieve"
 
     def search(self, queries, k):
-        """Hits of each query; ConnectionError when it refuses, or all tries fail."""
-        if self.broken:
-            raise self.broken
-        # Search-R1's own server fails without return_scores
-        body = json.dumps({"queries": queries, "topk": k, "return_scores": True})
-        for attempt in range(self.tries):
-            time.sleep(self.pause * 2 ** (attempt - 1) if attempt else 0)
+        """The hits of each query, or its QueryError; ConnectionError when the server is gone."""
+        if len(queries) > 1:
             try:
-                reply = self.client.post(self.url, content=body)
-                if reply.status_code == 200:
-                    return read_hits(reply.json(), len(queries), self.url)
-                why = " ".join(f"{reply.status_code} {reply.text[:300]}".split())
+                hits, self.row = self.ask(queries, k, 1), 0
+                return hits
+            except QueryError:  # one of them may be the cause
+                return list(self.pool.map(self.alone, queries, repeat(k)))
+        return [self.alone(query, k) for query in queries]
+
+    def alone(self, query, k):
+        try:
+            hits, self.row = self.ask([query], k, self.tries)[0], 0
+            return hits
+        except QueryError as error:
+            self.row += 1
+            if self.row < IN_A_ROW:
+                return error
+            raise ConnectionError(f"{self.url} has answered none of the last {self.row} queries, "
+                                  f"{error}; see to it, then repeat this command: what is done is "
+                                  "not done again") from None
+
+    def ask(self, queries, k, tries):
+        """The hits of queries in one request. QueryError where it is refused, or all tries fail."""
+        failed, since = 0, time.monotonic()
+        while True:
+            try:
+                reply = self.send(queries, k)
+            except self.failures as error:
+                why, lost = repr(error), type(error).__name__ == "ConnectError"
+            else:
+                self.gone = False
+                if isinstance(reply, list):
+                    return reply
+                why, lost = f"{reply.status_code} {' '.join(reply.text[:300].split())}", False
                 if reply.status_code < 500 and reply.status_code != 429:
-                    break  # the request is wrong: asking again will not help
-            except (self.error, ValueError) as error:  # ValueError: the reply is no JSON
-                why = repr(error)
-        error = ConnectionError(f"{self.url}, try {attempt + 1} of {self.tries}: {why}; see to it, "
-                                "then repeat this command: it goes on where it was")
-        self.broken = error if attempt + 1 == self.tries else None
-        raise error
+                    raise QueryError(why)  # asking again will not help
+            failed += not lost
+            if failed >= tries:
+                raise QueryError(f"try {failed} of {tries}: {why}")
+            if lost and (self.gone or time.monotonic() > since + self.patience):
+                self.gone = True
+                raise ConnectionError(f"{self.url} is not there: {why}; start it, then repeat this "
+                                      "command: what is done is not done again")
+            time.sleep(self.pause * 2 ** max(0, failed - 1))
+
+    def send(self, queries, k):
+        """The hits of each query in the server's reply, or a response that is no success."""
+        body = {"queries": queries, "topk": k, "return_scores": True}  # which Search-R1's needs
+        if self.tool_star:
+            body = {"query": queries, "top_n": k, "return_score": False}
+        reply = self.client.post(self.url, content=json.dumps(body))
+        if reply.status_code != 200:
+            return reply
+        found = reply.json()
+        if self.tool_star and isinstance(found, list):
+            found = {"result": [[{"document": document, "score": None} for document in row]
+                                for row in found if isinstance(row, list)]}
+        return read_hits(found, len(queries), self.url)
+
+
+class Web(Remote):
+    """Client of a web search that is paid for, as a file of settings describes it.
+
+    {"url": "https://...", "method": "POST", "headers": {"X-API-KEY": "{key}"}, "key": "key.txt",
+     "body": {"q": "{query}", "num": "{k}"}, "results": "organic", "title": "title",
+     "text": "snippet", "link": "link"}
+
+    key: a file beside this one. body: the JSON of a POST, or the parameters of a GET. results:
+    where the hits are in the reply, names with dots between them; title, text, link: of a hit.
+    """
+
+    def __init__(self, path, tries=4, pause=1.0, patience=300.0):
+        super().__init__("http://", tries, pause, patience)
+        with errors_name(path):
+            self.chosen = json.loads(Path(path).read_text(encoding="utf-8"))
+            if missing := {"url", "body", "results", "text"} - self.chosen.keys():
+                raise ValueError(f"{path}: {', '.join(sorted(missing))} must be there")
+            key = self.chosen.get("key")
+            self.key = Path(path).with_name(key).read_text().strip() if key else ""
+        self.url = self.chosen["url"]
+
+    def search(self, queries, k):
+        return list(self.pool.map(self.alone, queries, repeat(k)))
+
+    def send(self, queries, k):
+        chosen, values = self.chosen, {"{key}": self.key, "{query}": queries[0], "{k}": k}
+        body, headers = (filled(chosen.get(name, {}), values) for name in ("body", "headers"))
+        method = chosen.get("method", "POST")
+        where = {"params": body} if method == "GET" else {"json": body}
+        reply = self.client.request(method, self.url, headers=headers, **where)
+        if reply.status_code != 200:
+            return reply
+        found = reply.json()
+        for name in chosen["results"].split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        hits = [hit for hit in found or [] if isinstance(hit, dict)][:k]
+        names = [chosen.get(name, name) for name in ("title", "text", "link")]
+        texts = [[str(hit.get(name) or "") for name in names] for hit in hits]
+        return [[{"document": {"id": link, "contents": f'"{title}"\n{text} {link}'.strip()},
+                  "score": None} for title, text, link in texts]]
+
+
+def filled(value, values):
+    """A table of settings, each {key}, {query} and {k} replaced by its value."""
+    if isinstance(value, dict):
+        return {name: filled(inside, values) for name, inside in value.items()}
+    return values.get(value, value) if isinstance(value, str) else value
 
 
 def read_hits(reply, count, url):
@@ -209,7 +316,8 @@ def read_hits(reply, count, url):
             return hits
     except (KeyError, TypeError):
         pass
-    raise ConnectionError(f"{url} is no Search-R1 server: {str(reply)[:200]} for {count} queries")
+    raise ConnectionError(f"{url} is no server of Search-R1 or Tool-Star: {str(reply)[:200]} for "
+                          f"{count} queries")
 
 
 class Shared:
@@ -223,7 +331,7 @@ class Shared:
     def search(self, queries, k):
         """As the retriever's own, from any thread."""
         scan, place = self.join(queries, k)
-        return [hits[:k] for hits in scan.result()[place]]
+        return [hits if isinstance(hits, QueryError) else hits[:k] for hits in scan.result()[place]]
 
     def join(self, queries, k):
         """Put queries into a scan to come: the Future of its hits, and where theirs will be."""
@@ -246,7 +354,8 @@ class Shared:
 
 def find_retriever(name, corpus):
     """Say at once, and not after an engine has started, that --retriever's files are not there."""
-    needed = Path(corpus) if name == "bm25" else Path(name) / "meta.json"
+    needed = (Path(corpus) if name == "bm25" else Path(name) if name.endswith(".json") else
+              Path(name) / "meta.json")
     if not name.startswith(HTTP) and not needed.is_file():
         raise FileNotFoundError(f"{needed} is missing: see --corpus, or run python -m "
                                 "toolstar.retriever index")
@@ -263,10 +372,13 @@ def check_corpus(path):
     load_document(line, f"{path}, line 1")
 
 
-def open_retriever(name, corpus=None, devices=("cpu",), encoder=None, tries=6):
-    """bm25, an index folder or a server's address as a retriever for many threads."""
+def open_retriever(name, corpus=None, devices=("cpu",), encoder=None, **more):
+    """bm25, an index folder, a server's address or a web search's settings (name.json) as a
+    retriever for many threads. more: tries and so on of a Remote."""
     if name.startswith(HTTP):
-        return Shared(Remote(name, tries))
+        return Shared(Remote(name, **more))
+    if name.endswith(".json"):
+        return Shared(Web(name, **more))
     return Shared(BM25(corpus) if name == "bm25" else Dense(name, devices, encoder))
 
 
@@ -317,6 +429,39 @@ def begin_index(args, out, dim):
         np.save(out / "starts.npy", np.fromiter(chain([0], map(len, lines)), np.int64).cumsum())
     # last: where it is found, starts.npy is whole
     write_text(out / "meta.json", json.dumps(meta, indent=1))
+
+
+def flat_vectors(path):
+    """The vectors of a flat faiss index, FlashRAG's e5_Flat.index say: (N, D) float32 on disk."""
+    with errors_name(path), open(path, "rb") as file:
+        head = file.read(45)
+    kind = head[:4].decode("ascii", "replace")
+    if kind not in ("IxFI", "IxF2") or len(head) < 45:
+        raise ValueError(f"{path} is no flat index of faiss, but {kind!r}: other kinds do not hold "
+                         "whole vectors; leave --vectors out, and the corpus is encoded here")
+    # its kind, D, N, 16 bytes without meaning, whether it is trained, its metric, count of numbers
+    dim, total, _, _, _, _, count = struct.unpack("<iqqqBiq", head[4:])
+    if count != dim * total or os.path.getsize(path) != 45 + 4 * count:
+        raise ValueError(f"{path} is cut short: {os.path.getsize(path):,} bytes for {total:,} "
+                         f"vectors of {dim} numbers; download it again")
+    return np.memmap(path, np.float32, "r", 45, (total, dim))
+
+
+def import_index(args):
+    """Make an index of vectors that others have computed: nothing is encoded."""
+    lock_folder(args.out)
+    check_corpus(args.corpus)
+    vectors, out = flat_vectors(args.vectors), Path(args.out)
+    begin_index(args, out, vectors.shape[1])
+    total = len(np.load(out / "starts.npy", mmap_mode="r")) - 1
+    if total != len(vectors):
+        raise ValueError(f"{args.vectors} has {len(vectors):,} vectors, {args.corpus} {total:,} "
+                         "passages: they do not belong together")
+    with open(out / "matrix.f16", "wb") as file:
+        starts = range(0, total, CHUNK["cuda"])
+        for start in progress(starts, "index", len(starts)):
+            file.write(vectors[start:start + CHUNK["cuda"]].astype(np.float16).tobytes())
+    print(f"{out}: {total:,} passages of {vectors.shape[1]} numbers, as they are in {args.vectors}")
 
 
 def build_index(args):
@@ -417,6 +562,8 @@ def flags(argv=None):
     add("--corpus", required=True, help="jsonl file, {id, contents} per line")
     add("--encoder", required=True, help="E5-style HF folder or hub name")
     add("--out", required=True, help="folder of the index; a build that was stopped goes on there")
+    add("--vectors", metavar="FILE", help="take the vectors from a flat faiss index of the same "
+        "corpus and encoder, such as FlashRAG's e5_Flat.index, instead of encoding the corpus")
     add("--batch", type=COUNT, default=512, help="passages per forward pass of the encoder (512)")
     add("--devices", nargs="+", type=device,
         help="torch devices that share the work (all GPUs, or cpu)")
@@ -437,7 +584,8 @@ def flags(argv=None):
 
 def main(argv=None):
     args = flags(argv)
-    run("toolstar.retriever", {"index": build_index, "serve": serve}[args.command], args)
+    command = {"index": build_index, "serve": serve}[args.command]
+    run("toolstar.retriever", import_index if getattr(args, "vectors", None) else command, args)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,16 @@ Writes  OUT/tasks.jsonl, OUT/remarks.jsonl
 
     python -m toolstar.sets read --sets my/sets --out data/sets
 """
-import json
 import random
 import re
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime import NATURAL, Help, Parser, read_csv_rows, read_jsonl, run, write_jsonl
+from runtime import NATURAL, Help, Parser, run, write_jsonl
 from toolstar import verdict
+from toolstar.files import SUFFIXES, golds_of, read_rows, splits_of, suffix_of
+from toolstar.text import normalize
 
 
 class Set(NamedTuple):
@@ -52,44 +53,11 @@ TEN, PAPER_MEAN = [*SETS][:10], 46.1  # of the ten, without GAIA and HLE
 QUESTION = ("question", "problem", "query")  # columns, in lower case and without signs
 GOLDS = ("goldenanswers", "golds", "finalanswer", "groundtruth", "answer", "answers", "solution")
 IDS = ("id", "uniqueid", "taskid", "idx", "index")
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-SPLITS = ("test", "main", "validation", "dev", "val")  # the first that has gold answers is read
+WEB = ("webwalker", "gaia", "hle")  # which [1] plays with web search and a browser
+TRAINING = ("math", "gsm8k", "hotpotqa", "2wiki", "musique")  # published with a training split
 
 
 # ---------------------------------------------------------------- files
-
-def read_rows(path):
-    """The records of a published file: jsonl, json (a list or one record), csv or parquet."""
-    path = Path(path)
-    if path.suffix == ".parquet":
-        return read_parquet(path)
-    if path.suffix == ".csv":
-        return read_csv_rows(path)
-    if path.suffix == ".jsonl":
-        return read_jsonl(path)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError):
-        return read_jsonl(path)  # many a .json has a record in each line; else this names the line
-    if isinstance(found, dict) and not set(map(squeezed, found)) & {*QUESTION}:
-        lists = [value for value in found.values() if isinstance(value, list)]
-        found = lists[0] if len(lists) == 1 else found  # {"data": [...]}
-    return found if isinstance(found, list) else [found]
-
-
-def read_parquet(path):
-    """The records of a parquet file, where pyarrow is at hand."""
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise ValueError(f"{path}: parquet takes pyarrow (pip install pyarrow); or make it jsonl "
-                         "elsewhere: pandas.read_parquet('x.parquet').to_json('x.jsonl', "
-                         "orient='records', lines=True)") from None
-    try:
-        return parquet.read_table(path).to_pylist()
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
 
 def squeezed(name):
     """A name in lower case, its letters and digits alone."""
@@ -97,30 +65,27 @@ def squeezed(name):
 
 
 def find_sets(folder):
-    """({set: [its files, a list for each split to try]}, names in the folder that are no set's)."""
+    """({set: [its files, a list for each split to try]}, names in the folder that are no set's).
+
+    A set that is published without a training split may be a folder of nothing else: some copies
+    on the hub of aime24 are split "train"."""
     folder, found, others = Path(folder), {}, []
     if not folder.is_dir():
         raise ValueError(f"--sets {folder} is no folder; it holds {', '.join(SETS)}: each a file "
                          "like gsm8k.jsonl, or a folder")
     for path in sorted(folder.iterdir()):
-        plain = squeezed(path.name if path.is_dir() else path.stem)
+        plain = squeezed(path.name if path.is_dir() else path.name.split(".")[0])
         known = [name for name, one in SETS.items() if plain in one.names]
-        if not known or not (path.is_dir() or path.suffix in SUFFIXES):
+        if not known or not (path.is_dir() or suffix_of(path) in SUFFIXES):
             others.append(path.name)
             continue
         if known[0] in found:
             raise ValueError(f"{path} and {found[known[0]][0][0]} are both {known[0]}: leave one")
-        found[known[0]] = splits_of(path) if path.is_dir() else [[path]]
+        lists, training = splits_of(path) if path.is_dir() else ([[path]], [])
+        if not lists and training and known[0] not in TRAINING:
+            lists = [training]
+        found[known[0]] = lists or [[]]
     return found, others
-
-
-def splits_of(folder):
-    """Lists of a folder's files: test, validation and so on, last all that is not to train on."""
-    words = {path: set(re.split(r"[^a-z0-9]+", str(path.relative_to(folder)).lower()))
-             for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES}
-    lists = [[path for path in words if split in words[path]] for split in SPLITS]
-    lists.append([path for path in words if "train" not in words[path]])
-    return [files for files in lists if files] or [[]]
 
 
 # ---------------------------------------------------------------- tasks
@@ -166,25 +131,30 @@ def load_first(name, lists):
         if kept:
             return kept, remarks
         first = first or remarks
-    nothing = {"set": name, "file": "", "row": 0, "cause": "a folder with no file but of training"}
+    nothing = {"set": name, "file": "", "row": 0, "cause": "a folder without a file of a "
+               "split to evaluate on, such as test.jsonl; files named train are not read"}
     return [], first or [nothing] * (lists == [[]])
 
 
 def load_set(name, files):
     """([(where, task)], remarks) of the files of a set. Of equal ids each is played."""
-    kept, remarks, ids, asked, number = [], [], {}, set(), 0
+    kept, remarks, ids, asked, number = [], [], {}, {}, 0
     for path in files:
-        for i, row in enumerate(read_rows(path), 1):
+        rows = read_rows(path)
+        if not rows:
+            remarks.append({"set": name, "file": str(path), "row": 0, "cause": "an empty file"})
+        for i, row in rows:
             number += 1
             where = {"set": name, "file": str(path), "row": i}
             task, cause = load_row(name, row, number)
-            same = task and (task["query"], *task["golds"])
-            if not cause and same in asked:
-                cause = "the same question and answer once more"
+            same = task and normalize(task["query"])
+            if not cause and same and same in asked:
+                cause = ("the same question and answer once more" if asked[same] == task["golds"]
+                         else "the same question once more, with another answer")
             if cause:
                 remarks.append(where | {"cause": cause})
                 continue
-            asked.add(same)
+            asked[same] = task["golds"]
             own = task["id"]
             while task["id"] in ids:
                 ids[own] += 1
@@ -198,6 +168,8 @@ def load_set(name, files):
 
 def load_row(name, row, number):
     """(task, "") of a published record, or (None, why it is none)."""
+    if isinstance(row, ValueError):
+        return None, str(row)
     if not isinstance(row, dict):
         return None, f"a {type(row).__name__} and no record"
     values = {squeezed(key): value for key, value in row.items() if value not in (None, "", [])}
@@ -209,9 +181,9 @@ def load_row(name, row, number):
         return None, "needs an image"
     if name == "gaia" and values.get("filename"):
         return None, "needs a file"
-    if values.get("answerable") is False:
+    if str(values.get("answerable")).lower() in ("false", "0", "0.0"):
         return None, "has no answer by design"
-    golds = golds_of(values, SETS[name].check)
+    golds = golds_in(values, SETS[name].check)
     if not golds:
         return None, f"no gold answer in its columns {columns:.200}"
     own = next((values[key] for key in IDS if key in values), number)
@@ -219,9 +191,9 @@ def load_row(name, row, number):
             "check": SETS[name].check}, ""
 
 
-def golds_of(values, check):
-    r"""All right answers of a record: from a list, a list that was printed, a text, a "#### 42" or
-    a solution's box; [] where there is none."""
+def golds_in(values, check):
+    r"""All right answers of a record: what a column names, a "#### 42" or a solution's box; []
+    where there is none."""
     found = []
     for key in GOLDS:
         value = values.get(key)
@@ -231,10 +203,10 @@ def golds_of(values, check):
                 continue
             if solved:
                 value = value.rpartition("####")[2] if "####" in value else verdict.unboxed(value)
-        found = [gold.strip() for gold in verdict.aliases(value) if gold.strip() not in ("", "?")]
+        found = [gold.strip() for gold in golds_of(value) if gold.strip() not in ("", "?")]
         if found:
             break
-    more = verdict.aliases(values.get("answeraliases", []))
+    more = golds_of(values.get("answeraliases"))
     return [*dict.fromkeys(found + [gold for gold in more if found and gold.strip()])]
 
 
@@ -244,11 +216,11 @@ def contaminated(tasks, sets):
     tasks: tasks or episodes of them. sets: tasks of evaluation, as load_sets gives them.
     Questions are the same where they are equal without case, punctuation, articles and blanks.
     """
-    asked = {verdict.normalize(task["query"]): task["id"] for task in sets}
+    asked = {normalize(task["query"]): task["id"] for task in sets}
     clean, dropped = [], []
     for row in tasks:
         task = row.get("task", row)
-        plain = verdict.normalize(task["query"])
+        plain = normalize(task["query"])
         if plain and plain in asked:
             dropped.append({"id": task["id"], "query": task["query"], "same as": asked[plain]})
         else:
@@ -263,12 +235,13 @@ def read(args):
     tasks, remarks, absent = load_sets(args.sets, args.sample)
     counts, causes = Counter(task["set"] for task in tasks), {}
     for remark in remarks:
-        cause = "an id once more" if "once more, kept" in remark["cause"] else remark["cause"]
+        cause = "an id once more" if "more, kept" in remark["cause"] else remark["cause"]
         causes.setdefault(remark["set"], Counter())[cause] += 1
     for name in ["", *SETS]:
         told = [f"{times} {cause}" for cause, times in causes.get(name, Counter()).items()]
         if name in absent:
-            told = [f"no {name}.jsonl, .json, .csv, .parquet and no folder {name} in {args.sets}"]
+            told = [f"no {name}.jsonl, .json, .csv, .parquet (or .gz) and no folder {name} in "
+                    f"{args.sets}"]
         if name or told:
             print("; ".join([f"{name or 'other names':12} {counts[name]:5} tasks", *told]))
     if not tasks:

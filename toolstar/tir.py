@@ -333,7 +333,7 @@ def play_missing(args, folder, settings, tasks, tools):
         raise ValueError(f"{folder}: other tasks of these ids were played; choose another --out")
     rows_of = partial(play_samples, args)
     if args.model:
-        rows_of = partial(evaluate.apart, "tir.py", rows_of, args=args)
+        rows_of = partial(evaluate.apart, "toolstar.tir", rows_of, args=args)
     for what in "dr, prompt", "hint":  # hints need what (1) has said; the engine is opened for each
         todo = list(wanted_samples(args, tasks, rows, tools))
         for row in runtime.progress(rows_of(todo) if todo else (), what, len(todo)):
@@ -470,7 +470,7 @@ def tir_flags(add):
 
 def main(argv=None):
     args = flags(argv)
-    runtime.run("tir.py", args.run, args)
+    runtime.run("toolstar.tir", args.run, args)
 
 
 if __name__ == "__main__":

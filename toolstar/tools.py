@@ -17,7 +17,7 @@ Reads   DATABASE/tools.json and the corpus that it names
 Writes  DATABASE/cache.sqlite, or where tools.json says; ranks of several hosts that + .nodes
 
     python -m toolstar.tools check --database database/tools
-    python -m toolstar.tools play --database database/tools --tasks data/val.jsonl
+    python -m toolstar.tools play --tasks database/tools/questions.jsonl
     torchrun --standalone grpo.py --env tools --database database/tools --tasks data/rl.jsonl
 """
 import argparse
@@ -41,15 +41,18 @@ from types import SimpleNamespace
 
 from runtime import SHARE, Parser, run, write_text
 from sandbox import PROMPTS, Action, Episode, Sandbox, parse
-from toolstar import helpers, rewrite, verdict
-from toolstar.verdict import math_equal, qa_metrics, reward  # noqa: F401, handed on
+from toolstar import helpers, mathematics, rewrite, verdict
+from toolstar.text import truncate
 
+# the judge, for callers that hold this module
+math_equal, qa_metrics, reward = mathematics.math_equal, verdict.qa_metrics, verdict.reward
 SETTINGS = {  # keys of tools.json: kind and default
     "grammar": (str, "turns"),  # or tags
     "tools": (list, ["Search", "Python", "Browse"]),
     "max_calls": (int, 6),  # of an episode; one more is refused, the next one ends it
     "show_budget": (bool, False),  # whether results say how many calls are left
-    "retriever": (str, "bm25"),  # or an index folder, or a server's address (retriever.py)
+    "retriever": (str, "bm25"),  # or an index folder, a server's address, settings of a web search
+                                 # in a .json beside tools.json (retriever.py)
     "corpus": (str, "corpus.jsonl"),  # of bm25, beside tools.json
     "top_k": (int, 5),  # passages of a search
     "python": (str, "jail"),  # or the address of a /run_code (run_code.Remote)
@@ -82,6 +85,7 @@ FORGED = re.compile(r"<(?=\||/?(?:think|tool_call|tool_response|answer|result|se
                     r"\b)")
 MOST_BROKEN, IN_A_ROW, OF_LAST = 10, 20, 1000  # calls: more, and the run stops
 MISSED = 600  # seconds that an error of the network is remembered
+UNANSWERED = "Error: the search engine does not answer this query ({}). Try other words."
 GONE = "Error: Current tool {} is not available."  # as injected failures read
 SHORT = {"turns": 'You answer questions with tools. Reply <think>...</think><tool_call>{"name": '
                   '..., "arguments": {...}}</tool_call> or <think>...</think><answer>...</answer>.',
@@ -355,6 +359,7 @@ class ToolEpisode(Episode):
         self.most, self.refused = settings.max_calls, False
         # none in training; what they did; what finish is to do, and has done, to the messages
         self.helpers, self.helped, self.change, self.rewritten = None, [], None, None
+        self.ahead = None  # the judgement on its answer, while others still play
         super().__init__(task, sandbox, max_turns, prompt,
                          parse=parse_tags if self.tags else parse_turn)
 
@@ -367,6 +372,8 @@ class ToolEpisode(Episode):
             reply = self.messages.pop()["content"] + reply
         self.strict = self.strict or self.tags  # within a message nobody can be told of an error
         action = super().begin(reply)
+        if self.stop == "answer" and self.task["check"] == "math":
+            self.ahead = self.sandbox.world.judge_ahead(self)
         if not action or action.kind != "call" or self.calls <= self.most:
             return action
         self.calls -= 1
@@ -406,6 +413,10 @@ class ToolEpisode(Episode):
         for call in self.sandbox.calls[self.made:]:  # none: an error of the grammar, or a refusal
             call["tokens"] = tokens
 
+    def __getstate__(self):
+        """For the checkpoints of --stretch: a judgement that is on its way cannot be pickled."""
+        return self.__dict__ | {"ahead": None}
+
     def fork(self, seed):
         twin = super().fork(seed)
         twin.sandbox.calls = list(self.sandbox.calls)
@@ -418,7 +429,8 @@ class ToolEpisode(Episode):
     def record(self, model=""):
         world = self.sandbox.world
         made = {"tools": self.sandbox.calls,
-                "world": {"settings": world.hash, "python": world.level}}
+                "world": {"settings": world.hash, "python": world.level,
+                          "tools": world.settings.tools, "search": world.settings.retriever}}
         if self.helpers:
             made["helped"] = self.helped
         return super().record(model) | made
@@ -438,6 +450,7 @@ class Tools:
         self.stops = tuple(f"</{TAG_OF[name]}>" for name in settings.tools
                            if settings.grammar == "tags")
         self.lock, self.retriever, self.cache = threading.Lock(), None, None
+        self.judging = ThreadPoolExecutor(8, "judging")
         self.jail = self.browser = self.ask = None
         chosen = json.dumps([getattr(settings, key) for key in ANSWERING])
         self.identity = self.hash = hashlib.sha256(chosen.encode()).hexdigest()[:12]
@@ -454,11 +467,19 @@ class Tools:
 
     def find_corpus(self):
         """Look for the retriever's files, or ask its server for a word, before all else."""
-        from toolstar.retriever import HTTP, find_retriever, load_document, open_retriever
+        from toolstar.retriever import (
+            HTTP,
+            QueryError,
+            find_retriever,
+            load_document,
+            open_retriever,
+        )
 
         chosen, corpus = self.settings.retriever, self.settings.folder / self.settings.corpus
         if chosen.startswith(HTTP):
-            open_retriever(chosen, tries=2).search(["a"], 1)
+            found = open_retriever(chosen, patience=0).search(["a"], 1)[0]
+            if isinstance(found, QueryError):
+                raise ConnectionError(f"{chosen} answers no query: {found}")
         else:
             chosen = chosen if chosen == "bm25" else str(self.settings.folder / chosen)
             find_retriever(chosen, corpus)
@@ -466,7 +487,8 @@ class Tools:
                 with open(corpus, encoding="utf-8") as lines:
                     for number, line in enumerate(lines, 1):
                         load_document(line, f"{corpus}, line {number}")
-            found = os.stat(corpus if chosen == "bm25" else Path(chosen) / "matrix.f16")
+            found = os.stat(corpus if chosen == "bm25" else chosen if chosen.endswith(".json") else
+                            Path(chosen) / "matrix.f16")
             self.identity += f"/{found.st_size}/{found.st_mtime_ns}"
         # opened by the first search: vLLM 0.32.0 does not start once numba is imported, by bm25s
         self.open_search = partial(open_retriever, chosen, corpus)
@@ -500,8 +522,15 @@ class Tools:
         """How programs are locked up: jailed, unsafe, or elsewhere."""
         return getattr(self.jail, "level", "elsewhere" if self.jail else "off")
 
+    def judge_ahead(self, episode):
+        """Compare an answer with the golds in the background, since mathematics can take its time:
+        the verdict will find the outcome in the cache of verify.py."""
+        said = verdict.bare(episode.answer)
+        return self.judging.submit(verdict.is_right, said, episode.task) if said else None
+
     def close(self):
         """Give back workers and files."""
+        self.judging.shutdown(wait=False, cancel_futures=True)
         for held in self.jail, self.browser and self.browser.jail, self.browser, self.cache:
             if held:
                 held.close()
@@ -557,6 +586,8 @@ class Tools:
     def verdict(self, episode):
         """(answer, score, strict success): right, whole (tags: as released), by working tools."""
         calls, stop = episode.sandbox.calls, episode.stop
+        if episode.ahead:
+            episode.ahead.result()
         said = as_tags(episode.messages, episode.tags)
         whole = stop == "answer" and (not episode.tags or verdict.released_format(said))
         score = verdict.score(episode.task, episode.answer or "", calls, whole,
@@ -576,7 +607,8 @@ class Tools:
     def answer(self, name, arguments):
         """(status, text, whether from the cache) of a call.
 
-        status: ok; error, timeout, memory, output, killed: the agent's own; broken: the tool's.
+        status: ok; error, timeout, memory, output, killed: the agent's own; broken: the tool's;
+        refused: the search engine answers other queries, but not this one.
         """
         wrong = check_arguments(name, arguments)
         if wrong:
@@ -601,6 +633,8 @@ class Tools:
             hits = self.retriever.search([query], self.settings.top_k)[0]
         except ConnectionError as error:
             return "broken", str(error)
+        if isinstance(hits, ConnectionError):
+            return "refused", UNANSWERED.format(hits)
         return "ok", "\n".join(f"Doc {i} {hit['document']['contents'].strip()}"
                                for i, hit in enumerate(hits, 1))
 
@@ -613,8 +647,8 @@ class Tools:
                "memory": f"Error: the program took more than {chosen.memory} MiB",
                "output": "Error: the program printed too much"}.get(
                    done.status, f"Error: the program was ended ({done.error})")
-        shown = verdict.truncate(done.stdout.strip("\n"), chosen.output)
-        why = verdict.truncate(why, chosen.output)
+        shown = truncate(done.stdout.strip("\n"), chosen.output)
+        why = truncate(why, chosen.output)
         return done.status, "\n".join(filter(None, (shown, why)))
 
     def browse(self, url, query="", passages=None):
@@ -702,7 +736,9 @@ def check(args):
     for name in world.settings.tools:
         status, text, cached = world.answer(name, TRIED[name])
         statuses.append(status)
-        print(f"\n{name} {json.dumps(TRIED[name])} -> {status}{', cached' * cached}\n{text}")
+        # Browse is asked for an address that it has to refuse
+        told = "refused, as it must be" if (name, status) == ("Browse", "error") else status
+        print(f"\n{name} {json.dumps(TRIED[name])} -> {told}{', cached' * cached}\n{text}")
         if status == "ok":  # a page's pace is its server's
             alone, rate, broken = pace(world, name)
             rates.append(rate)

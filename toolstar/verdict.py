@@ -24,13 +24,12 @@ Reads and writes nothing.   [1] Tool-Star, arXiv:2505.16410
 
     python -c "from toolstar import verdict; print(verdict.reward('...', ['42'], 'released'))"
 """
-import ast
 import re
-import string
 from collections import Counter
 
-from toolstar.expression import untexted
+from toolstar.files import golds_of
 from toolstar.mathematics import is_mathematics, math_equal
+from toolstar.text import normalize, same_text, token_f1, untexted, words_f1
 
 KINDS = ("strict", "paper", "released", "needed", "answer")
 PARTS = ("success", "f1", "em", "format_ok", "python", "search", "browse", "both", "errors",
@@ -38,19 +37,10 @@ PARTS = ("success", "f1", "em", "format_ok", "python", "search", "browse", "both
 END, BONUS, UNNEEDED = "<|im_end|>", 0.1, 0.05
 HEADER = "<|im_start|>assistant\n"  # where the reference ends a response
 ENOUGH = 0.9  # accuracy that earns the strict bonus
-VERDICTS = ("yes", "no", "noanswer")  # count only as a whole in token F1
-WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
-ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
 
-# ---------------------------------------------------------------- text
-
-def normalize(text):
-    """SQuAD's form of an answer: lower case, no ASCII punctuation, no articles, single blanks."""
-    text = text.lower().translate(WITHOUT_PUNCTUATION)
-    return " ".join(ARTICLES.sub(" ", text).split())
-
+# ---------------------------------------------------------------- answers
 
 def last_box(text):
     r"""The last \boxed{...} or \fbox{...} of a text, braces matched; None if there is none.
@@ -105,56 +95,7 @@ def unboxed(text):
     return None if opened is None else opened.strip()
 
 
-def truncate(text, limit=400):
-    """Text of at most limit characters and three dots: its first and its last half [1]."""
-    half = limit // 2
-    return text if len(text) <= limit else text[:half] + "..." + text[-half:]
-
-
 # ---------------------------------------------------------------- questions
-
-def token_f1(prediction, golds):
-    """The best F1 of shared words over the golds; yes, no and noanswer count only when equal."""
-    said = normalize(prediction)
-    return max((strict_f1(said, normalize(gold)) for gold in texts(golds)), default=0.0)
-
-
-def strict_f1(said, gold):
-    """F1 of two normalized texts, where a verdict is not shared in part."""
-    if said != gold and (said in VERDICTS or gold in VERDICTS):
-        return 0.0
-    return words_f1(said, gold)
-
-
-def words_f1(said, gold):
-    """F1 of the words of two normalized texts."""
-    said, gold = said.split(), gold.split()
-    same = sum((Counter(said) & Counter(gold)).values())
-    if not same:
-        return 0.0
-    precision, recall = same / len(said), same / len(gold)
-    return 2 * precision * recall / (precision + recall)
-
-
-def texts(golds):
-    """Golds as a list of texts: a text or number is one gold; what is neither is none."""
-    golds = golds if isinstance(golds, list | tuple) else [golds]
-    return [str(gold) for gold in golds if isinstance(gold, str | int | float)]
-
-
-def aliases(golds):
-    """The same, where one text may be a list that somebody printed, with or without quotes."""
-    if not (isinstance(golds, str) and golds[:1] == "[" and golds[-1:] == "]"):
-        return texts(golds)
-    try:
-        items = ast.literal_eval(golds)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        items = [item.strip() for item in golds[1:-1].split(",")]
-    quoted = re.match(r"\[\s*['\"]", golds) and all(isinstance(item, str) for item in items)
-    # [1, 2] is an interval, so one gold
-    words = not re.search(r"[\\()]", golds) and re.search(r"[^\W\d_]{3}", golds)
-    return texts(list(items)) if quoted or words or not items else [golds]
-
 
 def qa_metrics(prediction, golds):
     """{"em", "f1", "acc"} in [0, 1], each the best over all golds; acc: a gold is contained.
@@ -162,7 +103,7 @@ def qa_metrics(prediction, golds):
     prediction: a text, or None for no answer. The reference's evaluator keeps the last gold's.
     """
     said = normalize(prediction or "")
-    rows = [normalize(gold) for gold in aliases(golds)]
+    rows = [normalize(gold) for gold in golds_of(golds)]
     return {
         "em": float(said in rows),
         "f1": max((words_f1(said, gold) for gold in rows), default=0.0),
@@ -226,13 +167,8 @@ def released(text, golds, end=END):
 
 def is_right(answer, task):
     """Does this answer hit a gold of the task, by the task's check? -> bool"""
-    golds = texts(task["golds"])
-    if task["check"] == "math":
-        return any(math_equal(answer, gold) for gold in golds)
-    said = normalize(answer)
-    # a gold that normalizes to nothing, the choice A say, is compared as it stands
-    return any(said == normalize(gold) if normalize(gold) else
-               answer.strip(" .()").lower() == gold.strip(" .()").lower() for gold in golds)
+    equal = math_equal if task["check"] == "math" else same_text
+    return any(equal(answer, gold) for gold in task["golds"])
 
 
 def score(task, answer, calls, format_ok, cut, tags_text):
@@ -314,7 +250,7 @@ def reward(text, golds, kind, check=None):
     text = text or ""
     if kind == "released":
         return released(text, golds)
-    golds = aliases(golds)
+    golds = golds_of(golds)
     check = check or ("math" if golds and all(map(is_mathematics, golds)) else "qa")
     said = without_results(text)
     calls = [{"name": name, "status": "ok", "empty": False, "repeated": False}

@@ -20,8 +20,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-import wording as w
-from format_plan import MEALS, TABLE_OF, read_plan
+from format_plan import MEALS, MODE, OTHER_MODE, TABLE_OF, pattern, read_plan
 
 FIELDS = ("transportation", *TABLE_OF)
 PLACES = ("current_city", *FIELDS)
@@ -49,21 +48,66 @@ def literal(text):
         return text
 
 
+def check_task(task, database=None):
+    """ValueError if no plan can be right for a task: by its people, budget, cities or wishes."""
+    people, budget, number = (need(task, key) for key in
+                              ("people_number", "budget", "visiting_city_number"))
+    if type(people) is not int or people < 1:
+        raise ValueError(f"'people_number' is {people!r:.60}; it must be a whole number from 1")
+    if type(budget) not in (int, float) or not 0 < budget < math.inf:
+        raise ValueError(f"'budget' is {budget!r:.60}; it must be a number of dollars above 0")
+    if type(number) is not int or not 0 < number < max(2, need(task, "days")):
+        raise ValueError(f"'visiting_city_number' is {number!r:.60}; a trip of {task['days']} days "
+                         f"visits 1 to {max(1, task['days'] - 1)} cities")
+    wishes = task.get("local_constraint") or {}
+    for key, known in (("house rule", HOUSE_RULES), ("room type", (*ROOM_TYPES, "not shared room")),
+                       ("transportation", (*FORBIDDEN.values(),))):
+        if wishes.get(key) and wishes[key] not in known:
+            raise ValueError(f"{key!r} is {wishes[key]!r:.60}; it must be null or one of "
+                             f"{', '.join(known)}")
+    if database is not None:
+        check_places(task, database)
+
+
+def check_places(task, database):
+    """ValueError if a trip cannot go to the task's destination."""
+    org, dest, number = (need(task, key) for key in ("org", "dest", "visiting_city_number"))
+    if org not in database.cities:
+        raise ValueError(f"'org' is {org!r:.60}, which is no city of the tables")
+    inside = [city for city, state in database.cities.items() if state == dest and city != org]
+    if dest == org or not inside and dest not in database.cities:
+        raise ValueError(f"'dest' is {dest!r:.60}, which is no other city or state of the tables")
+    if task["days"] > 3 and len(inside) < number:
+        raise ValueError(f"'dest' is {dest!r:.60}: {len(inside)} cities, not {number} to visit")
+
+
 # ---------------------------------------------------------------------------------------- reading
 # What the fields of a plan say. The records have slots because score reads them hundreds of times a
 # plan: with NamedTuples it is a tenth slower.
 
-# B2: from\s+(.+?)\s+to\s+([^,]+), written so that its time stays linear in a run of spaces
-FROM_TO = re.compile(r"from\s++(\S(?:.*?\S)??)\s++to\s+([^,]+)")
-STATE = re.compile(r"(.*?)\([^)]*\)")
+# B2: from\s+(.+?)\s+to\s+([^,]+), in two parts, so that its time stays linear
+FROM, TO = re.compile(r"from\s++(?=\S)"), re.compile(r"(?<!\s)\s++to\s+([^,]+)")
 # C2 and C3: the first of these words that occurs
 OFFICIAL_MODES = (("taxi", "taxi"), ("self-driving", "driving"), ("flight", "flight"))
 OFFICIAL_KINDS = (("flight number", "flight"), ("self-driving", "driving"), ("taxi", "taxi"))
 FORBIDDEN = {"flight": "no flight", "driving": "no self-driving"}  # by which wish
-KNOWN_RIDE = re.compile(r"\s*(?:flight|taxi|self-driving)\b", re.I)  # strict's
+KNOWN_RIDE = re.compile(r"(?:flight|taxi|self-driving)\b", re.I)  # strict's
+NUMBER = re.compile(r"\bF\d{3,9}\b")
+# strict's, for meals on a day of travel: the latest arrival before one in the city of arrival, the
+# earliest departure after one in the city that is left
+HOURS = {"breakfast": ("11:00", "05:00"), "lunch": ("15:30", "11:00"),
+         "dinner": ("23:00", "16:30")}
 CLOCK = re.compile(r"\b(\d?\d):(\d\d)\s*(?:([ap])\.?m\b)?", re.I)
 LABEL = re.compile(r"\b(?:(depart|leav)|arriv|land(?:s|ing)?\b)", re.I)
 AMOUNT = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*(h|:|mi(?!n))?", re.I)
+DETAILS = {  # of a ride, as it states them: "45 min break" is no duration of it
+    "duration": pattern(r"""\b((?:\d days?,? )?\d{1,2}(?:\.\d)? ?(?:hours?|hrs?|h)(?![a-z])
+        (?:,? and)? ?(?:\d{1,2} ?(?:min\w{0,4}|m)\b)?|\d{1,3} ?min\w{0,4})
+        (?= ?(?:(?:by )?(?:car|driv\w{1,3}|ride|flight|trip)\b ?)?(?:$|[,;.)|]))"""),
+    "distance": pattern(r"\b(\d[\d,]{0,8}(?:\.\d{1,9})? ?(?:km|kilometers|miles|mi)\b)"),
+    "cost": pattern(r"""(?:\$ ?|cost:? ?(?:(?:of|is|about) )?~?)(\d[\d,]{0,8}(?:\.\d{1,9})?)
+        (?:,? ?/? ?(?:(?P<share>per person|person|each|pp\b|a head)|
+        (?P<both>round|return|both ways)))?""")}
 UNITS = {"h": 60, ":": 60, "mi": 1.609}  # minutes of an hour, kilometres of a mile
 
 
@@ -117,20 +161,34 @@ class Trip:
     official: bool
     strict: bool  # a name is a row's whole name, and all rows of that name count
     days: list  # of Day: the first task["days"] of the plan (B1)
+    more: int  # days behind those that are not empty
 
 
 def cut_state(city):
     """C1: "City(State)" is "City", and "City (State)" is "City ", which no table holds."""
-    found = STATE.match(city[:LONGEST])
-    return found[1] if found else city
+    name, bracket, rest = city[:LONGEST].partition("(")
+    return name if bracket and ")" in rest and "\n" not in name else city
+
+
+def find_way(text, at=0):
+    """(origin, destination, end) of the first "from .. to .." of a text, or None."""
+    to = None
+    for start in FROM.finditer(text, at):
+        if to is None or to.start() < start.end():
+            to = TO.search(text, start.end())
+        if to is None:
+            break
+        if text.find("\n", start.end(), to.start()) < 0:
+            return text[start.end():to.start()], to[1], to.end()
+    return None
 
 
 def from_to(text, official):
     """(origin, destination) of the first "from .. to ..", or (None, None)."""
-    found = FROM_TO.search(text[:LONGEST])
+    found = find_way(text[:LONGEST])
     if not found:
         return None, None
-    return tuple(map(cut_state, found.groups())) if official else found.groups()
+    return tuple(map(cut_state, found[:2])) if official else found[:2]
 
 
 def read_venue(text, field, database, official):
@@ -235,7 +293,8 @@ def read_trip(task, plan, database, official):
         except TypeError:  # a field that is a list or a table cannot be remembered
             told = read_fields.__wrapped__(texts, database, official)
         days.append(Day(number, item, texts[0], *told))
-    return Trip(task, database, official, False, days)
+    more = sum(map(bool, plan[len(days):]))
+    return Trip(task, database, official, False, days, more)
 
 
 # ------------------------------------------------------------------------------------ commonsense
@@ -567,8 +626,16 @@ def strict_trip(trip):
 
 
 def strict_absent(trip):
-    """Fields are strings, and a blank one is an empty one (B6, B9)."""
+    """The plan has the task's days and their fields, no others; fields are strings, and a blank one
+    is an empty one (B1, B6, B9, B11)."""
+    if trip.more:
+        return f"the plan has {trip.more} days more than the task"
     for day in trip.days:
+        number = day.item.get("day", day.item.get("days", day.number))
+        if number not in (day.number, str(day.number)):
+            return f"day {day.number} says that it is day {number!r:.20}"
+        if more := day.item.keys() - {"day", "days", *PLACES}:
+            return f"day {day.number} has {len(more)} fields more, like {min(map(str, more)):.40}"
         for field in FIELDS:
             if not isinstance(day.item[field], str):
                 return f"day {day.number}: {field} is not text"
@@ -593,15 +660,16 @@ def strict_sandbox(trip):
 def stated(move):
     """What a ride's text says: (the modes it names, [(detail, its amount or clock time)])."""
     text, details, end = move[:LONGEST], [], 0
-    modes = {word.lastgroup for word in w.MODE.finditer(text)}
+    modes = {word.lastgroup for word in MODE.finditer(text)}
     for clock in CLOCK.finditer(text):
         labels = LABEL.findall(text, end, clock.start())
         late, end = not labels[-1] if labels else bool(details), clock.end()
         hour = int(clock[1]) % 12 + 12 * (clock[3] in "pP") if clock[3] else int(clock[1])
         details.append(("arrival" if late else "departure", f"{hour:02d}:{clock[2]}"))
-    for word, detail in w.DETAILS.items():
-        values = [found[found.lastindex] for found in detail.finditer(text)]
-        details += [(word, amount(value)) for value in values if AMOUNT.search(value)]
+    for word, detail in DETAILS.items():
+        for found in detail.finditer(text):
+            kind = "" if found.lastgroup is None else f", {found.lastgroup}"
+            details.append((word + kind, amount(found[1])))
     return modes, details
 
 
@@ -613,22 +681,33 @@ def amount(text):
 
 
 def wrong_ride(trip, day):
-    """Why a ride is unknown, flies on another date or is not as it states (5% off), or None."""
+    """Why a ride is unknown, more than one, flies on another date or is not as it states (5% off),
+    or None."""
     ride, dates, people = day.ride, trip.task.get("date"), trip.task.get("people_number")
-    flight, heads = ride.flight, people if isinstance(people, int) else 1
-    if not KNOWN_RIDE.match(day.move):
-        return f"{day.move!r:.40} does not begin with Flight, Taxi or Self-driving"
+    flight, heads = ride.flight, people if isinstance(people, int) and people > 0 else 1
+    text = day.move[:LONGEST]
+    if not KNOWN_RIDE.match(text.strip()):
+        return f"{text!r:.40} does not begin with Flight, Taxi or Self-driving"
+    first = find_way(text)
+    if len({*NUMBER.findall(text)}) > 1 or first and find_way(text, first[2]):
+        return f"{text!r:.80} holds more than one ride"
+    for city in filter(None, ride.route):
+        text = text.replace(city, "")  # "from Walker to Bus Stop" says nothing of a bus
+    if other := OTHER_MODE.search(text):
+        return f"{other[0]} is no ride"
     if flight is None:
         row, cost = trip.database.distance(*ride.route), ride.car or ride.taxi
-        true = {"duration": [amount(row.duration)], "distance": [row.km],
-                "cost": [cost, cost * math.ceil(heads / (5 if ride.car else 4))]}
+        costs = [cost, cost * math.ceil(heads / (5 if ride.car else 4))]
+        true = {"duration": [amount(row.duration)], "distance": [row.km], "cost": costs,
+                "cost, share": [*costs, *(each / heads for each in costs)],
+                "cost, both": [2 * each for each in costs]}
     elif not isinstance(dates, list) or len(dates) < day.number:
         return f"the task gives no date for day {day.number}"
     elif flight.date != dates[day.number - 1]:
         return f"flight {flight.number} flies on {flight.date}, not on {dates[day.number - 1]}"
     else:
         true = {"departure": [flight.departure], "arrival": [flight.arrival],
-                "cost": [flight.price, flight.price * heads]}
+                "cost": [flight.price, flight.price * heads], "cost, share": [flight.price]}
     for word, said in stated(day.move)[1]:
         if said not in true.get(word, [said]) and (isinstance(said, str) or not any(
                 abs(said - value) <= max(1, value / 20) for value in true[word])):
@@ -638,6 +717,9 @@ def wrong_ride(trip, day):
 
 def strict_city(trip):
     """The trip starts at home, however day 1 reads (B8), and a short one goes to dest too (B18)."""
+    for day in trip.days:
+        if day.city.strip() not in (day.ends[0], f"from {day.ends[0]} to {day.ends[-1]}"):
+            return f"day {day.number}: current_city says more than its cities: {day.city!r:.80}"
     stops, cities = [city for day in trip.days for city in day.ends], trip.database.cities
     org, dest = need(trip.task, "org"), need(trip.task, "dest")
     if stops[0] != org:
@@ -652,11 +734,29 @@ def strict_city(trip):
 def strict_current_city(trip):
     """Venues lie in a city of the day, and the ride follows current_city (B20)."""
     for day in trip.days:
-        if day.ride and len(day.ends) == 2 and day.ride.route != day.ends:
+        if day.ride and len(day.ends) < 2:
+            return f"day {day.number}: transportation leaves {day.ends[0]:.40} on a day at rest"
+        if day.ride and day.ride.route != day.ends:
             return f"day {day.number}: transportation does not go from {' to '.join(day.ends):.80}"
         for venue in day.venues:
             if venue.city not in (day.ends[-1:] if venue.field == "accommodation" else day.ends):
                 return f"day {day.number}: {venue.field} is not in {' or '.join(day.ends):.80}"
+        for venue in day.meals if day.ride else ():
+            if reason := untimely(day.move, venue.field, venue.city == day.ends[-1]):
+                return f"day {day.number}: {reason}"
+    return None
+
+
+def untimely(move, field, arriving):
+    """Why a meal does not fit the times that the ride of its day states, or None. arriving: it is
+    in the city of arrival, not in the one that is left."""
+    said = dict(reversed(stated(move)[1]))
+    leaves, lands = said.get("departure", "00:00"), said.get("arrival", "")
+    latest, earliest = HOURS[field]
+    if arriving and lands and (lands > latest or lands < leaves):
+        return f"{field} comes before the arrival at {lands}"
+    if not arriving and "departure" in said and leaves < earliest:
+        return f"{field} comes after the departure at {leaves}"
     return None
 
 
@@ -760,13 +860,16 @@ def reward(score, kind):
     return sum(score[name] for name in names[kind])
 
 
-def judge(task, answer, database):
+def judge(task, answer, database, reader=None):
     """(plan, score) of an itinerary text; no answer, or no plan in it, scores zero.
 
     The score is star's, with "official" and "strict" beside it: success by the other two rule sets.
+    reader: a format_plan.Reader; without one the rules read. If it asks an LLM, the score has
+    "formatter failed" and "formatter tokens", too.
     """
-    plan, unread, share = read_plan(answer, task, database)
+    plan, unread, share, *costs = (reader.read if reader else read_plan)(answer, task, database)
     verdict = score(task, plan, database) | {"unread": unread, "answer lines not read": share}
+    verdict |= costs[0] if costs else {}
     for rules in ("official", "strict"):
         verdict[rules] = score(task, plan, database, rules)["success"]
     return plan, verdict

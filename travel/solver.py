@@ -19,7 +19,7 @@ import numpy as np
 
 from format_plan import FIELDS, MEALS, itinerary
 from sandbox import final_turn, turn
-from travel.constraints import ROOM_TYPES
+from travel.constraints import ROOM_TYPES, untimely
 
 SEARCHES = {"hotels": "SearchAccommodation", "restaurants": "SearchRestaurant",
             "attractions": "SearchAttraction"}  # table: its tool
@@ -288,7 +288,8 @@ def cheapest_journey(task, database, mode, route):
 
 
 def lay_out(task, journey):
-    """The plan. Meals beyond three per full day go to the day of arrival, then of departure."""
+    """The plan. Meals beyond three per full day go to the day of arrival, then of departure, first
+    to where the times of the rides allow them."""
     plan = [{"day": day, **dict.fromkeys(FIELDS, "-")} for day in range(1, task["days"] + 1)]
     starts = [0, *itertools.accumulate(stay.nights for stay in journey.stays)]
     for start, way in zip(starts, journey.ways, strict=True):
@@ -296,7 +297,10 @@ def lay_out(task, journey):
     for start, (city, nights, bed, meals, sights) in zip(starts, journey.stays, strict=False):
         arrival, *full, leaving = plan[start:start + nights + 1]
         slots = [(day, slot) for day in full for slot in MEALS]
-        slots += [(arrival, slot) for slot in MEALS[::-1]] + [(leaving, slot) for slot in MEALS]
+        slots += sorted(
+            [(arrival, slot) for slot in MEALS[::-1]] + [(leaving, slot) for slot in MEALS],
+            key=lambda place: bool(untimely(
+                place[0]["transportation"], place[1], place[0] is arrival)))
         for (day, slot), meal in zip(slots, meals, strict=False):
             day[slot] = f"{meal.name}, {city}"
         for day, sight in zip(full, sights, strict=True):

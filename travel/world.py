@@ -10,11 +10,11 @@ import datetime
 import math
 import os
 
-from format_plan import parse_plan
+from format_plan import Reader, add_reader_flags, open_reader
 from runtime import SHARE, errors_name
 from sandbox import Episode, Sandbox, open_database, read_prompt
 from travel.backtracking import backtracking
-from travel.constraints import SCORES, judge, literal, need, reward
+from travel.constraints import SCORES, check_task, judge, literal, need, reward
 from travel.solver import solver_replies
 
 LEVELS = ("easy", "medium", "hard")
@@ -30,13 +30,15 @@ def flags(parser):
         help="full, short, or a file; evaluate a checkpoint with the prompt of its training")
     add("--failure-rate", type=SHARE, default=0.0,
         help="probability that a tool call is made to fail [STAR, sec. 4]")
+    add_reader_flags(parser)
 
 
 def open_world(args):
     """The world of a stage's flags."""
     with errors_name(args.system_prompt):  # an unreadable file is reported now
         read_prompt(args.system_prompt)
-    return Travel(open_database(args.database), getattr(args, "split", None) == "test")
+    return Travel(open_database(args.database), getattr(args, "split", None) == "test",
+                  open_reader(args))
 
 
 # ------------------------------------------------------------------------------------------ tasks
@@ -66,6 +68,7 @@ def load_task(row):
     # the benchmark visits 1, 2, 3 cities in 3, 5, 7 days
     task.setdefault("visiting_city_number", task["days"] // 2)
     check_types(task)
+    check_task(task)
     return task
 
 
@@ -98,8 +101,8 @@ class Travel:
     stops = ()  # strings that end a reply, in addition to the end token
     slow = False  # whether tools are called in threads
 
-    def __init__(self, database, test_split=False):
-        self.database, self.test_split = database, test_split
+    def __init__(self, database, test_split=False, reader=None):
+        self.database, self.test_split, self.reader = database, test_split, reader or Reader()
 
     def load_task(self, row):
         """A row of a file as a task with an "id"; KeyError or ValueError that names the key."""
@@ -111,6 +114,7 @@ class Travel:
         if task["org"] not in database.cities:
             raise ValueError(f"'org' is {task['org']!r:.60}, which is not a city of "
                              f"{database.folder}: --database names the folder of the tables")
+        check_task(task, database)
         return task
 
     def episode(self, task, seed, args):
@@ -122,16 +126,21 @@ class Travel:
         """(plan, score, strict success); the score is None if the task cannot be judged."""
         database = self.database.of(episode.task)
         if "org" not in episode.task:  # from the published test split
-            return parse_plan(episode.answer, episode.task, database), None, None
-        plan, verdict = judge(episode.task, episode.answer, database)
+            return self.reader.read(episode.answer, episode.task, database)[0], None, None
+        plan, verdict = judge(episode.task, episode.answer, database, self.reader)
         return plan, verdict, verdict.pop("strict")
 
     def reward(self, verdict, kind):
         """The score as a number, by one of the kinds."""
         return reward(verdict, kind)
 
+    def prepare(self, episodes):
+        """Start to read the answers of episodes that will be judged, all at once."""
+        self.reader.prefetch([(episode.answer, episode.task) for episode in episodes])
+
     def close(self):
-        """Nothing to give back."""
+        """Stop reading answers."""
+        self.reader.close()
 
     def lines(self, row):
         """Lines that this world adds to evaluate.py's table for the record of a judged episode."""
@@ -139,9 +148,9 @@ class Travel:
         found = {f"success, {name}": success if level == name else None for name in LEVELS}
         found |= {"success, official": row["score"].get("official"),
                   "hack gauge: star - strict": success - row["strict"]}
-        return found | self.dead_end_lines(row)
+        return found | self._dead_end_lines(row)
 
-    def dead_end_lines(self, row):
+    def _dead_end_lines(self, row):
         """What backtracking.py finds: whether an episode meets a dead end; whether it then leaves
         it, or keeps it in an invalid plan, by level."""
         found = backtracking(row, self.database.of(row["task"]))

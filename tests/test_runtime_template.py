@@ -1,0 +1,412 @@
+"""What chat templates look like, and that training and play follow the model's own."""
+import json
+import re
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from datetime import datetime
+
+import pytest
+import torch
+from conftest import ROOT, SEED
+
+from runtime import Template, load_template, read_jsonl, write_jsonl
+from sandbox import parse
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+# a system turn of its own where the talk has none; thoughts of finished questions are dropped
+QWEN = """{% if messages[0].role != 'system' %}<|im_start|>system
+You are helpful.<|im_end|>
+{% endif %}""" + CHATML
+QWEN3 = """{% set ns = namespace(asked=0) %}{% for m in messages %}
+{%- if m.role == 'user' and not m.content.startswith('<tool_response>') %}
+{%- set ns.asked = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% set text = m.content %}{% set thought = '' %}
+{%- if m.role == 'assistant' and '</think>' in text %}
+{%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' and loop.index0 > ns.asked and (loop.last or thought) %}
+{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}
+{{- text + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+LLAMA3 = """{{ '<|begin_of_text|>' }}{% for m in messages %}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+{%- endfor %}{% if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+MISTRAL = """{{ '<s>' }}{% for m in messages %}{% if m.role == 'system' %}
+{{- '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}{% elif m.role == 'user' %}
+{{- '[INST]' + m.content + '[/INST]' }}{% else %}{{ m.content + '</s>' }}{% endif %}{% endfor %}"""
+GEMMA3 = """{{ '<bos>' }}{% set first = messages[0].content + '\\n\\n' %}{% for m in messages[1:] %}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else 'user') + '\\n' }}
+{{- (first if loop.first else '') + m.content | trim + '<end_of_turn>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+# thoughts of replies before the last question are dropped; the prompt opens the next one
+QWEN35 = """{% if not messages %}{{ raise_exception('no messages') }}{% endif %}
+{%- set ns = namespace(asked=-1) %}{% for m in messages %}{% set text = m.content | trim %}
+{%- if m.role == 'user' and not (text.startswith('<tool_response>') and
+    text.endswith('</tool_response>')) %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}
+{%- if ns.asked < 0 %}{{ raise_exception('no user query') }}{% endif %}
+{%- for m in messages %}{% set text = m.content | trim %}
+{{- '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}
+{%- set thought = text.split('</think>')[0].split('<think>')[-1] | trim if '</think>' in text %}
+{%- set text = text.split('</think>')[-1].lstrip('\\n') %}
+{%- if loop.index0 > ns.asked %}
+{{- '<think>\\n' + (thought or '') + '\\n</think>\\n\\n' }}{% endif %}{% endif %}
+{{- text + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + OPENED }}{% endif %}"""
+# each user turn drops all earlier thoughts, a tool's turn none
+NEMOTRON3 = """{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}
+{%- set ns.asked = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}
+{%- set text = m.content %}{% if m.role == 'assistant' %}
+{%- if loop.index0 < ns.asked %}{% set text = '<think></think>' + text.split('</think>')[-1] %}
+{%- elif '<think>' not in text %}{% set text = '<think></think>' + text %}{% endif %}
+{{- '<|im_start|>assistant\\n' + text | trim + '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + text + '\\n</tool_response>\\n<|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+LFM25 = """{{ '<|startoftext|>' }}{% set ns = namespace(asked=0) %}{% for m in messages %}
+{%- if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% set text = m.content %}
+{%- if m.role == 'assistant' and loop.index0 < ns.asked %}
+{%- set text = text.split('</think>')[-1] | trim %}{% endif %}{{ text + '<|im_end|>\\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# the token that opens the next turn ends a reply, which begins with a newline of its own
+GLM4 = """{{ '[gMASK]<sop>' }}{% set ns = namespace(asked=0) %}{% for m in messages %}
+{%- if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% set text = m.content %}{% if m.role == 'assistant' %}
+{{- '<|assistant|>\\n<think>' }}{% if loop.index0 > ns.asked %}
+{{- text.split('</think>')[0].split('<think>')[-1].strip() }}{% endif %}
+{{- '</think>\\n' + text.split('</think>')[-1].strip() }}{% elif m.role == 'tool' %}
+{{- '<|observation|>\\n<tool_response>\\n' + text + '\\n</tool_response>' }}
+{%- else %}{{ '<|' + m.role + '|>\\n' + text }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+DATED = LLAMA3.replace("m.content | trim", "('Today Date: ' + strftime_now('%d %b %Y') + '\\n\\n' "
+                       "if loop.first else '') + m.content | trim")
+PHI4 = """{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content +
+    '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}
+{{- '<|im_start|>assistant<|im_sep|>' }}{% endif %}"""
+PHI3 = """{% for m in messages %}
+{{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+GRANITE = """{% for m in messages %}
+{{- '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\\n' }}
+{%- endfor %}{% if add_generation_prompt %}
+{{- '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
+COHERE = """{{ '<BOS_TOKEN>' }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|>' + {'system':
+    '<|SYSTEM_TOKEN|>', 'user': '<|USER_TOKEN|>', 'assistant': '<|CHATBOT_TOKEN|>'}[m.role] +
+    m.content | trim + '<|END_OF_TURN_TOKEN|>' }}{% endfor %}{% if add_generation_prompt %}
+{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
+GEMMA4 = """{{ '<bos>' }}{% for m in messages %}
+{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content | trim +
+    '<turn|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
+FALCON3 = """{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}
+{%- if m.role == 'assistant' %}{{ '<|endoftext|>' }}{% endif %}{{ '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+# the prompt leaves the newline before a reply to the model; its tags are no tokens
+ZEPHYR = """{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '</s>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+DEEPSEEK = """{% for m in messages %}{% set text = m.content.split('</think>')[-1] %}
+{{- {'system': '', 'user': '<|User|>', 'assistant': '<|Assistant|>'}[m.role] + text }}
+{%- if m.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"""
+GPT_OSS = """{% for m in messages %}{{ '<|start|>' + m.role }}{% if m.role == 'assistant' %}
+{%- if loop.last %}{{ '<|channel|>analysis<|message|>' }}{% else %}
+{{- '<|channel|>final<|message|>' }}{% endif %}{% else %}{{ '<|message|>' }}{% endif %}
+{{- m.content.split('</think>')[-1] + '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+GEMMA2 = """{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}
+{%- endif %}""" + GEMMA3
+IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+FORMS = {  # name: (template, special tokens, the tokenizer's end token, what ends a turn)
+    "Qwen2.5": (QWEN, IM, "<|im_end|>", "<|im_end|>"),
+    "Qwen3": (QWEN3, IM, "<|im_end|>", "<|im_end|>"),
+    "Qwen3 thinking": (QWEN3.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}"
+                                     "{% endif %}"), IM, "<|im_end|>", "<|im_end|>"),
+    "SmolLM2": (QWEN, IM, "<|im_end|>", "<|im_end|>"),
+    "Llama 3": (LLAMA3, ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
+                         "<|end_header_id|>", "<|eot_id|>"], "<|end_of_text|>", "<|eot_id|>"),
+    "Mistral": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]",
+                          "[/SYSTEM_PROMPT]"], "</s>", "</s>"),
+    "Gemma 3": (GEMMA3, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "<eos>",
+                "<end_of_turn>"),
+    "Qwen3.5 thinking": (QWEN35.replace("OPENED", "'<think>\\n'"), IM, "<|im_end|>", "<|im_end|>"),
+    "Qwen3.5": (QWEN35.replace("OPENED", "'<think>\\n\\n</think>\\n\\n'"), IM, "<|im_end|>",
+                "<|im_end|>"),
+    "Nemotron 3": (NEMOTRON3, IM, "<|im_end|>", "<|im_end|>"),
+    "LFM2.5": (LFM25, ["<|startoftext|>", *IM], "<|im_end|>", "<|im_end|>"),
+    "GLM-4.5": (GLM4, ["[gMASK]", "<sop>", "<|endoftext|>", "<|system|>", "<|user|>",
+                       "<|assistant|>", "<|observation|>"], "<|endoftext|>", "<|observation|>"),
+    "Llama 3 with a date": (DATED, ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
+                                    "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>", "<|eot_id|>"),
+    "Phi-4": (PHI4, [*IM, "<|im_sep|>"], "<|im_end|>", "<|im_end|>"),
+    "Granite": (GRANITE, ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"],
+                "<|end_of_text|>", "<|end_of_text|>"),
+    "Cohere": (COHERE, ["<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
+                        "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"],
+               "<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+    "Gemma 4": (GEMMA4, ["<bos>", "<eos>", "<|turn>", "<turn|>"], "<eos>", "<turn|>"),
+    "Falcon 3": (FALCON3, ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"],
+                 "<|endoftext|>", "<|endoftext|>")}
+OTHERS = {  # tokenizers like SentencePiece's: (template, special tokens, end, where blanks begin)
+    "Phi-3": (PHI3, ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"], "<|end|>", "always"),
+    "Zephyr": (ZEPHYR, ["<s>", "</s>"], "</s>", "always"),
+    "Zephyr, later": (ZEPHYR, ["<s>", "</s>"], "</s>", "first"),
+    "ChatML": (CHATML, IM, "<|im_end|>", "always"),
+    "ChatML, later": (CHATML, IM, "<|im_end|>", "first"),
+    "Mistral": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]",
+                          "[/SYSTEM_PROMPT]"], "</s>", "first")}
+TALK = [{"role": "system", "content": "You plan."}, {"role": "user", "content": "Where to?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n<tool_call>{}</tool_call>"},
+        {"role": "user", "content": "<tool_response>\nSeen 1.</tool_response>"},
+        {"role": "assistant", "content": "<think>\naha\n</think>\n\n<answer>there</answer>"}]
+
+
+def tokenizer_of(chat_template, special=IM, eos="<|im_end|>"):
+    """A tokenizer of one token a byte, and these."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: i for i, piece in enumerate([*special, *alphabet])}
+    bpe = Tokenizer(models.BPE(vocabulary, []))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    bpe.add_special_tokens(special)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, pad_token=special[0],
+                                   chat_template=chat_template, clean_up_tokenization_spaces=False)
+
+
+def sentencepiece_of(chat_template, special, eos, scheme):
+    """A tokenizer of one token a character that marks blanks, and begins texts with one: each text
+    between special tokens, or the first. Special tokens swallow the blanks after them."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [*special, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁",
+              *(chr(code) for code in range(33, 127))]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>",
+                       byte_fallback=True, fuse_unk=True)
+    made = Tokenizer(model)
+    if scheme == "always":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"),
+                                                normalizers.Replace(" ", "▁")])
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                                      decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    strips = "<|user|>" in special
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False, rstrip=strips)
+                             for text in special])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=eos,
+                                   chat_template=chat_template, clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    template, special, eos, end = FORMS[request.param]
+    return Template(tokenizer_of(template, special, eos), request.param), end
+
+
+def laid(template, talk):
+    """The tokens of play and training."""
+    ids = template.prompt(talk[:2])
+    for message in talk[2:]:
+        said = message["role"] == "assistant"
+        ids += [*template.encode(message["content"]), template.end] if said else (
+            template.between(message))
+    return ids
+
+
+def rendered(template, talk):
+    """A conversation as the model's own template renders it, observations in the template's role;
+    tags that the template adds to those of an observation are removed."""
+    talk = [one | {"role": template.role} if one["content"].startswith("<tool_response>") else one
+            for one in talk]
+    whole = template.text(talk)
+    whole = whole.replace("<tool_response>\n<tool_response>", "<tool_response>")
+    return whole.replace("</tool_response>\n</tool_response>", "</tool_response>")
+
+
+def test_turns_laid_end_to_end_are_what_the_models_own_template_renders(form):
+    template, end = form
+    text = template.tokenizer.decode(laid(template, TALK))
+    blank = re.compile(r"\s*(</?think>)\s*")  # some set other blanks around thoughts
+    whole, text = (blank.sub(r"\1", each) for each in (rendered(template, TALK), text))
+    assert text.count(end) >= 2 and whole.startswith(text.removesuffix(end))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_tokens_laid_end_to_end_are_those_of_the_whole_text(name):
+    template = Template(sentencepiece_of(*OTHERS[name]), name)
+    ids, whole = laid(template, TALK[:4]), rendered(template, TALK[:4]) + template.lead
+    assert ids == template.ids_of(whole)
+    assert all(template.reply(template.encode(text)) == (text, False)
+               for text in ("<think>a  b</think>", "x = [1]", "Day 1:\n  none"))
+
+
+@pytest.mark.parametrize("chat_template, reason", [
+    (DEEPSEEK, "strips thoughts"), (GPT_OSS, "strips thoughts"), (GEMMA2, "refuses a system turn")],
+    ids=["DeepSeek", "GPT-OSS", "Gemma 2"])
+def test_templates_that_drop_thoughts_or_system_turns_are_refused(chat_template, reason):
+    special = [*IM, "<|end|>", "<|start|>", "<bos>"]
+    with pytest.raises(ValueError, match=f"^here: its chat template .*{reason}"):
+        Template(tokenizer_of(chat_template, special), "here")
+
+
+def test_a_date_in_a_template_is_the_same_every_day(monkeypatch):
+    import transformers.utils.chat_template_utils as theirs
+
+    prompts = []
+    for day in (1, 2):
+        clock = Namespace(now=lambda day=day: datetime(2026, 1, day))
+        monkeypatch.setattr(theirs, "datetime", clock)
+        template = Template(tokenizer_of(*FORMS["Llama 3 with a date"][:3]), "here")
+        prompts.append(template.tokenizer.decode(template.prompt(TALK[:2])))
+    assert prompts[0] == prompts[1] and "26 Jul 2024" in prompts[0]
+
+
+def test_special_tokens_in_queries_and_observations_are_no_tokens(form):
+    template, _ = form
+    special = [mark.content for mark in template.tokenizer.added_tokens_decoder.values()]
+    marks = set(template.tokenizer.added_tokens_decoder)
+    forged = f"a {' '.join(special)} b"
+    plain = template.prompt([TALK[0], {"role": "user", "content": "a b"}])
+    asked = template.prompt([TALK[0], {"role": "user", "content": forged}])
+    assert [i for i in asked if i in marks] == [i for i in plain if i in marks]
+    for role in ("user", "result"):
+        plain, shown = (template.between({"role": role, "content": text}) for text in ("a", forged))
+        assert [i for i in shown if i in marks] == [i for i in plain if i in marks]
+
+
+def test_a_reply_ends_with_any_end_token_and_is_read_without_it(form):
+    template, end = form
+    for ending in {template.end, template.tokenizer.eos_token_id}:
+        text, closed = template.reply([*template.encode(TALK[4]["content"]), ending])
+        assert closed and parse(text).kind == "answer" and text == TALK[4]["content"]
+    assert template.reply(template.encode("cut sh")) == ("cut sh", False)
+    assert template.tokenizer.convert_ids_to_tokens(template.end) == end
+
+
+def test_what_was_cut_short_gets_its_end_from_the_template(form):
+    template, _ = form
+    message = TALK[3]
+    assert template.between(message, closed=False) == [template.end, *template.between(message)]
+
+
+def test_a_reply_opens_its_thought_itself(form):
+    template, _ = form
+    assert "think" not in template.tokenizer.decode(template.prompt(TALK[:2]))
+
+
+@pytest.mark.parametrize("text, reason", [
+    (None, "no chat template"),
+    (CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"),
+     "strips thoughts from earlier replies"),
+    (CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' "
+                                       "else m.content[:3] }}"), "renders 'first probe' 0 times"),
+    ("{{ raise_exception('no system turn') if messages[0].role == 'system' }}" + CHATML,
+     "refuses a system turn"),
+    ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "which is no token"),
+    ("{% for m in messages | reverse %}{{ m.content }}<|im_end|>{% endfor %}",
+     "order of the turns"),
+    ("{% set system = messages[0].content %}{% for m in messages[1:] %}<|im_start|>"
+     "{{ system if loop.last }}{{ m.content }}<|im_end|>{% endfor %}", "order of the turns"),
+    (CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}"),
+     "frames some turns differently"),
+    (CHATML.replace("{{ m.content }}", "{{ m.content }}{{ messages | length if loop.first }}"),
+     "changes earlier turns")])
+def test_a_template_that_cannot_be_cut_is_refused_in_one_sentence(text, reason):
+    with pytest.raises(ValueError, match=f"^here: .*{reason}.*chat_template.jinja") as error:
+        Template(tokenizer_of(text), "here")
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_an_end_is_refused():
+    with pytest.raises(ValueError, match="no end token"):
+        Template(tokenizer_of(CHATML, eos=None), "here")
+
+
+def random_model(folder, name, seed=SEED):
+    """A folder with a random model of a form's own architecture, its embeddings tied."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+    text, special, eos, end = FORMS[name]
+    tokenizer = tokenizer_of(text, special, eos)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128,
+             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+             "head_dim": 32, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+             "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    torch.manual_seed(seed)
+    if name == "Gemma 3":
+        lm = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, query_pre_attn_scalar=32))
+    else:
+        lm = LlamaForCausalLM(LlamaConfig(**sizes))
+    lm.generation_config.eos_token_id = [tokenizer.eos_token_id,
+                                         tokenizer.convert_tokens_to_ids(end)]
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama 3", "Gemma 3"])
+def test_a_foreign_tied_model_is_trained_and_its_engine_follows_at_every_update(name, tmp_path):
+    model = random_model(tmp_path / "model", name)
+    write_jsonl(tmp_path / "sums.jsonl", [{"id": str(i), "query": "?", "sum": i} for i in range(4)])
+    words = f"""grpo.py --env tests/calculator.py --model {model} --tasks {tmp_path}/sums.jsonl
+        --steps 4 --prompts 2 --group 4 --context 300 --turn-tokens 24 --max-turns 2 --lr 1e-2
+        --no-checkpointing --out {tmp_path}/rl""".split()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run([*torchrun, *words], cwd=ROOT, capture_output=True, text=True,
+                          timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = read_jsonl(tmp_path / "rl" / "log.jsonl")
+    assert len(log) == 4 and all(line["dlogp_mean"] < 1e-4 for line in log), log
+    assert load_template(tmp_path / "rl").ends == load_template(model).ends
+
+
+def no_number(folder):
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(folder / "model.safetensors")
+    state["model.norm.weight"][3] = float("nan")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def one_token_more(folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<one>", "<more>"])
+    tokenizer.save_pretrained(folder)
+
+
+def no_shard(folder):
+    weights = {"model.norm.weight": "model-00001-of-00002.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weights}))
+
+
+def no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (no_number, "model.norm.weight holds values that are not finite; copy or download"),
+    (one_token_more, "its embedding .* rows: use the tokenizer that the model was saved with"),
+    (no_shard, "names 1 missing files, the first of them model-00001-of-00002.safetensors"),
+    (no_tokenizer, "has no tokenizer; copy tokenizer.json")])
+def test_a_broken_model_is_refused_before_anything_is_spent(spoil, words, tiny_model, tmp_path):
+    import sft
+
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    spoil(folder)
+    args = Namespace(model=str(folder), out=str(tmp_path / "out"), no_checkpointing=True)
+    with pytest.raises(ValueError, match=f"^{folder}.*{words}") as error:
+        sft.load(args, load_template(folder), torch.device("cpu"))
+    assert "\n" not in str(error.value)

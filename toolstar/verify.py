@@ -1,0 +1,207 @@
+"""
+math-verify [1] in processes that can be killed: it can hang, and its own time-out needs the main
+thread of a process.
+
+    (1) serve    a process imports math-verify once, and forks; the fork answers pair after pair
+    (2) bound    each pair has a limit of CPU seconds, at which the kernel kills the fork: that
+                 pair is unequal, and the next fork takes over. A busy machine changes no verdict
+    (3) allow    slow pairs draw on an allowance of ALLOWANCE seconds, which refills slowly; once it
+                 is spent, a pair has BRIEF seconds, which all but a few honest ones need less than
+
+What a model wrote comes as data: a LaTeX parser reads it, and nothing runs it.
+[1] github.com/huggingface/Math-Verify, huggingface/open-r1 issue 420
+
+Reads and writes nothing.
+"""
+import json
+import os
+import queue
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+ALLOWANCE, REFILL, BRIEF = 0.5, 0.02, 0.15  # seconds; seconds a second; seconds
+LONGEST = 1000  # characters; a longer text equals no other
+MEMORY = 2 * 2**30  # bytes of a process
+# one pair of each kind, compared before the first fork: each kind sets itself up, for 0.1 s or so
+WARM = [(r"\sin^2 x", r"1-\cos^2 x"), (r"\ln x^2+\sqrt{x}", r"2\ln x+\sqrt{y}"), (r"\log_2 8", "3"),
+        ("x<1", r"(-\infty,1)"), (r"x\ne 3", r"(-\infty,3)\cup(3,\infty)"), ("2x+y=6", "4x+2y=12"),
+        (r"\begin{pmatrix}1\end{pmatrix}", r"\begin{bmatrix}2\end{bmatrix}"), (r"e^{i\pi}", "-1"),
+        (r"\frac{n^2+n}{2}", r"\binom{n}{2}"), (r"|x|+\lfloor x\rfloor", r"\lceil x\rceil"),
+        (r"2^{x}\cdot 3^{-x}", r"\frac{2^x}{3^x}"), (r"\frac{1}{\sqrt3}+\pi", r"\frac{\sqrt3}{3}")]
+WAIT = 60.0  # seconds of the clock until a process that does not answer is replaced
+
+
+# ---------------------------------------------------------------- inside
+
+def expression(text):
+    """What math-verify reads in LaTeX, [] if it reads nothing. i is the imaginary unit."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import parse
+    from math_verify.parser import LatexExtractionConfig
+    from sympy import Basic, I
+
+    # its own removal of units takes letters away: a \cdot b \cdot c loses c
+    form = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
+    found = parse(f"${text}$", [LatexExtractionConfig(normalization_config=form)],
+                  fallback_mode="no_fallback", parsing_timeout=None)
+    return [one.subs({letter: I for letter in one.free_symbols if letter.name == "i"})
+            if isinstance(one, Basic) else one for one in found]
+
+
+def equal(a, b):
+    """Does math-verify find two LaTeX texts equal? Under roots and logarithms on both sides,
+    letters are positive: the root of 50 x^2 is 5 x times the root of 2."""
+    from math_verify import verify
+    from sympy import Expr, Symbol, expand_log, simplify
+
+    a, b = expression(a), expression(b)
+    if not a or not b:
+        return False
+    if verify(b, a, float_rounding=10, allow_set_relation_comp=True, timeout_seconds=None):
+        return True
+    a, b = a[0], b[0]
+    if not (isinstance(a, Expr) and isinstance(b, Expr) and rooted(a) and rooted(b)):
+        return False
+    positive = {letter: Symbol(letter.name, positive=True) for letter in a.free_symbols}
+    return simplify(expand_log(a.subs(positive) - b.subs(positive), force=True)) == 0
+
+
+def rooted(value):
+    """Is a letter under a root or logarithm, or beside one?"""
+    from sympy import Pow, log
+
+    return bool(value.free_symbols) and (
+        value.has(log) or any(not one.exp.is_integer for one in value.atoms(Pow)))
+
+
+def alone(a, b):
+    """math-verify's own verdict on an answer and a gold, with its defaults."""
+    from math_verify import parse, verify
+
+    a, b = (parse(f"${text.strip('$ ')}$", parsing_timeout=None) for text in (a, b))
+    return verify(b, a, timeout_seconds=None)
+
+
+def serve(control):
+    """Fork, and let the fork answer pairs; after a fork that was killed, fork again."""
+    from toolstar.mathematics import answers_equal
+
+    kinds = {"equal": lambda a, b: answers_equal(a, b, equal), "alone": alone}
+    for a, b in WARM:
+        equal(a, b)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control.send(b"1")
+    while True:
+        pid = os.fork()
+        if pid == 0:
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            while asked := control.recv(2**16):
+                kind, seconds, a, b = json.loads(asked)
+                began = time.process_time()
+                signal.setitimer(signal.ITIMER_PROF, seconds)
+                try:
+                    verdict = bool(kinds[kind](a, b))
+                except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError,
+                        RuntimeError, TypeError, ValueError):  # of sympy, on hostile text
+                    verdict = False
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                control.send(json.dumps([verdict, time.process_time() - began]).encode())
+            os._exit(0)
+        if os.waitpid(pid, 0)[1] == 0:
+            return  # nobody is there to ask
+        control.send(b"[false, null]")
+
+
+# ---------------------------------------------------------------- outside
+
+class Process:
+    """A process that compares pairs, seen from outside. One thread at a time may use it."""
+
+    def __init__(self):
+        if find_spec("math_verify") is None:
+            raise ValueError("mathematics is judged by math-verify: pip install math-verify")
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.settimeout(WAIT)
+        program = ("import socket, sys; sys.path[0] = sys.argv[1]; from toolstar.verify import "
+                   "serve; serve(socket.socket(fileno=int(sys.argv[2])))")
+        root, fd = Path(__file__).resolve().parent.parent, theirs.fileno()
+        self.process = subprocess.Popen(
+            [sys.executable, "-s", "-c", program, str(root), str(fd)], pass_fds=[fd],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
+        theirs.close()
+        self.hear()
+
+    def hear(self):
+        """What the process says next; an OSError where it is gone, or silent for WAIT seconds."""
+        if not (said := self.control.recv(64)):
+            raise ConnectionResetError("the process of math-verify has ended")
+        return json.loads(said)
+
+    def ask(self, *question):
+        self.control.send(json.dumps(question).encode())
+        return self.hear()
+
+    def close(self):
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Pool:
+    """Processes for many threads, started when they are first needed."""
+
+    def __init__(self, size):
+        self.idle, self.lock = queue.LifoQueue(), threading.Lock()
+        self.left, self.since = ALLOWANCE, time.monotonic()
+        for _ in range(size):
+            self.idle.put(None)
+
+    def seconds(self, spent=0.0):
+        """The CPU seconds that the next pair may take; spent: those of one that was slow."""
+        with self.lock:
+            now = time.monotonic()
+            back = REFILL * (now - self.since)
+            self.left, self.since = max(0.0, min(ALLOWANCE, self.left + back) - spent), now
+            return max(BRIEF, self.left)
+
+    def ask(self, kind, a, b):
+        """The verdict on a pair; False where it takes too long, or the process fails."""
+        process = self.idle.get()
+        try:
+            process, limit = process or Process(), self.seconds()
+            verdict, spent = process.ask(kind, limit, a, b)
+            spent = limit if spent is None else spent  # it was killed
+            if spent >= BRIEF:
+                self.seconds(spent)
+            return verdict
+        except OSError:
+            if process:
+                process.close()
+            process = None
+            return False
+        finally:
+            self.idle.put(process)
+
+
+@cache
+def pool(pid):
+    """The processes of this process; after a fork, others."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return Pool(max(1, min(8, len(os.sched_getaffinity(0)) // ranks)))
+
+
+@lru_cache(2**14)
+def compared(a, b, kind="equal"):
+    """Is answer a gold b? kind: by this project's rules, or "alone", by math-verify's own."""
+    if max(len(a), len(b)) > LONGEST:
+        return a == b
+    return pool(os.getpid()).ask(kind, a, b)

@@ -41,14 +41,14 @@ from format_plan import itinerary
 from runtime import (
     AMOUNT,
     COUNT,
-    NO_ROOM,
-    ChatError,
     Parser,
+    Refused,
     endpoint,
     entries,
     fill,
     portions,
     several,
+    spoken,
     stable_draw,
 )
 from sandbox import PROMPTS, open_database
@@ -375,12 +375,10 @@ def say(args, task):
         _, generate = endpoint_of(args, f"{task['id']}/{attempt}")
         try:
             reply = generate([{"role": "user", "content": text}])
-        except ChatError as error:
-            if not NO_ROOM.search(str(error)):  # the endpoint's fault, and not this task's
-                raise
+        except Refused as error:
             missing = [str(error)]
             continue
-        query = " ".join(reply.split()).strip('"')
+        query = " ".join(spoken(reply).split()).strip('"')
         missing = unstated(query, task)
         if not missing:
             return task | {"query": query}

@@ -33,7 +33,7 @@ from pathlib import Path
 from queue import Empty
 
 import runtime
-from runtime import AMOUNT, COUNT, NATURAL, PART, ChatError, Help, NoRoom, Parser, Refused, web_address
+from runtime import AMOUNT, COUNT, NATURAL, PART, ChatError, Help, Parser, Refused, web_address
 
 STOPS = ("answer", "format", "turns", "context")
 MANY = 8  # refused plays in a row that raise a doubt about the endpoint
@@ -98,8 +98,8 @@ def play_one(generate, episode, max_context=math.inf, max_tokens=0):
         try:
             reply = generate(episode.messages)
         except Refused as error:
-            sent = (episode.tokens or 0) + max_tokens  # at least: the observation is not counted
-            full = isinstance(error, NoRoom) or error.may_be_length and sent >= max_context
+            sent = (getattr(episode, "tokens", 0) or 0) + max_tokens  # and the observation
+            full = isinstance(error, runtime.NoRoom) or error.may_be_length and sent >= max_context
             episode.stop, episode.refusal = "context" if full else "refused", str(error)
             break
         episode.tokens = getattr(reply, "tokens", 0) or None

@@ -457,7 +457,8 @@ def tir_flags(add):
     add("--system-prompt", default="full", help="full, short or a file")
     add("--temperature", type=float, default=1.0, help="of the sampling")
     add("--top-p", type=float, default=1.0, help="of the sampling")
-    add("--max-tokens", type=COUNT, default=4096, help="tokens per reply")
+    add("--max-tokens", type=NATURAL, default=4096, help="tokens per reply; 0: no limit but the "
+        "context, and --endpoint is sent none")
     add("--max-context", type=COUNT, default=16384, help="tokens per episode, of --model")
     add("--max-turns", type=COUNT, default=9, help="tool calls per episode, then an answer")
     add("--concurrency", type=COUNT, default=32, help="episodes in flight")

@@ -357,7 +357,8 @@ def print_episode(row):
 
 def print_verdict(row):
     """Print why an episode stopped, and its verdict, check by check."""
-    print(f"\n--- the episode stopped: {row['stop']}", row.get("refusal", ""))
+    said = f" ({row['refusal']})" if "refusal" in row else ""
+    print(f"\n--- the episode stopped: {row['stop']}{said}")
     if "score" not in row:
         return
     if not row.get("plan"):

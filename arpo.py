@@ -3,11 +3,9 @@ ARPO: GRPO whose plays fork where an observation leaves the policy unsure. Read 
 
     (1) take P queries and play each one G times with vLLM: a group. No play waits for another: once
         the world has answered a turn, the play rejoins the engine's running batch
-        G/2 plays start from scratch. The others are forks, which share the tokens of a play so far;
-        when no play of the query can fork, they start from scratch, too. With dE the entropy E of a
-        reply's first tokens minus E of the play's first reply:
-          paper     fork before the reply if 0.5 + w dE > 0.5 [5], that is if dE > 0, whatever w is:
-                    96% of these forks are at the first observation
+        G/2 plays start from scratch, the others fork, with the tokens of a play so far, while any
+        can. With dE the entropy E of a reply's first tokens minus E of the play's first reply:
+          paper     fork before the reply if 0.5 + w dE > 0.5 [5], that is if dE > 0, whatever w is
           released  fork after the next observation with probability clip(0.5 + w dE, 0, 1) [5]
     (2) the world's verdict on a play becomes its reward r, a number [1 sec. 3]
     (3) advantage A = (r - mean of the group) / (std of the group + 1e-6), one per play [2]
@@ -48,7 +46,7 @@ import time
 import warnings
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count, pairwise, zip_longest
 from pathlib import Path
 
@@ -130,8 +128,7 @@ def play_flags(add):
     add("--branch", default="paper", choices=["paper", "released"], help="when plays fork, see (1)")
     add("--initial", type=NATURAL, default=0, help="plays per query from scratch; 0: half of G [5]")
     add("--weight", type=AMOUNT, default=0.2, help="w in (1), used by --branch released alone [5]")
-    add("--branch-penalty", type=AMOUNT, default=0.0, help="reduce the probability of a fork by "
-        "this fraction for each fork in a row before it [6]")
+    add("--branch-penalty", type=AMOUNT, default=0.0, help="share lost per fork just before [6]")
 
 
 def learn_flags(add):
@@ -173,6 +170,10 @@ def machine_flags(p):
     add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
         help="keep the activations of this fraction of the layers for the backward pass, of all by "
         "default: faster, needs more memory")
+    add("--offload", action="store_true", help="run AdamW on the CPU and keep its states in the "
+        "host's memory: the same updates, slower")
+    add("--lora", type=COUNT, default=0, metavar="R", help="train adapters of rank R at all linear "
+        "layers instead of all weights; use about 10 times the --lr (runtime.py, add_adapters)")
     add("--gpu-memory", type=PART, default=0.6, help="fraction of a GPU that the engine may fill")
     add = p.add_argument_group("running").add_argument
     add("--val-every", type=COUNT, default=10, help="updates between two validations")
@@ -180,6 +181,8 @@ def machine_flags(p):
     add("--microscope", type=NATURAL, default=0, help="dump every token for the report once every "
         "this many updates; 0: never")
     add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")
+    add("--track", type=runtime.tracker, metavar="TOOL", help="also log to wandb, tensorboard or "
+        "trackio")
 
 
 # ---------------------------------------------------------------------------------------- rollout
@@ -274,9 +277,8 @@ def entropy(logprobs, args):
 def branch(s, log_v, names, args):
     """(1) Fork the play here -> the fork, or None. names: of the query's plays not yet started.
 
-    The paper measures E by probing with a few tokens after the observation, a request per turn.
-    Here the reply itself is the probe and the decision comes when it has ended: only a fork costs a
-    request, whose prompt is in the prefix cache.
+    The paper probes E with a few tokens after each observation, a request per turn. Here the reply
+    is the probe, and only a fork costs a request, whose prompt is in the prefix cache.
     """
     probe, paper = s.reply_entropies[:PROBE], args.branch == "paper"
     now = sum(probe) / log_v / (max(len(probe), 1) if paper else 1)  # the released code's is a sum
@@ -291,16 +293,11 @@ def branch(s, log_v, names, args):
         return None
     s.streak += 1
     name = names.pop(0)
-    return replace(s, name=name, episode=s.episode.fork(f"failures/{name}"), ids=list(s.ids),
-                   mask=list(s.mask), logps=list(s.logps), starts=list(s.starts), parent=s.name,
-                   entropies=list(s.entropies), shared=len(s.ids), depth=s.episode.turns,
-                   decisions=[], baseline=s.baseline if paper else None)
-
-
-def unstarted(plays, group):
-    """Names of the plays that the group of these has not yet started."""
-    prefix, started = plays[0].name.rpartition("/")[0], {s.name for s in plays}
-    return [name for g in range(group) if (name := f"{prefix}/{g}") not in started]
+    return Sample(**vars(s) | {
+        "name": name, "episode": s.episode.fork(f"failures/{name}"), "parent": s.name,
+        "ids": list(s.ids), "mask": list(s.mask), "logps": list(s.logps), "decisions": [],
+        "starts": list(s.starts), "entropies": list(s.entropies), "shared": len(s.ids),
+        "depth": s.episode.turns, "baseline": s.baseline if paper else None})
 
 
 def unforked(query, plays, left, args):
@@ -324,7 +321,9 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args, 
     done = [s for s in waiting if s.episode.stop]
     resuming = [s for s in waiting if not s.episode.stop]
     start, log_v = min(args.initial or (group + 1) // 2, group), math.log(len(template.tokenizer))
-    left = {query: unstarted(plays, group) for query, plays in by_query(waiting).items()}
+    begun = {s.name for s in waiting}
+    left = {s.query: [n for g in range(group)
+                      if (n := f"{s.name.rpartition('/')[0]}/{g}") not in begun] for s in waiting}
     queries = runtime.shared_counter(name, len(tasks), args)
     calls = runtime.open_calls(world.slow, len(tasks), group, args, len(resuming))
 
@@ -600,7 +599,8 @@ class ChunkedLogps(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        train_head = ctx.needs_input_grad[1]  # not with --lora
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train_head else None
         for i in range(0, len(hidden), ctx.chunk):
             h, y = hidden[i : i + ctx.chunk], targets[i : i + ctx.chunk, None]
             g = grad[i : i + ctx.chunk, None].float()
@@ -608,8 +608,9 @@ class ChunkedLogps(torch.autograd.Function):
             d = torch.softmax(logits, -1).mul_(-g).scatter_add_(-1, y, g)
             d = d.div_(ctx.temperature).to(h.dtype)
             grad_hidden[i : i + ctx.chunk] = d @ weight
-            grad_weight += d.T @ h
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if train_head:
+                grad_weight += d.T @ h
+        return grad_hidden, grad_weight.to(weight.dtype) if train_head else None, None, None, None
 
 
 class Policy(torch.nn.Module):
@@ -746,6 +747,8 @@ def load(args, template, device):
         output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
     runtime.check_weights(lm, template, loaded)
     runtime.check_saving(lm, template, args.out)
+    if args.lora:
+        runtime.add_adapters(lm, template, args)
     flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
     runtime.make_repeatable(lm)
@@ -764,22 +767,29 @@ def recompute_layers(lm, share):
         layer.gradient_checkpointing = False
 
 
-def zero3(policy, lr, device):
+def zero3(policy, lr, device, offload=False):
     """Shard parameters, gradients and AdamW's moments over all ranks -> the trainer, which is a
-    DeepSpeed engine.
+    DeepSpeed engine. offload: AdamW runs on the CPU, where gradients, moments and master weights
+    then are.
 
     Gradients accumulate over any number of trainer.backward calls until trainer.step.
     """
     import deepspeed
 
     cuda = device.type == "cuda"
-    # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0, fused=cuda or None)
+    trained = [p for p in policy.parameters() if p.requires_grad]  # with --lora only the adapters
+    if offload:
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(trained, lr=lr, weight_decay=0.0)
+    else:
+        # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
+        optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=cuda or None)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
         # gather whole layers: hooks on each of their modules cost time (docs/results.md)
         "zero_optimization": {"stage": 3, "overlap_comm": cuda, "leaf_module": {
-            "classes": sorted(policy.lm._no_split_modules or ())}}, "gradient_clipping": 1.0,
+            "classes": sorted(policy.lm._no_split_modules or ())}, "offload_optimizer": {
+                "device": "cpu" if offload else "none", "pin_memory": cuda}},
+        "gradient_clipping": 1.0,
         "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
 
@@ -803,21 +813,34 @@ def sync_weights(llm, trainer, device):
 
 
 def full_weights(trainer):
-    """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end."""
+    """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end.
+
+    With --lora R, the adapters are merged into the layers' weights: W + alpha / R * B A.
+    """
     import deepspeed
 
+    adapted = {f"{name}.base_layer.weight": layer for name, layer
+               in trainer.module.lm.named_modules() if hasattr(layer, "get_delta_weight")}
     for name, parameter in trainer.module.lm.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            yield name, parameter.data
+        layer = adapted.get(name)
+        if ".lora_" not in name:
+            with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
+                weight = parameter.data
+                if layer:
+                    weight = weight + layer.get_delta_weight("default")
+                yield name.replace(".base_layer", ""), weight
 
 
 def save_model(trainer, template, out, rank):
-    """Write a plain HF folder, complete or not at all. Every rank takes part."""
+    """Write a plain HF folder, complete or not at all; with --lora also its adapter. Every rank
+    takes part."""
     state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
              for name, tensor in full_weights(trainer)}
+    adapter = runtime.adapter_weights(trainer.module.lm)
     if rank == 0:
         with runtime.new_model(out) as part:
             runtime.write_model(trainer.module.lm, template, state, part)
+            runtime.write_adapter(trainer.module.lm, adapter, part / "adapter")
     dist.barrier()
 
 
@@ -830,7 +853,7 @@ def main():
     runtime.lock_folder(args.out)
     runtime.keep_settings(args)
     policy, packed = load(args, template, device)
-    trainer = zero3(policy, args.lr, device)
+    trainer = zero3(policy, args.lr, device, args.offload)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
     start = runtime.restore(trainer, args.out, args.resume, rank)
     waiting = runtime.restore_plays(args.out, start, rank, args.stretch)
@@ -903,8 +926,8 @@ def play_batch(llm, template, world, tasks, step, steps, kind, waiting, args):
     """(1) (2) Play and judge the batch of update `step` -> samples of all ranks, seconds to judge
 
     With --refill [3]: play extra batches until --prompts groups have unequal rewards, and leave
-    out the groups after these. With --stretch (7): give plays further stretches until --prompts / 2
-    groups are whole, as in the first update; in the last one, all plays end.
+    out the groups after these. With --stretch (7): where no group is whole, as may be in the first
+    update, all plays get another stretch; in the last update they play to their end.
     """
     samples, judge_s = [], 0.0
     stretch = args.stretch if step + 1 < steps else 0
@@ -920,14 +943,13 @@ def play_batch(llm, template, world, tasks, step, steps, kind, waiting, args):
         began = time.time()
         judge_all(played, world, kind)
         for s in played:
-            s.query += extra * args.prompts * (not args.stretch)
+            s.query += extra * args.prompts
         judge_s += time.time() - began
         samples += gather(played)
-        useful = [query for query, group in by_query(samples).items()
-                  if not (args.refill and uniform(group))]
+        useful = [query for query, group in by_query(samples).items() if not uniform(group)]
         if args.refill and len(useful) >= args.prompts:
             return [s for s in samples if s.query <= useful[args.prompts - 1]], judge_s
-        if 2 * len(useful) >= args.prompts if args.stretch else extra == args.refill:
+        if samples and extra >= args.refill:
             return samples, judge_s
 
 
@@ -1027,7 +1049,7 @@ def log(line, rank, args, steps=None):
     """Print one line and append all numbers to log.jsonl."""
     if rank:
         return
-    runtime.append_jsonl(Path(args.out) / "log.jsonl", line)
+    runtime.write_log(line, args)
     if "val_success" in line:
         print("step {step:4d} | validation success {val_success:.3f}".format(**line), flush=True)
         return

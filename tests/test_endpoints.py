@@ -9,8 +9,7 @@ import pytest
 from conftest import SEED
 
 import evaluate
-import synth
-from runtime import ChatError, NoRoom, Refused, chat, read_jsonl, with_thought, write_jsonl
+from runtime import NoRoom, Refused, chat, read_jsonl, with_thought, write_jsonl
 from toolstar.scores import ask_judge
 
 CALL = '<tool_call>{"name": "SearchCity", "arguments": {"state": "x"}}</tool_call>'

@@ -60,8 +60,8 @@ def blockwise(module, q, k, v, *_, **__):
 
 def update(size, tokens, dtype, keep=0.0, logps=True, rank=0):
     """The Peak of a forward and backward, on the device "meta", whose tensors have no storage, and
-    the model. keep: a share of the activations; logps: with the loss, or of the model alone; rank: of
-    adapters."""
+    the model. keep: a share of the activations; logps: with the loss, or of the model alone; rank:
+    of adapters."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("blockwise", blockwise)

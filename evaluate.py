@@ -98,7 +98,8 @@ def play_one(generate, episode, max_context=math.inf, max_tokens=0):
         try:
             reply = generate(episode.messages)
         except Refused as error:
-            sent = (getattr(episode, "tokens", 0) or 0) + max_tokens  # and the observation
+            # at least, because the tokens of the last observation are unknown
+            sent = (getattr(episode, "tokens", 0) or 0) + max_tokens
             full = isinstance(error, runtime.NoRoom) or error.may_be_length and sent >= max_context
             episode.stop, episode.refusal = "context" if full else "refused", str(error)
             break

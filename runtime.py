@@ -1317,10 +1317,10 @@ def failure_of(error, url, model, retries):
     if status is None:
         return ChatError(f"{url}: no connection: {error.__cause__ or error}, after {retries} "
                          f"retries, from model {model}")
-    if status >= 500 or status == 429:
-        return ChatError(f"{url}: status {status}, after {retries} retries, from model {model}")
     said = error.response.text
     problem = f"{url}: status {status} {said[:300]!r}"  # the server's own words
+    if status >= 500 or status == 429:
+        return ChatError(f"{problem}, after {retries} retries, from model {model}")
     if status in (400, 413, 422) and NO_ROOM.search(said):
         return NoRoom(problem)
     found = (Refused if status in ABOUT_THE_REQUEST else ChatError)(problem)

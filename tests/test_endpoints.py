@@ -9,7 +9,7 @@ import pytest
 from conftest import SEED
 
 import evaluate
-from runtime import NoRoom, Refused, chat, read_jsonl, with_thought, write_jsonl
+from runtime import ChatError, NoRoom, Refused, chat, read_jsonl, with_thought, write_jsonl
 from toolstar.scores import ask_judge
 
 CALL = '<tool_call>{"name": "SearchCity", "arguments": {"state": "x"}}</tool_call>'
@@ -143,6 +143,14 @@ def test_what_is_no_reply_however_often_it_is_asked_is_refused(serve, found):
     url, _ = serve(lambda body: found if "there" in body["messages"][0]["content"] else play(body))
     with pytest.raises(Refused, match=rf"^{url}: .*flagged" if "flagged" in str(found) else url):
         chat(url, "m", HELLO, retries=1)
+
+
+def test_a_full_quota_is_no_refusal_of_a_request_and_is_told(serve):
+    url, _ = serve(lambda body: (429, "insufficient_quota") if "there" in str(body)
+                   else play(body))
+    with pytest.raises(ChatError, match="insufficient_quota") as failure:
+        chat(url, "m", HELLO, retries=1)
+    assert not isinstance(failure.value, Refused)
 
 
 @pytest.mark.parametrize("n, concurrency, most", [(4, 64, 4), (40, 4, 12), (40, 16, 32)])

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SEED, SFT, flags_of, train, train_broken, weights
+from conftest import SEED, flags_of, train, train_broken, weights
 
 import runtime
 import sft
 from runtime import read_jsonl
 
 LORA = "--lora 4 --lr 1e-2"
+SFT = "--batch 4 --steps 8 --lr 1e-3 --save-every 1 --resume --pack-tokens 400"
 
 
 def adapted(policy, template, rank=4):
@@ -81,7 +82,7 @@ def whole(folder):
 
 
 def test_offloaded_updates_are_those_of_adamw_up_to_rounding(tiny_model, episodes, tmp_path):
-    words = SFT.replace("--steps 16", "--steps 10"), "--model", tiny_model, "--data", episodes
+    words = SFT.replace("--steps 8", "--steps 10"), "--model", tiny_model, "--data", episodes
     for name, flag in (("card", ""), ("host", "--offload")):
         train("sft.py", tmp_path / name, *words, flag)
     one, two, start = (whole(folder) for folder in (

@@ -173,6 +173,10 @@ def machine_flags(p):
     add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
         help="keep the activations of this fraction of the layers for the backward pass, of all by "
         "default: faster, needs more memory")
+    add("--offload", action="store_true", help="run AdamW on the CPU and keep its states in the "
+        "host's memory: the same updates, slower")
+    add("--lora", type=COUNT, default=0, metavar="R", help="train adapters of rank R at all linear "
+        "layers instead of all weights; use about 10 times the --lr (runtime.py, add_adapters)")
     add("--gpu-memory", type=PART, default=0.6, help="fraction of a GPU that the engine may fill")
     add = p.add_argument_group("running").add_argument
     add("--val-every", type=COUNT, default=10, help="updates between two validations")
@@ -180,6 +184,8 @@ def machine_flags(p):
     add("--microscope", type=NATURAL, default=0, help="dump every token for the report once every "
         "this many updates; 0: never")
     add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")
+    add("--track", type=runtime.tracker, metavar="TOOL", help="also log to wandb, tensorboard or "
+        "trackio")
 
 
 # ---------------------------------------------------------------------------------------- rollout
@@ -376,6 +382,7 @@ def take_whole_groups(samples, group, waiting):
 
 def judge_all(samples, world, kind):
     """(2) Set stop, reward and record of each sample by the world's verdict on its episode."""
+    world.prepare([s.episode for s in samples])  # a world may read all answers at once
     for s in samples:
         plan, score, strict = world.verdict(s.episode)
         s.stop, s.reward = s.episode.stop, world.reward(score, kind)
@@ -599,7 +606,8 @@ class ChunkedLogps(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        train_head = ctx.needs_input_grad[1]  # not with --lora
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train_head else None
         for i in range(0, len(hidden), ctx.chunk):
             h, y = hidden[i : i + ctx.chunk], targets[i : i + ctx.chunk, None]
             g = grad[i : i + ctx.chunk, None].float()
@@ -607,8 +615,9 @@ class ChunkedLogps(torch.autograd.Function):
             d = torch.softmax(logits, -1).mul_(-g).scatter_add_(-1, y, g)
             d = d.div_(ctx.temperature).to(h.dtype)
             grad_hidden[i : i + ctx.chunk] = d @ weight
-            grad_weight += d.T @ h
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if train_head:
+                grad_weight += d.T @ h
+        return grad_hidden, grad_weight.to(weight.dtype) if train_head else None, None, None, None
 
 
 class Policy(torch.nn.Module):
@@ -745,6 +754,8 @@ def load(args, template, device):
         output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
     runtime.check_weights(lm, template, loaded)
     runtime.check_saving(lm, template, args.out)
+    if args.lora:
+        runtime.add_adapters(lm, template, args)
     flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
     runtime.make_repeatable(lm)
@@ -763,22 +774,29 @@ def recompute_layers(lm, share):
         layer.gradient_checkpointing = False
 
 
-def zero3(policy, lr, device):
+def zero3(policy, lr, device, offload=False):
     """Shard parameters, gradients and AdamW's moments over all ranks -> the trainer, which is a
-    DeepSpeed engine.
+    DeepSpeed engine. offload: AdamW runs on the CPU, where gradients, moments and master weights
+    then are.
 
     Gradients accumulate over any number of trainer.backward calls until trainer.step.
     """
     import deepspeed
 
     cuda = device.type == "cuda"
-    # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0, fused=cuda or None)
+    trained = [p for p in policy.parameters() if p.requires_grad]  # with --lora only the adapters
+    if offload:
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(trained, lr=lr, weight_decay=0.0)
+    else:
+        # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
+        optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=cuda or None)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
         # gather whole layers: hooks on each of their modules cost time (docs/results.md)
         "zero_optimization": {"stage": 3, "overlap_comm": cuda, "leaf_module": {
-            "classes": sorted(policy.lm._no_split_modules or ())}}, "gradient_clipping": 1.0,
+            "classes": sorted(policy.lm._no_split_modules or ())}, "offload_optimizer": {
+                "device": "cpu" if offload else "none", "pin_memory": cuda}},
+        "gradient_clipping": 1.0,
         "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
 
@@ -802,21 +820,34 @@ def sync_weights(llm, trainer, device):
 
 
 def full_weights(trainer):
-    """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end."""
+    """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end.
+
+    With --lora R, the adapters are merged into the layers' weights: W + alpha / R * B A.
+    """
     import deepspeed
 
+    adapted = {f"{name}.base_layer.weight": layer for name, layer
+               in trainer.module.lm.named_modules() if hasattr(layer, "get_delta_weight")}
     for name, parameter in trainer.module.lm.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            yield name, parameter.data
+        layer = adapted.get(name)
+        if ".lora_" not in name:
+            with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
+                weight = parameter.data
+                if layer:
+                    weight = weight + layer.get_delta_weight("default")
+                yield name.replace(".base_layer", ""), weight
 
 
 def save_model(trainer, template, out, rank):
-    """Write a plain HF folder, complete or not at all. Every rank takes part."""
+    """Write a plain HF folder, complete or not at all; with --lora also its adapter. Every rank
+    takes part."""
     state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
              for name, tensor in full_weights(trainer)}
+    adapter = runtime.adapter_weights(trainer.module.lm)
     if rank == 0:
         with runtime.new_model(out) as part:
             runtime.write_model(trainer.module.lm, template, state, part)
+            runtime.write_adapter(trainer.module.lm, adapter, part / "adapter")
     dist.barrier()
 
 
@@ -829,7 +860,7 @@ def main():
     runtime.lock_folder(args.out)
     runtime.keep_settings(args)
     policy, packed = load(args, template, device)
-    trainer = zero3(policy, args.lr, device)
+    trainer = zero3(policy, args.lr, device, args.offload)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
     start = runtime.restore(trainer, args.out, args.resume, rank)
     waiting = runtime.restore_plays(args.out, start, rank, args.stretch)
@@ -902,8 +933,8 @@ def play_batch(llm, template, world, tasks, step, steps, kind, waiting, args):
     """(1) (2) Play and judge the batch of update `step` -> samples of all ranks, seconds to judge
 
     With --refill [3]: play extra batches until --prompts groups have unequal rewards, and leave
-    out the groups after these. With --stretch (7): give plays further stretches until --prompts / 2
-    groups are whole, as in the first update; in the last one, all plays end.
+    out the groups after these. With --stretch (7): where no group is whole, as may be in the first
+    update, all plays get another stretch; in the last update they play to their end.
     """
     samples, judge_s = [], 0.0
     stretch = args.stretch if step + 1 < steps else 0
@@ -919,14 +950,13 @@ def play_batch(llm, template, world, tasks, step, steps, kind, waiting, args):
         began = time.time()
         judge_all(played, world, kind)
         for s in played:
-            s.query += extra * args.prompts * (not args.stretch)
+            s.query += extra * args.prompts
         judge_s += time.time() - began
         samples += gather(played)
-        useful = [query for query, group in by_query(samples).items()
-                  if not (args.refill and uniform(group))]
+        useful = [query for query, group in by_query(samples).items() if not uniform(group)]
         if args.refill and len(useful) >= args.prompts:
             return [s for s in samples if s.query <= useful[args.prompts - 1]], judge_s
-        if 2 * len(useful) >= args.prompts if args.stretch else extra == args.refill:
+        if samples and extra >= args.refill:
             return samples, judge_s
 
 
@@ -1026,7 +1056,7 @@ def log(line, rank, args, steps=None):
     """Print one line and append all numbers to log.jsonl."""
     if rank:
         return
-    runtime.append_jsonl(Path(args.out) / "log.jsonl", line)
+    runtime.write_log(line, args)
     if "val_success" in line:
         print("step {step:4d} | validation success {val_success:.3f}".format(**line), flush=True)
         return

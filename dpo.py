@@ -96,11 +96,17 @@ def flags():
     add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
         help="keep the activations of this fraction of the layers for the backward pass, of all by "
         "default: faster, needs more memory")
+    add("--offload", action="store_true", help="run AdamW on the CPU and keep its states in the "
+        "host's memory: the same updates, slower")
+    add("--lora", type=COUNT, default=0, metavar="R", help="train adapters of rank R at all linear "
+        "layers instead of all weights; use about 10 times the --lr (runtime.py, add_adapters)")
     add = p.add_argument_group("running").add_argument
     add("--val-every", type=NATURAL, default=0, help="updates between two measurements on --val; "
         "0: only at the end")
     add("--save-every", type=NATURAL, default=0, help="updates between two checkpoints; 0: none")
     add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")
+    add("--track", type=runtime.tracker, metavar="TOOL", help="also log to wandb, tensorboard or "
+        "trackio")
     return p.parse_args()
 
 
@@ -325,7 +331,8 @@ class ChunkedLogps(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        train_head = ctx.needs_input_grad[1]  # not with --lora
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train_head else None
         for i in range(0, len(hidden), ctx.chunk):
             h, y = hidden[i : i + ctx.chunk], targets[i : i + ctx.chunk, None]
             g = grad[i : i + ctx.chunk, None].float()
@@ -333,8 +340,9 @@ class ChunkedLogps(torch.autograd.Function):
             d = torch.softmax(logits, -1).mul_(-g).scatter_add_(-1, y, g)
             d = d.div_(ctx.temperature).to(h.dtype)
             grad_hidden[i : i + ctx.chunk] = d @ weight
-            grad_weight += d.T @ h
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if train_head:
+                grad_weight += d.T @ h
+        return grad_hidden, grad_weight.to(weight.dtype) if train_head else None, None, None, None
 
 
 class Policy(torch.nn.Module):
@@ -480,6 +488,8 @@ def load(args, template, device):
         output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
     runtime.check_weights(lm, template, loaded)
     runtime.check_saving(lm, template, args.out)
+    if args.lora:
+        runtime.add_adapters(lm, template, args)
     flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
     runtime.make_repeatable(lm)
@@ -498,42 +508,62 @@ def recompute_layers(lm, share):
         layer.gradient_checkpointing = False
 
 
-def zero3(policy, lr, device):
+def zero3(policy, lr, device, offload=False):
     """Shard parameters, gradients and AdamW's moments over all ranks -> the trainer, which is a
-    DeepSpeed engine.
+    DeepSpeed engine. offload: AdamW runs on the CPU, where gradients, moments and master weights
+    then are.
 
     Gradients accumulate over any number of trainer.backward calls until trainer.step.
     """
     import deepspeed
 
     cuda = device.type == "cuda"
-    # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0, fused=cuda or None)
+    trained = [p for p in policy.parameters() if p.requires_grad]  # with --lora only the adapters
+    if offload:
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(trained, lr=lr, weight_decay=0.0)
+    else:
+        # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
+        optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=cuda or None)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
         # gather whole layers: hooks on each of their modules cost time (docs/results.md)
         "zero_optimization": {"stage": 3, "overlap_comm": cuda, "leaf_module": {
-            "classes": sorted(policy.lm._no_split_modules or ())}}, "gradient_clipping": 1.0,
+            "classes": sorted(policy.lm._no_split_modules or ())}, "offload_optimizer": {
+                "device": "cpu" if offload else "none", "pin_memory": cuda}},
+        "gradient_clipping": 1.0,
         "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
     return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
 
 
 def full_weights(trainer):
-    """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end."""
+    """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end.
+
+    With --lora R, the adapters are merged into the layers' weights: W + alpha / R * B A.
+    """
     import deepspeed
 
+    adapted = {f"{name}.base_layer.weight": layer for name, layer
+               in trainer.module.lm.named_modules() if hasattr(layer, "get_delta_weight")}
     for name, parameter in trainer.module.lm.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            yield name, parameter.data
+        layer = adapted.get(name)
+        if ".lora_" not in name:
+            with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
+                weight = parameter.data
+                if layer:
+                    weight = weight + layer.get_delta_weight("default")
+                yield name.replace(".base_layer", ""), weight
 
 
 def save_model(trainer, template, out, rank):
-    """Write a plain HF folder, complete or not at all. Every rank takes part."""
+    """Write a plain HF folder, complete or not at all; with --lora also its adapter. Every rank
+    takes part."""
     state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
              for name, tensor in full_weights(trainer)}
+    adapter = runtime.adapter_weights(trainer.module.lm)
     if rank == 0:
         with runtime.new_model(out) as part:
             runtime.write_model(trainer.module.lm, template, state, part)
+            runtime.write_adapter(trainer.module.lm, adapter, part / "adapter")
     dist.barrier()
 
 
@@ -550,7 +580,7 @@ def main():
                   for path in (args.data, args.val))
     policy, packed = load(args, template, device)
     known = fingerprint(policy, episodes_of(pairs + val))
-    trainer = zero3(policy, args.lr, device)
+    trainer = zero3(policy, args.lr, device, args.offload)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
     start = runtime.restore(trainer, args.out, args.resume, rank)
     interrupted = runtime.watch_sigterm()
@@ -574,7 +604,7 @@ def main():
             logps = sum_logps(trainer, episodes_of(val), *machine)
             _, numbers = preference(logps, reference[:, n:], episodes_of(val), args)
             line |= {f"val_{name}": number for name, number in numbers.items()}
-        log(line, steps, args.out, rank)
+        log(line, steps, args, rank)
         runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
     runtime.check_parameters(trainer, args.out, steps)
     save_model(trainer, template, args.out, rank)
@@ -583,7 +613,7 @@ def main():
     dist.destroy_process_group()
 
 
-def log(line, steps, out, rank):
+def log(line, steps, args, rank):
     """Print one line and append all numbers to log.jsonl."""
     if rank == 0:
         form = ("step {step:5d}/{steps} | loss {loss:.4f} | accuracy {accuracy:.2f} | margin "
@@ -594,7 +624,7 @@ def log(line, steps, out, rank):
         if line["delta_chosen"] < FALLING:
             print(f"warning: delta_chosen is below {FALLING}: the chosen episodes become unlikely, "
                   "too; use --nll, a larger --beta or a lower --lr", flush=True)
-        runtime.append_jsonl(Path(out) / "log.jsonl", line)
+        runtime.write_log(line, args)
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS CY
         wrong "$name=${!name} must be a whole number of at most nine digits"
 done
 [[ -z ${QA:-} || $size == tiny || $size == tool-* || -n ${RETRIEVER:-} ]] ||
-    wrong "QA needs RETRIEVER, a /retrieve address or an index folder (python -m toolstar.retriever)"
+    wrong "QA needs RETRIEVER, a /retrieve address or an index folder of toolstar.retriever"
 [[ $axis != reliability || -n $ENDPOINT ]] ||
     wrong "reliability needs ENDPOINT=URL=MODEL, the model that plays both sets of queries"
 [[ $SEEDS =~ ^[0-9]+(\ [0-9]+)*$ ]] || wrong "SEEDS='$SEEDS' must be whole numbers, like '0 1'"
@@ -224,13 +224,14 @@ else
     # [1 app. D]: how it is played, and that the checkpoint is the best on validation; judged on
     # tasks that did not choose it, beside the last one [2]
     models=(base="$base" sft="$OUT/sft" last="$OUT/rl" rl="$OUT/rl/best")
+    # replies may be as long as in training [2]
     judge=(--tasks "$DATA/test.jsonl" --database "$database" --top-p 0.95 --max-context 32768
-           --max-turns 60 --seed "$SEED")
+           --max-turns 60 --max-tokens 8192 --seed "$SEED")
 fi
 evaluate=(python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6
           --out "$OUT/eval")
-# out of domain [1 sec. 4]: top 5, 60 calls, 32K tokens; 64 offline questions for tiny, which answers
-# none of them
+# out of domain [1 sec. 4]: top 5, 60 calls, 32K tokens; for tiny 64 offline questions, of which it
+# answers none
 questions=(python qa_eval.py --model "${models[@]}" --data "${QA:-}" --topk 5 --max-turns 60
            --retriever "${RETRIEVER:-}" --max-context 32768 --seed "$SEED" --out "$OUT/qa")
 [[ $size != tiny ]] ||
@@ -282,8 +283,8 @@ else
     # 1,000 queries for RL, levels 4:3:3; SFT has others
     draw_tasks rl-tasks rl --split train --n 1000 --levels 4:3:3 --seed 2 --prefix rl
     preflight
-    # [1]'s teacher solved 1,198 of 5,000 queries of balanced levels: 627 easy, 373 medium, 198 hard.
-    # The solver solves all, so it gets as many of each level
+    # [1]'s teacher solved 1,198 of 5,000 balanced queries: 627 easy, 373 medium, 198 hard;
+    # the solver solves all, so it gets just those numbers
     number=1198 levels=627:373:198
     [[ -z $ENDPOINT ]] || number=5000 levels=1:1:1
     draw_tasks sft-tasks sft-tasks --split train --seed 3 --prefix sft --n $number \

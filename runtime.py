@@ -33,6 +33,7 @@ import multiprocessing
 import os
 import random
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -547,6 +548,65 @@ def append_jsonl(path, row):
     """Add one record and flush it, so that a killed run keeps every finished episode."""
     with errors_name(path), open(path, "a", encoding="utf-8", errors="replace") as out:
         out.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def write_log(line, args):
+    """Append the numbers of an update to OUT/log.jsonl, and send them where --track says."""
+    append_jsonl(Path(args.out) / "log.jsonl", line)
+    if args.track:
+        numbers = {key: value for key, value in line.items() if isinstance(value, (int, float))}
+        send = open_tracker(args.track, args.out, json.dumps(vars(args), default=str))
+        send(numbers, line["step"])
+
+
+def tracker(name):
+    """The value of --track, if its package is installed."""
+    if name not in ("wandb", "tensorboard", "trackio"):
+        raise argparse.ArgumentTypeError(f"{name!r} is not wandb, tensorboard or trackio")
+    if not importlib.util.find_spec(name):
+        raise argparse.ArgumentTypeError(f"{name} is not installed: pip install {name}")
+    return name
+
+
+@lru_cache
+def open_tracker(tool, out, flags):
+    """Start a run in a tracking tool -> send(numbers, step)
+
+    OUT/track.txt keeps its id, so that a run that resumes continues its curves.
+    """
+    file = Path(out) / "track.txt"
+    if not file.exists():
+        write_text(file, secrets.token_hex(4))
+    about = {"project": "star", "name": str(out), "config": json.loads(flags)}
+    if tool == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(Path(out) / "tensorboard", flush_secs=10)
+        return lambda numbers, step: [writer.add_scalar(name, value, step)
+                                      for name, value in numbers.items()]
+    if tool == "wandb":
+        return open_wandb(out, about | {"id": file.read_text(), "resume": "allow", "dir": out})
+    import trackio
+
+    trackio.init(**about | {"name": f"{out} {file.read_text()}", "resume": "allow"})
+    return trackio.log
+
+
+def open_wandb(out, about):
+    """Start a run of Weights & Biases; without a key or a connection it is written to OUT/wandb."""
+    import wandb
+
+    why = ""
+    try:
+        if not os.environ.get("WANDB_MODE") and not wandb.login(prompt=False):
+            why = "it has no API key (wandb login)"
+        run = wandb.init(**about, mode="offline" if why else None)
+    except wandb.Error as error:
+        why = " ".join(str(error).split())
+        run = wandb.init(**about, mode="offline")
+    if why:
+        say(f"--track wandb: {why}; the run is written to {out}/wandb, and wandb sync uploads it")
+    return lambda numbers, step: run.log(numbers, step=step)
 
 
 def write_jsonl(path, rows):
@@ -1192,6 +1252,9 @@ def check_model(path):
 
 def check_config(folder):
     """Check a model folder's config.json."""
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(f"{folder} is an adapter, not a model: --lora saves the merged model in "
+                         "the folder around it; merge others with peft's merge_and_unload")
     config = read_json(folder / "config.json")
     if "model_type" not in config:
         raise ValueError(f"{folder}/config.json has no 'model_type'; copy or download it again")
@@ -1456,6 +1519,54 @@ def check_saving(lm, template, out):
         raise ValueError(f"{template.path}: its tokenizer changes when it is saved and loaded")
 
 
+ALPHA = 32  # as in LoRA Without Regret (thinkingmachines.ai/blog/lora) and TRL's guide to it
+
+
+def add_adapters(lm, template, args):
+    """--lora R: add an adapter to each linear layer but the head, and freeze all other weights.
+
+    A layer of weight W then computes W + ALPHA / R * B A, with A (R, in) random and B (out, R) 0 at
+    the start. "LoRA Without Regret" recommends all layers, this ALPHA, a rank of 1 to 32 for RL and
+    256 for SFT, and 10 times the learning rate of full fine-tuning.
+    """
+    import torch
+    from peft import LoraConfig, inject_adapter_in_model
+
+    plain = (torch.nn.Linear, torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
+    packed = [f"{name}.{key}" for name, module in lm.named_modules() for key, weight
+              in module.named_parameters(recurse=False)
+              if weight.dim() > 2 and not isinstance(module, plain)]
+    if packed:
+        raise ValueError(f"{template.path}: --lora cannot adapt {packed[0]}, which packs several "
+                         "layers into one tensor; train this model without --lora")
+    torch.manual_seed(args.seed)  # A is equal on all ranks
+    config = LoraConfig(r=args.lora, lora_alpha=ALPHA, target_modules="all-linear",
+                        base_model_name_or_path=args.model, task_type="CAUSAL_LM")
+    try:
+        inject_adapter_in_model(config, lm)
+    except ValueError as error:
+        raise ValueError(f"{template.path}: --lora: {one_line(error)}") from None
+
+
+def adapter_weights(lm):
+    """The full weights of all adapters, by the names that peft saves. Every rank takes part."""
+    import deepspeed
+
+    adapter = {name: p for name, p in lm.named_parameters() if ".lora_" in name}
+    with deepspeed.zero.GatheredParameters([*adapter.values()]):
+        return {f"base_model.model.{name.replace('.default', '')}": p.data.to("cpu", copy=True)
+                for name, p in adapter.items()}
+
+
+def write_adapter(lm, adapter, folder):
+    """Write a folder that peft.PeftModel.from_pretrained(base model, folder) loads."""
+    if adapter:
+        from safetensors.torch import save_file
+
+        lm.peft_config["default"].save_pretrained(folder)
+        save_file(adapter, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
 def check_parameters(trainer, out, step):
     """SystemExit on every rank if any weight is not finite, before anything is saved."""
     import torch
@@ -1555,7 +1666,8 @@ def save_checkpoint(trainer, args, step, rank, last, waiting=()):
 
 
 MAY_CHANGE = {"out", "resume", "steps", "epochs", "save_every", "val_every", "microscope",
-              "pack_tokens", "no_checkpointing", "gpu_memory", "concurrency", "world_flags"}
+              "pack_tokens", "no_checkpointing", "gpu_memory", "concurrency", "world_flags",
+              "track"}
 CONTENTS = ("model", "data", "tasks", "val")  # flags of files, compared by what is in them
 
 
@@ -1888,6 +2000,11 @@ class CheckedWorld:
             raise WorldError(f"--env {self.env}: load_task returned {task!r:.60}; a task is a "
                              "dictionary with an 'id'")
         return task
+
+    def prepare(self, episodes):
+        """Tell a world which episodes it will judge next, if it has use for that."""
+        if hasattr(self.world, "prepare"):
+            self.world.prepare(episodes)
 
     def episode(self, task, seed, args):
         with naming_world(f"--env {self.env}: episode", task):

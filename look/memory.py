@@ -20,9 +20,11 @@ from runtime import COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
 from sft import LOGITS
 
 MOMENTS = {  # of an update: what lowers it
-    "play": "a lower --gpu-memory, or more GPUs",
-    "logits": "a smaller --pack-tokens or {longest}, no --no-checkpointing, or more GPUs",
-    "layer": "a smaller --pack-tokens or {longest}, no --no-checkpointing, or more GPUs",
+    "play": "a lower --gpu-memory, --offload, --lora, or more GPUs",
+    "logits": "a smaller --pack-tokens or {longest}, no --no-checkpointing, --offload, --lora, or "
+              "more GPUs",
+    "layer": "a smaller --pack-tokens or {longest}, no --no-checkpointing, --offload, --lora, or "
+             "more GPUs",
 }
 # tokens of the longest episode and of a micro-batch, as each stage has it. dpo.py has no model
 # beside the one it trains: its reference is numbers
@@ -37,27 +39,31 @@ def training(config, n, args, tokens):
     AdamW's step is none: fused, it takes nothing that is not there at all times.
     """
     h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
-    layers, kv, shard = config.num_hidden_layers, kv_width(config), n / args.gpus
+    layers, kv, adapters = config.num_hidden_layers, kv_width(config), adapter_size(config, args)
+    trained = adapters or n  # with --lora the adapters alone have gradients and moments
+    shard = 0 if args.offload else trained / args.gpus
     chunk = max(1, min(1024, LOGITS // v))
     layer = tokens * (20 * h + 4 * kv + 8 * i)  # float32 norms 16 h, query and output 4 h, MLP 8 i
-    logits = max(14 * chunk * v, 12 * chunk * v + 4 * v * h, 6 * chunk * v + 6 * v * h)
+    layer += tokens * 14 * args.lora  # of A x in bf16, at 7 linear layers
+    head = v * h * (not adapters)
+    logits = max(14 * chunk * v, 12 * chunk * v + 4 * head, 6 * chunk * v + 6 * head)
     whole = layers - round((1 - args.no_checkpointing) * layers)  # layers that keep all activations
     kept = layer * whole + 2 * tokens * h * (layers - whole)
     always, backward = ("play", "logits", "layer"), ("logits", "layer")
     return [
-        ("parameters, bf16 shard", 2 * shard, always),
+        ("parameters, bf16 shard", 2 * (n + adapters) / args.gpus, always),
         ("master weights, fp32 shard", 4 * shard, always),
         ("gradients, fp32 shard", 4 * shard, always),
         ("AdamW's moments, fp32 shards", 8 * shard, always),
         ("gradients' bucket, bf16", 2 * 5e8, always),
-        ("bucket's copy to be sent", 2 * min(n, 5e8), ("layer",)),
+        ("bucket's copy to be sent", 2 * min(trained, 5e8), ("layer",)),
         ("gathered parameters, bf16", 2 * min(n, 1e9) * (args.gpus > 1), backward),
         ("every layer's input or more", kept, backward),
         ("a layer's activations, again", layer * (whole < layers), ("layer",)),
         ("its gradients on the way", tokens * (4 * i + 2 * h), ("layer",)),
         ("last norm and hidden states", tokens * 12 * h, ("logits",)),
         ("logits, head's gradient", logits, ("logits",)),
-        ("tied head's gradient", 2 * v * h * config.tie_word_embeddings, ("layer",)),
+        ("tied head's gradient", 2 * head * config.tie_word_embeddings, ("layer",)),
         ("CUDA, NCCL, waste (assumed)", 4 * GIB, always)]
 
 
@@ -70,6 +76,25 @@ def playing(config, n, args):
     rows = [("engine's weights, bf16", weights, ("play",)), ("engine's KV cache", cache, ("play",)),
             ("engine's work (assumed)", work, ("play",))]
     return rows, cache / (per_token * args.context)
+
+
+def host(config, n, args):
+    """Bytes of --offload in the memory of all nodes: AdamW's moments, the master weights, and the
+    gradients twice, in pinned memory, of which PyTorch takes a power of two per rank."""
+    trained = (adapter_size(config, args) or n) / args.gpus
+    return args.offload * args.gpus * (12 * trained + 2 * 2 ** math.ceil(math.log2(4 * trained)))
+
+
+def adapter_size(config, args):
+    """Numbers in the adapters of --lora R."""
+    return args.lora * config.num_hidden_layers * widths(config)
+
+
+def widths(config):
+    """The widths of the inputs and outputs of a layer's seven linear layers, added up."""
+    h, i, kv = config.hidden_size, config.intermediate_size, kv_width(config)
+    heads = config.num_attention_heads * (kv // config.num_key_value_heads)
+    return 2 * (h + heads) + 2 * (h + kv) + 3 * (h + i)
 
 
 def kv_width(config):
@@ -108,6 +133,10 @@ def flags(argv=None):
     add("--pack-tokens", type=NATURAL, default=0, help="tokens per micro-batch; 0: the stage's own")
     add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
         help="keep the activations of this fraction of the layers, of all by default")
+    add("--offload", action="store_true", help="AdamW and its states are in the host's memory")
+    add("--lora", type=COUNT, default=0, metavar="R", help="only adapters of rank R are trained")
+    add("--host-gib", type=POSITIVE, default=math.inf, help="free memory of the host, "
+        "for --offload")
     add("--tp", type=COUNT, default=1, help="grpo, arpo: ranks that share an engine's weights")
     add("--gpu-memory", type=PART, default=0.6, help="grpo, arpo: share that the engine may fill")
     add("--out", metavar="FILE", help="write an episode per GPU that fills the plan's micro-batch, "
@@ -148,6 +177,9 @@ def plan(args):
     totals = {moment: sum(size for _, size, where in rows if moment in where) / GIB
               for moment in moments}
     print(f"{f'of {args.gpu_gib:g} GiB':30}" + "".join(f"{size:8.1f}" for size in totals.values()))
+    on_host = host(config, n, args) / GIB
+    if on_host:
+        print(f"--offload takes {on_host:.1f} GiB of the host's memory")
     if contexts < math.inf:
         print(f"an engine's KV cache holds {contexts:.1f} contexts of {longest} tokens")
     fullest = max(totals, key=totals.get)
@@ -155,6 +187,9 @@ def plan(args):
         over = totals[fullest] - args.gpu_gib
         sys.exit(f"this does not fit: {over:.2f} GiB too many on each GPU at the moment "
                  f"{fullest!r}; what lowers it: {MOMENTS[fullest].format(longest=flag)}")
+    if on_host > args.host_gib:
+        sys.exit(f"this does not fit: --offload takes {on_host:.1f} GiB of the host's memory, of "
+                 f"which {args.host_gib:g} are free; what lowers it: --lora, or more nodes")
     if contexts < 1:
         sys.exit("this does not fit: the cache holds no whole context; what mends it: a higher "
                  "--gpu-memory, --tp, or a smaller --context")

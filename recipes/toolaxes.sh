@@ -11,8 +11,7 @@
 runs=() scored=() plays=$OUT/axis/runs
 if [[ $size != tool-tiny ]]; then  # [3] prints no number of plays, pairs and RL's later updates
     again=(--steps 20)
-    trial=(python evaluate.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7 --lenient
-        --limit 1000
+    trial=(python evaluate.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7 --limit 1000
         --max-context $context --max-tokens 4096 --samples 8 --temperature 1.0 --top-p 1.0)
     dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 32 --lr 5e-7 --nll 0.1 --cutoff $context
         --seed "$SEED" --save-every 50 --resume)

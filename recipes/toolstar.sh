@@ -70,7 +70,7 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
     # 3.3 points: avg@4 instead [2]; FLAGS_eval="--samples 1 --temperature 0" is as there
     held=$TOOLS/eval
     evaluate=(python evaluate.py --tasks "$DATA/sets/tasks.jsonl" "${tools[@]}" --database "$held"
-        --max-turns 7 --lenient --max-context 17920 --max-tokens 16384 --samples 4 --temperature 0.6
+        --max-turns 7 --max-context 17920 --max-tokens 16384 --samples 4 --temperature 0.6
         --top-p 0.95 --seed "$SEED")
     [[ $what != axis ]] || source recipes/toolaxes.sh
     stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
@@ -96,6 +96,7 @@ rl=("${torchrun[@]}" "$rl_gpus" grpo.py --tasks "$DATA/rl.jsonl" --database "$DA
     --reward $reward --keep-overlength --prompts 16 --group 8 --lr $rl_rate --temperature 0.8
     --context $room --turn-tokens 128 --concurrency 64 "${train[@]}")
 first=(--model "$OUT/sft" --steps 80 --decay 0.5) again=(--steps 20)  # RL's first cycle, the others
+# --lenient: as all of docs/results.md was measured
 judge=("${play[@]}" --lenient --max-context $room --max-tokens 128 --seed "$SEED")
 trial=(python evaluate.py --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${judge[@]}"
     --limit 160 --samples 8 --temperature 0.8 --top-p 1.0)

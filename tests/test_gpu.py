@@ -10,7 +10,16 @@ from conftest import ROOT
 
 @pytest.fixture(scope="module")
 def gpu():
-    spec = importlib.util.spec_from_file_location("gpu_bench", ROOT / "bench" / "gpu.py")
+    return load("gpu")
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return load("gpu_trainer")
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -26,11 +35,45 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(tmp_path):
     assert not (tmp_path / "gpu").exists()
 
 
-def test_utilisation_counts_weights_and_causal_attention_by_hand(gpu):
-    config = SimpleNamespace(num_hidden_layers=10, hidden_size=1000)
-    # 1e9 weights: 6e9 FLOPs a token; attention over 4,000 tokens: 6 x 10 x 1,000 x 4,000 = 2.4e8
-    share = gpu.mfu(config, 1e9, tokens=1e4, length=4000, seconds=2, peak=312e12)
-    assert share == pytest.approx(1e4 * 6.24e9 / 2 / 312e12) == pytest.approx(0.1)
+def test_flops_count_weights_the_head_of_policy_tokens_and_causal_attention_by_hand(trainer):
+    config = SimpleNamespace(num_hidden_layers=10, hidden_size=1000, vocab_size=100_000,
+                             tie_word_embeddings=True)
+    # 1.1e9 weights, of which the head 1e8: two rows of 4,000 and 6,000 tokens, 1,000 of the policy
+    work = trainer.flops(config, 1.1e9, [4000, 6000], 1000)
+    assert work == pytest.approx(6e9 * 1e4 + 6e8 * 1000 + 6e4 * (16e6 + 36e6))
+    config.tie_word_embeddings = False  # then the embedding, which computes nothing, is another 1e8
+    assert trainer.flops(config, 1.2e9, [4000, 6000], 1000) == pytest.approx(work)
+
+
+def test_rows_are_a_quarter_the_policys_and_end_with_a_reply(trainer):
+    args = SimpleNamespace(mean=10_000, most=30_000, micros=4, pack_tokens=32_768)
+    weighted = trainer.make_rows(args, 1000)
+    policy, tokens = (sum(each) for each in zip(*(
+        (sum(s.mask), len(s.mask)) for s, _ in weighted), strict=True))
+    assert 0.24 < policy / tokens < 0.27 and 0.85 < tokens / (4 * 32_768) < 1.3
+    assert all(len(s.ids) == len(s.mask) == len(s.logps) <= 30_000 for s, _ in weighted)
+    assert all((s.mask[0], s.mask[-1]) == (0, 1) for s, _ in weighted)
+    assert sum(weight * sum(s.mask) for s, weight in weighted) == pytest.approx(1)
+
+
+def test_parts_that_do_not_fit_the_budget_are_skipped_and_said(gpu, tmp_path):
+    words = ["--rehearse", "--budget", "0.01", "--out", tmp_path]
+    done = subprocess.run([sys.executable, "bench/gpu.py", *words], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    report = (tmp_path / "report.md").read_text()
+    for part, minutes in gpu.PARTS.items():
+        assert f"| {part} |  | skipped: 0.0 minutes are left, and it needs about {minutes}" in report
+
+
+@pytest.mark.slow
+def test_the_trainers_part_runs_on_a_cpu_and_measures_what_a_cpu_can(tmp_path):
+    done = subprocess.run([sys.executable, "bench/gpu.py", "--rehearse", "--parts", "trainer",
+                           "--out", tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in (tmp_path / "report.md").read_text().splitlines() if "trainer" in line]
+    assert len(rows) == 8 and sum("tokens_s" in row for row in rows) == 5
+    assert sum("a GPU is needed" in row for row in rows) == 3
 
 
 def test_a_report_names_what_failed_and_is_written_as_it_grows(gpu, tmp_path):

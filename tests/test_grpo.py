@@ -213,10 +213,10 @@ def test_a_group_is_learnt_once_with_all_its_plays_and_none_is_lost(updates_of):
         assert len(groups) >= 1 and not groups.keys() & grpo.by_query(waiting).keys()
 
 
-def test_stretches_are_repeated_until_half_of_the_groups_that_begin_are_whole(updates_of):
-    words = "--stretch 4 --group 2 --prompts 4 --max-turns 9"
-    (samples, waiting), _ = updates_of((1, 2, 5, 9), words, ["digits"] * 2)
-    assert {s.record["turns"] for s in samples} == {1, 2}
+def test_where_no_group_is_whole_all_plays_get_another_stretch_under_the_same_weights(updates_of):
+    words = "--stretch 4 --group 2 --prompts 2 --max-turns 9"
+    (samples, waiting), _ = updates_of((2, 5), words, ["digits"] * 2)
+    assert {s.record["turns"] for s in samples} == {2}
     assert all(s.starts == [0] for s in samples), "the weights were the same, so nothing is stale"
     assert {s.episode.turns for s in waiting} == {2}
 

@@ -24,6 +24,7 @@ import qa_eval
 import runtime
 from runtime import write_jsonl
 
+TOKENIZER = '{"model": {}, "added_tokens": []}'
 LINES = 2  # at most, whoever says them
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
             {"role": "assistant", "content": "a"}]
@@ -145,8 +146,8 @@ MISTAKES = {
         ("tasks --out x.jsonl --like big", "--like: invalid choice: 'big'"),
         ("tasks --out folder", "folder: Is a directory; this is a folder; name a file"),
         ("tasks --out good.jsonl/x.jsonl", "good.jsonl: "),
-        ("tasks --out list.jsonl", "list.jsonl, record 1: no row of this command"),
-        ("tasks --out good.jsonl", "good.jsonl, record 1: no row of this command"),
+        ("tasks --out list.jsonl", "list.jsonl, record 1: not a row of this command"),
+        ("tasks --out good.jsonl", "good.jsonl, record 1: not a row of this command"),
         ("tasks --out begun.jsonl --n 1 --days 7", "holds tasks that these flags do not ask for"),
         ("tasks --out numbered.jsonl", "numbered.jsonl, record 1: "),
         ("tasks --out cut.jsonl --n 1", "cut.jsonl, line 2: not JSON"),
@@ -161,7 +162,7 @@ MISTAKES = {
         ("queries --tasks good.jsonl --out x.jsonl --endpoint http://a/v1=m --tries 0", "--tries"),
         ("episodes --tasks none.jsonl --out x.jsonl", "none.jsonl: No such file"),
         ("episodes --tasks lacking.jsonl --out x.jsonl", "lacking.jsonl, row 1"),
-        ("episodes --tasks good.jsonl --out list.jsonl", "list.jsonl, record 1: no row of this"),
+        ("episodes --tasks good.jsonl --out list.jsonl", "list.jsonl, record 1: not a row of this"),
         ("episodes --tasks good.jsonl --out x.jsonl --styles directt:1", "is not like direct:5"),
         ("episodes --tasks good.jsonl --out x.jsonl --styles direct:x", "is not like direct:5"),
         ("episodes --tasks good.jsonl --out x.jsonl --styles direct:0", "is not like direct:5"),
@@ -334,7 +335,6 @@ MISTAKES = {
         ("serve --port 99999", "--port 99999 is none: name one from 0 to 65535"),
     ],
     "sft": [
-        ("", "start it with torchrun"),
         ("--batch 0", "--batch: '0' must be"),
         ("--epochs 0", "--epochs: '0' must be a number, more than 0"),
         ("--steps -1", "--steps: '-1' must be"),
@@ -387,7 +387,7 @@ def desk(tmp_path, mini, monkeypatch):
         "talks.jsonl": f"{talk}\n", "texts.jsonl": '{"text": "Day 1:"}\n',
         "corpus.jsonl": '{"id": "1", "contents": "\\"A\\"\\nb"}\n',
         "worded/config.json": '{"model_type": "qwen2"}', "broken/config.json": "{",
-        "short/config.json": '{"model_type": "qwen2"}', "short/tokenizer.json": "{}",
+        "short/config.json": '{"model_type": "qwen2"}', "short/tokenizer.json": TOKENIZER,
         "qa-cut/questions.jsonl": "{\n", "qa-list/questions.jsonl": "[1]\n",
         "qa-twice/questions.jsonl": '{"id": 1, "question": "?", "golden_answers": ["a"]}\n' * 2,
         "qa-alone/questions.jsonl": '{"id": 1, "question": "?", "golden_answers": ["a"]}\n',
@@ -472,7 +472,7 @@ def shape(desk):
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99,
              "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 32768}
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"} | sizes))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(TOKENIZER)
     head = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))
 

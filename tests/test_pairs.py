@@ -61,7 +61,8 @@ def test_a_question_under_two_ids_is_on_one_side_alone(tmp_path):
 
 def test_plays_whose_score_is_null_are_left_out(made, capsys):
     rows = made([play(said="right"), play(said="wrong", reward=0.0),
-                 play(said="x", reward=None, score=None), play(said="y", reward=float("nan"))])
+                 play(said="x") | {"reward": None, "score": None},
+                 play(said="y") | {"reward": float("nan")}])
     assert len(rows) == 1 and "2 plays left out: no reward" in capsys.readouterr().out
 
 

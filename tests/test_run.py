@@ -960,7 +960,7 @@ def test_preflight_wants_disk_memory_and_a_token_to_compare(station):
     done = run_sh(station, "7b", "preflight", MODEL="model")
     assert "GB of the host's memory are free, 1808 are needed" in done.stderr.splitlines()[-1]
     (station / "bin" / "du").unlink()
-    stand_in(station / ".venv" / "bin" / "torchrun", STAND_IN.replace("64", "0"))
+    stand_in(station / ".venv" / "bin" / "python", STAND_IN.replace('s": 64', 's": 0'))
     done = run_sh(station, "7b", "preflight", MODEL="model")
     assert "nothing was trained on: remove out/7b/preflight" in done.stderr.splitlines()[-1]
 

@@ -476,5 +476,3 @@ def test_published_questions_are_played_by_evaluate_with_tools_and_scored(publis
     assert found.keys() == SETS.keys()
     assert all(one["score"] == one["te"] == one["calls"] == 1 for one in found.values())
     assert all(one["plays"] == [2, 2] for one in found.values())
-    said = (tmp_path / "scores/table.md").read_text()
-    assert "m: hle was played with Search (bm25); the paper's number is of web search" in said

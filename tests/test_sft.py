@@ -274,12 +274,6 @@ def test_a_checkpoint_of_other_ranks_is_refused_in_one_sentence(one_rank, tmp_pa
         runtime.restore(None, tmp_path, True, 0)
 
 
-def test_a_stage_that_torchrun_did_not_start_says_so(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit, match="start it with torchrun"):
-        sft.setup()
-
-
 def test_an_official_episode_takes_a_step_whole(official, test_data, tiny_model, tmp_path):
     task = load_task(read_jsonl(test_data / "travelplanner" / "val_102.jsonl")[0])
     episode = play_solver(official, Episode(task, Sandbox(official)))

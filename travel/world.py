@@ -114,6 +114,7 @@ class Travel:
         if task["org"] not in database.cities:
             raise ValueError(f"'org' is {task['org']!r:.60}, which is not a city of "
                              f"{database.folder}: --database names the folder of the tables")
+        check_task(task, database)
         return task
 
     def episode(self, task, seed, args):
@@ -147,9 +148,9 @@ class Travel:
         found = {f"success, {name}": success if level == name else None for name in LEVELS}
         found |= {"success, official": row["score"].get("official"),
                   "hack gauge: star - strict": success - row["strict"]}
-        return found | self.dead_end_lines(row)
+        return found | self._dead_end_lines(row)
 
-    def dead_end_lines(self, row):
+    def _dead_end_lines(self, row):
         """What backtracking.py finds: whether an episode meets a dead end; whether it then leaves
         it, or keeps it in an invalid plan, by level."""
         found = backtracking(row, self.database.of(row["task"]))

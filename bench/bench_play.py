@@ -1,0 +1,293 @@
+r"""
+What --stretch and --tp bring on a cluster: the seconds of play of an update, simulated.
+
+    barrier  every play of an update ends in it (--stretch 0)
+    stretch  a play waits once it has sampled K tokens in an update (--stretch K)
+    clock    half as many groups again are in flight, and the update ends with the reply in which
+             --prompts groups are whole; asynchronous systems play like that, grpo.py does not:
+             what is learnt then depends on the time that replies take
+
+Lengths are log-normal with the log-deviations --sigma. A step of an engine takes --step-ms, and
+--token-ns for each token of context in flight; reading takes 1 / --prefill a token. The defaults
+are estimates for a 7B model on 16 A100 with an engine on each. With --tp 4 it is --engines 4; take
+the speeds of both from bench/gpu.py. Seconds are those of --prompts groups learnt, without the
+first updates; ages are in updates, of the tokens learnt.
+
+With --model a real engine plays such lengths, in a world whose replies are cut to them, and its
+steps are printed beside the simulation's:
+
+    python bench/bench_play.py --stretch 2500 3500
+    python bench/bench_play.py --engines 4 --step-ms 5 --token-ns 12 --prefill 40000
+    python bench/bench_play.py --model out/tiny/sft --prompts 8 --group 4 --tokens 96 --most 400 \
+        --reply 16 --updates 8 --stretch 48 96
+"""
+import argparse
+import math
+import os
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def flags():
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = p.add_argument
+    add("--prompts", type=int, default=32, help="P, queries that begin in an update")
+    add("--group", type=int, default=8, help="G, plays of a query")
+    add("--tokens", type=int, default=2500, help="mean tokens that the policy samples in a play")
+    add("--most", type=int, default=7500, help="most of them, as --context sets")
+    add("--reply", type=int, default=180, help="tokens of a reply")
+    add("--read", type=float, default=3.1, help="tokens of observations per token of a reply")
+    add("--sigma", type=float, nargs="+", default=[0.3, 0.5, 0.8], help="log-deviations of lengths")
+    add("--stretch", type=int, nargs="+", help="K; 1 and 1.4 times --tokens if unset")
+    add("--engines", type=int, default=16, help="ranks over --tp")
+    add("--step-ms", type=float, default=11, help="of an engine's step with an empty context")
+    add("--token-ns", type=float, default=36, help="a step's for each token in flight")
+    add("--prefill", type=float, default=11_000, help="tokens/s that an engine reads")
+    add("--updates", type=int, default=24, help="simulated updates, a quarter of which warm up")
+    add("--model", help="a tiny model, whose real engine plays such lengths")
+    args = p.parse_args()
+    args.stretch = args.stretch or [args.tokens, round(1.4 * args.tokens)]
+    return args
+
+
+def replies_of(name, sigma, args):
+    """How many replies a play of this name has: a function of the name, so that all rules and the
+    real engine play the same."""
+    draw = random.Random(f"{sigma}/{name}").gauss(-sigma * sigma / 2, sigma)
+    return max(1, round(min(args.most, args.tokens * math.exp(draw)) / args.reply))
+
+
+# ------------------------------------------------------------------------------------- simulation
+
+
+@dataclass
+class Play:
+    query: str
+    replies: int  # that are left
+    context: float = 0.0  # tokens
+    left: int = 0  # tokens of this reply
+    fresh: int = 0  # tokens sampled in this update
+    sampled: Counter = field(default_factory=Counter)  # {update: tokens}
+
+
+class Engine:
+    """One engine's clock, its plays in flight, and those that wait for the next update."""
+
+    def __init__(self, args):
+        self.args, self.clock, self.busy = args, 0.0, 0.0
+        self.live, self.waiting = [], []
+
+    def spend(self, seconds):
+        self.clock += seconds
+        self.busy += seconds
+
+    def ask(self, play, reading):
+        play.left = self.args.reply
+        self.spend(reading / self.args.prefill)
+        self.live.append(play)
+
+    def advance(self, update):
+        """To the end of the next reply -> the plays whose replies have ended"""
+        steps, n = min(play.left for play in self.live), len(self.live)
+        context = steps * sum(play.context for play in self.live) + n * steps * (steps - 1) / 2
+        self.spend(steps * self.args.step_ms / 1e3 + context * self.args.token_ns / 1e9)
+        for play in self.live:
+            play.left -= steps
+            play.context += steps
+            play.fresh += steps
+            play.sampled[update] += steps
+        ended = [play for play in self.live if not play.left]
+        self.live = [play for play in self.live if play.left]
+        return ended
+
+
+def start(engine, queries, plays, update, sigma, args):
+    """Begin the plays of the next query, if there is one and the engine has room."""
+    share = -(-args.prompts // args.engines) * args.group
+    while queries and len(engine.live) + args.group <= share + len(plays):
+        query = queries.pop(0)
+        for g in range(args.group):
+            engine.ask(Play(query, replies_of(f"{query}/{g}", sigma, args)), 0)
+
+
+def play_update(engines, queries, update, over, stretch, clock, sigma, args):
+    """Until every engine is idle -> the queries that have become whole"""
+    whole, carried = [], {id(engine): engine.waiting for engine in engines}
+    for engine in engines:
+        engine.waiting = []
+        for play in carried[id(engine)]:
+            engine.ask(play, play.context)  # its cache is of older weights
+        start(engine, queries, carried[id(engine)], update, sigma, args)
+    while any(engine.live for engine in engines):
+        engine = min((each for each in engines if each.live), key=lambda each: each.clock)
+        for play in engine.advance(update):
+            play.replies -= 1
+            if not play.replies:
+                over[play.query].append(play)
+                whole += [play.query] * (len(over[play.query]) == args.group)
+            elif stretch and play.fresh >= stretch or clock and len(whole) >= args.prompts:
+                engine.waiting.append(play)
+            else:
+                play.context += args.read * args.reply
+                engine.ask(play, args.read * args.reply)
+        start(engine, queries, carried[id(engine)], update, sigma, args)
+    return whole
+
+
+def simulate(sigma, args, stretch=0, clock=False):
+    """-> seconds of --prompts groups, share of the time that engines are busy, tokens' mean and
+    highest age, fewest and most groups of an update"""
+    engines, over = [Engine(args) for _ in range(args.engines)], {}
+    seconds, groups, ages, busy, begun = [], [], Counter(), 0.0, 0
+    for update in range(args.updates - 1):
+        flying = sum(len(plays) < args.group for plays in over.values())
+        new = round(1.5 * args.prompts) - flying if clock else args.prompts
+        queries = [f"{begun + i}" for i in range(new)]
+        begun += new
+        over |= {query: [] for query in queries}
+        for engine in engines:
+            engine.clock = engine.busy = 0.0
+            for play in engine.waiting:
+                play.fresh = 0
+        whole, round_ = [], 1
+        while round_ == 1 or stretch and not whole:
+            whole += play_update(engines, queries, update, over, round_ * stretch, clock, sigma,
+                                 args)
+            round_ += 1
+        if update >= args.updates // 4:
+            seconds.append(max(engine.clock for engine in engines))
+            busy += sum(engine.busy for engine in engines) / args.engines
+            groups.append(len(whole))
+            for play in (play for query in whole for play in over[query]):
+                for then, tokens in play.sampled.items():
+                    ages[update - then] += tokens
+    age = sum(age * tokens for age, tokens in ages.items()) / ages.total()
+    return (sum(seconds) * args.prompts / sum(groups), busy / sum(seconds), age, max(ages),
+            min(groups), max(groups))
+
+
+def print_table(args):
+    rules = {"barrier": {}} | {f"stretch {k}": {"stretch": k} for k in args.stretch}
+    print(f"{'':14}{'sigma':>6}{'seconds':>9}{'busy':>6}{'age mean, max':>15}{'groups':>9}")
+    for name, rule in (rules | {"clock": {"clock": True}}).items():
+        for sigma in args.sigma:
+            spent, busy, age, oldest, least, most = simulate(sigma, args, **rule)
+            print(f"{name:14}{sigma:6}{spent:9.1f}{busy:6.2f}{age:9.2f}, {oldest:4}"
+                  f"{f'{least}-{most}':>9}", flush=True)
+
+
+# ------------------------------------------------------------------------------------- real engine
+
+
+class Paced:
+    """vLLM's engine, in which every reply has as many tokens as it is told; its steps, counted."""
+
+    def __init__(self, engine, reply):
+        self.engine, self.reply, self.steps = engine, reply, 0
+
+    def add_request(self, name, prompt, params):
+        params.ignore_eos, params.max_tokens, params.min_tokens = True, self.reply, self.reply
+        params.stop_token_ids, params.stop = [], []
+        self.engine.add_request(name, prompt, params)
+
+    def step(self):
+        self.steps += 1
+        outputs = self.engine.step()
+        for output in outputs:
+            output.outputs[0].stop_reason = "paced"  # so that the reply counts as closed
+        return outputs
+
+
+def make_world(sigma, args):
+    """A world in which a play has as many replies as the simulated one of its name."""
+    from sandbox import Action, Episode
+
+    class Play(Episode):
+        def begin(self, reply):
+            last = self.turns + 1 == self.replies
+            self.parse = lambda _: Action("answer" if last else "call", "Wait", text=".")
+            return super().begin(reply)
+
+    class Wait:
+        def call(self, name, arguments):
+            return "."
+
+    class World:
+        kinds, parts, stops, slow = ("success",), ("success",), (), False
+
+        def episode(self, task, seed, flags):
+            episode = Play(task, Wait(), 10**6, "Go on.")
+            update, query, place = seed.removeprefix("failures/play/").split("/")
+            number = int(update) % args.updates * args.prompts + int(query)
+            episode.replies = replies_of(f"{number}/{place}", sigma, args)
+            return episode
+
+        def verdict(self, episode):
+            return episode.answer, {"success": 1.0}, 1.0
+
+        def reward(self, score, kind):
+            return 1.0
+
+    return World()
+
+
+def open_engine(args):
+    """grpo.py's flags, template and engine, in this process."""
+    import grpo
+    import runtime
+    from bench.bench_grpo import ALONE
+
+    os.environ.update(ALONE)
+    sys.argv = f"""grpo.py --model {args.model} --prompts {args.prompts} --group {args.group}
+        --context 2048 --turn-tokens {args.reply} --concurrency 256 --system-prompt short""".split()
+    own = grpo.flags()
+    _, _, device = grpo.setup()
+    template, llm = runtime.load_template(own.model), runtime.load_engine(own, device)
+    llm.llm_engine = Paced(llm.llm_engine, args.reply)
+    return own, template, llm
+
+
+def check_real(args):
+    """Print the steps of a real engine per token learnt, and what the simulation says of them."""
+    from grpo import play_batch
+
+    own, template, llm = open_engine(args)
+    tasks = [{"id": f"{i}", "query": "Go on."} for i in range(args.prompts * args.updates)]
+    args.engines, args.step_ms, args.token_ns, args.prefill = 1, 1e3, 0, math.inf
+    begun, first = 0, args.updates // 4
+    for sigma in args.sigma:
+        world, barrier = make_world(sigma, args), None
+        for own.stretch in (0, *args.stretch):
+            waiting, steps, learnt = [], 0, []
+            for update in range(args.updates - 1):
+                before = llm.llm_engine.steps
+                samples, _ = play_batch(llm, template, world, tasks, begun + update, 10**6,
+                                        "success", waiting, own)
+                if update >= first:
+                    steps += llm.llm_engine.steps - before
+                    learnt += [sum(s.mask) for s in samples]
+            begun += args.updates  # an update's name can be used once
+            update = steps * args.prompts * args.group / len(learnt)
+            barrier = barrier or steps / sum(learnt)
+            print(f"sigma {sigma}, --stretch {own.stretch}: {update:.1f} steps for --prompts groups"
+                  f", {simulate(sigma, args, own.stretch)[0]:.1f} simulated; per token learnt "
+                  f"{steps / sum(learnt) / barrier:.3f} of the barrier's", flush=True)
+
+
+def main():
+    args = flags()
+    if args.model:
+        check_real(args)
+    else:
+        print_table(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""
+Why an update of the trainer takes as long as it does, on one GPU: grpo.py's learn() as it is, then
+with one habit changed at a time, all in one process. bench/gpu.py calls this; without vLLM it runs
+by itself (torch 2.11 or later, and DeepSpeed, which is pure Python and builds as a wheel).
+
+    base             as grpo.py does it
+    cuDNN off        PyTorch's other kernels for attention
+    widths free      rows as wide as the longest, not a multiple of 512
+    native linear    PyTorch's linear layer in place of DeepSpeed's
+    not fused        AdamW as several kernels
+    keep half, all   activations of half of the layers, of all, kept for the backward pass
+    compiled         every layer by torch.compile
+
+The model has random weights; rows are log-normal (mean --mean, at most --most), a quarter of their
+tokens the policy's. `first` is the first update with its rows, whose shapes are new; all else is
+of updates with the same rows. MFU counts what must be computed: 6 FLOPs a weight and token, the
+head's for policy tokens only, and causal attention; not what is computed again. `busy` is the time
+in which the GPU computed, of all. A line of JSON per variant goes to standard output.
+"""
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+NATIVE = {}  # PyTorch's functions, before DeepSpeed replaces them
+
+SHAPES = {  # of Qwen2.5: hidden, intermediate, layers, heads of queries and of keys, words, tied
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "3b": (2048, 11008, 36, 16, 2, 151936, True), "7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "rehearsal": (128, 256, 2, 2, 1, 4096, True)}
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "vocab_size", "tie_word_embeddings")
+DENSE = {  # bfloat16 FLOP/s without sparsity, of the makers' data sheets
+    "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "A10G": 70e12, "L4": 121e12,
+    "L40S": 362e12, "3090": 71e12, "4090": 165e12, "5090": 210e12}
+
+
+def flags():
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = p.add_argument
+    add("--shape", choices=SHAPES, default="1.5b", help="of which Qwen2.5")
+    add("--mean", type=int, default=10_000, help="tokens of a row, on average")
+    add("--most", type=int, default=30_000, help="tokens of the longest row")
+    add("--pack-tokens", type=int, default=32_768, help="of a micro-batch")
+    add("--micros", type=int, default=4, help="micro-batches of an update, about")
+    add("--seconds", type=float, default=240, help="no variant starts later than this")
+    return p.parse_args()
+
+
+def flops(config, n, lengths, policy):
+    """Of an update: forward and backward of all weights, the head for policy tokens only, and
+    attention, causal."""
+    head = config.hidden_size * config.vocab_size
+    body = n - head * (1 if config.tie_word_embeddings else 2)
+    attention = 6 * config.num_hidden_layers * config.hidden_size
+    return 6 * body * sum(lengths) + 6 * head * policy + attention * sum(
+        length * length for length in lengths)
+
+
+def make_rows(args, words):
+    """Plays of random tokens in which observations and replies take turns, 3 to 1."""
+    from grpo import Sample
+
+    draw, samples = random.Random(0), []
+    while sum(len(s.ids) for s in samples) < args.micros * args.pack_tokens * 0.9:
+        n = round(args.mean * math.exp(draw.gauss(-0.125, 0.5)))  # sigma 0.5
+        n = max(64, min(args.most, n))
+        mask = [0, *(([0] * 540 + [1] * 180) * (n // 720 + 1))[1 - n:]]  # it ends with a reply
+        samples.append(Sample(None, 0, f"{len(samples)}", draw.choices(range(words), k=n), mask,
+                              [-10.0 * m for m in mask], advantage=draw.choice((-1.0, 1.0))))
+    tokens = sum(sum(s.mask) for s in samples)
+    return [(s, 1 / tokens) for s in samples]
+
+
+class Bench:
+    """The trainer, its rows, and what an update with them takes."""
+
+    def __init__(self, args):
+        import torch
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        import grpo
+
+        NATIVE["linear"] = torch.nn.functional.linear
+        self.grpo, self.torch, self.args = grpo, torch, args
+        sys.argv = f"grpo.py --lr 1e-6 --pack-tokens {args.pack_tokens}".split()
+        self.flags = grpo.flags()
+        self.rank, self.ranks, self.device = grpo.setup()
+        self.cuda = self.device.type == "cuda"
+        config = Qwen2Config(**dict(zip(NAMES, SHAPES[args.shape], strict=True)),
+                             max_position_embeddings=32768)
+        config._attn_implementation = "sdpa"
+        with torch.device(self.device):  # drawn on the GPU: on a CPU this takes a minute
+            lm = Qwen2ForCausalLM(config)
+        self.lm = lm.to(torch.bfloat16 if self.cuda else torch.float32).train()
+        self.config, self.n = config, sum(p.numel() for p in lm.parameters())
+        grpo.recompute_layers(lm, 1)
+        self.trainer = grpo.zero3(grpo.Policy(lm), 1e-6, self.device)
+        self.weighted = make_rows(args, 1000)
+
+    def update(self):
+        """Seconds of an update, and of its last part, AdamW's step."""
+        step = self.trainer.step
+        spent = []
+
+        def timed():
+            self.wait()
+            began = time.perf_counter()
+            step()
+            self.wait()
+            spent.append(time.perf_counter() - began)
+
+        self.trainer.step = timed
+        began = time.perf_counter()
+        self.grpo.learn(self.trainer, self.weighted, False, 0, 1, self.device, self.flags)
+        self.wait()
+        self.trainer.step = step
+        return time.perf_counter() - began, spent[0]
+
+    def wait(self):
+        if self.cuda:
+            self.torch.cuda.synchronize()
+
+    def busy(self):
+        """Share of an update in which the GPU computes: its kernels' time over the clock's."""
+        profiler = self.torch.profiler
+        if not self.cuda:
+            return None
+        with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile:
+            seconds, _ = self.update()
+        return sum(each.self_device_time_total for each in profile.key_averages()) / 1e6 / seconds
+
+    def measure(self, name):
+        """Two updates, and one under the profiler -> a line of the table"""
+        if self.cuda:
+            self.torch.cuda.empty_cache()
+            self.torch.cuda.reset_peak_memory_stats()
+        first, _ = self.update()
+        seconds, step = self.update()
+        lengths = [len(s.ids) for s, _ in self.weighted]
+        work = flops(self.config, self.n, lengths, sum(sum(s.mask) for s, _ in self.weighted))
+        line = {"variant": name, "tokens_s": sum(lengths) / seconds, "first_s": first,
+                "update_s": seconds, "step_s": step, "busy": self.busy()}
+        if self.cuda:
+            cuda, card = self.torch.cuda, self.torch.cuda.get_device_name()
+            peak = next((peak for key, peak in DENSE.items() if key in card), None)
+            line |= {"mfu": peak and work / seconds / peak,
+                     "allocated_gib": cuda.max_memory_allocated() / 2**30,
+                     "reserved_gib": cuda.max_memory_reserved() / 2**30}
+        print(json.dumps(line), flush=True)
+
+
+# --------------------------------------------------------------------------------------- variants
+
+
+def cudnn_off(bench):
+    bench.torch.backends.cuda.enable_cudnn_sdp(False)
+    return lambda: bench.torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def widths_free(bench):
+    rounded = bench.grpo.rounded
+    bench.grpo.rounded = lambda n, device: n
+    return lambda: setattr(bench.grpo, "rounded", rounded)
+
+
+def native_linear(bench):
+    functional = bench.torch.nn.functional
+    deepspeeds, functional.linear = functional.linear, NATIVE["linear"]
+    return lambda: setattr(functional, "linear", deepspeeds)
+
+
+def not_fused(bench):
+    (group,) = bench.trainer.optimizer.optimizer.param_groups
+    group |= {"fused": False, "foreach": True}
+    return lambda: group.update(fused=True, foreach=None)
+
+
+def keep(share):
+    def change(bench):
+        layers = [each for each in bench.lm.modules() if hasattr(each, "gradient_checkpointing")
+                  and type(each).__name__ in bench.lm._no_split_modules]
+        for layer in layers[round((1 - share) * len(layers)):]:
+            layer.gradient_checkpointing = False
+        return lambda: [setattr(layer, "gradient_checkpointing", True) for layer in layers]
+    return change
+
+
+def compiled(bench):
+    layers = bench.lm.base_model.layers
+    before = [layer.forward for layer in layers]
+    for layer in layers:  # DeepSpeed's hooks stay outside
+        layer.forward = bench.torch.compile(layer.forward, dynamic=True)
+    return lambda: [setattr(*pair) for pair in
+                    ((layer, "forward", old) for layer, old in zip(layers, before, strict=True))]
+
+
+VARIANTS = {  # name: (what changes it and returns what changes it back, whether a CPU can)
+    "base": (lambda bench: lambda: None, True), "cuDNN off": (cudnn_off, False),
+    "widths free": (widths_free, True), "native linear": (native_linear, True),
+    "not fused": (not_fused, False), "keep half": (keep(0.5), True), "keep all": (keep(1.0), True),
+    "compiled": (compiled, False)}
+
+
+def head_gradient(bench):
+    """The head's weight gradient per chunk: summed after the product, or by the product itself."""
+    torch, (h, v) = bench.torch, (bench.config.hidden_size, bench.config.vocab_size)
+    chunk = max(1, min(1024, bench.grpo.LOGITS // v))
+    d, hidden = (torch.randn(chunk, width, device=bench.device, dtype=torch.bfloat16)
+                 for width in (v, h))
+    total = torch.zeros(v, h, device=bench.device)
+
+    def timed(add):
+        add()
+        bench.wait()
+        began = time.perf_counter()
+        for _ in range(20):
+            add()
+        bench.wait()
+        return (time.perf_counter() - began) / 20 * 1e3
+
+    def apart():
+        total.add_(d.T @ hidden)
+
+    def at_once():
+        torch.addmm(total, d.T, hidden, out_dtype=torch.float32, out=total)
+
+    print(json.dumps({"variant": "head's weight gradient, ms a chunk", "apart": timed(apart)}),
+          flush=True)
+    print(json.dumps({"variant": "the same by addmm(out_dtype=float32)", "at_once": timed(at_once)}
+                     ), flush=True)
+
+
+def main():
+    args, began = flags(), time.time()
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+                       "MASTER_ADDR": "127.0.0.1"})
+    os.environ.setdefault("MASTER_PORT", "0")
+    bench = Bench(args)
+    for name, (change, on_cpu) in VARIANTS.items():
+        if time.time() - began > args.seconds or not (bench.cuda or on_cpu):
+            why = "a GPU is needed" if not bench.cuda and not on_cpu else "no time is left"
+            print(json.dumps({"variant": name, "skipped": why}), flush=True)
+            continue
+        change_back = change(bench)
+        try:
+            bench.measure(name)
+        except (RuntimeError, ImportError) as error:  # out of memory, or no compiler
+            print(json.dumps({"variant": name, "failed": " ".join(str(error).split())[:160]}),
+                  flush=True)
+            bench.trainer.optimizer.zero_grad()
+        change_back()
+    if bench.cuda:
+        head_gradient(bench)
+    bench.torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,11 +3,9 @@ ARPO: GRPO whose plays fork where an observation leaves the policy unsure. Read 
 
     (1) take P queries and play each one G times with vLLM: a group. No play waits for another: once
         the world has answered a turn, the play rejoins the engine's running batch
-        G/2 plays start from scratch. The others are forks, which share the tokens of a play so far;
-        when no play of the query can fork, they start from scratch, too. With dE the entropy E of a
-        reply's first tokens minus E of the play's first reply:
-          paper     fork before the reply if 0.5 + w dE > 0.5 [5], that is if dE > 0, whatever w is:
-                    96% of these forks are at the first observation
+        G/2 plays start from scratch, the others fork, with the tokens of a play so far, while any
+        can. With dE the entropy E of a reply's first tokens minus E of the play's first reply:
+          paper     fork before the reply if 0.5 + w dE > 0.5 [5], that is if dE > 0, whatever w is
           released  fork after the next observation with probability clip(0.5 + w dE, 0, 1) [5]
     (2) the world's verdict on a play becomes its reward r, a number [1 sec. 3]
     (3) advantage A = (r - mean of the group) / (std of the group + 1e-6), one per play [2]
@@ -48,7 +46,7 @@ import time
 import warnings
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count, pairwise, zip_longest
 from pathlib import Path
 
@@ -130,8 +128,7 @@ def play_flags(add):
     add("--branch", default="paper", choices=["paper", "released"], help="when plays fork, see (1)")
     add("--initial", type=NATURAL, default=0, help="plays per query from scratch; 0: half of G [5]")
     add("--weight", type=AMOUNT, default=0.2, help="w in (1), used by --branch released alone [5]")
-    add("--branch-penalty", type=AMOUNT, default=0.0, help="reduce the probability of a fork by "
-        "this fraction for each fork in a row before it [6]")
+    add("--branch-penalty", type=AMOUNT, default=0.0, help="share lost per fork just before [6]")
 
 
 def learn_flags(add):
@@ -280,9 +277,8 @@ def entropy(logprobs, args):
 def branch(s, log_v, names, args):
     """(1) Fork the play here -> the fork, or None. names: of the query's plays not yet started.
 
-    The paper measures E by probing with a few tokens after the observation, a request per turn.
-    Here the reply itself is the probe and the decision comes when it has ended: only a fork costs a
-    request, whose prompt is in the prefix cache.
+    The paper probes E with a few tokens after each observation, a request per turn. Here the reply
+    is the probe, and only a fork costs a request, whose prompt is in the prefix cache.
     """
     probe, paper = s.reply_entropies[:PROBE], args.branch == "paper"
     now = sum(probe) / log_v / (max(len(probe), 1) if paper else 1)  # the released code's is a sum
@@ -297,16 +293,11 @@ def branch(s, log_v, names, args):
         return None
     s.streak += 1
     name = names.pop(0)
-    return replace(s, name=name, episode=s.episode.fork(f"failures/{name}"), ids=list(s.ids),
-                   mask=list(s.mask), logps=list(s.logps), starts=list(s.starts), parent=s.name,
-                   entropies=list(s.entropies), shared=len(s.ids), depth=s.episode.turns,
-                   decisions=[], baseline=s.baseline if paper else None)
-
-
-def unstarted(plays, group):
-    """Names of the plays that the group of these has not yet started."""
-    prefix, started = plays[0].name.rpartition("/")[0], {s.name for s in plays}
-    return [name for g in range(group) if (name := f"{prefix}/{g}") not in started]
+    return Sample(**vars(s) | {
+        "name": name, "episode": s.episode.fork(f"failures/{name}"), "parent": s.name,
+        "ids": list(s.ids), "mask": list(s.mask), "logps": list(s.logps), "decisions": [],
+        "starts": list(s.starts), "entropies": list(s.entropies), "shared": len(s.ids),
+        "depth": s.episode.turns, "baseline": s.baseline if paper else None})
 
 
 def unforked(query, plays, left, args):
@@ -330,7 +321,9 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args, 
     done = [s for s in waiting if s.episode.stop]
     resuming = [s for s in waiting if not s.episode.stop]
     start, log_v = min(args.initial or (group + 1) // 2, group), math.log(len(template.tokenizer))
-    left = {query: unstarted(plays, group) for query, plays in by_query(waiting).items()}
+    begun = {s.name for s in waiting}
+    left = {s.query: [n for g in range(group)
+                      if (n := f"{s.name.rpartition('/')[0]}/{g}") not in begun] for s in waiting}
     queries = runtime.shared_counter(name, len(tasks), args)
     calls = runtime.open_calls(world.slow, len(tasks), group, args, len(resuming))
 

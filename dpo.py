@@ -573,13 +573,13 @@ def main():
     args = flags()
     rank, ranks, device = setup()
     runtime.lock_folder(args.out)
-    runtime.keep_settings(args)
     # (1) render the pairs
     template = runtime.load_template(args.model)
     pairs, val = (load_pairs(path, template, args.cutoff, rank) if path else []
                   for path in (args.data, args.val))
     policy, packed = load(args, template, device)
     known = fingerprint(policy, episodes_of(pairs + val))
+    runtime.keep_settings(args)  # all inputs were read
     trainer = zero3(policy, args.lr, device, args.offload)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
     start = runtime.restore(trainer, args.out, args.resume, rank)

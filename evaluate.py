@@ -305,10 +305,16 @@ def table(played, world_lines=None):
             found = report[last][f"success minus {other}'s"] = [mean(change), *interval(change, -1)]
             cells[f"success of {last} minus {other}"] = [
                 *blank, f"{100 * found[0]:+.1f} ({span(*found[1:], '+')})"]
-    rows = [["", *played], *([line, *row] for line, row in cells.items())]
-    widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    return "".join("| " + " | ".join(map(str.ljust, row, widths)) + " |\n" for row in rows), report
+    rows = [["", *played], ["---"] * (len(played) + 1)]
+    rows += [[line, *row] for line, row in cells.items()]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows), report
+
+
+def aligned(text):
+    """A table of markdown with columns of equal width, for the terminal."""
+    rows = [line.split("|") for line in text.splitlines()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("|".join(map(str.ljust, row, widths)) for row in rows)
 
 
 def show(line, value):
@@ -626,7 +632,8 @@ def evaluate(args):
     for name, folder in folders.items():
         runtime.write_text(folder / "scores.json", json.dumps(report[name], indent=1))
     runtime.write_text(Path(args.out) / "table.md", text)
-    print(f"\n{text}\n{args.out}/table.md; python -m look.report {args.out} shows each episode")
+    print(f"\n{aligned(text)}\n\n{args.out}/table.md; python -m look.report {args.out} shows each "
+          "episode")
 
 
 def answer_query(args, world):

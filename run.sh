@@ -27,8 +27,10 @@
 #   QA      folder of FlashRAG's data sets, with RETRIEVER, a /retrieve address or an index folder:
 #           questions after every evaluation, those of an axis too; tiny: QA=1, without RETRIEVER
 #   PYTHON  what .venv is made with                STAR_DATABASE  the full database
-#   SHARE   of a GPU that the engine fills, 0.6; 0.5b: 0.35    STAR_TRACEBACK  1: errors in full
-#   CONTEXT, CUTOFF, PACK  tokens of RL's episodes, of SFT's, of a micro-batch, of the real sizes
+#   GIB, HOST_GIB  memory of a GPU and of the host, to see with DRY=1 what they would hold
+#   HOW     "--offload", "--lora 32" or both, SHARE of a GPU that the engine fills, CONTEXT, CUTOFF,
+#           PACK  tokens of RL's episodes, of SFT's, of a micro-batch: unset, the real sizes take
+#           what fits these GPUs (recipes/cards.txt)       STAR_TRACEBACK  1: errors in full
 # and of Tool-Star's sizes (toolstar.sh): SFT_DATA, RL_DATA, the published files; SETS, the folder of
 # sets (toolstar/sets.py); TOOLS, settings of the tools; JUDGE, URL=MODEL, JUDGE_KEY, a file
 # Sources: [1] STAR, arXiv:2603.21972, sections 3-4, appendices C-D   [2] ours, measured here
@@ -36,7 +38,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,34s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '2,36s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
@@ -91,7 +93,8 @@ finish() {
     local table
     if [[ -z ${DRY:-} ]]; then
         for table in "$@"; do
-            [[ " ${fresh[*]} " == *" $table "* ]] || printf '\n%s\n' "$(cat "$table")"
+            [[ " ${fresh[*]} " == *" $table "* ]] ||
+                printf '\n%s\n' "$(column -t -s '|' -o '|' "$table" 2>/dev/null || cat "$table")"
         done
         printf '\n%-40s %12s\n' stage time
         printf '%-40s %12s\n' "${times[@]}" all "$SECONDS s"
@@ -101,19 +104,19 @@ finish() {
     exit 0
 }
 
-source recipes/setup.sh  # environment, preflight
+source recipes/setup.sh  # environment, what fits these GPUs, preflight
 
 # ------------------------------------------------------------------------------------------- sizes
 size=${1:-} what=${2:-all} axis=${3:-} times=() fresh=() ENDPOINT=${ENDPOINT:-}
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
-seen=$(seen_gpus) context=30000 cutoff=20480 pack=32768 share=0.6  # share: of a GPU, the engine's
+seen=$(seen_gpus) how=() tp=1
 planned=8 gib=80  # the GPUs that DRY=1 prints commands for, where none is seen
 # what changes with the size [1 app. C, D]; 7b has two nodes of 8 GPUs [1]
 case $size in
     tiny) base=$OUT/base algorithm=grpo reward=macro ;;
     tool-tiny) base=$OUT/base reward=strict ;;
     0.5b) base=Qwen/Qwen2.5-0.5B-Instruct millions=494 sft_epochs=6 algorithm=grpo reward=macro
-          context=16384 cutoff=16384 pack=16384 share=0.35 planned=1 gib=24 ;;  # [2]
+          planned=1 gib=24 ;;  # [2]
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 sft_epochs=6 algorithm=arpo reward=macro ;;
     3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo
           reward=curriculum ;;
@@ -142,7 +145,7 @@ case $what:$axis in
 esac
 (($# <= 3)) || wrong "'${*:4}' is a word too many"
 for name in SEED GPUS NNODES NODE_RANK MASTER_PORT PORT AXIS_STEPS AXIS_TASKS CYCLES CONTEXT \
-    CUTOFF PACK; do
+    CUTOFF PACK GIB HOST_GIB; do
     [[ ${!name:-0} =~ ^[0-9]{1,9}$ ]] ||
         wrong "$name=${!name} must be a whole number of at most nine digits"
 done
@@ -160,8 +163,7 @@ if [[ -n ${MODEL:-} && -z ${DRY:-} && ! -d $MODEL ]]; then  # a name on the hub 
     [[ $MODEL =~ ^[[:alnum:]][[:alnum:]._-]*/[[:alnum:]._-]+$ ]] ||
         stop "MODEL=$MODEL is not a folder; is the path right?"
 fi
-base=${MODEL:-$base} share=${SHARE:-$share} context=${CONTEXT:-$context} pack=${PACK:-$pack}
-cutoff=${CUTOFF:-$cutoff}
+base=${MODEL:-$base} share=${SHARE:-0.6}
 [[ $share =~ ^(1|0?\.[0-9]+)$ ]] || wrong "SHARE=$share must be a share of a GPU, such as 0.4"
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-$((2 - (seen == 1)))}
@@ -172,6 +174,7 @@ else
     [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=$planned
     [[ $GPUS != 0 || $axis == reliability ]] ||
         stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
+    fit
 fi
 trap 'stop "SIGTERM. What was saved is kept: the same command continues"' TERM
 trap 'say "interrupted. What was saved is kept: the same command continues"; exit 130' INT
@@ -218,9 +221,9 @@ else
     # [1 app. D]: all but the clip, which is DAPO's (arXiv:2503.14476), and the saving
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32
-        --group 8 --epochs 5 --lr 2e-6 --temperature 1.0 --context $context --max-turns 60
+        --group 8 --epochs 5 --lr $(rate 2e-6) --temperature 1.0 --context $context --max-turns 60
         --pack-tokens $pack --gpu-memory $share --clip-low 0.2 --clip-high 0.28 --seed "$SEED"
-        --save-every 10 --resume --out "$OUT/rl")
+        --save-every 10 --resume "${how[@]}" --tp $tp --out "$OUT/rl")
     # [1 app. D]: how it is played, and that the checkpoint is the best on validation; judged on
     # tasks that did not choose it, beside the last one [2]
     models=(base="$base" sft="$OUT/sft" last="$OUT/rl" rl="$OUT/rl/best")
@@ -296,8 +299,8 @@ else
     # batch, rate and warm-up [1 app. C], cutoff of its released configuration; cosine, bfloat16 and
     # ZeRO-3 are sft.py's only way
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
-        --data "$DATA/sft.jsonl" --epochs "$sft_epochs" --batch 32 --lr 5e-6 --warmup 0.1 \
-        --cutoff $cutoff --seed "$SEED" --save-every 20 --resume --out "$OUT/sft"
+        --data "$DATA/sft.jsonl" --epochs "$sft_epochs" --batch 32 --lr $(rate 5e-6) --warmup 0.1 \
+        --cutoff $cutoff --seed "$SEED" --save-every 20 --resume "${how[@]}" --out "$OUT/sft"
 fi
 [[ $what != axis ]] || source recipes/axes.sh
 

@@ -951,8 +951,13 @@ def open_llm(path, **settings):
         return LLM(str(path), **settings)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
             ValueError) as error:
-        raise ValueError(f"{path}: vLLM does not start: {type(error).__name__}: {error}"
-                         ) from error
+        text = f"{type(error).__name__}: {error}"
+        if "Chunked prefill is required" not in text:
+            fix = ("; it needs torchvision, on a CPU the build for it (requirements-cpu.txt)"
+                   if "failed to be inspected" in text else "")
+            raise ValueError(f"{path}: vLLM does not start: {text}{fix}") from error
+    say(f"{path}: prompts are not cached, which vLLM does not do for hybrid models on a CPU")
+    return open_llm(path, **settings | {"enable_prefix_caching": False})
 
 
 def load_engine(args, device):

@@ -428,11 +428,11 @@ def main():
     args = flags()
     rank, ranks, device = setup()
     runtime.lock_folder(args.out)
-    runtime.keep_settings(args)
     # (1) render the episodes
     template = runtime.load_template(args.model)
     samples, dropped = load_samples(args.data, template, args.cutoff)
     policy, packed = load(args, template, device)
+    runtime.keep_settings(args)  # all inputs were read
     trainer = zero3(policy, args.lr, device, args.offload)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
     start = runtime.restore(trainer, args.out, args.resume, rank)

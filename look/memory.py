@@ -11,6 +11,7 @@ stages' own loss, which never holds more than LOGITS logits.
 Prints a table; where a moment does not fit, names it, the GiB too many and the flags that lower it,
 and exits with status 1.
 """
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -105,8 +106,7 @@ def kv_width(config):
 
 def load_shape(model):
     """The config of a model and the number of its parameters, none of which is loaded."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if Path(model).is_dir():
         runtime.check_config(Path(model))
@@ -115,15 +115,24 @@ def load_shape(model):
     except OSError:
         raise ValueError(f"{model} is not a folder here, and the hub does not provide it: name a "
                          f"folder, or download it first (hf download {model})") from None
+    return config, count(config)
+
+
+def count(config):
+    """The number of parameters of a model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
-    return config, sum(p.numel() for p in lm.parameters())
+    return sum(p.numel() for p in lm.parameters())
 
 
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
-    add("stage", choices=tuple(ROOM), help="whose memory; the flags are those it takes")
+    add("stage", choices=(*ROOM, "recipes"), help="whose memory; the flags are those it "
+        "takes. recipes: what run.sh chooses for which GPUs")
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name")
     add("--gpus", type=COUNT, default=8, help="GPUs of all nodes together")
     add("--gpu-gib", type=POSITIVE, default=80, help="GiB of a GPU")
@@ -152,49 +161,126 @@ def write_full(args, tokens):
     runtime.write_jsonl(args.out, [row] * args.gpus)
 
 
+class Plan:
+    """What an update of a stage fills, moment by moment: rows, totals in GiB, contexts in the
+    engine's cache, GiB of the host."""
+
+    def __init__(self, config, n, args):
+        plays, (longest, tokens) = args.stage not in ("sft", "dpo"), ROOM[args.stage]
+        self.flag = "--context" if plays else "--cutoff"
+        self.longest = args.context if plays else args.cutoff or longest
+        self.tokens = max(args.pack_tokens or tokens, self.longest)
+        self.rows, self.contexts = training(config, n, args, self.tokens), math.inf
+        if plays:
+            engine, self.contexts = playing(config, n, args)
+            self.rows += engine
+        self.totals = {moment: sum(size for _, size, where in self.rows if moment in where) / GIB
+                       for moment in MOMENTS if plays or moment != "play"}
+        self.host = host(config, n, args) / GIB
+
+
 def plan(args):
     """Print the table; SystemExit where a moment does not fit."""
+    if args.stage == "recipes":
+        print(*recipes(), sep="\n")
+        return
     config, n = load_shape(args.model)
-    plays, (longest, tokens) = args.stage not in ("sft", "dpo"), ROOM[args.stage]
-    flag, longest = ("--context", args.context) if plays else ("--cutoff", args.cutoff or longest)
-    tokens = max(args.pack_tokens or tokens, longest)
+    found = Plan(config, n, args)
     positions, heads = config.max_position_embeddings, config.num_attention_heads
+    totals, longest = found.totals, found.longest
     if longest > positions:
-        sys.exit(f"{args.model} knows {positions} positions, {flag} asks for {longest}: lower it")
+        sys.exit(f"{args.model} knows {positions} positions, {found.flag} asks for {longest}: "
+                 "lower it")
     if heads % args.tp or args.gpus % args.tp:
         sys.exit(f"--tp {args.tp} does not divide {heads} attention heads and {args.gpus} GPUs")
-    rows, contexts = training(config, n, args, tokens), math.inf
-    moments = [moment for moment in MOMENTS if plays or moment != "play"]
-    if plays:
-        engine, contexts = playing(config, n, args)
-        rows += engine
-    print(f"{args.model}: {n:,} parameters on {args.gpus} GPUs, {tokens} tokens at a time\n"
-          f"{'GiB on each GPU':30}" + "".join(f"{moment:>8}" for moment in moments))
-    for what, size, where in rows:
-        if size and set(where) & set(moments):
-            sizes = (f"{size / GIB:.1f}" if moment in where else "" for moment in moments)
+    print(f"{args.model}: {n:,} parameters on {args.gpus} GPUs, {found.tokens} tokens at a time\n"
+          f"{'GiB on each GPU':30}" + "".join(f"{moment:>8}" for moment in totals))
+    for what, size, where in found.rows:
+        if size and set(where) & set(totals):
+            sizes = (f"{size / GIB:.1f}" if moment in where else "" for moment in totals)
             print(f"{what:30}" + "".join(f"{cell:>8}" for cell in sizes))
-    totals = {moment: sum(size for _, size, where in rows if moment in where) / GIB
-              for moment in moments}
     print(f"{f'of {args.gpu_gib:g} GiB':30}" + "".join(f"{size:8.1f}" for size in totals.values()))
-    on_host = host(config, n, args) / GIB
-    if on_host:
-        print(f"--offload takes {on_host:.1f} GiB of the host's memory")
-    if contexts < math.inf:
-        print(f"an engine's KV cache holds {contexts:.1f} contexts of {longest} tokens")
+    if found.host:
+        print(f"--offload takes {found.host:.1f} GiB of the host's memory")
+    if found.contexts < math.inf:
+        print(f"an engine's KV cache holds {found.contexts:.1f} contexts of {longest} tokens")
     fullest = max(totals, key=totals.get)
     if totals[fullest] > args.gpu_gib:
         over = totals[fullest] - args.gpu_gib
         sys.exit(f"this does not fit: {over:.2f} GiB too many on each GPU at the moment "
-                 f"{fullest!r}; what lowers it: {MOMENTS[fullest].format(longest=flag)}")
-    if on_host > args.host_gib:
-        sys.exit(f"this does not fit: --offload takes {on_host:.1f} GiB of the host's memory, of "
-                 f"which {args.host_gib:g} are free; what lowers it: --lora, or more nodes")
-    if contexts < 1:
+                 f"{fullest!r}; what lowers it: {MOMENTS[fullest].format(longest=found.flag)}")
+    if found.host > args.host_gib:
+        sys.exit(f"this does not fit: --offload takes {found.host:.1f} GiB of the host's memory, "
+                 f"{args.host_gib:g} are free; use --lora in its place")
+    if found.contexts < 1:
         sys.exit("this does not fit: the cache holds no whole context; what mends it: a higher "
                  "--gpu-memory, --tp, or a smaller --context")
     if args.out:
-        write_full(args, tokens)
+        write_full(args, found.tokens)
+
+
+# ------------------------------------------------------------------------------ recipes/cards.txt
+
+# Qwen2.5: hidden size, layers, heads, of keys, intermediate, vocabulary, tied
+QWEN = {"0.5b": (896, 24, 14, 2, 4864, 151936, True), "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
+        "3b": (2048, 36, 16, 2, 11008, 151936, True), "7b": (3584, 28, 28, 4, 18944, 152064, False)}
+LONGEST = {"0.5b": 16384}  # the recipes' context, 30000 elsewhere
+CARDS = {80: 79, 48: 44, 24: 22}  # GB: GiB that the smallest of these cards reports
+COUNTS = (1, 2, 4, 8, 16)
+CONTEXTS = 2  # the fewest whole contexts in an engine's cache; few plays fill theirs
+WAYS = ("", "--offload", "--lora 32", "--lora 32 --offload")
+SHARES = (0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2)
+HEAD = """# What fits which GPUs: python -m look.memory recipes > recipes/cards.txt
+# run.sh takes the first line of its size whose GPUs and memory it has. Columns: size, GPUs, GiB of
+# each, GiB of the host, context, --tp, share of a GPU that the engine fills, flags"""
+
+
+def qwen(size):
+    """The config of a Qwen2.5."""
+    from transformers import Qwen2Config
+
+    hidden, layers, heads, of_keys, intermediate, vocabulary, tied = QWEN[size]
+    return Qwen2Config(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=of_keys, intermediate_size=intermediate, vocab_size=vocabulary,
+        tie_word_embeddings=tied, max_position_embeddings=1 << 18)
+
+
+def recipes():
+    """Yield the lines of recipes/cards.txt: for each size, number of GPUs and card the first choice
+    that fits, and where it needs the host's memory, also the first that does not.
+
+    The recipe keeps its context as long as anything else helps: --offload, which learns the same,
+    then LoRA, then a shorter context.
+    """
+    yield HEAD
+    for size in QWEN:
+        config = qwen(size)
+        n, lines = count(config), set()
+        for gpus, gib in itertools.product(COUNTS, CARDS.values()):
+            for ways in (WAYS, [way for way in WAYS if "offload" not in way]):
+                lines |= choose(size, config, n, gpus, gib, ways)
+        yield from (line for *_, line in sorted(lines))
+
+
+def choose(size, config, n, gpus, gib, ways):
+    """The first choice that fits -> {(its place among all choices, - GiB, GPUs, its line)}"""
+    heads = config.num_attention_heads
+    contexts = [length for length in (30000, 16384, 8192) if length <= LONGEST.get(size, 30000)]
+    engines = [tp for tp in (1, 2, 4) if gpus % tp == 0 and heads % tp == 0]
+    for choice in itertools.product(contexts, WAYS, engines, SHARES):
+        context, way, tp, share = choice
+        pack = 32768 if context == 30000 else context
+        words = f"{way} --gpus {gpus} --gpu-gib {gib} --pack-tokens {pack}".split()
+        sft = Plan(config, n, flags(["sft", *words, "--cutoff", str(pack)]))
+        rl = Plan(config, n, flags(["grpo", *words, *f"--context {context} --tp {tp} --gpu-memory "
+                                    f"{share}".split()]))
+        fullest = max(*sft.totals.values(), *rl.totals.values())
+        if way in ways and fullest <= gib and rl.contexts >= CONTEXTS:
+            line = f"{size} {gpus} {gib} {math.ceil(rl.host)} {context} {tp} {share} {way}".strip()
+            place = (-context, WAYS.index(way), tp, -share)
+            return {(place, -gib, gpus, line)}
+    return set()
 
 
 def main(argv=None):

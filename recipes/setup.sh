@@ -1,5 +1,6 @@
 # What must be there before the recipe spends anything; sourced by run.sh.
 #   environment   .venv, made once from exact pins
+#   fit           offload, LoRA, context and the engine's share, by the GPUs' memory
 #   parse_flags   the flags of every stage
 #   preflight     GPUs, model, memory, disk; then every engine and trainer, once, for real
 
@@ -26,6 +27,38 @@ usable() {
     [[ ! -f $script ]] || interpreter=$(head -1 "$script" | cut -c3-)
     [[ -x .venv/bin/python && -x ${interpreter:-.venv/bin/python} ]]
 }
+
+# fit   what these GPUs hold, from the memory plan -> how, tp, share, context, cutoff, pack
+fit() {
+    local found="" line free=100000 ranks=$(((GPUS ? GPUS : planned) * NNODES))
+    if [[ $seen != 0 ]]; then  # of the smallest GPU, and of all nodes
+        gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n |
+            awk 'NR == 1 {print int($1 / 1024)}')
+        free=$(awk -v nodes="$NNODES" '/MemTotal/ {print int(nodes * $2 / 2^20)}' /proc/meminfo)
+    fi
+    gib=${GIB:-$gib} free=${HOST_GIB:-$free}
+    while read -ra line; do
+        if [[ ${line[0]} == "${size#tool-star-}" ]] &&
+            ((line[1] <= ranks && line[2] <= gib && line[3] <= free && GPUS % line[5] == 0)); then
+            found=1
+            break
+        fi
+    done <recipes/cards.txt
+    if [[ -z $found ]]; then
+        line=(0 0 0 0 30000 1 0.6)
+        [[ -n ${MODEL:-}${HOW:-} ]] || stop "$size does not fit $ranks x $gib GiB by the memory plan" \
+            "(recipes/cards.txt): more GPUs, a smaller size, or HOW=, CONTEXT= and SHARE= of your own"
+    fi
+    read -ra how <<<"${HOW-${line[*]:7}}"
+    context=${CONTEXT:-${line[4]}} tp=${line[5]} share=${SHARE:-${line[6]}}
+    cutoff=${CUTOFF:-$((context < 20480 ? context : 20480))}
+    pack=${PACK:-$((context < 30000 ? context : 32768))}
+    say "$ranks x $gib GiB: ${how[*]:-all weights, on the GPUs}, context $context," \
+        "${share} of each GPU for the engine"
+}
+
+# rate LR   ten times as large with LoRA (runtime.py, add_adapters)
+rate() { [[ " ${how[*]} " == *" --lora "* ]] && awk -v lr="$1" 'BEGIN {print lr * 10}' || echo "$1"; }
 
 # .venv, made once from exact pins, and again when their file changes
 environment() {
@@ -133,21 +166,22 @@ check_teachers() {
 # a micro-batch as large as there is, a play that is validated, learnt from and compared with the
 # engine, and a task for the engine that evaluates
 preflight() {
-    local plan free need ranks=$((GPUS * NNODES)) here=$OUT/preflight
+    local plan free need host=() ranks=$((GPUS * NNODES)) here=$OUT/preflight
     if [[ $what != preflight && -z ${DRY:-} ]] && made "$here/eval/table.md"; then return; fi
     if [[ $seen != 0 ]]; then
         must "this node has $seen GPUs, $GPUS are asked for: GPUS=$seen" test "$GPUS" -le "$seen"
         must "PyTorch starts on no $GPUS GPUs: R580? cuda-compat-13-0?" python -c "$sees" "$GPUS"
-        gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n |
-            awk 'NR == 1 {print int($1 / 1024)}')
     fi
+    [[ -n ${DRY:-} ]] || host=(--host-gib "$(awk -v nodes="$NNODES" '/MemAvailable/ {
+        print nodes * $2 / 2^20}' /proc/meminfo)")  # for --offload
     [[ -d $base ]] || must "no $base: MODEL=a folder, or a hub name that is cached or in reach" \
         hf download "$base" --include '*.json' --include '*.txt' --include '*.jinja' \
         --include '*.safetensors'
     for plan in "sft --cutoff $cutoff" "$algorithm --context $context --gpu-memory $share \
-        --pack-tokens $pack"; do
+        --pack-tokens $pack --tp $tp"; do
         must "$base is too large for $ranks x $gib GiB: see above; SHARE=0.4 is a --gpu-memory" \
-            python -m look.memory $plan --model "$base" --gpus "$ranks" --gpu-gib "$gib"
+            python -m look.memory $plan "${how[@]}" --model "$base" --gpus "$ranks" \
+            --gpu-gib "$gib" "${host[@]}"
     done
     if [[ -z ${DRY:-} ]]; then
         mkdir -p "$OUT"
@@ -160,16 +194,18 @@ preflight() {
         must "$free GB of the host's memory are free, $need are needed: a smaller GPUS" \
             test "$free" -ge "$need"
     fi
-    stage preflight-fill "$here/full.jsonl" python -m look.memory sft --model "$base" --gpus "$ranks" \
-        --gpu-gib "$gib" --cutoff "$pack" --out "$here/full.jsonl"
+    stage preflight-fill "$here/full.jsonl" python -m look.memory sft "${how[@]}" --model "$base" \
+        --gpus "$ranks" --gpu-gib "$gib" --cutoff "$pack" --pack-tokens "$pack" \
+        --out "$here/full.jsonl"
     stage preflight-full "$here/full/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$here/full.jsonl" --steps 1 --batch "$ranks" --cutoff "$pack" \
-        --pack-tokens "$pack" --resume --out "$here/full"
+        --pack-tokens "$pack" "${how[@]}" --resume --out "$here/full"
     # cut at 16 tokens, a reply breaks the format; it is trained on, and the sync is compared
     stage preflight "$here/rl/config.json" "${torchrun[@]}" "$GPUS" $algorithm.py --model "$base" \
         --tasks "$DATA/rl.jsonl" ${val:+--val "$val"} "${world[@]}" --steps 1 \
         --group 2 --prompts "$ranks" --max-turns 1 --turn-tokens 16 --context "$context" \
-        --gpu-memory "$share" --pack-tokens "$pack" --resume --out "$here/rl"
+        --gpu-memory "$share" --pack-tokens "$pack" "${how[@]}" --tp $tp --resume \
+        --out "$here/rl"
     must "nothing was trained on: remove $here" grep -q '"loss_tokens": [1-9]' "$here/rl/log.jsonl"
     stage preflight-eval "$here/eval/table.md" python evaluate.py --model "base=$base" --limit 1 \
         --tasks "$tried" "${world[@]}" --max-turns 1 --max-tokens 16 \

@@ -151,7 +151,7 @@ def wander(*endings, seed=SEED):
     ("answer", [ANSWER], 4000), ("format", [BREACH], 4000), ("turns", [CALL], 4000),
     ("context", [CALL], 420), ("", [CALL, CALL, ANSWER, BREACH], 4000)])
 def test_every_group_ends_with_g_whatever_ends_it(law, stop, replies, context, play):
-    for group, start in itertools.product((1, 5, 8), (0, 1, 8)):
+    for group, start in itertools.product((2, 5, 8), (0, 1, 8)):
         samples, llm = play(wander(*replies), f"--branch {law} --group {group} --initial {start} "
                                               f"--concurrency 8 --context {context}")
         assert Counter(s.query for s in samples.values()) == dict.fromkeys(range(3), group)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,22 +13,18 @@ from conftest import ROOT
 
 import sft
 from look import memory
-from runtime import load_template
-
-SHAPES = {  # Qwen2.5's: hidden size, layers, heads, of keys, intermediate, vocabulary, tied
-    "0.5B": (896, 24, 14, 2, 4864, 151936, True),
-    "1.5B": (1536, 28, 12, 2, 8960, 151936, True), "3B": (2048, 36, 16, 2, 11008, 151936, True),
-    "7B": (3584, 28, 28, 4, 18944, 152064, False), "flat": (128, 2, 2, 1, 256, 151936, False)}
+from runtime import add_adapters, load_template
 
 
 def config_of(size):
-    from transformers import Qwen2Config
+    """A Qwen2.5's, or that of a flat model with as many words."""
+    if size == "flat":
+        from transformers import Qwen2Config
 
-    hidden, layers, heads, of_keys, intermediate, vocabulary, tied = SHAPES[size]
-    return Qwen2Config(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=of_keys, intermediate_size=intermediate, vocab_size=vocabulary,
-        tie_word_embeddings=tied, max_position_embeddings=1 << 18)
+        return Qwen2Config(hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
+                           num_key_value_heads=1, intermediate_size=256, vocab_size=151936,
+                           tie_word_embeddings=False, max_position_embeddings=1 << 18)
+    return memory.qwen(size.lower())
 
 
 class Peak(torch.utils._python_dispatch.TorchDispatchMode):
@@ -61,9 +58,10 @@ def blockwise(module, q, k, v, *_, **__):
     return out.transpose(1, 2), None
 
 
-def update(size, tokens, dtype, keep=0.0, logps=True):
+def update(size, tokens, dtype, keep=0.0, logps=True, rank=0):
     """The Peak of a forward and backward, on the device "meta", whose tensors have no storage, and
-    the model. keep: a share of the activations; logps: with the loss, or of the model alone."""
+    the model. keep: a share of the activations; logps: with the loss, or of the model alone; rank: of
+    adapters."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("blockwise", blockwise)
@@ -71,8 +69,12 @@ def update(size, tokens, dtype, keep=0.0, logps=True):
         lm = AutoModelForCausalLM.from_config(config_of(size), dtype=dtype,
                                               attn_implementation="blockwise")
         ids = torch.zeros(1, tokens, dtype=torch.long)
+        if rank:
+            add_adapters(lm, None, SimpleNamespace(lora=rank, seed=0, model=""))
+    lm.to(dtype)  # as ZeRO-3 makes adapters
     sft.recompute_layers(lm.train(), 1 - keep)
-    for p in lm.parameters() if dtype == torch.bfloat16 else ():
+    trained = [p for p in lm.parameters() if p.requires_grad]
+    for p in trained if dtype == torch.bfloat16 else ():
         # ZeRO-3 takes a gradient away as soon as it is there
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     policy, mask = sft.Policy(lm), {"full_attention": None}
@@ -94,13 +96,15 @@ def test_the_loss_holds_no_whole_logits_and_at_most_a_third_of_a_small_model_of_
 @pytest.mark.parametrize("size, tokens, keep, moment", [
     ("7B", 30000, 0.0, "layer"), ("3B", 30000, 0.0, "layer"), ("1.5B", 4096, 0.0, "logits"),
     ("7B", 30000, 1.0, "logits"), ("7B", 30000, 0.5, "logits")])
-def test_planned_activations_are_those_of_the_real_model(size, tokens, keep, moment):
+@pytest.mark.parametrize("rank", [0, 32])
+def test_planned_activations_are_those_of_the_real_model(size, tokens, keep, moment, rank):
     args = memory.flags(["grpo", "--no-checkpointing", str(keep)])
+    args.lora = rank
     rows = memory.training(config_of(size), 0, args, tokens)
     deepspeeds = re.compile("shard|bucket|gathered|CUDA")
     sizes = [n for row, n, where in rows if moment in where and not deepspeeds.search(row)]
-    found, _ = update(size, tokens, torch.bfloat16, keep)
-    assert sum(sizes) == pytest.approx(found.peak, rel=0.01)
+    found, _ = update(size, tokens, torch.bfloat16, keep, rank=rank)
+    assert sum(sizes) == pytest.approx(found.peak, rel=0.1 if rank else 0.01)
 
 
 def test_planned_states_are_those_of_zero3(tiny_model, tmp_path):
@@ -134,6 +138,60 @@ def test_planned_states_are_those_of_zero3(tiny_model, tmp_path):
     rows = memory.training(*memory.load_shape(tiny_model), memory.flags(["grpo", "--gpus=2"]), 1)
     assert sizes == pytest.approx([size for _, size, _ in rows[:5]], rel=1e-3)
     assert live == at_a_time == 1e9
+
+
+@pytest.mark.parametrize("words", ["", "--offload", "--lora 16", "--lora 16 --offload"])
+def test_the_planned_peak_is_what_two_ranks_allocate(words, tmp_path):
+    (tmp_path / "peak.py").write_text("""if True:
+        import gc, os, sys, torch, runtime, sft
+        from types import SimpleNamespace
+        from test_memory import Peak
+        from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config
+        from look import memory
+
+        def attend(module, q, k, v, *_, **__):  # makes no T x T matrix
+            op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return op(q, k, v, 0.0, True)[0].transpose(1, 2), None
+
+        AttentionInterface.register("attend", attend)
+        rank, ranks, _ = sft.setup()
+        args = memory.flags(["sft", "--gpus", "2", *sys.argv[1:]])
+        config = Qwen2Config(hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+                             num_key_value_heads=2, intermediate_size=768, vocab_size=16000,
+                             tie_word_embeddings=False)
+        config._attn_implementation, tokens = "attend", 1024
+        with Peak([]) as peak:
+            lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            n = sum(p.numel() for p in lm.parameters())
+            if args.lora:
+                runtime.add_adapters(lm, None, SimpleNamespace(lora=args.lora, seed=0, model=""))
+            lm.train().gradient_checkpointing_enable()
+            gpu = SimpleNamespace(type="cuda")  # what a GPU gets, in this machine's memory
+            engine = sft.zero3(sft.Policy(lm), 1e-3, gpu, args.offload)
+            ids = torch.ones(1, tokens, dtype=torch.long)
+            for _ in range(2):
+                gc.collect()
+                peak.peak = peak.now
+                engine.backward(engine(ids, torch.arange(tokens)[None], ids.bool())[0].sum())
+                found = peak.peak
+                engine.step()
+        rows = memory.training(config, n, args, tokens)
+        planned = max(sum(size for what, size, where in rows if moment in where and
+                          not what.startswith("CUDA")) for moment in ("logits", "layer"))
+        trained = memory.adapter_size(config, args) or n
+        planned += args.offload * 20 * trained / 2  # the host's, here without powers of two
+        if rank == 0:
+            bucket = 1e9  # the fixed row of either
+            print("planned and found", planned - bucket, found - bucket, flush=True)
+        os._exit(0)
+    """)
+    command = f"torch.distributed.run --standalone --nproc_per_node 2 {tmp_path}/peak.py {words}"
+    done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True,
+                          text=True, timeout=600,
+                          env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"})
+    assert done.returncode == 0, done.stderr[-4000:]
+    planned, found = map(float, re.search("planned and found (.*) (.*)", done.stdout).groups())
+    assert planned == pytest.approx(found, rel=0.1)
 
 
 def test_the_planned_cache_holds_the_keys_and_values_of_the_real_model():
@@ -219,17 +277,32 @@ def test_a_model_with_too_few_positions_or_the_wrong_heads_is_refused(words, sai
         memory.main([*words.split(), "--model", str(tmp_path)])
 
 
-def test_the_smallest_size_of_the_recipe_fits_one_gpu_of_24_gib(tmp_path, capsys):
-    config_of("0.5B").save_pretrained(tmp_path)
-    variables = os.environ | {"DRY": "1", "GPUS": "1", "MODEL": str(tmp_path)}
-    done = subprocess.run(["bash", "run.sh", "0.5b"], cwd=ROOT, env=variables, check=True,
-                          capture_output=True, text=True)
-    plans = [line.split()[3:] for line in done.stdout.splitlines() if "look.memory" in line]
-    # a folder is there, and nothing is downloaded
-    assert [plan[0] for plan in plans] == ["sft", "grpo", "sft"]
-    assert "hf download" not in done.stdout
+def test_the_table_of_cards_is_what_the_plan_chooses():
+    assert (ROOT / "recipes" / "cards.txt").read_text() == "\n".join(memory.recipes()) + "\n"
+
+
+@pytest.mark.parametrize("size, gpus, gib", [("0.5b", 1, 24), ("1.5b", 1, 24), ("3b", 1, 24),
+                                             ("3b", 2, 48), ("7b", 1, 80), ("7b", 4, 24)])
+@pytest.mark.parametrize("host", ["8", "400"])
+def test_what_a_recipe_runs_fits_its_cards_and_its_host(size, gpus, gib, host, tmp_path, capsys):
+    config_of(size).save_pretrained(tmp_path)
+    variables = {"DRY": "1", "GPUS": str(gpus), "GIB": str(gib), "HOST_GIB": host, "SHARE": "",
+                 "MODEL": str(tmp_path), "CONTEXT": "", "CUTOFF": "", "PACK": "", "NNODES": "1"}
+    done = subprocess.run(["bash", "run.sh", size], cwd=ROOT, env=os.environ | variables,
+                          capture_output=True, text=True, check=True)
+    plans = [line.split() for line in done.stdout.splitlines() if "-m look.memory" in line]
+    assert [plan[3] for plan in plans] == ["sft", "grpo" if size != "1.5b" else "arpo", "sft"]
     for plan in plans[:2]:
-        memory.main([*plan, "--gpu-gib", "23"])
+        memory.main([*plan[3:], "--gpu-gib", str(memory.CARDS[gib]), "--host-gib", host])
+    assert f"{gpus} x {gib} GiB: " in done.stderr
+    assert "hf download" not in done.stdout  # a folder is there, and nothing is downloaded
+
+
+def test_a_size_that_fits_no_card_is_refused_in_one_line():
+    done = subprocess.run(["bash", "run.sh", "7b"], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"DRY": "1", "GPUS": "1", "GIB": "24"})
+    assert done.returncode == 1 and not done.stdout
+    assert "7b does not fit 1 x 24 GiB by the memory plan" in done.stderr.splitlines()[-1]
 
 
 def test_out_is_an_episode_per_gpu_that_nearly_fills_the_micro_batch(tiny_model, tmp_path):

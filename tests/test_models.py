@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, SEED, SFT, train
 from families import samples, tiny_lm
-from test_template import CHATML, FORMS, tokenizer_of
+from test_runtime_template import CHATML, FORMS, tokenizer_of
 
 import runtime
 import sft
@@ -115,7 +115,7 @@ def model(tiny_model, tmp_path):
 
 
 def load(folder, out):
-    args = Namespace(model=str(folder), out=str(out), no_checkpointing=True)
+    args = Namespace(model=str(folder), out=str(out), no_checkpointing=1.0)
     return sft.load(args, runtime.load_template(folder), torch.device("cpu"))[0].lm
 
 
@@ -275,13 +275,9 @@ def test_no_end_token_is_taught_twice_or_if_nobody_said_it(plain, tmp_path):
 
 @pytest.mark.slow
 def test_a_hybrid_model_is_trained_by_grpo_as_its_engine_samples(tmp_path):
-    torchvision = pytest.importorskip("torchvision", exc_type=ImportError)
-    assert torchvision
-    text, special, eos, _ = FORMS["Qwen3.5 thinking"]
-    tokenizer = tokenizer_of(text, special, eos)
-    lm = tiny_lm("qwen3_5_text", SEED, 0)
-    lm.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    text, special, eos, _ = FORMS["LFM2.5"]
+    tokenizer_of(text, special, eos).save_pretrained(tmp_path / "model")
+    tiny_lm("lfm2", SEED, 0).save_pretrained(tmp_path / "model")
     runtime.write_jsonl(tmp_path / "sums.jsonl", [{"id": "a", "query": "?", "sum": 3}])
     train("grpo.py", tmp_path / "rl", "--env tests/calculator.py --model", tmp_path / "model",
           "--tasks", tmp_path / "sums.jsonl", "--steps 2 --prompts 1 --group 4 --context 300",

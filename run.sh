@@ -44,6 +44,7 @@ stop() { say "$@"; exit 1; }
 wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
 print() { printf '%q ' "$@"; echo; }
 made() { [[ -e $1 && ! -e $1.unfinished ]]; }
+said() { [[ ! -s ${mark:-}.why ]] || head -1 "$mark.why"; rm -f "${mark:-}.why"; }  # by a rank
 
 # stage NAME OUTPUT COMMAND...   a step, done when OUTPUT is there with no mark of a broken try
 stage() {
@@ -68,8 +69,7 @@ stage() {
     [[ $1 != torchrun ]] || command=(python -m runtime "${@:2}")  # torchrun without its own words
     rm -f "$mark.why"
     if ! STAR_SAID=$mark.why "${command[@]}"; then
-        [[ ! -s $mark.why ]] || why=$(head -1 "$mark.why")
-        rm -f "$mark.why"
+        why=$(said)
         stop "stage $name failed, ${why:-see above}${lost:-}. The same command continues from here"
     fi
     [[ -e $output ]] || stop "stage $name ended without writing $output"
@@ -177,7 +177,8 @@ else
         stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
     fit
 fi
-trap 'stop "SIGTERM. What was saved is kept: the same command continues"' TERM
+trap 'why=$(said); [[ ! $why ]] || say "$why"
+      stop "SIGTERM. What was saved is kept: the same command continues"' TERM
 trap 'say "interrupted. What was saved is kept: the same command continues"; exit 130' INT
 meet=(--standalone)
 if [[ $NNODES != 1 ]]; then

@@ -33,9 +33,10 @@ from pathlib import Path
 from queue import Empty
 
 import runtime
-from runtime import AMOUNT, COUNT, NATURAL, NO_ROOM, PART, ChatError, Help, Parser, web_address
+from runtime import AMOUNT, COUNT, NATURAL, PART, ChatError, Help, Parser, Refused, web_address
 
 STOPS = ("answer", "format", "turns", "context")
+MANY = 8  # refused plays in a row that raise a doubt about the endpoint
 COUNTS = ("reward", "turns", "calls", "tokens")  # means of numbers; all other lines are shares
 SETTINGS = ("env", "temperature", "top_p", "max_context", "max_turns", "max_tokens", "lenient",
             "seed")
@@ -43,36 +44,64 @@ SETTINGS = ("env", "temperature", "top_p", "max_context", "max_turns", "max_toke
 
 # -------------------------------------------------------------------------------- playing by text
 
-def play(generate, episodes, concurrency=8, max_context=math.inf):
+def play(generate, episodes, concurrency=8, max_context=math.inf, max_tokens=0, worked=False):
     """Play text-level episodes with generate(messages) -> reply; yields each as it ends.
 
     Every episode has its own thread, so that a slow reply delays nobody else. After a failure no
     new episode starts; those that still end are yielded before it is raised.
+
+    Refused episodes wait until another one ends otherwise. If as many in a row are refused as play
+    at once, or all that are left, blame() decides whether that is the endpoint's failure; then
+    they are not yielded, and the next run plays them again. worked: an earlier run had others.
     """
-    waiting, failure, episodes = set(), None, iter(episodes)
+    waiting, refused, failure, episodes = set(), [], None, iter(episodes)
     with ThreadPoolExecutor(concurrency) as pool:
         while True:
-            for episode in islice(episodes, 0 if failure else concurrency - len(waiting)):
-                waiting.add(pool.submit(play_one, generate, episode, max_context))
-            if not waiting:
+            stopped = failure or len(refused) >= max(MANY, concurrency)
+            for episode in islice(episodes, 0 if stopped else concurrency - len(waiting)):
+                waiting.add(pool.submit(play_one, generate, episode, max_context, max_tokens))
+            if not waiting and (failure or not refused):
                 break
+            if not waiting:
+                failure = blame(generate, refused[-1], worked)
+                yield from () if failure else refused
+                refused = []
+                continue
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:
                 failure = failure or future.exception()
-            yield from (future.result() for future in done if not future.exception())
+            ended = [future.result() for future in done if not future.exception()]
+            refused += [episode for episode in ended if episode.stop == "refused"]
+            ended = [episode for episode in ended if episode.stop != "refused"]
+            if ended:
+                worked, ended, refused = True, [*refused, *ended], []
+                yield from ended
     if failure:
         raise failure
 
 
-def play_one(generate, episode, max_context=math.inf):
-    """Play one episode to its end. max_context: tokens of the episode, as the endpoint counts."""
+def blame(generate, episode, worked):
+    """The ChatError of an endpoint that refused every play, or that now refuses even a greeting
+    with the system prompt of this refused episode; None if it refuses some requests only."""
+    if not worked:
+        return ChatError(f"every play was refused, the last one so: {episode.refusal}")
+    try:
+        generate([episode.messages[0], {"role": "user", "content": "Hello"}])
+    except ChatError as error:
+        return error
+
+
+def play_one(generate, episode, max_context=math.inf, max_tokens=0):
+    """Play one episode to its end. max_context: tokens of the episode, as the endpoint counts;
+    max_tokens: the limit of a reply that generate asks for."""
     while not episode.stop:
         try:
             reply = generate(episode.messages)
-        except ChatError as error:
-            if not NO_ROOM.search(str(error)):
-                raise
-            episode.stop = "context"
+        except Refused as error:
+            # at least, because the tokens of the last observation are unknown
+            sent = (getattr(episode, "tokens", 0) or 0) + max_tokens
+            full = isinstance(error, runtime.NoRoom) or error.may_be_length and sent >= max_context
+            episode.stop, episode.refusal = "context" if full else "refused", str(error)
             break
         episode.tokens = getattr(reply, "tokens", 0) or None
         if (episode.tokens or 0) > max_context:  # an engine would have cut this reply
@@ -335,7 +364,8 @@ def print_episode(row):
 
 def print_verdict(row):
     """Print why an episode stopped, and its verdict, check by check."""
-    print(f"\n--- the episode stopped: {row['stop']}")
+    said = f" ({row['refusal']})" if "refusal" in row else ""
+    print(f"\n--- the episode stopped: {row['stop']}{said}")
     if "score" not in row:
         return
     if not row.get("plan"):
@@ -358,7 +388,8 @@ def flags(argv=None):
         help="model: --model plays; solver: the world's exact solver; person: you, in the terminal")
     add("--url", type=web_address, metavar="URL",
         help="let an OpenAI-compatible endpoint play instead of vLLM, such as http://host:8000/v1; "
-        "its replies must contain their thoughts, so run it without a reasoning parser")
+        "thoughts that its reasoning parser sends apart are put in front of the replies as "
+        "<think>...</think>; run it without a tool parser")
     add("--key", metavar="FILE", help="file with the endpoint's API key")
     add("--tp", type=COUNT, default=1, help="GPUs per engine (tensor parallel)")
     add("--processes", type=NATURAL, default=0, help="engines that share the tasks; the table does "
@@ -379,7 +410,8 @@ def flags(argv=None):
     add("--top-p", type=PART, default=0.95, help="nucleus sampling [1]")
     add("--max-context", type=COUNT, default=32768, help="tokens per episode [1]")
     add("--max-turns", type=COUNT, default=60, help="tool calls per episode, then an answer [1]")
-    add("--max-tokens", type=COUNT, default=4096, help="tokens per reply")
+    add("--max-tokens", type=NATURAL, default=4096, help="tokens per reply; 0: no limit but the "
+        "context, and --url is sent none")
     add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
         "format and continue; without it that ends the episode, as in training and in [1]")
     add("--concurrency", type=COUNT, default=64, help="episodes in flight")
@@ -473,7 +505,8 @@ def play_agent(args, folder, settings, tasks):
         raise ValueError(f"{folder}: other tasks with these ids were played; choose another --out")
     if left and args.agent == "model" and not args.url:
         runtime.check_values(settings["model"])
-    rows, wins, counted = partial(play_rows, args, folder.name, settings["model"]), [], None
+    worked = any(row["stop"] != "refused" for row in done.values())
+    rows, wins, counted = partial(play_rows, args, folder.name, settings["model"], worked), [], None
     if args.agent != "person":  # a person needs this process's terminal
         rows = partial(apart, "evaluate.py", rows, args=args)
     bar = None
@@ -494,14 +527,17 @@ def play_agent(args, folder, settings, tasks):
               "effect", file=sys.stderr)
 
 
-def play_rows(args, name, path, tasks):
-    """Yield None when play starts, then the judged record of each task's episode as it ends."""
+def play_rows(args, name, path, worked, tasks):
+    """Yield None when play starts, then the judged record of each task's episode as it ends.
+    worked: as in play."""
     world = runtime.open_world(args)
-    episodes = player(args, path, world, tasks)
+    episodes = player(args, path, world, tasks, worked)
     yield None
     for episode in episodes:
         plan, verdict, strict = world.verdict(episode)
         row = episode.record(name) | {"plan": plan, "tokens": getattr(episode, "tokens", None)}
+        if hasattr(episode, "refusal"):
+            row["refusal"] = episode.refusal
         if verdict is not None:
             reward = world.reward(verdict, world.kinds[0])
             row |= {"score": verdict, "reward": reward, "strict": strict}
@@ -509,7 +545,7 @@ def play_rows(args, name, path, tasks):
     world.close()
 
 
-def player(args, path, world, tasks):
+def player(args, path, world, tasks, worked=False):
     """The tasks' episodes as they end, played by the solver, a person, an endpoint or vLLM."""
     def begin(task):
         episode = world.episode(task, f"{args.seed}/{name_of(task)}", args)
@@ -531,7 +567,8 @@ def player(args, path, world, tasks):
                                     api_key=runtime.read_key(args.key))
     asks = world.open_helpers(generate) if hasattr(world, "open_helpers") else None
     if args.url:
-        return play(generate, episodes, args.concurrency, args.max_context)
+        return play(generate, episodes, args.concurrency, args.max_context, args.max_tokens,
+                    worked)
     llm, template = open_engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
     return play_vllm(llm, template, episodes, args.max_context, **sampling, seed=args.seed,
                      concurrency=args.concurrency, stops=world.stops, slow=world.slow, asks=asks)

@@ -31,7 +31,7 @@ from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
 
-from runtime import LONGEST_REPLY, ChatError, Parser, chat, endpoint, errors_name, run
+from runtime import LONGEST_REPLY, ChatError, Parser, chat, endpoint, errors_name, run, spoken
 from sandbox import PROMPTS, open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
@@ -690,7 +690,7 @@ def ask_formatter(text, task, model, url, cache=None, **options):
     for _ in range(2):
         reply = chat(url, model, messages, 0.0, max_tokens=8192, **options)
         tokens += reply.tokens
-        days = days_in(reply)
+        days = days_in(spoken(reply))
         if days is not None:
             plan = [clean_day(day, i) for i, day in enumerate(days, 1)] or None
             if path:

@@ -258,7 +258,7 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args, 
     calls = runtime.open_calls(world.slow, len(tasks), group, args, len(resuming))
 
     def queue(s):
-        if stretch and sampled(s, s.starts[-1]) >= stretch:
+        if stretch and ages(s)[0] >= stretch:
             done.append(s)  # (7) it waits
         else:
             live[submit(engine, s, world, template, temperature, top_p, args)] = s
@@ -692,7 +692,7 @@ def zero3(policy, lr, device, offload=False):
         optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=cuda or None)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
-        # gather whole layers: hooks on each of their modules cost time (docs/results.md)
+        # gather whole layers: hooks on each of their modules cost time (docs/notes.md)
         "zero_optimization": {"stage": 3, "overlap_comm": cuda, "leaf_module": {
             "classes": sorted(policy.lm._no_split_modules or ())}, "offload_optimizer": {
                 "device": "cpu" if offload else "none", "pin_memory": cuda}},
@@ -901,14 +901,14 @@ def gather(samples):
     return sorted((s for part in parts for s in part), key=lambda s: (s.query, s.name))
 
 
-def sampled(s, start=0):
-    """Number of tokens that the engine sampled for this play, from position `start` on."""
-    return sum(s.mask[start:]) - s.logps[start:].count(NOT_SAMPLED)
+def sampled(s):
+    """Number of tokens that the engine sampled for this play."""
+    return sum(s.mask) - s.logps.count(NOT_SAMPLED)
 
 
 def ages(s):
     """(7) [tokens sampled in this update, in the one before, ...] of a play"""
-    counts = [sampled(s, start) for start in s.starts]
+    counts = [sum(s.mask[i:]) - s.logps[i:].count(NOT_SAMPLED) for i in s.starts]
     return [more - less for more, less in pairwise([*counts, 0])][::-1]
 
 

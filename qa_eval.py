@@ -203,7 +203,8 @@ def play_model(args, folder, settings, tasks):
     left = [task for task in tasks if task["id"] not in done]
     begun = len(tasks) - len(left)
     print(f"{folder.name}: {begun} of {len(tasks)} questions played", file=sys.stderr)
-    played = partial(play_questions, args, folder.name, settings["model"])
+    worked = any(verdict.stop != "refused" for verdict in done.values())
+    played = partial(play_questions, args, folder.name, settings["model"], worked)
     rows = evaluate.apart("qa_eval.py", played, left, args)
     right = 0.0
     bar = runtime.progress(rows if left else (), folder.name, len(tasks), begun)
@@ -213,10 +214,10 @@ def play_model(args, folder, settings, tasks):
         bar.set_postfix_str(f"EM since this start {100 * right / i:.1f}", refresh=False)
 
 
-def play_questions(args, name, path, tasks):
+def play_questions(args, name, path, worked, tasks):
     """Yield the judged record of each question's episode as it ends."""
     prompt = qa_prompt(args.system_prompt)
-    play_here = choose_player(args, path)
+    play_here = choose_player(args, path, worked)
     # after the engine: vLLM 0.32.0 does not start once numba is imported, and bm25s imports it
     retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder,
                                tries=args.tries, patience=args.patience)
@@ -226,14 +227,16 @@ def play_questions(args, name, path, tasks):
         yield episode.record(name) | {"score": qa_score(episode)}
 
 
-def choose_player(args, path):
-    """episodes -> the same in the order they end, played by an API or by a vLLM engine here."""
+def choose_player(args, path, worked=False):
+    """episodes -> the same in the order they end, played by an API or by a vLLM engine here.
+    worked: as in evaluate.play."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url:
         key = Path(args.key).read_text().strip() if args.key else None
         generate = partial(runtime.chat, args.url, path, **sampling, api_key=key)
         return partial(evaluate.play, generate, concurrency=args.concurrency,
-                       max_context=args.max_context)
+                       max_context=args.max_context, max_tokens=args.max_tokens,
+                       worked=worked)
     llm, template = evaluate.open_engine(path, args.max_context, args.concurrency, args.tp,
                                          args.gpu_memory)
     return partial(evaluate.play_vllm, llm, template, max_context=args.max_context,
@@ -338,7 +341,8 @@ def flags(argv=None):
     add("--topk", type=COUNT, default=5, help="passages per search [1]")
     add("--max-turns", type=COUNT, default=60, help="searches per question, then an answer [1]")
     add("--max-context", type=COUNT, default=32768, help="tokens per question [1]")
-    add("--max-tokens", type=COUNT, default=2048, help="tokens per reply")
+    add("--max-tokens", type=NATURAL, default=2048, help="tokens per reply; 0: no limit but the "
+        "context, and --url is sent none")
     add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
         "format and continue; without it the question is wrong")
     add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")

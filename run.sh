@@ -44,6 +44,7 @@ stop() { say "$@"; exit 1; }
 wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
 print() { printf '%q ' "$@"; echo; }
 made() { [[ -e $1 && ! -e $1.unfinished ]]; }
+said() { [[ ! -s ${mark:-}.why ]] || head -1 "$mark.why"; rm -f "${mark:-}.why"; }  # by a rank
 
 # stage NAME OUTPUT COMMAND...   a step, done when OUTPUT is there with no mark of a broken try
 stage() {
@@ -68,8 +69,7 @@ stage() {
     [[ $1 != torchrun ]] || command=(python -m runtime "${@:2}")  # torchrun without its own words
     rm -f "$mark.why"
     if ! STAR_SAID=$mark.why "${command[@]}"; then
-        [[ ! -s $mark.why ]] || why=$(head -1 "$mark.why")
-        rm -f "$mark.why"
+        why=$(said)
         stop "stage $name failed, ${why:-see above}${lost:-}. The same command continues from here"
     fi
     [[ -e $output ]] || stop "stage $name ended without writing $output"
@@ -109,7 +109,7 @@ source recipes/setup.sh  # environment, what fits these GPUs, preflight
 # ------------------------------------------------------------------------------------------- sizes
 size=${1:-} what=${2:-all} axis=${3:-} times=() fresh=() ENDPOINT=${ENDPOINT:-}
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
-seen=$(seen_gpus) how=() tp=1
+seen=$(seen_gpus) how=() tp=1 saving=10  # updates between checkpoints
 planned=8 gib=80  # the GPUs that DRY=1 prints commands for, where none is seen
 # what changes with the size [1 app. C, D]; 7b has two nodes of 8 GPUs [1]
 case $size in
@@ -120,7 +120,8 @@ case $size in
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 sft_epochs=6 algorithm=arpo reward=macro ;;
     3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo
           reward=curriculum ;;
-    7b)   base=Qwen/Qwen2.5-7B-Instruct millions=7616 sft_epochs=4 algorithm=grpo reward=sum ;;
+    7b)   base=Qwen/Qwen2.5-7B-Instruct millions=7616 sft_epochs=4 algorithm=grpo reward=sum
+          saving=25 ;;  # [2] 107 GB each: minutes on a shared disk, in which all GPUs wait
     tool-star-0.5b) base=Qwen/Qwen2.5-0.5B-Instruct millions=494 ;;
     tool-star-1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 ;;
     tool-star-3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 ;;
@@ -176,7 +177,8 @@ else
         stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
     fit
 fi
-trap 'stop "SIGTERM. What was saved is kept: the same command continues"' TERM
+trap 'why=$(said); [[ ! $why ]] || say "$why"
+      stop "SIGTERM. What was saved is kept: the same command continues"' TERM
 trap 'say "interrupted. What was saved is kept: the same command continues"; exit 130' INT
 meet=(--standalone)
 if [[ $NNODES != 1 ]]; then
@@ -223,7 +225,7 @@ else
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32
         --group 8 --epochs 5 --lr $(rate 2e-6) --temperature 1.0 --context $context --max-turns 60
         --pack-tokens $pack --gpu-memory $share --clip-low 0.2 --clip-high 0.28 --seed "$SEED"
-        --save-every 10 --resume "${how[@]}" --tp $tp --out "$OUT/rl")
+        --save-every $saving --resume "${how[@]}" --tp $tp --out "$OUT/rl")
     # [1 app. D]: how it is played, and that the checkpoint is the best on validation; judged on
     # tasks that did not choose it, beside the last one [2]
     models=(base="$base" sft="$OUT/sft" last="$OUT/rl" rl="$OUT/rl/best")

@@ -1107,12 +1107,34 @@ def shared_counter(name, n, args):
 # ------------------------------------------------------------------------------------ (7) endpoints
 
 LONGEST_REPLY = 200_000  # characters; 32K tokens of English are some 130,000
-# "maximum context length is ..." in all its wordings, but not an address or a model's name
-NO_ROOM = re.compile(r"status 4(00|13|22)\b.*context|no context", re.DOTALL)
+# how servers say that a conversation exceeds the model's context
+NO_ROOM = re.compile("|".join([
+    r"maximum (model|context|prompt|sequence|input) length",  # vLLM, DeepSeek, Mistral, xAI
+    r"context[_ ](length|size|window|limit)",  # OpenAI, SGLang, llama.cpp, LM Studio
+    r"(prompt|inputs?|context|request|conversation|messages?) (is|are) too long",  # Anthropic
+    r"token count\b.{0,60}\bexceeds",  # Gemini
+    r"exceed\w*\b.{0,40}\b(token limit|max\w* (length|tokens|number of tokens))",  # Moonshot, GLM
+    r"must have less than \d+ tokens|`inputs` tokens \+",  # TGI
+    r"too many (input |prompt |total )?tokens(?! per)",  # Cohere
+    r"range of input length|reduce the length",  # Qwen, Cerebras
+]), re.IGNORECASE | re.DOTALL)
+ABOUT_THE_REQUEST = (400, 413, 422, 451)  # other statuses may be about the key, the model, the load
 
 
 class ChatError(ConnectionError):
-    """An endpoint refused, or gave no usable reply however often it was asked."""
+    """An endpoint gave no usable reply however often it was asked."""
+
+
+class Refused(ChatError):
+    """An endpoint refused one request, or answered it without text; it may answer others.
+
+    may_be_length: whether a full context could be the cause."""
+
+    may_be_length = False  # set from the status and the words of the server
+
+
+class NoRoom(Refused):
+    """A request or its reply exceeds the model's context."""
 
 
 @lru_cache(maxsize=64)
@@ -1127,7 +1149,9 @@ def client_of(url, key, retries):
     # the environment's proxy leads to the internet, not to a server on the local network
     web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"),
                                     event_hooks={"request": [tell]})
-    return openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
+    client = openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
+    client.limit = "max_tokens"  # how this server calls the limit of a reply, see post()
+    return client
 
 
 @lru_cache
@@ -1154,16 +1178,55 @@ class Reply(str):
     tokens = 0
 
 
-def read_reply(body, stops=()):
+def read_reply(body, stops=(), begun=False):
     """The Reply in a chat completion. If the endpoint left out the stop string, it is put back.
-    LookupError, TypeError or ValueError if the body is not a completion with a text."""
+    Refused if the completion says why it has no text; ValueError, LookupError, TypeError or
+    AttributeError if it does not say so, or if the body is not a completion.
+
+    begun: the reply continues a message, which may hold its <think> and may already be at its end.
+    """
+    if body.get("error") and not body.get("choices"):  # gateways send errors with status 200, too
+        said = str(body["error"])[:300]
+        raise NoRoom(repr(said)) if NO_ROOM.search(said) else ValueError(f"no reply but {said!r}")
     choice, usage = body["choices"][0], body.get("usage")
-    text = "" + choice["message"]["content"]
-    for stop in stops if choice.get("finish_reason") == "stop" else ():
+    message, end = choice["message"], choice.get("finish_reason")
+    text = "" + (message.get("content") or "")  # TypeError if it is not a text
+    if len(text) > LONGEST_REPLY:
+        raise NoRoom(f"a reply of {len(text):,} characters fits into no context")
+    if end == "content_filter":
+        raise Refused("a content filter took the reply")
+    if not text.strip() and not begun:
+        if end == "length":
+            raise Refused("the limit of tokens cut the thought short, before any text")
+        if message.get("refusal"):
+            raise Refused(f"the model refused: {str(message['refusal'])[:300]!r}")
+        if message.get("tool_calls"):
+            raise Refused("tool_calls instead of text; run the server without a tool parser")
+        raise ValueError("a reply without text")
+    for stop in stops if end == "stop" else ():
         text += stop * (text.rfind(stop.replace("/", "")) > text.rfind(stop))
-    reply = Reply(text)
-    reply.tokens = usage.get("total_tokens", 0) if isinstance(usage, dict) else 0
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    reply = Reply(text if begun else with_thought(text, thought))
+    tokens = usage.get("total_tokens") if isinstance(usage, dict) else 0
+    reply.tokens = tokens if type(tokens) is int else 0
     return reply
+
+
+def with_thought(text, thought):
+    """A reply with its thought in front, as <think>...</think>. Servers with a reasoning parser
+    send the thought apart; without one, the chat template may have opened it."""
+    thought = thought.strip() if isinstance(thought, str) else ""
+    thought = thought.removeprefix("<think>").removesuffix("</think>")
+    if "<think>" in text:
+        return text
+    if "</think>" in text:
+        return f"<think>{thought}{text}"
+    return f"<think>{thought}</think>\n{text}" if thought else text
+
+
+def spoken(reply):
+    """A reply without the thought before it."""
+    return reply.rpartition("</think>")[2].strip()
 
 
 def beyond_openai(messages, stops):
@@ -1175,46 +1238,94 @@ def beyond_openai(messages, stops):
     return found
 
 
+def post(client, request, max_tokens):
+    """The HTTP response to a request. Newer models of OpenAI accept the limit of a reply only as
+    max_completion_tokens: if the server asks for that name, the client keeps to it."""
+    import openai
+
+    name, create = client.limit, client.chat.completions.with_raw_response.create
+    try:
+        return create(**request, **({name: max_tokens} if max_tokens else {})).http_response
+    except openai.BadRequestError as error:
+        text = error.response.text
+        if name != "max_tokens" or "max_completion_tokens" not in text or NO_ROOM.search(text):
+            raise
+    client.limit = "max_completion_tokens"
+    return post(client, request, max_tokens)
+
+
+def greets(client, model, timeout):
+    """Whether the endpoint answers a greeting, so that a failure is about the request alone."""
+    import openai
+
+    request = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+    with contextlib.suppress(openai.APIError, ValueError, LookupError, TypeError, RecursionError):
+        return bool(post(client, request | {"timeout": timeout}, 16).json()["choices"])
+    return False
+
+
 def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=300, retries=6,
          api_key=None, stops=()):
-    """The Reply of an OpenAI-compatible endpoint; ChatError if there is none.
+    """The Reply of an OpenAI-compatible endpoint. Refused if there is none to this request,
+    ChatError if the endpoint is at fault.
 
     stops: closing tags that end a reply and belong to it. A last message of the assistant is
-    continued.
+    continued. max_tokens: None or 0 leaves the limit to the server.
 
     The openai package retries time-outs, broken connections and status 408, 409, 429 and 5xx with
-    growing pauses. This function retries replies without text (empty, cut, not a chat completion),
+    growing pauses. If they last but the endpoint answers a greeting, the request is sent again and
+    then given up. This function retries replies without text (empty, cut, not a chat completion),
     and refuses one of more than LONGEST_REPLY characters, which no context could hold.
     """
     import openai
 
-    base = url.rstrip("/").removesuffix("/chat/completions")
-    ask = client_of(base, api_key or "none", retries).chat.completions.with_raw_response.create
+    base, key = url.rstrip("/").removesuffix("/chat/completions"), api_key or "none"
+    client, quick = client_of(base, key, retries), client_of(base, key, min(retries, 2))
     # a cut reply may end with half an emoji, which cannot be sent
     messages = json.loads(json.dumps(messages, ensure_ascii=False).encode(errors="replace"))
+    begun = messages[-1]["role"] == "assistant"
+    request = {"model": model, "messages": messages, "temperature": temperature, "top_p": top_p,
+               "timeout": timeout, "stop": list(stops) or openai.omit,
+               "extra_body": beyond_openai(messages, stops)}
     for tried in range(1, retries + 2):
         try:
-            reply = ask(model=model, messages=messages, temperature=temperature, top_p=top_p,
-                        max_tokens=max_tokens or openai.omit, timeout=timeout,
-                        stop=list(stops) or openai.omit, extra_body=beyond_openai(messages, stops))
-        except openai.APIStatusError as error:
-            problem = f"status {error.status_code}"
-            if error.status_code < 500 and error.status_code != 429:  # show the server's own words
-                raise ChatError(f"{url}: {problem} {error.response.text[:300]!r}") from None
-            break
+            response = post(client, request, max_tokens)
         except openai.APIError as error:
-            problem = f"no connection: {error.__cause__ or error}"
-            break
-        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
-            text = read_reply(reply.http_response.json(), stops)
-            if len(text) > LONGEST_REPLY:
-                raise ChatError(f"{url}: a reply of {len(text):,} characters fits into no context")
-            # a continued message may already be at its end
-            if text.strip() or messages[-1]["role"] == "assistant":
-                return text
-        problem = "a reply without text"
+            found = failure_of(error, url, model, retries)
+            if isinstance(found, Refused):
+                raise found from None
+            status = getattr(error, "status_code", 500)
+            if status == 429 or not greets(quick, model, min(timeout, 60)):
+                raise found from None
+            if status < 500 or client is quick:
+                raise Refused(*found.args) from None
+            client = quick
+            continue
+        try:
+            return read_reply(response.json(), stops, begun)
+        except Refused as error:
+            raise type(error)(f"{url}: {error}") from None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            problem = str(error) if type(error) is ValueError else "a reply without text"
         time.sleep(min(8, 0.1 * 2 ** tried))
-    raise ChatError(f"{url}: {problem}, after {retries} retries, from model {model}")
+    raise Refused(f"{url}: {problem}, after {retries} retries, from model {model}")
+
+
+def failure_of(error, url, model, retries):
+    """The ChatError of an openai.APIError: NoRoom or Refused if it is about the request."""
+    status = getattr(error, "status_code", None)
+    if status is None:
+        return ChatError(f"{url}: no connection: {error.__cause__ or error}, after {retries} "
+                         f"retries, from model {model}")
+    said = error.response.text
+    problem = f"{url}: status {status} {said[:300]!r}"  # the server's own words
+    if status >= 500 or status == 429:
+        return ChatError(f"{problem}, after {retries} retries, from model {model}")
+    if status in (400, 413, 422) and NO_ROOM.search(said):
+        return NoRoom(problem)
+    found = (Refused if status in ABOUT_THE_REQUEST else ChatError)(problem)
+    found.may_be_length = status in (400, 413, 422) and "filter" not in said.lower()
+    return found
 
 
 # -------------------------------------------------------------------------------- (8) model folders

@@ -129,7 +129,8 @@ class Episode:
         self.strict, self.parse = strict, parse
         self.messages = [{"role": "system", "content": system_prompt or read_prompt()},
                          {"role": "user", "content": task["query"]}]
-        self.answer, self.stop = None, ""  # stop: "", "answer", "format", "turns" or "context"
+        # stop: "", "answer", "format", "turns", "context" or, of an endpoint, "refused"
+        self.answer, self.stop = None, ""
         self.calls = self.turns = self.errors = 0  # errors: replies that break the protocol
 
     def step(self, reply):

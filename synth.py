@@ -41,14 +41,16 @@ from format_plan import itinerary
 from runtime import (
     AMOUNT,
     COUNT,
-    NO_ROOM,
     ChatError,
+    NoRoom,
     Parser,
+    Refused,
     endpoint,
     entries,
     fill,
     portions,
     several,
+    spoken,
     stable_draw,
 )
 from sandbox import PROMPTS, open_database
@@ -375,25 +377,45 @@ def say(args, task):
         _, generate = endpoint_of(args, f"{task['id']}/{attempt}")
         try:
             reply = generate([{"role": "user", "content": text}])
-        except ChatError as error:
-            if not NO_ROOM.search(str(error)):  # the endpoint's fault, and not this task's
-                raise
-            missing = [str(error)]
+        except NoRoom as error:
+            missing, said = [str(error)], None
             continue
-        query = " ".join(reply.split()).strip('"')
-        missing = unstated(query, task)
+        except Refused as error:
+            missing, said = ["refused"], str(error)
+            continue
+        query = " ".join(spoken(reply).split()).strip('"')
+        missing, said = unstated(query, task), None
         if not missing:
             return task | {"query": query}
-    return {"id": task["id"], "refused": missing}
+    return {"id": task["id"], "refused": missing} | ({"said": said} if said else {})
+
+
+def has_answered(args, kind):
+    """Whether --out and its .refused show that an endpoint has answered some request before."""
+    rows = own_rows(args.out, kind) + own_rows(f"{args.out}.refused", "refused")
+    return any(row.get("refused") != ["refused"] for row in rows)
 
 
 def queries(args, todo):
     if not args.endpoint:
         raise ValueError("queries are put into words by --endpoint URL=MODEL")
+    answered, refused = has_answered(args, "query"), []
     with ThreadPoolExecutor(args.concurrency) as pool, contextlib.ExitStack() as stack:
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # none asks after an error
         for done in as_completed([pool.submit(say, args, task) for task in todo]):
-            yield done.result()
+            row = done.result()
+            if row.get("refused") == ["refused"]:
+                refused.append(row)  # recorded only if the endpoints answer others
+            else:
+                answered = True
+                yield row
+            if answered:
+                yield from refused
+                refused = []
+            elif len(refused) >= max(evaluate.MANY, args.concurrency):
+                break
+    if refused:
+        raise ChatError(f"every task was refused, the last one so: {refused[-1]['said']}")
 
 
 def complete(make, args):
@@ -478,7 +500,8 @@ def accept(world, episode, model):
     if strict == 1:
         return episode.record(model) | {"plan": plan, "score": verdict}
     wrong = [episode.stop] if episode.stop != "answer" else faults(verdict) or ["strict"]
-    return {"id": episode.task["id"], "model": model, "refused": wrong}
+    said = {"said": episode.refusal} if episode.stop == "refused" else {}
+    return {"id": episode.task["id"], "model": model, "refused": wrong} | said
 
 
 def episodes(args, todo):
@@ -493,7 +516,8 @@ def episodes(args, todo):
         return endpoint_of(args, messages[1]["content"])[1](messages)
 
     plays = (world.episode(task, args.seed, args) for task in todo)
-    for episode in evaluate.play(generate, plays, args.concurrency):
+    answered = has_answered(args, "task")
+    for episode in evaluate.play(generate, plays, args.concurrency, worked=answered):
         yield accept(world, episode, endpoint_of(args, episode.task["query"])[0])
 
 

@@ -8,6 +8,8 @@ What GRPO's machinery costs beside the bare work, as ratios measured in one run.
              backward of the transformers model on the same micro-batches: logits of the policy
              tokens, log_softmax, autograd
     padding  share of the learned rows that is padding
+    deal     share of their time in which 8 and 16 ranks compute real tokens, when each waits for
+             the slowest at each micro-batch: 256 log-normal rows, a 7B model on GPUs, simulated
     play     tokens/s of the multi-turn rollout, over plain single-turn `generate` of the same
              tokens: each prompt as long as an episode's prompt and observations, each reply as long
              as its replies, as many in flight
@@ -52,7 +54,7 @@ def flags():
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
-    add("--only", nargs="+", default=["loss", "play", "learn"], help="parts to measure")
+    add("--only", nargs="+", default=["loss", "play", "learn", "deal"], help="parts to measure")
     add("--model", help="a tiny model that plays, from run.sh tiny")
     add("--tasks", help="tasks for it")
     add("--plays", type=int, default=64, help="episodes of an update, in groups of 8")
@@ -166,7 +168,7 @@ def bare(lm, ids, positions, keep):
 def bench_learn(engine, lm, samples, device, args, rounds, what):
     weighted = grpo.token_weights(grpo.group_advantages(samples), args)
     sizes = [len(s.ids) for s, _ in weighted]
-    micros = grpo.pack(sizes, args.pack_tokens, False)
+    (micros,) = grpo.deal(sizes, 1, args.pack_tokens, False)
     batches = [grpo.collate([weighted[i][0] for i in micro], False, device) for micro in micros]
     rows, ours, theirs = sum(ids.numel() for ids, _, _ in batches), [], []
     for _ in range(rounds + 1):  # the first one warms up
@@ -220,6 +222,30 @@ def bench_here(args):
                         f"log-normal {deviation}")
 
 
+def seconds(micro, lengths, packed):
+    """What a micro-batch of a 7B model takes, in tokens' worth of products; attention by row."""
+    rows = [lengths[i] if packed else max(lengths[j] for j in micro) for i in micro]
+    return sum(n + n * n / 51_000 for n in rows)  # estimated for one A100
+
+
+def bench_deal():
+    for packed in True, False:
+        for ranks in 8, 16:
+            found = []
+            for deviation in (0.3, 0.5, 0.8):
+                draw, shares = random.Random(0), []
+                for _ in range(20):
+                    lengths = [min(30_000, max(500, round(10_300 * math.exp(draw.gauss(
+                        -deviation * deviation / 2, deviation))))) for _ in range(256)]
+                    hands = grpo.deal(lengths, ranks, 32_768, packed, "cuda")
+                    spent = sum(max(seconds(micro, lengths, packed) for micro in together)
+                                for together in zip(*hands, strict=True))
+                    shares.append(seconds(range(256), lengths, True) / spent / ranks)
+                found.append(f"{sum(shares) / len(shares):.2f}")
+            print(f"deal, {ranks} ranks, {'packed' if packed else 'padded'} rows: "
+                  f"{' / '.join(found)} at log-deviations 0.3 / 0.5 / 0.8", flush=True)
+
+
 # ---------------------------------------------------------------------------------------- against
 
 
@@ -258,6 +284,8 @@ def main():
         return print(peak_memory(args.memory, args.tokens))
     if "loss" in args.only:
         bench_memory(args)
+    if "deal" in args.only:
+        bench_deal()
     if args.model and {"play", "learn"} & {*args.only}:
         bench_here(args)
     if args.against:

@@ -23,7 +23,8 @@ SIZES = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MORE = {  # what some need besides, and what some published models have
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 64,
-             "conv_dim_out": 64, "block_dim": 64},  # as published: vLLM reads them
+             "conv_dim_out": 64, "block_dim": 64,  # as published: vLLM reads them
+             "num_attention_heads": 2, "num_key_value_heads": 1},  # its heads on a CPU: 32 or more
     "falcon_h1, multiplied": {"lm_head_multiplier": 0.25},
     "granite, scaled": {"logits_scaling": 8.0},
     "minicpm3": {"head_dim": 8}}

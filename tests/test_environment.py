@@ -71,6 +71,19 @@ def test_the_pages_class_is_a_world_whose_methods_are_the_tools(folder):
     assert (plan, score["success"], strict, world.reward(score, "reward")) == ("4", 1.0, 1.0, 1.0)
 
 
+@pytest.mark.parametrize("name", ["guess.py:Guess", "guess_world.py"])
+def test_episodes_of_both_worlds_of_the_page_go_on_alike_after_a_checkpoint(name, folder):
+    world = opened(folder / name)
+    here = world.episode(world.load_task(TASKS[1]), "0", Namespace(max_turns=5))
+    there = runtime.copy_by_pickle(here)
+    for reply in ('<think>.</think><tool_call>{"name": "guess", "arguments": {"number": 2}}'
+                  "</tool_call>", "<think>.</think><answer>2</answer>"):
+        here.step(reply)
+        there.step(reply)
+    assert here.messages == there.messages and here.sandbox is not there.sandbox
+    assert world.verdict(here) == world.verdict(there)
+
+
 def runtime_call(arguments):
     from sandbox import parse
 

@@ -269,7 +269,7 @@ def test_after_a_failure_what_still_ends_is_handed_over_and_nothing_starts(mini)
 
 def test_an_endpoint_out_of_context_stops_the_episode(mini):
     def generate(messages):
-        raise ChatError("status 400: maximum context length is 99 tokens")
+        raise runtime.NoRoom("status 400: maximum context length is 99 tokens")
 
     (episode,) = play(generate, [episode_of(mini, {"query": "?"})])
     assert episode.stop == "context" and episode.turns == 0

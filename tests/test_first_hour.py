@@ -11,10 +11,9 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, train
+from conftest import ROOT, flags_of, train
 
 import evaluate
 import runtime
@@ -99,7 +98,7 @@ def test_readers_leave_the_last_line_of_a_live_run_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("content, fix", [
-    (gzip.compress(b'{"id": 1}\n'), "gunzip it"), ('{"id": 1}\n'.encode("utf-16"), "UTF-8"),
+    (gzip.compress(b'{"id": 1}\n', mtime=0), "gunzip it"), ('{"id": 1}\n'.encode("utf-16"), "UTF-8"),
     (b'[\n{"id": 1}\n]\n', "jq -c '.[]'"), (b'{"id": 1}\n{\n', "line 2: not JSON")])
 def test_a_file_in_another_form_names_the_way_out(tmp_path, content, fix):
     (tmp_path / "x.jsonl").write_bytes(content)
@@ -143,7 +142,7 @@ def test_a_model_with_missing_misshapen_or_broken_weights_is_neither_trained_nor
         "headless": edit_weights(changed(tiny_model, tmp_path / "headless"),
                                  lambda state: state.pop("lm_head.weight")),
         "nan": edit_weights(changed(tiny_model, tmp_path / "nan"), spoil)}
-    args = SimpleNamespace(no_checkpointing=True)
+    args = flags_of(sft, f"--no-checkpointing --out {tmp_path}/out")
     for name, said in {"layers": r"lack model\.layers\.[45]\S+ \(24 tensors", "headless": "lm_head",
                        "wide": "in this shape", "nan": "not finite"}.items():
         args.model = folders[name]

@@ -594,14 +594,16 @@ def test_a_stop_that_the_endpoint_leaves_out_is_put_back(finish, text, whole):
 
 
 @pytest.mark.parametrize("script, retries, problem, tries", [
-    ([503], 2, "status 503, after 2 retries, from model m", 3),
-    (["empty", 503], 2, "status 503, after 2 retries, from model m", 4),
+    # at last the endpoint is asked whether it answers a greeting, with up to 2 retries
+    ([503], 2, "status 503 '', after 2 retries, from model m", 3 + 3),
+    (["empty", 503], 2, "status 503 '', after 2 retries, from model m", 4 + 3),
     (["empty"], 2, "a reply without text, after 2 retries, from model m", 3),
     (["shapeless"], 0, "a reply without text, after 0 retries, from model m", 1),
-    ([(401, "wrong key")], 6, "status 401 .*wrong key.*", 1),  # trying again would not help
+    ([(401, "wrong key")], 6, "status 401 .*wrong key.*", 1 + 1),  # trying again would not help
     ([(400, "the context is too long")], 6, "status 400 .*context.*", 1),
     # is not about the messages
-    ([(504, "context deadline exceeded")], 1, "status 504, after 1 retries, from model m", 2)])
+    ([(504, "context deadline exceeded")], 1,
+     "status 504 'context deadline exceeded', after 1 retries, from model m", 2 + 2)])
 def test_chat_gives_up_with_address_and_cause(endpoint, script, retries, problem, tries):
     url, play = endpoint
     asked = play(*script)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, SEED, SFT, train
 from families import samples, tiny_lm
-from test_runtime_template import CHATML, FORMS, tokenizer_of
+from test_runtime_template import CHATML, tokenizer_of
 
 import runtime
 import sft
@@ -271,16 +271,3 @@ def test_no_end_token_is_taught_twice_or_if_nobody_said_it(plain, tmp_path):
     (one, two, cut), _ = sft.load_samples(tmp_path / "rows.jsonl", plain, 100)
     assert one == two and one.ids[-1] == plain.end
     assert cut.ids == one.ids[:-1] and cut.mask == one.mask[:-1]
-
-
-@pytest.mark.slow
-def test_a_hybrid_model_is_trained_by_grpo_as_its_engine_samples(tmp_path):
-    text, special, eos, _ = FORMS["LFM2.5"]
-    tokenizer_of(text, special, eos).save_pretrained(tmp_path / "model")
-    tiny_lm("lfm2", SEED, 0).save_pretrained(tmp_path / "model")
-    runtime.write_jsonl(tmp_path / "sums.jsonl", [{"id": "a", "query": "?", "sum": 3}])
-    train("grpo.py", tmp_path / "rl", "--env tests/calculator.py --model", tmp_path / "model",
-          "--tasks", tmp_path / "sums.jsonl", "--steps 2 --prompts 1 --group 4 --context 300",
-          "--turn-tokens 24 --max-turns 2 --lr 1e-2")
-    log = read_jsonl(tmp_path / "rl" / "log.jsonl")
-    assert len(log) == 2 and all(line["dlogp_mean"] <= 1e-4 for line in log), log

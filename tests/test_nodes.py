@@ -129,7 +129,7 @@ def test_a_node_is_lost_then_one_is_asked_to_leave_and_the_pair_goes_on_to_the_e
     os.killpg(second.nodes[0].pid, signal.SIGTERM)
     assert second.end() == [1, 1]
     assert f"stopped and saved after update {saved()}" in second.said(0) and saved() > began
-    assert "SIGTERM. What is saved is kept" in second.said(0).splitlines()[-1]
+    assert "SIGTERM. What was saved is kept" in second.said(0).splitlines()[-1]
     # and once more, to the end; what was done is not done again
     third = pair()
     assert third.end() == [0, 0], third.said(0)

@@ -226,9 +226,9 @@ def test_a_bad_question_is_named(tmp_path, line, said):
 
 @pytest.mark.parametrize("words, said", [
     (["--data", "EMPTY", "--model", "x"], "holds no question, of its own or of FlashRAG"),
-    (["--model", "x", "--retriever", "EMPTY"], "meta.json is not there"),
-    (["--model", "x", "--corpus", "EMPTY/none.jsonl"], "none.jsonl is not there"),
-    (["--model", "a=x", "a=y"], "a name of its own"), ([], "a name of its own")])
+    (["--model", "x", "--retriever", "EMPTY"], "meta.json is missing"),
+    (["--model", "x", "--corpus", "EMPTY/none.jsonl"], "none.jsonl is missing"),
+    (["--model", "a=x", "a=y"], "its own name"), ([], "its own name")])
 def test_what_the_user_can_mend_is_one_line(tmp_path, words, said):
     words = [word.replace("EMPTY", str(tmp_path)) for word in words]
     with pytest.raises(SystemExit, match=f"^qa_eval.py: .*{said}"):

@@ -415,12 +415,12 @@ def test_a_stage_whose_loss_is_no_number_stops_and_saves_nothing_of_it(
 
 
 @pytest.mark.parametrize("rows, words", [
-    ([["no", "episode"]], "rows.jsonl:1: no 'messages' list"),
-    ([{"messages": [{"role": "user", "content": "x"}]}, {}], "rows.jsonl:2: no 'messages' list"),
-    ([{"messages": [{"role": "user"}]}], "rows.jsonl:1: no 'messages' list"),
-    ([{"messages": [{"role": "user", "content": None}]}], "rows.jsonl:1: no 'messages' list"),
+    ([["no", "episode"]], ":1: no list of 'messages'"),
+    ([{"messages": [{"role": "user", "content": "x"}]}, {}], ":2: no list of 'messages'"),
+    ([{"messages": [{"role": "user"}]}], ":1: message 1 is not a table of a 'role' and a text"),
+    ([{"messages": [{"role": "user", "content": None}]}], ":1: message 1 is not a table"),
     ([{"messages": [{"role": "user", "content": "x"}]}], "rows.jsonl: no episode to train on"),
-    ([{"messages": [{"role": "assistant", "content": "x"}]}], "rows.jsonl:1: no 'messages' list"),
+    ([{"messages": [{"role": "assistant", "content": "x"}]}], ":1: message 1 is a reply to"),
     ([], "rows.jsonl: no episode to train on")])
 def test_rows_that_are_no_episodes_are_named(rows, words, template, tmp_path):
     import sft

@@ -307,6 +307,30 @@ def test_queries_from_endpoints_that_fail_are_neither_lost_nor_doubled(serve, ta
         assert made(out, *words) == said
 
 
+@pytest.mark.parametrize("command", ["queries", "episodes"])
+def test_a_task_that_an_endpoint_refuses_is_left_out_and_thoughts_are_no_part_of_a_query(
+        command, serve, tasks, mini, tmp_path, out):
+    tasks = [task for task in tasks if task["days"] == 3][:6]
+    write_jsonl(tmp_path / "tasks.jsonl", tasks)
+    turns = {task["query"]: solver.solver_replies(task, mini) for task in tasks}
+    lost = json.dumps(tasks[2]["org"]), tasks[2]["query"]
+
+    def reply(model, messages):
+        if any(text in message["content"] for message in messages for text in lost):
+            return 400
+        if command == "queries":
+            return f"I think, {messages[0]['content']}</think>{paraphrase(model, messages)}"
+        return turns[messages[1]["content"]][len(messages) // 2 - 1].removeprefix("<think>")
+
+    url, _ = serve(reply, rate=0)
+    kept = made(out, command, "--tasks", tmp_path / "tasks.jsonl", "--endpoint", f"{url}=two")
+    refused = read_jsonl(f"{out}.refused")
+    assert tasks[2]["id"] in {row["id"] for row in refused}
+    assert len(kept) + len(refused) == 6 and len(kept) > 2
+    assert all(row["refused"] == ["refused"] and "status 400" in row["said"] for row in refused)
+    assert not any("think" in row.get("query", "") for row in kept)
+
+
 def test_an_endpoint_that_refuses_is_an_error_and_no_task_is_given_up(
         serve, tasks, tmp_path, out):
     write_jsonl(tmp_path / "tasks.jsonl", tasks[:30])

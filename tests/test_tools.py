@@ -24,7 +24,7 @@ import evaluate
 import runtime
 import sft
 from runtime import Calls, Template
-from sandbox import Action
+from sandbox import Action, turn
 from toolstar import retriever, tools
 from toolstar.facts import PageServer
 from toolstar.tools import as_tags, parse_tags, parse_turn, read_settings
@@ -361,6 +361,26 @@ def test_one_call_too_many_is_refused_and_the_next_ends_the_play(make):
     assert episode.step(PRINT) is None and episode.stop == "calls" and episode.calls == 2
     score = world.verdict(episode)[1]
     assert world.reward(score, "strict") == world.reward(score, "paper") == -1
+
+
+@pytest.mark.parametrize("grammar", ["turns", "tags"])
+def test_an_episode_goes_on_alike_after_a_checkpoint_with_the_tools_that_are_open(grammar, make):
+    world = make(tools=["Search"], grammar=grammar, show_budget=True)
+    call = {"turns": turn("look", "Search", {"query": "tower"}),
+            "tags": "<search>tower</search>"}[grammar]
+    here = play(world, call, call, failure_rate=0.5)
+    there = runtime.copy_by_pickle(here)
+    assert there.sandbox.world is world and there.sandbox.calls is not here.sandbox.calls
+    for reply in [call] * 7:
+        here.step(reply)
+        there.step(reply)
+    told = [{**episode.record(), "tools": [
+        {key: value for key, value in made.items() if key != "seconds"}
+        for made in episode.record()["tools"]]} for episode in (here, there)]
+    assert told[0] == told[1] and here.stop == "calls" and len(here.sandbox.calls) == 6
+    tools.Tools.opened.clear()
+    with pytest.raises(ValueError, match="the plays that wait are of --database .*: resume with"):
+        runtime.copy_by_pickle(here)
 
 
 def test_a_fork_has_calls_of_its_own(make):

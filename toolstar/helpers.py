@@ -41,7 +41,7 @@ from threading import Lock
 
 import evaluate
 import runtime
-from runtime import ChatError, chat
+from runtime import ChatError, chat, spoken
 from toolstar.rewrite import replies, talk_of
 from toolstar.text import truncate
 
@@ -195,11 +195,6 @@ def ask_endpoint(generate, text, seed, max_tokens):
 
 def fill(form, **values):
     return form.format(**{key: FORGED.sub("‹", text) for key, text in values.items()})
-
-
-def spoken(reply):
-    """A reply without the thought before it."""
-    return reply.rpartition("</think>")[2].strip()
 
 
 def program_of(reply):

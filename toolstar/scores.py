@@ -30,7 +30,7 @@ from pathlib import Path
 import evaluate
 import runtime
 from evaluate import mean, name_of
-from runtime import ChatError, endpoint, read_jsonl
+from runtime import ChatError, endpoint, read_jsonl, spoken
 from toolstar import verdict
 from toolstar.sets import PAPER_MEAN, SETS, TEN, WEB
 from toolstar.text import normalize, same_text, truncate, untexted
@@ -75,8 +75,7 @@ def ask_judge(generate, task, said):
         reply = generate([{"role": "user", "content": text}])
     except ChatError as error:
         return "failed", str(error)
-    spoken = re.sub(r".*</think>", "", reply, flags=re.DOTALL)
-    word = re.fullmatch(r"\W*(correct|incorrect)\W*", spoken, re.IGNORECASE)
+    word = re.fullmatch(r"\W*(correct|incorrect)\W*", spoken(reply), re.IGNORECASE)
     return word[1].lower() if word else "unread", reply[-400:]
 
 

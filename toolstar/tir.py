@@ -84,13 +84,14 @@ def mode_of(task):
     return task["sample"].partition("-")[0]
 
 
-def play_samples(args, todo):
-    """Yield the record of each sample as it ends: the episode, its score, whether it is right."""
+def play_samples(args, worked, todo):
+    """Yield the record of each sample as it ends: the episode, its score, whether it is right.
+    worked: as in evaluate.play."""
     from toolstar.tools import open_world
 
     world = open_world(args)
     try:
-        for episode in player(args, world, (begin(args, world, task) for task in todo)):
+        for episode in player(args, world, (begin(args, world, task) for task in todo), worked):
             answer, score, strict = world.verdict(episode)
             yield episode.record(model_of(args)) | {
                 "plan": answer, "score": score, "strict": strict,
@@ -103,7 +104,7 @@ def model_of(args):
     return args.endpoint[1] if args.endpoint else args.model or "solver"
 
 
-def player(args, world, episodes):
+def player(args, world, episodes, worked=False):
     """The episodes as they end, played by an endpoint, a vLLM engine or the solver."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.endpoint:
@@ -112,7 +113,7 @@ def player(args, world, episodes):
         generate = partial(runtime.chat, *args.endpoint, **sampling, retries=40, api_key=key,
                            stops=world.stops)
         return evaluate.play(lambda messages: generate(merged(messages)), episodes,
-                             args.concurrency)
+                             args.concurrency, max_tokens=args.max_tokens, worked=worked)
     if args.model:
         llm, template = evaluate.open_engine(args.model, args.max_context, args.concurrency,
                                              args.tp, args.gpu_memory)
@@ -331,11 +332,12 @@ def play_missing(args, folder, settings, tasks, tools):
     if any(not now.get(row["task"]["id"], {}).items() <= row["task"].items()
            for row in rows.values()):
         raise ValueError(f"{folder}: other tasks of these ids were played; choose another --out")
-    rows_of = partial(play_samples, args)
-    if args.model:
-        rows_of = partial(evaluate.apart, "toolstar.tir", rows_of, args=args)
     for what in "dr, prompt", "hint":  # hints need what (1) has said; the engine is opened for each
         todo = list(wanted_samples(args, tasks, rows, tools))
+        worked = any(row["stop"] != "refused" for row in rows.values())
+        rows_of = partial(play_samples, args, worked)
+        if args.model:
+            rows_of = partial(evaluate.apart, "toolstar.tir", rows_of, args=args)
         for row in runtime.progress(rows_of(todo) if todo else (), what, len(todo)):
             evaluate.keep_play(folder, settings, row, KEPT)
             rows[name_of(row["task"])] = row
@@ -457,7 +459,8 @@ def tir_flags(add):
     add("--system-prompt", default="full", help="full, short or a file")
     add("--temperature", type=float, default=1.0, help="of the sampling")
     add("--top-p", type=float, default=1.0, help="of the sampling")
-    add("--max-tokens", type=COUNT, default=4096, help="tokens per reply")
+    add("--max-tokens", type=NATURAL, default=4096, help="tokens per reply; 0: no limit but the "
+        "context, and --endpoint is sent none")
     add("--max-context", type=COUNT, default=16384, help="tokens per episode, of --model")
     add("--max-turns", type=COUNT, default=9, help="tool calls per episode, then an answer")
     add("--concurrency", type=COUNT, default=32, help="episodes in flight")

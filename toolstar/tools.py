@@ -447,6 +447,7 @@ class Tools:
 
     def __init__(self, settings):
         self.settings, self.faults = settings, Faults()
+        self.opened[str(settings.folder)] = self
         self.stops = tuple(f"</{TAG_OF[name]}>" for name in settings.tools
                            if settings.grammar == "tags")
         self.lock, self.retriever, self.cache = threading.Lock(), None, None
@@ -694,7 +695,6 @@ def open_world(args):
     """The world of --database, a folder with tools.json; database/tools unless it is set."""
     folder = args.database or Path(__file__).resolve().parent.parent / "database" / "tools"
     world = Tools(read_settings(folder))
-    Tools.opened[str(folder)] = world
     if os.environ.get("RANK", "0") == "0" and parent_process() is None:
         chosen = {key: getattr(world.settings, key) for key in SETTINGS}
         print(f"tools {world.identity}, Python {world.level}: {json.dumps(chosen)}")

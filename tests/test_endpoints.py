@@ -1,0 +1,305 @@
+"""What endpoints say and fail to say: refusals, full contexts, limits, thoughts, restarts."""
+import json
+import random
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from conftest import SEED
+
+import evaluate
+from runtime import ChatError, NoRoom, Refused, chat, read_jsonl, with_thought, write_jsonl
+from toolstar.scores import ask_judge
+
+CALL = '<tool_call>{"name": "SearchCity", "arguments": {"state": "x"}}</tool_call>'
+ANSWER = "<answer>done</answer>"
+HELLO = [{"role": "user", "content": "Hello there"}]
+FULL = [
+    (400, "prompt is too long: 200251 tokens > 200000 maximum"),
+    (400, "The input token count (1200000) exceeds the maximum number of tokens allowed (1048576)"),
+    (400, "input token count exceeds the maximum number of tokens"),
+    (422, "`inputs` must have less than 8193 tokens. Given: 9000"),
+    (422, "`inputs` tokens + `max_new_tokens` must be <= 4096. Given: 4000 and 512"),
+    (400, "Input is too long for requested model."),
+    (400, "The prompt is longer than the maximum model length of 32768"),
+    (400, "too many tokens: total number of tokens in the prompt cannot exceed 4081"),
+    (400, "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens"),
+    (400, "'max_tokens' or 'max_completion_tokens' is too large: 4096. This model's maximum "
+          "context length is 2048 tokens"),
+    (400, "the request exceeds the available context size"),
+    (400, "The input (9000 tokens) is longer than the model's context length (8192 tokens)."),
+    (400, "Prompt contains 40000 tokens, too large for model with 32768 maximum context length"),
+    (400, "This model's maximum prompt length is 131072 but the request contains 537812 tokens."),
+    (400, "Invalid request: Your request exceeded model token limit: 8192"),
+    (400, "Range of input length should be [1, 30720]"), (400, "Prompt exceeds max length"),
+    (400, "Please reduce the length of the messages or completion."),
+    (413, '{"error": {"code": "context_length_exceeded"}}')]
+FILTERS = [(400, "The response was filtered: in this context the prompt violates the policy"),
+           (403, "flagged by moderation"), (451, "not in your country"), (422, "bad role"),
+           (400, "too many tokens per minute"), (404, "no such conversation")]
+
+
+def said(content, finish="stop", tokens=50, **message):
+    """A chat completion; content None is null."""
+    choice = {"finish_reason": finish, "message": {"role": "assistant", "content": content}
+              | message}
+    return 200, {"choices": [choice], "usage": {"total_tokens": tokens}}
+
+
+def opened(port, answer):
+    """A started server that answers a request's body by answer(body) -> (status, JSON or text)."""
+    class Endpoint(BaseHTTPRequestHandler):
+        def do_POST(self):
+            status, body = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(status)
+            self.send_header("Retry-After-Ms", "20")
+            self.end_headers()
+            self.wfile.write((body if isinstance(body, str) else json.dumps(body)).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Endpoint)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return server
+
+
+@pytest.fixture
+def serve():
+    """serve(answer) -> (address, bodies asked so far); see opened()."""
+    servers = []
+
+    def start(answer):
+        asked = []
+        servers.append(opened(0, lambda body: asked.append(body) or answer(body)))
+        return f"http://127.0.0.1:{servers[-1].server_port}/v1", asked
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def play(body):
+    """A call, then the answer."""
+    return said(f"<think>.</think>{(CALL, ANSWER)[len(body['messages']) > 2]}",
+                tokens=50 * len(body["messages"]) + 50)
+
+
+def but(text, *found):
+    """An endpoint that plays, except the plays whose query holds the text: found, one a turn."""
+    def answer(body):
+        if text not in body["messages"][min(1, len(body["messages"]) - 1)]["content"]:
+            return play(body)  # a greeting, too
+        return found[min(len(body["messages"]) // 2, len(found)) - 1]
+    return answer
+
+
+@pytest.fixture
+def run(tmp_path, trip, mini, capsys):
+    """run(url, *words, n) -> ({id: row}, scores): evaluate.py on n copies of the trip; the
+    query of each ends in its number."""
+    def start(url, *words, n=4):
+        tasks = [trip[0] | {"id": f"t{i}", "query": f"Plan it. #{i}#"} for i in range(n)]
+        write_jsonl(tmp_path / "tasks.jsonl", tasks)
+        evaluate.main(["--tasks", str(tmp_path / "tasks.jsonl"), "--database", str(mini.folder),
+                       "--out", str(tmp_path / "out"), "--model", "m", "--url", url, *words])
+        rows = read_jsonl(tmp_path / "out" / "m" / "episodes.jsonl")
+        assert len({row["task"]["id"] for row in rows}) == len(rows) == n
+        assert "| success " in capsys.readouterr().out
+        scores = json.loads((tmp_path / "out" / "m" / "scores.json").read_text())
+        return {row["task"]["id"]: row for row in rows}, scores
+    return start
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+@pytest.mark.parametrize("found", [
+    *FILTERS, said(None, "length"), said(None, "length", reasoning_content="I think"),
+    said("So", "content_filter"), said(None, tool_calls=[{"function": {"name": "x"}}]),
+    said(None, refusal="I cannot help")], ids=lambda found: str(found)[:60])
+def test_a_refused_play_is_counted_and_the_others_are_played(serve, run, found):
+    url, asked = serve(but("#2#", found))
+    rows, scores = run(url)
+    assert [row["stop"] for row in rows.values()].count("answer") == 3
+    assert (rows["t2"]["stop"], rows["t2"]["turns"]) == ("refused", 0)
+    assert rows["t2"]["refusal"].startswith(url) and rows["t2"]["score"]["success"] == 0
+    assert (scores["stop: refused"], scores["stop: answer"], scores["episodes"]) == (0.25, 0.75, 4)
+    before = len(asked)
+    assert run(url)[0] == rows and len(asked) == before, "a rerun asks for nothing"
+
+
+def test_a_play_may_be_refused_later_and_keeps_its_turns(serve, run):
+    rows, _ = run(serve(but("#1#", said(f"<think>.</think>{CALL}"), (400, "filtered")))[0])
+    assert (rows["t1"]["stop"], rows["t1"]["turns"], rows["t1"]["calls"]) == ("refused", 1, 1)
+
+
+@pytest.mark.parametrize("found", [
+    said(""), said(None), said(" \n"), (200, {"error": {"message": "flagged"}}), (200, "<html>"),
+    (200, "[" * 100_000), (200, {"choices": [7]}), said([{"type": "text"}]), (500, "no"),
+    (502, "no")], ids=lambda found: str(found)[:60])
+def test_what_is_no_reply_however_often_it_is_asked_is_refused(serve, found):
+    url, _ = serve(lambda body: found if "there" in body["messages"][0]["content"] else play(body))
+    with pytest.raises(Refused, match=rf"^{url}: .*flagged" if "flagged" in str(found) else url):
+        chat(url, "m", HELLO, retries=1)
+
+
+def test_a_full_quota_is_no_refusal_of_a_request_and_is_told(serve):
+    url, _ = serve(lambda body: (429, "insufficient_quota") if "there" in str(body)
+                   else play(body))
+    with pytest.raises(ChatError, match="insufficient_quota") as failure:
+        chat(url, "m", HELLO, retries=1)
+    assert not isinstance(failure.value, Refused)
+
+
+@pytest.mark.parametrize("n, concurrency, most", [(4, 64, 4), (40, 4, 12), (40, 16, 32)])
+@pytest.mark.parametrize("found", [(400, "no System role"), (401, "key expired"),
+                                   (404, "no model m"), said(None, "length")])
+def test_an_endpoint_that_refuses_every_play_stops_the_run_with_its_words(
+        serve, run, tmp_path, found, n, concurrency, most):
+    url, asked = serve(lambda body: found)
+    words = found[1] if isinstance(found[1], str) else "cut the thought short"
+    with pytest.raises(SystemExit, match=rf"{url}.*{words}"):
+        run(url, "--concurrency", str(concurrency), n=n)
+    assert not (tmp_path / "out" / "m" / "episodes.jsonl").exists(), "the next run plays all"
+    assert found[0] in (401, 404) or len(asked) <= most
+
+
+def test_a_rerun_with_one_refused_play_left_ends(serve, run, tmp_path):
+    url, _ = serve(but("#3#", (400, "filtered")))
+    run(url)
+    file = tmp_path / "out" / "m" / "episodes.jsonl"
+    write_jsonl(file, [row for row in read_jsonl(file) if row["stop"] != "refused"])
+    assert run(url)[0]["t3"]["stop"] == "refused"
+
+
+@pytest.mark.parametrize("found", [(400, "quota used up"), (403, "key expired")])
+def test_an_endpoint_that_refuses_everything_from_some_point_leaves_no_play_of_that(
+        serve, run, tmp_path, found):
+    count = iter(range(1000))
+    url, _ = serve(lambda body: play(body) if next(count) < 20 else found)
+    with pytest.raises(SystemExit, match=found[1]):
+        run(url, "--concurrency", "1", n=30)
+    rows = read_jsonl(tmp_path / "out" / "m" / "episodes.jsonl")
+    assert [row["stop"] for row in rows] == ["answer"] * 10
+    url, _ = serve(play)
+    assert {row["stop"] for row in run(url, n=30)[0].values()} == {"answer"}
+
+
+# ------------------------------------------------------------------------------- contexts, limits
+
+@pytest.mark.parametrize("status, words", FULL)
+def test_a_full_context_is_recognised_by_what_the_server_says(serve, status, words):
+    url, asked = serve(lambda body: (status, words))
+    with pytest.raises(NoRoom):
+        chat(url, "m", HELLO, max_tokens=9)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("status, words", FILTERS)
+def test_another_refusal_is_no_full_context(serve, status, words):
+    url, _ = serve(lambda body: (status, words) if "there" in str(body) else play(body))
+    with pytest.raises(Refused) as refused:
+        chat(url, "m", HELLO)
+    assert not isinstance(refused.value, NoRoom)
+
+
+@pytest.mark.parametrize("words, limit, stop", [
+    ("no", 4199, "context"), ("no", 4201, "refused"), ("content_filter", 4199, "refused")])
+def test_a_full_context_is_recognised_by_what_was_sent(serve, run, words, limit, stop):
+    url, _ = serve(but("#0#", said(f"<think>.</think>{CALL}", tokens=104), (400, words)))
+    rows, _ = run(url, "--max-tokens", "4096", "--max-context", str(limit))
+    assert (rows["t0"]["stop"], rows["t0"]["tokens"], rows["t1"]["stop"]) == (stop, 104, "answer")
+
+
+def test_a_server_is_sent_the_limit_by_the_name_that_it_asks_for(serve):
+    url, asked = serve(lambda body: (400, "Unsupported parameter: 'max_tokens'. Use "
+                                     "'max_completion_tokens' instead.")
+                       if "max_tokens" in body else play(body))
+    for _ in range(3):
+        assert ANSWER in chat(url, "m", [*HELLO] * 3, max_tokens=7)
+    assert [body.get("max_tokens") for body in asked] == [7, None, None, None]
+    assert [body.get("max_completion_tokens") for body in asked] == [None, 7, 7, 7]
+
+
+@pytest.mark.parametrize("words, limit", [("", 4096), ("--max-tokens 0", None)])
+def test_the_limit_of_a_reply_can_be_left_out(serve, run, words, limit):
+    url, asked = serve(play)
+    run(url, *words.split(), n=1)
+    assert {body.get("max_tokens") for body in asked} == {limit}
+
+
+# --------------------------------------------------------------------------------------- thoughts
+
+@pytest.mark.parametrize("text, thought, whole", [
+    (f"I think so.\n</think>\n\n{CALL}", None, f"<think>I think so.\n</think>\n\n{CALL}"),
+    (CALL, "I think so.", f"<think>I think so.</think>\n{CALL}"),
+    (CALL, "<think>\nI think so.</think>\n", f"<think>\nI think so.</think>\n{CALL}"),
+    (f"b</think>{CALL}", "a ", f"<think>ab</think>{CALL}"),
+    (f"<think>b</think>{CALL}", "a", f"<think>b</think>{CALL}"),
+    (CALL, None, CALL), (CALL, "", CALL), (CALL, {"no": "text"}, CALL)])
+def test_a_thought_is_put_in_front(text, thought, whole):
+    assert with_thought(text, thought) == whole
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", None])
+def test_thoughts_apart_or_without_an_opening_keep_the_format(serve, run, name):
+    def answer(body):
+        text = (CALL, ANSWER)[len(body["messages"]) > 2]
+        return said(text, **{name: "So."}) if name else said(f"So.\n</think>\n\n{text}")
+
+    url, asked = serve(answer)
+    rows, scores = run(url)
+    assert scores["replies that break the format"] == 0 and scores["stop: answer"] == 1
+    assert rows["t0"]["messages"][2]["content"].startswith("<think>So.")
+    assert asked[-1]["messages"][2]["content"].startswith("<think>So."), "it is sent back, too"
+
+
+def test_a_begun_message_keeps_its_own_thought(serve):
+    url, _ = serve(lambda body: said("so.</think><answer>1</answer>", reasoning="no"))
+    begun = [*HELLO, {"role": "assistant", "content": "<think>I think"}]
+    assert chat(url, "m", begun) == "so.</think><answer>1</answer>"
+
+
+def test_a_judge_may_think(serve):
+    url, _ = serve(lambda body: said("Correct.", reasoning_content="Incorrect? No."))
+    task = {"golds": ["1"], "query": "?"}
+    assert ask_judge(lambda messages: chat(url, "m", messages), task, "1")[0] == "correct"
+
+
+# ------------------------------------------------------------------------------------------ drill
+
+def test_an_endpoint_that_refuses_fails_and_restarts_loses_no_play_and_counts_none_twice(run):
+    """40 plays; 2 are refused for good, a fifth of the first 60 requests fails, one restart."""
+    rng, lock, asked, servers = random.Random(SEED), threading.Lock(), [], []
+
+    def restart():
+        servers[0].shutdown()
+        servers[0].server_close()
+        time.sleep(1)
+        servers.append(opened(servers[0].server_port, answer))
+
+    def answer(body):
+        with lock:
+            asked.append(body)
+            fails = len(asked) <= 60 and rng.random() < 0.2
+            if len(asked) == 30:
+                threading.Thread(target=restart).start()
+        if fails:
+            return rng.choice(((500, "no"), (429, "busy"), (503, "loading"), said("")))
+        if any(f"#{i}#" in body["messages"][1]["content"] for i in (7, 23)):
+            return 400, "content_filter: in this context"
+        return play(body)
+
+    servers.append(opened(0, answer))
+    url = f"http://127.0.0.1:{servers[0].server_port}/v1"
+    rows, scores = run(url, "--concurrency", "8", n=40)
+    assert len(servers) == 2 and len(asked) > 80
+    assert {name for name, row in rows.items() if row["stop"] == "refused"} == {"t7", "t23"}
+    assert all(row["turns"] == 2 for row in rows.values() if row["stop"] == "answer")
+    assert (scores["stop: refused"], scores["stop: answer"]) == (0.05, 0.95)
+    before = len(asked)
+    assert run(url, "--concurrency", "8", n=40) == (rows, scores) and len(asked) == before
+    servers[-1].shutdown()
+    servers[-1].server_close()

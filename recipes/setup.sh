@@ -178,6 +178,8 @@ preflight() {
     if [[ $seen != 0 ]]; then
         must "this node has $seen GPUs, $GPUS are asked for: GPUS=$seen" test "$GPUS" -le "$seen"
         must "PyTorch starts on no $GPUS GPUs: R580? cuda-compat-13-0?" python -c "$sees" "$GPUS"
+        [[ " ${how[*]} " != *" --offload "* ]] ||
+            must "--offload compiles DeepSpeed's AdamW; on Debian: apt install g++" command -v g++
     fi
     [[ -n ${DRY:-} ]] || host=(--host-gib "$(awk -v nodes="$NNODES" '/MemAvailable/ {
         print nodes * $2 / 2^20}' /proc/meminfo)")  # for --offload

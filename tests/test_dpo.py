@@ -361,7 +361,7 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
 
 def test_a_run_does_not_go_on_with_other_pairs(words, critic, digits, tmp_path):
     text = train("dpo.py", critic, words.replace("pairs.jsonl", "val.jsonl"), status=1)
-    assert "is of another --model, --data or --val" in text and "Traceback" not in text
+    assert "was started with other settings: --data was" in text and "Traceback" not in text
 
 
 def test_a_fall_of_the_chosen_is_warned_of(tmp_path, capsys):

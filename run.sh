@@ -1,44 +1,45 @@
 #!/usr/bin/env bash
-# The recipe. One command makes the environment, then runs every stage from synthesis to the table.
+# The recipe: makes the environment, then runs every stage from synthesis to the table.
 #
-#   bash run.sh tiny             all of it on a laptop: a world and a 2M-parameter model of its own
-#   bash run.sh tool-tiny        the same of the tools world: search, Python, pages (toolstar.sh)
+#   bash run.sh tiny             everything on a laptop: its own world, a model of 2M parameters
+#   bash run.sh tool-tiny        the same in the tools world: search, Python, pages
 #   bash run.sh 1.5b | 3b | 7b   the paper's recipe for that size
-#   bash run.sh 0.5b             ours for one GPU of 24 GB, at a context of 16K
-#   bash run.sh tool-star-0.5b | tool-star-1.5b | tool-star-3b | tool-star-7b
-#                                Tool-Star's recipe, from its published data to its twelve sets
-#   bash run.sh SIZE axis NAME   a study (axes.sh): reward, scale, data, algorithm or noise; tiny
-#                                has memory too, the real sizes reliability, with ENDPOINT; the
-#                                tools world (toolaxes.sh): reward, dpo, helpers, masking or noise
-#   bash run.sh SIZE preflight   only what these look at before anything is spent
-#   bash run.sh test [-m '']     the tests, or the slow ones too
-#   bash run.sh gpu              what holds on this machine's GPUs, in minutes: out/gpu/report.md
+#   bash run.sh 0.5b             our recipe for one GPU of 24 GB, with a context of 16K
+#   bash run.sh tool-star-SIZE   Tool-Star's recipe (0.5b, 1.5b, 3b, 7b), from its published data
+#   bash run.sh SIZE axis NAME   a study (recipes/axes.sh): reward, scale, data, algorithm, noise;
+#                                tiny also has memory, the real sizes reliability (with ENDPOINT);
+#                                the tools world: reward, dpo, helpers, masking, noise
+#   bash run.sh SIZE preflight   run every engine and trainer once, before anything is spent
+#   bash run.sh test [-m '']     the tests; -m '' adds the slow ones
+#   bash run.sh gpu              test this machine's GPUs in minutes: out/gpu/report.md
 #
-# DRY=1 prints each stage's command, to paste, and runs nothing. A stage whose output exists is
-# skipped, so the same command goes on after a failure. Variables to set in front of it:
-#   MODEL   base model, a folder or a hub name     DATA  folder of sft, rl, val and test.jsonl
-#   OUT     folder of the run, out/SIZE unless set SEED  of the training and the plays, 0 unless set
-#   SEEDS, AXIS_STEPS, AXIS_TASKS  of an axis (axes.sh)  FLAGS_STAGE  more: FLAGS_rl="--lr 1e-6"
-#   CYCLES  of play, pairs and DPO after RL, 1 unless set, PORT of the pages, 8123: tool-tiny
-#   GPUS    ranks on this node                     NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
-#   ENDPOINT  URL=MODEL of a teacher, or several, ENDPOINT_KEY the file of their key: they write the
-#           queries and play the episodes that DATA lacks, at the real sizes of travel; unset: a
-#           grammar and the solver, for free
-#   QA      folder of FlashRAG's data sets, with RETRIEVER, a /retrieve address or an index folder:
-#           questions after every evaluation, those of an axis too; tiny: QA=1, without RETRIEVER
-#   PYTHON  what .venv is made with                STAR_DATABASE  the full database
-#   GIB, HOST_GIB  memory of a GPU and of the host, to see with DRY=1 what they would hold
-#   HOW     "--offload", "--lora 32" or both, SHARE of a GPU that the engine fills, CONTEXT, CUTOFF,
-#           PACK  tokens of RL's episodes, of SFT's, of a micro-batch: unset, the real sizes take
-#           what fits these GPUs (recipes/cards.txt)       STAR_TRACEBACK  1: errors in full
-# and of Tool-Star's sizes (toolstar.sh): SFT_DATA, RL_DATA, the published files; SETS, the folder of
-# sets (toolstar/sets.py); TOOLS, settings of the tools; JUDGE, URL=MODEL, JUDGE_KEY, a file
+# DRY=1 prints the commands of all stages and runs nothing. A stage whose output exists is skipped,
+# so the same command continues after a failure. Variables to set in front of the command:
+#   MODEL     base model: a folder or a hub name
+#   DATA      folder of sft, rl, val and test.jsonl; existing files are reused
+#   OUT       folder of the run, out/SIZE by default
+#   SEED      seed of training and play, 0 by default
+#   FLAGS_STAGE  more flags for a stage, such as FLAGS_rl="--lr 1e-6"
+#   GPUS      ranks on this node; NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: several nodes
+#   ENDPOINT  URL=MODEL of teachers, which write queries and play episodes that DATA lacks;
+#             ENDPOINT_KEY: the file of their key. Unset: a grammar and the solver
+#   QA        folder of FlashRAG's data sets, asked after every evaluation; RETRIEVER: a /retrieve
+#             address or an index folder. For tiny: QA=1, without RETRIEVER
+#   HOW       "--offload", "--lora 32" or both; SHARE of a GPU for the engine; CONTEXT, CUTOFF and
+#             PACK, tokens of RL's episodes, of SFT's and of a micro-batch. Unset: what fits these
+#             GPUs (recipes/cards.txt); GIB and HOST_GIB with DRY=1: what others would hold
+#   SEEDS, AXIS_STEPS, AXIS_TASKS  seeds, updates and tasks of an axis
+#   CYCLES    tool-tiny: cycles of play, pairs and DPO after RL, 1 by default; PORT: of its pages
+#   STAR_DATABASE  the full database            PYTHON  the interpreter that makes .venv
+#   STAR_TRACEBACK=1  show errors in full
+# Tool-Star's sizes (recipes/toolstar.sh): SFT_DATA and RL_DATA, the published files; SETS, the
+# folder of test sets; TOOLS, settings of the tools; JUDGE, URL=MODEL, and JUDGE_KEY, a file.
 # Sources: [1] STAR, arXiv:2603.21972, sections 3-4, appendices C-D   [2] ours, measured here
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # sh run.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,36s/^# \{0,1\}//p' run.sh; exit 2; }
+usage() { sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }

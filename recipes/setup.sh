@@ -46,8 +46,9 @@ fit() {
     done <recipes/cards.txt
     if [[ -z $found ]]; then
         line=(0 0 0 0 30000 1 0.6)
-        [[ -n ${MODEL:-}${HOW:-} ]] || stop "$size does not fit $ranks x $gib GiB by the memory plan" \
-            "(recipes/cards.txt): more GPUs, a smaller size, or HOW=, CONTEXT= and SHARE= of your own"
+        [[ -n ${MODEL:-}${HOW:-} ]] ||
+            stop "$size does not fit $ranks x $gib GiB by the memory plan (recipes/cards.txt):" \
+                "more GPUs, a smaller size, or HOW=, CONTEXT= and SHARE= of your own"
     fi
     read -ra how <<<"${HOW-${line[*]:7}}"
     context=${CONTEXT:-${line[4]}} tp=${line[5]} share=${SHARE:-${line[6]}}
@@ -58,7 +59,13 @@ fit() {
 }
 
 # rate LR   ten times as large with LoRA (runtime.py, add_adapters)
-rate() { [[ " ${how[*]} " == *" --lora "* ]] && awk -v lr="$1" 'BEGIN {print lr * 10}' || echo "$1"; }
+rate() {
+    if [[ " ${how[*]} " == *" --lora "* ]]; then
+        awk -v lr="$1" 'BEGIN {print lr * 10}'
+    else
+        echo "$1"
+    fi
+}
 
 # .venv, made once from exact pins, and again when their file changes
 environment() {
@@ -171,6 +178,8 @@ preflight() {
     if [[ $seen != 0 ]]; then
         must "this node has $seen GPUs, $GPUS are asked for: GPUS=$seen" test "$GPUS" -le "$seen"
         must "PyTorch starts on no $GPUS GPUs: R580? cuda-compat-13-0?" python -c "$sees" "$GPUS"
+        [[ " ${how[*]} " != *" --offload "* ]] ||
+            must "--offload compiles DeepSpeed's AdamW; on Debian: apt install g++" command -v g++
     fi
     [[ -n ${DRY:-} ]] || host=(--host-gib "$(awk -v nodes="$NNODES" '/MemAvailable/ {
         print nodes * $2 / 2^20}' /proc/meminfo)")  # for --offload

@@ -56,13 +56,13 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
     preflight
     # full fine-tuning, cosine, warm-up 0.1, 4 GPUs x 4 rows [4]; results are masked, there not [2]
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
-        --data "$DATA/sft.jsonl" --epochs 3 --batch 16 --lr $(rate 7e-6) --warmup 0.1 --cutoff $cutoff \
-        "${how[@]}" --seed "$SEED" --save-every 500 --resume --out "$OUT/sft"
+        --data "$DATA/sft.jsonl" --epochs 3 --batch 16 --lr $(rate 7e-6) --warmup 0.1 \
+        --cutoff $cutoff "${how[@]}" --seed "$SEED" --save-every 500 --resume --out "$OUT/sft"
     # 128 prompts x 8, mini-batches of 16 prompts, clip 0.2, no KL, constant rate, 2 epochs [4]; the
     # reward of [3]. No validation: the published one holds questions of the sets [2]
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7
-        --reward $reward --prompts $prompts --group $group --minibatches 8 --lr $(rate 1e-6) --clip-low 0.2
-        --clip-high 0.2 --temperature 1.0 --context $context --turn-tokens 4096 --pack-tokens $pack
+        --reward $reward --prompts $prompts --group $group --minibatches 8 --lr $(rate 1e-6)
+        --clip-low 0.2 --clip-high 0.2 --temperature 1.0 --context $context --turn-tokens 4096 --pack-tokens $pack
         --gpu-memory $share "${how[@]}" --tp $tp --seed "$SEED" --save-every 10 --resume)
     first=(--model "$OUT/sft" --epochs 2) models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     # responses of 16,384 tokens [4]; a failed program is debugged once, as in the command that [4]

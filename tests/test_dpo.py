@@ -361,14 +361,14 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
 
 def test_a_run_does_not_go_on_with_other_pairs(words, critic, digits, tmp_path):
     text = train("dpo.py", critic, words.replace("pairs.jsonl", "val.jsonl"), status=1)
-    assert "is of another --model, --data or --val" in text and "Traceback" not in text
+    assert "was started with other settings: --data was" in text and "Traceback" not in text
 
 
 def test_a_fall_of_the_chosen_is_warned_of(tmp_path, capsys):
     line = dict.fromkeys(("loss", "accuracy", "margin", "delta_rejected", "gnorm", "lr"), 0)
     for delta, warned in ((-9.9, False), (-10.1, True)):
-        dpo.log(line | {"step": 1, "delta_chosen": delta, "tokens": 1, "seconds": 1}, 2, tmp_path,
-                0)
+        dpo.log(line | {"step": 1, "delta_chosen": delta, "tokens": 1, "seconds": 1}, 2,
+                flags_of(dpo, f"--out {tmp_path}"), 0)
         assert ("warning: delta_chosen is below -10" in capsys.readouterr().out) == warned
     assert [json.loads(text)["delta_chosen"] for text in
             (tmp_path / "log.jsonl").read_text().splitlines()] == [-9.9, -10.1]

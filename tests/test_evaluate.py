@@ -166,7 +166,7 @@ def test_a_worlds_file_may_hold_dataclasses_and_import_what_stands_beside_it(tmp
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "from beside_it import KINDS\n\n\n@dataclass\nclass World:\n    kinds: tuple = KINDS\n\n\n"
         "def open_world(args):\n    return World()\n")
-    assert runtime.open_world(SimpleNamespace(env=str(tmp_path / "world.py"))).kinds == ("one",)
+    assert runtime.load_world(str(tmp_path / "world.py")).open_world(None).kinds == ("one",)
 
 
 def test_a_data_set_on_the_hub_is_its_file(tmp_path, trip, monkeypatch):
@@ -214,13 +214,15 @@ def test_travel_is_a_world(trip, mini):
 
 
 def test_a_world_is_travel_or_a_module_or_a_file(tmp_path, mini):
-    assert isinstance(runtime.open_world(evaluate.flags(["--database", str(mini.folder)])), Travel)
-    code = "class World:\n    def __init__(self, args):\n        self.out = args.out\n"
+    world = runtime.open_world(evaluate.flags(["--database", str(mini.folder)]))
+    assert isinstance(world.world, Travel)
+    code = ("from travel.world import Travel\n\n\nclass World(Travel):\n"
+            "    def __init__(self, args):\n        self.out = args.out\n")
     (tmp_path / "toy.py").write_text(code + "\n\ndef open_world(args):\n    return World(args)\n")
     args = evaluate.flags(["--env", str(tmp_path / "toy.py"), "--out", "there"])
     assert runtime.open_world(args).out == "there"
     module = runtime.open_world(evaluate.flags(["--env", "calculator"]))
-    assert type(module).__module__ == "calculator"
+    assert type(module.world).__module__ == "calculator"
 
 
 # ------------------------------------------------------------------------------------------- play

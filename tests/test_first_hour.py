@@ -98,7 +98,8 @@ def test_readers_leave_the_last_line_of_a_live_run_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("content, fix", [
-    (gzip.compress(b'{"id": 1}\n', mtime=0), "gunzip it"), ('{"id": 1}\n'.encode("utf-16"), "UTF-8"),
+    (gzip.compress(b'{"id": 1}\n', mtime=0), "gunzip it"),
+    ('{"id": 1}\n'.encode("utf-16"), "UTF-8"),
     (b'[\n{"id": 1}\n]\n', "jq -c '.[]'"), (b'{"id": 1}\n{\n', "line 2: not JSON")])
 def test_a_file_in_another_form_names_the_way_out(tmp_path, content, fix):
     (tmp_path / "x.jsonl").write_bytes(content)

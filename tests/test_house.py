@@ -44,7 +44,7 @@ LEAVES = ("look", "tiny", "recipes")
 # sft.py and grpo.py write these each for themselves; all other functions they share are equal
 OWN_WORDS = {"flags", "main", "log", "learning_rate"}
 # the functions that may differ between the twins are ARPO; all others are equal to the letter
-ARPO_ADDS = {"entropy", "branch", "unstarted", "unforked", "set_gains"}
+ARPO_ADDS = {"entropy", "branch", "unforked", "set_gains"}
 ARPO_CHANGES = {"flags", "play_flags", "learn_flags", "Sample", "submit", "rollout",
                 "token_weights", "policy_loss", "per_token", "describe", "sampled"}
 

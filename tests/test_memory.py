@@ -158,8 +158,8 @@ def test_the_planned_peak_is_what_two_ranks_allocate(words, tmp_path):
         AttentionInterface.register("attend", attend)
         rank, ranks, _ = sft.setup()
         args = memory.flags(["sft", "--gpus", "2", *sys.argv[1:]])
-        config = Qwen2Config(hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
-                             num_key_value_heads=2, intermediate_size=768, vocab_size=16000,
+        config = Qwen2Config(hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
+                             num_key_value_heads=2, intermediate_size=1536, vocab_size=16000,
                              tie_word_embeddings=False)
         config._attn_implementation, tokens = "attend", 2048  # two chunks of logits
         with Peak([]) as peak:
@@ -193,6 +193,7 @@ def test_the_planned_peak_is_what_two_ranks_allocate(words, tmp_path):
                           env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"})
     assert done.returncode == 0, done.stderr[-4000:]
     planned, found = map(float, re.search("planned and found (.*) (.*)", done.stdout).groups())
+    print(f"{words or 'all weights'}: MiB planned {planned / 2**20:.0f}, found {found / 2**20:.0f}")
     assert planned == pytest.approx(found, rel=0.1)
 
 

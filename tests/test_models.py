@@ -115,7 +115,7 @@ def model(tiny_model, tmp_path):
 
 
 def load(folder, out):
-    args = Namespace(model=str(folder), out=str(out), no_checkpointing=1.0)
+    args = Namespace(model=str(folder), out=str(out), no_checkpointing=1.0, lora=0, offload=False)
     return sft.load(args, runtime.load_template(folder), torch.device("cpu"))[0].lm
 
 

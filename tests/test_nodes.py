@@ -58,7 +58,7 @@ class Pair:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         settings = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                    "GPUS": "1", "OUT": "out", "DATA": "data", "MODEL": "out/sft",
+                    "GPUS": "1", "HOW": "", "OUT": "out", "DATA": "data", "MODEL": "out/sft",
                     "STAR_DATABASE": "database/mini", "FLAGS_rl": FLAGS}
         self.screens, self.nodes = [disk / f"node{number}.txt" for number in range(2)], []
         cores = 2 * sorted(os.sched_getaffinity(0))

@@ -406,7 +406,8 @@ def test_a_broken_model_is_refused_before_anything_is_spent(spoil, words, tiny_m
 
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     spoil(folder)
-    args = Namespace(model=str(folder), out=str(tmp_path / "out"), no_checkpointing=1.0)
+    args = Namespace(model=str(folder), out=str(tmp_path / "out"), no_checkpointing=1.0,
+                     lora=0, offload=False)
     with pytest.raises(ValueError, match=f"^{folder}.*{words}") as error:
         sft.load(args, load_template(folder), torch.device("cpu"))
     assert "\n" not in str(error.value)

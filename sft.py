@@ -265,7 +265,7 @@ def pack(lengths, budget, packed):
 
 def rounded(n, device):
     """The width of a row of n tokens. On a GPU a multiple of 512: shapes then repeat, and cuDNN,
-    which plans attention anew for every shape on Hopper, is rarely asked to (docs/notes.md)."""
+    which plans its attention anew for each shape on Hopper, seldom has to (docs/notes.md)."""
     multiple = 1 if str(device) == "cpu" else 512
     return math.ceil(n / multiple) * multiple
 
@@ -312,7 +312,7 @@ def setup():
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    # blocks that grow: rows of ever other shapes would leave gaps that nobody fills
+    # the shapes of rows keep changing: blocks of fixed sizes would leave gaps between them
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # DeepSpeed compiles with ninja, which is installed there
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -352,8 +352,8 @@ def load(args, template, device):
 
 
 def recompute_layers(lm, share):
-    """Compute activations again in the backward pass, in the first layers, a `share` of all; it
-    frees those of the last layers first."""
+    """Recompute activations in the backward pass, in the first `share` of the layers: it starts with
+    the last layers, whose memory is then free for the first."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if share:

@@ -37,7 +37,7 @@ def training(config, n, args, tokens):
     """[(what, bytes, moments)] of the trainer of `n` parameters, with `tokens` in a micro-batch.
 
     Moments: play, logits (the backward pass through the head), layer (through the last layer).
-    AdamW's step is none: fused, it takes nothing that is not there at all times.
+    AdamW's step is not among them: the fused kernel needs no memory of its own.
     """
     h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
     layers, kv, adapters = config.num_hidden_layers, kv_width(config), adapter_size(config, args)

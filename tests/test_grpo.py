@@ -22,6 +22,7 @@ from travel.world import Travel, load_task
 
 REPLY = "<think>a</think>\n<answer>b</answer>"
 CPU = torch.device("cpu")
+WORLD = runtime.CheckedWorld(Babble(), "babble")  # as open_world returns it
 
 
 def flags(words=""):
@@ -109,7 +110,7 @@ BABBLED = [{"id": f"{i}", "query": f"Go on, {i}.", "turns": 1 + i % 3, "success"
 
 def test_a_rollout_plays_every_task_g_times_in_whatever_order_replies_end(one_rank, template):
     llm, args = Replies(template, lambda *_: ("1 2", 0.5)), flags("--group 3 --concurrency 7")
-    samples = grpo.rollout(llm, template, Babble(), BABBLED, "play/0", 3, 1.0, 1.0, args)
+    samples = grpo.rollout(llm, template, WORLD, BABBLED, "play/0", 3, 1.0, 1.0, args)
     assert Counter(s.query for s in samples) == dict.fromkeys(range(5), 3)
     assert all(s.episode.task == BABBLED[s.query] for s in samples)
     assert all(s.episode.stop == "answer" and s.episode.turns == 1 + s.query % 3 for s in samples)
@@ -125,7 +126,7 @@ def test_refill_plays_until_enough_groups_differ_or_its_batches_are_spent(
         return (place if int(query) < differing else "7"), 0.5
 
     llm, args = Replies(template, script), flags("--drop-uniform --refill 2 --prompts 4 --group 3")
-    samples, _ = grpo.play_batch(llm, template, Babble(), BABBLED, 0, 9, "digits", [], args)
+    samples, _ = grpo.play_batch(llm, template, WORLD, BABBLED, 0, 9, "digits", [], args)
     groups = grpo.by_query(samples)
     assert "".join("u" if grpo.uniform(group) else "." for group in groups.values()) == kinds
     assert all(len({s.record["task"]["id"] for s in group}) == 1 for group in groups.values())
@@ -177,7 +178,7 @@ def updates_of(one_rank, template):
         args, waiting, found = flags(words), [], []
         llm, first, begun = Replies(template, lambda *_: ("1 2", 0.5)), begun, begun + len(kinds)
         for step, kind in enumerate(kinds, first):
-            samples, _ = grpo.play_batch(llm, template, Babble(), tasks, step, begun, kind, waiting,
+            samples, _ = grpo.play_batch(llm, template, WORLD, tasks, step, begun, kind, waiting,
                                          args)
             found.append((samples, copy.deepcopy(waiting)))
         return found
@@ -673,7 +674,7 @@ def test_best_holds_the_weights_of_the_first_step_with_the_highest_success(
         lm.lm_head.weight.data.fill_(step)
         llm = Replies(template, lambda *_: ("1", 0.5))
         val = [{"id": "v", "query": "?", "turns": 1, "success": success}]
-        line = grpo.validate(llm, template, Babble(), val, step, engine, 0, args)
+        line = grpo.validate(llm, template, WORLD, val, step, engine, 0, args)
         assert line == {"step": step, "val_success": success}
         grpo.log(line, 0, args)
     assert (weights(tmp_path / "best")["lm_head.weight"] == 1).all()

@@ -756,8 +756,8 @@ def load(args, template, device):
 
 
 def recompute_layers(lm, share):
-    """Recompute activations in the backward pass, in the first `share` of the layers: it starts
-    with the last layers, whose memory is then free for the first."""
+    """Recompute activations in the backward pass in the first `share` of the layers: it starts with
+    the last layers, whose memory is then free for the first."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if share:

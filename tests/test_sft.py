@@ -64,7 +64,7 @@ def test_an_episode_over_the_cutoff_is_dropped_whole(template, tmp_path):
 
 def test_a_line_without_messages_is_named(template, tmp_path):
     write_jsonl(tmp_path / "bad.jsonl", [{"messages": EPISODE}, {"query": "?"}])
-    with pytest.raises(SystemExit, match=r"bad.jsonl:2: no 'messages'"):
+    with pytest.raises(SystemExit, match=r"bad.jsonl:2: no list of 'messages'"):
         sft.load_samples(tmp_path / "bad.jsonl", template, 1000)
 
 

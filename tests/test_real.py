@@ -72,8 +72,8 @@ def test_trainer_and_engine_agree_at_every_update_of_a_real_model(
     # gives 0.1 and more
     apart = [line["dlogp_mean"] for line in log]
     assert len(apart) == steps and min(apart) > 0 and max(apart) < 1e-4, apart
-    subprocess.run([sys.executable, "-m", "look.report", tmp_path, "--out", tmp_path / "page"], cwd=ROOT,
-                   check=True, capture_output=True)
+    command = [sys.executable, "-m", "look.report", tmp_path, "--out", tmp_path / "page"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert list((tmp_path / "page").glob("*.html"))
 
 

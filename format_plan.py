@@ -215,8 +215,8 @@ MONEY = pattern(r"(?:(?:approx\w{0,9}\.?|about|around|estimated|total)(?: cost)?
 
 
 class Day:
-    """What a text tells of a day, {slot: [text, ..]}: in its lines, behind a closing heading (of
-    the last day, costs and notes) and in corrections."""
+    """What a text says about one day, {slot: [text, ..]}: in the lines of the day, under the
+    headings that follow the last day (costs, notes) and in corrections."""
 
     def __init__(self, number, title):
         self.number, self.title, self.told, self.late, self.fixes = number, title, {}, {}, {}
@@ -327,7 +327,7 @@ REMARK = pattern(rf""" ?[|;→←⭐★]| [·@] | ?\[(?=\$)|,? ?[~≈]?\$ ?\d|,?
     \ (?:for|at|around|near|with|in|by) (?=[~$\d]|
     (?:(?:an?|the|your) )?(?!(?:an?|the|your|of) )(?-i:[a-z]{{2}}))""")  # where a name ends
 ASIDE = pattern(rf"""\A(?-i:[a-z~])|[$\d:]|\b{CUISINE}|\b{DETAIL}|included\b|
-    friendly\b""")  # what stands in parentheses behind a name and is no part of it
+    friendly\b""")  # a remark in parentheses after a name, not part of it
 PAREN = re.compile(r" ?\(((?:[^()]|\([^()]{0,40}\)){0,120})\)")
 NOTHING = pattern(r"""\W{0,60}$|\(|[-–—]{1,5} ?(?:[(,.;|$]|$)|free\W{0,9}$|(?:none|n/?a|nil|null|
     nothing|tbd|included|on your own|skip(?:ped)?|travel(?:ing)? day|departure|rest|leisure|
@@ -398,7 +398,7 @@ class Names:
         return best
 
     def cities_in(self, text):
-        """The matches of the cities in a text; the state behind a city is none."""
+        """The matches of the cities in a text, without the states that follow them."""
         found = list(self.city_names.finditer(text, 0, 400))
         return [city for before, city in zip([None, *found], found, strict=False)
                 if not before or self.cities[before[0]] != city[0]
@@ -443,8 +443,8 @@ class Names:
         return (found[0], end) if found and done else ("", at)
 
     def venue(self, text, slot, cities):
-        """("Name, City", rest of the text) of the venue that begins a text. A remark begins behind
-        a name that the database holds, behind a closing bracket, or where REMARK finds it."""
+        """("Name, City", rest of the text) of the venue that begins a text. A remark begins after
+        a name that the database holds, after a closing bracket, or where REMARK finds it."""
         size, name, home = self.known(text, slot, cities)
         at, opener = size, "" if size else OPEN.match(text)[0]
         if opener:
@@ -458,8 +458,8 @@ class Names:
             else aside[0], text[at:])
         end = max(at, REMARK.search(text, at).start())
         piece, rest = text[:end], text[end:]
-        behind = SEPARATOR.match(piece, at)  # "[The Museum, Houston], Houston" lies in the second
-        for separator in filter(None, [behind, *SEPARATOR.finditer(piece, size)]):
+        second = SEPARATOR.match(piece, at)  # "[The Museum, Houston], Houston" lies in the second
+        for separator in filter(None, [second, *SEPARATOR.finditer(piece, size)]):
             city, after = self.city_at(piece, separator.end(), slot != "attraction")
             if city:
                 name = name if size == separator.start() else piece[:separator.start()].strip()
@@ -574,7 +574,7 @@ def ride(text, names):
 
 
 def rides(texts, names):
-    """The rides of a day in one field; the same one told again is none."""
+    """The rides of a day in one field, each of them once."""
     found = []
     for text in texts:
         one = ride(text, names)

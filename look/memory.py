@@ -211,7 +211,7 @@ def plan(args):
                  f"{fullest!r}; what lowers it: {MOMENTS[fullest].format(longest=found.flag)}")
     if found.host > args.host_gib:
         sys.exit(f"this does not fit: --offload takes {found.host:.1f} GiB of the host's memory, "
-                 f"{args.host_gib:g} are free; use --lora in its place")
+                 f"{args.host_gib:g} are free; use --lora instead")
     if found.contexts < 1:
         sys.exit("this does not fit: the cache holds no whole context; what mends it: a higher "
                  "--gpu-memory, --tp, or a smaller --context")

@@ -14,7 +14,7 @@ else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the va
     amounts=100,200,500,1000,2000 full=1000 alone=1000 scales="1.5b 3b 7b"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
 fi
-# how the table calls what judged, and the GPUs behind its hours
+# what the table calls the judge, and the GPUs its hours were measured on
 beside=(--tasks "${judge[1]}")
 [[ $size == tiny ]] || beside+=(--gpus $((GPUS * NNODES)))
 runs=() faulty=() asked=()

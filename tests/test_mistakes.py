@@ -110,7 +110,7 @@ MISTAKES = {
         ("--data none --model m", "none holds no question, of its own or of FlashRAG"),
         ("--data qa-empty --model m", "qa-empty holds no question, of its own or of FlashRAG"),
         ("--data qa-cut --model m", "qa-cut/questions.jsonl, line 1: not JSON"),
-        ("--data qa-list --model m", "record 1: want id, question, golden_answers"),
+        ("--data qa-list --model m", "record 1: id, question and golden_answers are needed"),
         ("--data qa-twice --model m", "the id qa-twice/1 occurs twice"),
         ("--data qa-alone --model m", "corpus.jsonl is missing: see --corpus"),
         ("--model m --retriever none", "none/meta.json is missing: see --corpus"),

@@ -610,7 +610,7 @@ def apart(program, rows_of, tasks, args):
             child.terminate()
             child.join()
     if errors:  # usually all report the same, such as a broken model folder
-        raise SystemExit(errors[0])
+        raise SystemExit("\n".join(dict.fromkeys(errors)))
     if any(child.exitcode for child in children):
         raise SystemExit(f"{program}: stopped early; repeat the command to continue")
 

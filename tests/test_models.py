@@ -67,7 +67,8 @@ def test_an_architecture_trains_right_or_is_refused(name, plain, tmp_path):
     policy, packed = measured(lm, plain)
     assert packed == (TABLE[name] == "packed"), packed
     found = {packed: policy(*sft.collate(rows, packed, "cpu"))[0] for packed in {False, packed}}
-    assert all((logps - own).abs().max() <= 2e-5 for logps in found.values())
+    # float32 rounding: 3e-5 in MiniMax's experts, where the batch decides the order of sums
+    assert all((logps - own).abs().max() <= 5e-5 for logps in found.values())
     before = [weight.clone() for weight in lm.parameters()]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     (-found[packed].mean()).backward()

@@ -100,23 +100,24 @@ def test_two_real_engines_give_the_table_of_one(tiny_model, tasks, tmp_path):
 
 def test_a_process_that_fails_stops_the_run_and_loses_no_row_of_the_others(
         tasks, tmp_path, capfd, monkeypatch):
-    (tmp_path / "odd.py").write_text("""if True:
+    bad = read_jsonl(tasks)[1]["id"]
+    (tmp_path / "odd.py").write_text(f"""if True:
         from sandbox import open_database
         from travel.world import Travel, flags
 
         class Odd(Travel):
             def verdict(self, episode):
-                if episode.task["id"].endswith("3"):
+                if episode.task["id"] == "{bad}":
                     raise ValueError("a verdict that fails")
                 return super().verdict(episode)
 
         def open_world(args):
             return Odd(open_database(args.database))
     """)
-    words = ("--agent", "solver", "--env", str(tmp_path / "odd.py"), "--processes", "7")
+    words = f"--agent solver --env {tmp_path}/odd.py --limit 3 --processes 3".split()
     with pytest.raises(SystemExit, match="odd.py: verdict, task .*: a verdict that fails"):
         table(tmp_path, tasks, *words)
-    assert len(read_jsonl(tmp_path / "solver" / "episodes.jsonl")) == 6
+    assert len(read_jsonl(tmp_path / "solver" / "episodes.jsonl")) == 2
 
 
 def test_a_caller_that_stops_early_leaves_no_process_behind(tasks, tmp_path):

@@ -274,7 +274,7 @@ MISTAKES = {
         ("", "required: command"),
         ("check --database none", "none/tools.json is not there"),
         ("check --database settings", "settings/tools.json: not JSON"),
-        ("check --database unknowing", "no setting is called 'colour'"),
+        ("check --database unknowing", "unknown setting 'colour'"),
         ("play", "required: --tasks"),
         ("play --tasks none.jsonl", "none.jsonl: No such file"),
     ],

@@ -100,15 +100,16 @@ def test_a_chain_without_tools_is_one_reply(tmp_path):
 
 REFUSED = {
     "not JSON": '{"instruction": ',
-    "no table of columns": [1, 2],
+    "it is not an object with columns": [1, 2],
     "neither instruction and output nor conversations; columns: answer, question":
         {"question": "a", "answer": "b"},
-    "a history of earlier turns": ALPACA | {"history": [["a", "b"]]},
+    "it has a history of earlier turns": ALPACA | {"history": [["a", "b"]]},
     "no question": ALPACA | {"instruction": " ", "input": ""},
-    "a reply that is no text": ALPACA | {"output": None},
+    "a reply that is not text": ALPACA | {"output": None},
     "no reply before the first result": ALPACA | {"output": "<result>42</result>"},
-    "a <result> that is not closed, or not opened": ALPACA | {"output": "<result>42"},
-    "a turn of no known role, or without text": {"messages": [{"role": "judge", "content": "1"}]},
+    "a <result> without its </result>, or the reverse": ALPACA | {"output": "<result>42"},
+    "a turn with an unknown role, or without text":
+        {"messages": [{"role": "judge", "content": "1"}]},
 }
 
 
@@ -118,15 +119,15 @@ def test_rows_that_cannot_be_used_are_counted_by_cause_with_their_lines(tmp_path
     assert len(made["sft"]) == 1
     causes = list(REFUSED)
     expected = {cause: {"count": 1, "lines": [i]} for i, cause in enumerate(causes, 1)}
-    expected["a <result> that is not closed, or not opened"] = {"count": 2, "lines": [8, 11]}
+    expected["a <result> without its </result>, or the reverse"] = {"count": 2, "lines": [8, 11]}
     assert report["sft"]["refused"] == expected
     assert (report["sft"]["rows"], report["sft"]["kept"]) == (11, 1)
 
 
 @pytest.mark.parametrize("output, odd", [
     ("<think>a</think>", "no answer"),
-    ("<search>a</search><think>b</think>" + DIRECT, "not as many results as calls"),
-    ("<think>a</think>\n<result>b</result>\n" + DIRECT, "a result behind no call")])
+    ("<search>a</search><think>b</think>" + DIRECT, "the numbers of results and calls differ"),
+    ("<think>a</think>\n<result>b</result>\n" + DIRECT, "a result without a call")])
 def test_odd_chains_are_kept_and_noted(tmp_path, output, odd):
     made, report = convert(tmp_path, [ALPACA, ALPACA | {"output": output}])
     assert len(made["sft"]) == 2 and as_tags(made["sft"][1]["messages"], True) == output
@@ -152,7 +153,7 @@ def test_with_a_world_the_chains_get_its_prompt(tmp_path):
     made, _ = convert(tmp_path, [ALPACA], None, "--database", str(tmp_path))
     assert "You have 3 calls in all" in made["sft"][0]["messages"][0]["content"]
     (tmp_path / "tools.json").write_text('{"grammar": "turns"}')
-    with pytest.raises(SystemExit, match='chains are of "grammar": "tags"'):
+    with pytest.raises(SystemExit, match='chains need "grammar": "tags"'):
         convert(tmp_path, [ALPACA], None, "--database", str(tmp_path))
 
 
@@ -199,7 +200,7 @@ def test_golds_are_kept_as_they_are(tmp_path, gold):
     for task in made["rl"]:
         assert task["golds"] == (gold if isinstance(gold, list) else [gold])
         assert "ground_truth" not in task
-    assert report["rl"]["odd, and kept"].keys() == {"a question once more"}
+    assert report["rl"]["odd, and kept"].keys() == {"a repeated question"}
 
 
 def test_questions_that_occur_twice_and_torn_golds_are_kept_and_noted(tmp_path):
@@ -208,7 +209,8 @@ def test_questions_that_occur_twice_and_torn_golds_are_kept_and_noted(tmp_path):
     made, report = convert(tmp_path, None, rows)
     assert [task["golds"] for task in made["rl"]] == [["Mol"], ["mol"], ["1}^N"]]
     noted = {cause: found["lines"] for cause, found in report["rl"]["odd, and kept"].items()}
-    assert noted == {"a question once more, with other golds": [2], "a gold of unequal braces": [3]}
+    assert noted == {"a repeated question with other golds": [2],
+                     "a gold with unbalanced braces": [3]}
 
 
 @pytest.mark.parametrize("gold, golds, printed", [
@@ -229,9 +231,9 @@ def test_rows_that_are_no_tasks_are_counted_by_cause(tmp_path):
     made, report = convert(tmp_path, None, rows)
     assert len(made["rl"]) == 1
     assert {cause: found["lines"] for cause, found in report["rl"]["refused"].items()} == {
-        "no gold": [2, 3], "ability 'judge' is neither mathematics nor questions": [4],
+        "no gold": [2, 3], "ability 'judge' is neither of math nor of qa": [4],
         "not JSON": [5], "no question; columns: label, text": [6],
-        "ability None is neither mathematics nor questions": [7]}
+        "ability None is neither of math nor of qa": [7]}
 
 
 def test_an_empty_column_names_no_row(tmp_path):
@@ -282,14 +284,14 @@ def test_a_list_that_is_cut_off_is_named(tmp_path):
 
 
 def test_without_a_file_to_convert_the_flags_are_named(tmp_path):
-    with pytest.raises(SystemExit, match="--sft FILE or --rl FILE"):
+    with pytest.raises(SystemExit, match="--sft FILE, --rl FILE or both"):
         tir.main(["convert", "--out", str(tmp_path)])
 
 
 def test_without_pyarrow_parquet_is_one_line_that_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "rl.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as where it is not installed
-    with pytest.raises(SystemExit, match=r"rl.parquet: parquet takes pyarrow \(pip install pyarrow"
+    with pytest.raises(SystemExit, match=r"rl.parquet: reading parquet needs pyarrow \(pip install pyarrow"
                                          r"\).*jsonl") as error:
         tir.main(["convert", "--rl", str(tmp_path / "rl.parquet"), "--out", str(tmp_path / "p")])
     assert "\n" not in str(error.value)

@@ -106,7 +106,7 @@ def test_every_row_is_a_task_or_listed_with_its_cause(published, tmp_path, capsy
     told = Counter((row["set"], row["cause"]) for row in read_jsonl(tmp_path / "out/remarks.jsonl"))
     assert told == {
         ("", "is none of the sets"): 1,
-        ("aime25", "an id once more, kept as aime25/0~2"): 1,
+        ("aime25", "a repeated id, kept as aime25/0~2"): 1,
         ("math", "no gold answer in its columns problem, solution"): 1,
         ("musique", "has no answer by design"): 1,
         ("gaia", "needs a file"): 1, ("hle", "needs an image"): 1}
@@ -123,10 +123,10 @@ def test_other_columns_and_missing_sets_are_named_and_nothing_stops(tmp_path, ca
                                         {"question": "How many?", "answer": "4"}])
     sets.main(["read", "--sets", str(tmp_path / "sets"), "--out", str(tmp_path / "out")])
     told = {row["row"]: row["cause"] for row in read_jsonl(tmp_path / "out/remarks.jsonl")}
-    assert told == {1: "no question in its columns q, a", 2: "a list and no record",
+    assert told == {1: "no question in its columns q, a", 2: "a list, not an object",
                     3: "no gold answer in its columns question, answer",
                     4: "no question in its columns question, answer",
-                    6: "the same question and answer once more"}
+                    6: "a repeated question"}
     said = capsys.readouterr().out
     assert "no musique.jsonl, .json, .csv, .parquet (or .gz) and no folder musique in" in said
     assert len(read_jsonl(tmp_path / "out/tasks.jsonl")) == 1
@@ -134,7 +134,7 @@ def test_other_columns_and_missing_sets_are_named_and_nothing_stops(tmp_path, ca
 
 @pytest.mark.parametrize("rows, fix", [
     ({"gsm8k.jsonl": [{"q": 1}]}, "holds no question with an answer"),
-    ({"gsm8k.jsonl": [], "gsm8k.json": []}, "are both gsm8k: leave one"), ({}, "is no folder")])
+    ({"gsm8k.jsonl": [], "gsm8k.json": []}, "are both gsm8k: remove one"), ({}, "is not a folder")])
 def test_what_cannot_be_read_is_one_line_with_the_fix(tmp_path, rows, fix):
     for name, content in rows.items():
         put(tmp_path / "sets" / name, content)
@@ -172,8 +172,8 @@ def test_a_question_that_occurs_again_is_played_once(tmp_path):
                                    {"question": "How many?", "answer": "5"}])
     tasks, remarks, _ = load_sets(tmp_path)
     assert [task["golds"] for task in tasks] == [["4"]]
-    assert [row["cause"] for row in remarks] == ["the same question and answer once more",
-                                                 "the same question once more, with another answer"]
+    assert [row["cause"] for row in remarks] == ["a repeated question",
+                                                 "a repeated question with another answer"]
 
 
 @pytest.mark.parametrize("answerable", [False, "False", "false", 0, "0"])
@@ -217,7 +217,7 @@ def test_a_task_that_a_set_asks_is_dropped_and_listed(tmp_path):
 
 def test_without_a_question_of_a_set_nothing_is_called_clean(tmp_path):
     (tmp_path / "sets").mkdir()
-    with pytest.raises(ValueError, match="sets: no question of an evaluation set is there"):
+    with pytest.raises(ValueError, match="sets holds no question of an evaluation set"):
         sets.questions_of(tmp_path / "sets")
 
 
@@ -408,7 +408,7 @@ def test_what_is_no_play_is_named_by_file_and_line(judged, wrong):
     file = judged[0] / "run/episodes.jsonl"
     rows = read_jsonl(file)
     write_jsonl(file, [rows[0], rows[1] | wrong if isinstance(wrong, dict) else wrong])
-    with pytest.raises(SystemExit, match=r"episodes.jsonl, line 2: no episode"):
+    with pytest.raises(SystemExit, match=r"episodes.jsonl, line 2 is not an episode"):
         scores.main(judged[1])
 
 
@@ -445,7 +445,7 @@ def test_the_table_stands_beside_the_papers_numbers_and_unknown_cells_are_open(t
     assert table["gaia"] == ["right", "0", "103", "15.5", "-", "-"]
     assert table["hle"][4:] == ["-", "100.0 (15.8 to 100.0)"]
     assert table["mean of the first ten"] == ["", "", "", "46.1", "50.0", "100.0"]
-    for remark in ("base: 1 plays of tasks that", "base: of hle 0 of 2 questions are played",
+    for remark in ("base: 1 plays are left out", "base: of hle 0 of 2 questions are played",
                    "base: of bamboogle 2 of 2 questions are played, 1 to 2 times each",
                    "Not among the tasks: gaia"):
         assert remark in said

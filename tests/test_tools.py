@@ -86,15 +86,15 @@ def play(world, *replies, task=TASK, **changes):
 
 
 @pytest.mark.parametrize("text, why", [
-    ('{"max_cals": 3}', "no setting is called 'max_cals'"), ("[1]", "want one object"),
-    ("{", "not JSON"), ('{"top_k": "5"}', "top_k is '5', want int"),
-    ('{"top_k": true}', "top_k is True, want int"), ('{"seconds": 0}', "must be above 0"),
-    ('{"grammar": "xml"}', "grammar knows turns, tags, not 'xml'"),
-    ('{"workers": -1}', "workers must be 0 or more"), ('{"cache_mib": -1}', "must be above 0"),
+    ('{"max_cals": 3}', "unknown setting 'max_cals'"), ("[1]", "must hold one JSON object"),
+    ("{", "not JSON"), ('{"top_k": "5"}', "top_k is '5', it must be int"),
+    ('{"top_k": true}', "top_k is True, it must be int"), ('{"seconds": 0}', "must be above 0"),
+    ('{"grammar": "xml"}', "grammar must be turns or tags, not 'xml'"),
+    ('{"workers": -1}', "workers must be 0 or more"), ('{"memory": -1}', "must be above 0"),
     ('{"seconds": NaN}', "seconds must be above 0"), ('{"page": -5}', "must be above 0"),
-    ('{"allow": [8123]}', 'allow wants "host:port" each'), ('{"tools": []}', "tools knows Search"),
-    ('{"allow": ["http://h:1"]}', "allow wants"), ('{"python": "jial"}', "wants jail or http"),
-    ('{"tools": ["Search", "Bing"]}', "knows Search, Python, Browse, not ['Search', 'Bing']")])
+    ('{"allow": [8123]}', 'allow must be a list of "host'), ('{"tools": []}', "some of Search"),
+    ('{"allow": ["http://h:1"]}', "allow must"), ('{"python": "jial"}', "must be jail or http"),
+    ('{"tools": ["Search", "Bing"]}', "of Search, Python, Browse, not ['Search', 'Bing']")])
 def test_a_wrong_setting_is_one_line_that_names_the_file_and_the_key(tmp_path, text, why):
     (tmp_path / "tools.json").write_text(text)
     with pytest.raises(ValueError) as error:
@@ -104,7 +104,7 @@ def test_a_wrong_setting_is_one_line_that_names_the_file_and_the_key(tmp_path, t
 
 
 def test_a_folder_without_settings_or_corpus_is_named(tmp_path):
-    with pytest.raises(ValueError, match="tools.json is not there: --database names a folder"):
+    with pytest.raises(ValueError, match="tools.json is not there: --database needs a folder"):
         read_settings(tmp_path)
     (tmp_path / "tools.json").write_text('{"tools": ["Search"]}')
     with pytest.raises(FileNotFoundError, match="corpus.jsonl is missing"):
@@ -128,7 +128,7 @@ def test_a_task_that_cannot_be_judged_is_refused_by_its_key(make, change, why):
     assert world.load_task(TASK) == TASK
     with pytest.raises(ValueError, match=why):
         world.load_task(TASK | change)
-    with pytest.raises(ValueError, match="a task of this world has a 'golds'"):
+    with pytest.raises(ValueError, match="a task needs a 'golds'"):
         world.load_task({"query": "?"})
 
 
@@ -151,7 +151,7 @@ def test_the_prompt_declares_the_tools_that_there_are_and_the_budget(make, gramm
     ("<search>a<search>b</search>", ("call", "Search", {"query": "b"})),
     ("<answer>\\boxed{4}</answer>", ("answer", "\\boxed{4}")),
     ("who</search>", "</search> has no <search>"),
-    ("<result>4</result><answer>4</answer>", "written by the tools alone"),
+    ("<result>4</result><answer>4</answer>", "only the tools write"),
     ("<answer>4</answer> and more", "ends with one"), ("", "ends with one"),
     ("<answer>4</answer><answer>5</answer>", "ends with one")])
 def test_a_segment_of_the_single_message_is_read(reply, action):
@@ -351,9 +351,8 @@ def test_a_passage_with_half_a_character_reaches_the_tokenizer_whole(make, tiny_
 
 
 def test_one_call_too_many_is_refused_and_the_next_ends_the_play(make):
-    world = make(max_calls=2, show_budget=True)
+    world = make(max_calls=2)
     episode = play(world, LOOK, PRINT)
-    assert "(0 calls are left)" in episode.messages[5]["content"]
     assert "all 2 calls are spent" in episode.step(PRINT) and not episode.stop
     assert len(episode.sandbox.calls) == 2
     answered = episode.fork("other")
@@ -365,7 +364,7 @@ def test_one_call_too_many_is_refused_and_the_next_ends_the_play(make):
 
 @pytest.mark.parametrize("grammar", ["turns", "tags"])
 def test_an_episode_goes_on_alike_after_a_checkpoint_with_the_tools_that_are_open(grammar, make):
-    world = make(tools=["Search"], grammar=grammar, show_budget=True)
+    world = make(tools=["Search"], grammar=grammar)
     call = {"turns": turn("look", "Search", {"query": "tower"}),
             "tags": "<search>tower</search>"}[grammar]
     here = play(world, call, call, failure_rate=0.5)
@@ -379,7 +378,7 @@ def test_an_episode_goes_on_alike_after_a_checkpoint_with_the_tools_that_are_ope
         for made in episode.record()["tools"]]} for episode in (here, there)]
     assert told[0] == told[1] and here.stop == "calls" and len(here.sandbox.calls) == 6
     tools.Tools.opened.clear()
-    with pytest.raises(ValueError, match="the plays that wait are of --database .*: resume with"):
+    with pytest.raises(ValueError, match="the checkpoint's plays need --database .*: resume with"):
         runtime.copy_by_pickle(here)
 
 
@@ -460,7 +459,7 @@ def test_a_damaged_cache_is_put_aside_and_one_that_breaks_is_done_without(tmp_pa
     assert cache.get("a") == ("ok", "b") and (tmp_path / "c.sqlite.damaged").exists()
     cache.file.execute("DROP TABLE answers")
     assert cache.get("a") is None and cache.put("a", "ok", "b", 2.0**40) is None
-    assert "the run goes on without it" in capsys.readouterr().err
+    assert "the run continues without it" in capsys.readouterr().err
 
 
 def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path):
@@ -510,7 +509,7 @@ def test_check_calls_each_tool_and_says_how_programs_are_locked_up(folder, jail)
     rates = re.findall(r" ms a call; 64 at once: (\d+) calls/s, 0 broken\n", done.stdout)
     assert len(rates) == 2, "Search and Python; the page is refused"
     assert "an update: up to 1024 plays x 6 calls = 6144 calls and 5,767,168 tokens" in done.stdout
-    seconds = int(re.search(r"about (\d+) s of tools", done.stdout)[1])
+    seconds = int(re.search(r"about (\d+) s of waiting", done.stdout)[1])
     assert seconds == pytest.approx(6144 / min(map(int, rates)), rel=0.1, abs=1)
     (folder / "tools.json").write_text('{"tools": ["Python"], "python": "http://127.0.0.1:9"}')
     done = command("check", "--database", folder)
@@ -555,7 +554,7 @@ def test_a_retriever_that_answers_html_stops_before_anything_is_spent(make):
                               env=os.environ | {"PYTHONUNBUFFERED": "1"}, cwd=FILE)
     try:
         port = server.stdout.readline().split("port ")[1].split()[0]
-        with pytest.raises(ConnectionError, match=f"127.0.0.1:{port} answers no query: .* 501"):
+        with pytest.raises(ConnectionError, match=f":{port} fails on a test query: .* 501"):
             make(retriever=f"http://127.0.0.1:{port}")
     finally:
         server.kill()

@@ -1,18 +1,17 @@
 """
-The browser of the second world: GET of a URL that a language model wrote; text comes back.
+The browser of the tools world: fetch a URL that a language model wrote and return text.
 
-    (1) check_url  http or https, a host, no user name; redirects pass through here again
-    (2) Gate       opens every connection: the host is resolved once, all its addresses are judged,
-                   and the connection goes to one of them, so that a name server's next answer
-                   counts for nothing; Host and SNI stay the name's; one deadline binds all waiting
-    (3) fetch      headers, redirects, and a body that is counted while it comes, never packed
-    (4) extract    HTML, text, and PDF where pypdf is installed, are read by a fixed program inside
-                   the jail, never here
-    (5) passages   the paragraphs that match the query best, by BM25
+    (1) check_url  accept http and https URLs with a host and no user name; also for redirects
+    (2) Gate       open every connection: resolve the host once, refuse it if any of its addresses
+                   is not public, and connect to one of these addresses, so that a name server
+                   cannot give another one afterwards; one deadline covers all waiting
+    (3) fetch      send the request, follow redirects, and limit the size of the body
+    (4) extract    read HTML, text and (if pypdf is installed) PDF by a fixed program in the jail
+    (5) passages   choose the paragraphs that match the query best, by BM25
 
-This is the file to read for what a model can reach. httpcore2, the wire below httpx2, knows no
-proxies, no cookies and no environment variables. Scripts are not run, <meta refresh> is not
-followed. What comes back is somebody else's text: the caller escapes it.
+This file decides what a model can reach. httpcore2, the layer below httpx2, uses no proxies, no
+cookies and no environment variables. Scripts are not run, <meta refresh> is not followed. The
+caller must escape the text, which comes from strangers.
 
 Reads   the network, within the rules above     Writes  nothing
 
@@ -38,31 +37,31 @@ PORTS = (80, 443)
 REDIRECTS = (301, 302, 303, 307, 308)
 PAGES = ("text/html", "application/xhtml+xml", "application/pdf")
 PLAIN = re.compile(r"text/.*|application/(json|xml)|application/.*\+(json|xml)")
-LOOKUPS = 64  # at a time; a name server that is down holds as many threads and no more
+LOOKUPS = 64  # host names looked up at a time, each in a thread
 
-# IANA's special-purpose registries, written out, because what Python's ipaddress calls private
-# differs between its versions. 168.63.129.16 looks public and answers Azure's own machines alone.
+# IANA's special-purpose registries are written out because Python's ipaddress changes between
+# versions. 168.63.129.16 looks public, but is a service inside of Azure's networks.
 FORBIDDEN = [ipaddress.ip_network(network) for network in (
     "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
     "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15",
     "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4", "168.63.129.16/32",
-    # the first two hold IPv4 in disguise, the dead tunnels Teredo and 6to4
+    # the first two, Teredo and 6to4, embed IPv4 addresses
     "2001::/23", "2002::/16", "2001:db8::/32", "3fff::/20")]
-# IPv6 outside of it: loopback, IPv4-compatible, link-local, unique local, multicast, unassigned
+# all other IPv6 is loopback, IPv4-compatible, link-local, unique local, multicast or unassigned
 UNICAST = ipaddress.ip_network("2000::/3")
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
 
 
 class PageError(ValueError):
-    """What is wrong with a page, a URL or a host: one line, fit to be shown to a model."""
+    """What is wrong with a page, a URL or a host, in one line that the model may read."""
 
 
 class BrowserBroken(RuntimeError):
-    """Our side is broken: the jail that reads pages is. No fault of the page; callers count it."""
+    """The jail that reads pages is broken; the page is not at fault."""
 
 
 def wrong(url, words):
-    """A PageError of one line; a URL may be a server's own words, or as long as a novel."""
+    """A PageError of one line. Both texts are cut: a URL may come from a server, and be long."""
     line = "".join(c if c.isprintable() else " " for c in f"{url[:200]} {words[:200]}")
     return PageError(" ".join(line.split()))
 
@@ -70,11 +69,11 @@ def wrong(url, words):
 # ---------------------------------------------------------------- what may be reached
 
 def check_url(url, base=None):
-    """A model's or a redirect's URL -> httpx2.URL, or PageError."""
+    """The httpx2.URL of a URL that a model wrote, or of a redirect from `base`; else PageError."""
     import httpx2
     try:
         found = base.join(url) if base else httpx2.URL(url.strip())
-    except (httpx2.InvalidURL, ValueError):  # ValueError: characters that have no UTF-8
+    except (httpx2.InvalidURL, ValueError):  # ValueError: half a surrogate pair
         raise wrong(url, "is not a URL: write it as http://host/path") from None
     if found.scheme not in ("http", "https") or not HOST.fullmatch(found.raw_host.decode("ascii")):
         raise wrong(url, "is not a web page: write it as http://host/path")
@@ -84,7 +83,7 @@ def check_url(url, base=None):
 
 
 def is_public(text):
-    """Whether a numeric address belongs to the internet at large; what is no address does not."""
+    """Whether a text is a numeric address on the public internet."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -92,26 +91,26 @@ def is_public(text):
     if getattr(address, "ipv4_mapped", None) or address in NAT64:
         address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     inside = address.version == 6 and address not in UNICAST
-    zoned = "%" in text  # an address of one link, whatever its number
+    zoned = "%" in text  # with a zone, any address is link-local
     return not inside and not zoned and not any(address in network for network in FORBIDDEN)
 
 
 class Gate:
-    """The only way out, a network backend of httpcore2: opens the connections of one read."""
+    """The network backend of httpcore2 that opens all connections of one read()."""
 
     def __init__(self, browser, url):
         self.browser, self.url = browser, url
         self.end = time.monotonic() + browser.seconds
 
     def left(self):
-        """Seconds until the deadline; PageError when it has passed."""
+        """The seconds until the deadline; PageError if it has passed."""
         left = self.end - time.monotonic()
         if left <= 0:
             raise wrong(self.url, f"took longer than {self.browser.seconds:g} seconds")
         return left
 
     def addresses(self, host, port):
-        """The numeric addresses of a host that may be connected to, or PageError."""
+        """The numeric addresses of a host; PageError if it does not exist or is not public."""
         pair = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         allowed = pair in self.browser.allow
         if not allowed and port not in PORTS:
@@ -123,16 +122,16 @@ class Gate:
         except TimeoutError:
             asked.cancel()
             raise wrong(self.url, f"has a host that is not found in time: {host}") from None
-        except (OSError, ValueError):  # ValueError: no possible name
+        except (OSError, ValueError):  # ValueError: not a possible host name
             raise wrong(self.url, f"has a host that does not exist: {host}") from None
-        # One forbidden address refuses the host: its owner chooses which is tried first. The
-        # address is not named, because what names mean inside our network is not for a model.
+        # One forbidden address is enough to refuse the host, whose owner decides on their order.
+        # The message names no address, so that a model learns nothing of the network here.
         if not allowed and not all(map(is_public, found)):
             raise wrong(self.url, f"has a host that is not on the public internet: {host}")
         return found
 
     def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
-        """A Wire to the first address that answers; httpcore2 calls it for every connection."""
+        """A Wire to the first address that answers. httpcore2 calls this for every connection."""
         import httpcore2
         addresses = self.addresses(host, port)
         for tried, address in enumerate(addresses):
@@ -145,7 +144,7 @@ class Gate:
 
 
 class Wire:
-    """A stream of httpcore2 whose every wait ends at its gate's deadline."""
+    """A stream of httpcore2 that waits no longer than until its gate's deadline."""
 
     def __init__(self, stream, gate):
         self.stream, self.gate = stream, gate
@@ -164,9 +163,9 @@ class Wire:
 
 # ---------------------------------------------------------------- pages
 
-# Runs in the jail. UTF-8 is tried before what a page says of itself: other encodings hardly ever
-# pass for it, and many pages name a wrong one. Of what is printed a jail keeps 64 KiB: 48,000 bytes
-# fit, however many of them JSON escapes.
+# Runs in the jail. It tries UTF-8 before the encoding that the page names, because many pages name
+# a wrong one and text in other encodings is rarely valid UTF-8. A jail keeps 64 KiB of output, in
+# which 48,000 bytes fit with all their JSON escapes.
 READER = r"""
 import base64, io, json, re, sys, trafilatura
 from trafilatura.utils import decode_file
@@ -177,7 +176,7 @@ title, text, fault = "", "", ""
 def decode():
     said = re.search(rb"charset=[\"']?([\w-]+)", data[:1024])
     for name in ("utf-8", page["charset"], said[1].decode().lower() if said else ""):
-        try:  # as all browsers do: what is called Latin-1 is Windows' variant of it
+        try:  # like all browsers, read "Latin-1" as Windows' variant of it
             return data.decode({"iso-8859-1": "cp1252"}.get(name, name))
         except (LookupError, ValueError):
             pass
@@ -204,7 +203,7 @@ else:
         text = text if "<html" in text.lower() else f"<html><body>{text}</body></html>"
         tree = trafilatura.load_html(text)
         title = "" if tree is None else tree.findtext(".//title") or ""
-        # fast: no second opinion, whose word lists take 0.2 s to load in every fork
+        # fast=True: the other methods would load word lists for 0.2 s in every fork
         found = trafilatura.extract(tree, fast=True, favor_recall=True, include_comments=False)
         text = found or trafilatura.html2txt(text)
 title = " ".join(clean(title).split())[:200]
@@ -216,8 +215,8 @@ print(json.dumps([title, text, fault], ensure_ascii=False))
 def choose_passages(text, query, limit):
     """The paragraphs that match a query best, in page order, at most `limit` characters in all.
 
-    BM25 (k1 1.2, b 0.75) over paragraphs, long ones cut at a quarter of the limit. Equals go by
-    place, so that without a query, or without a match, the page's beginning comes back.
+    Scores paragraphs by BM25 (k1 1.2, b 0.75); long ones are cut at a quarter of the limit. The
+    earlier of two equal paragraphs wins, so without a match the page's start is returned.
     """
     parts = [part for line in text.splitlines()
              for part in textwrap.wrap(line, max(limit // 4 - 3, 1), break_on_hyphens=False)]
@@ -229,11 +228,11 @@ def choose_passages(text, query, limit):
     scores = [math.fsum(rarity[word] * bag[word] * 2.2 /
                         (bag[word] + 1.2 * (0.25 + 0.75 * bag.total() / mean))
                         for word in wanted & bag.keys()) for bag in bags]
-    # what follows a heading that matches is meant as well
+    # half of a paragraph's score also goes to the next one: the text below a matching heading
     scores = [score + before / 2 for score, before in zip(scores, [0.0, *scores], strict=False)]
     chosen = set()
     for i in sorted(range(len(parts)), key=lambda i: -scores[i]):
-        limit -= len(parts[i]) + 3  # the line's end, and perhaps the mark of a gap
+        limit -= len(parts[i]) + 3  # for the line break and perhaps the mark of a gap
         if limit < 0:
             break
         chosen.add(i)
@@ -245,13 +244,14 @@ class Browser:
     """Reads pages for a language model, from any number of threads.
 
     jail       a Jail whose workers have trafilatura; the caller closes it
-    allow      exact "host:port" pairs that no rule on ports or addresses binds, for pages of one's
-               own; anybody's page may redirect there
-    seconds    for names, connections, redirects, the body and the reading of it together; waiting
-               for a worker of the jail is not counted
-    max_bytes  of a body; a read holds about five times as many at its peak
-    text, passages  characters that are kept of a page, and that come back
-    resolve    answers as socket.getaddrinfo does
+    allow      "host:port" pairs that are exempt from the rules on ports and addresses, for your own
+               pages; any page may redirect to them
+    seconds    time limit of a read: lookups, connections, redirects, body and extraction together,
+               without the wait for a worker of the jail
+    max_bytes  the largest body; a read needs about five times as much memory
+    text       characters that are kept of a page
+    passages   characters that read() returns by default
+    resolve    a function like socket.getaddrinfo
     """
 
     def __init__(self, jail, allow=(), seconds=10.0, max_bytes=5_000_000, redirects=5, text=20_000,
@@ -267,13 +267,14 @@ class Browser:
         self.lookups.shutdown(wait=False, cancel_futures=True)
 
     def read(self, url, query="", passages=None):
-        """Title and passages of a page. PageError: the page's fault; BrowserBroken: ours."""
+        """The title and the passages of a page. Raises PageError if the page is at fault,
+        BrowserBroken if the jail is."""
         gate = Gate(self, url)
         title, text = self.extract(self.fetch(gate), gate)
         return f"{title}\n\n{choose_passages(text, query, passages or self.passages)}".strip()
 
     def fetch(self, gate):
-        """The page behind the gate's URL and its redirects, as READER wants it."""
+        """The page at the gate's URL or where that redirects to, as READER takes it."""
         import httpcore2
         faults = httpcore2.TimeoutException, httpcore2.NetworkError, httpcore2.ProtocolError
         where = check_url(gate.url)
@@ -281,7 +282,7 @@ class Browser:
             try:
                 location, page = self.request(where, gate)
             except faults as error:
-                gate.left()  # says so where the deadline is the cause
+                gate.left()  # raises if the deadline is the cause
                 raise wrong(gate.url, f"cannot be read: {error}") from None
             if page:
                 return page
@@ -289,7 +290,7 @@ class Browser:
         raise wrong(gate.url, f"redirects more than {self.redirects} times")
 
     def request(self, where, gate):
-        """One GET -> (where it redirects to, None) or (None, page)."""
+        """One GET -> (target of a redirect, None) or (None, page)."""
         import httpcore2
         url = httpcore2.URL(scheme=where.raw_scheme, host=where.raw_host, port=where.port,
                             target=where.raw_path)
@@ -306,8 +307,8 @@ class Browser:
             if kind not in PAGES and not PLAIN.fullmatch(kind):
                 raise wrong(gate.url, f"is no text: {kind}")
             packed = headers.get("content-encoding", "").strip().lower()
-            if packed not in ("", "identity"):  # perhaps a bomb
-                raise wrong(gate.url, "comes packed, although it was asked for as it is")
+            if packed not in ("", "identity"):  # it may be a decompression bomb
+                raise wrong(gate.url, "comes compressed, although that was not asked for")
             data = bytearray()
             for chunk in response.iter_stream():
                 data += chunk
@@ -318,7 +319,7 @@ class Browser:
                       "charset": charset[1] if charset else "", "text": self.text}
 
     def extract(self, page, gate):
-        """(title, text) of a page, read in the jail."""
+        """The (title, text) of a page, read in the jail."""
         done = self.jail.run(READER, stdin=json.dumps(page), seconds=gate.left())
         if done.status == "broken" or done.error.startswith(("ImportError", "ModuleNotFoundError")):
             raise BrowserBroken(f"the jail cannot read pages: {done.error}")
@@ -326,7 +327,7 @@ class Browser:
             raise wrong(gate.url, f"cannot be read ({done.status})")
         try:
             title, text, fault = map(str, json.loads(done.stdout))
-        except (TypeError, ValueError, RecursionError):  # a page that made the reader its own
+        except (TypeError, ValueError, RecursionError):  # the page has taken over the reader
             raise wrong(gate.url, "cannot be read") from None
         if fault or not text:
             raise wrong(gate.url, fault or "holds no text")

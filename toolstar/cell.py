@@ -1,14 +1,17 @@
 """
-The inside of the jail: a warm Python that forks for every program. jail.py starts it.
+The inside of the jail: a worker, a warm Python that forks for every program. jail.py starts it.
 
-    (1) work     import what programs like to import, then wait for frames: packets of JSON
-    (2) fork     the fork takes the program's descriptors in place of its own, limits, and a seccomp
-                 filter; it knows no socket on which it could forge a frame
-    (3) play     compile, execute, show the value of a last bare expression; end as Python ends
-    (4) watch    time, files, the caller's word to stop; then kill all processes but this one, and
-                 empty the scratch folder
+    (1) work     import the modules that programs often use, then wait for frames: packets of JSON
+    (2) fork     for each frame, fork; the fork takes over the program's descriptors, sets limits
+                 and a seccomp filter, and closes the socket, so it cannot forge a frame
+    (3) play     compile and execute the program, show the value of a last bare expression, and end
+                 as Python ends
+    (4) watch    the worker waits for the fork's end, its time limit, too many files, or a stop from
+                 the caller; then it kills all other processes of its namespace and empties the
+                 scratch folder
 
-It uses the standard library alone, and is the one file of this repository that a jail shows.
+This file uses only the standard library. It is the only file of this repository that programs in
+the jail can see.
 """
 import ast
 import atexit
@@ -31,24 +34,24 @@ import time
 import types
 
 NAME = "program.py"  # in tracebacks
-INODES = 2000  # files that a program may make
-TICK = 0.05  # seconds between two looks at them
+INODES = 2000  # the most files that a program may make
+TICK = 0.05  # seconds between two counts of them
 MIB = 2**20
-RESERVE = 32 * MIB  # beyond the limit, for the traceback of a MemoryError
+RESERVE = 32 * MIB  # beyond the memory limit, to print the traceback of a MemoryError
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 # ---------------------------------------------------------------- the program
 
 class Ending(contextlib.AbstractContextManager):
-    """Whatever ends the program ends here, shown as Python shows it; `code` is its exit code."""
+    """Catches whatever ends the program and prints it as Python does; `code` is the exit code."""
     code = 70
 
     def __exit__(self, kind, error, trace):
         if kind is None:
             self.code = 0
             return True
-        # the program still holds all the memory that it took: showing the error needs some more
+        # the program may have used up its memory limit, and printing the error needs some more
         resource.setrlimit(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)[1:] * 2)
         self.code = 1
         if issubclass(kind, SystemExit) and (error.code is None or isinstance(error.code, int)):
@@ -57,7 +60,7 @@ class Ending(contextlib.AbstractContextManager):
             print(error.code, file=sys.stderr)
         else:
             while trace and trace.tb_frame.f_code.co_filename != NAME:
-                trace = trace.tb_next  # our own frames
+                trace = trace.tb_next  # skip our own frames
             sys.excepthook(kind, error.with_traceback(trace), trace)
         return True
 
@@ -65,12 +68,13 @@ class Ending(contextlib.AbstractContextManager):
 def play(fd, display):
     """Run a program as `python program.py` would; show the value of a last bare expression.
 
-    The one place of the house that compiles and executes text.
+    fd: descriptor of the program's source. This is the only place in the repository that compiles
+    and executes text.
     """
     with open(fd, "rb") as file:
         source = file.read()
     with open(NAME, "wb") as file:
-        file.write(source)  # tracebacks quote it
+        file.write(source)  # tracebacks quote its lines
     program = source.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogatepass")
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__file__ = NAME
@@ -91,10 +95,10 @@ def set_limits(frame, settings):
     limits = {"CPU": (seconds, seconds + 1), "AS": (frame["memory"], frame["memory"] + RESERVE),
               "FSIZE": settings["files"], "NOFILE": 64, "CORE": 0, "STACK": 64 * MIB,
               "MEMLOCK": 0, "MSGQUEUE": 0}
-    # root is not bound by it, and threads are processes to it
+    # NPROC counts threads too; it does not bind root
     limits["NPROC"] = settings["threads"] + 2 if settings["threads"] else 0
     if not settings["jailed"]:
-        del limits["NPROC"]  # it would count all that this user runs
+        del limits["NPROC"]  # without a namespace it counts all processes of the user
     for name, limit in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         most = resource.getrlimit(kind)[1]
@@ -105,21 +109,21 @@ def set_limits(frame, settings):
 
 
 def run_fork(frame, fds, settings):
-    """The whole life of a fork; never returns."""
+    """Everything that a fork does; never returns."""
     ending, late = Ending(), Ending()
     try:
         os.setsid()
         for target, fd in enumerate(fds):
             os.dup2(fd, target)
-        os.closerange(len(fds), 256)  # among them the socket of the frames
+        os.closerange(len(fds), 256)  # the socket of the frames among them
         sys.path[0], sys.argv = os.getcwd(), [NAME]
-        random.seed(0)  # a fork seeds it anew
+        random.seed(0)  # Python reseeds it in every fork
         set_limits(frame, settings)
         if settings["filter"] and LIBC.prctl(22, 2, settings["rules"], 0, 0):  # PR_SET_SECCOMP
             raise OSError(ctypes.get_errno(), "the filter is refused")
         with ending:
             play(len(fds) - 1, settings["display"])
-        with late:  # as an interpreter ends: threads, atexit, then what the globals' __del__ do
+        with late:  # what an interpreter does at its end: threads, atexit, __del__ of the globals
             threading._shutdown()
             atexit._run_exitfuncs()
             sys.modules["__main__"].__dict__.clear()
@@ -133,7 +137,7 @@ def run_fork(frame, fds, settings):
 # ---------------------------------------------------------------- the worker
 
 def receive(control):
-    """A frame and the descriptors that came with it; leaves when nobody is there to ask."""
+    """(frame, the descriptors that came with it); exits when the caller has closed the socket."""
     data, fds, _, _ = socket.recv_fds(control, 65536, 4)
     if not data:
         os._exit(0)
@@ -141,7 +145,7 @@ def receive(control):
 
 
 def watch(pid, control, seconds, scratch):
-    """Wait for a fork, and end it when it has to be -> (why it was ended or "", wait status)."""
+    """Wait for a fork, or kill it at a limit -> (the limit's name or "", wait status)."""
     deadline, why = time.monotonic() + seconds, ""
     child = os.pidfd_open(pid)
     poller = select.poll()
@@ -164,7 +168,7 @@ def watch(pid, control, seconds, scratch):
     os.close(child)
     with contextlib.suppress(ProcessLookupError):
         if os.getpid() == 1:
-            os.kill(-1, signal.SIGKILL)  # all of the namespace but this process
+            os.kill(-1, signal.SIGKILL)  # all other processes of the namespace
         else:
             os.killpg(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
@@ -175,9 +179,9 @@ def watch(pid, control, seconds, scratch):
 
 
 def sweep(scratch):
-    """Empty the scratch folder; False if something stays."""
+    """Empty the scratch folder; False if something is left."""
     try:
-        for entry in os.scandir(scratch):  # which a program may have shut
+        for entry in os.scandir(scratch):  # fails if the program has locked the folder
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry)
             else:
@@ -188,7 +192,7 @@ def sweep(scratch):
 
 
 def work(settings):
-    """A worker: import, say so, then fork for every frame."""
+    """The life of a worker: import, report that it is ready, then fork for every frame."""
     control = socket.socket(fileno=settings["control"])
     control.set_inheritable(False)
     scratch = os.getcwd()
@@ -200,18 +204,18 @@ def work(settings):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     LIBC.prctl(4, 0)  # PR_SET_DUMPABLE: forks can neither trace nor read this process
     code = ctypes.create_string_buffer(bytes.fromhex(settings["filter"]))
-    # struct sock_fprog: the number of instructions of 8 bytes, then where they are
+    # struct sock_fprog: the number of 8-byte instructions, then their address
     settings["rules"] = struct.pack("HP", len(code) // 8, ctypes.addressof(code))
-    ast.parse("x", NAME)  # it sets itself up; here once, and not in every fork
+    ast.parse("x", NAME)  # its first call is slow: once here instead of in every fork
     gc.collect()
-    # a fork copies the tables of pages: of 4 KiB they are many, of 2 MiB few
+    # a fork copies the page tables, which are much smaller for pages of 2 MiB than of 4 KiB
     for block in {id(each) >> 21 for each in gc.get_objects()}:
         LIBC.madvise(ctypes.c_void_p(block << 21), ctypes.c_size_t(2**21), 25)  # MADV_COLLAPSE
-    gc.freeze()  # the collector of a fork would write to all pages
+    gc.freeze()  # else the garbage collector of a fork would write to, and so copy, all pages
     control.send(b"{}")
     while True:
         frame, fds = receive(control)
-        if "stop" in frame:  # it came after the end
+        if "stop" in frame:  # it came after the program had ended
             continue
         began = time.monotonic()
         pid = os.fork()

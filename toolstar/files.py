@@ -1,14 +1,14 @@
 """
-Published files as others have written them: their rows, and the right answers in a row.
+Read published data files in whatever form their authors wrote them: rows and right answers.
 
-    read_rows  jsonl, json (a list, one object, or one list in an object), csv or parquet, each also
-               as .gz; NaN is None. A row that cannot be read is a ValueError in its place, for the
-               caller to count
-    splits_of  the files of a folder of the Hugging Face hub by split
-    golds_of   right answers from a text, a number, a list, nested lists, or a list that somebody
-               printed, with or without commas: ['Paris' 'City of Paris'], ["a", "b"], [a, b]
+    read_rows  the rows of a jsonl, json (a list, an object, or an object that holds one list), csv
+               or parquet file, each also as .gz; NaN becomes None. In place of a row that cannot be
+               read there is a ValueError, which the caller counts
+    splits_of  the files of a data set's folder from the Hugging Face hub, by split
+    golds_of   the right answers in a text, a number, a list, nested lists, or a list that was
+               printed with or without commas: ['Paris' 'City of Paris'], ["a", "b"], [a, b]
 
-It imports the standard library alone, and pyarrow where a file is parquet.
+It needs only the standard library, and pyarrow for parquet.
 
 Reads   the files that it is asked for
 """
@@ -22,8 +22,8 @@ import zlib
 from pathlib import Path
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-SPLITS = ("test", "main", "validation", "dev", "val")  # the order in which they are preferred
-MISSING = ("None", "nan", "NaN", "null", "<NA>", "...")  # bare words of a printed list
+SPLITS = ("test", "main", "validation", "dev", "val")  # in order of preference
+MISSING = ("None", "nan", "NaN", "null", "<NA>", "...")  # unquoted entries that are no answers
 QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 PRINTED = re.compile(rf"\s*+({QUOTED}|[^\s,'\"]++)\s*+,?", re.DOTALL)
 ASKING = ("question", "problem", "query", "prompt", "instruction", "messages", "conversations")
@@ -32,14 +32,16 @@ ASKING = ("question", "problem", "query", "prompt", "instruction", "messages", "
 # ---------------------------------------------------------------- rows
 
 def suffix_of(path):
-    """The suffix that says what a file is, .gz left out."""
+    """The suffix of a path in lower case, without .gz."""
     return Path(str(path).lower().removesuffix(".gz")).suffix
 
 
 def read_rows(path):
-    """[(number, row)] of a published file, numbered by lines, or by rows where there are none.
+    """[(number, row)] of a published file; the number is the line, or counts rows if the file does
+    not have one row per line.
 
-    A line that is no JSON is a ValueError in the row's place. ValueError if the whole file is none.
+    In place of a line that is not JSON there is a ValueError. Raises ValueError if the whole file
+    cannot be read.
     """
     kind = suffix_of(path)
     if kind == ".parquet":
@@ -52,7 +54,7 @@ def read_rows(path):
 
 
 def read_text(path):
-    """The text of a file, unpacked if it ends in .gz."""
+    """The text of a file, decompressed if its name ends in .gz."""
     try:
         content = Path(path).read_bytes()
         content = gzip.decompress(content) if str(path).lower().endswith(".gz") else content
@@ -64,7 +66,7 @@ def read_text(path):
 
 
 def read_json(path):
-    """[(number, row)] of a list, of the one list in an object, of an object, or of lines."""
+    """[(number, row)] of a JSON list, of the one list in an object, of an object, or of lines."""
     text = read_text(path)
     try:
         found = json.loads(text)
@@ -79,7 +81,7 @@ def read_json(path):
 
 
 def read_lines(text):
-    """Yield (line, row); a line that is no JSON is a ValueError."""
+    """Yield (line number, row), with a ValueError in place of a line that is not JSON."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -89,7 +91,7 @@ def read_lines(text):
 
 
 def read_csv(path):
-    """The rows of a csv as tables."""
+    """The rows of a csv file as dicts."""
     csv.field_size_limit(2**30)
     try:
         return list(csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True))
@@ -98,13 +100,13 @@ def read_csv(path):
 
 
 def read_parquet(path):
-    """The rows of a parquet file, where pyarrow is installed."""
+    """The rows of a parquet file as dicts; ValueError if pyarrow is not installed."""
     try:
         from pyarrow import lib, parquet
     except ImportError:
-        raise ValueError(f"{path}: parquet takes pyarrow (pip install pyarrow); or make it jsonl "
-                         "elsewhere: pandas.read_parquet('x.parquet').to_json('x.jsonl', "
-                         "orient='records', lines=True)") from None
+        raise ValueError(f"{path}: reading parquet needs pyarrow (pip install pyarrow); or convert "
+                         "it to jsonl elsewhere: pandas.read_parquet('x.parquet').to_json("
+                         "'x.jsonl', orient='records', lines=True)") from None
     try:
         return parquet.read_table(path).to_pylist()
     except (ValueError, lib.ArrowException) as error:
@@ -112,7 +114,7 @@ def read_parquet(path):
 
 
 def without_nan(value):
-    """A value in which each NaN, at any depth, is None."""
+    """A value with each NaN, at any depth, replaced by None."""
     if isinstance(value, dict):
         return {key: without_nan(inside) for key, inside in value.items()}
     if isinstance(value, list):
@@ -121,8 +123,11 @@ def without_nan(value):
 
 
 def splits_of(folder):
-    """(lists of a folder's files, one for each split in the order of SPLITS, last all others that
-    are not for training; the files for training)."""
+    """(lists of files, the files for training) of a folder.
+
+    There is a list for each split in the order of SPLITS, then one of all files that are not for
+    training. Empty lists are left out.
+    """
     words = {path: set(re.split(r"[^a-z0-9]+", str(path.relative_to(folder)).lower()))
              for path in sorted(Path(folder).rglob("*")) if suffix_of(path) in SUFFIXES}
     lists = [[path for path in words if split in words[path]] for split in SPLITS]
@@ -133,7 +138,7 @@ def splits_of(folder):
 # ---------------------------------------------------------------- values
 
 def opened(value):
-    """A table or list that was written as text, as JSON's or Python's; else what it is."""
+    """The dict or list in a text of JSON or Python; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         for load in json.loads, ast.literal_eval:
             try:
@@ -144,7 +149,7 @@ def opened(value):
 
 
 def golds_of(value):
-    """The right answers that a value names, as texts; [] if it names none."""
+    """The right answers in a value, as a list of texts, which may be empty."""
     if isinstance(value, str):
         inside = printed(value.strip())
         return [value] if inside is None and value.strip() else inside or []
@@ -157,9 +162,9 @@ def golds_of(value):
 
 
 def printed(text):
-    """The texts in a list that was printed; None if the text is no such list.
+    """The entries of a printed list as texts; None if the text is not a printed list.
 
-    [1, 2] and (a, b) are an interval and a tuple: a list has quotes, or words in square brackets.
+    A printed list has quotes, or words in square brackets; [1, 2] is an interval, (a, b) a tuple.
     """
     text = re.sub(r"^array\((.*?)(?:, *dtype=\w+)?\)$", r"\1", text, flags=re.DOTALL)
     if not re.fullmatch(r"\[.*\]|\{\s*['\"].*\}|\(\s*['\"].*\)", text, re.DOTALL):
@@ -175,14 +180,14 @@ def printed(text):
         flat = re.sub(rf"({QUOTED})|array\(|, *dtype=\w+|[\[\]()]", lambda found: found[1] or " ",
                       inside, flags=re.DOTALL)
         whole = re.fullmatch(rf"(?:{PRINTED.pattern})*\s*", flat, re.DOTALL)
-        # ['O'Brien', 'x']: a quote in quotes
+        # not whole if an entry holds its own quote, as in ['O'Brien', 'x']
         parts = PRINTED.findall(flat) if whole else re.split(r"(?<=['\"])[\s,]+(?=['\"])", flat)
     parts = [part.strip() for part in parts]
     return [unquoted(part) for part in parts if part and part not in MISSING]
 
 
 def unquoted(text):
-    """What a quoted text says."""
+    """The text in a Python string literal; a text without quotes as it is."""
     try:
         return str(ast.literal_eval(text)) if text[0] in "'\"" else text
     except (ValueError, SyntaxError, MemoryError):

@@ -1,18 +1,19 @@
 """
-Read Tool-Star's published data [1], 54K chains for SFT and 10K tasks for RL; no row is lost.
+Convert Tool-Star's published data [1]: 54K chains for SFT and 10K tasks for RL.
 
-    (1) SFT     instruction, input and output, or a conversation, in which one text of the assistant
-                holds results too -> an episode of grammar tags: what stands from a call's end to
-                </result> is a message of its own, which sft.py masks; joined, they are the text
-    (2) RL      data_source, prompt or question, ability, reward_model -> a task with golds and with
-                check math or qa, by its ability. Golds stay as they are; one that is a printed list
-                is opened, and kept as ground_truth beside
-    (3) count   a row that cannot be read is counted by its cause, with the first lines; one that is
-                odd is kept and noted; ids that occur twice get a number
-    (4) sets    a row whose question occurs in an evaluation set is dropped, and listed by its id
+    (1) SFT     a row has instruction, input and output, or a conversation; it becomes an episode in
+                the grammar "tags". The assistant's text also holds the results of tools: these
+                become messages of their own, which sft.py masks. Joined, the messages are the text
+    (2) RL      a row has data_source, prompt or question, ability and reward_model; it becomes a
+                task with golds and a check, math or qa, chosen by the ability. A gold that is a
+                printed list is split, and the list is kept as ground_truth
+    (3) count   no row is lost silently: report.json counts the rows that cannot be used by cause,
+                with the first lines, and the odd rows that are kept; repeated ids get a number
+    (4) sets    a row whose question occurs in an evaluation set is dropped and listed by its id
 
-Of an instruction with an input the first is the system prompt, as in RL. system.txt is the one that
-most rows have: later stages take it by --system-prompt, so that they say what SFT has read.
+If a row has both instruction and input, the instruction is the system prompt and the input the
+question. OUT/system.txt is the system prompt of most rows; give it to later stages as
+--system-prompt, so that they use the prompt that SFT has trained on.
 
 Reads   json, jsonl or parquet (with pyarrow); --sets, a folder of evaluation sets (sets.py)
 Writes  OUT/sft.jsonl, rl.jsonl, system.txt, report.json
@@ -32,7 +33,7 @@ from toolstar.sets import contaminated, questions_of
 from toolstar.text import normalize
 from toolstar.verdict import answer_of, without_results
 
-SHOWN = 5  # lines named of a cause
+SHOWN = 5  # lines that the report names per cause
 ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant",
          "assistant": "assistant", "observation": "result", "tool": "result"}
 CALL_ENDS = ("</search>", "</python>", "</browse>")
@@ -41,11 +42,11 @@ QUESTIONS = ("question", "query", "problem", "Question", "Problem", "prompt")
 
 
 class Refused(ValueError):
-    """A row that cannot be used; its text is the cause it is counted by."""
+    """A row cannot be used; the message is the cause under which it is counted."""
 
 
 def tally(lines):
-    """{cause: its lines} -> how many there are of each cause, and which are the first."""
+    """{cause: line numbers} -> {cause: {"count", "lines": the first SHOWN}}, in order of count."""
     ordered = sorted(lines.items(), key=lambda item: -len(item[1]))
     return {cause: {"count": len(lines), "lines": lines[:SHOWN]} for cause, lines in ordered}
 
@@ -53,7 +54,7 @@ def tally(lines):
 # ---------------------------------------------------------------- columns
 
 def name_in(row, key, otherwise):
-    """What stands in a column as text; where nothing does, otherwise."""
+    """The value of a column as text, or `otherwise` if there is none."""
     value = row.get(key)
     return str(otherwise if value is None else value)
 
@@ -65,7 +66,7 @@ def columns(row):
 # ---------------------------------------------------------------- SFT
 
 def conversation_of(row):
-    """[(role, text)] of a row in Alpaca's or ShareGPT's form; Refused where it is neither."""
+    """[(role, text)] of a row in the format of Alpaca or ShareGPT; Refused for any other."""
     turns = opened(row.get("conversations", row.get("messages")))
     if isinstance(turns, list):
         found = [("system", row["system"])] if is_text(row.get("system")) else []
@@ -74,13 +75,13 @@ def conversation_of(row):
             role = ROLES.get(str(turn.get("from", turn.get("role"))))
             text = turn.get("value", turn.get("content"))
             if role is None or not isinstance(text, str):
-                raise Refused("a turn of no known role, or without text")
+                raise Refused("a turn with an unknown role, or without text")
             found.append((role, text))
         return found
     if "instruction" not in row or "output" not in row:
         raise Refused(f"neither instruction and output nor conversations; columns: {columns(row)}")
     if row.get("history"):
-        raise Refused("a history of earlier turns")
+        raise Refused("it has a history of earlier turns")
     system, question = row.get("system"), row["instruction"]
     if is_text(row.get("input")):
         given = [text for text in (system, question) if is_text(text)]
@@ -94,8 +95,8 @@ def is_text(value):
 
 
 def split_results(text):
-    """[(role, text)] of what an assistant's text holds, replies and results by turns; joined, they
-    are the text. Blanks before a result belong to it, as where the world writes it."""
+    """[(role, text)] of an assistant's text, split into replies and results; joined, they are the
+    text. Blanks before a result belong to it, as in the messages that ToolEpisode writes."""
     parts, at = [], 0
     while (start := text.find("<result>", at)) >= 0 and (end := text.find("</result>", start)) >= 0:
         said = text[at:start].rstrip()
@@ -103,31 +104,31 @@ def split_results(text):
         parts += [("assistant", said), ("result", text[start:at])]
     parts.append(("assistant", text[at:]))
     if any("<result>" in said or "</result>" in said for role, said in parts if role != "result"):
-        raise Refused("a <result> that is not closed, or not opened")
+        raise Refused("a <result> without its </result>, or the reverse")
     return [(role, said) for role, said in parts if said.strip()]
 
 
 def oddities(messages, answer):
-    """What is odd about a chain that can be learnt from."""
+    """[what is odd about a chain that is kept], in words."""
     parts = [(message["role"], message["content"]) for message in messages[2:]]
     said = [text for role, text in parts if role == "assistant"]
     results = sum(role == "result" for role, _ in parts)
     behind = [text for (role, text), after in zip(parts, parts[1:], strict=False)
               if after[0] == "result" and role == "assistant"]
     odd = {"no answer": answer is None,
-           "not as many results as calls":
+           "the numbers of results and calls differ":
                results != sum(text.count(end) for text in said for end in CALL_ENDS),
-           "a result behind no call": not all(text.endswith(CALL_ENDS) for text in behind)}
+           "a result without a call": not all(text.endswith(CALL_ENDS) for text in behind)}
     return [name for name, found in odd.items() if found]
 
 
 def episode_of(row, line, prompt):
-    """(episode, what is odd about it) of a row for SFT; Refused says why there is none.
+    """(episode, [what is odd about it]) of a row for SFT; Refused if there is no episode in it.
 
-    prompt: from the published system prompt, "" where there is none, to the episode's.
+    prompt: a function from the published system prompt, "" if there is none, to the episode's.
     """
     if not isinstance(row, dict):
-        raise Refused("no table of columns")
+        raise Refused("it is not an object with columns")
     turns = conversation_of(row)
     system = next((text for role, text in turns if role == "system"), "")
     parts = [turn for turn in turns if turn[0] != "system"]
@@ -136,7 +137,7 @@ def episode_of(row, line, prompt):
     talk = [("system", prompt(system)), parts[0]]
     for role, text in parts[1:]:
         if not isinstance(text, str):
-            raise Refused("a reply that is no text")
+            raise Refused("a reply that is not text")
         talk += split_results(text) if role == "assistant" else [(role, text)]
     if len(talk) < 3 or talk[2][0] != "assistant":
         raise Refused("no reply before the first result")
@@ -153,7 +154,7 @@ def episode_of(row, line, prompt):
 # ---------------------------------------------------------------- RL
 
 def question_of(row):
-    """The question of a row for RL: a column of it, or what the user says in its prompt."""
+    """The question of a row for RL, from one of QUESTIONS or the user's message in its prompt."""
     for key in QUESTIONS:
         value = opened(row[key]) if key == "prompt" and key in row else row.get(key)
         if isinstance(value, list):
@@ -170,11 +171,11 @@ def check_of(row):
     for check, words in ABILITIES.items():
         if any(word in ability for word in words):
             return check
-    raise Refused(f"ability {row.get('ability')!r:.60} is neither mathematics nor questions")
+    raise Refused(f"ability {row.get('ability')!r:.60} is neither of {' nor of '.join(ABILITIES)}")
 
 
 def golds_in(row):
-    """(golds, as they were published) of a row."""
+    """([golds as texts], the published value) of a row."""
     truth, model = None, opened(row.get("reward_model"))
     if isinstance(model, dict):
         truth = model.get("ground_truth")
@@ -189,9 +190,9 @@ def golds_in(row):
 
 
 def task_of(row, line):
-    """(task, what is odd about it) of a row for RL; Refused says why there is none."""
+    """(task, [what is odd about it]) of a row for RL; Refused if there is no task in it."""
     if not isinstance(row, dict):
-        raise Refused("no table of columns")
+        raise Refused("it is not an object with columns")
     query, check = question_of(row), check_of(row)
     golds, truth = golds_in(row)
     source, more = name_in(row, "data_source", "rl"), opened(row.get("extra_info"))
@@ -205,13 +206,13 @@ def task_of(row, line):
                   for gold in inside)
     torn = check == "math" and any(gold.count("{") != gold.count("}") for gold in golds)
     return task, [note for note, true in (("golds are a printed list", printed),
-                                          ("a gold of unequal braces", torn)) if true]
+                                          ("a gold with unbalanced braces", torn)) if true]
 
 
 # ---------------------------------------------------------------- convert
 
 def make_unique(tasks):
-    """Number the ids that occurred before, as "7-2" -> how many there are."""
+    """Add a number to each repeated id, such as "7-2"; return how many ids were repeated."""
     taken, met, numbers, twice = {task["id"] for task in tasks}, set(), Counter(), 0
     for task in tasks:
         name = task["id"]
@@ -226,7 +227,10 @@ def make_unique(tasks):
 
 
 def convert_file(path, make, sets):
-    """(records, report) of a published file, each row by make(row, line)."""
+    """(records, report) of a published file; make(row, line) converts a row.
+
+    sets: the tasks of evaluation sets, whose questions are dropped.
+    """
     rows, records, odd, refused, asked = read_rows(path), [], {}, {}, {}
     for line, row in rows:
         try:
@@ -237,11 +241,11 @@ def convert_file(path, make, sets):
             refused.setdefault(str(cause), []).append(line)
             continue
         records.append(record)
-        if "golds" in record:  # a question that occurred before, perhaps with another gold
+        if "golds" in record:  # note a repeated question
             query = normalize(record["query"])
             if query and query in asked:
-                notes = [*notes, "a question once more" if asked[query] == record["golds"] else
-                         "a question once more, with other golds"]
+                notes = [*notes, "a repeated question" if asked[query] == record["golds"] else
+                         "a repeated question with other golds"]
             asked.setdefault(query, record["golds"])
         for note in notes:
             odd.setdefault(note, []).append(line)
@@ -257,13 +261,14 @@ def convert_file(path, make, sets):
 
 
 def prompts_of(args):
-    """From a published system prompt to an episode's: the world's of --database, or as it is."""
+    """The function from a published system prompt to an episode's: with --database the prompt of
+    that world, else the published one, or our own if there is none."""
     from toolstar.tools import SETTINGS, read_settings, system_prompt
 
     if args.database:
         settings = read_settings(args.database)
         if settings.grammar != "tags":
-            raise ValueError(f'{args.database}/tools.json: the published chains are of "grammar": '
+            raise ValueError(f'{args.database}/tools.json: the published chains need "grammar": '
                              '"tags"')
         ours = system_prompt(args.system_prompt, settings)
         return lambda published: ours
@@ -274,9 +279,9 @@ def prompts_of(args):
 
 
 def convert(args):
-    """Read what --sft and --rl name, and write it in our form."""
+    """Convert the files of --sft and --rl."""
     if not (args.sft or args.rl):
-        raise ValueError("--sft FILE or --rl FILE, or both, name what is converted")
+        raise ValueError("name the file to convert by --sft FILE, --rl FILE or both")
     out, made, report, sets = Path(args.out), {}, {}, []
     if args.sets:
         sets, missing = questions_of(args.sets)

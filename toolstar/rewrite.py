@@ -1,10 +1,10 @@
 """
-What helpers do to an episode's messages: back to where a mistake began, or shorter (helpers.py).
+Rewrite an episode's messages as the helpers rollback and refine ask for (helpers.py).
 
     (1) rolled_back   where Tool-Star's backtracer cuts a text [1, its code]
-    (2) rewrite       an episode's messages after a rollback or a refining; the prompt is never
-                      touched, nor what a tool said last
-    (3) tokens_again  the ids of what was rewritten. Only here is a text tokenised twice
+    (2) rewrite       change the messages; the prompt and the last result stay as they are
+    (3) tokens_again  the token ids of the changed messages. Nowhere else is a text of an episode
+                      tokenised a second time
 [1] Tool-Star, arXiv:2505.16410
 
 Reads, writes   nothing
@@ -12,10 +12,10 @@ Reads, writes   nothing
 
 
 def rolled_back(text):
-    """How many characters of a text the backtracer keeps: what stands before the last sentence or
-    line that leads up to the last <python> [1, its code]; all, if there is none.
+    """The number of characters of a text that the backtracer keeps [1, its code].
 
-    A </think> is stepped over only where it touches the tag, and may be a sentence's whole rest.
+    It drops the last <python> and the sentence or line before it; without a <python> it drops
+    nothing. A </think> directly before the tag belongs to that sentence.
     """
     start = text.rfind("<python>")
     if start < 0:
@@ -26,11 +26,14 @@ def rolled_back(text):
 
 
 def rewrite(episode):
-    """Change an episode's messages as a helper has it, before the observation comes -> its name."""
+    """Change an episode's messages by episode.rewritten, before the observation is added.
+
+    Returns the helper's name, "rollback" or "refine".
+    """
     messages, item = episode.messages, episode.rewritten
     last, calls = messages.pop()["content"], episode.sandbox.calls
     if item["helper"] == "rollback":
-        # only what it said last: never into the prompt, and never into a result
+        # cut only the last reply, never the prompt or a result
         kept = last[:rolled_back(last)] if episode.tags else ""
         if kept:
             messages.append({"role": "assistant", "content": kept})
@@ -43,33 +46,36 @@ def rewrite(episode):
     for call in calls[:-1]:
         call["dropped"] = True
     for each in episode.helped:
-        each["turn"] = 1  # the only reply that is left
+        each["turn"] = 1  # the one reply that is left
     return "refine"
 
 
 def tokens_again(episode, ids, template):
-    """The ids of an episode that was rewritten; what is gone of `ids` is put down."""
+    """The token ids of a rewritten episode. ids: those before; the helper's item in the record gets
+    the number of ids that were dropped."""
     messages, item, episode.rewritten = episode.messages, episode.rewritten, None
-    if item["helper"] == "refine":  # the last message is new
+    if item["helper"] == "refine":  # the last message does not count, it is the new result
         item["dropped"] = max(0, len(ids) - len(ids_of(messages[:-1], template)))
         return ids_of(messages, template)
-    # the tokens from which the reply went on stay as they were said
+    # the ids before the reply stay as they are
     kept = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
     again = ids[:episode.asked] + encode(kept[episode.begun:], template)
-    if len(kept) < episode.begun:  # it went on from what a rollback had kept, and that is cut, too
+    if len(kept) < episode.begun:  # the cut is before the reply, in text that a rollback had kept
         again = ids_of(messages, template)
     item["dropped"] = max(0, len(ids) - len(again))
     return again
 
 
 def encode(text, template):
-    """Ids of what a policy or a helper said, in which no special token is one."""
+    """Token ids of a text by the policy or a helper, with its special tokens escaped."""
     return template.encode(template.forged.sub("‹", text))
 
 
 def ids_of(messages, template):
-    """The ids of messages, up to where the model speaks. Said once more, they are what play makes
-    of them token by token, but where a tokenizer has two ways to say a text."""
+    """The token ids of messages, up to where the model speaks next.
+
+    They are the ids that play has produced, unless a tokenizer has two ways to encode a text.
+    """
     ids = template.prompt(messages[:2])
     for i, message in enumerate(messages[2:], 3):
         if message["role"] == "assistant":

@@ -1,13 +1,13 @@
 """
-The interpreter on another machine: SandboxFusion's POST /run_code, from both sides [1].
+Run programs on another machine, by SandboxFusion's POST /run_code [1]: client and server.
 
-    (1) Remote   stands in the place of a Jail, and sends programs to a server: this one, or theirs
-    (2) serve    answers as theirs does, by the jail of this machine
+    (1) Remote   a client with the methods of a Jail; works with this server and SandboxFusion's
+    (2) serve    a server that runs the programs in this machine's jail
 
-Reads and writes nothing: programs and their output pass through.
+Reads and writes no files.
 
-    python -m toolstar.jail serve --port 8080     and on the other side, in tools.json:
-    "python": "http://that-machine:8080/run_code"
+    python -m toolstar.jail serve --port 8080         # on the machine that runs the programs
+    "python": "http://that-machine:8080/run_code"     # in tools.json on the other one
 
 [1] SandboxFusion, arXiv:2412.00535
 """
@@ -17,7 +17,11 @@ from toolstar.jail import Result, read_error
 
 
 class Remote:
-    """A SandboxFusion server in the place of a Jail. It shows no value of a bare expression."""
+    """Runs programs on a SandboxFusion server, with the methods of a Jail.
+
+    url: the server's address. seconds: the default time limit of a program. Unlike a Jail, it does
+    not show the value of a last bare expression.
+    """
     level = "remote"
 
     def __init__(self, url, seconds=5.0):
@@ -27,9 +31,9 @@ class Remote:
         self.failure = httpx2.HTTPError
 
     def run(self, program, stdin="", seconds=None):
-        """As a Jail's: two tries, then "broken"."""
+        """Run a program -> Result, as Jail.run does; "broken" after two failed requests."""
         seconds, why = self.seconds if seconds is None else seconds, ""
-        # JSON can hold half a surrogate pair, and a server refuses it
+        # servers refuse half a surrogate pair, which JSON can hold
         code, stdin = (text.encode("utf-8", "replace").decode() for text in (program, stdin))
         body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": seconds}
         for _ in "first", "again":
@@ -45,7 +49,7 @@ class Remote:
 
 
 def read_reply(reply, seconds):
-    """SandboxFusion's JSON -> Result; ValueError, KeyError or TypeError where it is none."""
+    """The Result in a server's JSON; ValueError, KeyError or TypeError if there is none."""
     if reply["status"] == "SandboxError":
         raise ValueError(reply.get("message") or "SandboxError")
     done = reply["run_result"]
@@ -59,11 +63,11 @@ def read_reply(reply, seconds):
 
 
 def write_reply(result):
-    """Result -> SandboxFusion's JSON."""
+    """A Result as SandboxFusion's JSON."""
     if result.status == "broken":
         return {"status": "SandboxError", "message": result.error}
     good, late = result.status == "ok", result.status == "timeout"
-    # what is no traceback, such as a kill, is said all the same
+    # a killed program has no traceback: send our own words instead
     told = result.error if result.status in ("killed", "output") else result.stderr
     return {"status": "Success" if good else "Failed", "message": "", "run_result": {
         "status": "TimeLimitExceeded" if late else "Finished", "execution_time": result.seconds,
@@ -71,7 +75,7 @@ def write_reply(result):
 
 
 def serve(jail, host, port):
-    """Answer POST /run_code until stopped."""
+    """Answer POST /run_code until interrupted. jail: an open Jail."""
     import fastapi
     import pydantic
     import uvicorn
@@ -88,7 +92,7 @@ def serve(jail, host, port):
     @app.post("/run_code")
     def run_code(asked: Request):
         if asked.language != "python" or asked.files:
-            return {"status": "SandboxError", "message": "python alone runs here, without files"}
+            return {"status": "SandboxError", "message": "only Python runs here, without files"}
         seconds = min(asked.run_timeout, jail.seconds)
         return write_reply(jail.run(asked.code, asked.stdin or "", seconds))
 

@@ -1,11 +1,11 @@
 r"""
-Tool-Star's twelve sets [1], as they were published, as tasks of the tools world.
+Read the twelve evaluation sets of Tool-Star [1], as they were published, as tasks.
 
-    (1) read     SETS/<set>.jsonl, .json, .csv or .parquet, or a folder SETS/<set> -> tasks. Every
-                 row that is none is listed with its cause; a missing set is named
-    (2) compare  what is to be trained on with what the sets ask (tir.py's --sets, published.py's)
+    (1) read     turn SETS/<set>.jsonl, .json, .csv or .parquet, or a folder SETS/<set>, into tasks.
+                 A row that cannot be used is listed with its cause, and missing sets are named
+    (2) compare  drop training questions that occur in these sets (--sets of tir.py)
 
-evaluate.py plays the tasks, and scores.py compares the plays with [1].
+evaluate.py plays the tasks, and scores.py prints the results beside the paper's.
 
 Reads   a folder of sets: aime24 aime25 math500 math gsm8k webwalker hotpotqa 2wiki musique
         bamboogle gaia hle, each a file or a folder of that name
@@ -27,12 +27,12 @@ from toolstar.text import normalize
 
 
 class Set(NamedTuple):
-    """n: questions that [1] plays. score: the column that [1] prints. paper: its 3B model, %."""
-    names: tuple  # of files and folders, in lower case and without signs
-    n: int
-    check: str
-    score: str
-    paper: float | None = None  # None: printed nowhere that we could read
+    """An evaluation set of [1]."""
+    names: tuple  # of its files and folders, as `squeezed` returns them
+    n: int  # number of questions in [1]
+    check: str  # "math" or "qa"
+    score: str  # the metric that [1] reports
+    paper: float | None = None  # score of its 3B model in %; None: not found in print
 
 
 SETS = {
@@ -49,30 +49,32 @@ SETS = {
     "gaia": Set(("gaia",), 103, "qa", "right", 15.5),
     "hle": Set(("hle",), 500, "qa", "right", 8.0),
 }
-TEN, PAPER_MEAN = [*SETS][:10], 46.1  # of the ten, without GAIA and HLE
-QUESTION = ("question", "problem", "query")  # columns, in lower case and without signs
+TEN, PAPER_MEAN = [*SETS][:10], 46.1  # the sets without GAIA and HLE, and the paper's mean of them
+QUESTION = ("question", "problem", "query")  # names of columns, as `squeezed` returns them
 GOLDS = ("goldenanswers", "golds", "finalanswer", "groundtruth", "answer", "answers", "solution")
 IDS = ("id", "uniqueid", "taskid", "idx", "index")
-WEB = ("webwalker", "gaia", "hle")  # which [1] plays with web search and a browser
-TRAINING = ("math", "gsm8k", "hotpotqa", "2wiki", "musique")  # published with a training split
+WEB = ("webwalker", "gaia", "hle")  # [1] plays these with web search and a browser
+TRAINING = ("math", "gsm8k", "hotpotqa", "2wiki", "musique")  # these have a training split
 
 
 # ---------------------------------------------------------------- files
 
 def squeezed(name):
-    """A name in lower case, its letters and digits alone."""
+    """The letters and digits of a name, in lower case."""
     return re.sub(r"[^a-z0-9]", "", str(name).lower())
 
 
 def find_sets(folder):
-    """({set: [its files, a list for each split to try]}, names in the folder that are no set's).
+    """({set: lists of files, one per split, in order of preference}, [other names in the folder]).
 
-    A set that is published without a training split may be a folder of nothing else: some copies
-    on the hub of aime24 are split "train"."""
+    Files of a training split are used only for a set that has no training split: some copies of
+    aime24 on the hub call their only split "train". ValueError if the folder is none, or holds a
+    set twice.
+    """
     folder, found, others = Path(folder), {}, []
     if not folder.is_dir():
-        raise ValueError(f"--sets {folder} is no folder; it holds {', '.join(SETS)}: each a file "
-                         "like gsm8k.jsonl, or a folder")
+        raise ValueError(f"--sets {folder} is not a folder; name one that holds the sets "
+                         f"{', '.join(SETS)}, each as a file such as gsm8k.jsonl or as a folder")
     for path in sorted(folder.iterdir()):
         plain = squeezed(path.name if path.is_dir() else path.name.split(".")[0])
         known = [name for name, one in SETS.items() if plain in one.names]
@@ -80,7 +82,7 @@ def find_sets(folder):
             others.append(path.name)
             continue
         if known[0] in found:
-            raise ValueError(f"{path} and {found[known[0]][0][0]} are both {known[0]}: leave one")
+            raise ValueError(f"{path} and {found[known[0]][0][0]} are both {known[0]}: remove one")
         lists, training = splits_of(path) if path.is_dir() else ([[path]], [])
         if not lists and training and known[0] not in TRAINING:
             lists = [training]
@@ -93,8 +95,8 @@ def find_sets(folder):
 def load_sets(folder, sample=0):
     """(tasks, remarks {set, file, row, cause}, missing sets) of a folder of published sets.
 
-    A remark is a row that is no task, or an id that had to be made unique.
-    sample: questions of a set, always the same ones; 0: all of them; None: as many as [1] plays.
+    A remark names a row that was left out, or an id that was changed to make it unique.
+    sample: number of questions per set, always the same ones; 0: all; None: as many as in [1].
     """
     found, others = find_sets(folder)
     tasks, remarks = [], [{"set": "", "file": name, "row": 0, "cause": "is none of the sets"}
@@ -115,29 +117,29 @@ def load_sets(folder, sample=0):
 
 
 def questions_of(folder):
-    """(tasks, missing sets) of load_sets; ValueError where a folder holds no question at all."""
+    """(tasks, missing sets) of a folder; ValueError if it holds no question at all."""
     tasks, _, missing = load_sets(folder)
     if not tasks:
-        raise ValueError(f"{folder}: no question of an evaluation set is there; python -m "
+        raise ValueError(f"{folder} holds no question of an evaluation set; python -m "
                          "toolstar.sets read says what is wrong with each file")
     return tasks, missing
 
 
 def load_first(name, lists):
-    """What load_set gives of the first list of files with a task; of the first list if none has."""
+    """load_set of the first list of files that holds a task, else of the first list."""
     first = None
     for files in lists:
         kept, remarks = load_set(name, files)
         if kept:
             return kept, remarks
         first = first or remarks
-    nothing = {"set": name, "file": "", "row": 0, "cause": "a folder without a file of a "
-               "split to evaluate on, such as test.jsonl; files named train are not read"}
+    nothing = {"set": name, "file": "", "row": 0, "cause": "a folder without a split for "
+               "evaluation, such as test.jsonl; files named train are not read"}
     return [], first or [nothing] * (lists == [[]])
 
 
 def load_set(name, files):
-    """([(where, task)], remarks) of the files of a set. Of equal ids each is played."""
+    """([(where, task)], remarks) of the files of a set. Repeated ids get a number."""
     kept, remarks, ids, asked, number = [], [], {}, {}, 0
     for path in files:
         rows = read_rows(path)
@@ -149,8 +151,8 @@ def load_set(name, files):
             task, cause = load_row(name, row, number)
             same = task and normalize(task["query"])
             if not cause and same and same in asked:
-                cause = ("the same question and answer once more" if asked[same] == task["golds"]
-                         else "the same question once more, with another answer")
+                cause = ("a repeated question" if asked[same] == task["golds"]
+                         else "a repeated question with another answer")
             if cause:
                 remarks.append(where | {"cause": cause})
                 continue
@@ -161,17 +163,17 @@ def load_set(name, files):
                 task["id"] = f"{own}~{ids[own]}"
             ids[task["id"]] = 1
             if task["id"] != own:
-                remarks.append(where | {"cause": f"an id once more, kept as {task['id']}"})
+                remarks.append(where | {"cause": f"a repeated id, kept as {task['id']}"})
             kept.append((where, task))
     return kept, remarks
 
 
 def load_row(name, row, number):
-    """(task, "") of a published record, or (None, why it is none)."""
+    """(task, "") of a row, or (None, why it cannot be used). number: its id if it has none."""
     if isinstance(row, ValueError):
         return None, str(row)
     if not isinstance(row, dict):
-        return None, f"a {type(row).__name__} and no record"
+        return None, f"a {type(row).__name__}, not an object"
     values = {squeezed(key): value for key, value in row.items() if value not in (None, "", [])}
     query = next((values[key] for key in QUESTION if key in values), None)
     columns = ", ".join(map(str, row))
@@ -192,8 +194,10 @@ def load_row(name, row, number):
 
 
 def golds_in(values, check):
-    r"""All right answers of a record: what a column names, a "#### 42" or a solution's box; []
-    where there is none."""
+    r"""The right answers of a row, from a column, after "####" or in a solution's box; [] if none.
+
+    values: {squeezed name of a column: its value}.
+    """
     found = []
     for key in GOLDS:
         value = values.get(key)
@@ -211,10 +215,10 @@ def golds_in(values, check):
 
 
 def contaminated(tasks, sets):
-    """(tasks that no set asks, [{"id", "query", "same as"}] of those that one does).
+    """(tasks whose question is in no set, [{"id", "query", "same as"}] of the others).
 
-    tasks: tasks or episodes of them. sets: tasks of evaluation, as load_sets gives them.
-    Questions are the same where they are equal without case, punctuation, articles and blanks.
+    tasks: tasks, or episodes with a "task". sets: tasks from load_sets. Two questions are the same
+    if text.normalize makes them equal.
     """
     asked = {normalize(task["query"]): task["id"] for task in sets}
     clean, dropped = [], []
@@ -231,11 +235,11 @@ def contaminated(tasks, sets):
 # ---------------------------------------------------------------- main
 
 def read(args):
-    """Write the tasks of --sets, and what is said about their rows."""
+    """Write the tasks and the remarks of --sets, and print a line per set."""
     tasks, remarks, absent = load_sets(args.sets, args.sample)
     counts, causes = Counter(task["set"] for task in tasks), {}
     for remark in remarks:
-        cause = "an id once more" if "more, kept" in remark["cause"] else remark["cause"]
+        cause = "a repeated id" if "id, kept" in remark["cause"] else remark["cause"]
         causes.setdefault(remark["set"], Counter())[cause] += 1
     for name in ["", *SETS]:
         told = [f"{times} {cause}" for cause, times in causes.get(name, Counter()).items()]
@@ -253,11 +257,11 @@ def read(args):
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     commands = p.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("read", help="published sets as tasks").add_argument
+    add = commands.add_parser("read", help="turn published sets into tasks").add_argument
     add("--sets", required=True, help="folder of the published sets")
-    add("--sample", type=NATURAL, help="questions of a set, always the same ones; 0: all; unset: "
-        "as many as the paper plays")
-    add("--out", required=True, help="folder of tasks.jsonl and remarks.jsonl")
+    add("--sample", type=NATURAL, help="number of questions per set, always the same ones; 0: all; "
+        "default: as many as in the paper")
+    add("--out", required=True, help="folder to write tasks.jsonl and remarks.jsonl into")
     return p.parse_args(argv)
 
 

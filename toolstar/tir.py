@@ -1,23 +1,23 @@
 """
-Make the training data of the tools world: what Tool-Star's synthesis does [1], and what feeds it.
+Make the training data of the tools world, as Tool-Star's synthesis does [1].
 
-    (1) dr       each question is answered --samples times by language alone
-    (2) prompt   as often with the world's tools in the loop
-    (3) hint     as often from a thought of (1): a hint is put behind a sentence of doubt, or the
-                 answer is taken into the thought and doubted; what followed is dropped, and the
-                 thought goes on with tools
-    (4) quality  a chain of (2) or (3) with no call or too many, with a repeated call or an unpaired
-                 tag is refused; so is one whose tool broke, or that did not come to an answer
-    (5) choose   answered by (1): SFT learns to answer it without tools. Else by (2) or (3): SFT
-                 learns the chain with the fewest calls. By none: it is a task for RL
+    (1) dr       answer each question --samples times by language alone ("direct reasoning")
+    (2) prompt   answer it --samples times with the world's tools
+    (3) hint     answer it --samples times from a thought of (1). The thought is cut after a
+                 sentence of doubt, or the answer is added to it and doubted; then a hint to use a
+                 tool is added, and the model continues with tools
+    (4) quality  refuse a sample of (2) or (3) that has no call or too many, a repeated call, an
+                 unpaired tag, a broken tool or no answer
+    (5) choose   if (1) is right, SFT learns to answer without tools. Else, if (2) or (3) is right,
+                 SFT learns the right chain with the fewest calls. Else the task goes to RL
 
 A language model plays, behind an endpoint or in vLLM, or the solver of the tiny world. The other
-commands make that world (facts.py) and read the published data (published.py).
+commands make that world (facts.py) and convert the published data (published.py).
 [1] Tool-Star, arXiv:2505.16410, section 3; its code for this is not released
 
 Reads   a world's folder, tasks; database/prompts/direct.txt, doubts.txt and hints.txt
-Writes  OUT/samples.jsonl, every outcome, line by line: a killed run goes on where it was; another
-        --right or --max-calls chooses anew from it. OUT/sft.jsonl, rl.jsonl, report.json
+Writes  OUT/samples.jsonl, a line per sample: a run that was killed resumes from it, and another
+        --right or --max-calls chooses again from it. OUT/sft.jsonl, rl.jsonl, report.json
 
     python -m toolstar.tir facts    --seed 0 --out out/facts
     python -m toolstar.tir episodes --database out/facts/train --tasks out/facts/sft-tasks.jsonl \\
@@ -46,7 +46,7 @@ from toolstar.verdict import bare
 
 MODES = ("dr", "prompt", "hint")
 SETTINGS = ("database", "temperature", "top_p", "max_context", "max_turns", "max_tokens",
-            "system_prompt", "seed")  # what samples of one folder have in common
+            "system_prompt", "seed")  # flags that must be the same for all samples of a folder
 KEPT = "samples.jsonl"
 DOUBTS = (PROMPTS / "doubts.txt").read_text(encoding="utf-8").split("\n")
 DOUBT = re.compile(rf"\b(?:{'|'.join(re.escape(words) for words in DOUBTS if words)})\b", re.I)
@@ -54,14 +54,14 @@ HINTS = entries(PROMPTS / "hints.txt")
 SENTENCE_END = re.compile(r"[.?!](?=\s|$)|\n|$")
 PAIRED = re.compile(r"<(/?)(think|answer|search|python|browse|tool_call)>")
 DIRECT = {"turns": "the answer and nothing else: a name, a number, a few words",
-          "tags": r"\[ \boxed{the answer} \]"}  # in the prompt, what stands in <answer>
+          "tags": r"\[ \boxed{the answer} \]"}  # for the prompt of (1): the content of <answer>
 SHORT_DIRECT = "You answer questions. Reply <think>...</think><answer>...</answer>."
 
 
 # ---------------------------------------------------------------- samples
 
 def direct_prompt(name, grammar):
-    """What (1) is told: the words of a model that has no tools."""
+    """The system prompt of (1), which mentions no tools. name: "short", or any other."""
     if name == "short":
         return SHORT_DIRECT
     text = (PROMPTS / "direct.txt").read_text(encoding="utf-8").strip()
@@ -69,7 +69,7 @@ def direct_prompt(name, grammar):
 
 
 def begin(args, world, task):
-    """The Episode of a sample: of (1) without tools, of (3) begun with the words to go on from."""
+    """The Episode of a sample; one of (1) has no tools, one of (3) has the start of a reply."""
     episode = world.episode(task, f"{args.seed}/{name_of(task)}", args)
     if mode_of(task) == "dr":
         episode.sandbox.tools = frozenset()  # a call breaks the format
@@ -85,8 +85,7 @@ def mode_of(task):
 
 
 def play_samples(args, worked, todo):
-    """Yield the record of each sample as it ends: the episode, its score, whether it is right.
-    worked: as in evaluate.play."""
+    """Yield the judged record of each sample as it ends. worked: as in evaluate.play."""
     from toolstar.tools import open_world
 
     world = open_world(args)
@@ -105,11 +104,11 @@ def model_of(args):
 
 
 def player(args, world, episodes, worked=False):
-    """The episodes as they end, played by an endpoint, a vLLM engine or the solver."""
+    """An iterator of the episodes as they end, played by an endpoint, vLLM or the solver."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.endpoint:
         key = Path(args.key).read_text().strip() if args.key else None
-        # asked patiently: a run of days must not end for one bad hour
+        # 40 retries, so that one bad hour of an endpoint does not end a run of days
         generate = partial(runtime.chat, *args.endpoint, **sampling, retries=40, api_key=key,
                            stops=world.stops)
         return evaluate.play(lambda messages: generate(merged(messages)), episodes,
@@ -124,7 +123,7 @@ def player(args, world, episodes, worked=False):
 
 
 def merged(messages):
-    """Messages as an endpoint knows them: replies and results that follow each other are one."""
+    """Messages for an endpoint: adjacent replies and results become one assistant message."""
     found = []
     for message in messages:
         said = message["role"] in ("assistant", "result")
@@ -136,8 +135,8 @@ def merged(messages):
 
 
 def play_solver_sample(tags, episode):
-    """One sample of the solver. By language alone it knows what the question itself answers, and
-    what it has by heart."""
+    """Play one sample with the solver. Without tools it knows only an answer that is in the
+    question, and those of tasks that are marked "by_heart"."""
     from toolstar.tools import one_as_tags
 
     task, begun = episode.task, episode.messages[-1]["role"] == "assistant"
@@ -154,7 +153,7 @@ def play_solver_sample(tags, episode):
 
 
 def unaided(task):
-    """The solver's reply where it may call no tool."""
+    """The solver's replies if it may call no tool."""
     if "by_heart" in task:
         yield from from_memory(task)
     elif task["asks"] or task["program"]:
@@ -167,17 +166,18 @@ def unaided(task):
 # ---------------------------------------------------------------- hints
 
 def hint_at_doubt(rng, thought, hint):
-    """The thought up to the end of a sentence of doubt, and the hint; None where nothing is
-    doubted."""
+    """The thought up to the end of a random sentence of doubt, with the hint appended; None if no
+    sentence of it expresses doubt."""
     ends = {SENTENCE_END.search(thought, doubt.end()).end() for doubt in DOUBT.finditer(thought)}
     return f"{thought[:rng.choice(sorted(ends))].rstrip()} {hint}" if ends else None
 
 
 def begin_with_hint(seed, task, chain, tools):
-    """What a sample of (3) begins with -> (text, "doubt" or "answer"); tools: names, the world's.
+    """(the start of the reply in a sample of (3), "doubt" or "answer").
 
-    chain: the record of an answered sample of (1). Samples of even numbers look for a doubt, those
-    of odd numbers doubt the answer, and so does a sample whose chain doubts nothing.
+    chain: the record of an answered sample of (1). tools: names of the world's tools. Samples with
+    an even number cut the thought at a doubt; those with an odd number, and those whose thought has
+    no doubt, add the answer and doubt it.
     """
     rng = random.Random(f"{seed}/{name_of(task)}")
     said = chain["messages"][2]["content"].rpartition("<answer>")[0]
@@ -195,9 +195,12 @@ def begin_with_hint(seed, task, chain, tools):
 
 
 def wanted_samples(args, tasks, rows, tools):
-    """What is to be played now, by what has been: (1) and (2), and (3) where (1) is done."""
+    """Yield the samples that are still to be played; those of (3) once their sample of (1) is done.
+
+    rows: {name: record} of the samples that were played; tools: names of the world's tools.
+    """
     for task in tasks:
-        for mode in args.modes:
+        for mode in MODES:
             for k in range(args.samples):
                 sample = task | {"sample": f"{mode}-{k}"}
                 if name_of(sample) in rows:
@@ -213,7 +216,7 @@ def wanted_samples(args, tasks, rows, tools):
 # ---------------------------------------------------------------- quality, choice
 
 def is_paired(text):
-    """Whether each tag of the grammar is closed, and none within another of its name."""
+    """Whether all tags of a text are closed in the right order, and none is nested in its like."""
     opened = []
     for closing, name in PAIRED.findall(text):
         if closing and (not opened or opened.pop() != name) or not closing and name in opened:
@@ -223,7 +226,7 @@ def is_paired(text):
 
 
 def fault_of(row, most):
-    """Why quality refuses a sample's record, "" where it does not. most: calls of a chain."""
+    """(4) Why a sample's record is refused, or "". most: the most calls of a chain."""
     calls, mode = row["tools"], mode_of(row["task"])
     said = "".join(message["content"] for message in row["messages"][2:]
                    if message["role"] == "assistant")
@@ -237,7 +240,7 @@ def fault_of(row, most):
 
 
 def least_right(right, samples):
-    """How many samples must be right for --right: majority, all, or K of the samples."""
+    """The number of right samples that --right asks for: "majority", "all", or "KofSAMPLES"."""
     known = {"majority": samples // 2 + 1, "all": samples}
     named = re.fullmatch(r"(\d+)of(\d+)", right)
     least = known.get(right, int(named[1]) if named and int(named[2]) == samples else 0)
@@ -248,9 +251,9 @@ def least_right(right, samples):
 
 
 def choose(task, rows, args):
-    """(dr right?, {modes of (2) and (3) that are right}, the record for SFT or None) of a task.
+    """(5) (whether (1) is right, {right modes of (2) and (3)}, record for SFT or None) of a task.
 
-    rows: its samples' records. Right is one that quality lets pass.
+    rows: its samples' records. A sample is right if its answer is and (4) does not refuse it.
     """
     good = [row for row in rows if row["strict"] == 1 and not fault_of(row, args.max_calls)]
     by_mode = {mode: [row for row in good if mode_of(row["task"]) == mode] for mode in MODES}
@@ -264,8 +267,8 @@ def choose(task, rows, args):
 
 
 def as_episode(row, prompt):
-    """A sample's record as an episode for SFT: its task as it was, and the prompt of (2), under
-    which a model learns when to answer without tools, too."""
+    """A sample's record as an episode for SFT, with the system prompt of (2): under the prompt with
+    tools a model must also learn when to answer without them."""
     ours = ("sample", "begun", "hint")
     task = {key: value for key, value in row["task"].items() if key not in ours}
     messages = [{"role": "system", "content": prompt}, *row["messages"][1:]]
@@ -273,7 +276,7 @@ def as_episode(row, prompt):
 
 
 def summary(rows, args):
-    """{number: value} of one mode's samples: what came of them, and what they took."""
+    """The report on one mode's samples: how many are right, kept and refused, and their cost."""
     faults = Counter(fault_of(row, args.max_calls) for row in rows)
     right = [row for row in rows if row["strict"] == 1]
     calls = [call for row in rows for call in row["tools"]]
@@ -289,7 +292,7 @@ def summary(rows, args):
 
 
 def report_on(args, tasks, rows, cells, chosen):
-    """What report.json says. cells: {check: counts of (dr right?, modes that are right)}."""
+    """The content of report.json. cells: {check: Counter of (is (1) right?, right modes)}."""
     counts = {}
     for check, cell in cells.items():
         table = counts[check] = {}
@@ -299,40 +302,37 @@ def report_on(args, tasks, rows, cells, chosen):
                 "tir right by hint": cell[dr, ("hint",)],
                 "tir right by both": cell[dr, ("hint", "prompt")]}
     hints = Counter(row["task"]["hint"] for row in rows if "hint" in row["task"])
-    if "hint" in args.modes:  # (1) broke off, or did not come to an answer
-        hints["nothing to go on from"] = len(tasks) * args.samples - hints.total()
+    # the samples of (1) without an answer
+    hints["no thought to start from"] = len(tasks) * args.samples - hints.total()
     return {"model": model_of(args), "tasks": len(tasks), "samples": args.samples,
             "right": args.right or f"1of{args.samples}", "max calls": args.max_calls,
             "cells": counts, "sft": dict(Counter(row["source"] for row in chosen)),
             "rl": len(tasks) - len(chosen), "hints": dict(hints),
             "modes": {mode: summary([row for row in rows if mode_of(row["task"]) == mode], args)
-                      for mode in args.modes}}
+                      for mode in MODES}}
 
 
 # ---------------------------------------------------------------- tir
 
 def check_player(args, tasks):
-    """Refuse what cannot be played, before anything is."""
+    """Raise ValueError if the flags and the tasks do not go together."""
     if args.endpoint and args.model:
-        raise ValueError("--endpoint or --model plays, not both")
+        raise ValueError("give either --endpoint or --model, not both")
     if model_of(args) == "solver" and any("asks" not in task for task in tasks):
-        raise ValueError(f"{args.tasks}: the solver plays tasks that `facts` wrote; name a model "
-                         "by --endpoint or --model")
-    if {*args.modes} - {*MODES} or "hint" in args.modes and "dr" not in args.modes:
-        raise ValueError(f"--modes {','.join(args.modes)}: there are {', '.join(MODES)}, and hint "
-                         "goes on from what dr has said")
+        raise ValueError(f"{args.tasks}: the solver plays only tasks that `facts` wrote; name a "
+                         "model by --endpoint or --model")
 
 
 def play_missing(args, folder, settings, tasks, tools):
-    """(1) to (3) Play what samples.jsonl lacks of the tasks' samples -> their records, in order.
-    The file is put into this order at last, whoever ended first."""
+    """(1) to (3) Play the samples that samples.jsonl lacks, then sort the file into the order of
+    the tasks. Returns the records of all samples in this order."""
     file = folder / KEPT
     rows = evaluate.read_episodes(file)
     now = {task["id"]: task for task in tasks}
     if any(not now.get(row["task"]["id"], {}).items() <= row["task"].items()
            for row in rows.values()):
-        raise ValueError(f"{folder}: other tasks of these ids were played; choose another --out")
-    for what in "dr, prompt", "hint":  # hints need what (1) has said; the engine is opened for each
+        raise ValueError(f"{folder}: other tasks with these ids were played; choose another --out")
+    for what in "dr, prompt", "hint":  # (3) starts from (1), so it is a second round
         todo = list(wanted_samples(args, tasks, rows, tools))
         worked = any(row["stop"] != "refused" for row in rows.values())
         rows_of = partial(play_samples, args, worked)
@@ -341,7 +341,7 @@ def play_missing(args, folder, settings, tasks, tools):
         for row in runtime.progress(rows_of(todo) if todo else (), what, len(todo)):
             evaluate.keep_play(folder, settings, row, KEPT)
             rows[name_of(row["task"])] = row
-    names = [f"{task['id']}/{mode}-{k}" for task in tasks for mode in args.modes
+    names = [f"{task['id']}/{mode}-{k}" for task in tasks for mode in MODES
              for k in range(args.samples)]
     wanted = {name: rows.pop(name) for name in names if name in rows}
     runtime.write_jsonl(file, [*wanted.values(), *rows.values()])
@@ -349,12 +349,12 @@ def play_missing(args, folder, settings, tasks, tools):
 
 
 def tir(args):
-    """Play, refuse, choose, and say what came of it."""
+    """Play the samples, choose among them, and write the files and the report."""
     from toolstar.tools import open_world, system_prompt
 
     least_right(args.right or f"1of{args.samples}", args.samples)
     world = open_world(args)
-    world.close()  # who plays opens one of his own
+    world.close()  # play_samples opens its own
     tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit)
     tasks, dropped = contaminated(tasks, questions_of(args.sets)[0] if args.sets else [])
     check_player(args, tasks)
@@ -363,8 +363,8 @@ def tir(args):
     folder = evaluate.open_folder(args.out, "", settings, KEPT)
     others = [name for name in ("sft.jsonl", "rl.jsonl") if (folder / name).exists()]
     if others and not (folder / KEPT).exists():
-        raise ValueError(f"{folder} holds {others[0]}, but no {KEPT} that it could be of: choose "
-                         "another --out")
+        raise ValueError(f"{folder} holds a {others[0]} of something else, since it has no {KEPT}: "
+                         "choose another --out")
     rows = play_missing(args, folder, settings, tasks, world.settings.tools)
     # (4) (5)
     by_task, cells, sft, rl = {task["id"]: [] for task in tasks}, {}, [], []
@@ -384,7 +384,7 @@ def tir(args):
     runtime.write_text(folder / "report.json",
                         json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     print(f"{folder}: {len(tasks)} tasks, {len(sft)} episodes for SFT, {len(rl)} tasks for RL; "
-          f"{len(dropped)} left out, which an evaluation set asks")
+          f"{len(dropped)} left out, since their questions are in an evaluation set")
 
 
 # ---------------------------------------------------------------- main
@@ -399,76 +399,74 @@ def flags(argv=None):
         return p.add_argument
 
     add = command("facts", facts, "write worlds of facts and their tasks")
-    add("--out", required=True, help="folder that is written")
+    add("--out", required=True, help="folder to write into")
     add("--seed", type=int, default=0, help="the same seed gives the same files")
-    add("--worlds", type=COUNT, default=60, help="number of worlds to train in, one corpus for all")
-    add("--places", type=COUNT, default=40, help="places of each, a passage for every place")
+    add("--worlds", type=COUNT, default=60, help="number of training worlds; they share one corpus")
+    add("--places", type=COUNT, default=40, help="places per training world; each has a passage")
     add("--held-out", type=COUNT, default=400, help="places of the held-out world")
     add("--sft", type=COUNT, default=2400, help="number of tasks for the solver's episodes")
-    add("--by-heart", type=SHARE, default=0.35, help="share of those that need tools in which the "
-        "solver knows the answer and calls none")
+    add("--by-heart", type=SHARE, default=0.35, help="share of the tasks that need tools in which "
+        "the solver answers from memory instead")
     add("--rl", type=COUNT, default=960, help="number of tasks for RL")
     add("--val", type=COUNT, default=400, help="number of held-out tasks")
     add("--port", type=PORT, default=8123, help="port of the pages' server, in the passages' URLs")
     add = command("episodes", solver_episodes, "play tasks with the solver through the real tools",
                   failure_rate=0.0, max_turns=7, system_prompt="short")
     add("--tasks", required=True, metavar="JSONL", help="file of tasks that facts wrote")
-    add("--database", required=True, help="the world's folder: its tools.json says what tools are")
-    add("--out", required=True, help="file of episodes that is written")
-    add("--seed", type=int, default=0, help="of what chance decides in the world")
-    add = command("drills", drills, "write exercises in reading, for a base model")
+    add("--database", required=True, help="the world's folder, with tools.json")
+    add("--out", required=True, help="file to write the episodes into")
+    add("--seed", type=int, default=0, help="seed of the world's random events")
+    add = command("drills", drills, "write reading exercises, for a base model")
     add("--n", type=COUNT, default=6000, help="number of exercises")
-    add("--out", required=True, help="file of messages that is written")
+    add("--out", required=True, help="file to write the messages into")
     add("--seed", type=int, default=0, help="the same seed gives the same file")
     add("--port", type=PORT, default=8123, help="port in the pages' URLs")
-    add = command("pages", pages, "serve the pages of worlds, on this machine alone")
+    add = command("pages", pages, "serve the pages of worlds to this machine only")
     add("--database", nargs="+", required=True, metavar="DIR", help="folders of worlds")
-    add("--port", type=PORT, default=8123, help="port; 0 takes any that is free")
-    tir_flags(command("tir", tir, "make SFT's chains and RL's tasks of questions [1]",
+    add("--port", type=PORT, default=8123, help="port; 0: any free port")
+    tir_flags(command("tir", tir, "make chains for SFT and tasks for RL from questions [1]",
                       failure_rate=0.0, url=None))
-    add = command("convert", convert, "read Tool-Star's published data")
-    add("--from", dest="source", choices=("tool-star",), default="tool-star", help="whose data")
+    add = command("convert", convert, "convert Tool-Star's published data")
+    add("--from", dest="source", choices=("tool-star",), default="tool-star", help="format to read")
     add("--sft", metavar="FILE", help="the 54K chains: json, jsonl or parquet")
     add("--rl", metavar="FILE", help="the 10K tasks: parquet, json or jsonl")
-    add("--sets", metavar="DIR", help="evaluation sets, whose questions are dropped")
-    add("--database", help="world of grammar tags, whose system prompt the chains get; unset: the "
-        "published one")
-    add("--system-prompt", default="full", help="of --database: full, short or a file")
-    add("--out", required=True, help="folder that is written")
+    add("--sets", metavar="DIR", help="folder of evaluation sets, whose questions are dropped")
+    add("--database", help="a world of grammar tags, whose system prompt the chains get; default: "
+        "the published prompt")
+    add("--system-prompt", default="full", help="prompt of --database: full, short or a file")
+    add("--out", required=True, help="folder to write into")
     return p.parse_args(argv)
 
 
 def tir_flags(add):
-    """The flags of the command that samples."""
+    """Add the flags of the command tir."""
     add("--tasks", required=True, metavar="JSONL", help="questions with golds and check")
-    add("--database", required=True, help="the world's folder: its tools.json says what tools are")
-    add("--out", required=True, help="folder that is written; a killed run goes on there")
-    add("--endpoint", type=endpoint, metavar="URL=MODEL", help="an OpenAI-compatible server that "
-        "plays; it must go on with a begun message, as vLLM's does")
+    add("--database", required=True, help="the world's folder, with tools.json")
+    add("--out", required=True, help="folder to write into; a run that was killed resumes from it")
+    add("--endpoint", type=endpoint, metavar="URL=MODEL", help="OpenAI-compatible server that "
+        "plays; it must continue a started assistant message, as vLLM's does")
     add("--key", metavar="FILE", help="file that holds the endpoint's API key")
-    add("--model", metavar="PATH", help="a checkpoint that plays in vLLM; without one and without "
+    add("--model", metavar="PATH", help="checkpoint that plays in vLLM; without it and without "
         "--endpoint the solver plays, on tasks of facts")
-    add("--samples", type=COUNT, default=3, help="of each task and mode [1]")
-    add("--modes", type=lambda text: text.split(","), default="dr,prompt,hint",
-        help="which of (1) to (3) are played")
+    add("--samples", type=COUNT, default=3, help="samples per task and mode [1]")
     add("--right", help="how many samples of (1) must be right for a task to need no tools: 1of3, "
-        "majority, all; unset: one")
-    add("--max-calls", type=NATURAL, default=5, help="calls of a chain that is kept, at most [1]")
-    add("--limit", type=COUNT, help="take only the first so many tasks")
+        "majority or all; default: one")
+    add("--max-calls", type=NATURAL, default=5, help="refuse chains with more calls [1]")
+    add("--limit", type=COUNT, help="use only the first LIMIT tasks")
     add("--sets", metavar="DIR", help="evaluation sets (sets.py), whose questions are left out")
     add("--system-prompt", default="full", help="full, short or a file")
-    add("--temperature", type=float, default=1.0, help="of the sampling")
-    add("--top-p", type=float, default=1.0, help="of the sampling")
-    add("--max-tokens", type=NATURAL, default=4096, help="tokens per reply; 0: no limit but the "
-        "context, and --endpoint is sent none")
-    add("--max-context", type=COUNT, default=16384, help="tokens per episode, of --model")
+    add("--temperature", type=float, default=1.0, help="temperature of the sampling")
+    add("--top-p", type=float, default=1.0, help="nucleus of the sampling")
+    add("--max-tokens", type=NATURAL, default=4096, help="tokens per reply; 0: only the context "
+        "limits it, and --endpoint is sent no limit")
+    add("--max-context", type=COUNT, default=16384, help="tokens per episode, with --model")
     add("--max-turns", type=COUNT, default=9, help="tool calls per episode, then an answer")
     add("--concurrency", type=COUNT, default=32, help="episodes in flight")
-    add("--tp", type=COUNT, default=1, help="GPUs that share one model")
+    add("--tp", type=COUNT, default=1, help="GPUs that share one engine")
     add("--processes", type=NATURAL, default=0, help="engines; 0: one per --tp GPUs")
-    add("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may take")
-    add("--seed", type=int, default=0, help="of hints, of what chance decides in the world, and of "
-        "vLLM's sampling; an endpoint samples as it likes")
+    add("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may fill")
+    add("--seed", type=int, default=0, help="seed of hints, of the world's random events and of "
+        "vLLM's sampling; an endpoint's sampling is not seeded")
 
 
 def main(argv=None):

@@ -1,20 +1,21 @@
 """
 The tools world: one policy that searches, runs programs and browses while it reasons [1].
 
-    (1) settings  DATABASE/tools.json, each key checked: tools, grammar, budget, limits
-    (2) call      Search in passages (retriever.py), Python in a jail (jail.py), Browse a page
-                  (browse.py); a cache on disk, shared by all ranks, remembers what was found
-    (3) observe   a result is cut to size, and cannot forge a tag of the grammar; a tool that fails
-                  is told from a program that fails, and where tools fail often the run stops
-    (4) judge     by verdict.py, from the calls that were made and not from the text alone
+    (1) settings  read DATABASE/tools.json and check each key: tools, grammar, budget, limits
+    (2) call      Search finds passages (retriever.py), Python runs a program in a jail (jail.py),
+                  Browse reads a web page (browse.py); all ranks share a cache of results on disk
+    (3) observe   a result is cut to size and its tags are escaped; a broken tool is counted apart
+                  from a program that fails, and if tools break too often the run stops
+    (4) judge     verdict.py scores the episode from the recorded calls, not from its text alone
 
-Two grammars. "turns", ours: one thought and one JSON call or the answer in a reply, the result in a
-turn of its own. "tags", Tool-Star's: one message, in which <search>, <python> or <browse> stop the
-engine and a <result> follows; for the published checkpoints and data.
+There are two grammars. In "turns", ours, a reply holds a thought and either one JSON call or the
+answer, and the result is the next message. In "tags", Tool-Star's, the whole episode is one
+message: the engine stops after </search>, </python> or </browse>, and a <result> is appended. The
+published checkpoints and data use "tags".
 [1] Tool-Star, arXiv:2505.16410
 
 Reads   DATABASE/tools.json and the corpus that it names
-Writes  DATABASE/cache.sqlite, or where tools.json says; ranks of several hosts that + .nodes
+Writes  the cache, DATABASE/cache.sqlite by default (+ .nodes if the ranks are on several hosts)
 
     python -m toolstar.tools check --database database/tools
     python -m toolstar.tools play --tasks database/tools/questions.jsonl
@@ -44,33 +45,31 @@ from sandbox import PROMPTS, Action, Episode, Sandbox, parse
 from toolstar import helpers, mathematics, rewrite, verdict
 from toolstar.text import truncate
 
-# the judge, for callers that hold this module
+# the functions of the judge that programs outside of this repository call
 math_equal, qa_metrics, reward = mathematics.math_equal, verdict.qa_metrics, verdict.reward
-SETTINGS = {  # keys of tools.json: kind and default
-    "grammar": (str, "turns"),  # or tags
+SETTINGS = {  # key of tools.json: (type, default)
+    "grammar": (str, "turns"),  # "turns" or "tags"
     "tools": (list, ["Search", "Python", "Browse"]),
-    "max_calls": (int, 6),  # of an episode; one more is refused, the next one ends it
-    "show_budget": (bool, False),  # whether results say how many calls are left
-    "retriever": (str, "bm25"),  # or an index folder, a server's address, settings of a web search
-                                 # in a .json beside tools.json (retriever.py)
-    "corpus": (str, "corpus.jsonl"),  # of bm25, beside tools.json
-    "top_k": (int, 5),  # passages of a search
-    "python": (str, "jail"),  # or the address of a /run_code (run_code.Remote)
-    "unsafe_python": (bool, False),  # without a jail: programs can do whatever you can
-    "workers": (int, 0),  # programs that run at once; 0: one for each core of a rank, at most 16
-    "seconds": (float, 5.0),  # of a program
-    "memory": (int, 512),  # MiB of a program
-    "output": (int, 400),  # characters of a program's output that are shown, both ends of it
-    "allow": (list, []),  # "host:port" that Browse may visit although it is no public address
+    "max_calls": (int, 6),  # per episode; the next call is refused, the one after ends the episode
+    "retriever": (str, "bm25"),  # or an index folder, the URL of a server, or a .json file with
+                                 # the settings of a web search (retriever.py)
+    "corpus": (str, "corpus.jsonl"),  # file of bm25's passages, beside tools.json
+    "top_k": (int, 5),  # passages per search
+    "python": (str, "jail"),  # or the URL of a /run_code server (run_code.Remote)
+    "unsafe_python": (bool, False),  # True: no jail, programs can do whatever you can
+    "workers": (int, 0),  # programs that run at once; 0: one per core of a rank, at most 16
+    "seconds": (float, 5.0),  # time limit of a program
+    "memory": (int, 512),  # MiB per program
+    "output": (int, 400),  # characters of a program's output that are shown: its start and its end
+    "allow": (list, []),  # "host:port" of non-public servers that Browse may visit
     "page": (int, 2000),  # characters of a page that are shown
-    "cache": (str, "cache.sqlite"),  # beside tools.json; "" for none
-    "cache_python": (bool, False),  # for programs that depend on nothing but themselves
-    "cache_mib": (int, 1024),
-    "helpers": (dict, {}),  # budgets of an episode, and who helps (helpers.py); never in training
+    "cache": (str, "cache.sqlite"),  # file beside tools.json; "" for no cache
+    "cache_python": (bool, False),  # True: also cache what programs print
+    "helpers": (dict, {}),  # budgets per episode and the model that helps; only in evaluation
 }
 ANSWERING = ("retriever", "corpus", "top_k", "python", "seconds", "memory", "output", "allow",
-             "page")  # what an answer depends on
-DECLARED = {  # for the prompt: what it does, its arguments with whether they are needed
+             "page")  # the settings on which a tool's answer depends
+DECLARED = {  # for the prompt: (what the tool does, {argument: description})
     "Search": ("Find passages that answer a query.", {"query": "A few words"}),
     "Python": ("Run a Python program, numpy and sympy at hand; what it prints comes back.",
                {"code": "The program"}),
@@ -80,13 +79,14 @@ DECLARED = {  # for the prompt: what it does, its arguments with whether they ar
 OPTIONAL = {"query"}  # of Browse
 TAGS = {"search": "Search", "python": "Python", "browse": "Browse"}
 TAG_OF = {name: tag for tag, name in TAGS.items()}
-# what could pass for the grammar's own, or a chat template's, in what a tool says
+# tags of the grammars and of chat templates, which a tool's result must not contain
 FORGED = re.compile(r"<(?=\||/?(?:think|tool_call|tool_response|answer|result|search|python|browse)"
                     r"\b)")
-MOST_BROKEN, IN_A_ROW, OF_LAST = 10, 20, 1000  # calls: more, and the run stops
-MISSED = 600  # seconds that an error of the network is remembered
+# the run stops after more than MOST_BROKEN broken calls of the last OF_LAST, or IN_A_ROW in a row
+MOST_BROKEN, IN_A_ROW, OF_LAST = 10, 20, 1000
+MISSED = 600  # seconds for which the cache keeps a page that could not be read
 UNANSWERED = "Error: the search engine does not answer this query ({}). Try other words."
-GONE = "Error: Current tool {} is not available."  # as injected failures read
+GONE = "Error: Current tool {} is not available."  # also the text of injected failures
 SHORT = {"turns": 'You answer questions with tools. Reply <think>...</think><tool_call>{"name": '
                   '..., "arguments": {...}}</tool_call> or <think>...</think><answer>...</answer>.',
          "tags": "You answer questions with <search>, <python> and <browse>. End with <answer>."}
@@ -95,25 +95,28 @@ SHORT = {"turns": 'You answer questions with tools. Reply <think>...</think><too
 # ---------------------------------------------------------------- settings
 
 def read_settings(folder):
-    """DATABASE/tools.json as a namespace, defaults filled in. ValueError names file and key."""
+    """Read FOLDER/tools.json into a namespace, with defaults for missing keys.
+
+    Raises ValueError, which names the file and the key, for anything that is wrong.
+    """
     path = Path(folder) / "tools.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} is not there: --database names a folder with tools.json, like "
-                         "database/tools") from None
+        raise ValueError(f"{path} is not there: --database needs a folder with a tools.json, such "
+                         "as database/tools") from None
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path}: want one object of settings")
+        raise ValueError(f"{path}: it must hold one JSON object of settings")
     settings = {key: default for key, (_, default) in SETTINGS.items()}
     for key, value in found.items():
         if key not in SETTINGS:
-            raise ValueError(f"{path}: no setting is called {key!r}; there are {list(SETTINGS)}")
+            raise ValueError(f"{path}: unknown setting {key!r}; the settings are {list(SETTINGS)}")
         kind = SETTINGS[key][0]
         whole = kind is float and type(value) is int
         if type(value) is not kind and not whole:
-            raise ValueError(f"{path}: {key} is {value!r:.80}, want {kind.__name__}")
+            raise ValueError(f"{path}: {key} is {value!r:.80}, it must be {kind.__name__}")
         settings[key] = value
     for key, wrong in wrong_values(settings):
         raise ValueError(f"{path}: {key} {wrong}, not {settings[key]!r:.80}")
@@ -121,26 +124,29 @@ def read_settings(folder):
 
 
 def wrong_values(settings):
-    """Yield (key, what it should be) of the values that cannot be."""
+    """Yield (key, requirement) for each value that is out of range."""
     for key, (kind, _) in SETTINGS.items():
         if key != "workers" and kind in (int, float) and not 0 < settings[key] < 1e9:
             yield key, "must be above 0"
     if settings["workers"] < 0:
         yield "workers", "must be 0 or more"
     if settings["grammar"] not in ("turns", "tags"):
-        yield "grammar", "knows turns, tags"
+        yield "grammar", "must be turns or tags"
     if not settings["tools"] or not all(name in DECLARED for name in map(str, settings["tools"])):
-        yield "tools", f"knows {', '.join(DECLARED)}"
+        yield "tools", f"must be some of {', '.join(DECLARED)}"
     if not all(re.fullmatch(r"[^/:]+:\d+", str(place)) for place in settings["allow"]):
-        yield "allow", 'wants "host:port" each'
+        yield "allow", 'must be a list of "host:port"'
     if not re.match("jail$|https?://", settings["python"]):
-        yield "python", "wants jail or http://..."
+        yield "python", "must be jail or http://..."
     if why := helpers.wrong(settings["helpers"]):
         yield "helpers", why
 
 
 def system_prompt(name, settings):
-    """The text behind --system-prompt: full, short, or the content of a file."""
+    """The system prompt. name: "full", "short" or a file, in which {tools} and {calls} are filled.
+
+    settings: the namespace of read_settings.
+    """
     if name == "short":
         return SHORT[settings.grammar]
     file = {"turns": "tools.txt", "tags": "tags.txt"}[settings.grammar]
@@ -167,15 +173,15 @@ def declare_tag(name):
 
 # ---------------------------------------------------------------- grammars
 
-# a program's line breaks may stand in the JSON as they are
+# strict=False: a program in JSON may contain raw line breaks
 parse_turn = partial(parse, load=partial(json.loads, strict=False))
 
 
 def parse_tags(reply):
-    """What a segment of Tool-Star's message does -> Action. Never raises; takes linear time."""
-    text = reply.rstrip()  # a stop may end inside a token, with blanks behind it
+    """The Action of one segment of Tool-Star's message. Never raises; takes linear time."""
+    text = reply.rstrip()  # the token that ends a stop string may also hold blanks after it
     if "<result>" in text or "</result>" in text:
-        return Action("error", why="results are written by the tools alone")
+        return Action("error", why="only the tools write results")
     for tag, name in TAGS.items():
         if text.endswith(f"</{tag}>"):
             before, opening, inside = text[:-len(tag) - 3].rpartition(f"<{tag}>")
@@ -188,7 +194,8 @@ def parse_tags(reply):
 
 
 def arguments_of(name, inside):
-    """The arguments in a tag. Browse: the address in the first line, the query in the others."""
+    """The arguments of a call from the text in its tag. For Browse the first line is the URL, the
+    rest the query."""
     if name == "Browse":
         url, _, query = inside.partition("\n")
         return {"url": url.strip(), "query": query.strip()}
@@ -196,7 +203,10 @@ def arguments_of(name, inside):
 
 
 def as_tags(messages, tags=False):
-    """An episode's replies and results as Tool-Star's one message. tags: it is one as it stands."""
+    """An episode's replies and results as one message in Tool-Star's grammar.
+
+    tags: whether the messages are in that grammar already.
+    """
     return "".join(said["content"] if tags else one_as_tags(said) for said in messages[2:])
 
 
@@ -220,14 +230,16 @@ def one_as_tags(message):
 # ---------------------------------------------------------------- cache
 
 class Cache:
-    """What tools answered, in a SQLite file that ranks share: (status, text) by what was asked.
+    """Tool results in a SQLite file that ranks share: {key of a call: (status, text)}.
 
-    Over `most` bytes the answers longest unused go. A damaged file is put aside; one that breaks
-    while it is used is done without, and said.
+    most: characters of text; above it, the results that were not used for longest are deleted. A
+    damaged file is renamed. If the file breaks during the run, a message says so and the cache is
+    off.
     """
 
-    def __init__(self, path, most):
-        # WAL is for processes of one host; a change of journal waits for no lock: hence two files
+    def __init__(self, path, most=2**30):
+        # SQLite's WAL works between processes of one host only, and switching a file that others
+        # have open to another journal fails: so runs on several hosts use a file of their own
         alone = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
         path, self.journal = (path, "WAL") if alone else (f"{path}.nodes", "DELETE")
         self.path, self.most, self.lock, self.file = path, most, threading.Lock(), None
@@ -237,7 +249,7 @@ class Cache:
             raise ValueError(f'{path}: {error}; "cache" in tools.json names another place, or "" '
                              "for none") from None
         except sqlite3.DatabaseError:
-            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            with contextlib.suppress(FileNotFoundError):  # another rank has renamed it already
                 os.replace(path, f"{path}.damaged")
             print(f"{path} was damaged, and is {path}.damaged now", file=sys.stderr)
             self.open()
@@ -246,7 +258,7 @@ class Cache:
         self.file = sqlite3.connect(self.path, timeout=30, check_same_thread=False,
                                     isolation_level=None)
         self.file.execute(f"PRAGMA journal_mode = {self.journal}")
-        self.file.execute("PRAGMA synchronous = OFF")  # a lost answer is asked for again
+        self.file.execute("PRAGMA synchronous = OFF")  # a lost result is only computed again
         self.file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, status TEXT, "
                           "text TEXT, used REAL, until REAL)")
         self.size = self.count()
@@ -258,7 +270,7 @@ class Cache:
             try:
                 return self.file.execute(query, values).fetchall()
             except sqlite3.DatabaseError as error:
-                print(f"{self.path}: {error}; the run goes on without it", file=sys.stderr)
+                print(f"{self.path}: {error}; the run continues without it", file=sys.stderr)
                 self.file.close()
                 self.file = None
                 return []
@@ -276,7 +288,7 @@ class Cache:
         self.ask("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", key, status, text,
                  time.time(), until)
         self.size += len(text)
-        if self.size > self.most:  # of what this rank knows; now all of it is counted
+        if self.size > self.most:  # self.size counts this rank's additions; now count all ranks'
             self.size = self.count()
         while self.size > self.most:
             self.ask("DELETE FROM answers WHERE key IN (SELECT key FROM answers ORDER BY used "
@@ -284,7 +296,7 @@ class Cache:
             self.size = self.count()
 
     def count(self):
-        """Characters of all answers. It reads the whole file."""
+        """The number of characters of all results. Reads the whole file."""
         return (self.ask("SELECT total(length(text)) FROM answers") or [(0,)])[0][0]
 
     def close(self):
@@ -297,32 +309,35 @@ class Cache:
 # ---------------------------------------------------------------- tools
 
 class Faults:
-    """Counts calls whose tool failed, and stops the run where that is no accident any more: an
-    agent that learns from broken tools learns not to use them, and nobody would see it."""
+    """Counts calls whose tool was broken, and stops the run when they are too many: an agent that
+    trains with broken tools learns not to use them, and nobody would notice."""
 
     def __init__(self):
         self.lock, self.last, self.row = threading.Lock(), deque(maxlen=OF_LAST), 0
 
     def note(self, name, cause):
-        """cause: "" of a call that the tool answered. SystemExit where it is too much."""
+        """Count one call of the tool `name`. cause: why the tool broke, "" if it answered.
+
+        Raises SystemExit when too many calls have broken.
+        """
         with self.lock:
             self.last.append(bool(cause))
             self.row = self.row + 1 if cause else 0
             count = sum(self.last) if cause else 0
         if count > MOST_BROKEN or self.row >= IN_A_ROW:
             raise SystemExit(f"{name} has failed in {count} of the last {len(self.last)} calls, "
-                             f"{self.row} in a row: {cause}. Repair it; --resume goes on")
+                             f"{self.row} in a row: {cause}. Repair it, then use --resume")
 
 
 class ToolSandbox(Sandbox):
-    """The tools, for one episode. calls: a record of each, which verdict.py judges by."""
+    """The tools of one episode. calls: a record of each call, from which verdict.py scores."""
 
     def __init__(self, world, failure_rate=0.0, seed=0):
         super().__init__(None, failure_rate, seed)
         self.world, self.tools, self.calls = world, frozenset(world.settings.tools), []
 
     def call(self, name, arguments):
-        """The observation of a call. Raises nothing but the SystemExit of Faults."""
+        """The observation of a call, a str. Raises only the SystemExit of Faults."""
         if name not in self.tools:
             known = ", ".join(self.world.settings.tools)
             return FORGED.sub("‹", f"Error: there is no tool {name!r:.80}. The tools are {known}.")
@@ -332,7 +347,7 @@ class ToolSandbox(Sandbox):
         else:
             status, text, cached = self.world.answer(name, arguments)
         text, escaped = self.shown(text)
-        if check_arguments(name, arguments):  # anything at all, nested as deep as JSON goes
+        if check_arguments(name, arguments):  # they may be any JSON value, deeply nested
             arguments = repr(arguments)[:400]
         made = [(call["name"], call["arguments"]) for call in self.calls
                 if call["status"] not in ("injected", "broken")]
@@ -343,34 +358,35 @@ class ToolSandbox(Sandbox):
         return text if text.strip() else "(no output)"
 
     def shown(self, text):
-        """(what of a text the agent may see, escaped places): it forges no tag."""
-        # half a surrogate pair, which a passage may hold, cannot be tokenised
+        """(the text with all tags escaped, the number of tags that were escaped)."""
+        # a passage may hold half a surrogate pair, which cannot be tokenised
         return FORGED.subn("‹", text.encode("utf-8", "replace").decode())
 
 
 class ToolEpisode(Episode):
-    """A play of a question, in either grammar. Too many calls end it with the stop "calls"."""
+    """An episode of one question, in either grammar. Too many calls end it with stop "calls"."""
 
     seen = 0  # tokens of the last observation
 
     def __init__(self, task, sandbox, max_turns, prompt):
         settings = sandbox.world.settings
-        self.tags, self.show = settings.grammar == "tags", settings.show_budget
+        self.tags = settings.grammar == "tags"
         self.most, self.refused = settings.max_calls, False
-        # none in training; what they did; what finish is to do, and has done, to the messages
+        # helpers: None in training. helped: items for the record. change: the item with which the
+        # next finish() rewrites the messages. rewritten: the item with which the last one did
         self.helpers, self.helped, self.change, self.rewritten = None, [], None, None
-        self.ahead = None  # the judgement on its answer, while others still play
+        self.ahead = None  # Future: the comparison of its answer, which other plays overlap
         super().__init__(task, sandbox, max_turns, prompt,
                          parse=parse_tags if self.tags else parse_turn)
 
     def begin(self, reply):
-        self.tokens = getattr(reply, "tokens", None)  # as an endpoint counts them
-        self.made = len(self.sandbox.calls)  # before this reply
-        self.begun = 0  # characters of the reply that stood there: a hint's (tir.py), or cut back
+        self.tokens = getattr(reply, "tokens", None)  # of the conversation, if an endpoint says so
+        self.made = len(self.sandbox.calls)  # calls before this reply
+        self.begun = 0  # characters of the reply that existed before: of a hint or after a rollback
         if not self.stop and self.messages[-1]["role"] == "assistant":
             self.begun = len(self.messages[-1]["content"])
             reply = self.messages.pop()["content"] + reply
-        self.strict = self.strict or self.tags  # within a message nobody can be told of an error
+        self.strict = self.strict or self.tags  # one message has no place for an error's feedback
         action = super().begin(reply)
         if self.stop == "answer" and self.task["check"] == "math":
             self.ahead = self.sandbox.world.judge_ahead(self)
@@ -394,9 +410,7 @@ class ToolEpisode(Episode):
     def finish(self, observation):
         self.rewritten, self.change = self.change, None
         if self.rewritten and rewrite.rewrite(self) == "rollback":
-            return observation  # it went with the call
-        if self.show:
-            observation += f"\n({max(0, self.most - self.calls)} calls are left)"
+            return observation  # the rollback has removed the call, so its result is dropped
         if not self.tags:
             return super().finish(observation)
         self.messages.append({"role": "result", "content": f" <result>\n{observation}\n</result>"})
@@ -404,17 +418,17 @@ class ToolEpisode(Episode):
 
     @property
     def observation_tokens(self):
-        """Tokens of the last observation with its frame, as the player sets them."""
+        """Tokens of the last observation with its chat template markup; the player sets it."""
         return self.seen
 
     @observation_tokens.setter
     def observation_tokens(self, tokens):
         self.seen = tokens
-        for call in self.sandbox.calls[self.made:]:  # none: an error of the grammar, or a refusal
+        for call in self.sandbox.calls[self.made:]:  # empty after a format error or a refusal
             call["tokens"] = tokens
 
     def __getstate__(self):
-        """For the checkpoints of --stretch: a judgement that is on its way cannot be pickled."""
+        """The state for the checkpoints of --stretch; a running Future cannot be pickled."""
         return self.__dict__ | {"ahead": None}
 
     def fork(self, seed):
@@ -423,7 +437,10 @@ class ToolEpisode(Episode):
         return twin
 
     def tokens_again(self, ids, template):
-        """The ids of what a helper has rewritten. ids: those of before, without the observation."""
+        """The token ids of the messages after a helper has rewritten them.
+
+        ids: the token ids before that, without the observation.
+        """
         return rewrite.tokens_again(self, ids, template)
 
     def record(self, model=""):
@@ -458,7 +475,7 @@ class Tools:
         self.parts = verdict.PARTS + ("cached", "tool_seconds")
         self.parts += ("unsafe",) * settings.unsafe_python
         if settings.cache:
-            self.cache = Cache(settings.folder / settings.cache, settings.cache_mib * 2**20)
+            self.cache = Cache(settings.folder / settings.cache)
         if "Search" in settings.tools:
             self.find_corpus()
         if "Python" in settings.tools:
@@ -467,7 +484,7 @@ class Tools:
             self.open_browser()
 
     def find_corpus(self):
-        """Look for the retriever's files, or ask its server for a word, before all else."""
+        """Check the retriever's files, or send its server one query, before anything is spent."""
         from toolstar.retriever import (
             HTTP,
             QueryError,
@@ -480,7 +497,7 @@ class Tools:
         if chosen.startswith(HTTP):
             found = open_retriever(chosen, patience=0).search(["a"], 1)[0]
             if isinstance(found, QueryError):
-                raise ConnectionError(f"{chosen} answers no query: {found}")
+                raise ConnectionError(f"{chosen} fails on a test query: {found}")
         else:
             chosen = chosen if chosen == "bm25" else str(self.settings.folder / chosen)
             find_retriever(chosen, corpus)
@@ -491,7 +508,7 @@ class Tools:
             found = os.stat(corpus if chosen == "bm25" else chosen if chosen.endswith(".json") else
                             Path(chosen) / "matrix.f16")
             self.identity += f"/{found.st_size}/{found.st_mtime_ns}"
-        # opened by the first search: vLLM 0.32.0 does not start once numba is imported, by bm25s
+        # the first search opens it: bm25s imports numba, after which vLLM 0.32.0 does not start
         self.open_search = partial(open_retriever, chosen, corpus)
 
     def open_python(self):
@@ -515,39 +532,42 @@ class Tools:
         self.browser = Browser(jail, self.settings.allow, passages=self.settings.page)
 
     def __reduce__(self):
-        """An episode in a checkpoint names its world: the one that is open then, with its tools."""
+        """A pickled episode refers to its world by folder; unpickling uses the one that is open."""
         return find_opened, (str(self.settings.folder),)
 
     @property
     def level(self):
-        """How programs are locked up: jailed, unsafe, or elsewhere."""
+        """How programs are isolated: "jailed", "unsafe", "remote" or "elsewhere"; "off" without
+        Python."""
         return getattr(self.jail, "level", "elsewhere" if self.jail else "off")
 
     def judge_ahead(self, episode):
-        """Compare an answer with the golds in the background, since mathematics can take its time:
-        the verdict will find the outcome in the cache of verify.py."""
+        """Start to compare an answer with the golds in a thread, since mathematics can be slow.
+
+        verdict() then finds the outcome in the cache of verify.compared. Returns a Future or None.
+        """
         said = verdict.bare(episode.answer)
         return self.judging.submit(verdict.is_right, said, episode.task) if said else None
 
     def close(self):
-        """Give back workers and files."""
+        """Stop the workers and close the files."""
         self.judging.shutdown(wait=False, cancel_futures=True)
         for held in self.jail, self.browser and self.browser.jail, self.browser, self.cache:
             if held:
                 held.close()
 
     def load_task(self, row):
-        """A question {id, query, golds, check, needs?, family?}; ValueError names what is wrong."""
+        """A task {id, query, golds, check, needs?, family?}; ValueError names what is wrong."""
         if not isinstance(row, dict):
-            raise ValueError(f"a task is a table of keys, not a {type(row).__name__}")
+            raise ValueError(f"a task must be a JSON object, not a {type(row).__name__}")
         for key in ("query", "golds", "check"):
             if key not in row:
-                raise ValueError(f"a task of this world has a {key!r}; this one: {list(row)}")
+                raise ValueError(f"a task needs a {key!r}; this one has {list(row)}")
         if not isinstance(row["query"], str):
             raise ValueError(f"'query' must be a text, not {row['query']!r:.60}")
         golds = row["golds"]
         if not (isinstance(golds, list) and golds and all(isinstance(g, str) for g in golds)):
-            raise ValueError(f"'golds' must be a list of texts that are right, not {golds!r:.60}")
+            raise ValueError(f"'golds' must be a list of right answers, not {golds!r:.60}")
         if row["check"] not in ("math", "qa"):
             raise ValueError(f"'check' must be math or qa, not {row['check']!r:.60}")
         needs = row.get("needs", [])
@@ -556,7 +576,7 @@ class Tools:
         return row | {"id": str(row.get("id", row.get("idx", "?")))}
 
     def episode(self, task, seed, args):
-        """An Episode, ready to be played."""
+        """A new ToolEpisode. seed: of the events that the world draws at random."""
         prompt = system_prompt(args.system_prompt, self.settings)
         sandbox = ToolSandbox(self, args.failure_rate, seed)
         episode = ToolEpisode(task, sandbox, args.max_turns, prompt)
@@ -565,9 +585,11 @@ class Tools:
         return episode
 
     def open_helpers(self, generate=None):
-        """Turn the settings' helpers on for the episodes that begin from now on. Only evaluate.py
-        calls this, training and synthesis never. generate(messages): asks the policy, if it is an
-        endpoint; else the player has to answer what the returned Asks collect.
+        """Turn the settings' helpers on for all later episodes. Only evaluate.py calls this;
+        training and synthesis never do.
+
+        generate: a function of messages that asks the policy's endpoint. None: the policy runs in
+        vLLM, and the player must answer the questions in the Asks that this returns.
         """
         asks = None if generate else helpers.Asks()
         if any(map(self.settings.helpers.get, helpers.NAMES)):
@@ -575,7 +597,8 @@ class Tools:
         return asks
 
     def lines(self, row):
-        """Lines that this world adds to evaluate.py's table: success and tools by task family."""
+        """The lines that this world adds to evaluate.py's table: success and use of the needed
+        tools, by family of tasks. row: the record of a judged episode."""
         task, success = row["task"], row["score"]["success"]
         if "family" not in task:
             return {}
@@ -585,7 +608,11 @@ class Tools:
                 f"tools as needed, {task['family']}": used >= needs if needs else not used}
 
     def verdict(self, episode):
-        """(answer, score, strict success): right, whole (tags: as released), by working tools."""
+        """(answer, score, strict success) of an episode that has ended.
+
+        Strict success: the answer is right, the format is kept (in "tags" as the released code
+        checks it), and no tool was broken.
+        """
         calls, stop = episode.sandbox.calls, episode.stop
         if episode.ahead:
             episode.ahead.result()
@@ -596,7 +623,7 @@ class Tools:
         score["tool_seconds"] = sum((call["seconds"] for call in calls), 0.0)
         score["cached"] = sum(call["cached"] for call in calls) / max(1, len(calls))
         if self.settings.unsafe_python:
-            score["unsafe"] = 1.0  # in every log and table
+            score["unsafe"] = 1.0  # shown in every log and table
         if episode.helpers:
             score["helpers"] = len(episode.helped)
             score["helpers' tokens"] = sum(item["tokens"] for item in episode.helped)
@@ -606,10 +633,11 @@ class Tools:
     # ------------------------------------------------------------ calls
 
     def answer(self, name, arguments):
-        """(status, text, whether from the cache) of a call.
+        """(status, text, whether it came from the cache) of a call.
 
-        status: ok; error, timeout, memory, output, killed: the agent's own; broken: the tool's;
-        refused: the search engine answers other queries, but not this one.
+        status: "ok"; "error", "timeout", "memory", "output" or "killed" if the agent's call or
+        program is at fault; "broken" if the tool is; "refused" if the search engine answers other
+        queries, but not this one.
         """
         wrong = check_arguments(name, arguments)
         if wrong:
@@ -664,7 +692,7 @@ class Tools:
 
 
 def check_arguments(name, arguments):
-    """What is wrong with a call's arguments, "" if nothing is."""
+    """An error message on a call's arguments, "" if they are right."""
     wanted = DECLARED[name][1]
     needed = {key for key in wanted if len(wanted) == 1 or key not in OPTIONAL}
     whole = isinstance(arguments, dict) and needed <= arguments.keys() <= wanted.keys()
@@ -685,14 +713,14 @@ def flags(parser):
 
 
 def find_opened(folder):
-    """The world of this folder, which must be open."""
+    """The open world of this folder, for unpickled episodes; ValueError if there is none."""
     if folder not in Tools.opened:
-        raise ValueError(f"the plays that wait are of --database {folder}: resume with that one")
+        raise ValueError(f"the checkpoint's plays need --database {folder}: resume with that one")
     return Tools.opened[folder]
 
 
 def open_world(args):
-    """The world of --database, a folder with tools.json; database/tools unless it is set."""
+    """The world of args.database, a folder with tools.json; database/tools by default."""
     folder = args.database or Path(__file__).resolve().parent.parent / "database" / "tools"
     world = Tools(read_settings(folder))
     if os.environ.get("RANK", "0") == "0" and parent_process() is None:
@@ -704,13 +732,13 @@ def open_world(args):
 # ---------------------------------------------------------------- main
 
 TRIED = {"Search": {"query": "the tallest tower"}, "Python": {"code": "print(6 * 7)"},
-         "Browse": {"url": "http://127.0.0.1:9/"}}  # refused, which takes no network
-AT_ONCE = 64  # calls in flight, when a tool's pace is taken
+         "Browse": {"url": "http://127.0.0.1:9/"}}  # must be refused; needs no network
+AT_ONCE = 64  # calls in flight while a tool's speed is measured
 
 
 def pace(world, name):
-    """(seconds of a call by itself, calls per second with AT_ONCE in flight, how many of these
-    broke) of a tool, past the cache."""
+    """The speed of a tool without the cache: (median seconds of a single call, calls per second
+    with AT_ONCE in flight, the number of broken ones among the latter)."""
     key, text = next(iter(TRIED[name].items()))
 
     def call(number):
@@ -727,7 +755,7 @@ def pace(world, name):
 
 
 def check(args):
-    """Print what the settings say, what each tool answers, how fast -> exit status."""
+    """Call each tool once; print its answer and its speed. Returns the exit status."""
     world, rates = open_world(args), []
     print(f"\nPython: {world.level}")
     for what, outcome in getattr(world.jail, "proof", {}).items():
@@ -736,10 +764,10 @@ def check(args):
     for name in world.settings.tools:
         status, text, cached = world.answer(name, TRIED[name])
         statuses.append(status)
-        # Browse is asked for an address that it has to refuse
+        # Browse is given an address that it must refuse
         told = "refused, as it must be" if (name, status) == ("Browse", "error") else status
         print(f"\n{name} {json.dumps(TRIED[name])} -> {told}{', cached' * cached}\n{text}")
-        if status == "ok":  # a page's pace is its server's
+        if status == "ok":  # the speed of Browse depends on the page's server
             alone, rate, broken = pace(world, name)
             rates.append(rate)
             statuses += ["broken"] * broken
@@ -748,14 +776,14 @@ def check(args):
     (plays, tokens), calls = args.update, world.settings.max_calls
     if plays and rates:
         print(f"\nan update: up to {plays} plays x {calls} calls = {plays * calls} calls and "
-              f"{plays * tokens:,} tokens, about {plays * calls / min(rates):.0f} s of tools where "
-              "all go to the slowest")
+              f"{plays * tokens:,} tokens; if all calls go to the slowest tool, about "
+              f"{plays * calls / min(rates):.0f} s of waiting")
     world.close()
     return int("broken" in statuses)
 
 
 def prompt(args):
-    """Print what episodes of a world are told, with a text behind it; --out gets it, too."""
+    """Print the system prompt of a world, followed by --principles, and write it to --out."""
     text = system_prompt(args.system_prompt, read_settings(args.database))
     if args.principles:
         text += "\n\n" + Path(args.principles).read_text(encoding="utf-8").strip()
@@ -766,22 +794,22 @@ def prompt(args):
 def command_flags(argv=None):
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
-    for name, what in (("check", "call each tool once; exits with 1 where one is broken"),
-                       ("play", "you are the agent: answer a file's questions in the terminal")):
+    for name, what in (("check", "call each tool once; exit with status 1 if one is broken"),
+                       ("play", "answer the questions of a file yourself, in the terminal")):
         add = commands.add_parser(name, help=what).add_argument
         add("--database", help="folder with tools.json (database/tools)")
         if name == "check":
             add("--update", type=int, nargs=2, default=(0, 0), metavar=("PLAYS", "TOKENS"),
-                help="say what the tools of an update of such plays take, at most")
+                help="estimate the tools' time in an update of PLAYS plays with TOKENS tokens each")
         if name == "play":
-            add("--tasks", required=True, help="jsonl, {id, query, check, golds} a line")
-            add("--out", default="out/play", help="folder of the episodes (out/play)")
+            add("--tasks", required=True, help="jsonl file, {id, query, check, golds} per line")
+            add("--out", default="out/play", help="folder for the episodes (out/play)")
     add = commands.add_parser("prompt", help="write the system prompt of a world").add_argument
     add("--database", required=True, help="folder with tools.json")
     add("--system-prompt", default="full", help="full, short, or a file")
-    add("--principles", metavar="FILE", help="text to stand behind it: the reward's principles, "
-        "which toolstar.pairs --principles takes out again")
-    add("--out", required=True, help="file of the prompt")
+    add("--principles", metavar="FILE", help="append this text: the principles of the reward, "
+        "which toolstar.pairs --principles removes again")
+    add("--out", required=True, help="file to write the prompt into")
     return p.parse_args(argv)
 
 

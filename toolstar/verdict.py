@@ -1,24 +1,25 @@
 """
-What an episode with tools is judged by: answers, the rewards of Tool-Star [1], and its hack gauge.
+Judge episodes of the tools world: find the answer, score it, and pay one of five rewards [1].
 
-    (1) answer   what the last <answer> holds, its box opened; without one, the last box
-    (2) right    mathematics is judged as mathematics (mathematics.py), questions by exact match;
-                 the best over all aliases counts
-    (3) score    a dict of numbers: success, F1, calls that worked, the reference's own reward
-    (4) reward   of one of the kinds below, from the score alone
+    (1) answer   the content of the last <answer>, without its \\boxed{}; else of the last \\boxed{}
+    (2) right    mathematics.py compares mathematics, other questions need an exact match; an
+                 answer is right if it matches any of the golds
+    (3) score    a dict of numbers: success, F1, working calls, the released reward
+    (4) reward   a number computed from the score alone, by one of these kinds:
 
-    strict     -1 for a broken format or a cut episode, else accuracy (mathematics: right or not,
-               questions: F1); + 0.1 where accuracy is at least 0.9 and Search and Python each
-               gave something, in a call that was no repetition
-    paper      the same, but + 0.1 for any accuracy above 0 and any call of both [1, section 3]
-    needed     strict, but + 0.1 only for the two tools that the task needs, and - 0.05 for every
-               call of a kind that it does not need; where needs are unknown, strict
-    released   what the released code does, bit for bit: token F1 for every task, + 0.1 for the
-               closing tags of both tools anywhere in the text
+    strict     -1 for a broken format or an episode that was cut off, else accuracy (mathematics: 0
+               or 1, questions: F1); + 0.1 if accuracy is at least 0.9 and both Search and Python
+               returned something in a call that was not a repetition
+    paper      like strict, but + 0.1 for any accuracy above 0 and any call of both [1, section 3]
+    needed     like strict, but + 0.1 only if the task needs several tools and all of them gave
+               something, and - 0.05 for each call of a tool that it does not need; if the needs are
+               unknown, strict
+    released   what Tool-Star's released code computes, bit for bit: token F1 for every task, + 0.1
+               if the closing tags of both tools occur anywhere in the text
     answer     accuracy alone, the ablation of [1]
 
-released - strict is what a policy can gain by looking right: its mean is the log's `gap`.
-The text of a model is hostile: nothing here raises for it, and nothing runs it.
+released - strict is what a policy can gain without being right; the log shows its mean as `gap`.
+The text of a model may be hostile: nothing here raises because of it, and nothing executes it.
 
 Reads and writes nothing.   [1] Tool-Star, arXiv:2505.16410
 
@@ -33,20 +34,20 @@ from toolstar.text import normalize, same_text, token_f1, untexted, words_f1
 
 KINDS = ("strict", "paper", "released", "needed", "answer")
 PARTS = ("success", "f1", "em", "format_ok", "python", "search", "browse", "both", "errors",
-         "decorative", "gap")  # whose means are logged
+         "decorative", "gap")  # the numbers of a score whose means are logged
 END, BONUS, UNNEEDED = "<|im_end|>", 0.1, 0.05
-HEADER = "<|im_start|>assistant\n"  # where the reference ends a response
-ENOUGH = 0.9  # accuracy that earns the strict bonus
+HEADER = "<|im_start|>assistant\n"  # the released code reads a response up to here
+ENOUGH = 0.9  # the least accuracy that earns the bonus of strict
 ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
 
 # ---------------------------------------------------------------- answers
 
 def last_box(text):
-    r"""The last \boxed{...} or \fbox{...} of a text, braces matched; None if there is none.
+    r"""The last \boxed{...} or \fbox{...} of a text, up to its matching brace; None if none.
 
-    As the reference: a `\boxed ` with a blank anywhere takes what follows the last of them, up to
-    a dollar sign.
+    Like the released code: if `\boxed ` with a blank occurs, the box is the text after the last of
+    them, up to the next dollar sign.
     """
     if "\\boxed " in text:
         return "\\boxed " + text.rpartition("\\boxed ")[2].partition("$")[0]
@@ -64,7 +65,7 @@ def last_box(text):
 
 
 def open_box(box):
-    r"""What a box holds, as the reference opens it; None for what it cannot open (\fbox too)."""
+    r"""The content of a box; None for what the released code cannot open either, such as \fbox."""
     if box is None:
         return None
     if "\\boxed " in box:
@@ -75,7 +76,7 @@ def open_box(box):
 
 
 def answer_of(text):
-    """The answer in a text: of the last <answer>, box opened; else of the last box; else None."""
+    """The answer in a text: from the last <answer>, else from the last box, else None."""
     answers = ANSWER.findall(text)
     if answers:
         return bare(answers[-1])
@@ -83,13 +84,13 @@ def answer_of(text):
 
 
 def bare(answer):
-    """An answer without its box and the blanks around it."""
+    """An answer without its box and surrounding blanks."""
     opened = unboxed(answer)
     return answer.strip() if opened is None else opened
 
 
 def unboxed(text):
-    r"""What the last box of a text holds: \boxed{x}, \boxed {x}, \fbox{x} or \boxed x; or None."""
+    r"""The content of a text's last \boxed{x}, \boxed {x}, \fbox{x} or \boxed x; None if none."""
     text = re.sub(r"\\boxed\s+\{", r"\\boxed{", text).replace("\\fbox{", "\\boxed{")
     opened = open_box(last_box(text))
     return None if opened is None else opened.strip()
@@ -98,9 +99,10 @@ def unboxed(text):
 # ---------------------------------------------------------------- questions
 
 def qa_metrics(prediction, golds):
-    """{"em", "f1", "acc"} in [0, 1], each the best over all golds; acc: a gold is contained.
+    """{"em", "f1", "acc"}, each in [0, 1] and the best over all golds.
 
-    prediction: a text, or None for no answer. The reference's evaluator keeps the last gold's.
+    prediction: a text, or None for no answer. acc: 1 if the prediction contains a gold. Tool-Star's
+    evaluator differs: it keeps the metrics of the last gold.
     """
     said = normalize(prediction or "")
     rows = [normalize(gold) for gold in golds_of(golds)]
@@ -114,7 +116,7 @@ def qa_metrics(prediction, golds):
 # ---------------------------------------------------------------- the released reward
 
 def released_format(text):
-    """Is this response's format right, as the reference sees it? -> bool"""
+    """Whether the released code finds the format of a response right."""
     thoughts, answers = text.count("<think>"), text.count("<answer>")
     if thoughts == 0 or thoughts != text.count("</think>"):
         return False
@@ -122,16 +124,16 @@ def released_format(text):
         return False
     if not (calls_are_answered(text, "search") and calls_are_answered(text, "python")):
         return False
-    # nothing if </answer> comes first
+    # an empty text if </answer> comes first
     answer = text[text.index("<answer>"):text.index("</answer>")]
     return "\\boxed{" in answer and "}" in answer
 
 
 def calls_are_answered(text, name):
-    """Has every opening tag its closing tag and a result, in this order?
+    """Whether every opening tag is followed by its closing tag and then by a result.
 
-    The walk goes on behind each result, so that a doubled opening passes, and one result may
-    serve a search and a program.
+    Like the released code: the search continues after each result, so a doubled opening tag passes,
+    and one result may serve both a search and a program.
     """
     start = text.find(f"<{name}>")
     while start >= 0:
@@ -146,14 +148,14 @@ def calls_are_answered(text, name):
 def released(text, golds, end=END):
     """The reward of the released code: -1, or the best F1, + 0.1 if both tools' tags occur.
 
-    text: the response. It is read up to the next assistant header, as the reference reads it.
-    Golds that are no texts make the reference raise; here they are read as text.
+    text: the response, which is read up to the next assistant header. The released code raises on
+    golds that are not texts; here they are converted to text.
     """
     text = text.partition(HEADER)[0]
     if not released_format(text):
         return -1.0
     if text.endswith(end):
-        text = text[:-len(end)] if end else ""  # a slice up to -0 leaves nothing
+        text = text[:-len(end)] if end else ""  # the released text[:-0] is empty
     found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
     answer = open_box(last_box(found[1])) if found else None
     if answer is None:
@@ -166,18 +168,18 @@ def released(text, golds, end=END):
 # ---------------------------------------------------------------- score and rewards
 
 def is_right(answer, task):
-    """Does this answer hit a gold of the task, by the task's check? -> bool"""
+    """Whether an answer matches one of the task's golds, by the task's check (math or qa)."""
     equal = math_equal if task["check"] == "math" else same_text
     return any(equal(answer, gold) for gold in task["golds"])
 
 
 def score(task, answer, calls, format_ok, cut, tags_text):
-    """What an episode is worth, as numbers whose means can be logged: shares are float, counts int.
+    """The score of an episode: {name: number}; shares are floats, counts are ints.
 
-    task: golds (list of text), check ("math" or "qa"), needs (tools in lower case; may be missing).
-    answer: text or None. calls: records {name, status, empty, repeated} of what the environment
-    ran, the policy's own claims are none. cut: did a limit end the episode? tags_text: the
-    episode in the tags grammar, which the released reward reads.
+    task: {golds: list of texts, check: "math" or "qa", needs: tools in lower case, may be missing}.
+    answer: a text or None. calls: the environment's records {name, status, empty, repeated}; the
+    policy's own claims do not count. format_ok: whether the format was kept. cut: whether a limit
+    ended the episode. tags_text: the episode in the tags grammar, for the released reward.
     """
     said = bare(answer or "")
     if task["check"] == "qa":
@@ -189,7 +191,7 @@ def score(task, answer, calls, format_ok, cut, tags_text):
         "success": float(right),
         "em": metrics["em"],
         "f1": metrics["f1"],
-        "acc": max(graded, float(right)),  # the evaluators' F1 would pay "yes no" for a yes
+        "acc": max(graded, float(right)),  # token_f1: words_f1 would pay "yes no" for a "yes"
         "format_ok": float(bool(format_ok)),
         "cut": float(bool(cut)),
         "released": released(tags_text, task["golds"]),
@@ -200,7 +202,7 @@ def score(task, answer, calls, format_ok, cut, tags_text):
 
 
 def count_calls(calls, needs):
-    """The part of a score that tells of calls. needs: the tools a task needs; None: unknown."""
+    """The numbers of a score about calls. needs: the tools a task needs; None: unknown."""
     names = [call["name"].lower() for call in calls]
     done = [call["status"] == "ok" for call in calls]
     worked = Counter(name for name, ok in zip(names, done, strict=True) if ok)
@@ -211,7 +213,7 @@ def count_calls(calls, needs):
         "errors": done.count(False),
         **{name: worked[name] for name in ("python", "search", "browse")},
         "both": float({"search", "python"} <= worked.keys()),
-        "called": float({"search", "python"} <= {*names}),  # whatever came of it
+        "called": float({"search", "python"} <= {*names}),  # even if the calls failed
         "earned": float({"search", "python"} <= gave),
         "needs_known": float(needs is not None),
         "needed": float(needs is not None and len({*needs}) >= 2 and {*needs} <= gave),
@@ -221,9 +223,9 @@ def count_calls(calls, needs):
 
 
 def reward_of(score, kind):
-    """The reward of one of KINDS for a score."""
+    """The reward for a score, a float. kind: one of KINDS, else ValueError."""
     if kind not in KINDS:
-        raise ValueError(f"--reward {kind}: there are {', '.join(KINDS)}")
+        raise ValueError(f"--reward {kind}: the kinds are {', '.join(KINDS)}")
     if kind == "released":
         return score["released"]
     accuracy = score["acc"]
@@ -240,13 +242,14 @@ def reward_of(score, kind):
 
 
 def reward(text, golds, kind, check=None):
-    """The reward of a response alone, for the kinds that need no record of calls.
+    """The reward of a response, for the kinds that need no record of calls.
 
-    kind: "released", "paper" or "answer". check: "math" or "qa"; None: mathematics where every
-    gold is mathematics. `paper` takes tags outside of results for calls.
+    kind: "released", "paper" or "answer", else ValueError. "paper" counts tags outside of results
+    as calls. check: "math" or "qa"; None: "math" if all golds are mathematics.
     """
     if kind not in ("released", "paper", "answer"):
-        raise ValueError(f"a text alone has no reward {kind!r}: released, paper or answer")
+        raise ValueError(f"the reward {kind!r} needs the record of an episode; of a text alone "
+                         "there are released, paper and answer")
     text = text or ""
     if kind == "released":
         return released(text, golds)
@@ -261,7 +264,7 @@ def reward(text, golds, kind, check=None):
 
 
 def without_results(text):
-    """What the policy said of a text: its results are left out."""
+    """A text without its <result>...</result> parts: what the policy itself wrote."""
     said, at, start = [], 0, text.find("<result>")
     while start >= 0 and (end := text.find("</result>", start)) >= 0:
         said.append(text[at:start])

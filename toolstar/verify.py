@@ -1,14 +1,16 @@
 """
-math-verify [1] in processes that can be killed: it can hang, and its own time-out needs the main
-thread of a process.
+Run math-verify [1] in processes that can be killed, since it can hang on hostile text, and its own
+time limit works in the main thread only.
 
-    (1) serve    a process imports math-verify once, and forks; the fork answers pair after pair
-    (2) bound    each pair has a limit of CPU seconds, at which the kernel kills the fork: that
-                 pair is unequal, and the next fork takes over. A busy machine changes no verdict
-    (3) allow    slow pairs draw on an allowance of ALLOWANCE seconds, which refills slowly; once it
-                 is spent, a pair has BRIEF seconds, which all but a few honest ones need less than
+    (1) serve    a process imports math-verify once and forks; the fork compares pair after pair
+    (2) bound    each pair has a limit of CPU seconds, at which the kernel kills the fork: the pair
+                 counts as unequal and a new fork takes over. CPU time, not clock time, so a busy
+                 machine changes no verdict
+    (3) allow    all slow pairs together may use ALLOWANCE seconds, refilled by REFILL seconds per
+                 second; once these are spent, a pair has BRIEF seconds, enough for nearly all
+                 honest pairs
 
-What a model wrote comes as data: a LaTeX parser reads it, and nothing runs it.
+A LaTeX parser reads the model's text as data; nothing executes it.
 [1] github.com/huggingface/Math-Verify, huggingface/open-r1 issue 420
 
 Reads and writes nothing.
@@ -27,28 +29,28 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-ALLOWANCE, REFILL, BRIEF = 0.5, 0.02, 0.15  # seconds; seconds a second; seconds
-LONGEST = 1000  # characters; a longer text equals no other
+ALLOWANCE, REFILL, BRIEF = 0.5, 0.02, 0.15  # seconds; seconds per second; seconds
+LONGEST = 1000  # characters; a longer text equals only an identical one
 MEMORY = 2 * 2**30  # bytes of a process
-# one pair of each kind, compared before the first fork: each kind sets itself up, for 0.1 s or so
+# one pair of each kind, compared before the first fork: the first of a kind takes 0.1 s longer
 WARM = [(r"\sin^2 x", r"1-\cos^2 x"), (r"\ln x^2+\sqrt{x}", r"2\ln x+\sqrt{y}"), (r"\log_2 8", "3"),
         ("x<1", r"(-\infty,1)"), (r"x\ne 3", r"(-\infty,3)\cup(3,\infty)"), ("2x+y=6", "4x+2y=12"),
         (r"\begin{pmatrix}1\end{pmatrix}", r"\begin{bmatrix}2\end{bmatrix}"), (r"e^{i\pi}", "-1"),
         (r"\frac{n^2+n}{2}", r"\binom{n}{2}"), (r"|x|+\lfloor x\rfloor", r"\lceil x\rceil"),
         (r"2^{x}\cdot 3^{-x}", r"\frac{2^x}{3^x}"), (r"\frac{1}{\sqrt3}+\pi", r"\frac{\sqrt3}{3}")]
-WAIT = 60.0  # seconds of the clock until a process that does not answer is replaced
+WAIT = 60.0  # seconds of the clock, after which a silent process is replaced
 
 
-# ---------------------------------------------------------------- inside
+# ---------------------------------------------------------------- inside of a process
 
 def expression(text):
-    """What math-verify reads in LaTeX, [] if it reads nothing. i is the imaginary unit."""
+    """The list of values that math-verify reads in LaTeX, with the letter i as sympy's I."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import parse
     from math_verify.parser import LatexExtractionConfig
     from sympy import Basic, I
 
-    # its own removal of units takes letters away: a \cdot b \cdot c loses c
+    # units=False, since its removal of units also removes letters: a \cdot b \cdot c loses c
     form = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
     found = parse(f"${text}$", [LatexExtractionConfig(normalization_config=form)],
                   fallback_mode="no_fallback", parsing_timeout=None)
@@ -57,8 +59,11 @@ def expression(text):
 
 
 def equal(a, b):
-    """Does math-verify find two LaTeX texts equal? Under roots and logarithms on both sides,
-    letters are positive: the root of 50 x^2 is 5 x times the root of 2."""
+    """Whether math-verify finds two LaTeX texts equal.
+
+    If both sides have letters in roots or logarithms, the letters count as positive:
+    \\sqrt{50x^2} is 5x\\sqrt{2}.
+    """
     from math_verify import verify
     from sympy import Expr, Symbol, expand_log, simplify
 
@@ -75,7 +80,7 @@ def equal(a, b):
 
 
 def rooted(value):
-    """Is a letter under a root or logarithm, or beside one?"""
+    """Whether a value has letters and a root or a logarithm."""
     from sympy import Pow, log
 
     return bool(value.free_symbols) and (
@@ -83,7 +88,7 @@ def rooted(value):
 
 
 def alone(a, b):
-    """math-verify's own verdict on an answer and a gold, with its defaults."""
+    """math-verify's own verdict on answer a and gold b, with its default settings."""
     from math_verify import parse, verify
 
     a, b = (parse(f"${text.strip('$ ')}$", parsing_timeout=None) for text in (a, b))
@@ -91,7 +96,10 @@ def alone(a, b):
 
 
 def serve(control):
-    """Fork, and let the fork answer pairs; after a fork that was killed, fork again."""
+    """Fork a process that compares pairs; whenever one was killed, fork the next.
+
+    control: the socket on which the pairs come and the verdicts go.
+    """
     from toolstar.mathematics import answers_equal
 
     kinds = {"equal": lambda a, b: answers_equal(a, b, equal), "alone": alone}
@@ -110,24 +118,25 @@ def serve(control):
                 try:
                     verdict = bool(kinds[kind](a, b))
                 except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError,
-                        RuntimeError, TypeError, ValueError):  # of sympy, on hostile text
+                        RuntimeError, TypeError, ValueError):  # sympy's, on hostile text
                     verdict = False
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 control.send(json.dumps([verdict, time.process_time() - began]).encode())
             os._exit(0)
         if os.waitpid(pid, 0)[1] == 0:
-            return  # nobody is there to ask
+            return  # the fork has ended because the other end of the socket is closed
         control.send(b"[false, null]")
 
 
-# ---------------------------------------------------------------- outside
+# ---------------------------------------------------------------- outside of it
 
 class Process:
-    """A process that compares pairs, seen from outside. One thread at a time may use it."""
+    """A handle to a process that compares pairs. One thread at a time may use it."""
 
     def __init__(self):
         if find_spec("math_verify") is None:
-            raise ValueError("mathematics is judged by math-verify: pip install math-verify")
+            raise ValueError("math-verify, which judges mathematics, is missing: pip install "
+                             "math-verify")
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.settimeout(WAIT)
         program = ("import socket, sys; sys.path[0] = sys.argv[1]; from toolstar.verify import "
@@ -141,7 +150,7 @@ class Process:
         self.hear()
 
     def hear(self):
-        """What the process says next; an OSError where it is gone, or silent for WAIT seconds."""
+        """The process's next message; OSError if it has ended or is silent for WAIT seconds."""
         if not (said := self.control.recv(64)):
             raise ConnectionResetError("the process of math-verify has ended")
         return json.loads(said)
@@ -157,7 +166,7 @@ class Process:
 
 
 class Pool:
-    """Processes for many threads, started when they are first needed."""
+    """Processes that many threads share, each started when it is first needed."""
 
     def __init__(self, size):
         self.idle, self.lock = queue.LifoQueue(), threading.Lock()
@@ -166,7 +175,7 @@ class Pool:
             self.idle.put(None)
 
     def seconds(self, spent=0.0):
-        """The CPU seconds that the next pair may take; spent: those of one that was slow."""
+        """The CPU seconds that the next pair may take. spent: those that a slow pair has taken."""
         with self.lock:
             now = time.monotonic()
             back = REFILL * (now - self.since)
@@ -174,12 +183,12 @@ class Pool:
             return max(BRIEF, self.left)
 
     def ask(self, kind, a, b):
-        """The verdict on a pair; False where it takes too long, or the process fails."""
+        """The verdict on a pair; False if it takes too long or its process fails."""
         process = self.idle.get()
         try:
             process, limit = process or Process(), self.seconds()
             verdict, spent = process.ask(kind, limit, a, b)
-            spent = limit if spent is None else spent  # it was killed
+            spent = limit if spent is None else spent  # None: it was killed
             if spent >= BRIEF:
                 self.seconds(spent)
             return verdict
@@ -194,14 +203,15 @@ class Pool:
 
 @cache
 def pool(pid):
-    """The processes of this process; after a fork, others."""
+    """The Pool of this process. pid: a fork of this process gets a Pool of its own."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return Pool(max(1, min(8, len(os.sched_getaffinity(0)) // ranks)))
 
 
 @lru_cache(2**14)
 def compared(a, b, kind="equal"):
-    """Is answer a gold b? kind: by this project's rules, or "alone", by math-verify's own."""
+    """Whether answer a equals gold b: with "equal" by mathematics.answers_equal, with "alone" by
+    math-verify's own verdict."""
     if max(len(a), len(b)) > LONGEST:
         return a == b
     return pool(os.getpid()).ask(kind, a, b)

@@ -3,9 +3,9 @@ ARPO: GRPO whose plays fork where an observation leaves the policy unsure. Read 
 
     (1) take P queries and play each one G times with vLLM: a group. No play waits for another: once
         the world has answered a turn, the play rejoins the engine's running batch
-        G/2 plays start from scratch, the others fork, with the tokens of a play so far, while any
-        can. With dE the entropy E of a reply's first tokens minus E of the play's first reply:
-          paper     fork before the reply if 0.5 + w dE > 0.5 [5], that is if dE > 0, whatever w is
+        G/2 plays start from scratch. The others are forks: they copy a play so far and continue it.
+        dE is E, the entropy of a reply's first tokens, minus the E of the play's first reply:
+          paper     fork before the reply if 0.5 + w dE > 0.5 [5], which means if dE > 0
           released  fork after the next observation with probability clip(0.5 + w dE, 0, 1) [5]
     (2) the world's verdict on a play becomes its reward r, a number [1 sec. 3]
     (3) advantage A = (r - mean of the group) / (std of the group + 1e-6), one per play [2]
@@ -13,18 +13,19 @@ ARPO: GRPO whose plays fork where an observation leaves the policy unsure. Read 
         counts in that mean and std, but its tokens are left out of the loss and its denominator
         [1], unless --keep-overlength
     (5) loss = - mean over queries of ( sum over the group's policy tokens of min(w A, clip(w) A) /
-        the group's policy tokens ), with w = pi / pi_old, where pi_old is what the engine reported
+        the number of those tokens ), with w = pi / pi_old, where the engine reported pi_old
     (6) copy the new weights into vLLM and go to (1)
-    (7) with --stretch K, no update waits for its longest play [4]: P new queries begin in each, but
-        a play that has sampled K tokens in it waits at the end of its reply, and resumes in the
-        next one under new weights. A group is learnt once all its plays have ended. Every token
-        keeps the pi_old of the weights that sampled it, so w is exact. Tokens decide when a play
-        waits, never the clock: the same seed gives the same run on any number of ranks
+    (7) with --stretch K, no update waits for its longest play [4]. Every update begins P new
+        queries. A play that has sampled K tokens in an update pauses after its reply, and resumes
+        in the next update under the new weights. A group enters the loss once all its plays have
+        ended. Every token keeps the pi_old of the weights that sampled it, so w is exact. A play
+        pauses by its number of tokens, never by the clock, so the same seed gives the same run on
+        any number of ranks
 
 Departs from [2] in (4), in the mean over tokens in (5) [3] and in the higher upper clip bound [3];
 there is no KL term and no reference model.
 [1] STAR, arXiv:2603.21972   [2] DeepSeekMath, arXiv:2402.03300   [3] DAPO, arXiv:2503.14476
-[4] partial rollouts: Kimi k1.5, arXiv:2501.12599; whole groups only: Agent Lightning 1.0
+[4] partial rollouts: Kimi k1.5, arXiv:2501.12599; complete groups only: Agent Lightning 1.0
 [5] ARPO, arXiv:2507.19849 and its released code   [6] AEPO, arXiv:2510.14545
 
 Reads   a HF folder (from sft.py), tasks (from synth.py), the world's data
@@ -75,10 +76,10 @@ except ModuleNotFoundError as error:
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary. A rollout is a flat list of P * G samples.
 OVERLENGTH = ("turns", "context")  # the stops that (4) keeps out of the loss
-NOT_SAMPLED = 1.0  # in the place of log pi, for tokens of tools that --train-results trains on
+NOT_SAMPLED = 1.0  # no log pi is positive: marks the tools' tokens that --train-results trains on
 MAX_DLOGP = {"cpu": 1e-4, "cuda": 0.05}  # bounds on the mean |dlogp|, for float32 and bfloat16
-PROBE, TOP = 20, 10  # E: over a reply's first tokens, at each of them over the likeliest [5 code]
-LOGITS = 30_000_000  # the most logits that the loss holds at a time (120 MB in float32)
+PROBE, TOP = 20, 10  # E counts a reply's first 20 tokens, at each the 10 likeliest [5, code]
+LOGITS = 30_000_000  # the loss computes at most this many logits at a time (120 MB in float32)
 
 
 def flags():
@@ -95,12 +96,12 @@ def flags():
     learn_flags(p.add_argument_group("learn").add_argument)
     machine_flags(p)
     args = runtime.parse_args(p)  # with the world's own flags
-    args.recompute |= args.train_results  # the engine sampled no results: pi_old is the trainer's
+    args.recompute |= args.train_results  # for tokens of tools the engine reports no pi_old
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.refill and not args.drop_uniform:
         p.error("--refill replaces the groups that --drop-uniform drops: add --drop-uniform")
     if args.refill and args.stretch:
-        p.error("--refill needs batches of whole groups, which --stretch does not play: drop one")
+        p.error("--refill needs groups that end in one update, --stretch splits them: drop one")
     if args.tis_cap and not args.recompute:
         p.error("--tis-cap uses the log-probabilities of --recompute: add --recompute")
     if args.train_results and args.entropy_advantage:
@@ -123,19 +124,19 @@ def play_flags(add):
         "format error")
     add("--concurrency", type=COUNT, default=256, help="most plays that an engine runs at a time")
     add("--tp", type=COUNT, default=1, help="ranks that share one engine (tensor parallelism)")
-    add("--stretch", type=NATURAL, default=0, help="K, tokens that a play samples in an update "
-        "before it waits for the next one, at least one reply; 0: every play ends in its update")
+    add("--stretch", type=NATURAL, default=0, help="K: a play that has sampled K tokens in an "
+        "update pauses after its reply until the next one (7); 0: every play ends in its update")
     add("--branch", default="paper", choices=["paper", "released"], help="when plays fork, see (1)")
     add("--initial", type=NATURAL, default=0, help="plays per query from scratch; 0: half of G [5]")
-    add("--weight", type=AMOUNT, default=0.2, help="w in (1), used by --branch released alone [5]")
-    add("--branch-penalty", type=AMOUNT, default=0.0, help="share lost per fork just before [6]")
+    add("--weight", type=AMOUNT, default=0.2, help="w in (1), for --branch released [5]")
+    add("--branch-penalty", type=AMOUNT, default=0.0, help="chance lost per fork in a row [6]")
 
 
 def learn_flags(add):
-    add("--reward", help="a reward of the world, its first by default; travel has sum, macro and "
+    add("--reward", help="one of the world's rewards, unset: its first; travel has sum, macro and "
         "success. curriculum: train with the first, then the second, then the third [1]")
     add("--epochs", type=POSITIVE, default=5, help="passes over the tasks [1]")
-    add("--steps", type=NATURAL, default=0, help="number of updates; 0: as many as --epochs takes")
+    add("--steps", type=NATURAL, default=0, help="number of updates; 0: set by --epochs")
     add("--lr", type=AMOUNT, default=2e-6, help="learning rate, constant until --decay [1]")
     add("--decay", type=SHARE, default=0.0, help="fraction of the updates, at the end, in which "
         "the learning rate falls linearly to 0")
@@ -152,8 +153,8 @@ def learn_flags(add):
         "reward: DAPO in [1]")
     add("--refill", type=NATURAL, default=0, help="with --drop-uniform: play up to this many extra "
         "batches, until --prompts groups have unequal rewards [3]")
-    add("--minibatches", type=COUNT, default=1, help="updates that a batch of queries is "
-        "split into; with 1, our choice, all plays are on-policy")
+    add("--minibatches", type=COUNT, default=1, help="number of updates that a batch of queries is "
+        "split into; 1, our choice, keeps all plays on-policy")
     add("--recompute", action="store_true", help="compute pi_old with a forward of the trainer "
         "instead of taking it from the engine")
     add("--tis-cap", type=AMOUNT, default=0.0, help="with --recompute: weight each token by "
@@ -168,8 +169,8 @@ def machine_flags(p):
     add("--pack-tokens", type=COUNT, default=32768, help="most tokens of a micro-batch, padding "
         "included; a longer play is a micro-batch of its own")
     add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
-        help="keep the activations of this fraction of the layers for the backward pass, of all by "
-        "default: faster, needs more memory")
+        help="keep the activations of this share of the layers (of all without SHARE) instead of "
+        "recomputing them: faster, but needs more memory")
     add("--offload", action="store_true", help="run AdamW on the CPU and keep its states in the "
         "host's memory: the same updates, slower")
     add("--lora", type=COUNT, default=0, metavar="R", help="train adapters of rank R at all linear "
@@ -196,14 +197,14 @@ class Sample:
     ids: list = field(default_factory=list)  # prompt, replies, observations
     mask: list = field(default_factory=list)  # 1 on the policy's tokens, 0 elsewhere
     logps: list = field(default_factory=list)  # the engine's log pi where mask is 1, 0 elsewhere
-    starts: list = field(default_factory=lambda: [0])  # len(ids) when each of its updates began
+    starts: list = field(default_factory=lambda: [0])  # len(ids) at the start of each update
     parent: str = ""  # name of the play it was forked from, if any
     shared: int = 0  # tokens it has in common with its parent
     depth: int = 0  # turns it has in common with its parent
-    streak: int = 0  # forks in a row among its latest decisions
-    reply_entropies: list = field(default_factory=list)  # of its latest reply, see entropy
+    streak: int = 0  # how many of its latest decisions in a row were to fork
+    reply_entropies: list = field(default_factory=list)  # entropy() of its latest reply
     baseline: float = None  # E of its first reply
-    decisions: list = field(default_factory=list)  # (E, dE) of each
+    decisions: list = field(default_factory=list)  # (E, dE) of each decision whether to fork
     entropies: list = field(default_factory=list)  # reply_entropies of all its replies
     gains: torch.Tensor = None  # with --entropy-advantage: factor on each policy token's advantage
     # set after the play has ended
@@ -254,7 +255,7 @@ def take_reply(s, output, template, args):
 
 
 def take_observation(s, observation, template, args):
-    """Append the observation, None if the play has ended -> whether to ask for another reply"""
+    """Append the observation (None: the play has ended) -> whether to ask for another reply"""
     if observation is None:
         return False
     s.episode.finish(observation)
@@ -275,16 +276,16 @@ def entropy(logprobs, args):
 
 
 def branch(s, log_v, names, args):
-    """(1) Fork the play here -> the fork, or None. names: of the query's plays not yet started.
+    """(1) Decide whether to fork here -> the fork, or None. names: the query's plays to start.
 
     The paper probes E with a few tokens after each observation, a request per turn. Here the reply
     is the probe, and only a fork costs a request, whose prompt is in the prefix cache.
     """
     probe, paper = s.reply_entropies[:PROBE], args.branch == "paper"
-    now = sum(probe) / log_v / (max(len(probe), 1) if paper else 1)  # the released code's is a sum
+    now = sum(probe) / log_v / (max(len(probe), 1) if paper else 1)  # the released code sums up
     s.baseline = now if s.baseline is None else s.baseline
     if not names or paper and s.episode.turns == s.depth:
-        return None  # no observation yet, or the fork's first, at which its parent has decided
+        return None  # no observation yet, or only the one at which its parent decided
     s.decisions.append((now, now - s.baseline))
     chance = (0.5 + args.weight * (now - s.baseline)) * max(0.0, 1 - args.branch_penalty * s.streak)
     coin = random.Random(f"{args.seed}/{s.name}/{s.episode.turns}/fork").random()
@@ -301,7 +302,7 @@ def branch(s, log_v, names, args):
 
 
 def unforked(query, plays, left, args):
-    """Names of the query's plays not yet started, once none of its plays can fork."""
+    """The query's plays that have not started, by name, once none of its plays can fork."""
     if any(s.query == query and not s.episode.stop and s.episode.turns < args.max_turns
            for s in plays):
         return []
@@ -309,27 +310,27 @@ def unforked(query, plays, left, args):
     return names
 
 
-def rollout(llm, template, world, tasks, name, group, temperature, top_p, args, waiting=None,
+def rollout(llm, template, world, tasks, name, group, temperature, top_p, args, carried=None,
             stretch=0):
     """(1) Play each task `group` times -> the samples of this engine: whole groups, in any order
 
     All engines take the next query from one counter, so none idles while another has a queue.
-    waiting: (7) the plays of groups that are not whole, which resume first; afterwards it holds
-    those of the next update. stretch: tokens after which a play waits; 0: none does.
+    carried: (7) the plays of unfinished groups from the last update, which resume first; on return
+    the list holds those for the next update. stretch: tokens after which a play pauses; 0: never.
     """
-    engine, live, waiting = llm.llm_engine, {}, [] if waiting is None else waiting
-    done = [s for s in waiting if s.episode.stop]
-    resuming = [s for s in waiting if not s.episode.stop]
+    engine, live, carried = llm.llm_engine, {}, [] if carried is None else carried
+    done = [s for s in carried if s.episode.stop]
+    resuming = [s for s in carried if not s.episode.stop]
     start, log_v = min(args.initial or (group + 1) // 2, group), math.log(len(template.tokenizer))
-    begun = {s.name for s in waiting}
+    begun = {s.name for s in carried}
     left = {s.query: [n for g in range(group)
-                      if (n := f"{s.name.rpartition('/')[0]}/{g}") not in begun] for s in waiting}
+                      if (n := f"{s.name.rpartition('/')[0]}/{g}") not in begun] for s in carried}
     queries = runtime.shared_counter(name, len(tasks), args)
     calls = runtime.open_calls(world.slow, len(tasks), group, args, len(resuming))
 
     def queue(s):
         if stretch and ages(s)[0] >= stretch:
-            done.append(s)  # (7) it waits
+            done.append(s)  # (7) it pauses
         else:
             live[submit(engine, s, world, template, temperature, top_p, args)] = s
 
@@ -342,8 +343,8 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args, 
                 queue(new_sample(tasks[query], query, f"{name}/{query}/{g}", world, template, args))
         if not live and not calls:
             calls.close()
-            whole = take_whole_groups(done, group, waiting)
-            return whole if runtime.is_tp_leader(args) else []  # with --tp, one rank reports them
+            finished = take_finished_groups(done, group, carried)
+            return finished if runtime.is_tp_leader(args) else []  # with --tp, one rank reports
         for output in engine.step() if live else ():
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]
@@ -364,13 +365,13 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args, 
                     queue(new_sample(s.episode.task, s.query, n, world, template, args))
 
 
-def take_whole_groups(samples, group, waiting):
-    """(7) The samples of groups that have ended; `waiting` then holds those of the others."""
-    whole, waiting[:] = [], []
+def take_finished_groups(samples, group, carried):
+    """(7) The samples of groups whose plays have all ended; `carried` then holds the others."""
+    finished, carried[:] = [], []
     for plays in by_query(sorted(samples, key=lambda s: s.name)).values():
         ended = len(plays) == group and all(s.episode.stop for s in plays)
-        (whole if ended else waiting).extend(plays)
-    return whole
+        (finished if ended else carried).extend(plays)
+    return finished
 
 
 def judge_all(samples, world, kind):
@@ -398,9 +399,10 @@ def reward_kind(kind, kinds, progress):
 
 
 def batch_of(step, n, size, seed):
-    """Indices of the samples of update `step`: a function of the step, so a resumed run agrees.
+    """Indices of the samples of update `step`. They depend on the arguments alone, so a resumed run
+    draws the same batches.
 
-    Every epoch is a new shuffle of all n, of which updates take consecutive slices of `size`.
+    Every epoch shuffles all n samples anew, and each update takes the next `size` of them.
     """
     places = range(step * size, (step + 1) * size)
     epochs = {place // n for place in places}
@@ -436,8 +438,8 @@ def group_advantages(samples):
 
 
 def token_weights(groups, args):
-    """(4) (5) The weight of each policy token in the loss -> [(sample, weight)], without samples
-    that are not in the loss
+    """(4) (5) The weight of each policy token in the loss -> [(sample, weight)], for the samples in
+    the loss
 
     --loss-norm group: 1 / tokens of its group / number of groups. batch: 1 / tokens of the batch.
     """
@@ -466,13 +468,13 @@ def set_gains(samples, args):
 
 
 def policy_loss(logps, old_logps, advantage, weight, args):
-    """(5) Clipped surrogate of a micro-batch, all (N,) -> loss, side
+    """(5) The clipped loss of a micro-batch's tokens, all arguments (N,) -> loss, side
 
     weight: 1 / denominator. side: (N,), -1 where w is clipped below, 1 above, else 0.
     """
     w = torch.exp((logps - old_logps).clamp(max=20))  # without the bound, inf * 0 would be NaN
     clipped = w.clamp(1 - args.clip_low, 1 + args.clip_high)
-    if args.keep_gradient:  # the value stays; the gradient is that of a w at the bound
+    if args.keep_gradient:  # the value stays the same; the gradient is that of w at the bound
         clipped = clipped + (w > 1 + args.clip_high) * clipped.detach() * (logps - logps.detach())
     loss = -(torch.min(w * advantage, clipped * advantage) * weight).sum()
     with torch.no_grad():
@@ -573,7 +575,7 @@ def per_token(batch, device):
 
 
 class ChunkedLogps(torch.autograd.Function):
-    """log pi and entropy of given tokens from hidden states, without ever holding (N, V) logits.
+    """log pi and entropy of given tokens from hidden states, without (N, V) logits in memory.
 
     (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward process `chunk` tokens at a time, and
     backward recomputes the logits of each chunk. With p = softmax(h W^T / t): d logp_y / d logits =
@@ -599,7 +601,7 @@ class ChunkedLogps(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        train_head = ctx.needs_input_grad[1]  # not with --lora
+        train_head = ctx.needs_input_grad[1]  # False with --lora
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train_head else None
         for i in range(0, len(hidden), ctx.chunk):
             h, y = hidden[i : i + ctx.chunk], targets[i : i + ctx.chunk, None]
@@ -619,7 +621,7 @@ class Policy(torch.nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
-        self.borders = False  # whether its layers need to be told where packed samples begin
+        self.borders = False  # whether to tell the layers where packed samples begin
         # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
         lm.get_output_embeddings().forward = self.head
 
@@ -639,18 +641,18 @@ class Policy(torch.nn.Module):
 
 
 def collate(samples, packed, device):
-    """A micro-batch of samples, which have ids and mask -> ids, positions, keep, each (B, T).
+    """A micro-batch of samples, which have ids and a mask -> ids, positions, keep, each (B, T).
 
-    Packed: all samples in one row; positions restart at each sample, by which the attention keeps
-    them apart. Padded: one row per sample, padded on the right, where causal attention lets no real
-    token see the padding. No samples: two dummy tokens, because a rank without work still has to
-    run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
+    Packed: all samples in one row. Positions restart at each sample, and the attention separates
+    samples where they do. Padded: one row per sample, with the padding on the right: under causal
+    attention no real token sees it. No samples: two dummy tokens, because a rank without work still
+    has to run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(rounded(max(len(ids) for ids, _ in rows), device))
+    positions = range(row_width(max(len(ids) for ids, _ in rows), device))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
-        positions += range(rounded(len(positions), device) - len(positions))
+        positions += range(row_width(len(positions), device) - len(positions))
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
     width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
@@ -662,7 +664,7 @@ def pack(lengths, budget, packed):
     """Split a batch into micro-batches [[index]] of at most `budget` tokens; a sample longer than
     that is a micro-batch of its own.
 
-    Padding counts unless packed. Going from long to short samples keeps it small.
+    Unless packed, padding counts; going from long to short samples keeps it small.
     """
     def tokens(micro):
         return sum(lengths[i] for i in micro) if packed else lengths[micro[0]] * len(micro)
@@ -676,9 +678,10 @@ def pack(lengths, budget, packed):
     return micros
 
 
-def rounded(n, device):
-    """The width of a row of n tokens. On a GPU a multiple of 512: shapes then repeat, and cuDNN,
-    which plans its attention anew for each shape on Hopper, seldom has to (docs/notes.md)."""
+def row_width(n, device):
+    """The width of a row for n tokens: on a GPU, n rounded up to a multiple of 512. Shapes then
+    repeat, and cuDNN seldom has to plan its attention for a new one, which is slow on Hopper
+    (docs/notes.md)."""
     multiple = 1 if str(device) == "cpu" else 512
     return math.ceil(n / multiple) * multiple
 
@@ -686,20 +689,21 @@ def rounded(n, device):
 def deal(lengths, ranks, budget, packed, device="cpu"):
     """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
 
-    Every rank gets the same number of micro-batches, else ZeRO-3 hangs, and at each of them all
-    ranks wait for the slowest. So micro-batches are made equal, by the smallest budget that gives
-    no more of them, and those that take about as long are computed at the same time.
+    Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each micro-batch all
+    ranks wait for the slowest. So `budget` is lowered as far as the number of micro-batches per
+    rank stays the same, which makes them equal in size, and those that take about the same time are
+    computed at the same time.
     """
-    lengths = [rounded(n, device) for n in lengths]
+    lengths = [row_width(n, device) for n in lengths]
 
     def rounds(budget):
         return math.ceil(len(pack(lengths, budget, packed)) / ranks)
 
-    def work(micro):  # a token's attention costs as much as all else at 40K tokens in its row (7B)
+    def work(micro):  # in a row of 40K tokens, attention costs as much as everything else (7B)
         rows = [lengths[i] if packed else lengths[micro[0]] for i in micro]
         return sum(n * (1 + n / 40_000) for n in rows)
 
-    smallest = bisect_left(range(budget), -rounds(budget), key=lambda fewer: -rounds(fewer))
+    smallest = bisect_left(range(budget), -rounds(budget), key=lambda lower: -rounds(lower))
     micros = sorted(pack(lengths, smallest, packed), key=work, reverse=True)
     micros += [[]] * (-len(micros) % ranks)
     return [micros[rank::ranks] for rank in range(ranks)]
@@ -716,7 +720,7 @@ def setup():
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    # the shapes of rows keep changing: blocks of fixed sizes would leave gaps between them
+    # row shapes vary, and blocks of fixed size would leave unused gaps in the memory
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # DeepSpeed compiles with ninja, which is installed there
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -724,10 +728,11 @@ def setup():
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    # DeepSpeed joins the group that is there. One of its own it would bind to a device, from which
-    # NCCL splits each of vLLM's groups, with all ranks taking part: known to hang
+    # Create the process group before DeepSpeed does, and DeepSpeed uses it. It would bind a group
+    # of its own to a device, and NCCL would then create vLLM's groups by splits that need all
+    # ranks, which is known to hang.
     backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # the longest play
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # longer than any play
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -744,7 +749,7 @@ def load(args, template, device):
 
     lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses mismatches
     runtime.check_weights(lm, template, loaded)
     runtime.check_saving(lm, template, args.out)
     if args.lora:
@@ -752,12 +757,12 @@ def load(args, template, device):
     flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
     runtime.make_repeatable(lm)
-    return runtime.measured(lm.to(device), Policy, collate, template, flash)
+    return runtime.check_forwards(lm.to(device), Policy, collate, template, flash)
 
 
 def recompute_layers(lm, share):
-    """Recompute activations in the backward pass in the first `share` of the layers: it starts with
-    the last layers, whose memory is then free for the first."""
+    """Recompute the activations of the first `share` of the layers in the backward pass. That pass
+    begins with the last layers, so their memory is free again when the first are recomputed."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if share:
@@ -769,8 +774,8 @@ def recompute_layers(lm, share):
 
 def zero3(policy, lr, device, offload=False):
     """Shard parameters, gradients and AdamW's moments over all ranks -> the trainer, which is a
-    DeepSpeed engine. offload: AdamW runs on the CPU, where gradients, moments and master weights
-    then are.
+    DeepSpeed engine. offload: AdamW runs on the CPU, whose memory then holds gradients, moments and
+    master weights.
 
     Gradients accumulate over any number of trainer.backward calls until trainer.step.
     """
@@ -856,7 +861,7 @@ def main():
     trainer = zero3(policy, args.lr, device, args.offload)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
     start = runtime.restore(trainer, args.out, args.resume, rank)
-    waiting = runtime.restore_plays(args.out, start, rank, args.stretch)
+    carried = runtime.restore_plays(args.out, start, rank, args.stretch)
     interrupted = runtime.watch_sigterm()
     llm = runtime.load_engine(args, device)
     if rank == 0:
@@ -875,7 +880,7 @@ def main():
         clock.append(time.time())
         # (1) (2) play and judge
         kind = reward_kind(args.reward, world.kinds, step / steps)
-        samples, judged = play_batch(llm, template, world, tasks, step, steps, kind, waiting, args)
+        samples, judged = play_batch(llm, template, world, tasks, step, steps, kind, carried, args)
         play_gib = runtime.used_gib(device)
         if device.type == "cuda":
             llm.sleep(level=2)
@@ -898,7 +903,7 @@ def main():
         write_plays(f"{step + 1:05d}.jsonl", samples, seen, template, rank, args)
         log(line, rank, args, steps)
         check_sync(line, device)
-        runtime.save_checkpoint(trainer, args, step + 1, rank, interrupted(device), waiting)
+        runtime.save_checkpoint(trainer, args, step + 1, rank, interrupted(device), carried)
     runtime.check_parameters(trainer, args.out, steps)
     save_model(trainer, template, args.out, rank)
     runtime.report_end(args, "success", f"python evaluate.py --model {args.out} --tasks TASKS",
@@ -916,22 +921,22 @@ def read_inputs(args):
     tasks = runtime.load_tasks(args.tasks, world.load_task)
     val = runtime.load_tasks(args.val, world.load_task) if args.val else []
     template = runtime.load_template(args.model)
-    for task in tasks + val:  # refuses prompts that fill the context
+    for task in tasks + val:  # raises if a prompt fills the context
         new_sample(task, 0, "", world, template, args)
     runtime.check_world(world, tasks[0], args)
     return world, tasks, val, template
 
 
-def play_batch(llm, template, world, tasks, step, steps, kind, waiting, args):
+def play_batch(llm, template, world, tasks, step, steps, kind, carried, args):
     """(1) (2) Play and judge the batch of update `step` -> samples of all ranks, seconds to judge
 
     With --refill [3]: play extra batches until --prompts groups have unequal rewards, and leave
-    out the groups after these. With --stretch (7): where no group is whole, as may be in the first
-    update, all plays get another stretch; in the last update they play to their end.
+    out the groups after these. With --stretch (7): if no group is finished, which can happen in the
+    first update, all plays get another stretch; in the last update every play runs to its end.
     """
     samples, judge_s = [], 0.0
     stretch = args.stretch if step + 1 < steps else 0
-    for s in waiting:
+    for s in carried:
         s.query -= args.prompts  # groups of earlier updates come before those of this one
         s.starts.append(len(s.ids))
     for extra in count():
@@ -939,7 +944,7 @@ def play_batch(llm, template, world, tasks, step, steps, kind, waiting, args):
         batch = [] if extra and args.stretch else [tasks[i] for i in drawn]
         name = f"play/{step}" + f"+{extra}" * (extra > 0)
         played = rollout(llm, template, world, batch, name, args.group, args.temperature, 1.0, args,
-                         waiting, (extra + 1) * stretch)
+                         carried, (extra + 1) * stretch)
         began = time.time()
         judge_all(played, world, kind)
         for s in played:
@@ -1025,7 +1030,8 @@ def describe(samples, groups, parts):
 
 
 def write_plays(name, samples, seen, template, rank, args):
-    """Write the plays of an update to OUT/rollouts, and to OUT/microscope what learn has seen."""
+    """Write the plays of an update to OUT/rollouts and, with --microscope, the tokens that learn
+    has `seen` to OUT/microscope."""
     if rank == 0:
         records = [s.record | {"advantage": s.advantage} for s in samples]
         runtime.write_jsonl(Path(args.out) / "rollouts" / name, records)

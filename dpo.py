@@ -3,13 +3,13 @@ DPO: of two plays of a question, make the better one more likely and the worse o
 
 The policy is its own reward model [1]: it gives an episode the reward beta * delta, where delta =
 log pi - log pi_ref is the change of its log-probability since training began. DPO fits this reward
-to pairs by P(chosen is better) = sigmoid(reward of chosen - reward of rejected), so it needs no
-other reward model, no value function and no play, only a loss on two texts:
+to pairs by P(chosen is better) = sigmoid(reward of chosen - reward of rejected). It needs no
+separate reward model, no value function and no playing, only a loss on pairs of texts:
 
     (1) render both episodes of each pair as sft.py does: token ids, and a mask that is 1 on the
         policy's replies and 0 on the prompt and the tools' results
     (2) reference: compute log pi_ref of each episode, summed over its policy tokens, with the
-        weights that training starts from. Saving the sums keeps a second model out of memory
+        weights that training starts from. Only these sums are kept, so no second model is needed
     (3) draw a batch of pairs. A forward without gradients gives log pi of its episodes, and from
         that margin = beta (delta of chosen - delta of rejected)
     (4) loss = - mean over pairs of log sigmoid(margin). Its gradient is the mean of beta
@@ -19,10 +19,11 @@ other reward model, no value function and no play, only a loss on two texts:
         decay; go to (3)
 
 The gradient of a pair vanishes as its margin grows, later if beta is smaller. Only the difference
-counts: both episodes can become less likely, the rejected one faster. Then delta_chosen in the log
-falls; --nll [3] counteracts it.
+counts, so both episodes can become less likely if the rejected one does so faster. Then
+delta_chosen in the log falls; --nll [3] counteracts it.
 
-Departs from [2], which trains LoRA weights at 5e-6: here all weights are trained, at a tenth of it.
+Departs from [2], which trains LoRA weights at a learning rate of 5e-6: here all weights are
+trained, at a tenth of that rate.
 [1] DPO, arXiv:2305.18290   [2] Tool-Star, arXiv:2505.16410   [3] arXiv:2404.19733, eq. 1
 [4] length-normalised DPO, arXiv:2411.15124
 
@@ -62,7 +63,7 @@ except ModuleNotFoundError as error:
 
 # Shapes: P pairs, B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H
 # hidden size, V vocabulary. (2, P): of the chosen episodes, then of the rejected ones.
-LOGITS = 30_000_000  # the most logits that the loss holds at a time (120 MB in float32)
+LOGITS = 30_000_000  # the loss computes at most this many logits at a time (120 MB in float32)
 FALLING = -10  # warn if the mean delta of chosen episodes is lower: e^10 times less likely
 
 
@@ -81,7 +82,7 @@ def flags():
     add("--length-norm", action="store_true", help="divide delta by the number of policy tokens; "
         "use a --beta of about 5 with it [4]")
     add("--epochs", type=POSITIVE, default=1, help="passes over the pairs")
-    add("--steps", type=NATURAL, default=0, help="number of updates; 0: as many as --epochs takes")
+    add("--steps", type=NATURAL, default=0, help="number of updates; 0: set by --epochs")
     add("--batch", type=COUNT, default=32, help="pairs per update, all ranks together")
     add("--lr", type=AMOUNT, default=5e-7, help="peak learning rate")
     add("--warmup", type=SHARE, default=0.1, help="fraction of the updates, at the start, in which "
@@ -94,8 +95,8 @@ def flags():
     add("--pack-tokens", type=COUNT, default=16384, help="most tokens of a micro-batch, padding "
         "included; a longer episode is a micro-batch of its own")
     add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
-        help="keep the activations of this fraction of the layers for the backward pass, of all by "
-        "default: faster, needs more memory")
+        help="keep the activations of this share of the layers (of all without SHARE) instead of "
+        "recomputing them: faster, but needs more memory")
     add("--offload", action="store_true", help="run AdamW on the CPU and keep its states in the "
         "host's memory: the same updates, slower")
     add("--lora", type=COUNT, default=0, metavar="R", help="train adapters of rank R at all linear "
@@ -125,7 +126,7 @@ class Pair(NamedTuple):
 
 
 def render(messages, template):
-    """Messages -> (ids, mask), with exactly the tokens of an engine that plays this conversation.
+    """Messages -> (ids, mask), with exactly the tokens that playing this conversation would give.
 
     Each reply is tokenised by itself, like sampled tokens: no token spans a template boundary. The
     end token belongs to the reply (mask 1), the newline after it to the template (mask 0):
@@ -137,13 +138,13 @@ def render(messages, template):
     first = roles.index("assistant") if "assistant" in roles else len(messages)
     rendered = Rendered(template.prompt(messages[:first]), [])
     rendered.mask.extend([0] * len(rendered.ids))
-    for message, after in zip_longest(messages[first:], messages[first + 1:]):
+    for message, following in zip_longest(messages[first:], messages[first + 1:]):
         is_reply = message["role"] == "assistant"
         if is_reply:
-            # a result stands within a reply, which continues after it: no end token yet
-            continues = after and after["role"] == "result"
+            # the role "result" stands within a reply, which continues after it: no end token yet
+            continues = following and following["role"] == "result"
             tokens = template.encode(message["content"])
-            ended = tokens[-1:] == [template.end]  # some data brings the end token
+            ended = tokens[-1:] == [template.end]  # some data sets write the end token
             tokens += [template.end] * (not continues and not ended)
         else:
             tokens = template.between(message)
@@ -188,7 +189,8 @@ def read_pair(row, template, cutoff):
 
 
 def load_pairs(path, template, cutoff, rank):
-    """The usable pairs of a file; prints how many others are dropped and why. ValueError if all."""
+    """The usable pairs of a file; prints how many others are dropped and why. ValueError if no pair
+    is usable."""
     read, causes = [read_pair(row, template, cutoff) for row in runtime.read_jsonl(path)], {}
     for line, cause in enumerate(read, 1):
         if isinstance(cause, str):
@@ -208,9 +210,10 @@ def episodes_of(pairs):
 
 
 def batch_of(step, n, size, seed):
-    """Indices of the samples of update `step`: a function of the step, so a resumed run agrees.
+    """Indices of the samples of update `step`. They depend on the arguments alone, so a resumed run
+    draws the same batches.
 
-    Every epoch is a new shuffle of all n, of which updates take consecutive slices of `size`.
+    Every epoch shuffles all n samples anew, and each update takes the next `size` of them.
     """
     places = range(step * size, (step + 1) * size)
     epochs = {place // n for place in places}
@@ -236,8 +239,8 @@ def sum_logps(trainer, rows, packed, rank, ranks, device, args):
 
 
 def preference(logps, reference, rows, args):
-    """(3) (4) The loss of P pairs -> its derivatives with respect to log pi, (2, P), {name: number}
-    to log
+    """(3) (4) The loss of P pairs -> its derivatives with respect to log pi, (2, P), and {name:
+    number} for the log
 
     logps, reference: (2, P), log pi and log pi_ref of the episodes in `rows`.
     """
@@ -256,7 +259,7 @@ def preference(logps, reference, rows, args):
 
 
 def learn_pairs(trainer, rows, reference, packed, rank, ranks, device, args):
-    """(3) (4) (5) One update -> {name: number} to log"""
+    """(3) (4) (5) One update -> {name: number} for the log"""
     logps = sum_logps(trainer, rows, packed, rank, ranks, device, args)
     weights, numbers = preference(logps, reference, rows, args)
     lengths = [len(row.ids) for row in rows]
@@ -274,7 +277,7 @@ def learn_pairs(trainer, rows, reference, packed, rank, ranks, device, args):
 
 
 def fingerprint(policy, rows):
-    """A hash of all that the reference depends on: every weight, every token and its mask."""
+    """A hash of what the reference depends on: every weight, every token and its mask."""
     digest = hashlib.sha256()
     for p in policy.parameters():
         digest.update(p.detach().cpu().flatten().view(torch.uint8).numpy())
@@ -295,17 +298,17 @@ def take_reference(trainer, rows, known, start, packed, rank, ranks, device, arg
         sums = [[pair[side] for pair in kept] for side in Pair._fields]
         return torch.tensor(sums, dtype=torch.float64, device=device)
     if start:
-        raise ValueError(f"{file} is of another --model, --data or --val, with which {args.out} "
-                         "was started: resume with those, or choose another --out")
+        raise ValueError(f"{file} was computed for another --model, --data or --val: resume "
+                         f"{args.out} with the same ones, or choose another --out")
     sums = sum_logps(trainer, rows, packed, rank, ranks, device, args)
-    if rank == 0:  # sum_logps is a barrier: every rank has looked for the file before
+    if rank == 0:  # sum_logps was a barrier: every rank has already looked for the file
         runtime.write_jsonl(file, [{"of": known}] + [
             dict(zip(Pair._fields, pair, strict=True)) for pair in sums.T.tolist()])
     return sums
 
 
 class ChunkedLogps(torch.autograd.Function):
-    """log pi and entropy of given tokens from hidden states, without ever holding (N, V) logits.
+    """log pi and entropy of given tokens from hidden states, without (N, V) logits in memory.
 
     (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward process `chunk` tokens at a time, and
     backward recomputes the logits of each chunk. With p = softmax(h W^T / t): d logp_y / d logits =
@@ -331,7 +334,7 @@ class ChunkedLogps(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        train_head = ctx.needs_input_grad[1]  # not with --lora
+        train_head = ctx.needs_input_grad[1]  # False with --lora
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train_head else None
         for i in range(0, len(hidden), ctx.chunk):
             h, y = hidden[i : i + ctx.chunk], targets[i : i + ctx.chunk, None]
@@ -351,7 +354,7 @@ class Policy(torch.nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
-        self.borders = False  # whether its layers need to be told where packed samples begin
+        self.borders = False  # whether to tell the layers where packed samples begin
         # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
         lm.get_output_embeddings().forward = self.head
 
@@ -371,18 +374,18 @@ class Policy(torch.nn.Module):
 
 
 def collate(samples, packed, device):
-    """A micro-batch of samples, which have ids and mask -> ids, positions, keep, each (B, T).
+    """A micro-batch of samples, which have ids and a mask -> ids, positions, keep, each (B, T).
 
-    Packed: all samples in one row; positions restart at each sample, by which the attention keeps
-    them apart. Padded: one row per sample, padded on the right, where causal attention lets no real
-    token see the padding. No samples: two dummy tokens, because a rank without work still has to
-    run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
+    Packed: all samples in one row. Positions restart at each sample, and the attention separates
+    samples where they do. Padded: one row per sample, with the padding on the right: under causal
+    attention no real token sees it. No samples: two dummy tokens, because a rank without work still
+    has to run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(rounded(max(len(ids) for ids, _ in rows), device))
+    positions = range(row_width(max(len(ids) for ids, _ in rows), device))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
-        positions += range(rounded(len(positions), device) - len(positions))
+        positions += range(row_width(len(positions), device) - len(positions))
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
     width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
@@ -394,7 +397,7 @@ def pack(lengths, budget, packed):
     """Split a batch into micro-batches [[index]] of at most `budget` tokens; a sample longer than
     that is a micro-batch of its own.
 
-    Padding counts unless packed. Going from long to short samples keeps it small.
+    Unless packed, padding counts; going from long to short samples keeps it small.
     """
     def tokens(micro):
         return sum(lengths[i] for i in micro) if packed else lengths[micro[0]] * len(micro)
@@ -408,9 +411,10 @@ def pack(lengths, budget, packed):
     return micros
 
 
-def rounded(n, device):
-    """The width of a row of n tokens. On a GPU a multiple of 512: shapes then repeat, and cuDNN,
-    which plans its attention anew for each shape on Hopper, seldom has to (docs/notes.md)."""
+def row_width(n, device):
+    """The width of a row for n tokens: on a GPU, n rounded up to a multiple of 512. Shapes then
+    repeat, and cuDNN seldom has to plan its attention for a new one, which is slow on Hopper
+    (docs/notes.md)."""
     multiple = 1 if str(device) == "cpu" else 512
     return math.ceil(n / multiple) * multiple
 
@@ -418,20 +422,21 @@ def rounded(n, device):
 def deal(lengths, ranks, budget, packed, device="cpu"):
     """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
 
-    Every rank gets the same number of micro-batches, else ZeRO-3 hangs, and at each of them all
-    ranks wait for the slowest. So micro-batches are made equal, by the smallest budget that gives
-    no more of them, and those that take about as long are computed at the same time.
+    Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each micro-batch all
+    ranks wait for the slowest. So `budget` is lowered as far as the number of micro-batches per
+    rank stays the same, which makes them equal in size, and those that take about the same time are
+    computed at the same time.
     """
-    lengths = [rounded(n, device) for n in lengths]
+    lengths = [row_width(n, device) for n in lengths]
 
     def rounds(budget):
         return math.ceil(len(pack(lengths, budget, packed)) / ranks)
 
-    def work(micro):  # a token's attention costs as much as all else at 40K tokens in its row (7B)
+    def work(micro):  # in a row of 40K tokens, attention costs as much as everything else (7B)
         rows = [lengths[i] if packed else lengths[micro[0]] for i in micro]
         return sum(n * (1 + n / 40_000) for n in rows)
 
-    smallest = bisect_left(range(budget), -rounds(budget), key=lambda fewer: -rounds(fewer))
+    smallest = bisect_left(range(budget), -rounds(budget), key=lambda lower: -rounds(lower))
     micros = sorted(pack(lengths, smallest, packed), key=work, reverse=True)
     micros += [[]] * (-len(micros) % ranks)
     return [micros[rank::ranks] for rank in range(ranks)]
@@ -457,7 +462,7 @@ def setup():
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    # the shapes of rows keep changing: blocks of fixed sizes would leave gaps between them
+    # row shapes vary, and blocks of fixed size would leave unused gaps in the memory
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # DeepSpeed compiles with ninja, which is installed there
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -465,10 +470,11 @@ def setup():
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    # DeepSpeed joins the group that is there. One of its own it would bind to a device, from which
-    # NCCL splits each of vLLM's groups, with all ranks taking part: known to hang
+    # Create the process group before DeepSpeed does, and DeepSpeed uses it. It would bind a group
+    # of its own to a device, and NCCL would then create vLLM's groups by splits that need all
+    # ranks, which is known to hang.
     backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # the longest play
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # longer than any play
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -485,7 +491,7 @@ def load(args, template, device):
 
     lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses mismatches
     runtime.check_weights(lm, template, loaded)
     runtime.check_saving(lm, template, args.out)
     if args.lora:
@@ -493,12 +499,12 @@ def load(args, template, device):
     flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
     runtime.make_repeatable(lm)
-    return runtime.measured(lm.to(device), Policy, collate, template, flash)
+    return runtime.check_forwards(lm.to(device), Policy, collate, template, flash)
 
 
 def recompute_layers(lm, share):
-    """Recompute activations in the backward pass in the first `share` of the layers: it starts with
-    the last layers, whose memory is then free for the first."""
+    """Recompute the activations of the first `share` of the layers in the backward pass. That pass
+    begins with the last layers, so their memory is free again when the first are recomputed."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if share:
@@ -510,8 +516,8 @@ def recompute_layers(lm, share):
 
 def zero3(policy, lr, device, offload=False):
     """Shard parameters, gradients and AdamW's moments over all ranks -> the trainer, which is a
-    DeepSpeed engine. offload: AdamW runs on the CPU, where gradients, moments and master weights
-    then are.
+    DeepSpeed engine. offload: AdamW runs on the CPU, whose memory then holds gradients, moments and
+    master weights.
 
     Gradients accumulate over any number of trainer.backward calls until trainer.step.
     """
@@ -579,7 +585,7 @@ def main():
                   for path in (args.data, args.val))
     policy, packed = load(args, template, device)
     known = fingerprint(policy, episodes_of(pairs + val))
-    runtime.keep_settings(args)  # all inputs were read
+    runtime.keep_settings(args)  # only once all inputs were read without an error
     trainer = zero3(policy, args.lr, device, args.offload)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
     start = runtime.restore(trainer, args.out, args.resume, rank)
@@ -622,8 +628,8 @@ def log(line, steps, args, rank):
         form += " | held-out accuracy {val_accuracy:.3f}" * ("val_accuracy" in line)
         print(form.format(steps=steps, speed=line["tokens"] / line["seconds"], **line), flush=True)
         if line["delta_chosen"] < FALLING:
-            print(f"warning: delta_chosen is below {FALLING}: the chosen episodes become unlikely, "
-                  "too; use --nll, a larger --beta or a lower --lr", flush=True)
+            print(f"warning: delta_chosen is below {FALLING}: the chosen episodes become unlikely "
+                  "as well; use --nll, a larger --beta or a lower --lr", flush=True)
         runtime.write_log(line, args)
 
 

@@ -69,7 +69,7 @@ stage() {
     local command=("$@")
     [[ $1 != torchrun ]] || command=(python -m runtime "${@:2}")  # torchrun without its own words
     rm -f "$mark.why"
-    if ! STAR_SAID=$mark.why "${command[@]}"; then
+    if ! STAR_ERROR_FILE=$mark.why "${command[@]}"; then
         why=$(said)
         stop "stage $name failed, ${why:-see above}${lost:-}. The same command continues from here"
     fi

@@ -3,13 +3,13 @@ What every stage runs on: the parts that are needed to train, but teach nothing 
 
     (1) flags and errors     a mistake that you can fix is one line, not a traceback
     (2) processes            one writer per folder, no orphans, saving on SIGTERM, progress bars
-    (3) records              jsonl files, written whole or not at all
+    (3) records              jsonl files, written completely or not at all
     (4) grammars             texts drawn from files of alternatives
     (5) the chat template    a conversation as tokens, exactly as the engine sees and samples them
-    (6) the engine           vLLM: its settings, its weights, tool calls that run beside it
+    (6) the engine           vLLM: its settings, its weights, tool calls that run meanwhile
     (7) endpoints            OpenAI-compatible servers
-    (8) model folders        checks before anything is spent; folders that appear once complete
-    (9) checkpoints          resuming from the newest one that is intact
+    (8) model folders        checks before training starts; folders that appear only when complete
+    (9) checkpoints          resuming from the newest intact one
     (10) worlds and tasks    --env and --tasks
 
 To take a stage home, copy it together with this file; grpo.py and arpo.py also need sandbox.py.
@@ -67,15 +67,16 @@ FIXES = {  # what to do about an error of the file system
 def run(program, function, *args):
     """Call function(*args). An error that the user can fix becomes one line instead of a traceback
     (STAR_TRACEBACK=1 shows the traceback). Under torchrun this also ends the rank."""
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal that knows ASCII alone also shows the rest
+    if hasattr(sys.stdout, "reconfigure"):  # printing must not fail on a terminal without UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         found = function(*args)
         with errors_name("standard output"):
             sys.stdout.flush()  # when Python exits, it is too late to report an error
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            # Python would not wait for gloo's threads, and one that asks for the interpreter after
-            # its end aborts the rank. os._exit would leave vLLM's shared memory behind.
+            # Skip Python's own shutdown: it does not wait for gloo's threads, and a thread that
+            # needs the interpreter after its end aborts the rank. os._exit would skip too much: it
+            # leaks vLLM's shared memory.
             atexit._run_exitfuncs()
             ctypes.CDLL(None).exit(0)
         return found
@@ -100,15 +101,15 @@ INTERRUPTED = "interrupted; what was saved is kept, repeat the command to contin
 
 
 def end(text, code):
-    """Exit with one line on standard error. A rank leaves it to print_last or to torchrun(), or
-    torchrun's own report would bury it. If all ranks fail alike, rank 0 reports first, and torchrun
-    ends the others while they sleep."""
+    """Exit with one line on standard error. For a rank, print_last or torchrun() prints it, after
+    torchrun's own report, which would bury it. If all ranks fail alike, only rank 0 reports:
+    torchrun ends the others while they sleep."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(10)
-    if "RANK" in os.environ and os.environ.get("STAR_SAID"):
-        with contextlib.suppress(OSError), open(os.environ["STAR_SAID"], "a") as file:
+    if "RANK" in os.environ and os.environ.get("STAR_ERROR_FILE"):
+        with contextlib.suppress(OSError), open(os.environ["STAR_ERROR_FILE"], "a") as file:
             file.write(f"{text}\n")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         print_last(text, os.getppid())
@@ -133,8 +134,8 @@ def print_last(text, pid):
 
 
 def report_missing_module(kind, error, traceback):
-    """A sys.excepthook: programs of ours that are started without .venv name the line to type."""
-    if issubclass(kind, KeyboardInterrupt):  # while modules are loaded; later, run() says it
+    """A sys.excepthook: if a package is missing, print the command that activates .venv."""
+    if issubclass(kind, KeyboardInterrupt):  # during imports; after them run() reports it
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
     elif issubclass(kind, ModuleNotFoundError):
         print(f"{Path(sys.argv[0]).name}: {error}. Type `. .venv/bin/activate` first, or `bash "
@@ -195,7 +196,7 @@ class Parser(argparse.ArgumentParser):
         end(f"{self.prog}: {message} ({self.prog} --help lists the flags)", 2)
 
     def parse_known_args(self, args=None, namespace=None):
-        """A shell leaves the ~ of --out=~/x, and of any quoted path, as it is."""
+        """Expand the ~ of --out=~/x and of quoted paths, which the shell leaves unchanged."""
         words = sys.argv[1:] if args is None else args
         words = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda found: (found[1] or "") + str(Path.home()),
                         word) for word in words]
@@ -226,7 +227,7 @@ def bounded(kind, least, most=math.inf, above=None):
 
 
 COUNT, NATURAL = bounded(int, 1), bounded(int, 0)  # from 1, from 0
-SEED = bounded(int, 0, 2**32 - 1)  # what NumPy, and so vLLM, takes
+SEED = bounded(int, 0, 2**32 - 1)  # the seeds that NumPy, and therefore vLLM, accepts
 SHARE, AMOUNT, POSITIVE = bounded(float, 0, 1), bounded(float, 0), bounded(float, 0, above=0)
 PART, PORT = bounded(float, 0, 1, above=0), bounded(int, 0, 65535)
 
@@ -252,8 +253,8 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def lock_folder(out, name=".writer", what=None):
-    """Make this process (rank 0) the only writer of the folder `out`; SystemExit if one is there.
-    what: the file in it that is meant, for the message.
+    """Make this process (rank 0) the only writer of the folder `out`; SystemExit if it has another
+    one. what: the path to name in that message, if not `out`.
 
     The kernel releases the record lock whenever the process ends, and no child inherits it.
     """
@@ -269,7 +270,7 @@ def lock_folder(out, name=".writer", what=None):
             who = os.read(lock, 200).decode(errors="replace").strip() or "of another user"
             raise SystemExit(f"another run ({who}) is writing to {what or out}: wait for it, stop "
                              "it, or choose another --out") from None
-        except OSError:  # some cluster file systems have no locks: run without one
+        except OSError:  # some cluster file systems have no locks: continue without one
             return
         # if the previous writer ended just now, it has removed the file that we locked
         if file.exists() and os.fstat(lock).st_ino == file.stat().st_ino:
@@ -311,17 +312,17 @@ def die_with_parent():
             orphan = not Path(f"/proc/{parent}/exe").readlink().name.startswith("python")
         except FileNotFoundError:
             orphan = True
-        except OSError:  # we may not look: it is root's init, or alive
+        except OSError:  # no permission: the parent is alive, or it is init, which root owns
             orphan = parent == 1
     if orphan:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_ranks(main, flags):
-    """Run a stage's main as a rank of torchrun. `python grpo.py` without torchrun starts it, with a
-    rank per GPU, or one on a CPU.
+    """Run a stage's main as a rank of torchrun. Without torchrun (`python grpo.py`), start torchrun
+    with one rank per GPU, or with one rank on a CPU.
 
-    flags: called first, because a wrong flag, or --help, needs no ranks.
+    flags: called first, because --help and a wrong flag need no ranks.
     """
     if "RANK" in os.environ:
         run(sys.argv[0], main)
@@ -332,14 +333,14 @@ def run_ranks(main, flags):
     os.environ["WORLD_SIZE"] = ranks
     flags()
     del os.environ["WORLD_SIZE"]
-    # after SIGTERM ranks save at the end of their update; torchrun's own patience is 30 s
+    # after SIGTERM ranks save at the end of their update; by default torchrun kills them after 30 s
     words = ["--standalone", "--shutdown-timeout", "3600", "--nproc_per_node", ranks]
     run(sys.argv[0], torchrun, [*words, *sys.argv])
 
 
 def torchrun(words):
-    """PyTorch's torchrun, whose failures end in one line instead of a report of 35. With STAR_SAID,
-    a file, the line is left there for the caller; run.sh does this."""
+    """PyTorch's torchrun, but a failure prints one line instead of a report of 35 lines. If
+    STAR_ERROR_FILE names a file, the line is written there, and the caller (run.sh) prints it."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -347,9 +348,9 @@ def torchrun(words):
     for name in [*logging.root.manager.loggerDict]:  # each of them has a level of its own
         if name.startswith("torch.distributed."):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    given = os.environ.get("STAR_SAID")
+    given = os.environ.get("STAR_ERROR_FILE")
     with tempfile.NamedTemporaryFile("r") as temporary:
-        os.environ["STAR_SAID"] = said = given or temporary.name
+        os.environ["STAR_ERROR_FILE"] = file = given or temporary.name
         try:
             main(words)
             return
@@ -360,17 +361,17 @@ def torchrun(words):
                 code, why = 128 - code, f"rank {rank} was killed by {signal.Signals(-code).name}"
         except SignalException as error:
             code, why = 128 + error.sigval, f"stopped by {signal.Signals(error.sigval).name}"
-        lines = Path(said).read_text().splitlines() if Path(said).exists() else []
+        lines = Path(file).read_text().splitlines() if Path(file).exists() else []
     if not lines and given:
-        Path(said).write_text(why)
+        Path(file).write_text(why)
     elif not given:
         print(lines[0] if lines else why, file=sys.stderr)
     raise SystemExit(code)
 
 
 def prepare_op(cuda=False):
-    """Wait for builds of DeepSpeed's ops. On a CPU it compiles one, once: say so, and name a
-    missing compiler."""
+    """Wait for running builds of DeepSpeed's ops. On a CPU DeepSpeed compiles one when it first
+    starts: announce that, and stop if the compiler is missing."""
     venv = os.access(sys.prefix, os.W_OK) and sys.prefix
     os.environ.setdefault("TORCH_EXTENSIONS_DIR",
                           f"{venv or Path.home() / '.cache' / 'star'}/extensions")
@@ -387,10 +388,10 @@ def prepare_op(cuda=False):
 
 
 def watch_sigterm():
-    """-> interrupted(device): whether any rank has received SIGTERM, so that all save and leave.
+    """Return interrupted(device): whether any rank has received SIGTERM, so that all save and exit.
 
-    torchrun kills ranks that have not left 30 s after SIGTERM; --shutdown-timeout must be longer
-    than one update.
+    torchrun kills ranks that have not exited 30 s after SIGTERM; its --shutdown-timeout must be
+    longer than one update.
     """
     import torch
     import torch.distributed as dist
@@ -406,15 +407,15 @@ def watch_sigterm():
 
 
 def wait_for_builds(needed="deepspeed_shm_comm"):
-    """Wait while another process compiles the extension of PyTorch that is `needed`. At the lock of
-    a killed process PyTorch would wait forever: it is removed."""
+    """Wait while another process compiles the extension of PyTorch that is `needed`. A lock of a
+    killed process is removed, because PyTorch would wait for it forever."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     for lock in [*Path(root).glob("*/lock"), *Path(root).glob("*/*/lock")]:
-        told = False
+        announced = False
         while is_held(lock):
-            if not told:
+            if not announced:
                 say(f"another process is compiling {lock.parent}")
-            told = True
+            announced = True
             if lock.parent.name != needed:
                 break
             time.sleep(1)
@@ -425,8 +426,8 @@ def wait_for_builds(needed="deepspeed_shm_comm"):
 
 
 def is_held(lock):
-    """Whether a process has this build lock open. A process of another machine cannot be seen: it
-    may hold a lock that is younger than a minute."""
+    """Whether a process has this build lock open. Processes of other machines are invisible, so a
+    lock younger than a minute counts as held."""
     with contextlib.suppress(FileNotFoundError):
         if time.time() - lock.stat().st_mtime < 60:
             return True
@@ -460,7 +461,7 @@ def workers(number):
 
 
 class Lines:
-    """Standard error as a target for progress bars if it is not a terminal: a line per state."""
+    """Standard error for progress bars where it is no terminal: each state of a bar is a line."""
 
     def write(self, text):
         if text.strip():
@@ -484,7 +485,7 @@ def progress(rows, name, total, initial=0, unit="it", leave=True):
 def read_jsonl(path, torn=False):
     """The records of a jsonl file, blank lines skipped. Errors name the file and the line.
 
-    torn: leave out a last line that its writer has not finished, for files of live runs.
+    torn: leave out an unfinished last line, as the file of a live run may have.
     """
     rows = []
     with open(path, "rb") as lines:
@@ -500,7 +501,7 @@ def read_jsonl(path, torn=False):
 
 
 def json_fix(line, number):
-    """What to do about a line that is not JSON, by the look of a file's first one."""
+    """How to fix a line that is not JSON, guessed from its first bytes if it is the first one."""
     if number == 1 and line.startswith(b"\x1f\x8b"):
         return "the file is compressed: gunzip it"
     if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -510,15 +511,16 @@ def json_fix(line, number):
     return "fix or delete the line"
 
 
-FIRST_KEYS = (b'{"id": ', b'{"task": ', b'{"play": ')  # how the records that are appended begin
+FIRST_KEYS = (b'{"id": ', b'{"task": ', b'{"play": ')  # beginnings of all appended records
 
 
 def recover_jsonl(path, check=None):
-    """The records that a killed run left, [] without a file. Only for the writer of the file, which
-    holds its lock: this completes the last line or cuts it off, so that the next one can follow.
+    """The records that a killed run left in a file, [] if there is no file. Only the writer, which
+    holds the file's lock, may call this: it completes the last line or cuts it off, so that the
+    next line can be appended.
 
-    check(rows) raises ValueError if they are not the caller's. Then, and if a line is not a record
-    or the last one cannot be the beginning of one, the file is somebody else's and stays as it is.
+    check(rows) raises ValueError if the rows are not the caller's. Then, or if a line is not a
+    record, or if the unfinished line is not the beginning of one, the file is left unchanged.
     """
     if not Path(path).exists():
         return []
@@ -551,7 +553,7 @@ def append_jsonl(path, row):
 
 
 def write_log(line, args):
-    """Append the numbers of an update to OUT/log.jsonl, and send them where --track says."""
+    """Append the numbers of an update to OUT/log.jsonl, and send them to the tool of --track."""
     append_jsonl(Path(args.out) / "log.jsonl", line)
     if args.track:
         numbers = {key: value for key, value in line.items() if isinstance(value, (int, float))}
@@ -560,7 +562,7 @@ def write_log(line, args):
 
 
 def tracker(name):
-    """The value of --track, if its package is installed."""
+    """A flag type: the name of a tracking tool whose package is installed."""
     if name not in ("wandb", "tensorboard", "trackio"):
         raise argparse.ArgumentTypeError(f"{name!r} is not wandb, tensorboard or trackio")
     if not importlib.util.find_spec(name):
@@ -572,7 +574,7 @@ def tracker(name):
 def open_tracker(tool, out, flags):
     """Start a run in a tracking tool -> send(numbers, step)
 
-    OUT/track.txt keeps its id, so that a run that resumes continues its curves.
+    OUT/track.txt keeps the run's id, so that a resumed run continues its curves.
     """
     file = Path(out) / "track.txt"
     if not file.exists():
@@ -593,7 +595,8 @@ def open_tracker(tool, out, flags):
 
 
 def open_wandb(out, about):
-    """Start a run of Weights & Biases; without a key or a connection it is written to OUT/wandb."""
+    """Start a run of Weights & Biases -> send(numbers, step); without a key or a connection the run
+    is written to OUT/wandb."""
     import wandb
 
     why = ""
@@ -610,31 +613,30 @@ def open_wandb(out, about):
 
 
 def write_jsonl(path, rows):
-    """Write a whole file of records."""
+    """Write a file of records, completely or not at all."""
     with replacing(path) as out:
         out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def write_own(path, rows):
-    """Write a whole file of records, unless there is a file of other content."""
+    """Write a file of records; ValueError if the file exists with other content."""
     path = Path(path)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if path.exists() and path.read_bytes() != text.encode(errors="replace"):
-        raise ValueError(f"{path} exists and holds something else: choose another --out, or remove "
-                         "it")
+        raise ValueError(f"{path} exists with other content: choose another --out, or remove it")
     write_text(path, text)
 
 
 def write_text(path, text):
-    """Write a whole text file."""
+    """Write a text file, completely or not at all."""
     with replacing(path) as out:
         out.write(text)
 
 
 @contextlib.contextmanager
 def replacing(path):
-    """A text file under a temporary name that replaces `path` once it is complete. The name is
-    always the same, so that the next writer overwrites what a killed one left."""
+    """Open a text file under a temporary name; once complete, it replaces `path`. The temporary
+    name is always the same, so that the next writer overwrites the remains of a killed one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
@@ -649,19 +651,19 @@ def replacing(path):
 # ------------------------------------------------------------------------------------- (4) grammars
 
 def entries(path):
-    """{name: text} of a file of lines "name: text"; an indented line continues the one before."""
+    """Read a file of lines "name: text" -> {name: text}; an indented line continues the last."""
     lines = re.sub(r"\n +", " ", path.read_text(encoding="utf-8").strip()).split("\n")
     return dict(line.split(":", 1) for line in lines)
 
 
 def fill(rng, forms, values):
-    """Draw one of the forms, which slashes separate, and fill in its {slots}."""
+    """Draw one of the alternatives that slashes separate, and fill in its {slots}."""
     form = rng.choice(re.split(r"\s/(?=\s)", forms))
     return " ".join(form.split()).format(**values)
 
 
-def several(words):
-    """"a, b and c"."""
+def join_words(words):
+    """["a", "b", "c"] -> "a, b and c"."""
     *head, last = words
     return f"{', '.join(head)} and {last}" if head else last
 
@@ -903,8 +905,8 @@ WAITING = 4  # plays in flight per engine slot: those that wait for a tool take 
 
 
 def visible_gpus():
-    """Names of the GPUs that this process may use. SystemExit if a CUDA build of PyTorch sees none:
-    it would run on the CPU for weeks without a word."""
+    """Names of the GPUs that this process may use. SystemExit if a CUDA build of PyTorch sees none,
+    because it would silently train on the CPU, for weeks."""
     import torch
 
     # counting must not start CUDA, or vLLM could no longer fork its workers
@@ -920,7 +922,7 @@ def visible_gpus():
 
 def engine_settings(max_context, concurrency, tp, gpu_memory):
     """The arguments that every vLLM engine here shares: bf16 on GPUs, float32 on a CPU."""
-    # warnings that vLLM and PyTorch print at each start, and that no user can act on
+    # hide warnings that vLLM and PyTorch print at each start and that no user can act on
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     settings = {"max_model_len": max_context, "max_num_seqs": concurrency,
@@ -936,13 +938,14 @@ def engine_settings(max_context, concurrency, tp, gpu_memory):
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     # No chunked prefill: reading a prompt in pieces would need to rewind the request's seeded
     # generator, which the CPU build cannot do. Small cache blocks (the CPU's default is 128): only
-    # whole blocks are cached, so each turn computes the rest of its last block again.
+    # full blocks are cached, so each turn computes the rest of its last block again.
     return settings | {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False,
                        "max_num_batched_tokens": max(max_context, 8192), "block_size": 32}
 
 
 def open_llm(path, **settings):
-    """vLLM's engine of a checkpoint. What its start raises becomes one line that names the path."""
+    """Start vLLM on a checkpoint. An error during the start becomes one line that names the path.
+    """
     if os.environ.get("RANK", "0") == "0":
         print("starting vLLM: about a minute", file=sys.stderr, flush=True)
     from vllm import LLM
@@ -956,7 +959,7 @@ def open_llm(path, **settings):
             fix = ("; it needs torchvision, on a CPU the build for it (requirements-cpu.txt)"
                    if "failed to be inspected" in text else "")
             raise ValueError(f"{path}: vLLM does not start: {text}{fix}") from error
-    say(f"{path}: prompts are not cached, which vLLM does not do for hybrid models on a CPU")
+    say(f"{path}: prompts are not cached, because on a CPU vLLM cannot cache those of this model")
     return open_llm(path, **settings | {"enable_prefix_caching": False})
 
 
@@ -991,8 +994,8 @@ def used_gib(device):
 
 
 def add_request(engine, number, ids, template, stops, seed, **sampling):
-    """Ask an engine for the reply that follows these tokens. seed: a text; with one per reply, a
-    reply does not depend on what else the engine is working on."""
+    """Ask an engine for the reply that follows these tokens. seed: a text. Each reply has its own,
+    so that it does not depend on the other requests in the engine."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -1028,7 +1031,8 @@ class Calls:
         return min(self.places, WAITING * self.places - len(self)) - len(live)
 
     def start(self, play, episode, action):
-        """Begin to answer an action. A play without one has ended, and comes back with None."""
+        """Begin to answer an action. Without one the play has ended: ready() yields it with None.
+        """
         future = Future()
         if action and self.pool and self.is_leader:
             future = self.pool.submit(self.act, episode, action)
@@ -1042,7 +1046,8 @@ class Calls:
             return episode.act(action)
 
     def ready(self, block):
-        """Yield (play, observation) of the answered ones; block: first give the tools a moment."""
+        """Yield (play, observation) for each answered action; block: first wait for a tool, at most
+        0.05 s."""
         if self.pool and block and self.is_leader:
             wait([future for _, future in self.waiting.values()], 0.05, FIRST_COMPLETED)
         done = [number for number, (_, future) in self.waiting.items() if future.done()]
@@ -1064,8 +1069,8 @@ class Calls:
 
 
 def open_calls(slow, n, group, args, resuming=0):
-    """The Calls of a trainer's rank; the engines share n queries of `group` plays each, and this
-    one resumes some plays of its own."""
+    """The Calls of a trainer's rank. All engines share n queries of `group` plays each; this one
+    also resumes `resuming` plays of its own."""
     engines = int(os.environ.get("WORLD_SIZE", 1)) // args.tp
     # at most an equal share, or the first engine to start would take the plays of all queries
     seats = max(group, min(args.concurrency, -(-n // engines) * group + resuming))
@@ -1078,7 +1083,7 @@ def is_tp_leader(args):
 
 
 def broadcast_in_tp(value):
-    """With --tp: the value that the engine's leader has. All its ranks must add the same requests
+    """With --tp: the leader's value, on all ranks of its engine, which must add the same requests
     in the same order."""
     from vllm.distributed import get_tp_group
 
@@ -1086,8 +1091,8 @@ def broadcast_in_tp(value):
 
 
 def shared_counter(name, n, args):
-    """Yield 0 .. n-1, each number to one engine only: whichever is free takes the next. Rank 0
-    shows how far all of them are."""
+    """Yield 0 .. n-1, each number to one engine only: a free engine takes the next number. Rank 0
+    shows the progress of all engines."""
     from torch.distributed import distributed_c10d
 
     store = distributed_c10d._get_default_store()
@@ -1409,7 +1414,7 @@ def check_shard(path):
 
 
 def check_values(path):
-    """Refuse a folder whose weights are not finite: vLLM would play it without a word."""
+    """ValueError if a folder's weights are not all finite: vLLM would play without noticing."""
     from safetensors import safe_open
 
     for shard in sorted(Path(path).glob("*.safetensors")):
@@ -1422,8 +1427,8 @@ def check_values(path):
 
 
 def check_weights(lm, template, loaded):
-    """Refuse a model that cannot take its tokenizer's ids, whose logits the loss could not compute,
-    or whose weights are not finite, or not in its files: transformers draws these at random.
+    """ValueError if weights are not finite or missing in the model's files (transformers would draw
+    them at random), or if the tokenizer has more tokens than the embedding has rows.
 
     loaded: from_pretrained's loading info, with ignore_mismatched_sizes.
     """
@@ -1462,8 +1467,8 @@ def make_repeatable(lm):
     """Turn off what makes two forwards of the same tokens differ (dropout, layer drop, the noise of
     routers), and train every row of the embedding.
 
-    Evaluation mode does it, but for the layers that are recomputed in the backward pass: PyTorch
-    recomputes them in training mode only, so their own dropout is set to 0.
+    Evaluation mode is enough, except for layers that are recomputed in the backward pass: this
+    needs training mode, so their own dropout is set to 0.
     """
     off = {name: value for name, value in lm.config.get_text_config().to_dict().items()
            if re.search("drop|jitter", name) and isinstance(value, float) and value}
@@ -1476,23 +1481,23 @@ def make_repeatable(lm):
             for name, value in vars(module).items():
                 if re.search("drop|jitter", name) and isinstance(value, float):
                     setattr(module, name, 0.0)
-    # this row would get no gradient; in some models it is the token that ends a turn
+    # the padding token's row would get no gradient; in some models that token ends a turn
     lm.get_input_embeddings().padding_idx = None
 
 
-# Largest |dlogp| by which two forwards may differ that must agree, float32 and bfloat16; and by
-# which one packed sample may change another (of the same shape, so rounding does not count).
+# Bounds on |dlogp| in float32 and bfloat16. ROUNDING: between two forwards that must agree. LEAK:
+# the effect of one packed sample on another (shapes are equal there, so nothing is rounded anew).
 ROUNDING = {"cpu": 1e-4, "cuda": 0.25}
 LEAK = {"cpu": 1e-5, "cuda": 1e-3}
 MEASURED = ("The first train to the coast leaves at nine.", "The last bus to the lake is full now.",
             "It stops once.")
 
 
-def measured(lm, make_policy, collate, template, flash):
-    """Compare a few short forwards before anything is spent -> Policy, whether to pack rows
+def check_forwards(lm, make_policy, collate, template, flash):
+    """Compare a few short forwards before training starts -> Policy, whether to pack rows
 
-    A model is refused if its log-probabilities are not what Policy computes, if they depend on
-    later tokens, or if they vary. Rows are packed with flash attention, if that changes nothing.
+    ValueError if the model's own log-probabilities are not those of Policy, if they depend on later
+    tokens, or if they vary. Rows are packed only with flash attention, and if that changes nothing.
     """
     import torch
 
@@ -1512,10 +1517,9 @@ def measured(lm, make_policy, collate, template, flash):
 
 
 def head_logps(lm, ids, path):
-    """A model's own log-probabilities of a row of tokens. ValueError if its logits are more than a
-    product of its head and its last hidden states: scaled, capped, with a bias.
-
-    The product is made large once, because a cap changes small logits little.
+    """A model's own log-probabilities of a row of tokens, (1, T) -> (T - 1,). ValueError if its
+    logits are more than a product of its head and its last hidden states: scaled, capped, with a
+    bias. The comparison is repeated with large logits, because a cap hardly changes small ones.
     """
     import torch
 
@@ -1570,8 +1574,8 @@ class Measure:
             raise ValueError(f"{path}: two forwards of {name} differ on the same tokens")
 
     def packs(self, one, other, last, path):
-        """Whether samples in one row leave each other alone, told apart by their positions, or by
-        the borders that hybrid layers take."""
+        """Whether samples in one row leave each other unchanged: separated by their positions
+        alone, or else by the borders that hybrid layers accept (Policy.borders is set to that)."""
         alone = self.logps([last])
         for self.policy.borders in (False, True):
             rows = [self.logps([first, last], packed=True) for first in (one, other)]
@@ -1597,21 +1601,21 @@ def borders(positions):
 
 
 def write_model(lm, template, state, folder):
-    """Write a plain HF folder. The flags of generation are carried over as they are: transformers
-    would refuse to save some that it has loaded."""
-    flags, lm.generation_config = lm.generation_config, type(lm.generation_config)()
+    """Write a plain HF folder. The generation config is copied unchanged, because transformers
+    refuses to save some configs that it has loaded."""
+    config, lm.generation_config = lm.generation_config, type(lm.generation_config)()
     try:
         lm.save_pretrained(folder, state_dict=state)
     finally:
-        lm.generation_config = flags
-    if flags is not None:
-        flags.to_json_file(Path(folder) / "generation_config.json", keys_to_pop=["compile_config"])
+        lm.generation_config = config
+    if config is not None:
+        config.to_json_file(Path(folder) / "generation_config.json", keys_to_pop=["compile_config"])
     template.tokenizer.save_pretrained(folder)
 
 
 def check_saving(lm, template, out):
-    """Write all but the weights beside OUT and load it again, so that a model that cannot be saved
-    is refused before it is trained."""
+    """Save the model with its smallest weight alone to OUT.part, and load that folder again, so
+    that a model that cannot be saved is refused before it is trained."""
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
     if os.environ.get("RANK", "0") != "0":
@@ -1742,8 +1746,8 @@ TORCH_FULL = "iostream error|unexpected pos|write failed"  # PyTorch's words for
 
 @contextlib.contextmanager
 def new_checkpoint(out, step, rank):
-    """The folder to which every rank writes its shard. It counts once all shards and its mark.json
-    are there. The newest two checkpoints are kept."""
+    """The folder to which every rank writes its shard. A checkpoint is valid once all shards and
+    its mark.json are written. The newest two checkpoints are kept."""
     import torch.distributed as dist
 
     tag = Path(out) / "checkpoints" / f"step-{step}"
@@ -1765,9 +1769,9 @@ def new_checkpoint(out, step, rank):
     dist.barrier()
 
 
-def save_checkpoint(trainer, args, step, rank, last, waiting=()):
-    """Save a checkpoint every --save-every updates, and exit after the `last` one. waiting: this
-    rank's plays that --stretch leaves for the next update."""
+def save_checkpoint(trainer, args, step, rank, last, carried=()):
+    """Save a checkpoint every --save-every updates; if this is the `last`, save and exit. carried:
+    with --stretch, this rank's plays that the next update resumes."""
     if last or (args.save_every and step % args.save_every == 0):
         import torch
 
@@ -1775,7 +1779,7 @@ def save_checkpoint(trainer, args, step, rank, last, waiting=()):
         with new_checkpoint(args.out, step, rank) as folder:
             trainer.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
             if getattr(args, "stretch", 0):
-                torch.save((args.stretch, waiting), folder / f"plays-{rank}.pt")
+                torch.save((args.stretch, carried), folder / f"plays-{rank}.pt")
     if last:
         sys.exit(f"stopped and saved after update {step}; repeat the command with --resume to "
                  "continue")
@@ -1784,7 +1788,7 @@ def save_checkpoint(trainer, args, step, rank, last, waiting=()):
 MAY_CHANGE = {"out", "resume", "steps", "epochs", "save_every", "val_every", "microscope",
               "pack_tokens", "no_checkpointing", "gpu_memory", "concurrency", "world_flags",
               "track"}
-CONTENTS = ("model", "data", "tasks", "val")  # flags of files, compared by what is in them
+CONTENTS = ("model", "data", "tasks", "val")  # flags that name files: their contents are compared
 
 
 def keep_settings(args):
@@ -1842,8 +1846,10 @@ def digest(path):
                 opened.seek(size * part // 64)
                 found.update(opened.read(1 << 16))
     return found.hexdigest() if files else None
+
+
 def report_end(args, key, following, rank):
-    """Rank 0 says what was written, how a number of the log went, and the next command."""
+    """Rank 0 prints what was written, how the log's number `key` changed, and the next commands."""
     if rank == 0:
         rows = [row[key] for row in read_jsonl(Path(args.out) / "log.jsonl") if key in row]
         change = f"{key} went from {rows[0]:.3f} to {rows[-1]:.3f}" if rows else "no update"
@@ -1852,7 +1858,7 @@ def report_end(args, key, following, rank):
 
 
 def warn_uniform(out, n=10):
-    """Say so if no group of the last n updates had two different rewards."""
+    """Print a warning if no group of the last n updates had two different rewards."""
     rows = [row["uniform"] for row in read_jsonl(Path(out) / "log.jsonl") if "uniform" in row]
     if len(rows) % n == 0 and rows[-n:] == [1.0] * n:
         print(f"uniform was 1.00 for {n} updates: all plays of a query earn the same, so there is "
@@ -1869,18 +1875,18 @@ def restore(trainer, out, resume, rank):
 
 
 def restore_plays(out, step, rank, stretch):
-    """This rank's plays that wait in the checkpoint of `step`; SystemExit if it has another
-    --stretch. They are objects of the world, which only a pickle can hold; like DeepSpeed's shards
-    they are read from our own folder alone."""
+    """The plays that this rank carried over in the checkpoint of `step`; SystemExit if it was saved
+    with another --stretch. Plays are objects of a world, which only pickle can store; like
+    DeepSpeed's shards they are read from OUT only."""
     import torch
 
-    file, saved, waiting = Path(out) / "checkpoints" / f"step-{step}" / f"plays-{rank}.pt", 0, []
+    file, saved, carried = Path(out) / "checkpoints" / f"step-{step}" / f"plays-{rank}.pt", 0, []
     if step and file.exists():
-        saved, waiting = torch.load(file, weights_only=False)
+        saved, carried = torch.load(file, weights_only=False)
     if step and saved != stretch:
         sys.exit(f"{file.parent} was saved with --stretch {saved}: resume with the same, or choose "
                  "another --out")
-    return waiting
+    return carried
 
 
 def checkpoint_folders(out):
@@ -1902,9 +1908,9 @@ def marks(out):
 def newest_checkpoint(out, resume, rank):
     """The step of the newest intact checkpoint in OUT, 0 if there is none.
 
-    Whatever came after it is removed, from the log too, so that the log reads as unbroken.
-    SystemExit if the checkpoint was saved by another number of ranks, if none is intact, or if OUT
-    holds a run that was not asked to resume.
+    Everything newer is removed, from the log too, so that the log has no repeated updates.
+    SystemExit if the checkpoint was saved by another number of ranks, if no checkpoint is intact,
+    or if OUT has a run but --resume is missing.
     """
     import torch.distributed as dist
 
@@ -1947,8 +1953,8 @@ def damaged_files(tag, mark, rank):
 
     ranks, shards = dist.get_world_size(), sorted(tag.glob("*.pt"))
     if mark["world"] != ranks:
-        sys.exit(f"{tag}: saved by {mark['world']} ranks, and ZeRO-3 shards only load into as "
-                 f"many; start {mark['world']} ranks, not {ranks}")
+        sys.exit(f"{tag}: saved by {mark['world']} ranks, and its shards load only into the same "
+                 f"number of ranks; start {mark['world']} ranks, not {ranks}")
     found = [None] * ranks
     mine = [str(file) for file in shards[rank::ranks] if not zip_is_intact(file)]
     dist.all_gather_object(found, mine)
@@ -2052,7 +2058,7 @@ def load_file(name):
 
 
 def open_world(args):
-    """The world of --env (docs/environment.md), whose members are checked when they are used."""
+    """The world of --env (docs/environment.md); its members are checked whenever they are used."""
     try:
         world = load_world(args.env).open_world(args)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError,
@@ -2062,8 +2068,8 @@ def open_world(args):
 
 
 class naming_world:
-    """Turn an exception inside a world's code into one line: whose code, which task, what happened.
-    STAR_TRACEBACK=1 shows where."""
+    """Turn an exception in a world's code into one line that names the code, the task and the
+    error. STAR_TRACEBACK=1 shows the traceback."""
 
     def __init__(self, where, task=None):
         self.where = where
@@ -2083,8 +2089,8 @@ class WorldError(ValueError):
 
 
 class CheckedWorld:
-    """A world, whose members are checked whenever they are used. Members that the contract does not
-    know (lines, solver, open_helpers) are passed through."""
+    """A world whose members are checked whenever they are used. Optional members (lines, solver,
+    open_helpers) are passed through unchecked."""
 
     def __init__(self, world, env):
         self.world, self.env = world, env
@@ -2109,7 +2115,7 @@ class CheckedWorld:
         try:
             task = self.world.load_task(row)
         except (KeyError, ValueError):
-            raise  # a row that is wrong, as load_tasks reports it
+            raise  # the row is wrong, not the world: load_tasks reports it
         except (TypeError, AttributeError, LookupError) as error:
             raise WorldError(f"--env {self.env}: load_task: {error!r}") from error
         if not isinstance(task, dict) or not isinstance(task.get("id"), (str, int)):
@@ -2118,7 +2124,7 @@ class CheckedWorld:
         return task
 
     def prepare(self, episodes):
-        """Tell a world which episodes it will judge next, if it has use for that."""
+        """Tell a world which episodes it will judge next, if it has this member."""
         if hasattr(self.world, "prepare"):
             self.world.prepare(episodes)
 
@@ -2127,7 +2133,7 @@ class CheckedWorld:
             return self.world.episode(task, seed, args)
 
     def verdict(self, episode):
-        """(plan, score, strict); the score has every part, as finite numbers, or is None."""
+        """(plan, score, strict). The score is None or has all parts; its numbers are finite."""
         where = f"--env {self.env}: verdict, task {episode.task.get('id')!r}"
         with naming_world(f"--env {self.env}: verdict", episode.task):
             found = self.world.verdict(episode)
@@ -2158,8 +2164,8 @@ class CheckedWorld:
 
 
 def check_world(world, task, args):
-    """Play one scripted reply before an engine starts, so that a mistake in a world costs seconds
-    -> what came back, as lines of text."""
+    """Play one scripted reply before an engine starts, so that a mistake in a world shows within
+    seconds -> lines of text that describe the results"""
     episode = world.episode(task, "check", args)
     lines = [f"task {task['id']!r}: {str(task.get('query', ''))[:80]!r}"]
     lines += [f"{one['role']}: {one['content'][:80]!r}" for one in episode.messages]
@@ -2181,7 +2187,7 @@ def check_world(world, task, args):
 
 
 def copy_by_pickle(episode):
-    """The episode as a checkpoint gives it back."""
+    """The episode as it comes out of a checkpoint."""
     import torch
 
     file = io.BytesIO()
@@ -2191,7 +2197,8 @@ def copy_by_pickle(episode):
 
 
 def find_tasks(source, split):
-    """The file of tasks: a file, or SPLIT.csv or .jsonl of a folder or of a data set on the hub."""
+    """The path of the tasks. source: a file; or a folder, or a data set on the hub, which has
+    SPLIT.csv or (folders only) SPLIT.jsonl. ValueError says what is missing."""
     if source is None:
         raise ValueError("--tasks FILE.jsonl is needed; python synth.py tasks writes one")
     path, names = Path(source), (f"{split}.csv", f"{split}.jsonl")

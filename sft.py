@@ -8,8 +8,8 @@ Supervised fine-tuning: teach a model to play by imitating the replies of succes
     (4) AdamW with linear warm-up and cosine decay under DeepSpeed ZeRO-3; go to (2)
 
 Departs from the paper's released scripts [2] in two places: episodes longer than --cutoff are
-dropped and counted instead of cut off, and the loss is a mean over the tokens of the batch instead
-of each micro-batch.
+dropped and counted instead of truncated, and the loss is a mean over the tokens of the batch
+instead of a mean over each micro-batch.
 [1] STAR, arXiv:2603.21972, app. C   [2] SFTScripts in the code released with [1]
 
 Reads   a HF folder or hub name, a jsonl of episodes (anything with "messages")
@@ -44,7 +44,7 @@ except ModuleNotFoundError as error:
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary.
-LOGITS = 30_000_000  # the most logits that the loss holds at a time (120 MB in float32)
+LOGITS = 30_000_000  # the loss computes at most this many logits at a time (120 MB in float32)
 
 
 def flags():
@@ -55,7 +55,7 @@ def flags():
     add("--out", default="out/sft", help="folder of the trained model, its log and checkpoints")
     add = p.add_argument_group("learn").add_argument
     add("--epochs", type=POSITIVE, default=4, help="passes over the data [1: 4, and 6 for 1.5B]")
-    add("--steps", type=NATURAL, default=0, help="number of updates; 0: as many as --epochs takes")
+    add("--steps", type=NATURAL, default=0, help="number of updates; 0: set by --epochs")
     add("--batch", type=COUNT, default=32, help="episodes per update, all ranks together [1]")
     add("--lr", type=AMOUNT, default=5e-6, help="peak learning rate [1]")
     add("--warmup", type=SHARE, default=0.1, help="fraction of the updates, at the start, in which "
@@ -68,8 +68,8 @@ def flags():
     add("--pack-tokens", type=COUNT, default=20480, help="most tokens of a micro-batch, padding "
         "included; a longer episode is a micro-batch of its own")
     add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
-        help="keep the activations of this fraction of the layers for the backward pass, of all by "
-        "default: faster, needs more memory")
+        help="keep the activations of this share of the layers (of all without SHARE) instead of "
+        "recomputing them: faster, but needs more memory")
     add("--offload", action="store_true", help="run AdamW on the CPU and keep its states in the "
         "host's memory: the same updates, slower")
     add("--lora", type=COUNT, default=0, metavar="R", help="train adapters of rank R at all linear "
@@ -91,7 +91,7 @@ class Rendered(NamedTuple):
 
 
 def render(messages, template):
-    """Messages -> (ids, mask), with exactly the tokens of an engine that plays this conversation.
+    """Messages -> (ids, mask), with exactly the tokens that playing this conversation would give.
 
     Each reply is tokenised by itself, like sampled tokens: no token spans a template boundary. The
     end token belongs to the reply (mask 1), the newline after it to the template (mask 0):
@@ -103,13 +103,13 @@ def render(messages, template):
     first = roles.index("assistant") if "assistant" in roles else len(messages)
     rendered = Rendered(template.prompt(messages[:first]), [])
     rendered.mask.extend([0] * len(rendered.ids))
-    for message, after in zip_longest(messages[first:], messages[first + 1:]):
+    for message, following in zip_longest(messages[first:], messages[first + 1:]):
         is_reply = message["role"] == "assistant"
         if is_reply:
-            # a result stands within a reply, which continues after it: no end token yet
-            continues = after and after["role"] == "result"
+            # the role "result" stands within a reply, which continues after it: no end token yet
+            continues = following and following["role"] == "result"
             tokens = template.encode(message["content"])
-            ended = tokens[-1:] == [template.end]  # some data brings the end token
+            ended = tokens[-1:] == [template.end]  # some data sets write the end token
             tokens += [template.end] * (not continues and not ended)
         else:
             tokens = template.between(message)
@@ -128,13 +128,13 @@ def load_samples(path, template, cutoff):
         if isinstance(messages, list) and messages:
             fault = runtime.talk_fault(messages)
             if not fault and messages[0]["role"] == "assistant":
-                fault = "message 1 is a reply to nothing"
+                fault = "message 1 is a reply, with no message before it"
         if fault:
             sys.exit(f"{path}:{line}: {fault}. An episode begins with system and user, then "
                      "assistant alternates with user or result; synth.py writes such episodes")
         sample = render(messages, template)
         if episode.get("stop") in ("format", "context") and sample.mask[-1]:
-            sample.ids.pop()  # the last reply was cut off: nobody said its end token
+            sample.ids.pop()  # the last reply was cut off: its end token was never sampled
             sample.mask.pop()
         if len(sample.ids) > cutoff or not any(sample.mask):
             dropped += 1
@@ -147,9 +147,10 @@ def load_samples(path, template, cutoff):
 
 
 def batch_of(step, n, size, seed):
-    """Indices of the samples of update `step`: a function of the step, so a resumed run agrees.
+    """Indices of the samples of update `step`. They depend on the arguments alone, so a resumed run
+    draws the same batches.
 
-    Every epoch is a new shuffle of all n, of which updates take consecutive slices of `size`.
+    Every epoch shuffles all n samples anew, and each update takes the next `size` of them.
     """
     places = range(step * size, (step + 1) * size)
     epochs = {place // n for place in places}
@@ -160,7 +161,7 @@ def batch_of(step, n, size, seed):
 # ------------------------------------------------------------------------------------------- loss
 
 class ChunkedLogps(torch.autograd.Function):
-    """log pi and entropy of given tokens from hidden states, without ever holding (N, V) logits.
+    """log pi and entropy of given tokens from hidden states, without (N, V) logits in memory.
 
     (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward process `chunk` tokens at a time, and
     backward recomputes the logits of each chunk. With p = softmax(h W^T / t): d logp_y / d logits =
@@ -186,7 +187,7 @@ class ChunkedLogps(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        train_head = ctx.needs_input_grad[1]  # not with --lora
+        train_head = ctx.needs_input_grad[1]  # False with --lora
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train_head else None
         for i in range(0, len(hidden), ctx.chunk):
             h, y = hidden[i : i + ctx.chunk], targets[i : i + ctx.chunk, None]
@@ -206,7 +207,7 @@ class Policy(torch.nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
-        self.borders = False  # whether its layers need to be told where packed samples begin
+        self.borders = False  # whether to tell the layers where packed samples begin
         # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
         lm.get_output_embeddings().forward = self.head
 
@@ -226,18 +227,18 @@ class Policy(torch.nn.Module):
 
 
 def collate(samples, packed, device):
-    """A micro-batch of samples, which have ids and mask -> ids, positions, keep, each (B, T).
+    """A micro-batch of samples, which have ids and a mask -> ids, positions, keep, each (B, T).
 
-    Packed: all samples in one row; positions restart at each sample, by which the attention keeps
-    them apart. Padded: one row per sample, padded on the right, where causal attention lets no real
-    token see the padding. No samples: two dummy tokens, because a rank without work still has to
-    run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
+    Packed: all samples in one row. Positions restart at each sample, and the attention separates
+    samples where they do. Padded: one row per sample, with the padding on the right: under causal
+    attention no real token sees it. No samples: two dummy tokens, because a rank without work still
+    has to run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(rounded(max(len(ids) for ids, _ in rows), device))
+    positions = range(row_width(max(len(ids) for ids, _ in rows), device))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
-        positions += range(rounded(len(positions), device) - len(positions))
+        positions += range(row_width(len(positions), device) - len(positions))
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
     width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
@@ -249,7 +250,7 @@ def pack(lengths, budget, packed):
     """Split a batch into micro-batches [[index]] of at most `budget` tokens; a sample longer than
     that is a micro-batch of its own.
 
-    Padding counts unless packed. Going from long to short samples keeps it small.
+    Unless packed, padding counts; going from long to short samples keeps it small.
     """
     def tokens(micro):
         return sum(lengths[i] for i in micro) if packed else lengths[micro[0]] * len(micro)
@@ -263,9 +264,10 @@ def pack(lengths, budget, packed):
     return micros
 
 
-def rounded(n, device):
-    """The width of a row of n tokens. On a GPU a multiple of 512: shapes then repeat, and cuDNN,
-    which plans its attention anew for each shape on Hopper, seldom has to (docs/notes.md)."""
+def row_width(n, device):
+    """The width of a row for n tokens: on a GPU, n rounded up to a multiple of 512. Shapes then
+    repeat, and cuDNN seldom has to plan its attention for a new one, which is slow on Hopper
+    (docs/notes.md)."""
     multiple = 1 if str(device) == "cpu" else 512
     return math.ceil(n / multiple) * multiple
 
@@ -273,20 +275,21 @@ def rounded(n, device):
 def deal(lengths, ranks, budget, packed, device="cpu"):
     """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
 
-    Every rank gets the same number of micro-batches, else ZeRO-3 hangs, and at each of them all
-    ranks wait for the slowest. So micro-batches are made equal, by the smallest budget that gives
-    no more of them, and those that take about as long are computed at the same time.
+    Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each micro-batch all
+    ranks wait for the slowest. So `budget` is lowered as far as the number of micro-batches per
+    rank stays the same, which makes them equal in size, and those that take about the same time are
+    computed at the same time.
     """
-    lengths = [rounded(n, device) for n in lengths]
+    lengths = [row_width(n, device) for n in lengths]
 
     def rounds(budget):
         return math.ceil(len(pack(lengths, budget, packed)) / ranks)
 
-    def work(micro):  # a token's attention costs as much as all else at 40K tokens in its row (7B)
+    def work(micro):  # in a row of 40K tokens, attention costs as much as everything else (7B)
         rows = [lengths[i] if packed else lengths[micro[0]] for i in micro]
         return sum(n * (1 + n / 40_000) for n in rows)
 
-    smallest = bisect_left(range(budget), -rounds(budget), key=lambda fewer: -rounds(fewer))
+    smallest = bisect_left(range(budget), -rounds(budget), key=lambda lower: -rounds(lower))
     micros = sorted(pack(lengths, smallest, packed), key=work, reverse=True)
     micros += [[]] * (-len(micros) % ranks)
     return [micros[rank::ranks] for rank in range(ranks)]
@@ -312,7 +315,7 @@ def setup():
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    # the shapes of rows keep changing: blocks of fixed sizes would leave gaps between them
+    # row shapes vary, and blocks of fixed size would leave unused gaps in the memory
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # DeepSpeed compiles with ninja, which is installed there
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -320,10 +323,11 @@ def setup():
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    # DeepSpeed joins the group that is there. One of its own it would bind to a device, from which
-    # NCCL splits each of vLLM's groups, with all ranks taking part: known to hang
+    # Create the process group before DeepSpeed does, and DeepSpeed uses it. It would bind a group
+    # of its own to a device, and NCCL would then create vLLM's groups by splits that need all
+    # ranks, which is known to hang.
     backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # the longest play
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # longer than any play
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -340,7 +344,7 @@ def load(args, template, device):
 
     lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses both
+        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses mismatches
     runtime.check_weights(lm, template, loaded)
     runtime.check_saving(lm, template, args.out)
     if args.lora:
@@ -348,12 +352,12 @@ def load(args, template, device):
     flash = device.type == "cuda" and runtime.use_flash_attention(lm)
     recompute_layers(lm, 1 - args.no_checkpointing)
     runtime.make_repeatable(lm)
-    return runtime.measured(lm.to(device), Policy, collate, template, flash)
+    return runtime.check_forwards(lm.to(device), Policy, collate, template, flash)
 
 
 def recompute_layers(lm, share):
-    """Recompute activations in the backward pass in the first `share` of the layers: it starts with
-    the last layers, whose memory is then free for the first."""
+    """Recompute the activations of the first `share` of the layers in the backward pass. That pass
+    begins with the last layers, so their memory is free again when the first are recomputed."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if share:
@@ -365,8 +369,8 @@ def recompute_layers(lm, share):
 
 def zero3(policy, lr, device, offload=False):
     """Shard parameters, gradients and AdamW's moments over all ranks -> the trainer, which is a
-    DeepSpeed engine. offload: AdamW runs on the CPU, where gradients, moments and master weights
-    then are.
+    DeepSpeed engine. offload: AdamW runs on the CPU, whose memory then holds gradients, moments and
+    master weights.
 
     Gradients accumulate over any number of trainer.backward calls until trainer.step.
     """
@@ -432,7 +436,7 @@ def main():
     template = runtime.load_template(args.model)
     samples, dropped = load_samples(args.data, template, args.cutoff)
     policy, packed = load(args, template, device)
-    runtime.keep_settings(args)  # all inputs were read
+    runtime.keep_settings(args)  # only once all inputs were read without an error
     trainer = zero3(policy, args.lr, device, args.offload)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
     start = runtime.restore(trainer, args.out, args.resume, rank)
@@ -447,7 +451,8 @@ def main():
         batch = [samples[i] for i in batch_of(step, len(samples), args.batch, args.seed)]
         micros = deal([len(s.ids) for s in batch], ranks, args.pack_tokens, packed, device)[rank]
         n_tokens = sum(sum(s.mask) for s in batch)
-        # (3) one denominator for the whole batch; DeepSpeed averages over ranks, the loss is a sum
+        # (3) one denominator for the whole batch. DeepSpeed averages over ranks, but the loss is a
+        # sum over them: multiply by their number
         total = torch.zeros(2, device=device)
         for micro in micros:
             logps, entropy = trainer(*collate([batch[i] for i in micro], packed, device))

@@ -48,8 +48,8 @@ from runtime import (
     endpoint,
     entries,
     fill,
+    join_words,
     portions,
-    several,
     spoken,
     stable_draw,
 )
@@ -314,7 +314,7 @@ def write_query(rng, task, grammar):
     wishes = [values["money"]]
     for name, wish in task["local_constraint"].items():
         if name == "cuisine" and wish:
-            values["wish"], wish = several(wish), name
+            values["wish"], wish = join_words(wish), name
         if wish:
             wishes.append(draw(wish))
     rng.shuffle(wishes)

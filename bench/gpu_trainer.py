@@ -166,9 +166,9 @@ def cudnn_off(bench):
 
 
 def widths_free(bench):
-    rounded = bench.grpo.rounded
-    bench.grpo.rounded = lambda n, device: n
-    return lambda: setattr(bench.grpo, "rounded", rounded)
+    row_width = bench.grpo.row_width
+    bench.grpo.row_width = lambda n, device: n
+    return lambda: setattr(bench.grpo, "row_width", row_width)
 
 
 def native_linear(bench):

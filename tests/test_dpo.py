@@ -283,7 +283,7 @@ def test_a_reference_of_other_weights_or_pairs_is_never_used(kept):
     first = take()
     head, *rows = read_jsonl(file)
     write_jsonl(file, [{"of": "others"}, *({"chosen": 0.0, "rejected": 0.0} for _ in rows)])
-    with pytest.raises(ValueError, match="is of another --model, --data or --val"):
+    with pytest.raises(ValueError, match="computed for another --model, --data or --val"):
         take(start=3)
     assert torch.equal(take(), first) and read_jsonl(file)[0] == {"of": "these"}
 

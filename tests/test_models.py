@@ -45,7 +45,7 @@ def measured(lm, template, checkpointing=True):
     if checkpointing and lm.supports_gradient_checkpointing:
         lm.gradient_checkpointing_enable()
     runtime.make_repeatable(lm)
-    return runtime.measured(lm, sft.Policy, sft.collate, template, True)
+    return runtime.check_forwards(lm, sft.Policy, sft.collate, template, True)
 
 
 def test_the_table_is_long():

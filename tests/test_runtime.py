@@ -420,7 +420,7 @@ def test_a_stage_whose_loss_is_no_number_stops_and_saves_nothing_of_it(
     ([{"messages": [{"role": "user"}]}], ":1: message 1 is not a table of a 'role' and a text"),
     ([{"messages": [{"role": "user", "content": None}]}], ":1: message 1 is not a table"),
     ([{"messages": [{"role": "user", "content": "x"}]}], "rows.jsonl: no episode to train on"),
-    ([{"messages": [{"role": "assistant", "content": "x"}]}], ":1: message 1 is a reply to"),
+    ([{"messages": [{"role": "assistant", "content": "x"}]}], ":1: message 1 is a reply, with"),
     ([], "rows.jsonl: no episode to train on")])
 def test_rows_that_are_no_episodes_are_named(rows, words, template, tmp_path):
     import sft

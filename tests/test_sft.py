@@ -153,7 +153,7 @@ def test_rows_on_a_gpu_are_as_wide_as_a_multiple_of_512_within_the_budget():
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_wider_rows_change_no_gradient(packed, policy, samples, alone, monkeypatch):
-    monkeypatch.setattr(sft, "rounded", lambda n, device: -(-n // 64) * 64)
+    monkeypatch.setattr(sft, "row_width", lambda n, device: -(-n // 64) * 64)
     micros = sft.pack([len(sample.ids) for sample in samples], 200, packed)
     assert sft.collate(samples[:1], packed, "cpu")[0].shape[1] % 64 == 0
     found = gradient(policy, samples, micros, packed)

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 import synth
-from runtime import read_jsonl, several
+from runtime import join_words, read_jsonl
 from sandbox import parse
 from travel import solver
 from travel.constraints import score
@@ -236,4 +236,4 @@ def test_a_tiny_direct_teacher_keeps_the_solvers_few_words(mini, tmp_path):
 def test_sums_are_spelled_out():
     assert spelled((80, 2), (35.5, 1)) == "$80 x 2 + $35.50 = $195.50"
     assert spelled((80, 1)) == "$80" and spelled((80, 3), noun=" rooms") == "$80 x 3 rooms = $240"
-    assert several(["a"]) == "a" and several(["a", "b", "c"]) == "a, b and c"
+    assert join_words(["a"]) == "a" and join_words(["a", "b", "c"]) == "a, b and c"

@@ -17,7 +17,7 @@ import re
 
 import numpy as np
 
-from runtime import entries, fill, several
+from runtime import entries, fill, join_words
 from sandbox import PROMPTS
 from travel import constraints, solver
 
@@ -211,7 +211,7 @@ class Lesson:
     def open(self):
         task, many = self.task, len(self.journey.route) > 1
         wishes = [fill(self.rng, FORMS[name if name == "cuisine" else wish],
-                       {"cuisines": several(wish) if name == "cuisine" else ""})
+                       {"cuisines": join_words(wish) if name == "cuisine" else ""})
                   for name, wish in self.wish.items() if wish]
         values = self.place | {
             "days": task["days"], "number": task["visiting_city_number"], "dest": task["dest"],
@@ -311,7 +311,7 @@ class Lesson:
                 self.say("none fits", city=city, why=self.why_none(city))
             else:
                 self.say("nothing", city=city)
-        route = several(self.journey.route)
+        route = join_words(self.journey.route)
         for city in dearer:
             worse = spare[city].review < min(self.row_of(self.taken(stay), stay.city).review
                                              for stay in stays.values())
@@ -418,7 +418,7 @@ class Lesson:
     def split(self, nights):
         shares = [f"{n} in {city}" for n, city in zip(nights, self.journey.route, strict=True)]
         total = " + ".join(map(str, nights)) + f" = {sum(nights)}"
-        self.say("split", sum=total, shares=several(shares))
+        self.say("split", sum=total, shares=join_words(shares))
         longest = max(map(self.taken, self.journey.stays), key=lambda bed: bed.nights)
         if longest.nights > 1:
             self.say("minimum", bed=longest.name, least=counted(longest.nights, "night"))
@@ -432,23 +432,23 @@ class Lesson:
         if stay.meals:
             self.ask("restaurants wanted" if missing else "restaurants",
                      self.look("restaurants", stay.city), city=stay.city,
-                     cuisines=several(missing or [""]))
+                     cuisines=join_words(missing or [""]))
             self.say("meals", city=stay.city, count=counted(len(stay.meals), "meal"),
                      cost=spelled(*((meal.cost, 1) for meal in stay.meals)))
             for meal in stay.meals:
                 new = [name for name in missing if meal.mask >> wanted.index(name) & 1]
                 if new:
-                    self.say("serves", meal=meal.name, cuisines=several(new))
+                    self.say("serves", meal=meal.name, cuisines=join_words(new))
                     missing = [name for name in missing if name not in new]
             if missing:
-                self.say("missing", cuisines=several(missing))
+                self.say("missing", cuisines=join_words(missing))
             elif self.unserved(served):
                 self.say("covered")
         if i == 0 and self.end[0] == "budget":
             self.say("so far", **self.settle(meals=False))
         if stay.sights:
             self.ask("attractions", self.look("attractions", stay.city), city=stay.city)
-            self.say("sights", sights=several([f"[{name}]" for name in stay.sights]))
+            self.say("sights", sights=join_words([f"[{name}]" for name in stay.sights]))
 
     def unserved(self, masks):
         """The wanted cuisines that none of these meals serves."""
@@ -478,7 +478,7 @@ class Lesson:
         row, self.end = self.row_of(stay.bed, stay.city), (None,)
         values |= {"dear": dear.name, "city": stay.city, "bed": stay.bed.name,
                    "least": counted(stay.bed.nights, "night"), "cost": self.night(row),
-                   "parts": several([f"{what} {text}" for what, text in said.items()])}
+                   "parts": join_words([f"{what} {text}" for what, text in said.items()])}
         self.say("over", **values)
         self.fits(row)
         return self.settle(meals)

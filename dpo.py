@@ -51,11 +51,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 try:
+    import runtime  # noqa: I001, first: it words Ctrl-C while torch loads
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
 
-    import runtime
     from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Parser
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. {Path(__file__).name} needs runtime.py beside it, and the packages "

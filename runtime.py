@@ -69,6 +69,8 @@ def run(program, function, *args):
     (STAR_TRACEBACK=1 shows the traceback). Under torchrun this also ends the rank."""
     if hasattr(sys.stdout, "reconfigure"):  # printing must not fail on a terminal without UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
+    if "RANK" not in os.environ and not multiprocessing.parent_process():
+        signal.signal(signal.SIGTERM, Terminated.stop)
     try:
         found = function(*args)
         with errors_name("standard output"):
@@ -84,8 +86,10 @@ def run(program, function, *args):
         text, code = error.code, 1
         if not isinstance(text, str):
             raise
+    except Terminated:
+        text, code = f"{program}: stopped by SIGTERM; {KEPT}", 128 + signal.SIGTERM
     except (KeyboardInterrupt, EOFError):
-        text, code = f"{program}: {INTERRUPTED}", 128 + signal.SIGINT
+        text, code = f"{program}: interrupted; {KEPT}", 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output, such as head, has closed it
         drop_output()
         raise SystemExit(128 + signal.SIGPIPE) from None
@@ -97,7 +101,15 @@ def run(program, function, *args):
     end(text, code)
 
 
-INTERRUPTED = "interrupted; what was saved is kept, repeat the command to continue"
+KEPT = "what was saved is kept, repeat the command to continue"
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a program as Ctrl-C does: its workers stop, its files stay whole."""
+
+    @classmethod
+    def stop(cls, *_):
+        raise cls
 
 
 def end(text, code):
@@ -1379,6 +1391,9 @@ def check_config(folder):
     config = read_json(folder / "config.json")
     if "model_type" not in config:
         raise ValueError(f"{folder}/config.json has no 'model_type'; copy or download it again")
+    if config.get("is_encoder_decoder"):
+        raise ValueError(f"{folder} is an encoder-decoder ({config['model_type']}), not a causal "
+                         "language model")
     names = config.get("architectures") or []
     if names and not re.search("CausalLM|LMHead|ConditionalGeneration", " ".join(map(str, names))):
         raise ValueError(f"{folder} is a {names[0]}, not a causal language model")
@@ -2033,8 +2048,8 @@ def load_world(env):
     except (ImportError, SyntaxError, OSError, AttributeError) as error:
         raise ValueError(f"--env {env}: {one_line(error)}; name travel, tools, or a module or file "
                          "with a function open_world(args)") from None
-    except (ArithmeticError, AssertionError, LookupError, NameError, RuntimeError, TypeError,
-            ValueError) as error:
+    except (ArithmeticError, AssertionError, LookupError, NameError, RuntimeError, SystemExit,
+            TypeError, ValueError) as error:
         raise WorldError(f"--env {env}: {type(error).__name__} while it is imported: {error}"
                          ) from error
     if not hasattr(module, "open_world"):
@@ -2062,14 +2077,15 @@ def open_world(args):
     try:
         world = load_world(args.env).open_world(args)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError,
-            TypeError) as error:
+            SystemExit, TypeError) as error:
         raise WorldError(f"--env {args.env}: open_world: {error!r}") from error
     return CheckedWorld(world, args.env)
 
 
 class naming_world:
     """Turn an exception in a world's code into one line that names the code, the task and the
-    error. STAR_TRACEBACK=1 shows the traceback."""
+    error. STAR_TRACEBACK=1 shows the traceback. A SystemExit with a sentence ends the run with it.
+    """
 
     def __init__(self, where, task=None):
         self.where = where
@@ -2080,7 +2096,8 @@ class naming_world:
         return self
 
     def __exit__(self, kind, error, traceback):
-        if isinstance(error, Exception) and not isinstance(error, (OSError, WorldError)):
+        ours = isinstance(error, Exception) and not isinstance(error, (OSError, WorldError))
+        if ours or isinstance(error, SystemExit) and not isinstance(error.code, str):
             raise WorldError(f"{self.where}: {type(error).__name__}: {error}") from error
 
 
@@ -2116,7 +2133,7 @@ class CheckedWorld:
             task = self.world.load_task(row)
         except (KeyError, ValueError):
             raise  # the row is wrong, not the world: load_tasks reports it
-        except (TypeError, AttributeError, LookupError) as error:
+        except (TypeError, AttributeError, LookupError, SystemExit) as error:
             raise WorldError(f"--env {self.env}: load_task: {error!r}") from error
         if not isinstance(task, dict) or not isinstance(task.get("id"), (str, int)):
             raise WorldError(f"--env {self.env}: load_task returned {task!r:.60}; a task is a "

@@ -474,6 +474,8 @@ def fill_index(base, sources):
 
 def write_index(path, sources):
     """Build an index under a temporary name, then rename it: readers find the old or the new."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder where the index belongs: remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     for old in path.parent.glob(path.name + ".*.tmp"):  # a killed writer's; no build takes an hour
         with contextlib.suppress(FileNotFoundError):

@@ -14,8 +14,10 @@ the speeds of both from bench/gpu.py. Seconds are those of --prompts groups lear
 first updates; ages are in updates, of the tokens learnt.
 
 With --model a real engine plays such lengths, in a world whose replies are cut to them, and its
-steps are printed beside the simulation's:
+steps are printed beside the simulation's. --hours prints the table of docs/gpus.md, which says what
+it assumes.
 
+    python bench/bench_play.py --hours
     python bench/bench_play.py --stretch 2500 3500
     python bench/bench_play.py --engines 4 --step-ms 5 --token-ns 12 --prefill 40000
     python bench/bench_play.py --model out/tiny/sft --prompts 8 --group 4 --tokens 96 --most 400 \
@@ -51,7 +53,9 @@ def flags():
     add("--token-ns", type=float, default=36, help="a step's for each token in flight")
     add("--prefill", type=float, default=11_000, help="tokens/s that an engine reads")
     add("--updates", type=int, default=24, help="simulated updates, a quarter of which warm up")
+    add("--flight", type=int, default=10**9, help="most plays that an engine's cache holds")
     add("--model", help="a tiny model, whose real engine plays such lengths")
+    add("--hours", action="store_true", help="print disk and hours of run.sh's sizes, computed")
     args = p.parse_args()
     args.stretch = args.stretch or [args.tokens, round(1.4 * args.tokens)]
     return args
@@ -111,7 +115,7 @@ class Engine:
 def start(engine, queries, plays, update, sigma, args):
     """Begin the plays of the next query, if there is one and the engine has room."""
     share = -(-args.prompts // args.engines) * args.group
-    while queries and len(engine.live) + args.group <= share + len(plays):
+    while queries and len(engine.live) + args.group <= min(args.flight, share + len(plays)):
         query = queries.pop(0)
         for g in range(args.group):
             engine.ask(Play(query, replies_of(f"{query}/{g}", sigma, args)), 0)
@@ -181,6 +185,49 @@ def print_table(args):
             spent, busy, age, oldest, least, most = simulate(sigma, args, **rule)
             print(f"{name:14}{sigma:6}{spent:9.1f}{busy:6.2f}{age:9.2f}, {oldest:4}"
                   f"{f'{least}-{most}':>9}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------ hours
+
+CARDS = {"RTX 4090": (22, 1.0, 165), "A100-80G": (79, 2.0, 312)}  # GiB, TB/s, TFLOP/s in bf16
+ROWS = (("0.5b", 1, "RTX 4090"), ("0.5b", 1, "A100-80G"), ("1.5b", 1, "A100-80G"),
+        ("1.5b", 8, "A100-80G"), ("3b", 1, "A100-80G"), ("3b", 8, "A100-80G"),
+        ("7b", 8, "A100-80G"), ("7b", 16, "A100-80G"))
+PROMPT, MFU, UPDATES = 1200, 0.3, 5 * 1000 / 32  # tokens of a prompt, 5 epochs of 1,000 tasks
+SFT = {"0.5b": 6, "1.5b": 6, "3b": 4, "7b": 4}  # epochs of 1,198 episodes
+
+
+def print_hours(args):
+    """What run.sh's sizes take by the memory plan and this simulation."""
+    from look import memory
+
+    lines = [line.split() for line in (ROOT / "recipes/cards.txt").read_text().splitlines()
+             if line[0] != "#"]
+    print("| size | GPUs | disk, GB | SFT, h | play, s | learn, s | RL, h |\n" + "| --- " * 7 + "|")
+    for size, gpus, card in ROWS:
+        gib, bandwidth, flops = CARDS[card]
+        config = memory.qwen(size)
+        n = memory.count(config)
+        *_, context, tp, share = next(
+            line[:7] for line in lines if line[0] == size and int(line[1]) <= gpus
+            and int(line[2]) <= gib and line[3] == "0" and gpus % int(line[5]) == 0)
+        plan = memory.Plan(config, n, memory.flags(
+            f"grpo --gpus {gpus} --gpu-gib {gib} --context {context} --tp {tp} "
+            f"--gpu-memory {share}".split()))
+        length = PROMPT + args.tokens * (1 + args.read)  # tokens of a whole play
+        args.engines = gpus // int(tp)
+        args.flight = max(args.group, int(plan.contexts * int(context) / (length / 2)))
+        args.step_ms = max(5, 2 * n / int(tp) / (0.7 * bandwidth * 1e9))
+        kv = 4 * config.num_hidden_layers * memory.kv_width(config) / int(tp)
+        args.token_ns, args.prefill = kv / (0.8 * bandwidth * 1e3), 0.5e12 * flops / (2 * n)
+        play = simulate(0.5, args)[0]
+        # forward, again for checkpointing, and twice backward; of attention half is masked
+        work = 8 * n + 8 * config.num_hidden_layers * config.hidden_size * length
+        speed = MFU * flops * 1e12 * gpus / work  # tokens/s
+        learn = args.prompts * args.group * length / speed
+        print(f"| {size} | {gpus} x {card} | {90 * n / 1e9:.0f} "
+              f"| {SFT[size] * 1198 * 10300 / speed / 3600:.1f} | {play:.0f} | {learn:.0f} "
+              f"| {UPDATES * (play + learn) / 3600:.0f} |")
 
 
 # ------------------------------------------------------------------------------------- real engine
@@ -290,7 +337,9 @@ def check_real(args):
 
 def main():
     args = flags()
-    if args.model:
+    if args.hours:
+        print_hours(args)
+    elif args.model:
         check_real(args)
     else:
         print_table(args)

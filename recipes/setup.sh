@@ -54,8 +54,8 @@ fit() {
     context=${CONTEXT:-${line[4]}} tp=${line[5]} share=${SHARE:-${line[6]}}
     cutoff=${CUTOFF:-$((context < 20480 ? context : 20480))}
     pack=${PACK:-$((context < 30000 ? context : 32768))}
-    say "$ranks x $gib GiB: ${how[*]:-all weights, on the GPUs}, context $context," \
-        "${share} of each GPU for the engine"
+    [[ ${DRY:-} == parse ]] || say "$ranks x $gib GiB: ${how[*]:-all weights, on the GPUs}," \
+        "context $context, $share of each GPU for the engine"
 }
 
 # rate LR   ten times as large with LoRA (runtime.py, add_adapters)
@@ -136,12 +136,18 @@ for name, line in stages:
     except SystemExit:
         sys.exit(f"run.sh: so stage {name} would fail; nothing has run yet")'
 
-# parse_flags WORD...   the stages' flags, FLAGS_STAGE included, before the first of them runs
+# parse_flags WORD...   the stages' flags, FLAGS_STAGE included, before the first of them runs;
+# with DRY=1 only where there are such, because it takes seconds
 parse_flags() {
-    [[ -z ${DRY:-} ]] || return 0
     local command=("$@") dry
+    case ${DRY:-} in
+        "") ;;
+        parse) return ;;
+        *) [[ $(compgen -e FLAGS_) ]] || return 0
+            usable || { say "without .venv FLAGS_* are not checked"; return; } ;;
+    esac
     [[ ${2:-} != preflight ]] || command=("$1")
-    dry=$(DRY=1 bash run.sh "${command[@]}") || exit $?
+    dry=$(DRY=parse bash run.sh "${command[@]}") || exit $?
     python -c "$parse" <<<"$dry" || exit 2
 }
 

@@ -19,6 +19,7 @@ import evaluate
 import runtime
 import synth
 from format_plan import itinerary
+from sandbox import Database
 from tiny.__main__ import main as tiny
 from travel import leaderboard
 
@@ -158,7 +159,8 @@ def test_a_model_with_missing_misshapen_or_broken_weights_is_neither_trained_nor
 
 @pytest.mark.parametrize("change, said", [
     ({"architectures": ["Qwen2ForSequenceClassification"]}, "not a causal language model"),
-    ({"architectures": ["BertModel"]}, "is a BertModel, not a causal language model")])
+    ({"architectures": ["BertModel"]}, "is a BertModel, not a causal language model"),
+    ({"model_type": "t5", "is_encoder_decoder": True}, r"is an encoder-decoder \(t5\)")])
 def test_a_model_of_another_kind_is_refused(tiny_model, tmp_path, change, said):
     with pytest.raises(ValueError, match=said):
         runtime.check_model(changed(tiny_model, tmp_path / "m", **change))
@@ -195,6 +197,40 @@ def test_a_path_that_is_no_folder_is_not_looked_for_on_the_hub(tiny_model):
      "message 3 has the role 'assistant', not user or result")])
 def test_what_is_wrong_with_a_conversation_names_the_message(messages, said):
     assert re.match(said or "$", runtime.talk_fault(messages))
+
+
+EXITS = """
+from calculator import Calculator
+
+def leave(*_):
+    raise SystemExit(0)
+
+def open_world(args):
+    world = Calculator()
+    world.MEMBER = leave
+    return world
+"""
+
+
+@pytest.mark.parametrize("member", ["load_task", "episode", "verdict", "reward", "open_world",
+                                    "SystemExit while it is imported"])
+def test_a_world_that_exits_is_one_line_that_names_it(tmp_path, monkeypatch, member):
+    monkeypatch.chdir(tmp_path)
+    name, text = f"{member.split()[0]}_world.py", {
+        "open_world": "def open_world(args):\n    raise SystemExit(0)",
+        "SystemExit while it is imported": "raise SystemExit(0)"}
+    Path(name).write_text(text.get(member, EXITS.replace("MEMBER", member)))
+    Path("tasks.jsonl").write_text('{"id": "a", "query": "2 + 3", "sum": 5}\n')
+    said = refused(evaluate.main, "--env", name, "--tasks", "tasks.jsonl", "--check")
+    assert f"--env {name}: {member}" in said and "SystemExit" in said
+
+
+def test_a_folder_in_the_place_of_the_index_is_named(tmp_path):
+    shutil.copytree(ROOT / "database" / "mini", tmp_path / "mini",
+                    ignore=shutil.ignore_patterns("*.index*"))
+    (tmp_path / "mini" / "sandbox.index").mkdir()
+    with pytest.raises(ValueError, match=r"sandbox\.index is a folder where the index belongs"):
+        Database(tmp_path / "mini")
 
 
 # ------------------------------------------------------------------------------- one line, and 130
@@ -262,6 +298,19 @@ def test_a_stage_does_not_overwrite_a_model_that_it_did_not_train(stage, tiny_mo
     said = train("sft.py", folder, "--steps 1 --model", tiny_model, "--data", episodes, status=1)
     assert "already holds a model, which was not trained there" in said
     assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("program", ["sft.py", "grpo.py", "arpo.py", "dpo.py",
+                                     "-m toolstar.retriever"])
+def test_an_interrupt_while_torch_loads_is_one_line(tmp_path, program):
+    (tmp_path / "torch.py").write_text("import os, signal, time\n"
+                                       "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    done = subprocess.run(
+        [sys.executable, *program.split()], cwd=ROOT, text=True, capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT)  # 130 in a shell, both
+    assert re.fullmatch(r"\w+\.py: interrupted\n", done.stderr)
 
 
 def test_a_missing_environment_names_the_line_to_type(tmp_path):

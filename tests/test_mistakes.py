@@ -519,19 +519,22 @@ def test_a_full_disk_behind_the_output_is_a_line(desk, words):
     check(1, said[1].splitlines(), "No space left on device; free some space")
 
 
-def test_an_interrupt_of_synth_is_a_line_and_leaves_nobody(desk):
+@pytest.mark.parametrize("end, said", [(signal.SIGINT, "interrupted"),
+                                       (signal.SIGTERM, "stopped by SIGTERM")])
+def test_an_end_of_synth_is_a_line_and_leaves_nobody(desk, end, said):
     # a shell has its background commands ignore interrupts, and these tests may be in one
     running = start(f"synth.py tasks --n 100000 --out {desk}/new.jsonl --workers 2",
                     start_new_session=True,
                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not (desk / "new.jsonl").exists():
         time.sleep(0.1)
-    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the workers, too
-    _, said = running.communicate(timeout=60)
-    check(running.returncode, said.splitlines(), "synth.py: interrupted; what was saved is kept",
-          codes=(130,))
+    os.killpg(running.pid, end)  # as a terminal does: to the workers, too
+    _, lines = running.communicate(timeout=60)
+    check(running.returncode, lines.splitlines(), f"synth.py: {said}; what was saved is kept",
+          codes=(128 + end,))
     assert gone(running.pid)
     assert not list(desk.glob(".new*"))
+    assert runtime.read_jsonl(desk / "new.jsonl"), "every line is whole: the same command resumes"
 
 
 @pytest.mark.slow
@@ -587,6 +590,7 @@ def test_a_bench_says_what_its_flags_are(path):
     ("tiny", {"FLAGS_eval": "--limit 0"}, "--limit: '0' must be a whole number, 1 or more"),
     ("tiny", {"FLAGS_rll": "--lr 1"}, "FLAGS_rll is of no stage that runs here: val-tasks, "),
     ("tool-tiny", {"FLAGS_facts": "--worlds x"}, " facts: argument --worlds: 'x' must be"),
+    ("tiny", {"FLAGS_rl": "--lrr 1", "DRY": "1"}, "grpo.py: unrecognized arguments: --lrr 1"),
 ])
 def test_run_sh_says_a_mistake_before_its_first_stage(tmp_path, words, variables, said):
     for path in ROOT.iterdir():

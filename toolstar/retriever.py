@@ -32,6 +32,9 @@ from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 
+import runtime  # noqa: F401, first: it words Ctrl-C while torch loads
+
+# isort: split
 import numpy as np
 import torch
 

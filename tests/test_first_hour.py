@@ -212,14 +212,13 @@ def open_world(args):
 """
 
 
-@pytest.mark.parametrize("member", ["load_task", "episode", "verdict", "reward", "open_world",
-                                    "SystemExit while it is imported"])
+@pytest.mark.parametrize("member", ["load_task", "episode", "verdict", "reward", "open_world"])
 def test_a_world_that_exits_is_one_line_that_names_it(tmp_path, monkeypatch, member):
     monkeypatch.chdir(tmp_path)
-    name, text = f"{member.split()[0]}_world.py", {
-        "open_world": "def open_world(args):\n    raise SystemExit(0)",
-        "SystemExit while it is imported": "raise SystemExit(0)"}
-    Path(name).write_text(text.get(member, EXITS.replace("MEMBER", member)))
+    name, text = f"{member}_world.py", EXITS.replace("MEMBER", member)
+    if member == "open_world":
+        text = "def open_world(args):\n    raise SystemExit(0)"
+    Path(name).write_text(text)
     Path("tasks.jsonl").write_text('{"id": "a", "query": "2 + 3", "sum": 5}\n')
     said = refused(evaluate.main, "--env", name, "--tasks", "tasks.jsonl", "--check")
     assert f"--env {name}: {member}" in said and "SystemExit" in said

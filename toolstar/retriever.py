@@ -32,13 +32,13 @@ from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 
-import runtime  # noqa: F401, first: it words Ctrl-C while torch loads
+import runtime  # first: it words Ctrl-C while torch loads
 
 # isort: split
 import numpy as np
 import torch
 
-from runtime import COUNT, PORT, Parser, errors_name, lock_folder, progress, run, write_text
+from runtime import COUNT, PORT, Parser, errors_name, lock_folder, progress, write_text
 
 # Shapes: n queries, N passages, D numbers in a vector, L tokens of a text, k hits.
 
@@ -588,7 +588,8 @@ def flags(argv=None):
 def main(argv=None):
     args = flags(argv)
     command = {"index": build_index, "serve": serve}[args.command]
-    run("toolstar.retriever", import_index if getattr(args, "vectors", None) else command, args)
+    runtime.run("toolstar.retriever",
+                import_index if getattr(args, "vectors", None) else command, args)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ Measure agents: play the tasks of a world with any agent, judge the answers, and
 [1] STAR, arXiv:2603.21972 app. D
 
 Reads   tasks, ours or as published; checkpoints, which are HF folders or hub names
-Writes  OUT/AGENT/episodes.jsonl, settings.json, scores.json; OUT/table.md. A rerun plays only what
-        OUT lacks
+Writes  OUT/AGENT/episodes.jsonl, settings.json, scores.json; OUT/table.md. A rerun plays only the
+        episodes that OUT lacks
 
     python evaluate.py --model base=A sft=out/sft rl=out/rl --tasks data/val.jsonl --out out/eval
     python evaluate.py --model out/rl --tasks data/val.jsonl --limit 1 --show
@@ -36,8 +36,8 @@ import runtime
 from runtime import AMOUNT, COUNT, NATURAL, PART, ChatError, Help, Parser, Refused, web_address
 
 STOPS = ("answer", "format", "turns", "context")
-MANY = 8  # refused plays in a row that raise a doubt about the endpoint
-COUNTS = ("reward", "turns", "calls", "tokens")  # means of numbers; all other lines are shares
+MANY_REFUSALS = 8  # after so many refused plays in a row, check that the endpoint works at all
+COUNTS = ("reward", "turns", "calls", "tokens")  # lines of the table that are not percentages
 SETTINGS = ("env", "temperature", "top_p", "max_context", "max_turns", "max_tokens", "lenient",
             "seed")
 
@@ -50,14 +50,15 @@ def play(generate, episodes, concurrency=8, max_context=math.inf, max_tokens=0, 
     Every episode has its own thread, so that a slow reply delays nobody else. After a failure no
     new episode starts; those that still end are yielded before it is raised.
 
-    Refused episodes wait until another one ends otherwise. If as many in a row are refused as play
-    at once, or all that are left, blame() decides whether that is the endpoint's failure; then
-    they are not yielded, and the next run plays them again. worked: an earlier run had others.
+    A refused episode is held back until another one ends normally. If `concurrency` episodes in a
+    row are refused (MANY_REFUSALS at least), or all that remain, blame() decides whether the
+    endpoint is at fault. If so, the refused episodes are not yielded, and the next run plays them
+    again. worked: whether an earlier run has episodes that were not refused.
     """
     waiting, refused, failure, episodes = set(), [], None, iter(episodes)
     with ThreadPoolExecutor(concurrency) as pool:
         while True:
-            stopped = failure or len(refused) >= max(MANY, concurrency)
+            stopped = failure or len(refused) >= max(MANY_REFUSALS, concurrency)
             for episode in islice(episodes, 0 if stopped else concurrency - len(waiting)):
                 waiting.add(pool.submit(play_one, generate, episode, max_context, max_tokens))
             if not waiting and (failure or not refused):
@@ -81,8 +82,8 @@ def play(generate, episodes, concurrency=8, max_context=math.inf, max_tokens=0, 
 
 
 def blame(generate, episode, worked):
-    """The ChatError of an endpoint that refused every play, or that now refuses even a greeting
-    with the system prompt of this refused episode; None if it refuses some requests only."""
+    """A ChatError if the endpoint has refused every play, or now refuses even a greeting under the
+    system prompt of this refused episode; None if it only refuses some requests."""
     if not worked:
         return ChatError(f"every play was refused, the last one so: {episode.refusal}")
     try:
@@ -92,13 +93,13 @@ def blame(generate, episode, worked):
 
 
 def play_one(generate, episode, max_context=math.inf, max_tokens=0):
-    """Play one episode to its end. max_context: tokens of the episode, as the endpoint counts;
-    max_tokens: the limit of a reply that generate asks for."""
+    """Play one episode to its end. max_context: most tokens of the episode, as the endpoint counts
+    them; max_tokens: most tokens of a reply, as generate requests."""
     while not episode.stop:
         try:
             reply = generate(episode.messages)
         except Refused as error:
-            # at least, because the tokens of the last observation are unknown
+            # a lower bound: the number of tokens in the last observation is unknown
             sent = (getattr(episode, "tokens", 0) or 0) + max_tokens
             full = isinstance(error, runtime.NoRoom) or error.may_be_length and sent >= max_context
             episode.stop, episode.refusal = "context" if full else "refused", str(error)
@@ -124,8 +125,8 @@ def play_replies(world, episode):
 def ask_person(messages, stops=()):
     """generate(messages) that shows the last message and reads a reply from the terminal."""
     shown = "\n\n".join(one["content"] for one in messages[-1 if len(messages) > 2 else 0:])
-    print(f"\n{shown}\n\n<tool_call>...</tool_call> or <answer>...</answer>, "
-          "over as many lines as you like:", file=sys.stderr)
+    print(f"\n{shown}\n\nType <tool_call>...</tool_call> or <answer>...</answer>, on one line or "
+          "several:", file=sys.stderr)
     text = input("> ")
     while not text.rstrip().endswith(("</answer>", "</tool_call>", *stops)):
         text += "\n" + input()
@@ -275,8 +276,8 @@ def plays_of(rows):
 
 
 def pass_at(plays):
-    """{"pass@k": probability that one of k plays of a task succeeds} for k = 1, 2, 4, .. n; {} for
-    n = 1.
+    """{"pass@k": probability that at least one of k plays of a task succeeds}, k = 1, 2, 4, .. n;
+    {} if n = 1.
 
     plays: {task id: its n plays' success}. If c of n plays succeed, all of k fail with probability
     C(n - c, k) / C(n, k), an unbiased estimate (arXiv:2107.03374 eq. 1).
@@ -301,8 +302,8 @@ def interval(values, least=0.0, rounds=10_000):
 
 
 def widened(low, high, n, least=0.0):
-    """A bootstrap interval over n values. If all values are equal, the bootstrap has no width: use
-    that of the binomial interval for 0 of n."""
+    """A bootstrap interval over n values. If all values are equal, the bootstrap has no width: take
+    the width of the binomial interval for 0 successes of n."""
     width = 1 - 0.025 ** (1 / n) if high - low < 1e-12 else 0.0
     return [float(max(least, low - width)), float(min(1.0, high + width))]
 
@@ -387,13 +388,13 @@ def flags(argv=None):
     add("--agent", choices=("model", "solver", "person"), default="model",
         help="model: --model plays; solver: the world's exact solver; person: you, in the terminal")
     add("--url", type=web_address, metavar="URL",
-        help="let an OpenAI-compatible endpoint play instead of vLLM, such as http://host:8000/v1; "
-        "thoughts that its reasoning parser sends apart are put in front of the replies as "
-        "<think>...</think>; run it without a tool parser")
+        help="let an OpenAI-compatible endpoint play instead of vLLM, such as http://host:8000/v1. "
+        "Run it without a tool parser; thoughts that a reasoning parser has split off are put back "
+        "in front of the reply as <think>...</think>")
     add("--key", metavar="FILE", help="file with the endpoint's API key")
     add("--tp", type=COUNT, default=1, help="GPUs per engine (tensor parallel)")
-    add("--processes", type=NATURAL, default=0, help="engines that share the tasks; the table does "
-        "not depend on it; 0: as many as --tp fits into the GPUs, and one on a CPU")
+    add("--processes", type=NATURAL, default=0, help="number of engines that share the tasks; the "
+        "results do not depend on it; 0: one per --tp GPUs, or one on a CPU")
     add("--gpu-memory", type=PART, default=0.9, help="share of a GPU's memory that vLLM may fill")
     add = p.add_argument_group("tasks").add_argument
     add("--tasks", metavar="FILE|DIR|HUB_ID", help="tasks, ours or as published; with --split, a "
@@ -408,13 +409,13 @@ def flags(argv=None):
     add = p.add_argument_group("play").add_argument
     add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")
     add("--top-p", type=PART, default=0.95, help="nucleus sampling [1]")
-    add("--max-context", type=COUNT, default=32768, help="tokens per episode [1]")
-    add("--max-turns", type=COUNT, default=60, help="tool calls per episode, then an answer [1]")
-    add("--max-tokens", type=NATURAL, default=4096, help="tokens per reply; 0: no limit but the "
-        "context, and --url is sent none")
+    add("--max-context", type=COUNT, default=32768, help="most tokens of an episode [1]")
+    add("--max-turns", type=COUNT, default=60, help="most tool calls, then an answer [1]")
+    add("--max-tokens", type=NATURAL, default=4096, help="most tokens of a reply; 0: no limit "
+        "other than the context; a --url is then sent no limit")
     add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
-        "format and continue; without it that ends the episode, as in training and in [1]")
-    add("--concurrency", type=COUNT, default=64, help="episodes in flight")
+        "format, and continue; otherwise such a reply ends the episode, as in training and in [1]")
+    add("--concurrency", type=COUNT, default=64, help="most episodes that play at a time")
     add("--seed", type=int, default=0, help="seed of the sampling and of the world")
     add = p.add_argument_group("output").add_argument
     add("--check", action="store_true", help="only check the world: load the tasks, play one "
@@ -508,7 +509,7 @@ def play_agent(args, folder, settings, tasks):
     worked = any(row["stop"] != "refused" for row in done.values())
     rows, wins, counted = partial(play_rows, args, folder.name, settings["model"], worked), [], None
     if args.agent != "person":  # a person needs this process's terminal
-        rows = partial(apart, "evaluate.py", rows, args=args)
+        rows = partial(in_processes, "evaluate.py", rows, args=args)
     bar = None
     for row in rows(left) if left else ():
         bar = bar or runtime.progress(None, folder.name, len(tasks), len(tasks) - len(left))
@@ -561,8 +562,8 @@ def player(args, path, world, tasks, worked=False):
         return play(partial(ask_person, stops=world.stops), episodes, 1)
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url and world.stops:
-        raise ValueError("--url plays by turns, but here results stand inside a reply (grammar "
-                         "tags): play the checkpoint in vLLM, without --url")
+        raise ValueError("--url cannot play with grammar tags, which put the tools' results inside "
+                         "a reply: play the checkpoint in vLLM, without --url")
     generate = args.url and partial(runtime.chat, args.url, path, **sampling,
                                     api_key=runtime.read_key(args.key))
     asks = world.open_helpers(generate) if hasattr(world, "open_helpers") else None
@@ -574,9 +575,9 @@ def player(args, path, world, tasks, worked=False):
                      concurrency=args.concurrency, stops=world.stops, slow=world.slow, asks=asks)
 
 
-def apart(program, rows_of, tasks, args):
-    """Yield the rows of rows_of(tasks) from --processes processes, each with a share of the tasks:
-    only the end of a process frees all of an engine's memory."""
+def in_processes(program, rows_of, tasks, args):
+    """Yield the rows of rows_of(tasks), computed by --processes processes with a share of the tasks
+    each. Even one engine needs a process, because only its end frees all of an engine's memory."""
     if args.url:  # there is no engine here
         yield from rows_of(tasks)
         return
@@ -605,7 +606,7 @@ def apart(program, rows_of, tasks, args):
                         yield row
                     else:
                         errors.append(row)
-    finally:  # a caller that fails, because the disk is full say, does not wait for the players
+    finally:  # if the caller fails, on a full disk for example, it need not wait for the players
         for child in children:
             child.terminate()
             child.join()
@@ -674,8 +675,8 @@ def evaluate(args):
 
 
 def answer_query(args, world):
-    """Play a query that no task file has, and print each agent's episode."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in apart
+    """Play the query of --ask, and print each agent's episode."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in in_processes
     task = {"id": "ask", "query": args.ask}
     agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
     for name, path in agents.items():

@@ -205,7 +205,7 @@ def play_model(args, folder, settings, tasks):
     print(f"{folder.name}: {begun} of {len(tasks)} questions played", file=sys.stderr)
     worked = any(verdict.stop != "refused" for verdict in done.values())
     played = partial(play_questions, args, folder.name, settings["model"], worked)
-    rows = evaluate.apart("qa_eval.py", played, left, args)
+    rows = evaluate.in_processes("qa_eval.py", played, left, args)
     right = 0.0
     bar = runtime.progress(rows if left else (), folder.name, len(tasks), begun)
     for i, row in enumerate(bar, 1):

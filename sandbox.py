@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 # ---------------------------------------------------------------- protocol
 
-PROMPTS = Path(__file__).parent / "database" / "prompts"  # what models are told
+PROMPTS = Path(__file__).parent / "database" / "prompts"  # texts that models are given
 SHORT_PROMPT = (
     'You plan trips with tools. Reply <think>...</think><tool_call>{"name": ..., "arguments": '
     '{...}}</tool_call> or <think>...</think><answer>...</answer>.')
@@ -114,13 +114,14 @@ def final_turn(thought, answer):
 class Episode:
     """One play of a task.
 
-    max_turns: replies that get an observation; one more may answer. system_prompt: by default
-    database/prompts/system.txt. strict: a reply that breaks the protocol ends the episode,
-    otherwise the agent is told. parse: reply -> Action.
+    max_turns: how many replies get an observation; one more reply may answer. system_prompt: by
+    default database/prompts/system.txt. strict: whether a reply that breaks the protocol ends the
+    episode; if not, its observation tells the agent what was wrong. parse: reply -> Action.
     """
 
-    tokens = asked = observation_tokens = 0  # set by players: of the whole episode, up to the last
-    # reply, of the last observation
+    # numbers of tokens, set by the player: in the episode, before the last reply, in the last
+    # observation
+    tokens = asked = observation_tokens = 0
     rewritten = None  # set by a world whose helpers change earlier messages (toolstar/)
 
     def __init__(self, task, sandbox, max_turns=60, system_prompt=None, strict=True,
@@ -139,7 +140,8 @@ class Episode:
         return None if action is None else self.finish(self.act(action))
 
     def begin(self, reply):
-        """Take a reply -> the Action to answer with an observation, or None at the end."""
+        """Take a reply -> the Action that needs an observation, or None if the episode has ended.
+        """
         if self.stop:
             return None
         self.messages.append({"role": "assistant", "content": reply})
@@ -160,7 +162,7 @@ class Episode:
         return action
 
     def act(self, action):
-        """The observation of an action. May run in a thread, so it does not change the episode."""
+        """The observation of an action. It may run in a thread, so it changes nothing here."""
         if action.kind == "error":
             return (f"Error: {action.why}. "
                     "Reply with one thought, then one tool call or the answer.")
@@ -205,7 +207,7 @@ REQUIRED = {  # what the error message asks for; "city" for all other tools
     "SearchFlight": "departure, destination and date",
     "GoogleDistanceMatrix": "departure, destination and mode",
     "SearchCity": "state"}
-LISTS = {  # {tool: table, the observation's word for a row, its prefix of the city, a row}
+LISTS = {  # {tool: (table, word for a row, word before the city, form of a row)}
     "SearchAccommodation": (
         "hotels", "accommodation", "",
         "%s. [%s] $%s. Room Type: %s, House Rules: %s, Minimum Nights: %s, "
@@ -227,7 +229,8 @@ def list_rows(template, rows):
 
 
 def compare(value, rows):
-    """Raise pandas' error for comparing a column with a list of another length: agents see it."""
+    """Raise the error of pandas for comparing a column with a list of another length, because the
+    benchmark's tools show it to agents."""
     if isinstance(value, list) and len(value) != rows:
         raise ValueError("Lengths must match to compare", (rows,), (len(value),))
 
@@ -242,15 +245,15 @@ class Sandbox:
         self.draws = self.failures = 0
 
     def call(self, name, arguments):
-        """The observation of a tool call. It never raises, but says what is wrong with a call."""
+        """The observation of a tool call. A wrong call never raises: the observation says why."""
         if not isinstance(name, str) or name not in self.tools:
             shown = name[:80] if isinstance(name, str) else type(name).__name__
             return f"Error: there is no tool {shown!r}. The tools are {', '.join(ARGUMENTS)}."
         if self.failure_rate and self._fails():
             return f"Error: Current tool {name} is not available."
         try:
-            # like the reference: `in` and [] on whatever the model wrote, and Python's own message
-            # if that fails
+            # as the reference does: use `in` and [] on whatever the model wrote, and show Python's
+            # own message if that fails
             if not all(argument in arguments for argument in ARGUMENTS[name]):
                 return f"Invalid parameters. Please provide {REQUIRED.get(name, 'city')}."
             values = [arguments[argument] for argument in ARGUMENTS[name]]
@@ -346,7 +349,7 @@ City = namedtuple("City", "city state")
 
 
 class Distance(namedtuple("Distance", "duration distance origin destination")):
-    """A road of "10 hours 55 mins" and "1,144 km"; both are "" if unknown."""
+    """A road: a duration like "10 hours 55 mins" and a distance like "1,144 km", "" if unknown."""
 
     @property
     def km(self):
@@ -437,10 +440,10 @@ def read_table(path, table):
 # ---------------------------------------------------------------- index
 # An SQLite file with a table per CSV. A line has a key and all `rows` of that key, in file order,
 # as JSON. `numbers` finds a flight's line by its number; `about` says which CSVs the index was made
-# of. Names are listed in the order of their first occurrence, as in every answer that lists names.
+# of. Names are in the order of their first occurrence, and answers list them in this order.
 
 def identity(sources):
-    """What an index was made of: if any of this changes, it is built again."""
+    """What identifies the CSVs of an index: if any of it changes, the index is built again."""
     stats = [(path.name, path.stat()) for path in sources.values()]
     return json.dumps([3, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)])
 
@@ -477,7 +480,7 @@ def write_index(path, sources):
     if path.is_dir():
         raise ValueError(f"{path} is a folder where the index belongs: remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    for old in path.parent.glob(path.name + ".*.tmp"):  # a killed writer's; no build takes an hour
+    for old in path.parent.glob(path.name + ".*.tmp"):  # of killed writers: no build takes an hour
         with contextlib.suppress(FileNotFoundError):
             if time.time() - old.stat().st_mtime > 3600:
                 old.unlink()
@@ -550,7 +553,7 @@ class Database:
         self.attraction_cities = self._names("SELECT city FROM attractions")
 
     def __reduce__(self):
-        """An episode in a checkpoint names its database, which is opened again."""
+        """Pickle the folder's name alone: loading a checkpoint opens the database again."""
         return type(self), (self.folder,)
 
     def of(self, task):
@@ -648,7 +651,7 @@ class Country:
 
 
 def open_database(path=None):
-    """The Database or Country at `path`, else at $STAR_DATABASE, else the small one that ships."""
+    """The Database or Country at `path`, else at $STAR_DATABASE, else in database/mini."""
     default = Path(__file__).parent / "database" / "mini"
     folder = Path(path or os.environ.get("STAR_DATABASE") or default)
     folders = [each for each in folder.glob("world-*") if each.is_dir()]
@@ -667,9 +670,9 @@ def check(folder):
             print(f"{name:12} missing: copy {table.file} to {folder / table.subfolder}")
         elif database:
             rows, kept = database.counts[name]
-            whole = (rows, kept) == (table.records, table.kept)
+            same = (rows, kept) == (table.records, table.kept)
             print(f"{name:12} {rows:10,} {table.records:10,} {kept:10,} {table.kept:10,}"
-                  + ("" if whole else "  different: a part of the table, or another world"))
+                  + ("" if same else "  different: a part of the table, or another world"))
     print(f"index: {database.index}" if database else HELP)
     for city in database.hotel_cities[:1] if database else ():
         for name in ("SearchRestaurant", "SearchAttraction", "SearchAccommodation"):

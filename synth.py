@@ -412,7 +412,7 @@ def queries(args, todo):
             if answered:
                 yield from refused
                 refused = []
-            elif len(refused) >= max(evaluate.MANY, args.concurrency):
+            elif len(refused) >= max(evaluate.MANY_REFUSALS, args.concurrency):
                 break
     if refused:
         raise ChatError(f"every task was refused, the last one so: {refused[-1]['said']}")

@@ -11,9 +11,10 @@ from conftest import SEED, Plain, flags_of, train, train_broken, weights
 
 import dpo
 import sft
+from evaluate import play_replies
 from runtime import read_jsonl, write_jsonl
 from toolstar import pairs as pairs_of
-from travel.world import Travel, play_solver
+from travel.world import Travel
 
 DPO = """--batch 4 --steps 8 --lr 1e-4 --save-every 1 --val-every 3 --resume --pack-tokens 400
          --cutoff 400"""
@@ -380,7 +381,7 @@ def test_pairs_of_the_travel_world_are_trained_on(mini, trip, tiny_model, tmp_pa
     for name, wrong in ("w", "no trip"), ("x", "Day 1: nothing"):
         task = trip[0] | {"id": name}
         solved, failed = (world.episode(task, 0, played) for _ in range(2))
-        play_solver(mini, solved)
+        play_replies(world, solved)
         failed.step(f"<think>why?</think><answer>{wrong}</answer>")
         for episode in (solved, failed):
             plan, score, strict = world.verdict(episode)

@@ -291,8 +291,8 @@ def test_without_a_file_to_convert_the_flags_are_named(tmp_path):
 def test_without_pyarrow_parquet_is_one_line_that_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "rl.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as where it is not installed
-    with pytest.raises(SystemExit, match=r"rl.parquet: reading parquet needs pyarrow \(pip install pyarrow"
-                                         r"\).*jsonl") as error:
+    with pytest.raises(SystemExit, match=r"rl.parquet: reading parquet needs pyarrow "
+                                         r"\(pip install pyarrow\).*jsonl") as error:
         tir.main(["convert", "--rl", str(tmp_path / "rl.parquet"), "--out", str(tmp_path / "p")])
     assert "\n" not in str(error.value)
 

@@ -123,8 +123,8 @@ def test_a_process_that_fails_stops_the_run_and_loses_no_row_of_the_others(
 def test_a_caller_that_stops_early_leaves_no_process_behind(tasks, tmp_path):
     words = f"--agent solver --tasks {tasks} --out {tmp_path} --processes 3"
     args = evaluate.flags(words.split())
-    rows = evaluate.apart("evaluate.py", partial(evaluate.play_rows, args, "solver", None, False),
-                          runtime.load_tasks(tasks, load_task), args)
+    play = partial(evaluate.play_rows, args, "solver", None, False)
+    rows = evaluate.in_processes("evaluate.py", play, runtime.load_tasks(tasks, load_task), args)
     assert next(row for row in rows if row)["score"]["success"] == 1
     rows.close()
     assert not multiprocessing.active_children()

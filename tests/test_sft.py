@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import runtime
 import sft
+from evaluate import play_replies
 from runtime import read_jsonl, write_jsonl
 from sandbox import Episode, Sandbox
-from travel.world import load_task, play_solver
+from travel.world import Travel, load_task
 
 EPISODE = [
     {"role": "system", "content": "You plan trips."},
@@ -276,7 +277,7 @@ def test_a_checkpoint_of_other_ranks_is_refused_in_one_sentence(one_rank, tmp_pa
 
 def test_an_official_episode_takes_a_step_whole(official, test_data, tiny_model, tmp_path):
     task = load_task(read_jsonl(test_data / "travelplanner" / "val_102.jsonl")[0])
-    episode = play_solver(official, Episode(task, Sandbox(official)))
+    episode = play_replies(Travel(official), Episode(task, Sandbox(official)))
     write_jsonl(tmp_path / "solved.jsonl", [episode.record()])
     train("sft.py", tmp_path / "sft", "--model", tiny_model, "--data", tmp_path / "solved.jsonl",
           "--batch 1 --steps 1 --no-checkpointing")

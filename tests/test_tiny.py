@@ -18,6 +18,7 @@ import pytest
 
 import runtime
 import synth
+from evaluate import play_replies
 from runtime import load_tasks, read_jsonl, write_jsonl
 from sandbox import open_database, parse
 from tiny import worlds
@@ -25,7 +26,7 @@ from tiny.__main__ import main
 from tiny.drills import drill_weighing, is_possible
 from travel import solver
 from travel.constraints import score
-from travel.world import LEVELS, Travel, play_solver
+from travel.world import LEVELS, Travel
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 TABLES = {"clean_accommodations_2022.csv": ("NAME", "city"),
@@ -291,7 +292,7 @@ def test_a_task_of_many_worlds_is_played_and_judged_in_its_own(country):
     assert {task["world"] for task in tasks} == set(world.database.worlds)
     for task in tasks:
         assert task["org"] in world.database.worlds[task["world"]].cities
-        episode = play_solver(world.database, world.episode(task, 0, args))
+        episode = play_replies(world, world.episode(task, 0, args))
         assert world.verdict(episode)[2] == 1
 
 

@@ -337,7 +337,7 @@ def play_missing(args, folder, settings, tasks, tools):
         worked = any(row["stop"] != "refused" for row in rows.values())
         rows_of = partial(play_samples, args, worked)
         if args.model:
-            rows_of = partial(evaluate.apart, "toolstar.tir", rows_of, args=args)
+            rows_of = partial(evaluate.in_processes, "toolstar.tir", rows_of, args=args)
         for row in runtime.progress(rows_of(todo) if todo else (), what, len(todo)):
             evaluate.keep_play(folder, settings, row, KEPT)
             rows[name_of(row["task"])] = row

@@ -167,11 +167,3 @@ class Travel:
         if "org" not in task:
             raise ValueError("the solver cannot plan tasks of the published test split")
         return solver_replies(task, self.database.of(task))
-
-
-def play_solver(database, episode):
-    """Play one episode with the solver."""
-    for reply in solver_replies(episode.task, database.of(episode.task)):
-        if episode.step(reply) is None:
-            break
-    return episode

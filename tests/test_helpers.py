@@ -454,7 +454,7 @@ def test_what_does_not_fit_into_the_engine_is_answered_at_once():
 
 
 def test_who_asks_where_nobody_plays_any_longer_is_let_go():
-    assert Asks(patience=0.1).ask("?", "seed", 9) == ("", 0, "nobody plays any longer")
+    assert Asks(patience=0.1).ask("?", "seed", 9) == ("", 0, "the player has stopped")
 
 
 def test_a_reply_that_is_cut_is_no_answer(make):
@@ -614,5 +614,5 @@ def test_no_world_summarises_pages_where_there_is_no_browser(tmp_path):
 
 
 def test_a_folder_without_episodes_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="is not there: name the folder of an agent"):
+    with pytest.raises(SystemExit, match="is not there: name an agent"):
         helpers.main(["table", f"a={tmp_path}"])

@@ -442,8 +442,8 @@ def test_the_server_listens_on_this_machine_alone(server):
 # ---------------------------------------------------------------- bad input
 
 @pytest.mark.parametrize("words, hint", [
-    (("facts", "--worlds", "1"), "--worlds must be 2 at least"),
-    (("facts", "--worlds", "999"), "names run out"),
+    (("facts", "--worlds", "1"), "--worlds must be at least 2"),
+    (("facts", "--worlds", "999"), "there are too few names"),
     (("facts", "--worlds", "2", "--places", "5"), "raise --places"),
     (("pages", "--database", "nowhere"), "no pages/")])
 def test_bad_input_is_one_line_that_names_the_fix_and_writes_nothing(words, hint, tmp_path):

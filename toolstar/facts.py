@@ -1,18 +1,19 @@
 """
-A tiny world of facts for the tools: its passages and pages, its tasks, episodes of a solver.
+A tiny world of facts for the tools: its passages, pages and tasks, and episodes of a solver.
 
-    (1) facts     worlds of invented places: passages to search, pages to browse, and tasks of five
-                  families, each with the tools it needs; sixty worlds to train in, one held out
-    (2) episodes  the solver plays tasks through the real tools. What it says stands in the question
-                  or in what a tool answered, so that a tiny model can copy it. Of a third it knows
-                  the answer by heart, as the teachers of real data do; its student cannot, and
-                  finds out in RL that it needs the tool
-    (3) drills    exercises in reading, for a base model
-    (4) pages     a web server for the pages, on this machine alone
+    (1) facts     write worlds of invented places: passages to search, pages to browse, and tasks
+                  of five families, each with the tools that it needs; 60 worlds to train in and one
+                  that is held out
+    (2) episodes  the solver plays tasks through the real tools. All that it says occurs in the
+                  question or in a tool's result, so that a tiny model can copy it. In a third of
+                  the tasks it answers from memory, as the teachers of real data do; the student
+                  does not know these answers, and must find out in RL that it needs the tool
+    (3) drills    write reading exercises, for a base model
+    (4) pages     serve the pages by HTTP, to this machine only
 
-Nothing that can be remembered helps in the held-out world: of names, people and blocks of ten
-numbers a fifth occur there and nowhere else, whatever the seed, questions' answers included, and so
-does a fifth of the wordings. The words that names are made of are the same everywhere.
+A model cannot solve the held-out world by memory: with any seed, one fifth of all names, of all
+people and of all blocks of ten numbers occur only there, also as answers, and so does one of the
+five wordings of each question. The words in names are the same in all worlds.
 
 Reads   database/words/names.txt, database/prompts/*-tiny.*; (2) tasks and a world's folder
 Writes  (1) OUT/train and OUT/val, worlds for --database: corpus.jsonl, pages/*.html, tools.json;
@@ -42,7 +43,7 @@ from runtime import (
 )
 from sandbox import PROMPTS, final_turn, turn
 
-# the forms of each sentence; of a question's five the last is asked in the held-out world alone
+# {kind of sentence: its wordings}; the last wording of a question is for the held-out world only
 FORMS = {name: [" ".join(form.split()) for form in re.split(r"\s/(?=\s)", forms)]
          for name, forms in entries(PROMPTS / "tools-tiny.txt").items()}
 POOLS = {name: words.split() for name, words in
@@ -52,7 +53,7 @@ ATTRIBUTES = {"sight": ("year", "height", "visitors", "keeper"),
               "town": ("year", "people", "mayor")}
 RANGES = {"year": (1100, 1999), "height": (10, 999), "visitors": (100, 9999), "people": (100, 9999)}
 NAMES = {"sight": ("sight words", "nouns", "sight nouns"), "town": ("prefixes", "nouns")}
-COMPUTE = {  # what is asked: the program, and what it comes to
+COMPUTE = {  # kind of word problem: (the program, a function of its numbers that gives the result)
     "boxes": ("{a} * {b} + {c}", lambda a, b, c, d: a * b + c),
     "prices": ("{a} * {b} + {c} * {d}", lambda a, b, c, d: a * b + c * d),
     "stock": ("{a} - {b} + {c}", lambda a, b, c, d: a - b + c),
@@ -60,23 +61,26 @@ COMPUTE = {  # what is asked: the program, and what it comes to
     "rest": ("({a} - {b}) * {c}", lambda a, b, c, d: (a - b) * c)}
 BOTH = {"subtract": ("{} - {}", lambda a, b: a - b), "add": ("{} + {}", lambda a, b: a + b),
         "divide": ("{} // {}", lambda a, b: a // b), "years": ("{} - {}", lambda a, b: a - b)}
-SLIPS = ("prnt", "pint", "prit")  # misspelt names, of which one episode in ten makes one
-# told: the attributes that its passage states; linked: the one for which it names a page, or None
+SLIPS = ("prnt", "pint", "prit")  # misspellings of print; one in ten episodes makes one
+# told: the attributes that its passage states; linked: an attribute on its page only, or None
 Place = namedtuple("Place", "name facts told linked")
 
 
 # ---------------------------------------------------------------- worlds
 
 def is_held_out(thing):
-    """Whether a name or a number belongs to the held-out world: of either a fifth do, of numbers
-    whole blocks of ten. One below ten is a digit, and no secret of either side."""
+    """Whether a name or a number belongs to the held-out world, as one fifth of them do.
+
+    The ten numbers with the same leading digits belong to the same side; numbers below ten are
+    never held out.
+    """
     if isinstance(thing, int):
         return thing > 9 and is_held_out(f"{thing // 10}x")
     return stable_draw(f"tools {thing}") % 5 == 0
 
 
 def draw_until(draw, held_out):
-    """What draw() gives first that belongs to this side."""
+    """The first draw() that is held out, or the first that is not."""
     return next(thing for thing in iter(draw, None) if is_held_out(thing) == held_out)
 
 
@@ -84,13 +88,13 @@ def draw_fact(rng, attribute, held_out):
     """A value as text: a number in the attribute's range, or the name of a person."""
     if attribute in RANGES:
         return str(draw_until(lambda: rng.randint(*RANGES[attribute]), held_out))
-    pools = POOLS["meal words"], POOLS["states"]  # of words in no place's name
+    pools = POOLS["meal words"], POOLS["states"]  # no place's name has these words
     return draw_until(lambda: " ".join(map(rng.choice, pools)), held_out)
 
 
 def draw_name(rng, names):
-    """The name of a town, of two words, or of a sight, of three. Most differ from one of the names
-    in a single word: who reads carelessly takes the one for the other."""
+    """The name of a town (two words) or of a sight (three). Most names differ from another one in a
+    single word, so that a careless reader confuses them. names: those drawn before."""
     kind = rng.choices(("sight", "town"), (5, 1))[0]
     words = [rng.choice(POOLS[pool]) for pool in NAMES[kind]]
     alike = [name.split() for name in names[-20:] if len(name.split()) == len(words)]
@@ -101,8 +105,8 @@ def draw_name(rng, names):
 
 
 def draw_places(rng, n, held_out, taken):
-    """The n places of a world, whose names are not among those taken; a sixth of them leave one
-    attribute to their page."""
+    """The n places of a world. taken: names to avoid, to which theirs are added. A sixth of the
+    places have one attribute on their page only."""
     places, names = [], []
     while len(places) < n:
         name = draw_until(lambda: draw_name(rng, names), held_out)
@@ -125,7 +129,7 @@ def state_fact(rng, place, attribute, subject="It"):
 
 
 def write_passage(rng, place, places, port):
-    """The passage of a place: what it tells, where the rest stands, a neighbour at times."""
+    """The passage of a place: its facts, the address of its page, sometimes a neighbour."""
     first, *rest = place.told
     said = [state_fact(rng, place, key) for key in rest]
     if place.linked:
@@ -142,7 +146,7 @@ def page_name(place):
 
 
 def write_page(rng, place, before, after):
-    """The page of a place: all that is known of it, and a fact of the place before."""
+    """The page of a place: all its facts, and one fact of the place before it."""
     links = [f'<a href="{page_name(other)}">{other.name}</a>' for other in (before, after)]
     told = [state_fact(rng, place, key, place.name) for key in place.facts]
     told.append(state_fact(rng, before, rng.choice(list(before.facts)), before.name))
@@ -152,13 +156,13 @@ def write_page(rng, place, before, after):
 
 
 def write_folder(rng, folder, worlds, port):
-    """Write the folder of one or more worlds: a corpus, pages, settings of the tools."""
+    """Write a folder for one or more worlds: corpus, pages and tools.json."""
     passages = [write_passage(rng, place, places, port) for places in worlds for place in places]
     rng.shuffle(passages)
     write_jsonl(folder / "corpus.jsonl",
                 [{"id": str(i), "contents": text} for i, text in enumerate(passages)])
     for old in (folder / "pages").glob("*.html"):
-        old.unlink()  # a page of another seed would be served, too
+        old.unlink()  # else a page of another seed would be served, too
     linked = [place for places in worlds for place in places if place.linked]
     for i, place in enumerate(linked):
         page = write_page(rng, place, linked[i - 1], linked[(i + 1) % len(linked)])
@@ -172,8 +176,8 @@ def write_folder(rng, folder, worlds, port):
 # ---------------------------------------------------------------- tasks
 
 def word_task(rng, key, held_out, gold, asks=(), program=None, **slots):
-    """A task: its question in one of the forms, of which the last is held out; its gold; and what
-    the solver goes by, the attributes of places that it asks for and the program it runs."""
+    """A task: its question in a random wording (the last one is held out), its gold, and what the
+    solver needs: asks, [[place, attribute]] to look up, and the program to run on their values."""
     number = rng.randrange(len(FORMS[key]) - (not held_out))
     return {"query": FORMS[key][number].format(**slots), "golds": [str(gold)],
             "check": "math" if str(gold).isdigit() else "qa", "template": f"{key} {number}",
@@ -195,8 +199,8 @@ def ask_compute(rng, places, held_out):
 
 
 def ask_fact(rng, places, held_out, linked=False):
-    """An attribute that a place's passage states, or (linked) that it leaves to its page: the
-    questions are alike, and nothing but the passage tells which it is."""
+    """A question about an attribute in a place's passage or, with linked, on its page. The two
+    kinds of question look the same; only the passage shows which one it is."""
     place = rng.choice(places)
     attribute = place.linked if linked else rng.choice(place.told)
     return attribute and word_task(rng, f"lookup {attribute}", held_out, place.facts[attribute],
@@ -204,14 +208,14 @@ def ask_fact(rng, places, held_out, linked=False):
 
 
 def ask_both(rng, places, held_out):
-    """Two places' attributes, and their difference, sum or ratio, which is a whole number."""
+    """A question about the difference, sum or (whole) ratio of an attribute of two places."""
     attribute = rng.choice(list(RANGES))
     kind = "years" if attribute == "year" else rng.choice(("subtract", "add", "divide"))
     program, value_of = BOTH[kind]
     telling = [place for place in places if attribute in place.told]
     if len(telling) < 2:
         return None
-    for _ in range(1000):  # of 200 pairs of heights one divides
+    for _ in range(1000):  # about one in 200 pairs of heights has a whole ratio
         asks = [(place, int(place.facts[attribute])) for place in rng.sample(telling, 2)]
         (first, a), (second, b) = asks
         gold = value_of(a, b)
@@ -224,7 +228,7 @@ def ask_both(rng, places, held_out):
 
 
 def ask_neither(rng, places, held_out):
-    """What the question itself answers: the larger of two numbers, a word of a name."""
+    """A question that contains its answer: the larger of two numbers, a word of a name."""
     kind, name = rng.choice(("larger", "smaller", "first", "last")), rng.choice(places).name
     a, b = (draw_until(lambda: rng.randint(10, rng.choice((99, 999))), held_out) for _ in "ab")
     first, *_, last = name.split()
@@ -234,7 +238,7 @@ def ask_neither(rng, places, held_out):
     return a != b and task | {"reason": f"the {kind} {things} is {gold}"}
 
 
-FAMILIES = {  # share in per cent, tools needed, how a task is drawn: None if there is none
+FAMILIES = {  # (percentage, tools needed, function that draws a task, or None if it fails)
     "compute": (30, ["python"], ask_compute), "lookup": (25, ["search"], ask_fact),
     "both": (25, ["search", "python"], ask_both),
     "page": (10, ["search", "browse"], partial(ask_fact, linked=True)),
@@ -242,15 +246,15 @@ FAMILIES = {  # share in per cent, tools needed, how a task is drawn: None if th
 
 
 def make_tasks(rng, n, part, places, held_out, asked):
-    """n tasks in the families' shares; no question is asked twice."""
+    """n tasks in the families' shares. asked: questions to avoid, to which theirs are added."""
     shares, tasks = portions(n, [share for share, *_ in FAMILIES.values()]), []
     for (family, (_, needs, ask)), share in zip(FAMILIES.items(), shares, strict=True):
         for _ in range(share):
             draws = (ask(rng, places, held_out) for _ in range(2000))
             task = next((task for task in draws if task and task["query"] not in asked), None)
             if task is None:
-                raise ValueError(f"too few places for {n} tasks of {part}: no new one of {family} "
-                                 f"found; raise --places and --held-out, or lower --{part}")
+                raise ValueError(f"too few places for {n} tasks of {part}: found no new question "
+                                 f"of {family}; raise --places and --held-out, or lower --{part}")
             asked.add(task["query"])
             tasks.append({"family": family, "needs": needs, **task})
     rng.shuffle(tasks)
@@ -259,12 +263,12 @@ def make_tasks(rng, n, part, places, held_out, asked):
 
 def facts(args):
     """Write the worlds and the tasks. SFT asks about the places of two thirds of the training
-    worlds and RL about the others: it is not paid for what SFT could have learnt by heart."""
+    worlds and RL about the others, so that RL pays for no fact that SFT may have memorised."""
     if args.worlds < 2:
-        raise ValueError("--worlds must be 2 at least: SFT and RL ask about worlds of their own")
+        raise ValueError("--worlds must be at least 2: SFT and RL ask about different worlds")
     if args.worlds * args.places > 12_000 or args.held_out > 2000:
-        raise ValueError("names run out above 12,000 places to train on (--worlds times --places) "
-                         "and above 2,000 of --held-out")
+        raise ValueError("there are too few names: --worlds times --places may be at most 12,000, "
+                         "and --held-out 2,000")
     out, rng, taken = Path(args.out), random.Random(f"tools/{args.seed}"), set()
     train = [draw_places(rng, args.places, False, taken) for _ in range(args.worlds)]
     val = [draw_places(rng, args.held_out, True, taken)]
@@ -272,7 +276,7 @@ def facts(args):
     for part, worlds in ("sft", train[:cut]), ("rl", train[cut:]), ("val", val):
         places = [place for world in worlds for place in world]
         tasks[part] = make_tasks(rng, getattr(args, part), part, places, part == "val", asked)
-    known = random.Random(f"tools by heart/{args.seed}")  # the worlds are the same for any share
+    known = random.Random(f"tools by heart/{args.seed}")  # --by-heart leaves the worlds the same
     for task in tasks["sft"]:
         if task["needs"] and known.random() < args.by_heart:
             task["by_heart"] = True
@@ -291,7 +295,8 @@ def facts(args):
 # ---------------------------------------------------------------- episodes
 
 def find_fact(text, name, attribute):
-    """The value that a sentence of the text states of a place, by its name or as "It"; or None."""
+    """The value of a place's attribute in a text whose sentences name the place or say "It"; None
+    if the text does not state it."""
     for form in FORMS[f"fact {attribute}"]:
         sentence = re.escape(form).replace(r"\{it\}", f"(?:It|{re.escape(name)})")
         sentence = sentence.replace(r"\{value\}", r"(\d+|[A-Z]\w+ [A-Z]\w+)")
@@ -301,15 +306,17 @@ def find_fact(text, name, attribute):
 
 
 def solution(task):
-    """The solver's replies to a task, one after another: a generator, to which what the tools
-    answer is sent. Values come from there, and never from what made the task. Its thoughts say
-    again what it has read, so that the next call and the answer copy from nearby."""
+    """A generator of the solver's replies to a task; send it the tools' results.
+
+    The solver reads all values from the results. Its thoughts repeat what it has read, so that a
+    tiny model can copy the next call and the answer from nearby.
+    """
     said, values = "", []
     asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
     for i, (name, attribute) in enumerate(task["asks"]):
         thought = f"{said}search {' and '.join(asked[i:])}"
         seen = yield turn(thought, "Search", {"query": f"the {name}"})
-        # a passage begins with its quoted title and ends where the next one is numbered
+        # a passage begins with its quoted title and ends before the number of the next one
         passage = re.split(r"\n\s*Doc \d+ ", seen.partition(f'"{name}"\n')[2])[0]
         value, link = find_fact(passage, name, attribute), re.search(r"http://\S+\.html", passage)
         if value is None and link:
@@ -330,18 +337,19 @@ def solution(task):
         if slip != code and "NameError" in seen:
             seen = yield turn(f"{task['slip']} is misspelt: print", "Python", {"code": code})
         said, values = f"it comes to {seen.strip()}: ", [seen.strip()]
-    elif not task["asks"]:  # the question itself answers
+    elif not task["asks"]:  # the question contains the answer
         said, values = f"no tool is needed, {task['reason']}: ", task["golds"]
-    yield final_turn(f"{said}the answer", f" {values[-1]}")  # the same tokens as in the thought
+    # the blank makes the answer's tokens the same as in the thought
+    yield final_turn(f"{said}the answer", f" {values[-1]}")
 
 
 def from_memory(task):
-    """The reply of one who knows the answer by heart."""
+    """A generator of the solver's only reply if it answers from memory."""
     yield final_turn("from memory: the answer", f" {task['golds'][0]}")
 
 
 def play_solution(task, episode):
-    """Play the solver's replies to the end of an Episode."""
+    """Play an Episode to its end with the solver's replies."""
     replies = from_memory(task) if "by_heart" in task else solution(task)
     seen = episode.step(next(replies))
     while seen is not None:
@@ -350,8 +358,8 @@ def play_solution(task, episode):
 
 
 def solver_episodes(args):
-    """Play tasks through the world's tools; episodes with another answer than the gold are left
-    out and counted."""
+    """Play tasks with the solver through the world's tools and write the right episodes; the others
+    are counted."""
     from toolstar.tools import open_world
 
     lock_file(args.out)
@@ -367,8 +375,8 @@ def solver_episodes(args):
     finally:
         world.close()
     if not rows:
-        raise ValueError(f"no episode of {args.tasks} is kept; refused: {dict(refused)}; --tasks "
-                         "and --database must be of the same facts")
+        raise ValueError(f"no episode of {args.tasks} is right; refused: {dict(refused)}; --tasks "
+                         "and --database must come from the same run of `facts`")
     write_jsonl(args.out, rows)
     print(f"{args.out}: {len(rows)} episodes; refused: {dict(refused)}")
 
@@ -376,9 +384,8 @@ def solver_episodes(args):
 # ---------------------------------------------------------------- drills
 
 def drills(args):
-    """Write exercises in reading, to train a base model: from worlds of their own what passages
-    tell and what questions ask, in the words of the solver's thoughts and in no grammar of calls.
-    """
+    """Write reading exercises for a base model, about worlds of their own: what passages state and
+    what questions ask, in the words of the solver's thoughts but without tool calls."""
     rng, rows = random.Random(f"tools drills/{args.seed}"), []
     while len(rows) < args.n:
         places = draw_places(rng, 30, False, set())
@@ -391,9 +398,9 @@ def drills(args):
 
 
 def drill_passages(rng, places, port):
-    """Passages of two or three places -> all that they tell, in another order."""
+    """(passages of two or three places, all their facts in random order), as lists of lines."""
     n, said = rng.choice((2, 3)), []
-    start = rng.randrange(len(places) - n)  # neighbours in the list have names that are alike
+    start = rng.randrange(len(places) - n)  # neighbours in the list have similar names
     shown = [f"Doc {i} {write_passage(rng, place, places, port)}"
              for i, place in enumerate(places[start:start + n], 1)]
     for place in places[start:start + n]:
@@ -405,7 +412,7 @@ def drill_passages(rng, places, port):
 
 
 def drill_questions(rng, places, port):
-    """Three questions -> what there is to search or to compute for each, or its answer."""
+    """(three questions, for each what to search or compute, or its answer), as lists of lines."""
     shown, said = [], []
     while len(shown) < 3:
         if task := rng.choice((ask_compute, ask_fact, ask_both, ask_neither))(rng, places, False):
@@ -423,10 +430,10 @@ def drill_questions(rng, places, port):
 # ---------------------------------------------------------------- pages
 
 class PageServer(ThreadingHTTPServer):
-    """A server of worlds' pages, on this machine alone. They are read once: a request can name a
-    page and no path."""
+    """Serves the pages of worlds to this machine only. All pages are read at the start, so that a
+    request cannot reach any other file."""
 
-    request_queue_size = 128  # a whole batch of plays may ask at once
+    request_queue_size = 128  # many plays may ask at once
 
     def __init__(self, folders, port):
         self.texts = {f"/{path.name}": path.read_bytes() for folder in folders
@@ -439,7 +446,7 @@ class PageServer(ThreadingHTTPServer):
 
 
 class PageHandler(BaseHTTPRequestHandler):
-    timeout = 10  # s, for a client that never says what it wants
+    timeout = 10  # seconds, for a client that sends no request
 
     def do_GET(self):
         text = self.server.texts.get(self.path)
@@ -450,7 +457,7 @@ class PageHandler(BaseHTTPRequestHandler):
         self.wfile.write(text or b"")
 
     def log_message(self, *words):
-        """Say nothing: a line per request would drown those of the run."""
+        """Print nothing: a line per request would hide the output of a run."""
 
 
 def pages(args):

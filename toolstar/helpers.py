@@ -1,28 +1,28 @@
 """
-Helpers of the tools world: what mends an episode while it is played, and what that costs [1].
+Helpers of the tools world: they repair an episode while it is played, at a cost [1].
 
-    (1) debug      a program failed: a language model gets program and error, and what it writes is
-                   run in the same jail; if that fails too, its error is what the agent sees
-    (2) rollback   a program failed and no debugging is left: the call goes, and the agent tries
-                   again. "turns": its whole reply; "tags": what stands behind the sentence before
-    (3) refine     the conversation is long: all before the last reply becomes one shorter thought;
-                   the prompt, the last reply and its result stay word for word
-    (4) summarise  a page was read: what of it helps, instead of its best passages
-    (5) worlds     a world once without helpers, once with each alone, once with all
-    (6) table      runs side by side: score, TE, calls, tokens, and what each helper did
+    (1) debug      after a failed program: a language model gets the program and its error, and its
+                   repaired program runs in the same jail; the agent sees that program's result
+    (2) rollback   after a failed program, once debug's budget is spent: the call is removed and the
+                   agent tries again. In "turns" the whole reply is removed, in "tags" the last
+                   sentence before the call and the call
+    (3) refine     in a long conversation: the replies and results before the last reply are
+                   rewritten as one shorter thought; the prompt, the last reply and its result stay
+    (4) summarise  after a page was read: a summary of what helps replaces the best passages
+    (5) worlds     write a world's folder without helpers, with each helper alone, and with all
+    (6) table      compare runs: score, TE, calls, tokens, and the number of helps
 
-They act only where evaluate.py plays: training and synthesis never call Tools.open_helpers. Budgets
-are of an episode; an attempt that fails spends one, and the agent sees what it would have seen
-without.
-"llm" is the policy itself, in the engine that plays (Asks), or URL=MODEL. TE is the share of
-right ones among the plays that used a tool.
+Helpers act only in evaluate.py; training and synthesis never call Tools.open_helpers. Budgets are
+per episode. A failed attempt uses up one help, and the agent sees the same as without the helper.
+"llm" is "policy", the model that plays, asked in its own engine (Asks), or URL=MODEL. TE is the
+share of right plays among those that used a tool.
 
 Reads   "helpers" of tools.json; the folders of evaluate.py's agents
-Writes  OUT/none, OUT/debug, .., OUT/all of (5), a tools.json each: the corpus stays where it is
-        "helped" of an episode's record: a list of {helper, turn, status, tokens, seconds}. turn:
-        the reply of the messages it is at. tokens: of a question and its answer together. dropped:
-        tokens that left the conversation, and were paid all the same; an endpoint does not tell.
-        status: ok, or why not; of debug the repaired program's
+Writes  (5) OUT/none, OUT/debug, .., OUT/all, each with a tools.json that refers to the same corpus
+        "helped" in an episode's record: [{helper, turn, status, tokens, seconds}], where turn is
+        the number of the reply, status is "ok" or the reason of the failure (for debug: the status
+        of the repaired program), tokens counts question and answer, and dropped, if present,
+        counts the tokens that were removed from the conversation (with an endpoint: unknown)
 [1] Tool-Star, arXiv:2505.16410
 
     {"helpers": {"debug": 1, "rollback": 1, "refine": 1, "summarise": 0, "llm": "policy"}}
@@ -49,13 +49,13 @@ NAMES = ("debug", "rollback", "refine", "summarise")
 DEFAULTS = dict.fromkeys(NAMES, 0) | {
     "llm": "policy",  # or URL=MODEL
     "key": "",  # file of that endpoint's API key, beside tools.json
-    "refine_at": 8192,  # tokens of prompt and chain from which on it is refined [1]
-    "reply": 2048}  # tokens of a helper's answer
-FAILED = ("error", "timeout", "memory", "output", "killed")  # a program's own fault
-PAGE, TRIES = 20_000, 2  # characters of a page that is summarised; times a failing endpoint retries
+    "refine_at": 8192,  # refine a conversation of this many tokens or more [1]
+    "reply": 2048}  # the most tokens of a helper's answer
+FAILED = ("error", "timeout", "memory", "output", "killed")  # statuses of programs that failed
+PAGE, TRIES = 20_000, 2  # characters of a page to summarise; retries of a failing endpoint
 URL_MODEL = re.compile(r"(https?://[^/\s=]+[^\s=]*)=(\S+)")
 
-# What stands between tags is text of others; `fill` keeps it from closing its tag.
+# The text between the tags comes from others; `fill` escapes tags in it.
 DEBUG = """A Python program failed. Repair it, so that it does what it was meant to do. Reply with \
 the whole repaired program and nothing else: no explanation.
 
@@ -95,28 +95,28 @@ FORGED = re.compile("<(?=/?(?:program|error|question|work|query|page)>)")
 
 
 def wrong(found):
-    """What is wrong with the settings' table of helpers, "" if nothing is."""
+    """What is wrong with the setting "helpers", or ""."""
     for key, value in found.items():
         if key not in DEFAULTS:
-            return f"has no {key!r}; there are {', '.join(DEFAULTS)}"
+            return f"has no {key!r}; the keys are {', '.join(DEFAULTS)}"
         if type(value) is not type(DEFAULTS[key]):
-            return f"wants {type(DEFAULTS[key]).__name__} for {key!r}"
+            return f"needs {type(DEFAULTS[key]).__name__} for {key!r}"
         if type(value) is int and (value < 0 or not value and key not in NAMES):
-            return f"wants {key!r} to be {0 if key in NAMES else 1} or more"
+            return f"needs {key!r} to be {0 if key in NAMES else 1} or more"
     chosen = found.get("llm", "policy")
     known = chosen == "policy" or URL_MODEL.fullmatch(chosen)
-    return "" if known else 'wants "llm" to be policy or like http://host:8000/v1=MODEL'
+    return "" if known else 'needs "llm" to be policy or like http://host:8000/v1=MODEL'
 
 
-# ---------------------------------------------------------------- who is asked
+# ---------------------------------------------------------------- asking a language model
 
 class Asks:
-    """Questions that tools in threads put to the engine that plays. The thread waits; the player's
-    loop hands questions over between two engine steps. An answer is (text, tokens of both, why
-    there is none).
+    """Questions from the threads of tools to the engine that plays. A thread waits for its answer;
+    the player's loop passes questions to the engine between two steps. An answer is (text, tokens
+    of question and answer, reason if there is no answer).
 
-    patience: seconds after which a loop that has not come by counts as dead. Python waits for its
-    threads before it ends, and one that waits for a dead player would keep it for ever.
+    patience: seconds without a call of submit() after which the player counts as dead. A thread
+    that waited for ever would keep Python from ending.
     """
 
     def __init__(self, patience=300):
@@ -124,7 +124,7 @@ class Asks:
         self.numbers, self.patience, self.seen = count(), patience, time.monotonic()
 
     def ask(self, text, seed, max_tokens):
-        """The answer to a text. For a tool's thread: the loop itself would wait for ever."""
+        """Wait for the answer to a text. Only for threads of tools: the loop would block itself."""
         future = Future()
         with self.lock:
             if self.closed:
@@ -132,16 +132,16 @@ class Asks:
             self.queue.append((text, seed, max_tokens, future))
         while not wait([future], self.patience).done:
             if time.monotonic() - self.seen > self.patience:
-                return "", 0, "nobody plays any longer"
+                return "", 0, "the player has stopped"
         return future.result()
 
     def submit(self, engine, template, max_context, seed, temperature, top_p):
-        """Hand the waiting questions to the engine; one that does not fit is answered at once."""
+        """Pass the waiting questions to the engine; one that is too long is answered at once."""
         self.seen = time.monotonic()
         while self.queue:
             text, name, max_tokens, future = self.queue.popleft()
             number = f"ask {next(self.numbers)}"
-            self.running[number] = future, 0  # from here on, close() finds it if anything fails
+            self.running[number] = future, 0  # now, so that close() finds it if anything fails
             text = template.forged.sub("‹", text)  # a page or a program may hold special tokens
             ids = template.prompt([{"role": "user", "content": text}])
             room = min(max_tokens, max_context - len(ids))
@@ -163,7 +163,7 @@ class Asks:
         return True
 
     def close(self):
-        """Nobody waits any longer, and nobody asks again: the threads can end."""
+        """Answer all waiting threads with nothing and refuse later questions, so that they end."""
         with self.lock:
             self.closed = True
         for future in [*(entry[-1] for entry in self.queue),
@@ -172,9 +172,10 @@ class Asks:
 
 
 def asker(settings, asks, generate):
-    """ask(text, seed, max_tokens) -> (answer, tokens of both, why there is none) of the helpers.
+    """The function ask(text, seed, max_tokens) -> (answer, tokens of both, reason if none).
 
-    asks, generate: how the policy is asked, by its engine or, if it is an endpoint, by chat.
+    settings: the world's. asks: the Asks of the policy's engine; generate: a function that asks the
+    policy's endpoint. One of the two is None.
     """
     chosen = DEFAULTS | settings.helpers
     if chosen["llm"] != "policy":
@@ -185,7 +186,7 @@ def asker(settings, asks, generate):
 
 
 def ask_endpoint(generate, text, seed, max_tokens):
-    """The answer of an endpoint, which samples as it likes."""
+    """The answer of an endpoint, whose sampling is not seeded."""
     try:
         reply = generate([{"role": "user", "content": text}], max_tokens=max_tokens)
     except ChatError as error:
@@ -198,7 +199,7 @@ def fill(form, **values):
 
 
 def program_of(reply):
-    """The program in a reply: between the first and the last fence, else the whole."""
+    """The program in a reply: the text between the first and the last fence, else all of it."""
     reply = spoken(reply)
     first, last = reply.find("```"), reply.rfind("```")
     if first == last:
@@ -209,10 +210,10 @@ def program_of(reply):
 # ---------------------------------------------------------------- helpers
 
 class Helpers:
-    """The helpers of one episode: left counts what each may still do.
+    """The helpers of one episode. left: {helper: how often it may still act}.
 
-    Runs in the thread of a tool, in which nobody else touches the episode; messages are changed
-    later, by `rewrite`, in the loop that plays.
+    Runs in the thread of a tool, while nothing else uses the episode. The messages are changed
+    later by `rewrite`, in the player's loop.
     """
 
     def __init__(self, ask, chosen, seed):
@@ -220,10 +221,10 @@ class Helpers:
         self.left = {name: self.chosen[name] for name in NAMES}
 
     def after_call(self, episode, observation):
-        """What the agent sees of its last call, of which the tool said `observation`."""
+        """The observation that the agent gets, after the helpers. observation: the tool's own."""
         call = episode.sandbox.calls[-1]
         if call["name"] == "Python" and call["status"] in FAILED and (
-                isinstance(call["arguments"], dict)):  # a call that was none ran no program
+                isinstance(call["arguments"], dict)):  # with wrong arguments no program has run
             if self.left["debug"]:
                 observation = self.debug(episode, call, observation)
             elif self.left["rollback"]:
@@ -238,21 +239,21 @@ class Helpers:
         return observation
 
     def inquire(self, episode, helper, form, **values):
-        """(answer, tokens, status) of one question; status "ok" where there is an answer."""
+        """Ask one question -> (answer, tokens, status); status is "ok" if there is an answer."""
         self.left[helper] -= 1
         name = f"{self.seed}/{episode.turns}/{helper}"
         reply, tokens, why = self.ask(fill(form, **values), name, self.chosen["reply"])
         return reply, tokens, why or ("ok" if spoken(reply) else "empty")
 
     def note(self, episode, helper, began, status, tokens, **more):
-        """Put down what a helper did -> the item of `helped`."""
+        """Add an item to episode.helped, and return it."""
         item = {"helper": helper, "turn": replies(episode.messages), "status": status[:200],
                 "tokens": tokens, "seconds": round(time.monotonic() - began, 4)} | more
         episode.helped.append(item)
         return item
 
     def debug(self, episode, call, observation):
-        """(1) What a repaired program printed, or its error."""
+        """(1) The output or error of the repaired program."""
         began, program = time.monotonic(), call["arguments"]["code"]
         reply, tokens, status = self.inquire(episode, "debug", DEBUG, program=program,
                                              error=observation)
@@ -269,7 +270,7 @@ class Helpers:
         return observation
 
     def refine(self, episode):
-        """(3) Have the work before the last reply shortened; finish will put it in its place."""
+        """(3) Ask for a shorter form of the work before the last reply; finish() will insert it."""
         began, work = time.monotonic(), talk_of(episode.messages[2:-1])
         reply, tokens, status = self.inquire(episode, "refine", REFINE, work=work,
                                              question=episode.task["query"])
@@ -281,11 +282,11 @@ class Helpers:
             episode.change = item
 
     def summarise(self, episode, call, observation):
-        """(4) What of a page helps, or its passages where nobody says."""
+        """(4) A summary of what helps on a page, or its passages if there is no answer."""
         began, world = time.monotonic(), episode.sandbox.world
         url, query = call["arguments"]["url"], call["arguments"].get("query", "")
         status, page = world.browse(url, query, PAGE)
-        if status != "ok":  # the passages came from the cache
+        if status != "ok":  # the passages came from the cache, and the page cannot be read now
             self.left["summarise"] -= 1
             self.note(episode, "summarise", began, page, 0)
             return observation
@@ -301,7 +302,7 @@ class Helpers:
 
 def worlds(args):
     """(5) Write a folder of the world for each choice of helpers, each with a cache of its own."""
-    from toolstar.tools import read_settings  # which imports this file
+    from toolstar.tools import read_settings  # here, because it imports this file
 
     settings = vars(read_settings(args.database))
     folder, told = settings.pop("folder").resolve(), {**settings.pop("helpers")}
@@ -322,7 +323,7 @@ def worlds(args):
 # ---------------------------------------------------------------- table
 
 def row_of(name, rows):
-    """The cells of one run."""
+    """The cells of a run's line in the table. rows: its judged episodes."""
     mean, wins = evaluate.mean, evaluate.plays_of(rows)
     helped = [item for row in rows for item in row.get("helped", ())]
     scores = [mean(values) for values in wins.values()]
@@ -340,14 +341,14 @@ def row_of(name, rows):
 
 
 def table(args):
-    """(6) Print the runs side by side."""
+    """(6) Print a table of the runs, and write it to --out."""
     lines = [["", "plays", "score", "TE", "calls", "own tokens", "helpers' tokens", "tokens",
               *NAMES]]
     asked = {}
     for name, folder in evaluate.named_paths(args.runs).items():
         file = Path(folder) / "episodes.jsonl"
         if not file.exists():
-            raise ValueError(f"{file} is not there: name the folder of an agent, OUT/NAME of "
+            raise ValueError(f"{file} is not there: name an agent's folder, OUT/NAME of "
                              "evaluate.py")
         rows = [row for row in evaluate.read_episodes(file).values() if "score" in row]
         if not rows:
@@ -367,17 +368,17 @@ def table(args):
 def flags(argv=None):
     p = runtime.Parser(description=__doc__, formatter_class=runtime.Help)
     commands = p.add_subparsers(dest="command", required=True)
-    words = "runs side by side: score, TE, calls, tokens, and for each helper worked/tried"
+    words = "compare runs: score, TE, calls, tokens, and for each helper successes/attempts"
     add = commands.add_parser("table", help=words, description=words).add_argument
     add("runs", nargs="+", metavar="[NAME=]FOLDER", help="folder of an agent's episodes")
-    add("--out", metavar="FILE", help="file that gets the table, too")
-    words = "write a world without helpers, with each of them once, and with all"
+    add("--out", metavar="FILE", help="also write the table into this file")
+    words = "write a world's folder without helpers, with each helper alone, and with all"
     add = commands.add_parser("worlds", help=words, description=words).add_argument
     add("--database", required=True, help="the world's folder, with tools.json")
-    add("--out", required=True, help="folder of the folders for evaluate.py's --database")
+    add("--out", required=True, help="folder to write the folders for --database into")
     for name in ("refine_at", "reply"):
         add(f"--{name.replace('_', '-')}", type=runtime.COUNT, default=DEFAULTS[name],
-            help=f"{name} of the helpers, in tokens ({DEFAULTS[name]})")
+            help=f"value of {name!r} in tools.json, in tokens")
     return p.parse_args(argv)
 
 

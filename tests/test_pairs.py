@@ -182,7 +182,7 @@ def test_principles_are_taken_out_of_what_is_trained_on_or_kept(made, tmp_path):
     rows = made(plays, "--principles", str(tmp_path / "principles.txt"))
     assert len(rows) == 2, "without the principles the prompts are the same"
     assert {row["prompt"][0]["content"] for row in rows} == {"You answer."}
-    with pytest.raises(SystemExit, match="no system prompt holds the text of"):
+    with pytest.raises(SystemExit, match="no episode's system prompt contains the text of"):
         made(plays[2:], "--principles", str(tmp_path / "principles.txt"))
 
 
@@ -213,7 +213,7 @@ def test_folders_of_rollouts_are_read_file_by_file(made, tmp_path):
                                  play() | {"messages": [{"role": "assistant", "content": None}]}])
 def test_what_is_no_episode_is_named_by_file_and_line(tmp_path, row):
     (tmp_path / "e.jsonl").write_text(json.dumps(play()) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(SystemExit, match=r"e.jsonl, line 2: no judged episode"):
+    with pytest.raises(SystemExit, match=r"e.jsonl, line 2 is not a judged episode"):
         pairs.main(["--episodes", str(tmp_path / "e.jsonl"), "--out", str(tmp_path)])
 
 

@@ -174,8 +174,8 @@ def test_a_corpus_line_is_search_r1s_or_flashrags(line, found):
 
 
 @pytest.mark.parametrize("line, said", [
-    ("{", "not JSON"), ("[1]", "want id and contents"), ("{}", "want id and contents"),
-    ('{"contents": 3}', "want id and contents")])
+    ("{", "not JSON"), ("[1]", "must have id and contents"), ("{}", "must have id and contents"),
+    ('{"contents": 3}', "must have id and contents")])
 def test_a_bad_corpus_line_is_named(tmp_path, line, said):
     (tmp_path / "c.jsonl").write_text('{"id": 0, "contents": "x"}\n' + line)
     with pytest.raises(ValueError, match=f"c.jsonl, line 2: {said}"):
@@ -550,7 +550,7 @@ def test_a_web_search_without_hits_finds_nothing_and_bad_settings_are_named(tmp_
         path.write_text(json.dumps(WEB | {"url": url, "key": ""}))
         assert retriever.Web(path).search(["a"], 2) == [[]]
     path.write_text(json.dumps({"url": "http://x"}))
-    with pytest.raises(ValueError, match="web.json: body, results, text must be there"):
+    with pytest.raises(ValueError, match="web.json has no body, results, text"):
         retriever.Web(path)
 
 
@@ -559,7 +559,7 @@ def test_a_web_search_without_hits_finds_nothing_and_bad_settings_are_named(tmp_
     {"result": [[{"contents": "x"}]]}, {"result": [[{"document": {"contents": 3}}]]}])
 def test_something_else_at_the_address_is_said(reply):
     with (answering(lambda request: (200, reply)) as url,
-          pytest.raises(ConnectionError, match="is no server of Search-R1 or Tool-Star")):
+          pytest.raises(ConnectionError, match="is not a server of Search-R1 or Tool-Star")):
         retriever.Remote(url).search(["a"], 1)
 
 
@@ -588,8 +588,8 @@ def test_a_flat_index_of_faiss_is_used_as_it_is(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind, cut, said", [
-    (b"IHNf", 0, "is no flat index of faiss, but 'IHNf'.*corpus is encoded here"),
-    (b"IxFI", 4, "is cut short"), (b"Ix", 10**4, "is no flat index")])
+    (b"IHNf", 0, "is not a flat index of faiss, but 'IHNf'.*to encode the corpus"),
+    (b"IxFI", 4, "is cut short"), (b"Ix", 10**4, "is not a flat index")])
 def test_an_index_that_cannot_be_used_is_told_with_its_reason(tmp_path, kind, cut, said):
     write_flat(tmp_path / "x.index", np.zeros((3, 4)), kind)
     content = (tmp_path / "x.index").read_bytes()

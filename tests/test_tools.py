@@ -114,7 +114,7 @@ def test_a_folder_without_settings_or_corpus_is_named(tmp_path):
 def test_a_corpus_line_that_is_no_passage_is_named(make):
     world = make()
     (world.settings.folder / "corpus.jsonl").write_text('{"id": "1", "contents": "a"}\n{"x": 1}\n')
-    with pytest.raises(ValueError, match=r"corpus.jsonl, line 2: want id and contents"):
+    with pytest.raises(ValueError, match=r"corpus.jsonl, line 2: it must have id and contents"):
         tools.Tools(world.settings)
 
 

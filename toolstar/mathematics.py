@@ -1,15 +1,16 @@
 r"""
-Are two answers the same mathematics? A normaliser in front of math-verify [1].
+Decide whether two answers are the same mathematics: a normaliser in front of math-verify [1].
 
-    (1) tidy     one spelling of signs and brackets; bases and recurring decimals become numbers
-    (2) answers  choices (C: 5 is C and is 5), words and times are compared as such
-    (3) same     lists, sets, tuples, intervals and ratios are compared part by part, quantities in
-                 the same unit, plain numbers as fractions
-    (4) verify   all other parts are math-verify's, in a process that can be killed (verify.py)
+    (1) tidy     bring signs and brackets into one spelling; convert numbers in other bases and
+                 recurring decimals
+    (2) answers  compare choices (C: 5 equals both C and 5), words and times
+    (3) same     compare lists, sets, tuples, intervals and ratios part by part, quantities in the
+                 same unit, and plain numbers as fractions
+    (4) verify   math-verify compares all other parts, in a process that can be killed (verify.py)
 
-Conventions: a unit, a degree sign or `x =` on one side only makes no difference; a percent sign
-does (25% is 1/4). A rounded decimal is not the number it rounds, but where the gold is a decimal,
-the noise of floating point (1e-9) is forgiven. No text makes this raise.
+A unit, a degree sign or `x =` that only one side has is ignored. A percent sign is not: 25% equals
+1/4, not 25. A rounded decimal does not equal the number that it rounds, but if the gold is a
+decimal, a difference of 1e-9 (the noise of floating point) is ignored. No text makes this raise.
 
 Reads and writes nothing.   [1] github.com/huggingface/Math-Verify
 
@@ -21,8 +22,8 @@ from fractions import Fraction
 
 from toolstar.verify import LONGEST, compared
 
-DEEPEST = 12  # brackets in brackets that are read
-NOISE = Fraction(1, 10**9)  # forgiven where the gold is a decimal
+DEEPEST = 12  # levels of nested brackets that are compared part by part
+NOISE = Fraction(1, 10**9)  # relative difference that is ignored if the gold is a decimal
 
 # ---------------------------------------------------------------- one spelling
 SIGNS = str.maketrans({
@@ -32,8 +33,8 @@ SIGNS = str.maketrans({
     "\u221a": r"\sqrt ", "\u2205": r"\{\}", "\u00b2": "^2", "\u00b3": "^3", "~": " ",
     "\u00a0": " ", "\u202f": " "})
 FORMS = [(re.compile(pattern), new) for pattern, new in (
-    (r"\\\\\s*\[[^\]]*\]", r"\\\\"),  # a line break of some height: \\[4pt]
-    (r"\\(?=\\[a-zA-Z](?!.*\\end))", ""),  # escaped once more, as in JSON
+    (r"\\\\\s*\[[^\]]*\]", r"\\\\"),  # a line break with a height: \\[4pt]
+    (r"\\(?=\\[a-zA-Z](?!.*\\end))", ""),  # doubled backslashes, as in JSON
     (r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|[mh]box|operatorname) *\{([^{}]*)\}", r" \1 "),
     (r"(?<!\\)\\[\[\]()!]|(?<!\\)\$|\\(?:left|right|[bB]igg?[lr]?|boxed|displaystyle|limits)"
      r"(?![a-z])\.?", ""),
@@ -68,7 +69,7 @@ BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eigh
 
 
 def tidy(text):
-    r"""A text in one spelling, the words of its \text{...} bare."""
+    r"""A text in one spelling, with \text{...} replaced by its content."""
     text = text.translate(SIGNS)
     for pattern, new in FORMS:
         text = pattern.sub(new, text)
@@ -76,7 +77,7 @@ def tidy(text):
 
 
 def based(found):
-    """1010_2 as 10; what is no number of a base as it is."""
+    """The decimal number of a match such as 1010_2; the match itself if it is not one."""
     digits, base = found[1], BASES.get(found[2], found[2])
     try:
         return str(int(digits, int(base))) if re.search(r"\d|\w\w", digits) else found[0]
@@ -85,20 +86,20 @@ def based(found):
 
 
 def recurring(ones, fixed, digits):
-    """0.1 and recurring 6 as a fraction."""
+    """The fraction of a recurring decimal: ones "0", fixed "1" and digits "6" are 0.1666..."""
     nines = 10 ** len(digits) - 1
     top = int(ones + fixed or 0) * nines + int(digits)
     return rf"\frac{{{top}}}{{{nines * 10 ** len(fixed)}}}"
 
 
 def matrix(rows):
-    """Rows as Python prints them, as LaTeX."""
+    """The LaTeX of a matrix, from rows as Python prints them: [1, 2], [3, 4]."""
     rows = r"\\ ".join(row.replace(",", "&") for row in re.findall(r"\[([^\]]*)\]", rows))
     return rf"\begin{{pmatrix}}{rows}\end{{pmatrix}}"
 
 
 def key(text):
-    """A text without the blanks that mean nothing."""
+    """A text without blanks, except those between two digits."""
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
 
@@ -120,7 +121,7 @@ TAIL = re.compile(rf"(?:(?<=[\d)}}|]) ?|(?<=[a-z]) )((?:{WORD} ?)+)$")
 
 
 def number(text):
-    """A plain number as a Fraction; None if it is more than that."""
+    """The Fraction of a plain number; None for any other text."""
     found = NUMBER.fullmatch(text.strip("(){} "))
     sign, top, bottom, decimal, under, power = found.groups() if found else [None] * 6
     bottom = int(bottom or under or 1)
@@ -130,7 +131,7 @@ def number(text):
 
 
 def unit_of(word):
-    """(dimension, size) of a word; a word that is no known unit is its own dimension."""
+    """(dimension, size) of a unit; an unknown word is a unit with a dimension of its own."""
     for name in word, word.removesuffix("s"), word.removesuffix("es"):
         if name in UNITS:
             return UNITS[name]
@@ -138,7 +139,10 @@ def unit_of(word):
 
 
 def quantity(text):
-    """(value, scale, size, dimensions) of a text: 5 km is 5, 1, 10^6, {length: 1}; % is a scale."""
+    """(value, scale, size, dimensions) of a text: 5 km is "5", 1, 10^6, {"length": 1}.
+
+    scale: the factor of words without a dimension, such as % or dozen.
+    """
     text = re.sub(r"^(-?) ?\\\$ ?(.*)$", r"\1\2 dollar", text).replace("mph", "mile / h")
     found = TAIL.search(text)
     words = re.findall(WORD, found[1]) if found else []
@@ -163,13 +167,13 @@ def quantity(text):
 SET = "{}"
 TOKEN = re.compile(r"\\begin *\{\w+\}|\\end *\{\w+\}|\\[a-zA-Z]+ ?|\\.|.", re.DOTALL)
 RELATION = re.compile(r"[<>|]|\\(?:l|g|n)eq?\b|\\(?:[lg]eqslant|[lg]t|in)\b")
-# x, abc, x_1, f(x), f^{-1}(x), (x, y), |AB|, \angle ABC, the area: what an equation may define
+# the left side of a definition: x, abc, x_1, f(x), f^{-1}(x), (x, y), |AB|, \angle ABC, the area
 NAME = re.compile(r"\\?[A-Za-z]+'*(?:_ ?\{?[^{}=]+\}?)?(?:\^\{-1\})?(?: ?\([^()]*\))?|[A-Za-z ]*|"
                   r"\([a-z](?:, ?[a-z])+\)|\|[A-Z]+\||\\(?:overline|angle|triangle) ?\{?[A-Z]+\}?")
 
 
 def levels(text):
-    """Each token of a text, with how many brackets are open behind it."""
+    """Yield each token of a text with the number of brackets that are open after it."""
     depth = 0
     for token in TOKEN.findall(text):
         depth += token.startswith(("(", "[", "{", "\\{", "\\begin"))
@@ -178,7 +182,7 @@ def levels(text):
 
 
 def split(text, *marks):
-    """The parts of a text between marks that stand in no brackets."""
+    """The parts of a text between marks; marks inside of brackets do not count."""
     parts = [""]
     for token, depth in levels(text):
         if depth == 0 and token.strip() in marks:
@@ -194,7 +198,8 @@ def items(text):
 
 
 def take(text):
-    r"""(kind, parts): a list, a SET, a ratio, a tuple or interval by its brackets; or ""."""
+    r"""(kind, parts) of a text: kind "list", SET, ":" for a ratio, the brackets of a tuple or an
+    interval such as "(]", or "" for anything else."""
     if len(parts := items(text)) > 1:
         return "list", parts
     text = "".join(parts)
@@ -217,7 +222,7 @@ def take(text):
 
 
 def value_of(text, loose):
-    r"""5 of x = 5, 5 = x, x \approx 5 and x \in 5; loose: the last side of any equation."""
+    r"""The value in x = 5, 5 = x, x \approx 5 or x \in 5. loose: the last side of any equation."""
     before, *after = re.split(r"\\(?:approx|simeq) ?", text)
     text = after[0] if after and NAME.fullmatch(before.strip()) else before
     sides = split(text, "=") if "=" in text or "|" in text else split(text, "\\in")
@@ -228,7 +233,7 @@ def value_of(text, loose):
 
 # ---------------------------------------------------------------- equality
 def same(a, b, verify, depth=0):
-    """Is answer a gold b? Both are tidy. verify(a, b) compares what is not taken apart here."""
+    """Whether answer a equals gold b. Both are tidy; verify(a, b) compares parts as math-verify."""
     if key(a) == key(b) or depth > DEEPEST:
         return key(a) == key(b)
 
@@ -261,8 +266,8 @@ def same(a, b, verify, depth=0):
 
 
 def same_bag(parts, others, sets, equal):
-    """Are these the same in any order, each as often; or, of sets, however often?"""
-    # x < 1 or x > 2
+    """Whether two lists have the same parts in any order; sets ignore how often a part occurs."""
+    # a union of intervals is a list of them: x < 1 or x > 2
     parts, others = (row if len(row) > 1 else split(row[0], "\\cup") if row else []
                      for row in (parts, others))
     if sets:
@@ -278,7 +283,7 @@ def same_bag(parts, others, sets, equal):
 
 
 def same_part(a, b, verify):
-    """Are two parts the same number, expression, relation or quantity?"""
+    """Whether two parts are the same number, expression, relation or quantity."""
     (a, times, size, unit), (b, others, other_size, other_unit) = quantity(a), quantity(b)
     if unit and other_unit:
         if unit != other_unit:
@@ -297,7 +302,8 @@ def same_part(a, b, verify):
 
 
 def latex(text, times):
-    """A part as math-verify reads it, decimals as fractions: so none is rounded."""
+    """A part times a factor as LaTeX for math-verify, with decimals as fractions, to avoid
+    rounding."""
     text = re.sub(r"(\d*)\.(\d+)", lambda found: rf"\frac{{{found[1]}{found[2]}}}"
                   rf"{{1{'0' * len(found[2])}}}", text).replace("\u00b0", r"\cdot\frac{\pi}{180}")
     text = re.sub(r" *([{}]) *", r"\1", text)
@@ -315,7 +321,7 @@ COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 
 
 def answers_equal(a, b, verify):
-    """Is the text of an answer that of a gold, as a choice, words, a time or mathematics?"""
+    """Whether answer a equals gold b, as a choice, words, a time or mathematics."""
     a, b = (tidy(BOX.sub(r"\1", text)) for text in (a, b))
     if not a or not b:
         return False
@@ -336,7 +342,8 @@ def answers_equal(a, b, verify):
 
 
 def math_equal(a, b):
-    """Is answer a the mathematics of gold b? Texts, numbers or None -> bool; raises for none."""
+    """Whether answer a is mathematically equal to gold b. Both are texts, numbers or None. Never
+    raises."""
     if a is None or b is None:
         return a is b
     a, b = str(a).strip(" $"), str(b).strip(" $")
@@ -344,7 +351,7 @@ def math_equal(a, b):
 
 
 def is_mathematics(text):
-    """Is this gold mathematics, and no words, date or time?"""
+    """Whether a gold is mathematics, not words, a date or a time."""
     text = tidy(text[:LONGEST])
     value = re.sub(r"\\[a-zA-Z]+|[A-Z]+(?=\()", "", quantity(text)[0])
     return bool(re.search(r"[\d\\=^]", text)) and not CLOCK.match(text) and not re.search(
@@ -352,6 +359,6 @@ def is_mathematics(text):
 
 
 def choice(text):
-    """(letter, what it stands for) of a choice; ("", the text) of another text."""
+    """(letter, text after it) of a choice such as "(C) 5"; ("", text) of any other text."""
     found = CHOICE.fullmatch(text)
     return (found[1] or found[3], found[2] or "") if found else ("", text)

@@ -1,20 +1,21 @@
 """
-Pair right plays with wrong ones of the same question: the self-critic's data, for dpo.py.
+Pair right plays with wrong plays of the same question, as data for dpo.py: self-critic DPO [1].
 
-    (1) read    judged episodes of any world: grpo.py's rollouts, evaluate.py's episodes.jsonl.
-                What teaches nothing is left out and counted: no reward, no reply, a broken tool, a
-                play seen before. Plays of one question and one prompt are a group
-    (2) pair    in each group, plays that earned --chosen or more with plays below --rejected.
-                First those in which each play is new, the rejected one kept the format, and both
-                are about as long: else format and length are what there is to learn. With
-                --fewer-calls, then, two right plays of equal reward, the one of fewer calls chosen
-    (3) split   questions, not pairs, into those to learn from and those held out
-    (4) write   {task, prompt, chosen, rejected, rewards, calls, stops}; the last five are lists or
-                messages of chosen and rejected
+    (1) read    judged episodes of any world: rollouts of grpo.py, episodes.jsonl of evaluate.py.
+                Episodes without reward or reply, with a broken tool, or seen before are left out
+                and counted. Plays of the same question and prompt form a group
+    (2) pair    in each group, plays with a reward of --chosen or more with plays below --rejected.
+                Pairs come first whose plays are in few other pairs, whose rejected play kept the
+                format, and whose plays have similar lengths, so that DPO does not learn format and
+                length alone. With --fewer-calls, then pairs of right plays with equal rewards, of
+                which the one with fewer calls is chosen
+    (3) split   hold out a share of the questions, with all their pairs
+    (4) write   {task, prompt, chosen, rejected, rewards, calls, stops}: chosen and rejected are
+                messages; rewards, calls and stops are lists of two, for chosen and rejected
 
-Tool-Star [1] shows the policy its reward's principles while it plays for pairs. Play with a system
-prompt that holds such a text, and --principles FILE takes it out again of what is trained on;
-without the flag it stays. How many plays and pairs there should be, [1] does not say.
+Tool-Star [1] shows the policy the principles of its reward while it plays for pairs. To do the
+same, play with a system prompt that contains them, and remove them from the pairs by --principles
+FILE. [1] does not say how many plays and pairs it used.
 [1] Tool-Star, arXiv:2505.16410, app. B.1, algorithm 1
 
 Reads   jsonl files of episodes, or folders of them
@@ -35,7 +36,7 @@ from toolstar.text import normalize
 
 
 class Play(NamedTuple):
-    """A judged episode as pairs see it."""
+    """The parts of a judged episode that pairs need."""
     task: dict
     prompt: list  # messages before the first reply
     said: list  # messages from there on
@@ -45,19 +46,19 @@ class Play(NamedTuple):
 
     @property
     def replies(self):
-        """What the policy said; what tools answered is not the policy's."""
+        """The texts of the policy's replies, without the results of tools."""
         return [message["content"] for message in self.said if message["role"] == "assistant"]
 
     @property
     def length(self):
-        """Characters of the replies."""
+        """The number of characters of the replies."""
         return sum(map(len, self.replies))
 
 
 # ---------------------------------------------------------------- plays
 
 def files_of(paths):
-    """The jsonl files that paths name, folders' in their order of names."""
+    """The jsonl files in paths; those of a folder in the order of their names."""
     files = []
     for path in map(Path, paths):
         files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
@@ -68,14 +69,14 @@ def files_of(paths):
 
 
 def worth(row, by):
-    """What an episode earned: a number of its own or of its score; None if there is none."""
+    """The number `by` in an episode's record or its score; None if there is none."""
     found = row.get(by)
     found = (row.get("score") or {}).get(by) if found is None else found
     return float(found) if isinstance(found, (int, float)) and found == found else None
 
 
 def read_play(row, by, principles):
-    """A row as a Play, or in words why it is left out. KeyError where it is no episode."""
+    """A row as a Play, or a text that says why it is left out. KeyError if it is no episode."""
     messages, reward = row["messages"], worth(row, by)
     roles = [message["role"] for message in messages]
     if reward is None:
@@ -86,19 +87,19 @@ def read_play(row, by, principles):
         return "a tool was broken"
     first = roles.index("assistant")
     prompt = [without(message, principles) for message in messages[:first]]
-    # what is no task and no number of calls is a TypeError here
+    # a TypeError if the task is not a dict or calls is not a number
     play = Play({**row["task"]}, prompt, messages[first:], reward, row["calls"] + 0, row["stop"])
     return play if play.length else "no reply"
 
 
 def without(message, principles):
-    """A message of the prompt less the text of --principles."""
+    """A message of the prompt without the text of --principles."""
     before, found, after = message["content"].partition(principles or "\0")
     return message | {"content": before.rstrip() + after} if found else message
 
 
 def read_plays(args):
-    """{question: its plays}, and how many were left out, by cause."""
+    """({(task id, prompt): its plays}, Counter of the plays left out by cause)."""
     principles = args.principles and Path(args.principles).read_text(encoding="utf-8").strip()
     groups, seen, left_out, stripped = {}, set(), Counter(), 0
     for path in files_of(args.episodes):
@@ -107,12 +108,12 @@ def read_plays(args):
                 play = read_play(row, args.by, principles)
                 stripped += bool(principles) and principles in str(row["messages"][0]["content"])
             except (KeyError, TypeError, AttributeError, IndexError) as error:
-                raise ValueError(f"{path}, line {line}: no judged episode ({error!r}); want what "
-                                 "grpo.py or evaluate.py writes") from None
+                raise ValueError(f"{path}, line {line} is not a judged episode of grpo.py or "
+                                 f"evaluate.py ({error!r})") from None
             if isinstance(play, str):
                 left_out[play] += 1
                 continue
-            kind = args.by == "reward" and row.get("kind")  # a curriculum's changes
+            kind = args.by == "reward" and row.get("kind")  # it changes in a curriculum
             key = str(play.task.get("id")), f"{play.prompt} {kind}"
             if (key, str(play.said)) in seen:
                 left_out["seen before"] += 1
@@ -120,15 +121,15 @@ def read_plays(args):
             seen.add((key, str(play.said)))
             groups.setdefault(key, []).append(play)
     if principles and not stripped:
-        raise ValueError(f"no system prompt holds the text of {args.principles}: was it played "
-                         "with it?")
+        raise ValueError(f"no episode's system prompt contains the text of {args.principles}; "
+                         "leave out --principles, or play with that prompt")
     return groups, left_out
 
 
 # ---------------------------------------------------------------- pairs
 
 def candidates(plays, args):
-    """[(kind, chosen, rejected)] of a group: kind 0 by reward, 1 by fewer calls."""
+    """All pairs of a group, [(kind, chosen, rejected)]: kind 0 by reward, 1 by fewer calls."""
     right = [play for play in plays if play.reward >= args.chosen]
     wrong = [play for play in plays if play.reward < args.rejected]
     found = [(0, *pair) for pair in product(right, wrong) if pair[0].reward > pair[1].reward]
@@ -141,7 +142,7 @@ def candidates(plays, args):
 def pair_up(plays, args, rng):
     """At most --per-question pairs of a group, the best first: [(chosen, rejected)]."""
     left, used, pairs = candidates(plays, args), Counter(), []
-    rng.shuffle(left)  # what is equal below is left to chance
+    rng.shuffle(left)  # a random choice among candidates of equal burden
 
     def burden(candidate):
         kind, chosen, rejected = candidate
@@ -165,7 +166,7 @@ def as_row(chosen, rejected):
 
 
 def describe_pairs(pairs):
-    """What of two sides, beside the reward, could be learnt, in words."""
+    """How the two sides differ apart from the reward, in words: lengths, calls, formats."""
     lengths = [mean([pair[side].length for pair in pairs]) for side in (0, 1)]
     calls = [mean([pair[side].calls for pair in pairs]) for side in (0, 1)]
     kept = mean([pair[1].stop == "answer" for pair in pairs])
@@ -176,10 +177,10 @@ def describe_pairs(pairs):
 def make_pairs(args):
     groups, left_out = read_plays(args)
     if not groups and not left_out:
-        raise ValueError(f"{', '.join(args.episodes)}: no episode is there; evaluate.py plays some")
+        raise ValueError(f"{', '.join(args.episodes)} holds no episode; evaluate.py writes some")
     parts, asked = {"train": [], "val": []}, Counter()
     for key in sorted(groups):
-        # by the question alone, whatever its id: what one cycle holds out, the next one does, too
+        # the question decides, not its id, so that every cycle holds out the same questions
         question = normalize(str(groups[key][0].task.get("query", key[0]))) or key[0]
         rng = random.Random(f"{args.seed}/{question}")
         part = "val" if rng.random() < args.held_out else "train"
@@ -191,15 +192,15 @@ def make_pairs(args):
     if not parts["train"] or (args.held_out and not parts["val"]):
         many = sum(len(plays) for plays in groups.values())
         raise ValueError(f"no pair{' to hold out' * bool(parts['train'])} in {many} plays of "
-                         f"{len(groups)} questions: in none of these one play earned "
-                         f"{args.chosen} or more and another less than {args.rejected}; play more "
+                         f"{len(groups)} questions: no question has one play with a reward of "
+                         f"{args.chosen} or more and another below {args.rejected}; play more "
                          "questions or each more often, or see --by and --held-out")
     for path in [Path(args.out) / f"{part}.jsonl" for part in parts]:
         if path.exists() and not all("'chosen': [" in str(row) for row in read_jsonl(path)[:1]):
             raise ValueError(f"{path} holds no pairs: choose another --out, or remove it")
     for part, pairs in parts.items():
         path = Path(args.out) / f"{part}.jsonl"
-        path.unlink(missing_ok=True)  # of another --held-out
+        path.unlink(missing_ok=True)  # the file of a run with another --held-out
         if pairs:
             write_jsonl(path, [as_row(*pair) for pair in pairs])
             print(f"{path}: {len(pairs)} pairs of {asked[part]} questions; "
@@ -212,17 +213,18 @@ def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
     add("--episodes", nargs="+", required=True, metavar="JSONL|DIR", help="judged episodes")
-    add("--out", required=True, help="folder of the pairs")
-    add("--held-out", type=SHARE, default=0.1, help="share of the questions not to learn from")
-    add("--by", default="reward", help="what plays earned: reward, strict, or a part of the score")
-    add("--chosen", type=float, default=1.0, help="a chosen play earned so much, or more [1]")
-    add("--rejected", type=float, default=1.0, help="a rejected play earned less [1]")
-    add("--per-question", type=COUNT, default=4, help="pairs of a question, at most")
-    add("--fewer-calls", action="store_true", help="also pairs of right plays of equal reward, the "
-        "one of fewer calls chosen")
-    add("--principles", metavar="FILE", help="text that system prompts of the plays hold, and "
-        "those of the pairs shall not")
-    add("--seed", type=NATURAL, default=0, help="of what is held out, and of a choice among equals")
+    add("--out", required=True, help="folder to write the pairs into")
+    add("--held-out", type=SHARE, default=0.1, help="share of the questions held out in val.jsonl")
+    add("--by", default="reward", help="key that is compared: reward, strict, or a number of the "
+        "score")
+    add("--chosen", type=float, default=1.0, help="a chosen play has this value or more [1]")
+    add("--rejected", type=float, default=1.0, help="a rejected play has less than this [1]")
+    add("--per-question", type=COUNT, default=4, help="maximum number of pairs per question")
+    add("--fewer-calls", action="store_true", help="also pair right plays of equal reward; the one "
+        "with fewer calls is chosen")
+    add("--principles", metavar="FILE", help="remove this text from the system prompts")
+    add("--seed", type=NATURAL, default=0, help="seed of the held-out questions and of the choice "
+        "among equal pairs")
     return p.parse_args(argv)
 
 

@@ -1,14 +1,14 @@
 """
-Search over passages: BM25 in memory, exact search of E5 vectors, a server, clients of others.
+Search passages: by BM25 in memory, by exact search of E5 vectors, or by another server.
 
-    (1) index    a folder with the vectors of a corpus; a build that was stopped goes on
-    (2) search   BM25 matches words; Dense scans all vectors, shared out over GPUs or CPU cores
-    (3) share    searches that arrive during a scan go together into the next one
-    (4) serve    POST /retrieve as Search-R1's own server answers it [1]
-    (5) ask      such servers, Tool-Star's [3], and paid web search (Remote, Web)
+    (1) index    compute the vectors of a corpus into a folder; an interrupted build resumes
+    (2) search   BM25 matches words; Dense compares all vectors, divided among GPUs or CPU cores
+    (3) share    searches that arrive during a scan are answered together by the next scan
+    (4) serve    answer POST /retrieve with the API of Search-R1's server [1]
+    (5) ask      Remote is a client of such servers and of Tool-Star's [3], Web of paid web search
 
-A retriever has search(queries, k) -> the hits of each query, best first. A hit is
-{"document": {"id", "contents"}, "score"}; contents is the quoted title, a new line, the text.
+A retriever has search(queries, k), which returns the hits of each query, best first. A hit is
+{"document": {"id", "contents"}, "score"}; contents is the quoted title, a line break and the text.
 [1] Search-R1, arXiv:2503.09516   [2] E5, arXiv:2212.03533   [3] Tool-Star, arXiv:2505.16410
 
 Reads   a corpus: jsonl, {"id", "contents"} per line; the HF folder of an E5-style encoder [2]
@@ -43,17 +43,20 @@ from runtime import COUNT, PORT, Parser, errors_name, lock_folder, progress, wri
 # Shapes: n queries, N passages, D numbers in a vector, L tokens of a text, k hits.
 
 HTTP = ("http://", "https://")
-MAX_QUERIES = 64  # per scan; one for sixteen queries takes hardly longer than one for a single one
-IN_A_ROW = 20  # queries that fail: more, and it is not they that are wrong, but the server
+MAX_QUERIES = 64  # per scan; sixteen queries take hardly longer than one
+IN_A_ROW = 20  # after so many failed queries in a row the server counts as broken
 SPARE = 8  # candidates beyond k, scored again in float64: float32 rounding cannot change the top k
-CHUNK = {"cpu": 2048, "cuda": 65536}  # passages made float32 at a time; has to fit a CPU's cache
-Batch = namedtuple("Batch", "queries ks hits")  # searches that share a scan: k of each, a Future
+CHUNK = {"cpu": 2048, "cuda": 65536}  # passages converted to float32 at a time; fits a CPU's cache
+Batch = namedtuple("Batch", "queries ks hits")  # searches that share a scan; hits: a Future
 
 
 # ---------------------------------------------------------------- search
 
 def load_document(line, where):
-    """A corpus line -> {"id", "contents"}; FlashRAG's older form has title and text apart."""
+    """The {"id", "contents"} of a line of a corpus. FlashRAG's older form has "title" and "text".
+
+    where: names the line in the ValueError that is raised if it is no passage.
+    """
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -61,7 +64,7 @@ def load_document(line, where):
     if isinstance(row, dict) and "contents" not in row and "text" in row:
         row["contents"] = f'"{row.get("title", "")}"\n{row["text"]}'
     if not isinstance(row, dict) or not isinstance(row.get("contents"), str):
-        raise ValueError(f"{where}: want id and contents, found {str(row)[:100]}")
+        raise ValueError(f"{where}: it must have id and contents, but is {str(row)[:100]}")
     return {"id": str(row.get("id", "")), "contents": row["contents"]}
 
 
@@ -78,7 +81,7 @@ class BM25:
         self.index.index(self.words([d["contents"] for d in self.documents]), show_progress=False)
 
     def search(self, queries, k):
-        """Hits of each query, best first; fewer than k when fewer share a word with it."""
+        """The hits of each query, best first: at most k, all with a word of the query."""
         k = min(k, len(self.documents))
         found = self.index.retrieve(self.words(queries), k=k, show_progress=False)  # 2 x (n, k)
         return [[{"document": self.documents[i], "score": float(s)}
@@ -86,7 +89,7 @@ class BM25:
 
 
 def read_meta(folder):
-    """What an index folder says it is made of."""
+    """The meta.json of an index folder: the corpus, encoder and sizes that it was made with."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
         if meta.keys() >= {"corpus", "bytes", "encoder", "dim", "batch"}:
@@ -97,12 +100,12 @@ def read_meta(folder):
 
 
 class Dense:
-    """Exact search of an index folder."""
+    """Exact search in an index folder. encoder: in place of the one in meta.json."""
 
     def __init__(self, folder, devices=("cpu",), encoder=None):
         folder = Path(folder)
         meta = read_meta(folder)
-        # passages are read when they are found: the text of 21M is 14 GB
+        # passages are read from disk when they are found: the text of 21M passages is 14 GB
         self.path, self.corpus = meta["corpus"], os.open(meta["corpus"], os.O_RDONLY)
         self.starts = np.load(folder / "starts.npy", mmap_mode="r")  # (N + 1,) offsets of the lines
         total = len(self.starts) - 1
@@ -126,7 +129,7 @@ class Dense:
 
 
 class Matrix:
-    """N vectors of D fp16 numbers in shards: one per GPU, or memory-mapped and one per CPU core."""
+    """N vectors of D fp16 numbers in shards: one per GPU, or memory-mapped with one per core."""
 
     def __init__(self, path, size, dim, devices=("cpu",)):
         threads = torch.get_num_threads()
@@ -135,14 +138,14 @@ class Matrix:
         parts = matrix.view(size, dim).split(-(-size // len(places)))  # (N / places, D) each
         self.shards = [part.to(place) for part, place in zip(parts, places, strict=False)]
         self.firsts = range(0, size, len(parts[0]))
-        # A thread per shard, undivided: threads that meet after each step wait for the slowest.
-        # They start now, since torch hands each new thread the number of threads that was set last.
+        # One thread computes a whole shard, because threads that divide each step wait for the
+        # slowest one. They start here, since torch gives a new thread the thread count set last.
         self.pool = ThreadPoolExecutor(len(places), "scan", torch.set_num_threads, (1,))
         list(self.pool.map(time.sleep, [0.01] * len(places)))
         torch.set_num_threads(threads)
 
     def nearest(self, q, k):
-        """As nearest below, over all shards. (n, D) float32 -> (n, k) int64, (n, k) float64"""
+        """As `nearest` below, over all shards. (n, D) float32 -> (n, k) int64, (n, k) float64"""
         found = self.pool.map(nearest, repeat(q), self.shards, repeat(k), self.firsts)
         rows, scores = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
         order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
@@ -151,17 +154,18 @@ class Matrix:
 
 @torch.inference_mode()
 def nearest(q, matrix, k, first=0):
-    """Rows with the largest inner product, ties by row; the matrix begins with row first.
+    """The k rows with the largest inner products, and these; the lower row wins a tie.
 
-    (n, D) float32, (N, D) fp16 -> (n, k) int64, (n, k) float64, both on the CPU
+    q (n, D) float32, matrix (N, D) fp16 -> (n, k) int64, (n, k) float64, both on the CPU.
+    first: number of the matrix's first row.
     """
     q = q.to(matrix.device)
     step, keep, found = CHUNK[q.device.type], min(k + SPARE, len(matrix)), []
-    # reused for every chunk: fresh memory costs as much time as the product
+    # reused for all chunks: new memory would take as much time as the product
     part = torch.empty((step, matrix.shape[1]), device=q.device)  # float32
     scores = torch.empty((len(q), step), device=q.device)
     for start in range(0, len(matrix), step):
-        # fp16 products are slow on a CPU and round the scores everywhere: first make it float32
+        # convert to float32: fp16 products are slow on a CPU, and round the scores everywhere
         chunk = matrix[start:start + step]
         torch.mm(q, part[:len(chunk)].copy_(chunk).T, out=scores[:, :len(chunk)])
         best, where = scores[:, :len(chunk)].topk(min(keep, len(chunk)))  # (n, keep)
@@ -174,22 +178,22 @@ def nearest(q, matrix, k, first=0):
 
 
 class QueryError(ConnectionError):
-    """A server answers, but not this query: it is refused, or fails although it is asked alone."""
+    """The server works but refuses this query, or fails on it even if it is sent alone."""
 
 
 class Remote:
     """Client of a search server: Search-R1's /retrieve, or Tool-Star's /batch_search.
 
-    A query that fails is a QueryError in the place of its hits, and never fails its neighbours. A
-    server that is gone is waited for; once it has not come back, later searches do not wait for
-    it, but use it again when it is there.
+    If a query fails, a QueryError is in the place of its hits, and the other queries are answered.
+    While the server is unreachable, the client waits up to `patience` seconds; after that, searches
+    fail at once until the server is back.
     """
 
     def __init__(self, url, tries=4, pause=1.0, patience=300.0):
-        """tries: of a query, with pauses that double; patience: seconds for a server to restart."""
+        """tries: per query, with pauses that double. patience: seconds for a server to restart."""
         import httpx2
         self.tries, self.pause, self.patience = tries, pause, patience
-        self.gone, self.row = False, 0  # row: queries that failed since the last one that did not
+        self.gone, self.row = False, 0  # row: number of failed queries in a row
         self.client = httpx2.Client(timeout=120, headers={"Content-Type": "application/json"})
         self.failures = httpx2.HTTPError, ValueError  # ValueError: the reply is no JSON
         self.pool = ThreadPoolExecutor(16)
@@ -201,12 +205,12 @@ class Remote:
             self.url = plain.removesuffix("/retrieve") + "/retrieve"
 
     def search(self, queries, k):
-        """The hits of each query, or its QueryError; ConnectionError when the server is gone."""
+        """The hits of each query, or its QueryError; ConnectionError if the server is gone."""
         if len(queries) > 1:
             try:
                 hits, self.row = self.ask(queries, k, 1), 0
                 return hits
-            except QueryError:  # one of them may be the cause
+            except QueryError:  # one query may have failed all: send each alone
                 return list(self.pool.map(self.alone, queries, repeat(k)))
         return [self.alone(query, k) for query in queries]
 
@@ -219,11 +223,11 @@ class Remote:
             if self.row < IN_A_ROW:
                 return error
             raise ConnectionError(f"{self.url} has answered none of the last {self.row} queries, "
-                                  f"{error}; see to it, then repeat this command: what is done is "
-                                  "not done again") from None
+                                  f"{error}; repair it, then repeat this command, which skips what "
+                                  "is done") from None
 
     def ask(self, queries, k, tries):
-        """The hits of queries in one request. QueryError where it is refused, or all tries fail."""
+        """The hits of queries in one request. QueryError if it is refused or all tries fail."""
         failed, since = 0, time.monotonic()
         while True:
             try:
@@ -243,12 +247,12 @@ class Remote:
             if lost and (self.gone or time.monotonic() > since + self.patience):
                 self.gone = True
                 raise ConnectionError(f"{self.url} is not there: {why}; start it, then repeat this "
-                                      "command: what is done is not done again")
+                                      "command, which skips what is done")
             time.sleep(self.pause * 2 ** max(0, failed - 1))
 
     def send(self, queries, k):
-        """The hits of each query in the server's reply, or a response that is no success."""
-        body = {"queries": queries, "topk": k, "return_scores": True}  # which Search-R1's needs
+        """The hits of each query in the server's reply; the response if its status is not 200."""
+        body = {"queries": queries, "topk": k, "return_scores": True}
         if self.tool_star:
             body = {"query": queries, "top_n": k, "return_score": False}
         reply = self.client.post(self.url, content=json.dumps(body))
@@ -262,14 +266,15 @@ class Remote:
 
 
 class Web(Remote):
-    """Client of a web search that is paid for, as a file of settings describes it.
+    """Client of a paid web search, which a json file of settings describes:
 
     {"url": "https://...", "method": "POST", "headers": {"X-API-KEY": "{key}"}, "key": "key.txt",
      "body": {"q": "{query}", "num": "{k}"}, "results": "organic", "title": "title",
      "text": "snippet", "link": "link"}
 
-    key: a file beside this one. body: the JSON of a POST, or the parameters of a GET. results:
-    where the hits are in the reply, names with dots between them; title, text, link: of a hit.
+    key: name of a file beside this one that holds the API key. body: the JSON of a POST, or the
+    parameters of a GET. results: the path of the hits in the reply, names joined by dots. title,
+    text, link: names of a hit's parts.
     """
 
     def __init__(self, path, tries=4, pause=1.0, patience=300.0):
@@ -277,7 +282,7 @@ class Web(Remote):
         with errors_name(path):
             self.chosen = json.loads(Path(path).read_text(encoding="utf-8"))
             if missing := {"url", "body", "results", "text"} - self.chosen.keys():
-                raise ValueError(f"{path}: {', '.join(sorted(missing))} must be there")
+                raise ValueError(f"{path} has no {', '.join(sorted(missing))}")
             key = self.chosen.get("key")
             self.key = Path(path).with_name(key).read_text().strip() if key else ""
         self.url = self.chosen["url"]
@@ -304,14 +309,14 @@ class Web(Remote):
 
 
 def filled(value, values):
-    """A table of settings, each {key}, {query} and {k} replaced by its value."""
+    """Settings in which each "{key}", "{query}" and "{k}" is replaced by its value."""
     if isinstance(value, dict):
         return {name: filled(inside, values) for name, inside in value.items()}
     return values.get(value, value) if isinstance(value, str) else value
 
 
 def read_hits(reply, count, url):
-    """The hits in a server's reply, checked once here so that nothing later stumbles over them."""
+    """The hits in a server's reply; ConnectionError if it does not have the right form."""
     try:
         hits = reply["result"]
         texts = [hit["document"]["contents"] for row in hits for hit in row]
@@ -319,12 +324,12 @@ def read_hits(reply, count, url):
             return hits
     except (KeyError, TypeError):
         pass
-    raise ConnectionError(f"{url} is no server of Search-R1 or Tool-Star: {str(reply)[:200]} for "
-                          f"{count} queries")
+    raise ConnectionError(f"{url} is not a server of Search-R1 or Tool-Star: it sent "
+                          f"{str(reply)[:200]} for {count} queries")
 
 
 class Shared:
-    """One retriever for many threads: searches that arrive during a scan share the next one."""
+    """A retriever for many threads: searches that arrive during a scan share the next scan."""
 
     def __init__(self, retriever):
         self.retriever, self.lock = retriever, threading.Lock()
@@ -332,12 +337,12 @@ class Shared:
         self.waiting = []  # batches whose scan has not begun
 
     def search(self, queries, k):
-        """As the retriever's own, from any thread."""
+        """The retriever's search, for any thread."""
         scan, place = self.join(queries, k)
         return [hits if isinstance(hits, QueryError) else hits[:k] for hits in scan.result()[place]]
 
     def join(self, queries, k):
-        """Put queries into a scan to come: the Future of its hits, and where theirs will be."""
+        """Add queries to the next scan -> (Future of its hits, slice of these queries' hits)."""
         with self.lock:
             if not self.waiting or len(self.waiting[-1].queries) + len(queries) > MAX_QUERIES:
                 self.waiting.append(Batch([], [], self.worker.submit(self.scan)))
@@ -348,7 +353,7 @@ class Shared:
         return batch.hits, slice(start, start + len(queries))
 
     def scan(self):
-        """The hits of the batch in front, which nobody can join any more."""
+        """The hits of the first batch, which no search can join any more."""
         with self.lock:
             queries, ks, _ = self.waiting.pop(0)
         parts = [queries[i:i + MAX_QUERIES] for i in range(0, len(queries), MAX_QUERIES)]
@@ -356,7 +361,7 @@ class Shared:
 
 
 def find_retriever(name, corpus):
-    """Say at once, and not after an engine has started, that --retriever's files are not there."""
+    """Raise an error before an engine starts if the files of --retriever are not there."""
     needed = (Path(corpus) if name == "bm25" else Path(name) if name.endswith(".json") else
               Path(name) / "meta.json")
     if not name.startswith(HTTP) and not needed.is_file():
@@ -367,17 +372,17 @@ def find_retriever(name, corpus):
 
 
 def check_corpus(path):
-    """Look at a corpus's first line before an engine or an encoder is loaded."""
+    """Check a corpus's first line before an engine or an encoder is loaded."""
     with errors_name(path), open(path, encoding="utf-8-sig") as file:
         line = file.readline()
     if not line:
-        raise ValueError(f"{path} is empty; want a line of id and contents per passage")
+        raise ValueError(f"{path} is empty; it must have a line with id and contents per passage")
     load_document(line, f"{path}, line 1")
 
 
 def open_retriever(name, corpus=None, devices=("cpu",), encoder=None, **more):
-    """bm25, an index folder, a server's address or a web search's settings (name.json) as a
-    retriever for many threads. more: tries and so on of a Remote."""
+    """A retriever for many threads. name: "bm25" (of a corpus), an index folder, the URL of a
+    server, or a .json file with settings of a web search. more: arguments of Remote or Web."""
     if name.startswith(HTTP):
         return Shared(Remote(name, **more))
     if name.endswith(".json"):
@@ -388,26 +393,29 @@ def open_retriever(name, corpus=None, devices=("cpu",), encoder=None, **more):
 # ---------------------------------------------------------------- index
 
 def load_encoder(folder, device):
-    """An E5-style model (fp16 on GPUs) and its tokenizer."""
+    """(an E5-style model, in fp16 on GPUs; its tokenizer)."""
     from transformers import AutoModel, AutoTokenizer
     dtype = torch.float16 if torch.device(device).type == "cuda" else torch.float32
     try:
         model = AutoModel.from_pretrained(folder, dtype=dtype)
         return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
     except OSError:
-        raise ValueError(f"--encoder {folder} is no model's folder here, and the hub does not give "
-                         "it: name a folder") from None
+        raise ValueError(f"--encoder {folder} is not the folder of a model, and cannot be loaded "
+                         "from the hub: name a folder") from None
 
 
 @torch.inference_mode()
 def encode(texts, prefix, encoder, batch=512):
-    """E5's unit vectors, (n, D) float32 on the CPU; texts of like length share a batch."""
+    """E5's unit vectors of texts, (n, D) float32 on the CPU. Texts of similar length share a batch.
+
+    prefix: "query: " or "passage: " [2]. encoder: from load_encoder.
+    """
     model, tokenizer = encoder
     vectors = torch.empty((len(texts), model.config.hidden_size))
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     for start in range(0, len(texts), batch):
         rows = order[start:start + batch]
-        # half a surrogate pair, which JSON can hold, would make the tokenizer refuse all
+        # the tokenizer refuses half a surrogate pair, which JSON can hold
         part = [(prefix + texts[i]).encode("utf-8", "replace").decode() for i in rows]
         tokens = tokenizer(part, max_length=256, truncation=True, padding=True, return_tensors="pt")
         hidden = model(**tokens.to(model.device)).last_hidden_state.float()  # (rows, L, D)
@@ -418,7 +426,7 @@ def encode(texts, prefix, encoder, batch=512):
 
 
 def begin_index(args, out, dim):
-    """Note what the index is made of and where the corpus's lines start; never mix two indexes."""
+    """Write meta.json and the offsets of the corpus's lines; refuse to mix two indexes."""
     encoder = str(Path(args.encoder).resolve()) if Path(args.encoder).exists() else args.encoder
     meta = {"corpus": str(Path(args.corpus).resolve()), "bytes": os.path.getsize(args.corpus),
             "encoder": encoder, "dim": dim, "batch": args.batch}
@@ -430,19 +438,19 @@ def begin_index(args, out, dim):
     out.mkdir(parents=True, exist_ok=True)
     with open(args.corpus, "rb") as lines:
         np.save(out / "starts.npy", np.fromiter(chain([0], map(len, lines)), np.int64).cumsum())
-    # last: where it is found, starts.npy is whole
+    # written last, so that starts.npy is complete if meta.json exists
     write_text(out / "meta.json", json.dumps(meta, indent=1))
 
 
 def flat_vectors(path):
-    """The vectors of a flat faiss index, FlashRAG's e5_Flat.index say: (N, D) float32 on disk."""
+    """The vectors of a flat faiss index such as FlashRAG's e5_Flat.index: (N, D) float32."""
     with errors_name(path), open(path, "rb") as file:
         head = file.read(45)
     kind = head[:4].decode("ascii", "replace")
     if kind not in ("IxFI", "IxF2") or len(head) < 45:
-        raise ValueError(f"{path} is no flat index of faiss, but {kind!r}: other kinds do not hold "
-                         "whole vectors; leave --vectors out, and the corpus is encoded here")
-    # its kind, D, N, 16 bytes without meaning, whether it is trained, its metric, count of numbers
+        raise ValueError(f"{path} is not a flat index of faiss, but {kind!r}; other kinds do not "
+                         "hold whole vectors: leave out --vectors to encode the corpus")
+    # kind, D, N, 16 unused bytes, whether it is trained, metric, count of numbers
     dim, total, _, _, _, _, count = struct.unpack("<iqqqBiq", head[4:])
     if count != dim * total or os.path.getsize(path) != 45 + 4 * count:
         raise ValueError(f"{path} is cut short: {os.path.getsize(path):,} bytes for {total:,} "
@@ -451,7 +459,7 @@ def flat_vectors(path):
 
 
 def import_index(args):
-    """Make an index of vectors that others have computed: nothing is encoded."""
+    """Make an index from the vectors of --vectors, without encoding the corpus."""
     lock_folder(args.out)
     check_corpus(args.corpus)
     vectors, out = flat_vectors(args.vectors), Path(args.out)
@@ -464,11 +472,11 @@ def import_index(args):
         starts = range(0, total, CHUNK["cuda"])
         for start in progress(starts, "index", len(starts)):
             file.write(vectors[start:start + CHUNK["cuda"]].astype(np.float16).tobytes())
-    print(f"{out}: {total:,} passages of {vectors.shape[1]} numbers, as they are in {args.vectors}")
+    print(f"{out}: {total:,} vectors of {vectors.shape[1]} numbers from {args.vectors}")
 
 
 def build_index(args):
-    """Encode block by block and append; after a stop, whole blocks on disk are not done again."""
+    """Encode the corpus block by block; a rerun continues after the last block on disk."""
     lock_folder(args.out)
     check_corpus(args.corpus)
     encoders = [load_encoder(args.encoder, device) for device in args.devices]
@@ -485,14 +493,14 @@ def build_index(args):
         texts = (load_document(line, f"{args.corpus}, line {i}")["contents"]
                  for i, line in enumerate(lines, done + 1))
         bar = progress(None, "index", total, done, " passages")
-        # a block per device at a time, because a tokenizer serves only one thread
+        # one block per device, because a tokenizer serves only one thread
         while any(blocks := [list(islice(texts, block)) for _ in encoders]):
             parts = pool.map(encode, blocks, repeat("passage: "), encoders, repeat(args.batch))
             for vectors in parts:
                 file.write(vectors.half().numpy().tobytes())
                 bar.update(len(vectors))
             file.flush()
-            os.fsync(file.fileno())  # a block counts once it is on disk
+            os.fsync(file.fileno())  # a block is done once it is on disk
         bar.close()
     print(f"{out}: {total:,} passages of {dim} numbers")
 
@@ -516,10 +524,10 @@ def make_app(retriever, topk=5):
     async def retrieve(request: Request):
         size = request.headers.get("content-length", "")
         if not size.isdecimal() or int(size) > 2**24:
-            raise HTTPException(413, "want a Content-Length, of 16 MiB at most")
+            raise HTTPException(413, "the request needs a Content-Length of at most 16 MiB")
         try:
             asked = Search.model_validate(json.loads(await request.body()))
-        except (ValueError, RecursionError) as error:  # pydantic writes details in brackets
+        except (ValueError, RecursionError) as error:  # drop pydantic's details in brackets
             raise HTTPException(400, " ".join(str(error).split("[")[0].split())) from None
         k, texts = asked.topk or topk, [q for q in asked.queries if isinstance(q, str)]
         scan, place = retriever.join(texts, k)
@@ -533,7 +541,7 @@ def make_app(retriever, topk=5):
 
 
 def find_port(host, port):
-    """Say that a port is taken before an index is read, and in a line, as uvicorn does not."""
+    """Raise a one-line error if a port is taken, before an index is read."""
     with errors_name(f"{host}:{port}"), socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         tried.bind((host, port))
@@ -545,16 +553,16 @@ def serve(args):
     find_retriever(args.retriever, args.corpus)
     find_port(args.host, args.port)
     app = make_app(open_retriever(args.retriever, args.corpus, args.devices), args.topk)
-    # backlog: clients that arrive at the same moment and have to wait, instead of being refused
+    # backlog: the number of clients that may wait for a connection before others are refused
     uvicorn.run(app, host=args.host, port=args.port, access_log=False, backlog=2048)
 
 
 def device(text):
-    """A type of a flag: a device of torch's."""
+    """The type of a flag: a torch device."""
     try:
         torch.device(text)
     except RuntimeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device like cpu or cuda:0") from None
+        raise argparse.ArgumentTypeError(f"{text!r} must be a device such as cpu, cuda:0") from None
     return text
 
 
@@ -564,7 +572,7 @@ def flags(argv=None):
     add = commands.add_parser("index", help="make an index folder").add_argument
     add("--corpus", required=True, help="jsonl file, {id, contents} per line")
     add("--encoder", required=True, help="E5-style HF folder or hub name")
-    add("--out", required=True, help="folder of the index; a build that was stopped goes on there")
+    add("--out", required=True, help="folder of the index; an interrupted build resumes from it")
     add("--vectors", metavar="FILE", help="take the vectors from a flat faiss index of the same "
         "corpus and encoder, such as FlashRAG's e5_Flat.index, instead of encoding the corpus")
     add("--batch", type=COUNT, default=512, help="passages per forward pass of the encoder (512)")
@@ -576,9 +584,9 @@ def flags(argv=None):
     add("--devices", nargs="+", type=device,
         help="torch devices that share the vectors (all GPUs, or cpu)")
     add("--topk", type=COUNT, default=5,
-        help="passages per query where a request names no topk (5)")
-    add("--host", default="127.0.0.1", help="address to listen at (127.0.0.1); 0.0.0.0 is all")
-    add("--port", type=PORT, default=8000, help="port to listen at (8000); 0 takes a free one")
+        help="passages per query if a request has no topk (5)")
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); 0.0.0.0: all")
+    add("--port", type=PORT, default=8000, help="port to listen on (8000); 0: any free port")
     args = p.parse_args(argv)
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     args.devices = args.devices or gpus or ["cpu"]

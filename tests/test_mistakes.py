@@ -330,10 +330,10 @@ MISTAKES = {
     ],
     "toolstar.jail": [
         ("", "required: command"),
-        ("run", "run: name a file"),
+        ("run", "run needs the name of a file"),
         ("run none.py", "none.py"),
         ("check --seconds 0", "--seconds, --memory and --workers must be more than 0"),
-        ("serve --port 99999", "--port 99999 is none: name one from 0 to 65535"),
+        ("serve --port 99999", "--port 99999 must be from 0 to 65535"),
     ],
     "sft": [
         ("--batch 0", "--batch: '0' must be"),

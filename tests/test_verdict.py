@@ -834,5 +834,5 @@ def test_a_response_alone_has_the_papers_reward():
     assert verdict.reward(forged, ["0.5"], "paper") in (-1, 1), "tags in a result are no calls"
     with pytest.raises(ValueError, match="released, paper or answer"):
         verdict.reward(text, ["0.5"], "strict")
-    with pytest.raises(ValueError, match="there are strict"):
+    with pytest.raises(ValueError, match="the kinds are strict"):
         verdict.reward_of({}, "best")

@@ -1,29 +1,29 @@
 """
-The interpreter of the tools world: programs that a model wrote run in warm, locked-up Pythons.
+The interpreter of the tools world: run a model's programs in warm Python processes in a jail.
 
-    (1) start    a worker is a fresh Python inside bubblewrap [1]: its own namespaces, no network,
-                 no capabilities, a read-only view of Python and its libraries and nothing else, a
-                 small tmpfs, a seccomp filter; it imports numpy and sympy once
-    (2) prove    a program attempts one forbidden thing of each class; if one works, no jail opens
-    (3) call     the worker forks; the fork takes limits and a second, stricter filter, and runs
-                 the program; the worker waits, then kills whatever else lives in its namespace
-    (4) replace  a worker that misbehaves, grows, or has answered CALLS calls is killed; a spare
-                 takes its place
+    (1) start    a worker is a new Python inside bubblewrap [1]. It has its own namespaces, no
+                 network, no capabilities, a small tmpfs, a seccomp filter, and a read-only view of
+                 Python and its libraries and of no other files. It imports numpy and sympy once
+    (2) prove    a probe tries one forbidden action of each class; if one succeeds, JailError
+    (3) call     the worker forks; the fork sets limits and a second, stricter filter, and runs the
+                 program; then the worker kills all other processes in its namespace
+    (4) replace  a worker that failed, has grown, or has answered CALLS calls is killed and replaced
+                 by a spare one
 
-Here is the outside; cell.py is the inside. Program, input and output pass the worker by, as
-descriptors that go from the caller straight to the fork: a worker never holds a byte of one program
-that another could read. Frames, JSON in packets of a socket that forks close, say only how long a
-call may last and how it ended.
+This file is the outside of the jail, cell.py the inside. Program, input and output do not pass
+through the worker: the caller sends descriptors of them that only the fork opens, so no program can
+read another one's data in the worker. Frames, packets of JSON on a socket that forks close, hold
+only limits and how a call ended.
 
-There are two levels. "jailed" is proved at each start. "unsafe" is a plain process under limits,
-which reads and writes what its user can; it has to be asked for.
+There are two levels. "jailed" is proved at each start. "unsafe" must be asked for: a plain process
+under limits, which can read and write whatever its user can.
 [1] github.com/containers/bubblewrap   [2] SandboxFusion, arXiv:2412.00535
 
-Reads   the program, and nothing besides       Writes  nothing that outlives the call
+Reads   only the program       Writes  nothing that outlives the call
 
-    python -m toolstar.jail check              the level, and what was tried to prove it
-    python -m toolstar.jail run FILE           a file's program, with this command's input
-    python -m toolstar.jail serve --port 8080  POST /run_code as SandboxFusion answers it [2]
+    python -m toolstar.jail check              print the level and the proof
+    python -m toolstar.jail run FILE           run a program, with this command's input
+    python -m toolstar.jail serve --port 8080  answer POST /run_code, with SandboxFusion's API [2]
 """
 import argparse
 import contextlib
@@ -54,12 +54,12 @@ PRELOAD = ("numpy", "numpy.random", "numpy.linalg", "sympy", "math", "cmath", "f
            "decimal", "itertools", "functools", "collections", "statistics", "random", "re",
            "string", "datetime", "heapq", "bisect", "operator", "typing", "dataclasses")
 CELL = Path(__file__).resolve().with_name("cell.py")
-SCRATCH = "/jail"  # a program's folder, and the one place where it can write
+SCRATCH = "/jail"  # a program's folder, the only place where it can write
 MIB = 2**20
-CALLS = 2000  # of one worker
-GROWTH = 1.2  # times the memory of a fresh worker
-GRACE = 1.0  # seconds that a worker may answer late
-DAY = 86400.0  # seconds; no program has more
+CALLS = 2000  # after which a worker is replaced
+GROWTH = 1.2  # factor of a new worker's memory above which a worker is replaced
+GRACE = 1.0  # seconds that a worker may take beyond the program's limit
+DAY = 86400.0  # seconds, the highest limit of a program
 LIBSECCOMP = "pip install pyseccomp; apt install libseccomp2"
 NAMESPACES = ("sysctl kernel.unprivileged_userns_clone=1 "
               "kernel.apparmor_restrict_unprivileged_userns=0; in docker --security-opt "
@@ -67,20 +67,20 @@ NAMESPACES = ("sysctl kernel.unprivileged_userns_clone=1 "
 
 
 class JailError(ValueError):
-    """This machine gives no jail; the text is one line with the cause and the fix."""
+    """This machine cannot run a jail; the message is one line with the cause and the remedy."""
 
 
 class Result(NamedTuple):
-    status: str  # ok, error, timeout, memory, output, killed; broken: ours, not the program's
+    status: str  # ok, error, timeout, memory, output, killed; broken: the jail failed
     stdout: str
     stderr: str
     error: str  # "", or the last line of the traceback with the program's line number
-    seconds: float  # that it ran
+    seconds: float  # how long it ran
 
 
 # ---------------------------------------------------------------- the filter
-# Calls that are neither allowed nor denied are not implemented, as far as a program can see: so
-# libraries fall back. Denied ones raise PermissionError.
+# A denied system call raises PermissionError. One that is neither allowed nor denied looks as if it
+# were not implemented, so that libraries use another one.
 
 ALLOWED = """
     brk mmap munmap mremap mprotect madvise mincore open openat creat close close_range read write
@@ -105,27 +105,27 @@ DENIED = """
     prlimit64 setrlimit sched_setaffinity sched_setscheduler setpriority chown fchown lchown
     fchownat mknod mknodat setuid setgid setgroups setreuid setregid setresuid setresgid setpgid
     setsid"""
-# a worker is allowed these of them: to start, to fork and to end forks
+# of the denied calls, a worker may use these: to start, to fork and to end forks
 WORKERS = """
     clone fork execve kill prctl seccomp sendmsg recvmsg pidfd_open prlimit64 setsid"""
 
 
 def write_filter(threads=None):
-    """A seccomp filter as BPF bytes: for a program that may start threads, None: for a worker.
+    """A seccomp filter as BPF bytes; b"" if libseccomp is missing.
 
-    b"" where libseccomp is missing.
+    threads: the number of threads that a program may start; None: the filter is for a worker.
     """
     try:
         import pyseccomp as seccomp
-    except (ImportError, RuntimeError):  # the package, or the library below it
+    except (ImportError, RuntimeError):  # the package or its library is missing
         return b""
     rules = seccomp.SyscallFilter(seccomp.ERRNO(ENOSYS))
 
     def add(action, name, *conditions):
-        with contextlib.suppress(OSError):  # this architecture has no such call
+        with contextlib.suppress(OSError):  # not a call of this architecture
             rules.add_rule(action, name, *[seccomp.Arg(*each) for each in conditions])
 
-    # asyncio wakes itself through a pair of sockets; a program may lower its own limits
+    # asyncio needs a pair of sockets; with prlimit64 a program may lower its own limits
     special = {"socketpair": [(0, seccomp.EQ, socket.AF_UNIX),
                               (1, seccomp.MASKED_EQ, 15, socket.SOCK_STREAM)]}
     free = ALLOWED.split()
@@ -133,7 +133,7 @@ def write_filter(threads=None):
         free += WORKERS.split()
     else:
         special["prlimit64"] = [(0, seccomp.EQ, 0)]
-        special["kill"] = [(0, seccomp.MASKED_EQ, 2**31, 0)]  # who is in reach but the program?
+        special["kill"] = [(0, seccomp.MASKED_EQ, 2**31, 0)]  # it can reach only itself
     if threads:
         special["clone"] = [(0, seccomp.MASKED_EQ, 2**16, 2**16)]  # CLONE_THREAD
         add(seccomp.ERRNO(EPERM), "clone", (0, seccomp.MASKED_EQ, 2**16, 0))
@@ -141,7 +141,7 @@ def write_filter(threads=None):
         add(seccomp.ALLOW, name)
     for name, conditions in special.items():
         add(seccomp.ALLOW, name, *conditions)
-    for request in 0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451:  # is it a terminal? and the like
+    for request in 0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451:  # of isatty() and the like
         add(seccomp.ALLOW, "ioctl", (1, seccomp.EQ, request))
     for name in {*DENIED.split()} - {*free, *special}:
         add(seccomp.ERRNO(EPERM), name)
@@ -154,11 +154,11 @@ def write_filter(threads=None):
 # ---------------------------------------------------------------- a worker
 
 class BrokenWorker(OSError):
-    """A worker died or did not answer; it is no fault of the program that is known."""
+    """A worker died or did not answer; the program is not known to be at fault."""
 
 
 def view():
-    """bubblewrap's flags for all that a program sees: Python, its libraries, bare devices."""
+    """bubblewrap's flags for the files that programs see: Python, its libraries, a few devices."""
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     places = {"/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", base / "lib",
               prefix / "lib", prefix / "lib64", prefix / "pyvenv.cfg", *site.getsitepackages(),
@@ -173,8 +173,8 @@ def view():
     flags += ["--ro-bind", str(CELL), "/cell.py"]
     for name in "null", "zero", "full", "random", "urandom":
         flags += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    # a tmpfs of its own: a folder in which bubblewrap makes others, such as /tmp where a library
-    # lies below it, would keep what a program leaves there
+    # SCRATCH is a tmpfs of its own, and /tmp a link to it, unless Python is below /tmp: then
+    # bubblewrap makes folders there, in which a program could leave files for the next one
     if not any(f"{place}/".startswith("/tmp/") for place in (prefix, base, sys.executable)):
         flags += ["--symlink", SCRATCH, "/tmp"]
     return [*flags, "--size", str(16 * MIB), "--tmpfs", SCRATCH, "--remount-ro", "/",
@@ -182,9 +182,9 @@ def view():
 
 
 def command(settings, control, outer):
-    """The words that start a worker; control and outer: descriptors of its socket and filter."""
+    """The command line of a worker. control, outer: descriptors of its socket and its filter."""
     told = {**settings, "control": control}
-    # not -I, which would ignore PYTHONHASHSEED; the environment is ours all the same
+    # not -I, which would ignore PYTHONHASHSEED; Worker sets the whole environment
     python = [sys.executable, "-s", "-B"]
     if not settings["jailed"]:
         return [*python, str(CELL), json.dumps(told)]
@@ -196,7 +196,7 @@ def command(settings, control, outer):
 
 
 def memory_file(data):
-    """A descriptor of these bytes, to be read from their start and not to be changed."""
+    """The descriptor of a read-only file in memory with these bytes."""
     fd = os.memfd_create("call", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
@@ -206,16 +206,16 @@ def memory_file(data):
 
 
 class Worker:
-    """A warm Python in its jail, seen from outside. One thread at a time may use it."""
+    """A handle to a warm Python in its jail. One thread at a time may use it."""
 
     def __init__(self, settings, outer):
-        """Start it, and do not wait."""
+        """Start the process without waiting for it. outer: BPF bytes of the worker's filter."""
         self.settings, self.calls, self.fit = settings, 0, True
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self.log = os.memfd_create("log")  # what bubblewrap, or an import, complains about
+        self.log = os.memfd_create("log")  # error messages of bubblewrap and of imports
         filters = [memory_file(outer)] if outer else []
-        # an unsafe worker has a folder of the host; a jailed one its own tmpfs
+        # an unsafe worker uses a folder of the host, a jailed one its own tmpfs
         self.folder = None if settings["jailed"] else tempfile.TemporaryDirectory(prefix="unsafe-")
         folder = self.folder.name if self.folder else SCRATCH
         threads = str(settings["threads"] or 1)
@@ -237,14 +237,14 @@ class Worker:
                 os.close(fd)
 
     def wait(self, seconds=60):
-        """Until it is warm; JailError with its last words if it does not come up."""
+        """Wait until it is warm; JailError with its last message if it does not start."""
         self.control.settimeout(seconds)
         try:
             said, kept, _, _ = self.control.recvmsg(4096, 64)
         except TimeoutError:
             said = b""
         if said:
-            self.pid = struct.unpack("3i", kept[0][2][:12])[0]  # as this process numbers it
+            self.pid = struct.unpack("3i", kept[0][2][:12])[0]  # in the namespace of this process
             self.control.settimeout(None)
             self.fresh = self.pages()[1]
             return
@@ -256,7 +256,7 @@ class Worker:
         raise JailError(f"no worker starts: {why}{fix}")
 
     def pages(self):
-        """(bytes of address space, bytes in memory) of the worker."""
+        """(bytes of address space, bytes of resident memory) of the worker."""
         numbers = Path(f"/proc/{self.pid}/statm").read_text().split()
         return [int(number) * resource.getpagesize() for number in numbers[:2]]
 
@@ -275,7 +275,7 @@ class Worker:
                 theirs.append(write_end)
             theirs.append(memory_file(program))
             socket.send_fds(self.control, [json.dumps(frame).encode()], theirs)
-            while theirs:  # from here on a pipe ends when the program has ended
+            while theirs:  # once they are closed here, the pipes end when the program ends
                 os.close(theirs.pop())
             answer, size = self.follow(streams, seconds)
         finally:
@@ -283,7 +283,7 @@ class Worker:
                 os.close(fd)
         if answer["call"] != self.calls:
             raise BrokenWorker("a worker answered another call")
-        # the first calls touch pages that all later ones touch
+        # the first two calls still add pages that all calls need
         self.fresh = max(self.fresh, memory) if self.calls <= 2 else self.fresh
         self.fit = answer["clean"] and self.calls < CALLS and memory <= GROWTH * self.fresh
         limit = self.settings["output"]
@@ -295,7 +295,7 @@ class Worker:
         return Result(ended[0], out, err, ended[1], answer["seconds"])
 
     def follow(self, streams, seconds):
-        """Fill {descriptor: output} until the worker answers -> (its frame, bytes written)."""
+        """Collect output in {descriptor: bytes} until the worker answers -> (frame, bytes seen)."""
         deadline = time.monotonic() + seconds + GRACE
         poller, answer, size, limit = select.poll(), None, 0, self.settings["output"]
         for fd in (self.control.fileno(), *streams):
@@ -332,7 +332,7 @@ class Worker:
 
 
 def read_end(answer, err, seconds):
-    """How a call ended: a worker's frame and a program's stderr -> (status, error)."""
+    """(status, error) of a call, from the worker's frame and the program's stderr."""
     code = os.waitstatus_to_exitcode(answer["status"])
     if answer["why"] == "timeout" or code == -signal.SIGXCPU:
         return "timeout", f"stopped after {seconds:g} s"
@@ -346,7 +346,7 @@ def read_end(answer, err, seconds):
 
 
 def read_error(code, err):
-    """Exit code and stderr of a program that failed -> (status, error)."""
+    """(status, error) of a program that failed, from its exit code and stderr."""
     lines = [line for line in err.splitlines() if line.strip()] or [f"exit code {code}"]
     places = re.findall(r'^ *File "program.py", line (\d+)', err, re.MULTILINE)
     error = f"{lines[-1]} (line {places[-1]})" if places else lines[-1]
@@ -354,23 +354,23 @@ def read_error(code, err):
 
 
 def mask(text):
-    """Addresses in what Python prints of objects differ from run to run."""
+    """A text with the addresses in Python's reprs set to 0, since they differ between runs."""
     return re.sub(r"(<[^\n]{0,100}? at )0x[0-9a-fA-F]{6,16}\b", r"\g<1>0x0", text)
 
 
 # ---------------------------------------------------------------- the pool
 
 class Jail(contextlib.AbstractContextManager):
-    """A pool of workers for many threads, first come, first served.
+    """A pool of workers for many threads, which are served in their order of arrival.
 
-    workers: how many programs run at once, one for each core if None; one more stands by
-    unsafe: plain processes under limits, which can read and write whatever this user can
+    workers: how many programs run at once; None: one per core. One more worker stands by
+    unsafe: use plain processes under limits, which can read and write whatever this user can
     preload: modules that workers import before any call
     seconds, memory, output, files: limits of a program: wall and CPU seconds, MiB above those of a
         warm worker, bytes of stdout and stderr together, bytes of a file
     threads: how many threads a program may start
     display: show the value of a last bare expression, as a notebook does
-    Raises JailError where this machine gives no jail.
+    Raises JailError if this machine cannot run a jail.
     """
 
     def __init__(self, workers=None, unsafe=False, preload=PRELOAD, seconds=5.0, memory=512,
@@ -379,16 +379,16 @@ class Jail(contextlib.AbstractContextManager):
         self.level = "unsafe" if unsafe else "jailed"
         inner, self.outer = (b"", b"") if unsafe else (write_filter(threads), write_filter())
         if not unsafe and not shutil.which("bwrap"):
-            raise JailError("there is no bubblewrap: apt install bubblewrap")
+            raise JailError("bubblewrap is missing: apt install bubblewrap")
         if not unsafe and os.geteuid() == 0 and not inner:
-            raise JailError(f"no seccomp filter as root: {LIBSECCOMP}")
+            raise JailError(f"a jail needs a seccomp filter when run by root: {LIBSECCOMP}")
         self.settings = {"preload": list(preload), "memory": memory, "output": output,
                          "files": files, "threads": threads, "display": display,
                          "jailed": not unsafe, "filter": inner.hex()}
         self.lock, self.waiting, self.idle = threading.Lock(), deque(), []
-        self.busy = self.alive = 0  # workers at work, and all that are there or ordered
+        self.busy = self.alive = 0  # workers in use; workers that exist or are ordered
         self.failure, self.orders = "", SimpleQueue()
-        # the kernel kills a worker with the thread that started it, so one thread starts them all
+        # the kernel kills a worker when the thread that started it ends, so one thread starts all
         threading.Thread(target=self.supply, name="jail", daemon=True).start()
         try:
             if (first := self.take()) is None:
@@ -403,12 +403,12 @@ class Jail(contextlib.AbstractContextManager):
         self.close()
 
     def run(self, program, stdin="", seconds=None):
-        """Run a program -> Result. It blocks the calling thread alone, and never raises."""
+        """Run a program -> Result. Blocks only the calling thread, and never raises."""
         seconds = min(max(0.0, self.seconds if seconds is None else seconds), DAY)
-        # half a surrogate pair is the program's error; in its input it is a question mark
+        # half a surrogate pair makes the program fail; in its input it becomes a question mark
         program, stdin = program.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "replace")
         why = ""
-        for _ in "first", "again":  # a call whose worker broke has another try
+        for _ in "first", "again":  # if a worker breaks, try once more
             if (worker := self.take()) is None:
                 why = self.failure
                 break
@@ -423,7 +423,7 @@ class Jail(contextlib.AbstractContextManager):
         return Result("broken", "", "", why, 0.0)
 
     def take(self):
-        """A worker for this thread, when its turn has come; None: there is none to be had."""
+        """Wait for a worker; None if there is none and none can be started."""
         turn = Future()
         with self.lock:
             if self.orders is None:
@@ -433,7 +433,7 @@ class Jail(contextlib.AbstractContextManager):
         return turn.result()
 
     def put_back(self, worker, fit):
-        """End a thread's use of a worker; one that is not fit is killed."""
+        """Return a worker to the pool, or kill it if it is not fit."""
         with self.lock:
             fit = fit and self.orders is not None
             self.busy -= 1
@@ -444,7 +444,7 @@ class Jail(contextlib.AbstractContextManager):
             worker.close()
 
     def deal(self):
-        """With the lock held: order what workers are missing, give idle ones to who waits."""
+        """Order the missing workers and give idle ones to waiting threads. Call with the lock."""
         missing = self.workers + 1 - self.alive
         if missing > 0 and self.orders:
             self.alive += missing
@@ -454,14 +454,14 @@ class Jail(contextlib.AbstractContextManager):
             self.waiting.popleft().set_result(self.idle.pop())
 
     def supply(self):
-        """The life of the thread that starts workers."""
+        """Start the workers that are ordered, in a thread of its own."""
         orders = self.orders
         while count := orders.get():
             started = []
             for _ in range(count):
                 with self.failing():
                     started.append(Worker(self.settings, self.outer))
-            for worker in started:  # they warm up side by side
+            for worker in started:  # they warm up at the same time
                 with self.failing():
                     worker.wait()
                     with self.lock:
@@ -470,7 +470,7 @@ class Jail(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def failing(self):
-        """A worker that was ordered may not come; where none is left, nobody waits for one."""
+        """Note that an ordered worker did not start; if none is left, waiting threads get None."""
         try:
             yield
         except (OSError, JailError) as error:
@@ -481,7 +481,7 @@ class Jail(contextlib.AbstractContextManager):
                     self.waiting.popleft().set_result(None)
 
     def close(self):
-        """Kill all workers. Calls that wait, or come later, are answered with "broken"."""
+        """Kill all workers. Waiting and later calls return "broken"."""
         with self.lock:
             orders, self.orders = self.orders, None
             idle, self.idle = self.idle, []
@@ -496,8 +496,8 @@ class Jail(contextlib.AbstractContextManager):
 
 # ---------------------------------------------------------------- the proof
 
-# One forbidden thing of each class, and each harmless where it works. PORT and FILE are of this
-# process and exist outside. 0x20000 is CLONE_NEWNS: mounts of its own.
+# Tries one forbidden action of each class; none does harm if it works. PORT and FILE are replaced
+# by a port and a file of the process outside. 0x20000 is CLONE_NEWNS.
 PROBE = """
 import ctypes, json, os, socket
 found = {}
@@ -528,8 +528,8 @@ print(json.dumps(found))
 """
 
 
-# Two calls try to meet: they tell what they find in their own folder, and in which others of which
-# they know they could leave something. Harmless where it works
+# Looks for traces of an earlier call: prints the files in its own folder and all other folders in
+# which it could leave a file, then leaves one in its own.
 MEET = """
 import os, sys
 known = ["/tmp/x", "/dev/shm/x", "/var/tmp/x", sys.executable, *sys.path]
@@ -543,7 +543,7 @@ open("left", "w").close()
 
 
 def prove(jail):
-    """What became of an attempt of each class, {class: words}; JailError if one succeeded."""
+    """The proof, {class: outcome of its forbidden action}; JailError if one succeeded."""
     with socket.create_server(("127.0.0.1", 0)) as canary:
         known = {"PORT": str(canary.getsockname()[1]), "FILE": repr(os.path.abspath(__file__))}
         probe = re.sub("PORT|FILE", lambda name: known[name[0]], PROBE)
@@ -558,7 +558,7 @@ def prove(jail):
     loops = {"time": ("while True: pass", 0.2), "output": ("while True: print('x' * 9999)", 2)}
     for kind, (program, seconds) in loops.items():
         status = jail.run(program, seconds=seconds).status
-        ended = status in ("timeout", "output", "killed")  # which of them, a busy machine decides
+        ended = status in ("timeout", "output", "killed")  # which one depends on the machine's load
         found[kind] = status if ended else f"ESCAPED with status {status}"
     if escaped := [kind for kind, words in found.items() if words.startswith("ESCAPED")]:
         raise JailError(f"this jail does not hold ({', '.join(escaped)}): {LIBSECCOMP}")
@@ -571,21 +571,21 @@ def flags(argv=None):
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("command", choices=["check", "run", "serve"], help="what to do")
-    p.add_argument("file", nargs="?", type=Path, help="the program of `run`")
-    p.add_argument("--workers", type=int, help="programs that run at once; one for each core")
-    p.add_argument("--seconds", type=float, default=10, help="that a program may run, at most")
-    p.add_argument("--memory", type=int, default=512, help="MiB that a program may take")
+    p.add_argument("file", nargs="?", type=Path, help="run: file of the program")
+    p.add_argument("--workers", type=int, help="programs that run at once; default: one per core")
+    p.add_argument("--seconds", type=float, default=10, help="time limit of a program (10)")
+    p.add_argument("--memory", type=int, default=512, help="memory limit of a program in MiB (512)")
     p.add_argument("--unsafe", action="store_true",
-                   help="no jail: programs read and write whatever this user can")
-    p.add_argument("--host", default="127.0.0.1", help="address of `serve`")
-    p.add_argument("--port", type=int, default=8080, help="port of `serve`")
+                   help="no jail: programs can read and write whatever this user can")
+    p.add_argument("--host", default="127.0.0.1", help="serve: address to listen on (127.0.0.1)")
+    p.add_argument("--port", type=int, default=8080, help="serve: port to listen on (8080)")
     args = p.parse_args(argv)
     if args.command == "run" and args.file is None:
-        p.error("run: name a file")
+        p.error("run needs the name of a file")
     if args.seconds <= 0 or args.memory <= 0 or (args.workers or 1) < 1:
         p.error("--seconds, --memory and --workers must be more than 0")
     if not 0 <= args.port < 65536:
-        p.error(f"--port {args.port} is none: name one from 0 to 65535")
+        p.error(f"--port {args.port} must be from 0 to 65535")
     return args
 
 

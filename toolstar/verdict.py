@@ -248,8 +248,8 @@ def reward(text, golds, kind, check=None):
     as calls. check: "math" or "qa"; None: "math" if all golds are mathematics.
     """
     if kind not in ("released", "paper", "answer"):
-        raise ValueError(f"the reward {kind!r} needs the record of an episode; of a text alone "
-                         "there are released, paper and answer")
+        raise ValueError(f"the reward {kind!r} needs an episode's record of calls; a text alone "
+                         "has the rewards released, paper or answer")
     text = text or ""
     if kind == "released":
         return released(text, golds)

@@ -1,19 +1,21 @@
 """
-Question answering with a search tool that no stage trained on: what else did learning to plan cost?
+Question answering with a search tool that no stage trained on: what did learning to plan cost?
 
     (1) a question is an episode with one tool: Search(query) answers with passages of a corpus
-    (2) it is played by the travel agent's protocol: at most 60 searches and 32K tokens
-    (3) exact match: the answer equals a gold answer once case, punctuation, articles and blanks
-        are gone [2]; beside it sub-EM (it contains a gold answer) and F1 (shared words). An episode
-        that ran out of tokens or replies, or has no answer, is wrong and counted apart
-    (4) the tax table: checkpoints side by side, per data set and as the unweighted mean of the
-        sets, with bootstrap intervals over the questions, and the difference to the first one
+    (2) the model plays it by the travel agent's protocol: at most 60 searches and 32K tokens
+    (3) exact match (EM): after case, punctuation, articles and blanks are removed, the answer
+        equals a gold answer [2]. Also sub-EM (the answer contains a gold answer) and F1 (of shared
+        words). An episode without an answer, or cut off by a limit on tokens or replies, is wrong;
+        the table counts these cases
+    (4) the tax table compares checkpoints per data set and by the unweighted mean of the sets, with
+        bootstrap intervals over the questions, and subtracts the first checkpoint from the others
 
-Not like for like: the Search-R1 rows that [1] prints were made with 3 passages and 4 replies,
-STAR's with 5 passages and 60 calls.   [1] STAR, arXiv:2603.21972   [2] Search-R1, arXiv:2503.09516
+The published rows of [1] are not comparable with each other: those of Search-R1 were made with 3
+passages and 4 replies, those of STAR with 5 passages and 60 calls.
+[1] STAR, arXiv:2603.21972   [2] Search-R1, arXiv:2503.09516
 
 Reads   HF folders or an API; FlashRAG's DATA/<set>/<split>.jsonl or a DATA/questions.jsonl
-Writes  OUT/<model>/episodes.jsonl, OUT/tax.md, OUT/tax.json; plays only what OUT lacks
+Writes  OUT/<model>/episodes.jsonl, OUT/tax.md, OUT/tax.json; plays only the episodes that OUT lacks
 
 laptop  python qa_eval.py --model base=out/tiny/init sft=out/tiny/sft
 API     python qa_eval.py --model gpt-x --url http://localhost:9000/v1
@@ -27,7 +29,7 @@ from functools import partial
 from itertools import repeat
 from pathlib import Path
 
-import runtime  # first: it says in a line which environment numpy is missing from
+import runtime  # first: if numpy is missing, it says in one line how to activate .venv
 
 # isort: split
 import numpy as np
@@ -37,14 +39,14 @@ from runtime import AMOUNT, COUNT, NATURAL, PART, Parser, web_address
 from sandbox import Episode, parse
 from toolstar.files import golds_of
 from toolstar.retriever import HTTP, QueryError, device, find_retriever, open_retriever
-from toolstar.text import normalize, token_f1  # Search-R1's order too [2]
+from toolstar.text import normalize, token_f1  # in the order of Search-R1 [2]
 
 # Shapes: n questions, M models, R bootstrap rounds.
 SETS = {  # FlashRAG's folder: (split, questions); the test split if there is one, else dev [2]
     "nq": ("test", 3610), "triviaqa": ("test", 11313), "popqa": ("test", 14267),
     "hotpotqa": ("dev", 7405), "2wikimultihopqa": ("dev", 12576), "musique": ("dev", 2417),
     "bamboogle": ("test", 125)}
-BESIDE = (  # the table's lower rows: key in tax.json, label, form
+LOWER_ROWS = (  # of the table: (key in tax.json, label, form)
     ("sub_em", "sub-EM", "{:.1%}"),
     ("f1", "F1", "{:.1%}"),
     ("context", "wrong: out of tokens", "{:,}"),
@@ -53,7 +55,7 @@ BESIDE = (  # the table's lower rows: key in tax.json, label, form
     ("calls", "searches per question", "{:.1f}"))
 Verdict = namedtuple("Verdict", "em sub_em f1 stop calls task")  # of an episode
 HERE = Path(__file__).parent / "database"
-# a folder of episodes holds one choice of these, of a model and of a retriever
+# all episodes of a folder have the same values of these flags, the same model and retriever
 SETTINGS = ("corpus", "encoder", "topk", "max_turns", "max_context", "max_tokens", "lenient",
             "temperature", "top_p", "system_prompt", "seed")
 QA_PROMPT = (HERE / "prompts" / "search.txt").read_text(encoding="utf-8").strip()
@@ -106,7 +108,7 @@ def find_sets(args):
 
 
 def load_question(row, name, where):
-    """FlashRAG's line -> task. Ids repeat between sets, so the set goes in front."""
+    """A record of FlashRAG -> task. Sets share ids, so the task's id begins with the set."""
     golds = golds_of(row.get("golden_answers")) if isinstance(row, dict) else []
     if not golds or "id" not in row or not isinstance(row.get("question"), str):
         raise ValueError(f"{where}: id, question and golden_answers are needed, found "
@@ -118,7 +120,7 @@ def load_question(row, name, where):
 # ---------------------------------------------------------------- score
 
 def qa_score(episode):
-    """{"em", "sub_em", "f1"}: the best over the gold answers; 0 unless an answer ended it."""
+    """{"em", "sub_em", "f1"}: the best over the gold answers; 0 if the episode has no answer."""
     if episode.stop != "answer" or not (episode.answer or "").strip():
         return {"em": 0.0, "sub_em": 0.0, "f1": 0.0}
     answer, golds = normalize(episode.answer), episode.task["golden_answers"]
@@ -161,7 +163,7 @@ def passage(i, document):
 
 
 def parse_qa(reply):
-    """sandbox.parse, but of several answers in a reply the last one counts [2]."""
+    """sandbox.parse, except that the last answer counts if a reply has several [2]."""
     thought, end, rest = reply.rpartition("</think>")
     last = rest.rfind("<answer>")
     several = -1 < rest.find("<answer>") < last and "<tool_call>" not in rest
@@ -169,9 +171,9 @@ def parse_qa(reply):
 
 
 def read_verdicts(path):
-    """{id: Verdict} of the episodes in a file, line by line: 50K episodes are gigabytes.
+    """{id: Verdict} of the episodes in a file, read line by line because 50K of them are gigabytes.
 
-    A last line that a kill has torn is cut off, so that its question is played again.
+    An unfinished last line of a killed run is cut off, so that its question is played again.
     """
     found, end = {}, 0
     if not path.exists():
@@ -190,13 +192,13 @@ def read_verdicts(path):
                 verdict = Verdict(*scores, stop, row["calls"], row["task"])
                 found.setdefault(row["task"]["id"], verdict)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {i}: no episode ({error!r:.100}); delete it, and "
-                                 "its question is played again") from None
+                raise ValueError(f"{path}, line {i}: not an episode ({error!r:.100}); delete the "
+                                 "line, and its question is played again") from None
     return found
 
 
 def play_model(args, folder, settings, tasks):
-    """Play the tasks that OUT lacks and append each episode as it ends; memory holds live ones."""
+    """Play the questions that OUT lacks, and append each episode as it ends."""
     done = read_verdicts(folder / "episodes.jsonl")
     if any(task["id"] in done and done[task["id"]].task != task for task in tasks):
         raise ValueError(f"{folder}: other questions had these ids; choose another --out")
@@ -228,8 +230,8 @@ def play_questions(args, name, path, worked, tasks):
 
 
 def choose_player(args, path, worked=False):
-    """episodes -> the same in the order they end, played by an API or by a vLLM engine here.
-    worked: as in evaluate.play."""
+    """Return a function that plays episodes, by an API or by a vLLM engine in this process, and
+    yields each as it ends. worked: as in evaluate.play."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url:
         key = Path(args.key).read_text().strip() if args.key else None
@@ -295,7 +297,7 @@ def tax_table(args, folders, tasks):
     for task in tasks:
         sets.setdefault(task["set"], []).append(task["id"])
     found = [read_verdicts(folder / "episodes.jsonl") for folder in folders]
-    report = [summarise(verdicts, sets) for verdicts in found]  # per model, as all that follows
+    report = [summarise(verdicts, sets) for verdicts in found]  # a list over models, as those below
     rng = np.random.default_rng(args.seed)
     for name, ids in sets.items():
         scores = np.array([[verdicts[i].em for i in ids] for verdicts in found])  # (M, n)
@@ -312,13 +314,13 @@ def tax_table(args, folders, tasks):
         taxes = [cell(mean - means[0], draw - average[0], len(tasks), "+")
                  for mean, draw in zip(means, average, strict=True)]
         rows.append([f"minus {names[0]}", "", "", *taxes[1:]])
-    for key, label, form in BESIDE:
+    for key, label, form in LOWER_ROWS:
         rows.append([label, "", *(form.format(numbers[key]) for numbers in report)])
     text = "".join("| " + " | ".join(row) + " |\n" for row in rows)
     text += (f"\n{args.topk} passages a search and {args.max_turns} searches at most; "
              "Search-R1's published rows had 3 passages and 4 replies.\n")
-    told = json.dumps(dict(zip(names, report, strict=True)), indent=1)
-    runtime.write_text(folders[0].parent / "tax.json", told)
+    numbers = json.dumps(dict(zip(names, report, strict=True)), indent=1)
+    runtime.write_text(folders[0].parent / "tax.json", numbers)
     runtime.write_text(folders[0].parent / "tax.md", text)
     return text
 
@@ -332,40 +334,42 @@ def flags(argv=None):
         help="HF folders, hub names, or models of --url; the table compares all with the first")
     add("--url", type=web_address, metavar="URL",
         help="an OpenAI-compatible API, http://host:port/v1; without it vLLM plays here")
-    add("--key", metavar="FILE", help="file that holds its key")
+    add("--key", metavar="FILE", help="file with the API's key")
     add("--data", default="default", help="folder of FlashRAG, or of a questions.jsonl and "
         "a corpus.jsonl; default means the 64 questions in database/qa")
     add("--sets", nargs="+", default=[*SETS], help="FlashRAG's sets to play")
-    add("--sample", type=COUNT, metavar="N", help="play N questions of each set, always the same")
+    add("--sample", type=COUNT, metavar="N", help="play N questions of each set, drawn by --seed; "
+        "unset: all")
     add = p.add_argument_group("play").add_argument
     add("--topk", type=COUNT, default=5, help="passages per search [1]")
-    add("--max-turns", type=COUNT, default=60, help="searches per question, then an answer [1]")
-    add("--max-context", type=COUNT, default=32768, help="tokens per question [1]")
-    add("--max-tokens", type=NATURAL, default=2048, help="tokens per reply; 0: no limit but the "
-        "context, and --url is sent none")
+    add("--max-turns", type=COUNT, default=60, help="most searches, then an answer [1]")
+    add("--max-context", type=COUNT, default=32768, help="most tokens of an episode [1]")
+    add("--max-tokens", type=NATURAL, default=2048, help="most tokens of a reply; 0: no limit "
+        "other than the context; a --url is then sent no limit")
     add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
-        "format and continue; without it the question is wrong")
+        "format, and continue; otherwise such a reply ends the episode, which is then wrong")
     add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")
-    add("--top-p", type=PART, default=0.95, help="probability mass to sample from [1]")
+    add("--top-p", type=PART, default=0.95, help="nucleus sampling [1]")
     add("--system-prompt", default="full", help="full, short (for tiny models) or a file's name")
-    add("--concurrency", type=COUNT, default=64, help="questions that are played at the same time")
-    add("--tp", type=COUNT, default=1, help="GPUs that share one model")
-    add("--processes", type=NATURAL, default=0, help="engines that share the questions; 0: one per "
-        "--tp GPUs, and one on a CPU")
-    add("--gpu-memory", type=PART, default=0.9, help="fraction of each GPU's memory for vLLM")
+    add("--concurrency", type=COUNT, default=64, help="most questions that play at a time")
+    add("--tp", type=COUNT, default=1, help="GPUs per engine (tensor parallel)")
+    add("--processes", type=NATURAL, default=0, help="number of engines that share the questions; "
+        "0: one per --tp GPUs, or one on a CPU")
+    add("--gpu-memory", type=PART, default=0.9, help="share of a GPU's memory that vLLM may fill")
     add("--seed", type=NATURAL, default=0, help="seed of sampling, --sample and bootstrap")
     add = p.add_argument_group("retrieval").add_argument
     add("--retriever", default="bm25", help="bm25, an index folder, or a server's address")
-    add("--corpus", help="jsonl that bm25 searches; by default corpus.jsonl in DATA")
-    add("--encoder", help="E5-style HF folder or hub name; by default the one that made the index")
+    add("--corpus", help="jsonl that bm25 searches; unset: corpus.jsonl in DATA")
+    add("--encoder", help="E5-style HF folder or hub name; unset: the encoder of the index")
     add("--devices", nargs="+", type=device, default=["cpu"],
         help="torch devices that share an index's vectors")
-    add("--tries", type=COUNT, default=4, help="tries per query of a server, 1, 2, 4 ... s apart")
+    add("--tries", type=COUNT, default=4, help="tries per query of a server, after pauses of 1, 2, "
+        "4 ... s")
     add("--patience", type=NATURAL, default=300, help="seconds to wait for a server that restarts")
     add = p.add_argument_group("output").add_argument
-    add("--out", default="out/qa", help="folder of the episodes and the table; what it has of them "
-        "is not played again")
-    add("--rounds", type=COUNT, default=1000, help="R, bootstrap rounds behind the 95%% intervals")
+    add("--out", default="out/qa", help="folder of the table and the episodes; a rerun plays only "
+        "the episodes that it lacks")
+    add("--rounds", type=COUNT, default=1000, help="R, bootstrap rounds for the 95%% intervals")
     args = p.parse_args(argv)
     args.data = str(HERE / "qa") if args.data == "default" else args.data
     if args.retriever == "bm25":

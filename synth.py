@@ -3,16 +3,16 @@ Make the training data: solvable tasks, queries, episodes of a teacher, and the 
 
     (1) tasks     elements drawn as [1] and [2] draw them, kept if the budget allows a plan
     (2) queries   elements put into words: by a grammar, or by endpoints whose answers are checked
-    (3) episodes  a teacher plays, the solver in three styles or endpoints; kept if the protocol was
-                  kept and the plan, read back from the text, is a strict success
+    (3) episodes  a teacher plays each task: the solver, in three styles, or endpoints. An episode
+                  is kept if its plan, read back from the text, passes every check of `strict`
     (4) subsets   100 to 2K tasks of mixed levels [2]
 
-Departs from [2]: (1) keeps what the solver proves feasible, not what a rule of thumb on mean prices
-allows; (2) and (3) need no endpoint, and take the paper's paraphrasers and teacher by --endpoint.
+Departs from [2]: (1) keeps tasks for which the solver finds a plan, while [2] estimates feasibility
+from mean prices; (2) and (3) need no endpoint, but use models as [2] does if --endpoint names some.
 [1] TravelPlanner, arXiv:2402.01622   [2] STAR, arXiv:2603.21972
 
 Reads   a database folder (sandbox.py); tasks, ours or as published
-Writes  jsonl, line by line: a killed run goes on where it was; OUT.refused says what was left out
+Writes  jsonl, line by line, so that a killed run resumes; OUT.refused lists what was left out
 
     python synth.py tasks    --n 1000 --seed 1 --split train --out data/rl.jsonl
     python synth.py queries  --tasks data/rl.jsonl --endpoint http://a:8000/v1=M --out data/q.jsonl
@@ -58,16 +58,16 @@ from travel import constraints, solver
 from travel.teacher import Lesson, Teacher, faults
 from travel.world import LEVELS, Travel, load_task
 
-# what tasks are drawn from; in another order a seed would give other tasks
+# Tasks are drawn from these lists. If their order changes, a seed gives other tasks.
 WISHES = ("house rule", "cuisine", "room type", "transportation")
 RULE_WISHES = ("pets", "smoking", "children under 10", "parties", "visitors")
 ROOM_WISHES = ("entire room", "private room", "shared room", "not shared room")
 STYLES = ("direct", "exploring", "backtracking")
 CUISINES = ("Chinese", "American", "Italian", "Mexican", "Indian", "Mediterranean", "French")
 PRONOUNS = {"We": "I", "we": "I", "are": "am", "Our": "My", "our": "my", "us": "me",
-            "ourselves": "myself"}  # of several who travel: of one
+            "ourselves": "myself"}  # {word of a group: word of one traveller}
 SPELLED = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-# what a query must hold to state a wish; every other wish is stated by its own name
+# A query states a wish if it matches the wish's pattern; other wishes are stated by their names.
 NOT_SHARED = r"(\b(not|non|never|without|avoid|rather than|neither)\b|n't)[^.]{0,30}shar|unshared"
 STATED = {
     "pets": r"\bpet", "smoking": "smok", "children under 10": "child|kid",
@@ -88,8 +88,9 @@ def days_of(month):
 
 
 MARCH = days_of("2022-03")
-# Of the forms between slashes one is drawn; 1 and 2 stand for one and for more. A tiny model's are
-# short, with dates as the tools want them.
+# One of the alternatives between slashes is drawn. "who 1" is about one traveller, "who 2" about
+# more; "place" counts cities in the same way. The tiny grammar is short and writes
+# dates as the tables do.
 GRAMMARS = {like: entries(PROMPTS / f"queries-{like}.txt") for like in ("tiny", "paper")}
 
 
@@ -100,7 +101,8 @@ open_once = cache(open_database)  # in each process
 
 @cache
 def reserved(database):
-    """Cities that training never visits: whole states, drawn by name, up to an eighth of all."""
+    """Cities that training never visits: all cities of some states, an eighth of all cities at
+    most. A hash of its name decides whether a state is one of them."""
     cities = set()
     for state in sorted(database.states, key=stable_draw):
         if len(cities) + len(database.states[state]) <= len(database.cities) // 8 + 1:
@@ -109,7 +111,8 @@ def reserved(database):
 
 
 def split_of(task, database):
-    """"train", "val" or "" (neither): the two share no pair of places and no start date."""
+    """"train", "val", or "" for neither. Both splits have no pair of places and no start date in
+    common."""
     pair, kept = "|".join(sorted((task["org"], task["dest"]))), reserved(database)
     val_pair = not kept.isdisjoint(solver.stop_cities(task, database)) or stable_draw(pair) % 5 == 0
     val_date = stable_draw("from " + task["date"][0]) % 5 == 0
@@ -119,9 +122,10 @@ def split_of(task, database):
 
 
 def sample_task(rng, database, days, level, like, dates):
-    """The elements of a task as [1] and [2] draw them, without budget and query; None when this
-    draw leads nowhere. A trip by air has three flights out and back to choose from; one by road is
-    at most 600 km long on the way out [2]. In a small world any flight and any road will do."""
+    """The elements of a task as [1] and [2] draw them, without budget and query; None if the draw
+    is infeasible. A trip by air needs three flights out and three back to choose from; a trip by
+    road is at most 600 km long on the way out [2]. In a small world one flight or any road will do.
+    """
     people = 1
     if level != "easy":
         people = 2 if rng.random() < 0.5 else rng.randint(3, 8)
@@ -130,7 +134,7 @@ def sample_task(rng, database, days, level, like, dates):
         by_air = wish["transportation"] == "no self-driving"
     flights, longest = (3, 600) if like == "paper" else (1, math.inf)
 
-    def goes(a, b, date, km=math.inf):
+    def connected(a, b, date, km=math.inf):
         if by_air:
             return len(database.flights(a, b, date)) >= flights
         road = solver.drive(database, a, b)
@@ -139,12 +143,12 @@ def sample_task(rng, database, days, level, like, dates):
     org = rng.choice(tuple(database.cities))
     home, cities = database.cities[org], database.flight_destinations(org)
     if not by_air:
-        cities = [city for city in database.cities if goes(org, city, None, longest)]
+        cities = [city for city in database.cities if connected(org, city, None, longest)]
     cities = [city for city in cities if database.cities.get(city, home) != home]
     if not cities:
         return None
     city = rng.choice(cities)
-    starts = [date for date in dates[:len(dates) - days + 1] if goes(org, city, date)]
+    starts = [date for date in dates[:len(dates) - days + 1] if connected(org, city, date)]
     if not starts:
         return None
     first = dates.index(rng.choice(starts))
@@ -152,11 +156,12 @@ def sample_task(rng, database, days, level, like, dates):
             "days": days, "date": list(dates[first:first + days]),
             "visiting_city_number": days // 2, "people_number": people, "local_constraint": wish}
     stops = solver.stop_cities(task, database)
-    return task if any(goes(city, org, task["date"][-1]) for city in stops) else None
+    return task if any(connected(city, org, task["date"][-1]) for city in stops) else None
 
 
 def sample_wishes(rng, level, people):
-    """An easy task has none, a medium one one, a hard one two and a way not to travel."""
+    """{wish: its value, or None}: an easy task has no wish, a medium task one, and a hard task two,
+    and it rules out a means of transport."""
     wish, kinds = dict.fromkeys(WISHES), ()
     if level == "medium":
         kinds = [rng.choice(("house rule", "cuisine", "room type"))]
@@ -174,7 +179,7 @@ def sample_wishes(rng, level, people):
 
 
 def paper_budget(task, database):
-    """As [1] sets it, by the lowest, mean and highest prices; None where there are none."""
+    """A budget as [1] sets it, from the lowest, mean and highest prices; None if there are none."""
     cities, days, org = solver.stop_cities(task, database), task["days"], task["org"]
     trips = [(org, city, task["date"][0]) for city in cities]
     trips += [(city, org, task["date"][-1]) for city in cities]
@@ -194,13 +199,14 @@ def paper_budget(task, database):
 
 
 def close_budget(rng, task, database):
-    """A budget of which the cheapest plan takes 30 to 80%; None when there is no plan."""
+    """A budget of which the cheapest plan takes 30 to 80%; None if there is no plan."""
     least, *_ = solver.cheapest_route(*solver.least_costs(task, database))
     return 10 * math.ceil(least / rng.uniform(0.3, 0.8) / 10) if least < math.inf else None
 
 
 def make_task(args, index):
-    """The task of this index, a function of seed and index alone; None where none comes of it."""
+    """The task of this index, or None if the draw is infeasible. It depends on nothing but the
+    flags and the index."""
     rng, worlds = random.Random(f"{args.seed}/{index}"), open_once(args.database).worlds
     name = list(worlds)[stable_draw(f"world/{args.seed}/{index}") % len(worlds)]
     database = worlds[name]
@@ -233,20 +239,21 @@ def key_of(task):
 
 
 def own_rows(path, kind, ids=""):
-    """The rows that a command has written so far; kind: a key of theirs, ids: a pattern."""
+    """The rows that this command has already written. kind: a key that they have; ids: a pattern of
+    the tasks' ids. ValueError if the file has other rows."""
     def check(rows):
         for number, row in enumerate(rows, 1):
             task = row.get("task", row) if isinstance(row, dict) else None
             if not (isinstance(task, dict) and kind in row
                     and re.search(ids, str(task.get("id", "\0")))):
-                raise ValueError(f"{path}, record {number}: not a row of this command, which would "
-                                 "continue there; choose another --out, or remove it")
+                raise ValueError(f"{path}, record {number}: not a row of this command, so it "
+                                 "cannot continue there; choose another --out, or remove it")
     return runtime.recover_jsonl(path, check)
 
 
 def tasks(args):
-    """Draw index after index until there are enough of every kind. To go on, a run needs no more
-    than the last index that was kept."""
+    """Draw a task per index until there are enough of every kind. To resume, a run only needs the
+    index of the last task that was kept."""
     keys = {key_of(task) for path in args.exclude for task in runtime.load_tasks(path, load_task)}
     kinds, lack, pairs = list(itertools.product(args.days, LEVELS)), {}, Counter()
     for level, n in zip(LEVELS, portions(args.n, args.levels), strict=True):
@@ -254,7 +261,7 @@ def tasks(args):
         lack |= {(days, level): part for days, part in zip(args.days, parts, strict=True)}
 
     def take(task):
-        """Count a task in, unless it is known or there is enough of its kind or pair."""
+        """Count a task and return True, unless it is known or its kind or pair is complete."""
         key, kind, pair = key_of(task), (task["days"], task["level"]), (task["org"], task["dest"])
         fits = lack.get(kind, 0) > 0 and key not in keys and pairs[pair] < args.per_pair
         if fits:
@@ -335,11 +342,11 @@ def unstated(query, task):
     holds = {
         "org": re.search(rf"\b{re.escape(task['org'].lower())}\b", text),
         "dest": re.search(rf"\b{re.escape(task['dest'].lower())}\b", text),
-        "days": re.search(rf"{count(days)}[\s-]+(\w+ )?days?\b{week}", bare),
+        "days": re.search(rf"{number_pattern(days)}[\s-]+(\w+ )?days?\b{week}", bare),
         "dates": all(re.search(rf"{day}|\b0?{day.day}(st|nd|rd|th)?\b", text) for day in ends),
         "month": re.search(rf"{months}|{ends[0]:%Y-%m}|\b0?{ends[0].month}/", text),
-        "people": people == 1 or re.search(count(people) + others + couple, bare),
-        "cities": cities == 1 or re.search(rf"{count(cities)}[^.]{{0,40}}\bcit", bare),
+        "people": people == 1 or re.search(number_pattern(people) + others + couple, bare),
+        "cities": cities == 1 or re.search(rf"{number_pattern(cities)}[^.]{{0,40}}\bcit", bare),
         "budget": re.search(rf"(?<![\d.]){task['budget']}(?!\d)", text)}
     for wish in task["local_constraint"].values():
         for name in wish if isinstance(wish, list) else [wish]:
@@ -348,27 +355,28 @@ def unstated(query, task):
     return [name for name, found in holds.items() if not found]
 
 
-def count(n):
-    """A pattern of a number, in figures or as a word."""
+def number_pattern(n):
+    """A pattern that matches a number in figures or as a word."""
     return rf"(?<![\d-])\b({in_words(n)}|{n})\b"
 
 
 def in_words(n):
-    """A number as a word up to ten."""
+    """A number as a word, or in figures if it is more than ten."""
     return SPELLED[n] if n < len(SPELLED) else str(n)
 
 
 def endpoint_of(args, draw):
-    """(name, generate) of an endpoint drawn at random, which is asked patiently: a run of days must
-    not end for one bad hour."""
+    """(name, generate) of an endpoint drawn at random. It retries often, so that an hour of
+    downtime does not end a run of days."""
     url, name = random.Random(f"{args.seed}/{draw}").choice(args.endpoint)
     options = {"temperature": args.temperature, "max_tokens": 8192, "retries": 40,
                "api_key": runtime.read_key(args.key)}
     return name, partial(runtime.chat, url, name, **options)
 
 
-def say(args, task):
-    """A task in an endpoint's words; a try that fails or leaves an element out is not the last."""
+def paraphrase(args, task):
+    """A task with a query that an endpoint wrote. A query that leaves out an element is tried
+    again; after --tries the result is {"id", "refused": [reason]}."""
     ours = ("id", "level", "query", "tightness")
     elements = {key: value for key, value in task.items() if key not in ours}
     prompt = (PROMPTS / "paraphrase.txt").read_text(encoding="utf-8")
@@ -391,18 +399,19 @@ def say(args, task):
 
 
 def has_answered(args, kind):
-    """Whether --out and its .refused show that an endpoint has answered some request before."""
+    """Whether OUT or OUT.refused shows that an endpoint has answered a request before."""
     rows = own_rows(args.out, kind) + own_rows(f"{args.out}.refused", "refused")
     return any(row.get("refused") != ["refused"] for row in rows)
 
 
 def queries(args, todo):
+    """Yield each task with a query of an endpoint, or why there is none, in any order."""
     if not args.endpoint:
-        raise ValueError("queries are put into words by --endpoint URL=MODEL")
+        raise ValueError("queries needs --endpoint URL=MODEL, which puts the tasks into words")
     answered, refused = has_answered(args, "query"), []
     with ThreadPoolExecutor(args.concurrency) as pool, contextlib.ExitStack() as stack:
-        stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # none asks after an error
-        for done in as_completed([pool.submit(say, args, task) for task in todo]):
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # stop after an error
+        for done in as_completed([pool.submit(paraphrase, args, task) for task in todo]):
             row = done.result()
             if row.get("refused") == ["refused"]:
                 refused.append(row)  # recorded only if the endpoints answer others
@@ -419,8 +428,8 @@ def queries(args, todo):
 
 
 def complete(make, args):
-    """Make of the tasks what --out lacks, in any order, and put it into theirs at last. What is
-    refused is noted beside --out with the reasons, and not made again."""
+    """Process the tasks that --out lacks as they finish, then sort the file into task order.
+    Refused tasks go into OUT.refused with the reasons, and are not tried again."""
     refused, todo = f"{args.out}.refused", runtime.load_tasks(args.tasks, load_task)
     keys, kind = {task["id"]: key_of(task) for task in todo}, "query" if make is queries else "task"
     done = {row["id"]: row for row in own_rows(refused, "refused")}
@@ -447,8 +456,8 @@ def complete(make, args):
 def numbered(answer, shown):
     """An answer with the number of its row before each name that the tools showed.
 
-    A tiny model easily learns to draw numbers without repetition and to copy the name behind each,
-    not to draw names so.
+    A tiny model easily learns to choose numbers without repetition and to copy the name after each
+    number. It does not learn to choose names in this way.
     """
     rows = {name: number for number, name in re.findall(r"(?m)^(\d+)\. (\[[^]\n]+\])", shown)}
 
@@ -460,14 +469,14 @@ def numbered(answer, shown):
 
 
 def make_episode(args, task):
-    """An episode of the solver as teacher, or the reason why there is none."""
+    """An episode with the solver as teacher, or the reason why there is none."""
     rng, database = random.Random(f"{args.seed}/{task['id']}"), open_once(args.database).of(task)
     reason = solver.solve_report(task, database).reason
     if reason:
         return {"id": task["id"], "model": "solver", "refused": [reason]}
     style = rng.choices(list(args.styles), list(args.styles.values()))[0]
     author = Teacher(rng, task, database)
-    if args.like == "tiny" and style == "direct":  # no more words than so small a model can learn
+    if args.like == "tiny" and style == "direct":  # only a few words, because the model is small
         journey = author.good_draft()
         steps, last = solver.searches(task, journey), "the plan"
     else:
@@ -479,8 +488,8 @@ def make_episode(args, task):
 
 
 def play_out(args, task, database, steps, last, journey, style):
-    """The record of the episode in which the solver makes these searches and answers with this
-    journey after a last thought; or the reason why there is none."""
+    """Play these searches of the solver, a last thought and this journey as the answer -> the
+    episode's record, or why it is refused"""
     world = Travel(database)
     episode = world.episode(task, args.seed, args)
     for step in steps:
@@ -493,10 +502,10 @@ def play_out(args, task, database, steps, last, journey, style):
 
 
 def accept(world, episode, model):
-    """The record of an episode that kept the protocol and whose plan, read from its text, is a
-    strict success; of another one, why it is not."""
+    """The record of an episode whose plan, read from its text, passes every check of `strict`; of
+    any other episode, why it is refused."""
     plan, verdict, strict = world.verdict(episode)
-    del verdict["official"]  # an episode to learn from says no more than `star`
+    del verdict["official"]  # episodes to learn from have the scores of `star` alone
     if strict == 1:
         return episode.record(model) | {"plan": plan, "score": verdict}
     wrong = [episode.stop] if episode.stop != "answer" else faults(verdict) or ["strict"]
@@ -505,7 +514,7 @@ def accept(world, episode, model):
 
 
 def episodes(args, todo):
-    """The record of each task's episode: of the solver, or of an endpoint drawn per task."""
+    """Yield the record of each task's episode: the solver plays, or an endpoint drawn per task."""
     world = Travel(open_once(args.database))
     if not args.endpoint:
         with runtime.workers(args.workers) as pool:
@@ -524,7 +533,7 @@ def episodes(args, todo):
 # ---------------------------------------------------------------- subsets
 
 def subsets(args):
-    """100 to 2K tasks of mixed levels, each set within the next."""
+    """Write sets of 100 to 2K tasks of mixed levels; each set contains the smaller ones."""
     taken = {key_of(task) for path in args.exclude for task in runtime.load_tasks(path, load_task)}
     rows = [task for task in runtime.load_tasks(args.tasks, load_task) if key_of(task) not in taken]
     random.Random(args.seed).shuffle(rows)
@@ -543,7 +552,7 @@ def subsets(args):
 
 
 def convert(args):
-    """Published tasks, TravelPlanner's or the STAR release's, in our form."""
+    """Rewrite published tasks, TravelPlanner's or the STAR release's, in our form."""
     if Path(args.out).exists():
         raise ValueError(f"{args.out} exists; choose another --out, or remove it")
     rows = runtime.load_tasks(args.tasks, load_task)
@@ -557,20 +566,21 @@ def flags(argv=None):
     everywhere, source, world, teachers = (Parser(add_help=False) for _ in range(4))
     add = everywhere.add_argument
     add("--seed", type=int, default=0, help="the same seed gives the same file")
-    add("--out", required=True, help="file or folder that is written; a killed run goes on there")
+    add("--out", required=True, help="file or folder to write; a killed run resumes there")
     add = source.add_argument
     add("--tasks", required=True, help="file of tasks or episodes, ours or published, jsonl or csv")
     add = world.add_argument
     add("--database", help="folder of the tables; unset: $STAR_DATABASE, else database/mini")
     add("--like", choices=GRAMMARS, help="tiny: short queries and prompt, budgets near the least "
-        "cost; paper: as published; unset: tiny where the database has fewer than 100 cities")
-    add("--workers", type=COUNT, default=os.cpu_count(), help="processes; all give the same file")
+        "cost; paper: as published; unset: tiny if the database has fewer than 100 cities")
+    add("--workers", type=COUNT, default=os.cpu_count(), help="number of processes, which does not "
+        "change the file")
     add = teachers.add_argument
     add("--endpoint", type=endpoint, nargs="+", default=[], metavar="URL=MODEL",
         help="OpenAI-compatible servers, one drawn per task [2: two]")
     add("--key", metavar="FILE", help="file that holds the endpoints' API key")
     add("--concurrency", type=COUNT, default=32, help="requests at a time")
-    add("--temperature", type=AMOUNT, default=1.0, help="of the endpoints' sampling")
+    add("--temperature", type=AMOUNT, default=1.0, help="sampling temperature of the endpoints")
 
     p = Parser(description=__doc__, formatter_class=runtime.Help)
     commands = p.add_subparsers(dest="command", required=True)
@@ -584,31 +594,33 @@ def flags(argv=None):
     add = command("tasks", tasks, "draw solvable tasks with queries", world)
     add("--n", type=COUNT, default=1000, help="number of tasks")
     add("--days", type=LENGTHS, default="3,5,7", help="lengths of the trips, in days")
-    add("--levels", type=MIXTURE, default="4:3:3", help="easy:medium:hard [2]")
+    add("--levels", type=MIXTURE, default="4:3:3", help="easy:medium:hard, a ratio [2]")
     add("--month", dest="dates", type=days_of, default="2022-03", metavar="YYYY-MM",
         help="month of all dates; the database must have flights in it")
     add("--split", choices=("all", "train", "val"), default="all",
         help="train and val share no pair of places and no start date")
-    add("--per-pair", type=COUNT, default=10**9, help="tasks from one place to another, at most")
-    add("--exclude", nargs="*", default=[], help="files of tasks that must not come again")
-    add("--prefix", default="syn", help="of the ids")
+    add("--per-pair", type=COUNT, default=10**9, help="most tasks from one place to another")
+    add("--exclude", nargs="*", default=[], help="files of tasks that must not be drawn again")
+    add("--prefix", default="syn", help="prefix of the ids")
     add = command("queries", partial(complete, queries), "put tasks into words by endpoints",
                   source, teachers)
     add("--tries", type=COUNT, default=4, help="answers per task before it is dropped")
     add = command("episodes", partial(complete, episodes), "let the solver or endpoints play tasks",
                   source, world, teachers)
     add("--styles", type=weights, default="direct",
-        help="of the solver, by weight: direct:5,exploring:3,backtracking:2; where nothing can go "
-        "wrong, backtracking comes to exploring")
-    add = command("subsets", subsets, "draw the paper's data sets out of many tasks", source)
-    add("--exclude", nargs="*", default=[], help="files of tasks that must not come again")
-    add("--sizes", type=AMOUNTS, default="100,200,500,1000,2000", help="at 4:3:3 [2]")
+        help="styles of the solver and their weights, such as direct:5,exploring:3,backtracking:2; "
+        "a task without a dead end is explored instead of backtracked")
+    add = command("subsets", subsets, "draw the paper's data sets from many tasks", source)
+    add("--exclude", nargs="*", default=[], help="files of tasks that must not be drawn again")
+    add("--sizes", type=AMOUNTS, default="100,200,500,1000,2000", help="tasks of each set, with "
+        "levels at 4:3:3 [2]")
     command("convert", convert, "rewrite published tasks as ours", source)
     return p.parse_args(argv)
 
 
 def whole_numbers(example, fits):
-    """A type of a flag: the numbers of a text like the example, if they fit together."""
+    """A flag type: the whole numbers in a text like the example, for which fits(numbers) is true.
+    """
     def parse(text):
         parts = re.split("[:,]", text)
         found = [int(part) for part in parts if part.isascii() and part.isdecimal()]
@@ -626,6 +638,7 @@ AMOUNTS = whole_numbers("100,200, numbers of tasks", lambda sizes: min(sizes) > 
 
 
 def weights(text):
+    """A flag type: "direct:5,exploring:3" -> {style: weight}."""
     found = {}
     for part in text.split(","):
         name, _, weight = part.partition(":")
@@ -638,7 +651,7 @@ def weights(text):
 
 
 def start(args):
-    """Settle what depends on the database, and run the command."""
+    """Lock --out, choose the defaults that depend on the database, and run the command."""
     (runtime.lock_folder if args.command == "subsets" else runtime.lock_file)(args.out)
     if "like" in args:
         small = all(len(world.cities) < 100 for world in open_once(args.database).worlds.values())

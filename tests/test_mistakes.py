@@ -154,7 +154,7 @@ MISTAKES = {
         ("tasks --out cut.jsonl --n 1", "cut.jsonl, line 2: not JSON"),
         ("tasks --out x.jsonl --exclude none.jsonl", "none.jsonl: No such file"),
         ("tasks --out x.jsonl --database none", "none"),
-        ("queries --tasks good.jsonl --out x.jsonl", "put into words by --endpoint URL=MODEL"),
+        ("queries --tasks good.jsonl --out x.jsonl", "queries needs --endpoint URL=MODEL"),
         ("queries --tasks good.jsonl --out x.jsonl --endpoint a=b", "'a=b' is not like http://"),
         ("queries --tasks good.jsonl --out x.jsonl --endpoint http://a/v1", "is not like http://"),
         ("queries --tasks good.jsonl --out x.jsonl --endpoint http://a/v1=", "is not like http://"),

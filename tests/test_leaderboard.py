@@ -77,7 +77,7 @@ def test_a_field_is_put_in_the_leaderboards_words(field, ours, theirs):
     ({"current_city": "from here"}, 'current_city: it must say "from A to B"'),
     ({"transportation": "flight number F1"}, "transportation: a flight is written"),
     ({"transportation": "Flight Number: F1", "current_city": "Ely"}, "the flight has no cities"),
-    ({"transportation": "by car"}, "it would go unjudged")])
+    ({"transportation": "by car"}, "it would not be judged")])
 def test_a_day_that_the_leaderboard_would_refuse_is_named_with_its_field(trip, change, fault):
     plan = copy.deepcopy(trip[1])
     plan[1] |= change

@@ -227,7 +227,7 @@ MISTAKES = {
         ("odd/m --split dev", "--split: invalid choice: 'dev'"),
         ("none --split test", "none/episodes.jsonl is missing or empty; evaluate.py writes it"),
         ("odd/m --split test", "odd/m/episodes.jsonl, record 2: not an"),
-        ("one --split test", "one/episodes.jsonl: task 'w' is none of the test split"),
+        ("one --split test", "one/episodes.jsonl: task 'w' is not of the test split"),
     ],
     "look.memory": [
         ("dpoo", "invalid choice: 'dpoo'"),

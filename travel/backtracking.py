@@ -1,15 +1,16 @@
 """
-Does an agent leave a dead end? Read from a judged episode: its searches, its plan, the database.
+Measure backtracking: whether an agent that meets a dead end leaves it, from a judged episode.
 
     (1) meet   a search shows that no valid plan goes this way: there is no such flight, or no road
-               within a day (ride); no hotel in the city fits the wishes and the longest stay
-               (hotel); all plans that sleep in the city, or that fly, are over the budget (money)
-    (2) leave  the plan goes another way, and validly: all its rides exist on their days; all its
-               hotels fit; it is within the budget without that city, or without flying
+               of at most a day ("ride"); no hotel in a city fits the wishes and the longest stay
+               ("hotel"); all plans that visit a city, or that fly, exceed the budget ("money")
+    (2) leave  the final plan avoids it validly: all its rides exist on their days; all its hotels
+               fit; it stays within the budget without that city, or without flying
 
-An episode that meets several dead ends leaves them if it leaves all. A search counts if its answer
-is what the database says; a call that was made to fail shows nothing. A plan that still has the
-dead end, or an invalid ride, hotel or sum instead, keeps it. Without a plan, it does neither.
+An episode with several dead ends leaves them only if it leaves all. A search counts only if its
+result is the database's, so an injected failure shows nothing. A plan keeps a dead end if it still
+goes that way, or has an invalid ride, hotel or cost instead. Without a plan the episode neither
+leaves nor keeps it.
 """
 import math
 
@@ -19,8 +20,8 @@ from travel.constraints import read_trip
 
 
 def backtracking(row, database):
-    """{"met": .., "left": .., "kept": ..} of the record of a judged episode, True or False; left
-    and kept are None where no dead end was met."""
+    """{"met", "left", "kept"}, each True or False, for a judged episode's record; left and kept are
+    None if no dead end was met."""
     task = row["task"]
     ends = dead_ends(task, searches(row["messages"], database), database)
     if not ends:
@@ -35,7 +36,7 @@ def backtracking(row, database):
 # ----------------------------------------------------------------------------------------- (1) meet
 
 def searches(messages, database):
-    """The (tool, arguments) of the calls that the database answered."""
+    """Yield (tool, arguments) of the calls whose results are the database's."""
     world = Sandbox(database)
     for said, heard in zip(messages, messages[1:], strict=False):
         if said["role"] == "assistant":
@@ -46,8 +47,8 @@ def searches(messages, database):
 
 
 def dead_ends(task, calls, database):
-    """The dead ends that these calls show: ("ride",), ("hotel",), ("money", city) or ("money",
-    None), which is to fly."""
+    """The set of dead ends that the calls show: ("ride",), ("hotel",), ("money", city), or
+    ("money", None) if flying exceeds the budget."""
     cities = [task["org"], *solver.stop_cities(task, database)]
     found, costs = set(), None
     for name, arguments in calls:
@@ -55,7 +56,7 @@ def dead_ends(task, calls, database):
         if name in ("SearchFlight", "GoogleDistanceMatrix") and a in cities and b in cities:
             date, flight = arguments.get("date"), name == "SearchFlight"
             if a == b or flight and date not in task["date"]:
-                continue  # a slip, not a way to go
+                continue  # a mistake in the call, not a dead end
             exists = database.flights(a, b, date) if flight else solver.drive(database, a, b)
             if not exists:
                 found.add(("ride",))
@@ -73,13 +74,14 @@ def dead_ends(task, calls, database):
 
 
 def fitting(task, database, city):
-    """Names of a city's hotels that fit the wishes and the longest stay in one city."""
+    """The names of a city's hotels that fit the wishes and the longest possible stay."""
     longest = task["days"] - task["visiting_city_number"]
     return {bed.name for bed in solver.lodgings(task, database, city) if bed.nights <= longest}
 
 
 def least_costs(task, database):
-    """{city: the least cost of a valid plan that visits it, or None: of one that flies}."""
+    """{city: dollars of the cheapest valid plan that visits it, None: of the cheapest that flies}.
+    """
     costs, cities = solver.least_costs(task, database)
     found = {None: costs["air"].min(initial=math.inf) if "air" in costs else math.inf}
     for i, city in enumerate(cities):
@@ -90,14 +92,14 @@ def least_costs(task, database):
 
 
 def too_dear(costs, city, task):
-    """Whether money is all that rules out the plans of this city, or those that fly."""
+    """Whether plans that visit a city (None: that fly) exist but exceed the budget."""
     return task["budget"] < costs[city] < math.inf
 
 
 # ---------------------------------------------------------------------------------------- (2) leave
 
 def leaves(end, trip):
-    """Whether a plan goes another way than this dead end, and validly."""
+    """Whether a plan validly avoids a dead end."""
     if end[0] == "ride":
         return rides_exist(trip)
     if end[0] == "hotel":
@@ -109,7 +111,7 @@ def leaves(end, trip):
 
 
 def rides_exist(trip):
-    """Whether the plan travels, and every ride is one of the database on its day."""
+    """Whether a plan has rides, and the database has each of them on its day."""
     travel = [day for day in trip.days if day.move is not None or len(day.ends) == 2]
     return bool(travel) and all(
         day.ride and not day.ride.fault and
@@ -118,7 +120,7 @@ def rides_exist(trip):
 
 
 def hotels_fit(trip):
-    """Whether the plan sleeps in hotels, and every one fits the wishes and the longest stay."""
+    """Whether a plan has hotels, and each fits the wishes and the longest stay."""
     beds = [bed for day in trip.days for bed in day.bed]
     return bool(beds) and all(
         any(row.name.strip() in fitting(trip.task, trip.database, bed.city) for row in bed.rows[:1])

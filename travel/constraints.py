@@ -1,18 +1,19 @@
 """
 Judge plans: TravelPlanner's thirteen constraints under three rule sets, the score, the reward.
 
-    (1) read    each field of a plan's days, as text, into the rows of the database that it names
-    (2) check   eight commonsense constraints, then up to five hard ones, which are reached only by
-                plans that are complete and name nothing that the database does not hold
-    (3) score   shares of what passed; reward makes one number of them
+    (1) read    find the rows of the database that each field of a plan's days names
+    (2) check   eight commonsense constraints, then up to five hard ones; the hard ones are checked
+                only if the plan is complete and all that it names is in the database
+    (3) score   the shares of constraints that passed; reward() makes one number of them
 
-Rule sets. `star` is what the STAR release rewards and the base of everything here. `official` is
-the TravelPlanner leaderboard's own code, which differs at C1 to C12. `strict` is star and then
-STRICT on top: what star passes is looked at once more for the holes that RL learns to use, so
-strict never passes what star fails. docs/rules.md says what the marks B1 to B33 and C1 to C12 are.
+There are three rule sets. `star` computes the reward of the STAR release. `official` computes what
+the TravelPlanner leaderboard's code computes, which differs from star at C1 to C12. `strict` first
+checks by star and then closes the loopholes of star that RL learns to use, so it never passes a
+plan that star fails. docs/rules.md explains the marks B1 to B33 and C1 to C12.
 
-Where the references raise on a malformed plan, the check that met the malformed value is False with
-a reason. A key that the task itself lacks is the caller's error: KeyError, naming the key.
+A malformed value in a plan makes the check that reads it False, with a reason, even where the two
+reference programs raise an exception. A task without a needed key raises KeyError, since that is
+the caller's mistake.
 """
 import ast
 import math
@@ -30,18 +31,18 @@ HOUSE_RULES = ("smoking", "parties", "children under 10", "visitors", "pets")
 ROOM_TYPES = {"entire room": "Entire home/apt", "private room": "Private room",
               "shared room": "Shared room"}
 SCORES = ("cs_micro", "cs_macro", "hard_micro", "hard_macro", "success")
-LONGEST = 2000  # characters: "from .. to" is looked for only so far
+LONGEST = 2000  # characters in which "from .. to" is searched for
 
 
 def need(task, key):
-    """task[key], or a KeyError that says whose fault it is."""
+    """task[key], or a KeyError that names the task and the key."""
     if key not in task:
         raise KeyError(f"the task {task.get('id', '')!r} has no {key!r}: every task needs it")
     return task[key]
 
 
 def literal(text):
-    """The Python literal in a string, never evaluated; the text itself where it is none."""
+    """The value of a Python literal in a text; the text itself if it is not a literal."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -49,7 +50,8 @@ def literal(text):
 
 
 def check_task(task, database=None):
-    """ValueError if no plan can be right for a task: by its people, budget, cities or wishes."""
+    """Raise ValueError if no plan can satisfy a task, because of its people, budget, cities or
+    wishes. With a database, also check that it holds the places."""
     people, budget, number = (need(task, key) for key in
                               ("people_number", "budget", "visiting_city_number"))
     if type(people) is not int or people < 1:
@@ -70,37 +72,39 @@ def check_task(task, database=None):
 
 
 def check_places(task, database):
-    """ValueError if a trip cannot go to the task's destination."""
+    """Raise ValueError if the database has no trip from the task's origin to its destination."""
     org, dest, number = (need(task, key) for key in ("org", "dest", "visiting_city_number"))
     if org not in database.cities:
-        raise ValueError(f"'org' is {org!r:.60}, which is no city of the tables")
+        raise ValueError(f"'org' is {org!r:.60}, which is not a city of the tables")
     inside = [city for city, state in database.cities.items() if state == dest and city != org]
     if dest == org or not inside and dest not in database.cities:
-        raise ValueError(f"'dest' is {dest!r:.60}, which is no other city or state of the tables")
+        raise ValueError(f"'dest' is {dest!r:.60}, which is not another city or state of the "
+                         "tables")
     if task["days"] > 3 and len(inside) < number:
-        raise ValueError(f"'dest' is {dest!r:.60}: {len(inside)} cities, not {number} to visit")
+        raise ValueError(f"'dest' is {dest!r:.60}, which has {len(inside)} cities to visit, not "
+                         f"{number}")
 
 
 # ---------------------------------------------------------------------------------------- reading
-# What the fields of a plan say. The records have slots because score reads them hundreds of times a
-# plan: with NamedTuples it is a tenth slower.
+# Records of what the fields of a plan say. They are dataclasses with slots because score() reads
+# them hundreds of times per plan; with NamedTuples it is 10% slower.
 
-# B2: from\s+(.+?)\s+to\s+([^,]+), in two parts, so that its time stays linear
+# B2: from\s+(.+?)\s+to\s+([^,]+), in two parts, so that it takes linear time
 FROM, TO = re.compile(r"from\s++(?=\S)"), re.compile(r"(?<!\s)\s++to\s+([^,]+)")
-# C2 and C3: the first of these words that occurs
+# C2 and C3: the first of these words in the text counts
 OFFICIAL_MODES = (("taxi", "taxi"), ("self-driving", "driving"), ("flight", "flight"))
 OFFICIAL_KINDS = (("flight number", "flight"), ("self-driving", "driving"), ("taxi", "taxi"))
-FORBIDDEN = {"flight": "no flight", "driving": "no self-driving"}  # by which wish
-KNOWN_RIDE = re.compile(r"(?:flight|taxi|self-driving)\b", re.I)  # strict's
+FORBIDDEN = {"flight": "no flight", "driving": "no self-driving"}  # {mode: wish that forbids it}
+KNOWN_RIDE = re.compile(r"(?:flight|taxi|self-driving)\b", re.I)  # only for strict
 NUMBER = re.compile(r"\bF\d{3,9}\b")
-# strict's, for meals on a day of travel: the latest arrival before one in the city of arrival, the
-# earliest departure after one in the city that is left
+# strict, on a day of travel: (the latest arrival before the meal in the city of arrival, the
+# earliest departure after the meal in the city of departure)
 HOURS = {"breakfast": ("11:00", "05:00"), "lunch": ("15:30", "11:00"),
          "dinner": ("23:00", "16:30")}
 CLOCK = re.compile(r"\b(\d?\d):(\d\d)\s*(?:([ap])\.?m\b)?", re.I)
 LABEL = re.compile(r"\b(?:(depart|leav)|arriv|land(?:s|ing)?\b)", re.I)
 AMOUNT = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*(h|:|mi(?!n))?", re.I)
-DETAILS = {  # of a ride, as it states them: "45 min break" is no duration of it
+DETAILS = {  # numbers that a ride states about itself; "45 min break" is not a duration of the ride
     "duration": pattern(r"""\b((?:\d days?,? )?\d{1,2}(?:\.\d)? ?(?:hours?|hrs?|h)(?![a-z])
         (?:,? and)? ?(?:\d{1,2} ?(?:min\w{0,4}|m)\b)?|\d{1,3} ?min\w{0,4})
         (?= ?(?:(?:by )?(?:car|driv\w{1,3}|ride|flight|trip)\b ?)?(?:$|[,;.)|]))"""),
@@ -108,70 +112,70 @@ DETAILS = {  # of a ride, as it states them: "45 min break" is no duration of it
     "cost": pattern(r"""(?:\$ ?|cost:? ?(?:(?:of|is|about) )?~?)(\d[\d,]{0,8}(?:\.\d{1,9})?)
         (?:,? ?/? ?(?:(?P<share>per person|person|each|pp\b|a head)|
         (?P<both>round|return|both ways)))?""")}
-UNITS = {"h": 60, ":": 60, "mi": 1.609}  # minutes of an hour, kilometres of a mile
+UNITS = {"h": 60, ":": 60, "mi": 1.609}  # minutes per hour, kilometres per mile
 
 
 @dataclass(slots=True)
 class Venue:
-    """What a meal, attraction or hotel text names."""
+    """The place that the text of a meal, attraction or hotel names."""
 
     field: str
-    text: object  # as written; a str if all is well
-    name: str = None  # None where the field is no text
+    text: object  # as written; a str unless the plan is malformed
+    name: str = None  # None if the field is not text
     city: str = None
-    rows: tuple = ()  # of that city, whose name contains that name (B4)
-    exact: tuple = ()  # of that city, whose name is that name, case and outer spaces aside (strict)
+    rows: tuple = ()  # rows of the city whose name contains this name (B4)
+    exact: tuple = ()  # rows of the city whose name equals it, ignoring case and outer blanks
 
 
 @dataclass(slots=True)
 class Ride:
-    """What a transportation text is taken for, what it costs, and what is wrong with it."""
+    """The ride in a transportation text: its kind, its cost, and what is wrong with it."""
 
-    mode: str  # "flight", "taxi", "driving", or "" for none of them (official only)
-    breaks: tuple  # the transportation constraints it breaks; None is none
+    mode: str  # "flight", "taxi", "driving"; official only: "" for none of them
+    breaks: tuple  # the wishes on transportation that it breaks; may contain None
     route: tuple  # (origin, destination), or (None, None)
-    fault: str  # why the sandbox does not know it, or ""
-    flight: object = None  # its row
-    car: int = 0  # dollars for every five people
-    taxi: int = 0  # dollars for every four people
+    fault: str  # why it is not in the database, or ""
+    flight: object = None  # the row of the flight
+    car: int = 0  # dollars per car, for up to five people
+    taxi: int = 0  # dollars per taxi, for up to four people
 
 
 @dataclass(slots=True)
 class Day:
-    """One examined day. "Filled" is neither falsy nor exactly "-" (B6)."""
+    """One day of a plan. A field is filled if it is neither falsy nor exactly "-" (B6)."""
 
-    number: int  # from 1
+    number: int  # counted from 1
     item: dict  # the day as the agent wrote it
-    city: object  # current_city, a str if all is well
-    ends: tuple  # (from, to) on a day of travel, (None, None) if that cannot be read, else (city,)
+    city: object  # current_city; a str unless the plan is malformed
+    ends: tuple  # (from, to) on a day of travel, (None, None) if these cannot be read, else (city,)
     move: object  # the transportation if filled, else None
-    ride: object  # its Ride; None where move is None or no text
-    meals: tuple  # of Venue, one for each filled meal
-    sights: tuple  # of Venue, one for each attraction that is looked at (B15)
-    bed: tuple  # of the hotel's Venue, if there is one
-    venues: tuple  # all of these
+    ride: object  # its Ride; None if move is None or not text
+    meals: tuple  # Venues of the filled meals
+    sights: tuple  # Venues of the attractions that count (B15)
+    bed: tuple  # the Venue of the hotel; () if there is none
+    venues: tuple  # meals + sights + bed
 
 
 @dataclass(slots=True)
 class Trip:
-    """A plan made ready for the checks."""
+    """A plan as the checks read it."""
 
     task: dict
     database: object
     official: bool
-    strict: bool  # a name is a row's whole name, and all rows of that name count
-    days: list  # of Day: the first task["days"] of the plan (B1)
-    more: int  # days behind those that are not empty
+    strict: bool  # a name must be the whole name of rows, and all these rows count
+    days: list  # the Days of the plan, up to task["days"] (B1)
+    more: int  # number of further days that are not empty
 
 
 def cut_state(city):
-    """C1: "City(State)" is "City", and "City (State)" is "City ", which no table holds."""
+    """C1: "City(State)" becomes "City"; "City (State)" becomes "City ", which is in no table."""
     name, bracket, rest = city[:LONGEST].partition("(")
     return name if bracket and ")" in rest and "\n" not in name else city
 
 
 def find_way(text, at=0):
-    """(origin, destination, end) of the first "from .. to .." of a text, or None."""
+    """(origin, destination, end) of the first "from .. to .." after a position, or None."""
     to = None
     for start in FROM.finditer(text, at):
         if to is None or to.start() < start.end():
@@ -184,7 +188,7 @@ def find_way(text, at=0):
 
 
 def from_to(text, official):
-    """(origin, destination) of the first "from .. to ..", or (None, None)."""
+    """(origin, destination) of the first "from .. to .." in a text, or (None, None)."""
     found = find_way(text[:LONGEST])
     if not found:
         return None, None
@@ -192,7 +196,7 @@ def from_to(text, official):
 
 
 def read_venue(text, field, database, official):
-    """The Venue of a text: split at the last comma, the name no further back than its line (B3)."""
+    """The Venue of a text: the name before the last comma, within its line, and the city (B3)."""
     comma, name, city = text.rfind(","), "-", "-"
     if comma not in (-1, len(text) - 1):
         name = text[text.rfind("\n", 0, comma) + 1 : comma].strip()
@@ -205,18 +209,18 @@ def read_venue(text, field, database, official):
 
 
 def read_venues(text, field, database, official):
-    """The Venues in a field: any number of attractions, each ended by ";" (B15), else one."""
+    """The Venues in a field: one, or for attractions one per text that ends with ";" (B15)."""
     texts = text.split(";")[:-1] if field == "attraction" else [text]
     return tuple([read_venue(part, field, database, official) for part in texts])
 
 
 def read_ride(text, city, database, official):
-    """The Ride of a transportation text; if it names no cities, current_city does (B12)."""
+    """The Ride of a transportation text; its cities may be in `city`, the current_city (B12)."""
     route = from_to(text, official)
     if route[0] is None and city is not None:
         route = from_to(city, official)
     low = text.lower()
-    if official:  # C2, C3, C4: one text, three readings
+    if official:  # C2, C3, C4: three checks read the text in three ways
         mode = next((mode for word, mode in OFFICIAL_MODES if word in low), "")
         kind = next((kind for word, kind in OFFICIAL_KINDS if word in low), "")
         breaks = tuple(f"no {word.lower()}" for word in ("Flight", "Self-driving") if word in text)
@@ -232,7 +236,7 @@ def read_ride(text, city, database, official):
 
 
 def find_flight(database, text, route):
-    """(row, fault) of the flight in a text: number, origin and destination are one row's (B13)."""
+    """(row, fault) of the flight in a text; its number and its cities must be of one row (B13)."""
     if "Flight Number: " not in text:
         return None, 'a flight needs "Flight Number: " and its number'
     number = text.split("Flight Number: ")[1].split(",")[0]
@@ -245,7 +249,7 @@ def find_flight(database, text, route):
 
 
 def find_road(database, route):
-    """(kilometres, fault) between two cities; a road of more than a day is no way to go (B14)."""
+    """(kilometres, fault) of the road between two cities, which may take up to a day (B14)."""
     row = None if route[0] is None else database.distance(*route)
     if row is None or row.km is None or not row.duration:
         return 0, f"no road is known from {route[0]!s:.40} to {route[1]!s:.40}"
@@ -254,9 +258,9 @@ def find_road(database, route):
     return row.km, ""
 
 
-@lru_cache(maxsize=1 << 16)  # the plans of a group and of a run have many days in common
+@lru_cache(maxsize=1 << 16)  # the plans of a group, and of a run, share many days
 def read_fields(texts, database, official):
-    """The texts of PLACES, in this order -> what a Day says of them, from `ends` on."""
+    """The fields of a Day from `ends` on. texts: the values of PLACES, in their order."""
     city, move, *named = texts
     home = city[:LONGEST] if isinstance(city, str) else None
     ends = (cut_state(home) if home and official else home,)
@@ -277,7 +281,7 @@ def read_fields(texts, database, official):
 
 
 def read_trip(task, plan, database, official):
-    """The Trip, or a sentence where days, plan or a day are not of the form they must have."""
+    """The Trip of a plan; a sentence with the reason if the plan is not a list of dicts."""
     length = need(task, "days")
     if not isinstance(length, int):
         return "the task's days is not a whole number"
@@ -290,7 +294,7 @@ def read_trip(task, plan, database, official):
         texts = tuple(map(item.get, PLACES))
         try:
             told = read_fields(texts, database, official)
-        except TypeError:  # a field that is a list or a table cannot be remembered
+        except TypeError:  # a list or a dict in a field cannot be a key of the cache
             told = read_fields.__wrapped__(texts, database, official)
         days.append(Day(number, item, texts[0], *told))
     more = sum(map(bool, plan[len(days):]))
@@ -298,11 +302,12 @@ def read_trip(task, plan, database, official):
 
 
 # ------------------------------------------------------------------------------------ commonsense
-# Each check takes a Trip and returns what is wrong, a sentence that names day and field, or None.
+# Each check takes a Trip and returns None if it passes, else a reason that names day and field.
 
 
 def is_not_absent(trip):
-    """All days and fields are there, the right number of cities, at least half of the places."""
+    """All days and fields are there, the number of cities is right, half of the fields are filled.
+    """
     length, complete = trip.task["days"], 0
     if length < 1:
         return f"the task has {length} days"
@@ -326,7 +331,7 @@ def is_not_absent(trip):
 
 
 def wrong_cities(trip):
-    """B8: the trip starts at the origin and visits as many cities as were asked for."""
+    """B8: the trip must start at the origin and visit the number of cities asked for."""
     visited = set()
     for day in trip.days:
         if not isinstance(day.city, str):
@@ -344,14 +349,15 @@ def wrong_cities(trip):
 
 
 def wrong_start(trip, day):
-    """Why a day 1 of travel does not leave from the origin, or None."""
+    """The reason if day 1 is a day of travel that does not start at the origin, or None."""
     if day.number != 1 or len(day.ends) != 2 or day.ends[0] == need(trip.task, "org"):
         return None
     return f"day 1: the trip starts at {day.ends[0]!s:.40}, not at {trip.task['org']}"
 
 
 def empty_field(trip, day, item):
-    """B9, B10: every day has every field; "" and "-" stand only where nothing is called for."""
+    """B9, B10: every day must have every field; "" and "-" are allowed only if nothing is needed.
+    """
     if not isinstance(day.city, str):
         return f"day {day.number}: current_city is not text"
     for field in FIELDS:
@@ -373,7 +379,7 @@ def empty_field(trip, day, item):
 
 
 def is_valid_information_in_sandbox(trip):
-    """Everything named is in the database (B12 to B15)."""
+    """Everything that the plan names is in the database (B12 to B15)."""
     for day in trip.days:
         if trip.official and "transportation" not in day.item:  # C7
             return f"day {day.number} has no transportation"
@@ -390,7 +396,7 @@ def is_valid_information_in_sandbox(trip):
 
 
 def repeated(trip, part):
-    """No text of the days' meals, or of their sights, twice (B16); in strict no row of theirs."""
+    """No text occurs twice among all meals, or among all sights (B16); in strict no row does."""
     seen = set()
     for day in trip.days:
         for venue in getattr(day, part):
@@ -398,7 +404,7 @@ def repeated(trip, part):
                 if part == "sights":
                     return f"day {day.number}: {venue.field} is not text"
                 if isinstance(venue.text, (list, dict)):
-                    continue  # met by the sandbox check
+                    continue  # the sandbox check reports it
             name = trip.strict and venue.exact or venue.text
             if name in seen:
                 return f"day {day.number}: {venue.field} repeats {venue.text!r:.80}"
@@ -407,7 +413,8 @@ def repeated(trip, part):
 
 
 def is_valid_accommodation(trip):
-    """Minimum nights are stayed, where exactly one row matches (B17); in strict those of all."""
+    """Each stay has the hotel's minimum nights, if exactly one row matches (B17); in strict, those
+    of all rows."""
     stays = []  # [hotel, rows, first day, nights]
     for day in trip.days:
         if "accommodation" not in day.item:
@@ -430,7 +437,7 @@ def is_valid_accommodation(trip):
 
 
 def is_reasonable_visiting_city(trip):
-    """A closed round of known cities, each visited in one stay, in the state asked for (B18)."""
+    """The trip is a round through known cities of the right state, one stay in each (B18)."""
     stops = []
     for day in trip.days:
         if day.ends[0] is None:
@@ -444,7 +451,8 @@ def is_reasonable_visiting_city(trip):
 
 
 def broken_round(stops):
-    """Why the cities of a trip are not one stay each, or None. A travel day has two stops."""
+    """The reason if a city is visited twice or only passed, or None. A day of travel has two stops.
+    """
     last, seen = len(stops) - 1, set()
     for i, city in enumerate(stops):
         if i and city == stops[i - 1]:
@@ -458,7 +466,7 @@ def broken_round(stops):
 
 
 def strange_stop(trip, stops):
-    """A stop that is no known city, or on more than three days outside of the state; or None."""
+    """The reason if a stop is an unknown city or, in more than three days, in another state."""
     cities = trip.database.cities
     long = trip.task["days"] > 3
     dest = need(trip.task, "dest") if long or not trip.official else None  # C12
@@ -472,13 +480,13 @@ def strange_stop(trip, stops):
 
 
 def is_valid_transportation(trip):
-    """There is a way out on the first day, and no car is left behind or found on the way (B19)."""
+    """Day 1 has transportation, and self-driving is not mixed with flights or taxis (B19)."""
     if trip.days and trip.days[0].move is None:
         return "day 1: no transportation"
     modes = set()
     for day in trip.days:
         if day.ride is not None and trip.strict:
-            modes |= stated(day.move)[0]  # all that the text names
+            modes |= stated(day.move)[0]  # all modes that the text names
         elif day.ride is not None:
             modes.add(day.ride.mode)
         elif day.move is not None:
@@ -489,13 +497,13 @@ def is_valid_transportation(trip):
 
 
 def is_valid_information_in_current_city(trip):
-    """Every field names a city of its day (B20)."""
+    """Every filled field names a city of its day (B20)."""
     reasons = ((day, out_of_town(trip, day)) for day in trip.days)
     return next((f"day {day.number}: {reason}" for day, reason in reasons if reason), None)
 
 
 def out_of_town(trip, day):
-    """The first field of the day that does not name a city of the day, or None."""
+    """The reason of the first field of a day that names no city of the day, or None."""
     cities, move, venues = day.ends, day.item.get("transportation", "-"), day.venues
     if not isinstance(day.city, str):
         return "there is no current_city"
@@ -523,12 +531,12 @@ def out_of_town(trip, day):
 
 
 # ------------------------------------------------------------------------------------------- hard
-# Reached only by plans that pass GATE, so every filled field is text and every name has a row.
-# wanted: what the query asks for.
+# Only plans that pass GATE reach these checks, so every filled field is text and every name has a
+# row. wanted: the value of the task's constraint.
 
 
 def rows_of(trip, venue):
-    """The rows that must satisfy a hard check: the first match (B4); in strict all of that name."""
+    """The rows that a hard check reads: the first match (B4); in strict, all of that name."""
     return venue.exact if trip.strict else venue.rows[:1]
 
 
@@ -539,16 +547,16 @@ def nights_of(trip):
 
 
 def valid_cuisine(trip, wanted):
-    """Every cuisine asked for is served at some meal away from home (B21)."""
+    """Every wanted cuisine is served at a meal outside of the origin (B21)."""
     names = wanted if isinstance(wanted, (str, list, tuple, dict)) else [wanted]
     if not all(isinstance(cuisine, str) for cuisine in names):
         return "the task's cuisine is not a list of names"
-    if trip.official and len(set(wanted)) < len(wanted):  # C10: the official code has no verdict
+    if trip.official and len(set(wanted)) < len(wanted):  # C10: the official code gives no verdict
         return "the task's cuisine names one twice"
     missing, org = list(wanted), need(trip.task, "org")
     for day in trip.days:
         for venue in day.meals:
-            if venue.city == org and trip.official:  # C10: the rest of the day is not looked at
+            if venue.city == org and trip.official:  # C10: the rest of the day does not count
                 break
             if venue.city != org:
                 served = [row.cuisines for row in rows_of(trip, venue)]
@@ -558,7 +566,7 @@ def valid_cuisine(trip, wanted):
 
 
 def valid_room_rule(trip, wanted):
-    """No hotel forbids what was asked for (B23)."""
+    """No hotel has a house rule against the wish (B23)."""
     for number, row in nights_of(trip):
         if wanted in HOUSE_RULES and f"No {wanted}" in row.house_rules:
             return f"day {number}: accommodation: {row.name} has the rule No {wanted}"
@@ -566,7 +574,7 @@ def valid_room_rule(trip, wanted):
 
 
 def valid_room_type(trip, wanted):
-    """Every hotel has the kind of room asked for; an unknown kind passes (B22)."""
+    """Every hotel has the wanted kind of room; an unknown kind passes (B22)."""
     kind = ROOM_TYPES.get(wanted) if isinstance(wanted, str) else None
     for number, row in nights_of(trip):
         shared = wanted == "not shared room" and row.room_type == "Shared room"
@@ -577,7 +585,7 @@ def valid_room_type(trip, wanted):
 
 
 def valid_transportation(trip, wanted):
-    """No day travels in the way that was ruled out (B24)."""
+    """No day uses the forbidden transportation (B24)."""
     for day in trip.days:
         breaks = day.ride.breaks if day.ride else ()
         if trip.strict and day.ride:
@@ -588,7 +596,7 @@ def valid_transportation(trip, wanted):
 
 
 def valid_cost(trip, _):
-    """Everything stays within the budget (B25); of several rows of a name the dearest counts."""
+    """The plan's cost is within the budget (B25); of several rows of a name the dearest counts."""
     people, budget = need(trip.task, "people_number"), need(trip.task, "budget")
     if not isinstance(people, (int, float)) or not isinstance(budget, (int, float)):
         return "the task's people_number and budget must be numbers"
@@ -606,11 +614,12 @@ def valid_cost(trip, _):
 
 
 # ----------------------------------------------------------------------------------------- strict
-# What strict asks of a check that star has passed, of the Trip that strict_trip gives.
+# The further conditions of strict, for plans that pass star's check. They read strict_trip's Trip.
 
 
 def strict_trip(trip):
-    """The plan as strict reads it: with the attraction after the last ";" (B15), all of it text."""
+    """The Trip as strict reads it: also with an attraction after the last ";" (B15), and without
+    venues that are not text."""
     days = []
     for day in trip.days:
         sights, more = day.item.get("attraction"), ()
@@ -626,8 +635,8 @@ def strict_trip(trip):
 
 
 def strict_absent(trip):
-    """The plan has the task's days and their fields, no others; fields are strings, and a blank one
-    is an empty one (B1, B6, B9, B11)."""
+    """The plan has exactly the task's days and their fields; all fields are texts, and one of
+    blanks counts as empty (B1, B6, B9, B11)."""
     if trip.more:
         return f"the plan has {trip.more} days more than the task"
     for day in trip.days:
@@ -645,7 +654,7 @@ def strict_absent(trip):
 
 
 def strict_sandbox(trip):
-    """Names are whole names of rows (B4), rides are rides and as their rows say (B5, B13, B14)."""
+    """Names are whole names of rows (B4), and rides agree with their rows (B5, B13, B14)."""
     for day in trip.days:
         if day.ride and (reason := wrong_ride(trip, day)):
             return f"day {day.number}: transportation: {reason}"
@@ -658,7 +667,7 @@ def strict_sandbox(trip):
 
 @lru_cache(maxsize=1 << 16)
 def stated(move):
-    """What a ride's text says: (the modes it names, [(detail, its amount or clock time)])."""
+    """({modes that a ride's text names}, [(detail, its amount or clock time)])."""
     text, details, end = move[:LONGEST], [], 0
     modes = {word.lastgroup for word in MODE.finditer(text)}
     for clock in CLOCK.finditer(text):
@@ -675,14 +684,14 @@ def stated(move):
 
 @lru_cache(maxsize=1 << 16)
 def amount(text):
-    """The minutes, kilometres or dollars that a text comes to."""
+    """The minutes, kilometres or dollars in a text, such as 150 of "2 hours 30 mins"."""
     return sum(float(number.replace(",", "")) * UNITS.get(unit.lower(), 1)
                for number, unit in AMOUNT.findall(text))
 
 
 def wrong_ride(trip, day):
-    """Why a ride is unknown, more than one, flies on another date or is not as it states (5% off),
-    or None."""
+    """The reason if a text is not exactly one known ride, if its flight is on another date, or if
+    a number in it is more than 5% off; else None."""
     ride, dates, people = day.ride, trip.task.get("date"), trip.task.get("people_number")
     flight, heads = ride.flight, people if isinstance(people, int) and people > 0 else 1
     text = day.move[:LONGEST]
@@ -692,9 +701,9 @@ def wrong_ride(trip, day):
     if len({*NUMBER.findall(text)}) > 1 or first and find_way(text, first[2]):
         return f"{text!r:.80} holds more than one ride"
     for city in filter(None, ride.route):
-        text = text.replace(city, "")  # "from Walker to Bus Stop" says nothing of a bus
+        text = text.replace(city, "")  # the bus in "from Walker to Bus Stop" is not a ride
     if other := OTHER_MODE.search(text):
-        return f"{other[0]} is no ride"
+        return f"{other[0]} is not a ride"
     if flight is None:
         row, cost = trip.database.distance(*ride.route), ride.car or ride.taxi
         costs = [cost, cost * math.ceil(heads / (5 if ride.car else 4))]
@@ -716,7 +725,8 @@ def wrong_ride(trip, day):
 
 
 def strict_city(trip):
-    """The trip starts at home, however day 1 reads (B8), and a short one goes to dest too (B18)."""
+    """The trip starts at the origin, even if day 1 is not a day of travel (B8), and a trip of three
+    days visits dest (B18)."""
     for day in trip.days:
         if day.city.strip() not in (day.ends[0], f"from {day.ends[0]} to {day.ends[-1]}"):
             return f"day {day.number}: current_city says more than its cities: {day.city!r:.80}"
@@ -732,7 +742,7 @@ def strict_city(trip):
 
 
 def strict_current_city(trip):
-    """Venues lie in a city of the day, and the ride follows current_city (B20)."""
+    """Venues are in a city of the day, and the ride connects the cities of current_city (B20)."""
     for day in trip.days:
         if day.ride and len(day.ends) < 2:
             return f"day {day.number}: transportation leaves {day.ends[0]:.40} on a day at rest"
@@ -748,8 +758,10 @@ def strict_current_city(trip):
 
 
 def untimely(move, field, arriving):
-    """Why a meal does not fit the times that the ride of its day states, or None. arriving: it is
-    in the city of arrival, not in the one that is left."""
+    """The reason if a meal is at a time of the day's ride, or None.
+
+    move: the ride's text. field: the meal. arriving: the meal is in the city of arrival.
+    """
     said = dict(reversed(stated(move)[1]))
     leaves, lands = said.get("departure", "00:00"), said.get("arrival", "")
     latest, earliest = HOURS[field]
@@ -772,7 +784,7 @@ COMMONSENSE = {
     "is_valid_transportation": is_valid_transportation,
     "is_valid_accommodation": is_valid_accommodation,
 }
-GATE = ("is_not_absent", "is_valid_information_in_sandbox")  # the hard checks lie behind these
+GATE = ("is_not_absent", "is_valid_information_in_sandbox")  # plans must pass these before HARD
 HARD = {  # name: (key of local_constraint, check)
     "valid_cost": (None, valid_cost),
     "valid_room_rule": ("house rule", valid_room_rule),
@@ -780,7 +792,7 @@ HARD = {  # name: (key of local_constraint, check)
     "valid_cuisine": ("cuisine", valid_cuisine),
     "valid_transportation": ("transportation", valid_transportation),
 }
-STRICT = {  # what strict looks at again; all other checks are run again over its own Trip
+STRICT = {  # strict adds these; it runs all other checks a second time on its own Trip
     "is_not_absent": strict_absent,
     "is_valid_information_in_sandbox": strict_sandbox,
     "is_valid_information_in_current_city": strict_current_city,
@@ -790,10 +802,11 @@ RULES = ("star", "official", "strict")
 
 
 def score(task, plan, database, rules="star"):
-    """The verdict on a plan: five scores in [0, 1] and "checks": {name: [verdict, reason or None]}.
+    """The score of a plan: the five SCORES in [0, 1], and "checks": {name: [verdict, reason]}.
 
-    A verdict is True, False, or None where the check does not apply or was not reached. Never
-    raises on a plan; KeyError for a key that the task lacks.
+    A verdict is True, False, or None if the check does not apply or was not reached; the reason is
+    a text or None. rules: one of RULES, else ValueError. No plan makes this raise; a task that
+    lacks a key raises KeyError.
     """
     if rules not in RULES:
         raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(RULES)}")
@@ -811,12 +824,12 @@ def score(task, plan, database, rules="star"):
 
 
 def outcome(reason):
-    """[True, None], or [False, reason on one line]; names in the tables may hold line breaks."""
+    """[True, None], or [False, reason]; the reason is put on one line."""
     return [False, " ".join(reason.split())] if reason else [True, None]
 
 
 def judge_hard(trip, strict, checks):
-    """Fill in the hard checks that apply. strict: the Trip as strict reads it, or None."""
+    """Fill in the hard checks that apply. strict: strict_trip's Trip, or None."""
     asked = trip.task.get("local_constraint", {})
     if trip.official:
         need(trip.task, "local_constraint")
@@ -836,7 +849,7 @@ def judge_hard(trip, strict, checks):
 
 
 def summary(checks):
-    """The five scores of a set of checks (B26): micro is a share, the others are all or nothing."""
+    """The five scores of checks (B26): micro is the share that passed, the others are 0 or 1."""
     common = [checks[name][0] for name in COMMONSENSE]
     hard = [checks[name][0] for name in HARD]
     right, asked = hard.count(True), len(hard) - hard.count(None)
@@ -852,8 +865,8 @@ def summary(checks):
 
 
 def reward(score, kind):
-    """A score as a number [STAR, section 3]: "sum" of all five parts, 0 to 5; "macro" of the three
-    that are all or nothing, 0 to 3; "success", 0 or 1."""
+    """The reward for a score [STAR, section 3]: "sum" adds all five SCORES, 0 to 5; "macro" adds
+    the three that are 0 or 1, 0 to 3; "success" is 0 or 1. ValueError for another kind."""
     names = {"sum": SCORES, "macro": ("cs_macro", "hard_macro", "success"), "success": ("success",)}
     if kind not in names:
         raise ValueError(f"reward kind is {kind!r}; it must be one of {', '.join(names)}")
@@ -861,11 +874,11 @@ def reward(score, kind):
 
 
 def judge(task, answer, database, reader=None):
-    """(plan, score) of an itinerary text; no answer, or no plan in it, scores zero.
+    """(plan, score) of an itinerary in text; without a plan in it all scores are 0.
 
-    The score is star's, with "official" and "strict" beside it: success by the other two rule sets.
-    reader: a format_plan.Reader; without one the rules read. If it asks an LLM, the score has
-    "formatter failed" and "formatter tokens", too.
+    The score is star's; it also has "official" and "strict", the success by the other rule sets.
+    reader: a format_plan.Reader; default: the reader by rules. If it asks an LLM, the score also
+    has "formatter failed" and "formatter tokens".
     """
     plan, unread, share, *costs = (reader.read if reader else read_plan)(answer, task, database)
     verdict = score(task, plan, database) | {"unread": unread, "answer lines not read": share}

@@ -1,16 +1,16 @@
 """
-TravelPlanner's leaderboard: an evaluated agent's rates, and the file to hand in.
+Write the submission of an evaluated agent to TravelPlanner's leaderboard, and print its rates.
 
 Reads   OUT/AGENT/episodes.jsonl of evaluate.py, the database
-Writes  OUT/AGENT/submission.jsonl, and prints what the leaderboard would refuse or crash on
+Writes  OUT/AGENT/submission.jsonl; prints what the leaderboard would refuse or crash on
 
     python evaluate.py --model rl=out/7b/rl/best --tasks osunlp/TravelPlanner --split validation \\
         --database database/full
     python -m travel.leaderboard out/eval/rl --split validation
 
-The six rates are computed by the leaderboard's own rules (`official` in constraints.py) over the
-split's own denominators, from each task's first play. The test split is published without its
-constraints: its plans are handed in, not judged here.
+The six rates follow the leaderboard's rules (`official` in constraints.py) and divide by the
+split's fixed numbers. Only the first play of each task counts. The constraints of the test split
+are not published, so its plans are written but not judged.
 """
 import json
 import re
@@ -21,12 +21,13 @@ from runtime import Help, Parser, run, write_jsonl
 from sandbox import open_database
 from travel.constraints import EMPTY, FIELDS, HARD, PLACES, from_to, score
 
-# the leaderboard's denominators: queries, hard constraints asked
+# the leaderboard's denominators: (number of queries, number of hard constraints in them)
 SIZES = {"train": (45, 105), "validation": (180, 420), "test": (1000, 2290)}
 
 
 def official_rates(rows, split, database):
-    """The leaderboard's six rates."""
+    """The leaderboard's rates, {name: rate in [0, 1]}: all six if the rows are judged, else only
+    the delivery rate."""
     plans, asked = SIZES[split]
     rates = {"delivery rate": sum(bool(row["plan"]) for row in rows) / plans}
     scores = [score(row["task"], row["plan"], database, "official")
@@ -43,11 +44,11 @@ def official_rates(rows, split, database):
 
 
 def leaderboard_field(key, text):
-    """A field of a day in the leaderboard's words: "City(State)" is "City" and a drive is
-    "Self-driving", which its code would otherwise not judge (C1 to C4)."""
+    """A field of a day in words that the leaderboard's code can judge: "City(State)" becomes "City"
+    and a drive "Self-driving" (C1 to C4)."""
     if not isinstance(text, str):
         return text
-    if key not in ("current_city", "transportation"):  # a name keeps its brackets, a city does not
+    if key not in ("current_city", "transportation"):  # cut brackets of the city, not of the name
         cut = re.sub(r"(,[^,;(]*?)\s*\([^();]*\)(?=\s*(;|$))", r"\1", text)
         return cut if key in FIELDS else text
     text = re.sub(r"\s*\([^()]*\)", "", text)
@@ -58,7 +59,7 @@ def leaderboard_field(key, text):
 
 
 def submission(rows):
-    """The lines to hand in, in the order of the queries."""
+    """The lines of the submission, in the order of the queries."""
     lines = []
     for row in rows:
         plan = [{key: leaderboard_field(key, text) for key, text in day.items()}
@@ -69,7 +70,7 @@ def submission(rows):
 
 
 def submission_faults(rows, split=None):
-    """What the leaderboard would refuse, or crash on; each names line, day and field."""
+    """[what the leaderboard would refuse or crash on], each with its line, day and field."""
     faults = []
     if split and len(rows) != SIZES[split][0]:
         faults.append(f"the file has {len(rows)} lines, not the split's {SIZES[split][0]}")
@@ -83,7 +84,7 @@ def submission_faults(rows, split=None):
 
 
 def day_faults(day):
-    """What is wrong with a day for the leaderboard's code; {} stands for a day that is missing."""
+    """[faults of a day for the leaderboard's code]; the day {} is a missing one, and allowed."""
     lacking = [f"{key}: it must be text" for key in PLACES
                if day and not isinstance(day.get(key), str)]
     if lacking or not day:
@@ -98,19 +99,19 @@ def day_faults(day):
         faults.append("transportation: the flight has no cities")
     if move not in EMPTY and not re.search("flight number|taxi|self-driving", move, re.I):
         faults.append("transportation: neither a flight number nor taxi nor self-driving, "
-                      "so it would go unjudged")
+                      "so it would not be judged")
     return faults
 
 
 def hand_in(args):
-    """Write the file, print its faults and the rates."""
+    """Write the submission, and print its faults and the rates."""
     file = args.folder / "episodes.jsonl"
     rows = [row for row in read_episodes(file).values() if not row["task"].get("sample")]
     for row in rows:
         number = row["task"].get("idx", row["task"]["id"])
         if "query" not in row["task"] or "plan" not in row or not str(number).isdecimal():
-            raise ValueError(f"{file}: task {number!r} is none of the {args.split} split, whose "
-                             "ids are numbers; evaluate.py --split plays those")
+            raise ValueError(f"{file}: task {number!r} is not of the {args.split} split, whose ids "
+                             "are numbers; evaluate.py --split plays those")
     if not rows:
         raise ValueError(f"{file} is missing or empty; evaluate.py writes it")
     lines, file = submission(rows), args.folder / "submission.jsonl"
@@ -125,9 +126,9 @@ def hand_in(args):
 
 def main(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
-    p.add_argument("folder", type=Path, help="folder of an agent's episodes.jsonl")
-    p.add_argument("--split", choices=SIZES, required=True, help="what the tasks are")
-    p.add_argument("--database", help="folder of the tables; unset: those it was played with")
+    p.add_argument("folder", type=Path, help="folder with an agent's episodes.jsonl")
+    p.add_argument("--split", choices=SIZES, required=True, help="the split that was played")
+    p.add_argument("--database", help="folder of the tables; default: as in the evaluation")
     run("travel.leaderboard", hand_in, p.parse_args(argv))
 
 

@@ -1,14 +1,14 @@
 """
-Exact plans of least cost: `solve` finds a task's cheapest honest plan, or proves there is none.
+An exact solver: `solve` finds a task's cheapest honest plan, or proves that there is none.
 
-    (1) price   hotels and meals of each city, and the ways between cities
+    (1) price   the hotels and meals of each city, and the rides between cities
     (2) sum     for each split of the nights and each assignment of cuisines to cities, the costs of
-                all routes at once, in arrays with an axis for each city of the route
-    (3) plan    the names that have the least of these costs, laid out day by day
-    (4) play    as an agent: the searches that show all parts of a plan, then the plan as the answer
+                all routes at once, in an array with one axis per city of the route
+    (3) plan    choose the hotels, meals and rides of least cost, and lay them out day by day
+    (4) play    play as an agent: search all parts of the plan, then answer with the plan
 
-Honest plans leave on the first day, return on the last, and pass `strict`. One hotel per city is
-enough: two are never cheaper than the cheapest one whose minimum nights the whole stay meets.
+An honest plan leaves on the first day, returns on the last, and passes `strict`. One hotel per city
+is enough: no two hotels cost less than the cheapest one whose minimum nights the stay reaches.
 """
 import itertools
 import math
@@ -27,12 +27,13 @@ SEARCHES = {"hotels": "SearchAccommodation", "restaurants": "SearchRestaurant",
 Lodging = namedtuple("Lodging", "cost nights name")  # dollars per night for all; minimum nights
 Meal = namedtuple("Meal", "cost mask name")  # dollars per person; bit i: serves the i-th cuisine
 Road = namedtuple("Road", "km words")
-Way = namedtuple("Way", "cost words a b date flies")  # dollars for all; as the plan writes it
-Stay = namedtuple("Stay", "city nights bed meals sights")  # per full day: one sight, three meals
+# a ride from a to b. cost: dollars for all people; words: its text in a plan; flies: True or False
+Way = namedtuple("Way", "cost words a b date flies")
+Stay = namedtuple("Stay", "city nights bed meals sights")  # three meals and one sight per full day
 Journey = namedtuple("Journey", "mode route stays ways")  # all parts of a plan
-Search = namedtuple("Search", "thought tool arguments")  # a tool call, and the thought before it
-# journey: of least cost, or None, and then `reason` says why; cost: dollars of the cheapest journey
-# whatever the budget, inf if there is none; choices: number of sets of cities that fit the budget
+Search = namedtuple("Search", "thought tool arguments")  # a tool call and the thought before it
+# journey: the cheapest one within the budget; None: `reason` says why there is none. cost: dollars
+# of the cheapest journey with any budget, or inf. choices: number of sets of cities in the budget
 Report = namedtuple("Report", "journey cost choices reason")
 
 
@@ -40,10 +41,11 @@ Report = namedtuple("Report", "journey cost choices reason")
 
 @cache
 def places(database, table, city):
-    """{name: rows} of the hotels, restaurants or attractions an honest plan may use, in file order.
+    """{name: rows} of the places in a city that an honest plan may name, in the order of the file.
 
-    The rows are all those that a judge may take the name for: those of that name, and the first row
-    whose name contains it, which `star` takes. All of them must fit, and the dearest counts.
+    table: "hotels", "restaurants" or "attractions". The rows are those that a judge may take the
+    name for: the first row whose name contains it (star), and all rows of that name (strict). A
+    plan must be right for all of them, so the dearest counts.
     """
     rows, same, found = getattr(database, table)(city), {}, {}
     for row in rows:
@@ -57,7 +59,7 @@ def places(database, table, city):
 
 
 def has_rule(wish, row):
-    """Whether a hotel forbids what the group wants to do."""
+    """Whether a hotel has a house rule against the group's wish."""
     rule = wish.get("house rule")
     return bool(rule) and f"No {rule}" in row.house_rules
 
@@ -70,7 +72,7 @@ def has_other_room(wish, row):
 
 
 def lodgings(task, database, city):
-    """The allowed hotels, cheapest first."""
+    """The hotels of a city that satisfy the task's wishes, cheapest first."""
     wish, people, found = task["local_constraint"], task["people_number"], []
     for name, rows in places(database, "hotels", city).items():
         if not any(has_rule(wish, row) or has_other_room(wish, row) for row in rows):
@@ -80,13 +82,13 @@ def lodgings(task, database, city):
 
 
 def cuisines(task):
-    """The wanted cuisines. A set of them is a bit mask."""
+    """The wanted cuisines, a tuple. Sets of them are bit masks."""
     return tuple(task["local_constraint"].get("cuisine") or ())
 
 
 @lru_cache(maxsize=4096)
 def menu(database, city, wanted):
-    """The city's meals, cheapest first."""
+    """The meals in a city, cheapest first. wanted: the task's cuisines."""
     meals = []
     for name, rows in places(database, "restaurants", city).items():
         mask = sum(1 << i for i, cuisine in enumerate(wanted)
@@ -97,10 +99,11 @@ def menu(database, city, wanted):
 
 @lru_cache(maxsize=4096)
 def cheapest_meals(database, city, wanted, need):
-    """{mask: (cost, meals)}: the cheapest `need` or more meals that serve this set of cuisines.
+    """{mask: (dollars per person, meals)}: the cheapest choice of `need` or more different meals
+    that serve the cuisines of the mask.
 
-    Such a choice is a cover, in which every meal adds a cuisine and is the cheapest of its mask,
-    filled up with the cheapest other meals. So it is enough to try those covers.
+    Such a choice consists of a cover, in which every meal adds a cuisine and is the cheapest of its
+    mask, and of the cheapest other meals. So it is enough to try all covers.
     """
     meals, kinds, best = menu(database, city, wanted), {}, {}
     for meal in meals:
@@ -120,7 +123,7 @@ def cheapest_meals(database, city, wanted, need):
 
 @lru_cache(maxsize=1 << 17)
 def drive(database, a, b):
-    """The road from a to b, None if it does not exist or takes more than a day."""
+    """The Road from a to b; None if there is none or it takes more than a day."""
     row = database.distance(a, b)
     if not row or not row.duration or row.km is None or "day" in row.duration:
         return None
@@ -128,13 +131,15 @@ def drive(database, a, b):
 
 
 def modes(task):
-    """Air (or taxi) and road. Judges forbid to mix them; driving never costs more than a taxi."""
+    """The allowed modes of a task: "air", by flights and taxis, and "road", by self-driving. A plan
+    must not mix them. Self-driving never costs more than a taxi."""
     wish = task["local_constraint"].get("transportation")
     return {"no flight": ("road",), "no self-driving": ("air",)}.get(wish, ("air", "road"))
 
 
 def ways(task, database, mode, a, b, date):
-    """The ways of a day, cheapest first. mode road: self-driving; air: flights, and a taxi."""
+    """The Ways from a to b on a date, cheapest first: for "air" flights and a taxi, for "road"
+    self-driving."""
     road, people, found = drive(database, a, b), task["people_number"], []
     for flight in database.flights(a, b, date) if mode == "air" else ():
         words = (f"Flight Number: {flight.number}, from {a} to {b}, Departure Time: "
@@ -142,7 +147,7 @@ def ways(task, database, mode, a, b, date):
         found.append(Way(flight.price * people, words, a, b, date, True))
     if road:
         name, per_km, seats = ("Self-driving", 0.05, 5) if mode == "road" else ("Taxi", 1, 4)
-        cost = int(road.km * per_km)  # dollars per car
+        cost = int(road.km * per_km)  # dollars of one car
         words = f"{name}, {road.words}, cost: {cost}"
         found.append(Way(cost * math.ceil(people / seats), words, a, b, date, False))
     return sorted(found)
@@ -151,28 +156,29 @@ def ways(task, database, mode, a, b, date):
 # ---------------------------------------------------------------- (2) sum
 
 def stop_cities(task, database):
-    """The cities a trip may visit: dest itself for 3 days, otherwise those of the state dest."""
+    """The cities that a trip may visit: dest for 3 days, else the cities of the state dest."""
     cities = [task["dest"]] if task["days"] == 3 else database.states.get(task["dest"], [])
     return [city for city in cities if city in database.cities and city != task["org"]]
 
 
 def splits(task):
-    """All ways to split the nights among the cities of a route, at least one night each."""
+    """All divisions of the nights among the cities of a route, with one night or more each."""
     total, number = task["days"] - 1, task["visiting_city_number"]
     counts = itertools.product(range(1, total + 1), repeat=number)
     return [nights for nights in counts if sum(nights) == total]
 
 
 def shares(task):
-    """All ways to assign the cuisines to the cities of a route, as a mask per city."""
+    """Yield all assignments of the cuisines to the cities of a route, as one mask per city."""
     cities = range(task["visiting_city_number"])
     for owners in itertools.product(cities, repeat=len(cuisines(task))):
         yield [sum(1 << i for i, owner in enumerate(owners) if owner == c) for c in cities]
 
 
 def stay_costs(task, database, cities):
-    """(nights + 1, 2^cuisines, cities): dollars of this many nights in a city, with three meals and
-    a sight on every day without travel, serving these cuisines; inf if the city has too few."""
+    """Dollars of n nights in a city whose meals serve the cuisines of a mask: an array with the
+    shape (longest stay + 1, 2^cuisines, cities). Each day without travel has three meals and a
+    sight; inf if the city has too few."""
     people, wanted = task["people_number"], cuisines(task)
     longest = task["days"] - task["visiting_city_number"]
     costs = np.full((longest + 1, 1 << len(wanted), len(cities)), np.inf)
@@ -186,7 +192,7 @@ def stay_costs(task, database, cities):
 
 
 def fares(task, database, mode, origins, goals, day):
-    """(origins, goals): dollars of the cheapest way on a day, inf from a city to itself."""
+    """Dollars of the cheapest ways on a day, an array (origins, goals); inf within a city."""
     def fare(a, b):
         found = ways(task, database, mode, a, b, task["date"][day]) if a != b else ()
         return found[0].cost if found else math.inf
@@ -195,9 +201,11 @@ def fares(task, database, mode, origins, goals, day):
 
 
 def trip_costs(task, database, mode, cities, stay):
-    """(nights, masks, costs) for each split of the nights and each assignment of the cuisines.
-    costs: an axis over `cities` for each city of the route, without the way home, which is the same
-    for all."""
+    """Yield (nights, masks, costs) for each split of the nights and assignment of the cuisines.
+
+    stay: from stay_costs. costs: dollars of all routes without the way home, an array with one axis
+    over `cities` per city of the route.
+    """
     ride = partial(fares, task, database, mode)
     out = ride([task["org"]], cities, 0)[0]
     hops = {day: ride(cities, cities, day) for day in range(1, task["days"] - 1)}
@@ -210,7 +218,8 @@ def trip_costs(task, database, mode, cities, stay):
 
 
 def least_costs(task, database):
-    """{mode: the least cost of each route, with an axis per city of it} and the axes' cities."""
+    """({mode: dollars of each route, an array with one axis per city of the route}, the cities
+    along each axis)."""
     cities, number = stop_cities(task, database), task["visiting_city_number"]
     most = min(3, len(cities), task["days"] - 1)
     if task["org"] not in database.cities or not 1 <= number <= most:
@@ -227,7 +236,7 @@ def least_costs(task, database):
 
 
 def cheapest_route(costs, cities):
-    """(dollars, mode, route) of least cost; (inf, ...) if no route is possible."""
+    """(dollars, mode, route) of the cheapest route; dollars is inf if there is none."""
     cost, mode = min((costs[mode].min(initial=math.inf), mode) for mode in costs)
     best = np.unravel_index(costs[mode].argmin(), costs[mode].shape) if cost < math.inf else ()
     return float(cost), mode, [cities[i] for i in best]
@@ -245,13 +254,13 @@ def solve_report(task, database):
 
 
 def solve(task, database):
-    """A plan of least cost that succeeds under `star` and `strict`, or None if no plan exists."""
+    """A plan of least cost that succeeds under `star` and `strict`; None if no plan exists."""
     journey = solve_report(task, database).journey
     return lay_out(task, journey) if journey else None
 
 
 def explain(task, database, cost):
-    """The reason why no plan exists, in a few words."""
+    """The reason why no plan exists, in words. cost: of the cheapest route."""
     if cost < math.inf:
         return f"least cost {cost:.0f} is over the budget {task['budget']}"
     cities, number, dest = stop_cities(task, database), task["visiting_city_number"], task["dest"]
@@ -267,15 +276,16 @@ def explain(task, database, cost):
 # ---------------------------------------------------------------- (3) plan
 
 def legs(task, route, nights):
-    """[(from, to, date)] of a trip."""
+    """[(from, to, date)] of the rides of a trip."""
     stops, days = [task["org"], *route, task["org"]], [0, *itertools.accumulate(nights)]
     return [(stops[i], stops[i + 1], task["date"][day]) for i, day in enumerate(days)]
 
 
 def cheapest_journey(task, database, mode, route):
-    """The journey of least cost along a route."""
+    """The cheapest Journey along a route."""
     trips = trip_costs(task, database, mode, route, stay_costs(task, database, route))
-    _, nights, masks = min((costs[*range(len(route))], nights, masks)  # the cities in their order
+    # the axes of costs are the route's cities, and [0, 1, ..] visits them in their order
+    _, nights, masks = min((costs[*range(len(route))], nights, masks)
                            for nights, masks, costs in trips)
     stays = []
     for city, n, mask in zip(route, nights, masks, strict=True):
@@ -288,8 +298,8 @@ def cheapest_journey(task, database, mode, route):
 
 
 def lay_out(task, journey):
-    """The plan. Meals beyond three per full day go to the day of arrival, then of departure, first
-    to where the times of the rides allow them."""
+    """The plan of a journey: a list of days. Meals beyond three per full day go to the days of
+    arrival and departure, where the times of the rides allow them if possible."""
     plan = [{"day": day, **dict.fromkeys(FIELDS, "-")} for day in range(1, task["days"] + 1)]
     starts = [0, *itertools.accumulate(stay.nights for stay in journey.stays)]
     for start, way in zip(starts, journey.ways, strict=True):
@@ -313,7 +323,7 @@ def lay_out(task, journey):
 # ---------------------------------------------------------------- (4) play
 
 def searches(task, journey):
-    """The searches that show all parts of a plan, in the order an agent would make them."""
+    """The searches for all parts of a plan, in the order in which an agent would make them."""
     steps = [state_search(task["dest"])] if len(journey.stays) > 1 else []
     for way in journey.ways:
         steps += way_searches(task, journey.mode, way.a, way.b, way.date, way.flies)
@@ -326,8 +336,8 @@ def state_search(state):
 
 
 def way_searches(task, mode, a, b, date, flies):
-    """Flights first, unless the group does not want to fly or the first way has shown that the trip
-    goes by road; then the road, unless the way is a flight."""
+    """The searches for a way. Flights come first, unless the group does not fly or the first way
+    has shown that the trip goes by road; then the road, unless the way is a flight."""
     steps, pair = [], {"departure": a, "destination": b}
     free = not task["local_constraint"].get("transportation")
     if mode == "air" or free and a == task["org"]:
@@ -339,7 +349,8 @@ def way_searches(task, mode, a, b, date, flies):
 
 
 def solver_replies(task, database):
-    """The solver's replies as an agent: a plan of least cost, or the reason why none exists."""
+    """The solver's replies as an agent: searches and the cheapest plan, or the reason why there is
+    none."""
     journey, _, _, reason = solve_report(task, database)
     if reason:
         return [final_turn(reason, f"No plan: {reason}")]

@@ -1,16 +1,16 @@
 """
-The solver as a teacher: how it plays a task so that a model learns to look, weigh and turn back.
+The solver as a teacher: plays from which a model learns to search, to compare and to turn back.
 
-    (1) draft   a journey of random choices that keeps every wish and the budget
-    (2) lesson  the searches for it, in an agent's order: cities, beds, ways, meals. The teacher
-                looks at other cities, too, and runs into a dead end if asked to
-    (3) argue   before each search, a thought says what the last one showed: prices for the group,
-                minimum nights, room type, house rule, cuisines still missing, dollars spent
+    (1) draft   draw a random journey that satisfies every wish and the budget
+    (2) lesson  make the searches for it in an agent's order: cities, hotels, rides, meals. The
+                teacher also looks at other cities, and runs into a dead end if asked to
+    (3) argue   before each search, write a thought on the last result: prices for the group,
+                minimum nights, room type, house rule, missing cuisines, dollars spent
 
-Every thought is true, and says only what the query or an observation has told by then: the solver
-decides what to look at, but gives no reason that an agent could not have. Sums are spelled out.
+Every thought is true and uses only what the query and the results have shown so far: the solver
+decides where to look, but never gives a reason that an agent could not have. Sums are spelled out.
 
-Reads   database/prompts/thoughts.txt, the wording: one of the forms between slashes is drawn
+Reads   database/prompts/thoughts.txt: the wordings, of which one between slashes is drawn
 """
 import math
 import re
@@ -27,7 +27,7 @@ FORMS = entries(PROMPTS / "thoughts.txt")
 # ---------------------------------------------------------------- (1) draft
 
 class Teacher:
-    """The solver as the teacher of a task, which does not always take the cheapest choice."""
+    """Draws journeys for a task that are not always the cheapest."""
 
     def __init__(self, rng, task, database):
         self.rng, self.task, self.database = rng, task, database
@@ -38,9 +38,11 @@ class Teacher:
         return options[0] if self.rng.random() < greed else self.rng.choice(options)
 
     def draft(self, greed):
-        """A journey of random choices that keep the wishes, each the cheapest with probability
-        greed; None if they do not fit together. It flies if the budget allows it, like an agent
-        that asks for flights first."""
+        """A random Journey that satisfies the wishes; None if the choices do not fit together.
+
+        Each choice is the cheapest one with probability greed. It flies if that is within the
+        budget, like an agent that searches flights first.
+        """
         task, database, rng, mode = self.task, self.database, self.rng, self.mode
         route = rng.choice(np.argwhere(self.costs[mode] <= task["budget"]).tolist())
         route, nights = [self.cities[i] for i in route], rng.choice(solver.splits(task))
@@ -63,8 +65,8 @@ class Teacher:
         return solver.Journey(mode, route, list(stays), ways)
 
     def draft_meals(self, route, nights, greed):
-        """Meals per city: a restaurant for each wanted cuisine, then others; half the time a
-        dinner on arrival. None if a city has too few."""
+        """The meals in each city: a restaurant for each wanted cuisine, then others; half of the
+        stays also have a dinner on arrival. None if a city has too few restaurants."""
         wanted, served, chosen = solver.cuisines(self.task), 0, [[] for _ in route]
         menus = [list(solver.menu(self.database, city, wanted)) for city in route]
         for i in range(len(wanted)):
@@ -86,8 +88,7 @@ class Teacher:
         return chosen
 
     def good_draft(self):
-        """The first of 40 drafts that succeeds, drawn more and more greedily; else the solver's own
-        journey."""
+        """The first of 40 drafts that succeeds, with rising greed; else the solver's journey."""
         for i in range(40):
             found = self.draft(0.3 + 0.6 * i / 40)
             plan = found and solver.lay_out(self.task, found)
@@ -96,8 +97,8 @@ class Teacher:
         return solver.solve_report(self.task, self.database).journey
 
     def sensible_draft(self):
-        """A good draft that does not go by taxi all the way if it could drive, and names nothing
-        that could mean two places; None if five good drafts do."""
+        """A good draft that does not use only taxis if self-driving is possible, and in which each
+        name means one place; None if none of five good drafts is like this."""
         by_car = self.costs.get("road", np.array(math.inf)).min() <= self.task["budget"]
         for _ in range(5):
             journey = self.good_draft()
@@ -114,7 +115,8 @@ class Teacher:
                    for table, name in [("hotels", stay.bed.name), *names])
 
     def better(self, stay):
-        """The best reviewed bed that costs no more than the stay's; the cheapest of several."""
+        """The hotel with the best review that costs no more than the stay's; of several the
+        cheapest."""
         rows = solver.places(self.database, "hotels", stay.city)
         return min((bed for bed in solver.lodgings(self.task, self.database, stay.city)
                     if bed.nights <= stay.nights and bed.cost <= stay.bed.cost
@@ -123,7 +125,7 @@ class Teacher:
 
 
 def means_one(database, table, city, name):
-    """Whether all rows that a judge may take a name for are the same."""
+    """Whether all rows that a judge may take a name for are equal."""
     return len({row[1:] for row in solver.places(database, table, city)[name]}) == 1
 
 
@@ -134,12 +136,12 @@ def faults(verdict):
 # ---------------------------------------------------------------- (2) lesson
 
 def money(dollars):
-    """Dollars as a thought writes them, without a sign."""
+    """An amount of dollars as text, without the sign: 12.50 or 12."""
     return f"{dollars:.2f}".removesuffix(".00")
 
 
 def spelled(*terms, noun=""):
-    """(dollars, times) terms as a spelled-out sum: "$80 x 2 nights + $35 = $195"."""
+    """Terms (dollars, times) as a spelled-out sum, such as "$80 x 2 nights + $35 = $195"."""
     said = " + ".join(f"${money(cost)}" + f" x {n}{noun}" * (n != 1) for cost, n in terms)
     total = sum(cost * n for cost, n in terms)
     return f"{said} = ${money(total)}" if len(terms) > 1 or terms[0][1] != 1 else said
@@ -150,11 +152,11 @@ def counted(n, noun):
 
 
 class Lesson:
-    """A journey played as an agent would play it.
+    """A journey, played as an agent would play it.
 
-    steps: the searches with their thoughts; notes: what the next thought will say about the last
-    observations; end: the dead end to run into, see dead_ends; further: whether the agent has
-    looked at more than the journey needs.
+    steps: the searches with their thoughts. notes: sentences for the next thought, on the last
+    results. end: the dead end to run into (see dead_ends). further: whether the agent has looked at
+    more than the journey needs.
     """
 
     def __init__(self, rng, task, database, journey):
@@ -177,8 +179,9 @@ class Lesson:
         self.notes = []
 
     def teach(self, style):
-        """(searches, last thought, style in fact): if nothing can go wrong, backtracking becomes
-        exploring, and exploring becomes direct if there is nothing else to see."""
+        """(searches, last thought, the style that was possible). style: "direct", "exploring" or
+        "backtracking"; the latter becomes exploring if the task has no dead end, and exploring
+        becomes direct if there is nothing else to look at."""
         ends = self.dead_ends() if style == "backtracking" else {}
         if ends:
             likely = [kind for kind in ends if kind != "budget"] or list(ends)
@@ -227,11 +230,11 @@ class Lesson:
         return math.ceil(self.people / max(1, row.maximum_occupancy))
 
     def night(self, row):
-        """What a night costs the group, spelled out."""
+        """The spelled-out cost of a night for the group."""
         return spelled((row.price, self.rooms(row)), noun=" rooms")
 
     def why_not(self, row):
-        """What is wrong with a hotel, in words; "" if nothing is."""
+        """Why a hotel does not fit, in words; "" if it does."""
         if solver.has_rule(self.wish, row):
             return FORMS["forbids"].strip().format(rule=self.wish["house rule"])
         if solver.has_other_room(self.wish, row):
@@ -242,7 +245,7 @@ class Lesson:
         return ""
 
     def why_none(self, city):
-        """Why no hotel of a city fits, in words; "" if one does."""
+        """Why no hotel of a city fits, in words; "" if one does or the city has none."""
         rows, rule = self.database.hotels(city), self.wish.get("house rule")
         if not rows or not all(map(self.why_not, rows)):
             return ""
@@ -266,7 +269,7 @@ class Lesson:
             self.say("fits rule", rule=self.wish["house rule"])
 
     def hotel(self, stay):
-        """What a list of hotels showed: the bed that is taken, and one that is not."""
+        """Say what a list of hotels showed: the hotel that is taken, and another one."""
         bed = self.taken(stay)
         row = self.row_of(bed, stay.city)
         self.say("hotel", city=stay.city, bed=bed.name, cost=self.night(row),
@@ -289,7 +292,7 @@ class Lesson:
             self.say("takes it")
 
     def survey(self, extras):
-        """Search the hotels of the cities that the journey visits, and of some that it does not."""
+        """Search the hotels of the journey's cities and of `extras` others."""
         stays = {stay.city: stay for stay in self.journey.stays}
         most = max(self.taken(stay).cost for stay in stays.values())
         given_up = self.end[1] if self.end[0] in ("way", "hotel") else ""
@@ -321,12 +324,12 @@ class Lesson:
         self.say("choose", route=route)
 
     def cheapest(self, city):
-        """The cheapest row that fits, None if there is none."""
+        """The cheapest hotel of a city that fits, a row; None if none fits."""
         rows = [row for row in self.database.hotels(city) if not self.why_not(row)]
         return min(rows, key=lambda row: row.price * self.rooms(row), default=None)
 
     def taken(self, stay):
-        """The bed of the plan so far: one that will turn out to be too dear, or the stay's."""
+        """The bed in the plan so far: the dear one of a dead end by budget, or the stay's."""
         return self.end[2] if self.end[:2] == ("budget", stay) else stay.bed
 
     # ------------------------------------------------------------ ways
@@ -346,7 +349,7 @@ class Lesson:
         self.further = self.further or looked
 
     def go(self, slot, way):
-        """The searches for a way, and what they showed."""
+        """Make the searches for a way, and say what they showed."""
         found = self.database.flights(way.a, way.b, way.date)
         kind = "driving" if self.journey.mode == "road" else "taxi"
         for search in solver.way_searches(self.task, self.journey.mode, way.a, way.b, way.date,
@@ -370,7 +373,7 @@ class Lesson:
             self.say("less", other=money(least.price * self.people))
 
     def flight(self, way, found):
-        """What a list of flights showed: the one that is taken, and one that is not."""
+        """Say what a list of flights showed: the flight that is taken, and another one."""
         number = way.words[15:].split(",")[0]
         row = next(row for row in found if row.number == number)
         self.say("flight", number=number, leaves=row.departure,
@@ -384,7 +387,7 @@ class Lesson:
                 break
 
     def compare(self, way):
-        """Look at another way without taking it; False if there is no other way."""
+        """Search another way without taking it; False if there is none to search."""
         by_air = self.journey.mode == "air"
         if by_air and not way.flies:
             return False
@@ -403,7 +406,7 @@ class Lesson:
         return True
 
     def hops(self):
-        """Search the ways between the cities, after the nights are split."""
+        """Split the nights, then search the ways between the cities."""
         journey = self.journey
         if self.end[0] == "split":
             _, nights, a, b, date = self.end
@@ -451,12 +454,12 @@ class Lesson:
             self.say("sights", sights=join_words([f"[{name}]" for name in stay.sights]))
 
     def unserved(self, masks):
-        """The wanted cuisines that none of these meals serves."""
+        """The wanted cuisines that no meal with one of these masks serves."""
         return [name for i, name in enumerate(solver.cuisines(self.task))
                 if not any(mask >> i & 1 for mask in masks)]
 
     def bill(self, meals=True):
-        """[(what, terms)] of the costs, with the beds of the plan so far."""
+        """[(kind of cost, terms)] of the plan so far."""
         journey = self.journey
         ways = [(way.cost / self.units(way), self.units(way)) for way in journey.ways]
         beds = [(self.taken(stay).cost, stay.nights) for stay in journey.stays]
@@ -465,7 +468,7 @@ class Lesson:
         return [("ways", ways), ("nights", beds)] + [("meals", eaten)] * meals
 
     def settle(self, meals=True):
-        """The bill in words, after giving up a bed that makes the trip too dear."""
+        """The bill in words. If it exceeds the budget, first give up the dear hotel."""
         bill = self.bill(meals)
         sums = [sum(cost * n for cost, n in terms) for _, terms in bill]
         said = {what: spelled(*terms) for what, terms in bill}
@@ -486,8 +489,8 @@ class Lesson:
     # ------------------------------------------------------------ dead ends
 
     def dead_ends(self):
-        """{kind: a dead end on the way to this journey}: a city without a way or a bed, a split of
-        the nights without a way in between, a bed beyond the budget."""
+        """{kind: [possible dead ends]}: "way" and "hotel", a city without a ride or hotel; "split",
+        a split of the nights without a ride between two cities; "budget", a hotel too dear."""
         task, database, (mode, route, stays, _) = self.task, self.database, self.journey
         home, first, last = task["org"], task["date"][0], task["date"][-1]
         ends = {"way": [], "hotel": [], "split": [], "budget": []}
@@ -512,13 +515,13 @@ class Lesson:
         return {kind: found for kind, found in ends.items() if found}
 
     def barred(self, a, b, date):
-        """Whether the wishes allow no way at all from a to b on a day."""
+        """Whether no way from a to b on a date satisfies the wishes."""
         flies = self.wish.get("transportation") != "no flight"
         return not (flies and self.database.flights(a, b, date)
                     or solver.drive(self.database, a, b))
 
     def run_into(self, slot, a, b, date, **values):
-        """The searches that find no way: by air if that is allowed, then by road."""
+        """Make the searches that find no way: by air if it is allowed, then by road."""
         road = "taxi" if self.wish.get("transportation") == "no self-driving" else "driving"
         if slot == "hop":
             road = "taxi"  # the way out was by air

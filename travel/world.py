@@ -1,8 +1,8 @@
 """
-The travel world: TravelPlanner's tasks and verdicts, as the stages see them (docs/environment.md).
+The travel world of the stages (docs/environment.md): TravelPlanner's tasks, tools and verdicts.
 
-    (1) load_task   a record, ours or as published, becomes a task; errors name the key
-    (2) Travel      the world: episodes of the six tools, and the verdict on a plan
+    (1) load_task   make a task from a record, ours or a published one; errors name the key
+    (2) Travel      the world: episodes with the six tools, and verdicts on plans
 
 --env travel opens this module by name. Its flags are --database, --system-prompt, --failure-rate.
 """
@@ -44,7 +44,10 @@ def open_world(args):
 # ------------------------------------------------------------------------------------------ tasks
 
 def load_task(row):
-    """A published record (TravelPlanner's or STAR's) as our task; errors name the key."""
+    """A task from a record of TravelPlanner, of STAR or of ours.
+
+    Raises KeyError or ValueError, which name the key.
+    """
     task = {key: value for key, value in row.items()
             if key not in ("reference_information", "annotated_plan")}
     for key in ("date", "days", "people_number", "budget", "visiting_city_number", "constraint",
@@ -73,7 +76,7 @@ def load_task(row):
 
 
 def check_types(task):
-    """ValueError if a task's dates, constraints, id or level have the wrong type."""
+    """Raise ValueError if a task's dates, constraints, id or level have the wrong type."""
     try:
         [datetime.date.fromisoformat(day) for day in task["date"]]
     except (TypeError, ValueError):
@@ -94,7 +97,7 @@ def check_types(task):
 
 class Travel:
     """The travel world. test_split: its tasks are of the published test split, which has only
-    level, days and query: they can be played for the leaderboard, not judged."""
+    level, days and query, so they can be played for the leaderboard but not judged here."""
 
     kinds = ("sum", "macro", "success")  # of reward, dense to sparse; three make a curriculum
     parts = SCORES  # names of the score's numbers whose means are logged; "success" is one of them
@@ -105,7 +108,7 @@ class Travel:
         self.database, self.test_split, self.reader = database, test_split, reader or Reader()
 
     def load_task(self, row):
-        """A row of a file as a task with an "id"; KeyError or ValueError that names the key."""
+        """A task with an "id" from a row of a file; KeyError or ValueError names the key."""
         if self.test_split and "days" in row and "org" not in row:
             kept = {key: row[key] for key in ("idx", "level", "days", "query") if key in row}
             return {"id": str(row.get("id", row.get("idx")))} | kept
@@ -118,12 +121,13 @@ class Travel:
         return task
 
     def episode(self, task, seed, args):
-        """An Episode, ready to be played. seed: of the world's own random events."""
+        """A new Episode. seed: of the world's own random events."""
         sandbox = Sandbox(self.database.of(task), args.failure_rate, seed)
         return Episode(task, sandbox, args.max_turns, read_prompt(args.system_prompt))
 
     def verdict(self, episode):
-        """(plan, score, strict success); the score is None if the task cannot be judged."""
+        """(plan, score, strict success) of an episode; the last two are None if the task cannot be
+        judged."""
         database = self.database.of(episode.task)
         if "org" not in episode.task:  # from the published test split
             return self.reader.read(episode.answer, episode.task, database)[0], None, None
@@ -131,19 +135,20 @@ class Travel:
         return plan, verdict, verdict.pop("strict")
 
     def reward(self, verdict, kind):
-        """The score as a number, by one of the kinds."""
+        """The reward for a score, a float. kind: one of self.kinds."""
         return reward(verdict, kind)
 
     def prepare(self, episodes):
-        """Start to read the answers of episodes that will be judged, all at once."""
+        """Start to read the answers of all episodes before they are judged one by one."""
         self.reader.prefetch([(episode.answer, episode.task) for episode in episodes])
 
     def close(self):
-        """Stop reading answers."""
+        """Stop the reader."""
         self.reader.close()
 
     def lines(self, row):
-        """Lines that this world adds to evaluate.py's table for the record of a judged episode."""
+        """The lines that this world adds to evaluate.py's table, {name: number or None}, for the
+        record of a judged episode."""
         success, level = row["score"]["success"], row["task"].get("level")
         found = {f"success, {name}": success if level == name else None for name in LEVELS}
         found |= {"success, official": row["score"].get("official"),
@@ -151,8 +156,8 @@ class Travel:
         return found | self._dead_end_lines(row)
 
     def _dead_end_lines(self, row):
-        """What backtracking.py finds: whether an episode meets a dead end; whether it then leaves
-        it, or keeps it in an invalid plan, by level."""
+        """The lines of backtracking.py: whether an episode meets a dead end and, by level, whether
+        it leaves or keeps it."""
         found = backtracking(row, self.database.of(row["task"]))
         lines = {"dead end: met": found["met"]}
         for words, key in ("left by another city, ride or hotel", "left"), ("kept", "kept"):
@@ -163,7 +168,7 @@ class Travel:
         return lines
 
     def solver(self, task):
-        """The replies of an exact solver: its searches, then the plan of least cost."""
+        """The replies of the exact solver: its searches, then the cheapest plan."""
         if "org" not in task:
             raise ValueError("the solver cannot plan tasks of the published test split")
         return solver_replies(task, self.database.of(task))

@@ -37,7 +37,6 @@ Writes  OUT/ (a HF folder), OUT/best/ (best on --val), OUT/log.jsonl, OUT/rollou
 Nothing below knows about travel: to train in another world, see docs/environment.md.
 """
 import datetime
-import json
 import logging
 import math
 import os
@@ -867,7 +866,7 @@ def main():
     if rank == 0:
         print(f"{len(tasks)} tasks, {steps} updates of {args.prompts} x {args.group} plays, "
               f"{ranks} ranks, {'packed' if packed else 'padded'} rows, "
-              f"flags {json.dumps(vars(args))}")
+              f"flags in {args.out}/settings.json")
     for step in range(start, steps + 1):
         clock = [time.time()]
         # (6) the engine gets the weights after `step` updates

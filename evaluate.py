@@ -371,7 +371,7 @@ def print_verdict(row):
         return
     if not row.get("plan"):
         print("no plan was read from the answer")
-    for name, (passed, reason) in row["score"].get("checks", {}).items():
+    for name, (passed, reason) in row["score"].get("checks", {}).items() if row.get("plan") else ():
         word = {True: "passed", False: "FAILED"}.get(passed, "does not apply, or was not reached")
         print(f"{name:40} {word}{f': {reason}' if reason else ''}")
     print(f"success {row['score']['success']:g}, reward {row['reward']:g}")
@@ -426,6 +426,7 @@ def flags(argv=None):
     args = runtime.parse_args(p, argv)
     if args.agent != "model" and (args.model or args.url):
         p.error(f"--agent {args.agent} plays by itself; leave out --model and --url")
+    args.lenient |= args.agent == "person"  # who learns of a typo and tries again
     return args
 
 
@@ -670,8 +671,8 @@ def evaluate(args):
     for name, folder in folders.items():
         runtime.write_text(folder / "scores.json", json.dumps(report[name], indent=1))
     runtime.write_text(Path(args.out) / "table.md", text)
-    print(f"\n{aligned(text)}\n\n{args.out}/table.md; python -m look.report {args.out} shows each "
-          "episode")
+    shown = "" if args.agent == "person" else f"\n{aligned(text)}\n\n"  # who has seen the verdict
+    print(f"{shown}{args.out}/table.md; python -m look.report {args.out} shows each episode")
 
 
 def answer_query(args, world):

@@ -175,7 +175,8 @@ else
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
     [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=$planned
     [[ $GPUS != 0 || $axis == reliability ]] ||
-        stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 prints"
+        stop "no GPU is seen (nvidia-smi -L), and $size needs them; DRY=1 bash run.sh $size prints" \
+            "the commands"
     fit
 fi
 trap 'why=$(said); [[ ! $why ]] || say "$why"
@@ -217,7 +218,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
            --max-context $room --max-tokens 256 --top-p 0.95 --seed "$SEED")
 else
     [[ -n ${DRY:-} || $axis == scale ]] || python sandbox.py check "$database" ||
-        stop "see above, and database/README.md"
+        stop "$database is not complete: see above, and database/README.md"
     read -ra endpoints <<<"$ENDPOINT"
     teacher=(${endpoints[@]:+--endpoint "${endpoints[@]}"} ${ENDPOINT_KEY:+--key "$ENDPOINT_KEY"})
     tasks=(python synth.py tasks --database "$database" --like paper --days 3:5:7)

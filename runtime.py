@@ -520,6 +520,10 @@ def json_fix(line, number):
         return "the file is UTF-16: save it as UTF-8"
     if number == 1 and line.strip() in (b"[", b"{"):
         return "the JSON spans lines, but a record is one line: jq -c '.[]' rewrites an array"
+    if number == 1 and line.lstrip().startswith(b"<"):
+        return "the file is a web page: download the data itself"
+    if number == 1 and not line.lstrip(b"\xef\xbb\xbf \t").startswith(b'{"'):
+        return 'every line must be an object such as {"id": "a", "query": "..."}'
     return "fix or delete the line"
 
 
@@ -2045,7 +2049,9 @@ def load_world(env):
             raise ValueError(f"--env {env}: {error}; install it, or type `. .venv/bin/activate`"
                              ) from None
         raise ValueError(f"--env {env}: {error}; name travel, tools, or a module or file") from None
-    except (ImportError, SyntaxError, OSError, AttributeError) as error:
+    except OSError as error:
+        raise ValueError(f"--env {env}: {one_line(error)}") from None
+    except (ImportError, SyntaxError, AttributeError) as error:
         raise ValueError(f"--env {env}: {one_line(error)}; name travel, tools, or a module or file "
                          "with a function open_world(args)") from None
     except (ArithmeticError, AssertionError, LookupError, NameError, RuntimeError, SystemExit,

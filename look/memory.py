@@ -13,6 +13,7 @@ and exits with status 1.
 """
 import itertools
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -108,6 +109,11 @@ def load_shape(model):
     """The config of a model and the number of its parameters, none of which is loaded."""
     from transformers import AutoConfig
 
+    known = re.fullmatch(r"Qwen/Qwen2\.5-(0\.5|1\.5|3|7)B(-Instruct)?", model)
+    if known:
+        config = qwen(f"{known[1]}b")  # known without a hub
+        config.max_position_embeddings = 32768
+        return config, count(config)
     if Path(model).is_dir():
         runtime.check_config(Path(model))
     try:

@@ -89,7 +89,7 @@ environment() {
         ! recent "$python" || break
     done
     recent "$python" || stop "${PYTHON:-python3} is not Python 3.11 or later: PYTHON=another"
-    say "making .venv with $("$python" --version) from $pins: a minute or several, once"
+    say "making .venv with $("$python" --version) from $pins, 2.5 GB: several minutes, once"
     if [[ -n ${PYTHON:-} ]] || ! recent .venv/bin/python || ! usable; then
         "$python" -m venv --clear .venv || stop "no venv; on Debian: apt install python3-venv"
     fi

@@ -545,7 +545,16 @@ def test_a_person_plays_in_the_terminal(tmp_path, trip, mini):
     assert done.stderr.count(read_prompt()[:40]) == 1, "what tools there are is told once"
     (row,) = read_jsonl(tmp_path / "out" / "person" / "episodes.jsonl")
     assert (row["stop"], row["turns"], row["calls"], row["strict"]) == ("answer", 2, 1, 1)
-    assert re.search(r"\| success +\| 100\.0 \(", done.stdout)
+    assert "success 1, reward 5" in done.stdout and "| success" not in done.stdout
+
+
+def test_a_person_who_breaks_the_format_is_told_and_tries_again(tmp_path, trip, mini):
+    words = command(tmp_path, trip, mini, "--agent", "person")
+    done = subprocess.run([sys.executable, ROOT / "evaluate.py", *words], text=True, cwd=tmp_path,
+                          input="Well,\n<answer>?</answer>\n<answer>Day 1: rest</answer>\n",
+                          capture_output=True, env=os.environ, timeout=60)
+    assert done.returncode == 0 and "the episode stopped: answer" in done.stdout, done.stderr
+    assert "no plan was read from the answer\nsuccess 0" in done.stdout
 
 
 @pytest.fixture

@@ -78,11 +78,13 @@ def load_task(row):
 def check_types(task):
     """Raise ValueError if a task's dates, constraints, id or level have the wrong type."""
     try:
-        [datetime.date.fromisoformat(day) for day in task["date"]]
+        days = [datetime.date.fromisoformat(day) for day in task["date"]]
     except (TypeError, ValueError):
         raise ValueError(f"'date' is {task['date']!r:.60}, not days like 2022-03-01") from None
     if len(task["date"]) != task["days"]:
         raise ValueError(f"'date' has {len(task['date'])} of the trip's {task['days']} days")
+    if days != sorted(set(days)):
+        raise ValueError(f"'date' is {task['date']!r:.60}, not days in their order")
     words = {key: task[key] for key in ("id", "level")} | task["local_constraint"]
     for key, value in words.items():
         several = value if isinstance(value, list) and key == "cuisine" else [value]

@@ -3,17 +3,17 @@ Itinerary text -> plan: an agent's answer becomes TravelPlanner's list of days.
 
     (1) lines   JSON, tables and markdown become plain lines
     (2) days    "Day 2: ..." opens a day; a line that begins with a label ("Lunch: ...") or a verb
-                ("Check into ...") tells one of its fields, and every other line is left alone
+                ("Check into ...") gives one of the day's fields; every other line is ignored
     (3) names   a name ends where a remark on it begins: a price, a cuisine, an alternative
-    (4) plan    fields become TravelPlanner's words; a place without a city lies in the day's city
+    (4) plan    fields are put into TravelPlanner's form; a place without a city gets the day's city
 
-The reader completes, corrects and repairs nothing: a name that the database does not hold stays as
-it was written, so that the judge can call it a hallucination. The database only helps to see where
-a name ends. database/prompts/system.txt states the format; parse_plan reads it and its variants by
-rules, offline. Free prose is for format_plan, which asks an LLM, as STAR did (arXiv:2603.21972).
+The reader adds and corrects nothing: a name that is not in the database stays as it was written, so
+that the judge can call it a hallucination. The database only shows where a name ends.
+database/prompts/system.txt states the format; parse_plan reads it and its variants by rules,
+offline. For free prose there is format_plan, which asks an LLM, as STAR does (arXiv:2603.21972).
 
 Reads   FILE.jsonl: episodes (task, answer), or texts (text, and org as context)
-Writes  stdout: each line again with its "plan" (null if the text has none)
+Writes  stdout: each record with its "plan" (null if the text has none)
 
     python format_plan.py FILE.jsonl --database DIR > plans.jsonl
     python format_plan.py FILE.jsonl --reader http://localhost:8000/v1=MODEL
@@ -41,11 +41,11 @@ TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
 LONGEST_LINE = 2_000  # characters; longer lines are cut before they are searched
 CONCURRENCY = 32  # answers that a formatter reads at once
-MOST_VALUES, MOST_LINES = 40, 2_000  # JSON values that are tried in a text, lines that are read
+MOST_VALUES, MOST_LINES = 40, 2_000  # read at most these numbers of JSON values and lines of a text
 
 
-# Patterns meet text whose blanks are single. Every quantifier over free text is bounded or ends a
-# pattern, so that none costs more than linear time; tests/test_format_plan.py times each of them.
+# Patterns are applied to text with single blanks. Every quantifier over free text is bounded or
+# ends the pattern, so that matching takes linear time; tests/test_format_plan.py times each one.
 
 def pattern(text):
     """Compile a pattern that ignores case; its line breaks and indentation are layout."""
@@ -57,7 +57,7 @@ TYPOGRAPHY = str.maketrans("’‘“”：，；（）【】［］｜、\u00a0\
                            "''\"\":,;()[][]|;     ", "*`\0\ufe0f")
 STRUCK = re.compile(r"~~[^~\n]{0,300}~~|(?<![^\W_])_+|_+(?![^\W_])")  # and __underlined__
 BLANKS = re.compile(r"[^\S\n]+")
-GAP, SEAM = re.compile(r"\s{2,9}|\n"), "\ue000"  # a name's own line break or second blank
+GAP, SEAM = re.compile(r"\s{2,9}|\n"), "\ue000"  # SEAM replaces a line break or gap inside a name
 LINK = re.compile(r"\]\((?:https?:|www)[^\s()]{0,300}(?:\([^\s()]{0,99}\))?[^\s()]{0,99}\)")
 TAG, BREAK = pattern("</?(?:b|i|em|strong)>"), pattern("<br ?/?>")
 CELLS = re.compile(r"(?<!\\)\|")
@@ -68,19 +68,20 @@ BULLET = re.compile(  # bullets, numbers, boxes and emoji before the text of a l
 
 
 def plain(text):
-    """A text without emphasis, struck-out words and typography, each run of blanks one blank."""
+    """The text without emphasis, struck-out words, typographic characters and repeated blanks."""
     return BLANKS.sub(" ", STRUCK.sub("", text.translate(TYPOGRAPHY)))
 
 
 def read_lines(text, names):
-    """Yield (is it a bullet or indented, plain line); a line of several fields becomes several."""
+    """Yield (whether it is a bullet or indented, plain line); a line with several fields is split.
+    """
     text = unfold_json(text[:LONGEST_REPLY])
-    for name, whole in names.torn:
-        text = text.replace(name, whole)
+    for name, joined in names.gapped:
+        text = text.replace(name, joined)
     text = LINK.sub("]", TAG.sub("", plain(text)))
     for is_table, block in groupby(text.split("\n"), lambda raw: raw.lstrip().startswith("|")):
-        told = "\n".join(table_lines([*block]) if is_table else block)  # noqa: B031, used once
-        for raw in BREAK.sub("\n", told).split("\n"):
+        lines = "\n".join(table_lines([*block]) if is_table else block)  # noqa: B031, used once
+        for raw in BREAK.sub("\n", lines).split("\n"):
             line = raw[:LONGEST_LINE].strip()
             bullet = BULLET.match(line).end()
             listed = bool(bullet or raw.startswith(" ")) and not line.startswith("#")
@@ -89,7 +90,7 @@ def read_lines(text, names):
 
 
 def table_lines(block):
-    """The rows of a markdown table as lines; its days are columns, or rows, or other tables."""
+    """Yield a markdown table as lines. Its columns or its rows may be days, or it is one day's."""
     rows = [[BREAK.sub("; ", cell.replace("\\|", "|")).strip() for cell in CELLS.split(raw)[1:]]
             for raw in map(str.strip, block)]
     rules = [not any(cell.strip(":- ") for cell in row) for row in rows]
@@ -97,13 +98,13 @@ def table_lines(block):
     rows = [row for row, rule in zip(rows, rules, strict=True) if not rule and row is not head]
     days = [i for i, cell in enumerate(head) if DAY.match(cell)]
     fields = [i for i, cell in enumerate(head) if i and FIELD.fullmatch(f"{cell}:")]
-    of_days, told = head[0].lower() in ("day", "days", "date"), ""
+    of_days, current = head[0].lower() in ("day", "days", "date"), ""
     for i in days if len(days) > 1 else ():
         yield from [head[i], *(f"{row[0]}: {row[i]}" for row in rows if i < len(row))]
     for row in rows if len(days) < 2 else ():
-        if of_days and row[0] not in ("", told):
-            told = row[0]
-            yield told if DAY.match(told) or DATE.match(told) else f"Day {told}"
+        if of_days and row[0] not in ("", current):
+            current = row[0]
+            yield current if DAY.match(current) or DATE.match(current) else f"Day {current}"
         labels = [i for i, cell in enumerate(row) if cell and FIELD.fullmatch(f"{cell}:")]
         if len(fields) > 1:
             yield from (f"{head[i]}: {cell}" if i in fields else cell
@@ -115,7 +116,7 @@ def table_lines(block):
 
 
 def unfold_json(text):
-    """The text with each of its JSON values that holds days told in lines."""
+    """The text, in which each JSON value that contains days is replaced by lines."""
     decoder, parts, at, days = json.JSONDecoder(strict=False), [], 0, 0
     for start in islice(JSON_START.finditer(text), MOST_VALUES):
         lines = []
@@ -131,7 +132,7 @@ def unfold_json(text):
 
 
 def json_lines(value, key="", number=0, depth=0):
-    """Yield a JSON value as lines: "Day N", "key: text". number: of a day that says none."""
+    """Yield a JSON value as lines: "Day N", "key: text". number: for a day without its own."""
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         value = "; ".join(value)
     if isinstance(value, list):
@@ -154,8 +155,8 @@ def json_lines(value, key="", number=0, depth=0):
     elif name or "transport" in key or "flight" in key:
         kind = next((texts[k] for k in ("type", "slot", "category", "meal") if k in texts), key)
         place = [name, *(texts[k] for k in ("city", "location") if k in texts)]
-        told = place if name else [f"{k}: {v}" for k, v in table.items()]
-        yield f"{kind}: {', '.join(told)}"
+        parts = place if name else [f"{k}: {v}" for k, v in table.items()]
+        yield f"{kind}: {', '.join(parts)}"
         return
     for k, v in table.items() if depth < 9 else ():
         yield from json_lines(v, k, number * (day is None and not labels), depth + 1)
@@ -201,8 +202,8 @@ VERB = pattern(rf"""{TIME}(?:then |finally )?(?:(?P<accommodation>{STAY} )|(?P<a
     (?:flights?|fly|taxi|cab|uber|lyft|drive|driving|self-driving|travel|transfer|car|
     return)\b)))""")
 NEXT = pattern(rf"""(?<=[^\s|;•·]) ?[|;•·]{{1,3}} ?(?={KIND}{ANY_LABEL} ?\d?(?: ?:| [–—-] ))|
-    [.,] (?={ANY_LABEL} ?:)|(?<=[.;|!]) (?=day \d\d?:)""")  # what parts the fields of a line
-RIDE = re.compile("(?P<transportation>)")  # any line may be one
+    [.,] (?={ANY_LABEL} ?:)|(?<=[.;|!]) (?=day \d\d?:)""")  # what separates the fields of a line
+RIDE = re.compile("(?P<transportation>)")  # matches any line
 KEY = pattern(r"""(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name|
     description|details) ?[:=] ?""")
 RIDE_LINE = pattern(r"(?:depart|arriv|duration|distance|costs?\b|price|fare|flight n)[^:]{0,20}:")
@@ -215,23 +216,26 @@ MONEY = pattern(r"(?:(?:approx\w{0,9}\.?|about|around|estimated|total)(?: cost)?
 
 
 class Day:
-    """What a text says about one day, {slot: [text, ..]}: in the lines of the day, under the
-    headings that follow the last day (costs, notes) and in corrections."""
+    """What a text says about one day, as {slot: [text, ..]}: `fields` from the lines of the day,
+    `appendix` from sections after the last day (costs, notes), and `corrections`. `target` is the
+    one that new lines go to."""
 
     def __init__(self, number, title):
-        self.number, self.title, self.told, self.late, self.fixes = number, title, {}, {}, {}
-        self.place = self.told
+        self.number, self.title = number, title
+        self.fields, self.appendix, self.corrections = {}, {}, {}
+        self.target = self.fields
 
-    def tell(self, slot, text, revises=False):
-        """Keep a field's text, if it has none or may have several; says whether it was kept."""
-        texts = (self.fixes if revises else self.place).setdefault(slot, [])
+    def add(self, slot, text, corrects=False):
+        """Keep a field's text if the field is empty or takes several -> whether it was kept"""
+        texts = (self.corrections if corrects else self.target).setdefault(slot, [])
         kept = not texts or slot in ("attraction", "transportation")
         texts += [text] * kept
         return kept
 
-    def tell_below(self, slot, line, city):
-        """Keep a line below a label without text. city: the line's match if it says a city."""
-        texts = self.place.setdefault(slot, [])
+    def add_below(self, slot, line, city):
+        """Keep a line below a label without text -> whether it was kept. city: the line's match if
+        it names a city."""
+        texts = self.target.setdefault(slot, [])
         if texts and (slot == "transportation" or city):
             texts[-1] += ", " + line[city.end() if city and slot != "transportation" else 0:]
             return True
@@ -243,71 +247,74 @@ class Day:
 
 
 def read_days(lines, names):
-    """(2) lines -> (days, the lines that told nothing)."""
-    runs, day, slot, nested, revises, idle = [], Day(0, ""), None, False, False, []
+    """(2) lines -> (days, unused lines)."""
+    versions, day, slot, nested, corrects, unused = [], Day(0, ""), None, False, False, []
     numbered = any(DAY.match(line) for _, line in lines)
     for listed, line in lines:
         heading = DAY.match(line) if numbered else None if listed else DATE.match(line)
-        if heading and not MONEY.match(line, heading.end()):  # that is a row of costs
+        if heading and not MONEY.match(line, heading.end()):  # otherwise it is a row of costs
             line, slot, nested = line[heading.end():], None, False
             field = FIELD.match(line)
-            day, revises = open_day(heading.groupdict(), field, line, runs, day)
+            day, corrects = open_day(heading.groupdict(), field, line, versions, day)
             if not field:
                 continue
         field = FIELD.match(line) or verb(line, names)
         kind = field.lastgroup if field else None
-        below = nested and (listed or not day.place.get(slot)) and (
+        below = nested and (listed or not day.target.get(slot)) and (
             kind in (None, "current_city") or kind == slot == "transportation")
-        if below and day.tell_below(slot, line, field):
+        if below and day.add_below(slot, line, field):
             continue
         if field and not below:
             empty = field.end() == len(line)
             nested, slot = empty or nested and kind == slot, kind
-            whole = field.re is VERB or MODE.match(field[kind])  # "Visit X", "Taxi: from A to B"
-            text = line[field.start(kind) if whole else field.end():]
-            if empty or day.tell(kind, text, revises or field.groupdict().get("revised")):
+            with_label = field.re is VERB or MODE.match(field[kind])  # "Visit X", "Taxi: A to B"
+            text = line[field.start(kind) if with_label else field.end():]
+            if empty or day.add(kind, text, corrects or field.groupdict().get("revised")):
                 continue
         elif SECTION.match(line):
-            day.place, slot, nested = day.late, None, False
-        elif slot == "transportation" and day.place is day.told and RIDE_LINE.match(line):
-            day.told.setdefault(slot, [""])[-1] += f", {line}"
+            day.target, slot, nested = day.appendix, None, False
+        elif slot == "transportation" and day.target is day.fields and RIDE_LINE.match(line):
+            day.fields.setdefault(slot, [""])[-1] += f", {line}"
             continue
-        idle.append(line)
-    return best_telling(runs), idle
+        unused.append(line)
+    return best_version(versions), unused
 
 
-def open_day(heading, field, title, runs, day):
-    """(the day of a heading, does it correct an earlier one)."""
-    word = (heading.get("n") or str(day.number + 1)).casefold()  # the long s, too
+def open_day(heading, field, title, versions, day):
+    """(the Day of a heading, whether the heading corrects an earlier day)."""
+    word = (heading.get("n") or str(day.number + 1)).casefold()  # casefold: also for the long s
     number = NUMBERS.get(word) or int(word)
     if heading.get("fix") or field and field["revised"]:
-        for earlier in [one for run in runs for one in run if one.number == number][-1:]:
+        for earlier in [one for days in versions for one in days if one.number == number][-1:]:
             return earlier, True
     if number != day.number or not field:
-        if not runs or number <= day.number:
-            runs.append([])
+        if not versions or number <= day.number:
+            versions.append([])
         day = Day(number, "" if field and field.lastgroup in SLOTS else title)
-        runs[-1].append(day)
+        versions[-1].append(day)
     return day, False
 
 
-def best_telling(runs):
-    """The days of the fullest telling, of equals the last."""
-    for days in runs:
+def best_version(versions):
+    """A text may give its days several times, as a draft and a final plan: the version with the
+    most fields, and of equal ones the last."""
+    for days in versions:
         for day in days:
-            day.told = (day.late if day is not days[-1] else {}) | day.told | day.fixes
-    return max(reversed(runs), key=lambda days: sum(len(day.told) for day in days), default=[])
+            appendix = day.appendix if day is not days[-1] else {}
+            day.fields = appendix | day.fields | day.corrections
+    return max(reversed(versions), key=lambda days: sum(len(day.fields) for day in days),
+               default=[])
 
 
 def verb(line, names):
-    """The match of a line that begins with a verb ("Check into ..") or tells a ride and its way."""
+    """The match of a line that begins with a verb ("Check into ..") or gives a ride's route."""
     found = VERB.match(line) or RIDE.match(line)
     if found.lastgroup != "transportation":
         return found
-    way = names.way(line)
+    route = names.route(line)
     if FLIGHT_NUMBER.search(line):
-        return found if way or found.re is VERB else None
-    return found if way and way[0] and found.re is VERB else None
+        return found if route or found.re is VERB else None
+    return found if route and route[0] and found.re is VERB else None
 
 
 # ---------------------------------------------------------------- (3) names
@@ -352,7 +359,7 @@ SEPARATOR = re.compile(r" ?, ?| ?\(| in | [-–—] | at ")
 STATE = re.compile(r"(?:, ?| ?\()([A-Z]{2}\b|[A-Z][\w ]{1,30})(?: \d{5})?(?:, USA)?\)?")
 OPEN, CLOSE = re.compile(r"\[\"|\[|\"|"), {'["': '"]', "[": "]", '"': '"'}
 WORD = re.compile(r"\w+|.")
-WAY = pattern(r"\bfrom:? (?=(?-i:[A-Z]))([^|;]{1,60}?),? ?(?:\bto\b|→|->|—|–):? ?([^|;]{1,60})")
+ROUTE = pattern(r"\bfrom:? (?=(?-i:[A-Z]))([^|;]{1,60}?),? ?(?:\bto\b|→|->|—|–):? ?([^|;]{1,60})")
 ARROW = pattern(r"""(?:, ?(?-i:[A-Z])[\w ]{1,20}| ?\([^()]{0,40}\))? ?
     (?:\bto\b|[→➔➡➜➝⇒⟶»✈🛫🚗🚕🚙]|-{0,2}>|=>|–|—|-) ?(?:travel to )?""")
 CITY_END = pattern(r""" ?$| ?[,;:|()\[\]→!"]|\.(?= |$)| [-–—→]| (?:on|at|by|via|for|with|using|in|
@@ -362,17 +369,18 @@ MOVE = pattern(r"""travel|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|w
 
 
 class Names:
-    """The cities and venues of a database, and where a text that holds them ends."""
+    """The cities and venues of a database: finds them in a text, and where their names end."""
 
     def __init__(self, database):
-        self.database, self.cities, self.stored, self.torn = database, dict(database.cities), {}, []
+        self.database, self.cities, self.stored = database, dict(database.cities), {}
+        self.gapped = []  # (name with a line break or gap inside, the same with SEAM)
         for table in ("hotels", "restaurants", "attractions"):
             for city in getattr(database, f"{table[:-1]}_cities"):
                 self.cities.setdefault(city, "")
                 for name in [row.name.strip() for row in getattr(database, table)(city)]:
-                    whole = GAP.sub(SEAM, name)
-                    self.torn += [(name, whole)] * (whole != name)
-                    key = plain(whole).strip()
+                    joined = GAP.sub(SEAM, name)
+                    self.gapped += [(name, joined)] * (joined != name)
+                    key = plain(joined).strip()
                     word = WORD.match(key + " ")[0].lower()
                     self.stored.setdefault((table, city, word), []).append((key.lower(), key, name))
         for rows in self.stored.values():
@@ -405,17 +413,17 @@ class Names:
                 or text[before.end():city.start()].strip(" ,(")]
 
     def city(self, text):
-        """The city that begins a text, as it is written; a state is no part of it."""
+        """The city at the beginning of a text, as it is written, without its state."""
         text = text.lstrip(" :[\"'(")
         found = self.city_names.match(text)
         known = found and CITY_END.match(text, found.end())
         return found[0] if known else text[:CITY_END.search(text).start()].strip(" .:]\"'")
 
-    def way(self, text):
-        """(from, to, begin, end) of the first way in a text: "from A to B", "A -> B", and ("", B)
-        of "to B"; or None."""
+    def route(self, text):
+        """(from, to, begin, end) of the first route in a text: "from A to B", "A -> B", or "to B",
+        which gives ("", B, ..); None without a route."""
         text = text[:400]
-        for found in WAY.finditer(text):
+        for found in ROUTE.finditer(text):
             start, end = self.city(found[1]), self.city(found[2])
             if end[:1].isupper():
                 named = start in self.cities or start[:1].isupper() and not MOVE.match(start)
@@ -430,8 +438,8 @@ class Names:
         return to and ("", to[0], to.start() - 3, to.end())
 
     def city_at(self, text, at, last):
-        """(city, end) of the known city at a place, its state skipped, or ("", at). last: does the
-        text have to end there?"""
+        """(city, end) of the known city at position `at`, after its state; ("", at) if there is
+        none. last: whether the text must end there."""
         found = self.city_names.match(text, at)
         end = found.end() if found else at
         state = found and STATE.match(text, end)
@@ -443,8 +451,8 @@ class Names:
         return (found[0], end) if found and done else ("", at)
 
     def venue(self, text, slot, cities):
-        """("Name, City", rest of the text) of the venue that begins a text. A remark begins after
-        a name that the database holds, after a closing bracket, or where REMARK finds it."""
+        """("Name, City", rest of the text) of the venue at the beginning of a text. Its name ends
+        with a name from the database, at a closing bracket, or where REMARK matches."""
         size, name, home = self.known(text, slot, cities)
         at, opener = size, "" if size else OPEN.match(text)[0]
         if opener:
@@ -458,7 +466,7 @@ class Names:
             else aside[0], text[at:])
         end = max(at, REMARK.search(text, at).start())
         piece, rest = text[:end], text[end:]
-        second = SEPARATOR.match(piece, at)  # "[The Museum, Houston], Houston" lies in the second
+        second = SEPARATOR.match(piece, at)  # "[The Museum, Houston], Houston": the second counts
         for separator in filter(None, [second, *SEPARATOR.finditer(piece, size)]):
             city, after = self.city_at(piece, separator.end(), slot != "attraction")
             if city:
@@ -472,7 +480,7 @@ class Names:
             return f"{name}, {home}", rest
         head, comma, tail = piece.rpartition(",")
         if comma and tail.strip()[:1].isupper() and len(head) >= size:
-            return f"{head.strip()}, {tail.strip()}", rest  # a city that nobody knows
+            return f"{head.strip()}, {tail.strip()}", rest  # a city that is not in the database
         return f"{piece.strip(' ,')}, {home}", rest
 
     def venues(self, text, slot, cities):
@@ -503,7 +511,7 @@ class Names:
         return text
 
 
-names_of = cache(Names)  # the names of a database are gathered once
+names_of = cache(Names)  # collected once per database
 
 
 # ---------------------------------------------------------------- (4) plan
@@ -525,17 +533,19 @@ NO_CITY = pattern(r"""\b(?:day|\w{3,6}day|explor|adventure|sight|cultur|free|rel
 
 
 def ends_of_day(day, before, home, names):
-    """(start, end): the cities of a day, equal on a day without travel. before: the day before's
-    end, which stays the city if a day does not say otherwise."""
-    ways = [way for text in day.told.get("transportation", ()) if (way := names.way(text))]
-    ride = (ways[0][0] or before, ways[-1][1]) if ways else None
-    label = next(iter(day.told.get("current_city", ())), "")
+    """(start, end): the cities of a day, equal on a day without travel. before: the end of the
+    previous day, which is also this day's city unless the day names another."""
+    routes = [route for text in day.fields.get("transportation", ())
+              if (route := names.route(text))]
+    ride = (routes[0][0] or before, routes[-1][1]) if routes else None
+    label = next(iter(day.fields.get("current_city", ())), "")
     title = DATE.sub("", label or day.title, 1).strip(" :;-–—,.()|[]")
-    way = names.way(title) or (" to " in title.lower() and names.way(f"from {title}")) or None
-    if way and way[0]:
-        return way[:2]
-    if way and (not ride or way[1] in ride):  # "Travel to B"
-        return ride[0] if ride else before, way[1]
+    route = names.route(title) or (
+        " to " in title.lower() and names.route(f"from {title}")) or None
+    if route and route[0]:
+        return route[:2]
+    if route and (not ride or route[1] in ride):  # "Travel to B"
+        return ride[0] if ride else before, route[1]
     known = [city[0] for city in names.cities_in(title)]
     if ride and (not label or {names.city(label), *known} & {*ride}):
         return ride
@@ -545,27 +555,27 @@ def ends_of_day(day, before, home, names):
         comes = MOVE.match(title) and not title.lower().startswith("depart")
         return before if comes else known[-1], known[-1]
     if CAPITALS.fullmatch(title) and not NO_CITY.search(title):
-        return title, title  # a city that nobody knows
+        return title, title  # a city that is not in the database
     return before, home if BACK.search(title) else before
 
 
 def ride(text, names):
-    """A ride in TravelPlanner's words. Its cities and figures are those that the text gives."""
-    number, way = FLIGHT_NUMBER.search(text), names.way(text)
+    """A ride in TravelPlanner's form, with the cities and figures of the text."""
+    number, route = FLIGHT_NUMBER.search(text), names.route(text)
     if NOTHING.match(text.strip("[] ")) or MONEY.match(text):
         return "-"
-    before, after = (text[:way[2]], text[way[3]:]) if way else (text, "")
-    words = before + FIRST_PART.match(after)[0] if way else FIRST_PART.match(before)[0]
+    before, after = (text[:route[2]], text[route[3]:]) if route else (text, "")
+    words = before + FIRST_PART.match(after)[0] if route else FIRST_PART.match(before)[0]
     mode, other = MODE.search(words) or MODE.search(f"{before} {after}"), OTHER_MODE.search(words)
-    if not way and not number and (not mode or LOCAL.search(words)):
+    if not route and not number and (not mode or LOCAL.search(words)):
         bare = text.lower().startswith("cost") and not other
         return f"Self-driving, {text.replace('$', '')}" if bare else "-"  # "-": within the city
     parts = [words.strip(" .,") if other else RIDES[mode.lastgroup] if mode else "Self-driving"]
     if number:
         parts = [f"Flight Number: {number[1] or number[2]}"]
         before, after = (FLIGHT_NUMBER.sub("", side) for side in (before, after))
-    if way:
-        parts.append(f"from {way[0]} to {way[1]}" if way[0] else f"to {way[1]}")
+    if route:
+        parts.append(f"from {route[0]} to {route[1]}" if route[0] else f"to {route[1]}")
     for part in PARTS.split(f"{before}|{after}"):  # times, lengths and prices, not remarks
         part = part.strip(" .:[]=")
         if DIGIT.search(part) and not MODE.search(part):
@@ -574,30 +584,32 @@ def ride(text, names):
 
 
 def rides(texts, names):
-    """The rides of a day in one field, each of them once."""
+    """The rides of a day as one field, without repetitions."""
     found = []
     for text in texts:
         one = ride(text, names)
-        if one != "-" and (not found or names.way(text) and not any(one in kept for kept in found)):
+        if one != "-" and (not found or names.route(text)
+                           and not any(one in kept for kept in found)):
             found.append(one)
     return "; ".join(found) or "-"
 
 
 def fill_day(day, plan, before, home, names):
-    """One day's plan. plan: of the days before; before: their last Day and city."""
+    """(the plan of a day, the city where the day ends). plan: the days before it; before: (the last
+    of their Days or None, the city where it ends)."""
     last, city = before
     start, end = ends_of_day(day, city, home, names)
     filled = {"day": day.number, **dict.fromkeys(FIELDS, "-")}
     filled["current_city"] = f"from {start} to {end}" if start != end else end
-    filled["transportation"] = rides(day.told.get("transportation") or [
+    filled["transportation"] = rides(day.fields.get("transportation") or [
         day.title if FLIGHT_NUMBER.search(day.title) else ""], names)
     cities = list(dict.fromkeys([start, end] if end == home else [end, start]))
-    stays = day.told.get("accommodation")
-    if not stays and last and start == end == city:  # "X (for the entire stay)" is told once
-        stays = [text for text in last.told.get("accommodation", ()) if WHOLE_STAY.search(text)]
-        day.told["accommodation"] = stays
+    stays = day.fields.get("accommodation")
+    if not stays and last and start == end == city:  # "X (for the entire stay)" is written once
+        stays = [text for text in last.fields.get("accommodation", ()) if WHOLE_STAY.search(text)]
+        day.fields["accommodation"] = stays
     for slot in SLOTS:
-        places = [place for text in day.told.get(slot, ()) for place in names.venues(
+        places = [place for text in day.fields.get(slot, ()) for place in names.venues(
             text, slot, [end] if slot == "accommodation" else cities)]
         if slot == "attraction":
             filled[slot] = "".join(f"{place};" for place in places) or "-"
@@ -609,7 +621,7 @@ def fill_day(day, plan, before, home, names):
 
 
 def read_plan(text, task, database):
-    """(plan, the lines that told nothing, their share or None without a text).
+    """(plan, unused lines, their share of all lines or None if there is no text).
 
     plan: TravelPlanner's list of days, or None if the text has none. Never raises.
     """
@@ -617,13 +629,13 @@ def read_plan(text, task, database):
         return None, [], None
     names, home = names_of(database), task.get("org") or ""
     lines = list(islice(read_lines(text, names), MOST_LINES))
-    days, idle = read_days(lines, names)
+    days, unused = read_days(lines, names)
     plan, city = [], home
     for last, day in zip([None, *days], days, strict=False):
         filled, city = fill_day(day, plan, (last, city), home, names)
         plan.append(filled)
-    said = any(day[slot] != "-" for day in plan for slot in FIELDS[1:])
-    return plan if said else None, idle, len(idle) / max(len(lines), 1)
+    has_fields = any(day[slot] != "-" for day in plan for slot in FIELDS[1:])
+    return plan if has_fields else None, unused, len(unused) / max(len(lines), 1)
 
 
 def parse_plan(text, task, database):
@@ -635,15 +647,15 @@ def itinerary(plan):
     """The plan as an agent's answer, in the format that the system prompt states."""
     lines, home = [], plan[0]["current_city"].removeprefix("from ").partition(" to ")[0]
     for day in plan:
-        where, way = day["current_city"].removeprefix("from "), day["transportation"]
+        where, ride = day["current_city"].removeprefix("from "), day["transportation"]
         start, _, end = where.partition(" to ")
         here = start if end == home else end or start
         lines.append(f"Day {day['day']}: {where}")
-        if way.startswith("Flight Number: "):
-            number = way.split(",")[0].removeprefix("Flight Number: ")
+        if ride.startswith("Flight Number: "):
+            number = ride.split(",")[0].removeprefix("Flight Number: ")
             lines.append(f"Flight from {where} [{number}]")
-        elif way != "-":
-            lines.append(f"{way.split(',')[0]} from {where}")
+        elif ride != "-":
+            lines.append(f"{ride.split(',')[0]} from {where}")
         for slot in SLOTS:
             for place in day[slot].split(";") if slot == "attraction" else [day[slot]]:
                 name, _, city = place.rpartition(", ")
@@ -663,8 +675,8 @@ class NoPlan(ValueError):
 
 
 def days_in(reply):
-    """The days in a formatter's reply: of several lists, say a draft and the plan, the fullest, of
-    equals the last; [] if the reply is an empty list, None if it has no list of days."""
+    """The days in a formatter's reply. Of several lists, such as a draft and the plan, the longest,
+    and of equally long ones the last; [] for an empty list, None without a list of days."""
     decoder, at, best = json.JSONDecoder(strict=False), 0, None
     for start in islice(LIST_START.finditer(reply), MOST_VALUES):
         if start.start() >= at:
@@ -679,7 +691,8 @@ def days_in(reply):
 def ask_formatter(text, task, model, url, cache=None, **options):
     """(plan or None, tokens used) of an itinerary text, read by an LLM; NoPlan or ChatError.
 
-    cache: a folder of plans. A reply without a list of days is asked for once more, never kept."""
+    cache: a folder that keeps the plans. If a reply has no list of days, the LLM is asked once
+    more; such a reply is never kept."""
     prompt = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8")
     ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text[:LONGEST_REPLY]}"
     key = hashlib.sha256(json.dumps([model, prompt, ask]).encode()).hexdigest()
@@ -728,10 +741,10 @@ def clean_day(day, number):
 
 
 class Reader:
-    """Reads answers into plans: by the rules, or by an LLM that is asked about many at once.
+    """Turns answers into plans by rules, or by an LLM (the formatter) with many requests at a time.
 
-    A formatter that fails on an answer fails that answer only: it is judged as one without a plan,
-    and counted. counts: answers asked about, failed, and the tokens of all replies."""
+    An answer on which the formatter fails is judged as an answer without a plan, and counted.
+    counts: answers sent to the formatter, failures, and the tokens of all its replies."""
 
     def __init__(self, endpoint=None, key=None, cache=None, bound=300, retries=3):
         self.endpoint, self.key, self.cache = endpoint, key, cache
@@ -747,8 +760,8 @@ class Reader:
                     self._future(text, task)
 
     def read(self, text, task, database):
-        """(plan, the lines that were not used, their share, costs), the first three as read_plan
-        gives them; an LLM does not say what it used."""
+        """(plan, unused lines, their share, costs). The first three are as in read_plan; an LLM
+        does not report which lines it used."""
         if not self.endpoint or not isinstance(text, str):
             return *read_plan(text, task, database), {}
         try:
@@ -763,7 +776,7 @@ class Reader:
         return plan, [], None, costs
 
     def close(self):
-        """Give up what has not been asked."""
+        """Cancel the requests that have not been sent."""
         if self.pool:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
@@ -801,7 +814,7 @@ def reader_of(text):
 
 
 def add_reader_flags(parser):
-    """The flags of how answers become plans."""
+    """Add the flags that choose how answers become plans."""
     add = parser.add_argument
     add("--reader", type=reader_of, metavar="rules|URL=MODEL", help="how an answer becomes a plan: "
         "rules (default), or the LLM MODEL at an OpenAI-compatible endpoint, as in the STAR paper")
@@ -811,7 +824,7 @@ def add_reader_flags(parser):
 
 
 def open_reader(args):
-    """The Reader of these flags; a command without them reads by rules."""
+    """The Reader that these flags choose; for a command without them, the rules."""
     chosen, key = getattr(args, "reader", None), getattr(args, "reader_key", None)
     return Reader(chosen, Path(key).read_text().strip() if key else None,
                   getattr(args, "reader_cache", None))

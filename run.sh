@@ -9,7 +9,7 @@
 #   bash run.sh SIZE axis NAME   a study (recipes/axes.sh): reward, scale, data, algorithm, noise;
 #                                tiny also has memory, the real sizes reliability (with ENDPOINT);
 #                                the tools world: reward, dpo, helpers, masking, noise
-#   bash run.sh SIZE preflight   run every engine and trainer once, before anything is spent
+#   bash run.sh SIZE preflight   run every engine and trainer once, before the long stages
 #   bash run.sh test [-m '']     the tests; -m '' adds the slow ones
 #   bash run.sh gpu              test this machine's GPUs in minutes: out/gpu/report.md
 #
@@ -21,15 +21,16 @@
 #   SEED      seed of training and play, 0 by default
 #   FLAGS_STAGE  more flags for a stage, such as FLAGS_rl="--lr 1e-6"
 #   GPUS      ranks on this node; NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: several nodes
-#   ENDPOINT  URL=MODEL of teachers, which write queries and play episodes that DATA lacks;
-#             ENDPOINT_KEY: the file of their key. Unset: a grammar and the solver
-#   QA        folder of FlashRAG's data sets, asked after every evaluation; RETRIEVER: a /retrieve
-#             address or an index folder. For tiny: QA=1, without RETRIEVER
-#   HOW       "--offload", "--lora 32" or both; SHARE of a GPU for the engine; CONTEXT, CUTOFF and
-#             PACK, tokens of RL's episodes, of SFT's and of a micro-batch. Unset: what fits these
-#             GPUs (recipes/cards.txt); GIB and HOST_GIB with DRY=1: what others would hold
+#   ENDPOINT  URL=MODEL of one or more teachers, which write the queries and play the episodes that
+#             DATA lacks; ENDPOINT_KEY: a file with their key. Unset: a grammar and the solver do it
+#   QA        folder of FlashRAG's data sets, for questions after every evaluation; RETRIEVER: a
+#             /retrieve address or an index folder. For tiny: QA=1, without RETRIEVER
+#   HOW       "--offload", "--lora 32" or both; SHARE: share of a GPU for the engine; CONTEXT,
+#             CUTOFF, PACK: most tokens of an episode in RL, in SFT, and of a micro-batch. Unset:
+#             chosen to fit the GPUs (recipes/cards.txt); with DRY=1 to fit GIB and HOST_GIB
 #   SEEDS, AXIS_STEPS, AXIS_TASKS  seeds, updates and tasks of an axis
-#   CYCLES    tool-tiny: cycles of play, pairs and DPO after RL, 1 by default; PORT: of its pages
+#   CYCLES    tool-tiny: cycles of play, pairs and DPO after RL, 1 by default; PORT: of the server
+#             of its web pages
 #   STAR_DATABASE  the full database            PYTHON  the interpreter that makes .venv
 #   STAR_TRACEBACK=1  show errors in full
 # Tool-Star's sizes (recipes/toolstar.sh): SFT_DATA and RL_DATA, the published files; SETS, the
@@ -45,9 +46,10 @@ stop() { say "$@"; exit 1; }
 wrong() { say "$@; bash run.sh shows how it is used"; exit 2; }
 print() { printf '%q ' "$@"; echo; }
 made() { [[ -e $1 && ! -e $1.unfinished ]]; }
-said() { [[ ! -s ${mark:-}.why ]] || head -1 "$mark.why"; rm -f "${mark:-}.why"; }  # by a rank
+rank_error() { [[ ! -s ${mark:-}.why ]] || head -1 "$mark.why"; rm -f "${mark:-}.why"; }
 
-# stage NAME OUTPUT COMMAND...   a step, done when OUTPUT is there with no mark of a broken try
+# stage NAME OUTPUT COMMAND...   run a step, unless OUTPUT is there without OUTPUT.unfinished, which
+# marks a step that did not end
 stage() {
     local name=$1 output=$2 mark=$2.unfinished began=$SECONDS why more=FLAGS_${1//[^a-z0-9]/_}
     shift 2
@@ -59,7 +61,7 @@ stage() {
         times+=("$name" "done before")
         return
     fi
-    if [[ $node != 0 && $1 != torchrun ]]; then  # what is not trained is made by the first node
+    if [[ $node != 0 && $1 != torchrun ]]; then  # only torchrun's stages run on all nodes
         say "$name runs on node 0; waiting for $output"
         until made "$output"; do sleep 5; done
         return
@@ -67,10 +69,10 @@ stage() {
     say "$name: $*"
     if [[ $node == 0 ]]; then mkdir -p "$(dirname "$output")"; touch "$mark"; fi
     local command=("$@")
-    [[ $1 != torchrun ]] || command=(python -m runtime "${@:2}")  # torchrun without its own words
+    [[ $1 != torchrun ]] || command=(python -m runtime "${@:2}")  # torchrun with one-line errors
     rm -f "$mark.why"
     if ! STAR_ERROR_FILE=$mark.why "${command[@]}"; then
-        why=$(said)
+        why=$(rank_error)
         stop "stage $name failed, ${why:-see above}${lost:-}. The same command continues from here"
     fi
     [[ -e $output ]] || stop "stage $name ended without writing $output"
@@ -79,7 +81,7 @@ stage() {
     times+=("$name" "$((SECONDS - began)) s") fresh+=("$output")
 }
 
-# change FLAG VALUE... FLAG...   the command in `words`, with these flags at its end, nowhere else
+# change FLAG VALUE... FLAG...   give these flags of the command in `words` other values
 change() {
     local word flag=none kept=()
     for word in "${words[@]}"; do
@@ -89,7 +91,7 @@ change() {
     words=("${kept[@]}" "$@")
 }
 
-# finish TABLE...   the last words: the tables that no stage has just printed, and the times
+# finish TABLE...   print the tables that no stage of this run has printed, and the times; then exit
 finish() {
     local table
     if [[ -z ${DRY:-} ]]; then
@@ -105,7 +107,7 @@ finish() {
     exit 0
 }
 
-source recipes/setup.sh  # environment, what fits these GPUs, preflight
+source recipes/setup.sh  # environment, settings that fit these GPUs, preflight
 
 # ------------------------------------------------------------------------------------------- sizes
 size=${1:-} what=${2:-all} axis=${3:-} times=() fresh=() ENDPOINT=${ENDPOINT:-}
@@ -122,7 +124,7 @@ case $size in
     3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 sft_epochs=4 algorithm=grpo
           reward=curriculum ;;
     7b)   base=Qwen/Qwen2.5-7B-Instruct millions=7616 sft_epochs=4 algorithm=grpo reward=sum
-          saving=25 ;;  # [2] 107 GB each: minutes on a shared disk, in which all GPUs wait
+          saving=25 ;;  # [2] 107 GB each: all GPUs wait for minutes while a shared disk writes them
     tool-star-0.5b) base=Qwen/Qwen2.5-0.5B-Instruct millions=494 ;;
     tool-star-1.5b) base=Qwen/Qwen2.5-1.5B-Instruct millions=1544 ;;
     tool-star-3b)   base=Qwen/Qwen2.5-3B-Instruct millions=3086 ;;
@@ -179,17 +181,17 @@ else
             "the commands"
     fit
 fi
-trap 'why=$(said); [[ ! $why ]] || say "$why"
+trap 'why=$(rank_error); [[ ! $why ]] || say "$why"
       stop "SIGTERM. What was saved is kept: the same command continues"' TERM
 trap 'say "interrupted. What was saved is kept: the same command continues"; exit 130' INT
-meet=(--standalone)
+meet=(--standalone)  # how the ranks find each other
 if [[ $NNODES != 1 ]]; then
     meet=(--nnodes "$NNODES" --node_rank "${NODE_RANK:?several nodes need it, 0 on the first}"
           --master_port "${MASTER_PORT:-29500}"
           --master_addr "${MASTER_ADDR:?several nodes need MASTER_ADDR, the first node}")
     lost="; where a connection was closed or reset, another node is gone: start all $NNODES again"
 fi
-# after SIGTERM ranks save a checkpoint at the end of the update; torchrun's own patience is 30 s
+# after SIGTERM ranks save at the end of their update; by default torchrun kills them after 30 s
 torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
 parse_flags "$@"
@@ -199,12 +201,12 @@ world=(--database "$database") val=$DATA/val.jsonl tried=$val  # of the prefligh
 # -------------------------------------------------------------------------- what each size trains
 if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     room=1024 rate=1e-3 rl_rate=1.5e-4 steps=72
-    # a pre-trained model cuts the same text into more tokens, and has something to lose
+    # a pre-trained model splits the same text into more tokens, and forgets at a high rate
     [[ -z ${MODEL:-} ]] || { room=4096 rate=2e-5 rl_rate=1e-6; }
     export HF_HUB_OFFLINE=1
     [[ -z ${DRY:-} ]] || echo "export HF_HUB_OFFLINE=1"
     draw=(python synth.py tasks --like tiny --days 3 --levels 4:3:3)
-    # all training is in generated worlds without a city of the one that judges
+    # all training happens in generated worlds, which share no city with the world of the evaluation
     tasks=("${draw[@]}" --database "$DATA/worlds" --split train)
     train=(--no-checkpointing --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
     play=(--system-prompt short --max-turns 9)
@@ -213,7 +215,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
         --group 8 --steps $steps --lr $rl_rate --decay 0.5 --temperature 0.8 --context $room
         --turn-tokens 256 --concurrency 64 "${train[@]}" --out "$OUT/rl")
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
-    # --lenient: as all of docs/results.md was measured
+    # --lenient: all numbers in docs/results.md were measured with it
     judge=(--tasks "$DATA/val.jsonl" --database $database "${play[@]}" --lenient
            --max-context $room --max-tokens 256 --top-p 0.95 --seed "$SEED")
 else
@@ -222,14 +224,14 @@ else
     read -ra endpoints <<<"$ENDPOINT"
     teacher=(${endpoints[@]:+--endpoint "${endpoints[@]}"} ${ENDPOINT_KEY:+--key "$ENDPOINT_KEY"})
     tasks=(python synth.py tasks --database "$database" --like paper --days 3:5:7)
-    # [1 app. D]: all but the clip, which is DAPO's (arXiv:2503.14476), and the saving
+    # all from [1 app. D] except the clip bounds (DAPO's, arXiv:2503.14476) and --save-every
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32
         --group 8 --epochs 5 --lr $(rate 2e-6) --temperature 1.0 --context $context --max-turns 60
         --pack-tokens $pack --gpu-memory $share --clip-low 0.2 --clip-high 0.28 --seed "$SEED"
         --save-every $saving --resume "${how[@]}" --tp $tp --out "$OUT/rl")
-    # [1 app. D]: how it is played, and that the checkpoint is the best on validation; judged on
-    # tasks that did not choose it, beside the last one [2]
+    # the sampling and the choice of the best checkpoint on validation are from [1 app. D]; other
+    # tasks than those judge it, and the last checkpoint is judged as well [2]
     models=(base="$base" sft="$OUT/sft" last="$OUT/rl" rl="$OUT/rl/best")
     # replies may be as long as in training [2]
     judge=(--tasks "$DATA/test.jsonl" --database "$database" --top-p 0.95 --max-context 32768
@@ -237,16 +239,16 @@ else
 fi
 evaluate=(python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6
           --out "$OUT/eval")
-# out of domain [1 sec. 4]: top 5, 60 calls, 32K tokens; for tiny 64 offline questions, of which it
-# answers none
+# out of domain [1 sec. 4]: top 5, 60 calls, 32K tokens. tiny has 64 offline questions; its model
+# answers none of them
 questions=(python qa_eval.py --model "${models[@]}" --data "${QA:-}" --topk 5 --max-turns 60
            --retriever "${RETRIEVER:-}" --max-context 32768 --seed "$SEED" --out "$OUT/qa")
 [[ $size != tiny ]] ||
     questions=(python qa_eval.py --model "${models[@]}" --system-prompt short --topk 2 --max-turns 4
                --max-context 512 --max-tokens 64 --seed "$SEED" --out "$OUT/qa")
 
-# draw_tasks NAME FILE FLAG VALUE...   tasks in DATA/FILE.jsonl with the grammar's queries or, with
-# ENDPOINT, in the words of its models, which drop a task that they cannot put into words
+# draw_tasks NAME FILE FLAG VALUE...   draw tasks into DATA/FILE.jsonl. A grammar writes the queries
+# or, with ENDPOINT, its models do; a task that they cannot put into words is dropped
 draw_tasks() {
     local file=$DATA/$2.jsonl drawn=$DATA/$2.jsonl
     [[ $size == tiny || -z $ENDPOINT ]] || drawn=$DATA/$2-elements.jsonl
@@ -268,7 +270,7 @@ if [[ $size == tiny ]]; then
         --out "$DATA/rl.jsonl"
     stage episodes "$DATA/sft.jsonl" python -m tiny drills --episodes --careful 0.5 --n 2400 \
         --worlds 60 --seed 3 --out "$DATA/sft.jsonl"
-    if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown
+    if [[ -z ${MODEL:-} ]]; then  # a random model, which first learns to copy
         stage drills "$DATA/drills.jsonl" python -m tiny drills --careful 0.5 --n 10000 \
             --worlds 64 --seed 5 --out "$DATA/drills.jsonl"
         stage init "$OUT/init/config.json" python -m tiny model --seed "$SEED" \
@@ -281,8 +283,8 @@ if [[ $size == tiny ]]; then
         --data "$DATA/sft.jsonl" --epochs 0.8 --batch 4 --lr $rate --min-lr 0.05 --warmup 0.03 \
         --cutoff $room "${train[@]}" --out "$OUT/sft"
 else
-    # 180 held-out queries choose the checkpoint [1], 180 others judge it: the published validation
-    # queries may be put there
+    # 180 held-out queries choose the checkpoint [1] and 180 others judge it. To be judged on the
+    # published validation queries, put those into test.jsonl before the first run
     made "$DATA/sft.jsonl" || check_teachers
     draw_tasks val-tasks val --split val --n 180 --levels 1:1:1 --seed 1 --prefix val
     draw_tasks test-tasks test --split val --n 180 --levels 1:1:1 --seed 6 --prefix test \
@@ -290,18 +292,18 @@ else
     # 1,000 queries for RL, levels 4:3:3; SFT has others
     draw_tasks rl-tasks rl --split train --n 1000 --levels 4:3:3 --seed 2 --prefix rl
     preflight
-    # [1]'s teacher solved 1,198 of 5,000 balanced queries: 627 easy, 373 medium, 198 hard;
-    # the solver solves all, so it gets just those numbers
+    # the teacher of [1] solved 1,198 of 5,000 balanced queries: 627 easy, 373 medium, 198 hard;
+    # the solver solves every query, so it gets these numbers of queries
     number=1198 levels=627:373:198
     [[ -z $ENDPOINT ]] || number=5000 levels=1:1:1
     draw_tasks sft-tasks sft-tasks --split train --seed 3 --prefix sft --n $number \
         --levels $levels --exclude "$DATA/rl.jsonl"
-    # a teacher that never meets a dead end teaches nobody to leave one
+    # with the direct style alone, no episode would show how to leave a dead end
     stage episodes "$DATA/sft.jsonl" python synth.py episodes --database "$database" --like paper \
         --styles direct:5,exploring:3,backtracking:2 --seed 4 --tasks "$DATA/sft-tasks.jsonl" \
         "${teacher[@]}" --out "$DATA/sft.jsonl"
-    # batch, rate and warm-up [1 app. C], cutoff of its released configuration; cosine, bfloat16 and
-    # ZeRO-3 are sft.py's only way
+    # batch, rate and warm-up are from [1 app. C], the cutoff from its released configuration;
+    # cosine decay, bfloat16 and ZeRO-3 need no flags in sft.py
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$DATA/sft.jsonl" --epochs "$sft_epochs" --batch 32 --lr $(rate 5e-6) --warmup 0.1 \
         --cutoff $cutoff --seed "$SEED" --save-every 20 --resume "${how[@]}" --out "$OUT/sft"

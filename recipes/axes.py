@@ -99,9 +99,9 @@ def read_answers(specs):
     for name, folder in map(named_folder, specs):
         file, seeds = folder.parent / "tax.json", runs.setdefault(name, [])
         with runtime.errors_name(file):
-            told = json.loads(file.read_text()) if file.exists() else {}
-        if folder.name in told:
-            seeds.append(told[folder.name])
+            scores = json.loads(file.read_text()) if file.exists() else {}
+        if folder.name in scores:
+            seeds.append(scores[folder.name])
         else:
             print(f"{name}: no answered questions in {folder} yet")
     if not any(runs.values()):
@@ -223,17 +223,17 @@ def gauge_cells(runs):
 def questions_table(axis, runs):
     """Markdown: exact match out of domain, the paper's mean over the sets and ours, set by set."""
     places = QUESTIONS["all"] | QUESTIONS.get(axis, {})
-    sets = dict.fromkeys(name for seeds in runs.values() for told in seeds for name in told["sets"])
+    sets = dict.fromkeys(name for seeds in runs.values() for one in seeds for name in one["sets"])
     columns = paper_head(places, "exact match, mean of its seven sets")
     head = ["setting", columns, f"ours, mean of {len(sets)} sets (each seed)", *sets]
     lines = [head, ["---"] * len(head)]
     for name in runs | places:
         seeds, cells = runs.get(name, []), ["not run", *[""] * len(sets)]
         if seeds:
-            each = ", ".join(f"{100 * told['em']:.1f}" for told in seeds)
-            cells = [f"{100 * mean(told['em'] for told in seeds):.1f} ({each})"]
+            each = ", ".join(f"{100 * one['em']:.1f}" for one in seeds)
+            cells = [f"{100 * mean(one['em'] for one in seeds):.1f} ({each})"]
             cells += [f"{100 * value:.1f}" if value is not None else "" for value in (
-                mean(told["sets"].get(one) for told in seeds) for one in sets)]
+                mean(one["sets"].get(name) for one in seeds) for name in sets)]
         lines.append([name, paper_cell(places, name), *cells])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 

@@ -14,14 +14,14 @@ else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the va
     amounts=100,200,500,1000,2000 full=1000 alone=1000 scales="1.5b 3b 7b"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
 fi
-# what the table calls the judge, and the GPUs its hours were measured on
+# for the table: the tasks that judge, and the number of GPUs, from which it computes GPU hours
 beside=(--tasks "${judge[1]}")
 [[ $size == tiny ]] || beside+=(--gpus $((GPUS * NNODES)))
 runs=() faulty=() asked=()
 
 # Print a line per setting of the axis: its name, then the parts of its run: algorithm, reward,
-# tasks, per cent of tool calls that fail. An axis changes one part, so that axes share the run in
-# which they cross. Tools fail in training only; the axis of noise is also evaluated with 10%.
+# tasks, per cent of tool calls that fail. An axis changes one part, so axes share the run that they
+# have in common. Tools fail in training only; the axis of noise is also evaluated with 10%.
 settings() {
     local x tasks=mixed-$full plain=${reward/curriculum/macro}
     echo sft sft
@@ -65,8 +65,8 @@ train() {
     stage "rl-${2##*/}" "$2/rl/config.json" "${words[@]}"
 }
 
-# the tasks of an axis: nested sets of mixed levels; sets of one level of other tasks, from the
-# remaining pool [1 app. D]; for memory, tasks in the cities of the evaluation
+# draw_sets   draw the tasks of an axis: nested sets of mixed levels; for data, sets of one level
+# that share no task with these [1 app. D]; for memory, tasks in the cities of the evaluation
 draw_sets() {
     local level levels=(easy 1:0:0 medium 0:1:0 hard 0:0:1)
     draw_tasks pool pool --levels 1:1:1 --split train --n $((3 * alone)) --seed 6 --prefix pool \
@@ -83,7 +83,7 @@ draw_sets() {
         --out "$DATA/subsets/home-$full.jsonl"
 }
 
-# train and evaluate every setting and seed from the one SFT checkpoint
+# study   train and evaluate every setting and seed, all from the same SFT checkpoint
 study() {
     local seed label made run model
     draw_sets
@@ -115,8 +115,8 @@ study() {
     done
 }
 
-# the axis of scale: at tiny size three widths under macro, each with its own base, sft and rl; else
-# the axis of reward at all three sizes, in the folders beside OUT
+# scale   the axis of scale. tiny: three widths with reward macro, each with its own base, sft and
+# rl. Otherwise: the axis of reward at all three sizes, in the folders beside OUT
 scale() {
     local x seed folder kind made
     for x in $scales; do
@@ -153,8 +153,8 @@ row() {
     asked+=("$1=$2/qa/${3/grpo/rl}")
 }
 
-# success of a large model on 200 synthetic queries and on the published validation queries: it is
-# the same if the synthetic ones are as hard [1]. Large models have 128K tokens and 100 calls
+# reliability   success of a large model on 200 synthetic and on the published validation queries,
+# which is equal if both are equally hard [1]. The model has 128K tokens and 100 calls
 reliability() {
     local url=${endpoints[0]%=*} name=${endpoints[0]##*=} queries
     check_teachers
@@ -183,7 +183,7 @@ esac
 [[ $axis != crossing ]] || exit 0
 tables=("$OUT/axis/$axis.md")
 [[ -z ${QA:-} || $axis == reliability ]] || tables+=("$OUT/axis/$axis-questions.md")
-# make the tables again: they may have another seed now
+# make the tables again, because there may be more seeds now
 [[ -n ${DRY:-} || $node != 0 ]] || rm -f "${tables[@]}" "$OUT/axis/failing/$axis.md"
 [[ $axis != noise ]] || stage axis-noise-failing "$OUT/axis/failing/noise.md" \
     python -m recipes.axes --axis noise --runs "${faulty[@]}" "${beside[@]}" \

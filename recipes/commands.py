@@ -15,7 +15,7 @@ FREE = {"--gpu-memory", "--workers", "--save-every", "--resume"}  # these change
 
 
 def given(words):
-    """{flag: its values} of a command; what comes before the script is the ranks'."""
+    """{flag: its values} of a command, without the words before the script (torchrun's)."""
     found, flag = {}, ""
     start = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
     for word in words[start:]:
@@ -26,7 +26,7 @@ def given(words):
 
 
 def difference(before, now):
-    """How two commands differ, in a few words; "" if only in what changes no result."""
+    """How two commands differ, in a few words; "" if they differ only in flags of FREE."""
     old, new = given(before), given(now)
     changes = [f"{flag or 'the program'} was {old.get(flag, 'not given')}, is "
                f"{new.get(flag, 'not given')}" for flag in {**old, **new}

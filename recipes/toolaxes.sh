@@ -1,15 +1,15 @@
 # The axes of the tools world: bash run.sh SIZE axis NAME. Tool-Star's ablation [3] as runs.
-#   reward    RL with each reward of toolstar/verdict.py; the table has the hack gauge, too
+#   reward    RL with each reward of toolstar/verdict.py; the table also has the hack gauge
 #   masking   RL that also learns from the tokens that tools wrote
 #   noise     RL with failing tools; all checkpoints are evaluated with tools that work
 #   dpo       RL alone; then one cycle of the self-critic, two cycles; one cycle straight from SFT;
-#             and, except at tiny size, one whose plays were told the reward's principles
+#             and, except at tiny size, one whose plays had the reward's principles in their prompt
 #   helpers   the recipe's RL checkpoint, played without helpers, with each alone, with all
 # toolstar.sh sources this file once the SFT checkpoint is made. Axes share runs: the one with the
 # recipe's reward is made once. AXIS_STEPS: updates of the first cycle of RL. AXIS_TASKS: number of
 # held-out tasks that judge a run. Both default to the recipe's.
 runs=() scored=() plays=$OUT/axis/runs
-if [[ $size != tool-tiny ]]; then  # [3] prints no number of plays, pairs and RL's later updates
+if [[ $size != tool-tiny ]]; then  # [3] does not say how many plays, pairs and later updates it has
     again=(--steps 20)
     trial=(python evaluate.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7 --limit 1000
         --max-context $context --max-tokens 4096 --samples 8 --temperature 1.0 --top-p 1.0)
@@ -17,7 +17,7 @@ if [[ $size != tool-tiny ]]; then  # [3] prints no number of plays, pairs and RL
         --seed "$SEED" --save-every 50 --resume)
 fi
 
-# judged LABEL FOLDER NAME=MODEL SEED [FLAG VALUE...]   a row: a model plays the held-out tasks
+# judged LABEL FOLDER NAME=MODEL SEED [FLAG VALUE...]   a model plays the held-out tasks: a row
 judged() {
     words=("${evaluate[@]}")
     change --model "$3" ${AXIS_TASKS:+--limit "$AXIS_TASKS"} --seed "$4" "${@:5}" --out "$2/eval"
@@ -84,7 +84,7 @@ study() {
     done
 }
 
-# the policy is its own helper; refining must begin within the context, which tiny's default exceeds
+# helpers   the policy is its own helper. Refining must begin within the context, so tiny sets where
 helpers() {
     local x at=$OUT/axis/helpers small=() able=(debug rollback refine)
     [[ $size != tool-tiny ]] || small=(--refine-at $((room / 2)) --reply 128)

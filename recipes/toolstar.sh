@@ -1,6 +1,6 @@
-# The recipes of the tools world, sourced by run.sh where nothing is made yet.
-#   bash run.sh tool-star-0.5b   or 1.5b, 3b, 7b: Tool-Star's, from what it published
-#   bash run.sh tool-tiny        the laptop's, from facts to the table per family
+# The recipes of the tools world, sourced by run.sh before its first stage.
+#   bash run.sh tool-star-0.5b   or 1.5b, 3b, 7b: Tool-Star's recipe, from its published data
+#   bash run.sh tool-tiny        the laptop's recipe, from generated facts to the table per family
 # Sources: [2] ours   [3] Tool-Star, arXiv:2505.16410   [4] its released code, scripts and README
 tir=(python -m toolstar.tir)
 
@@ -8,9 +8,9 @@ tir=(python -m toolstar.tir)
 # plays, and DPO learns from its right and wrong plays
 critic() {
     words=("${trial[@]}")
-    # a longer prompt takes no room from the play; DPO never reads it
+    # the longer prompt gets tokens of its own; DPO does not read it
     [[ -z ${6:-} ]] || change --system-prompt "$6" --max-context $((context + 384))
-    # every cycle draws anew, but what is held out of pairs stays so
+    # every cycle samples with another seed, but the held-out pairs stay the same
     change --model policy="$3" --seed $(($4 + 1000 * $5)) --out "$2/play"
     stage "play-$1" "$2/play/table.md" "${words[@]}"
     stage "pairs-$1" "$2/pairs/val.jsonl" python -m toolstar.pairs --fewer-calls \
@@ -37,10 +37,10 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
     done
     made "$DATA/sets/tasks.jsonl" || must "no $SETS: SETS names a folder, see toolstar/sets.py" \
         test -d "$SETS"
-    # a training task that a set asks is dropped; system.txt is the prompt that SFT has read
+    # training tasks that occur in a test set are dropped; system.txt is the prompt of the SFT data
     stage convert "$DATA/rl.jsonl" "${tir[@]}" convert --from tool-star --sft "$SFT_DATA" \
         --rl "$RL_DATA" --sets "$SETS" --out "$DATA"
-    # as many questions of each set as [3] plays
+    # the same number of questions per set as in [3]
     stage sets "$DATA/sets/tasks.jsonl" python -m toolstar.sets read --sets "$SETS" \
         --out "$DATA/sets"
     must "a tool fails, see above: $TOOLS/eval/tools.json names the retriever" \
@@ -49,25 +49,25 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
         toolstar.tools check --database "$TOOLS/train" --update $((prompts * group)) $context
     [[ -z ${JUDGE:-} ]] || must "$JUDGE: JUDGE=http://host:port/v1=MODEL, JUDGE_KEY=its key" \
         python -c "$ask" "$JUDGE" ${JUDGE_KEY:+"$JUDGE_KEY"}
-    # 3 calls in training; 3 of each tool in evaluation [4], here 6 of both together [2]; a call
-    # over the budget is refused once, so 7 turns and the answer
+    # 3 calls in training; in evaluation 3 of each tool [4], here 6 of both together [2]. One call
+    # over the budget is refused, so there are at most 7 turns and the answer
     tools=(--env tools --system-prompt "$DATA/system.txt")
     world=("${tools[@]}" --database "$TOOLS/train") val='' tried=$DATA/sets/tasks.jsonl
     preflight
-    # full fine-tuning, cosine, warm-up 0.1, 4 GPUs x 4 rows [4]; results are masked, there not [2]
+    # full fine-tuning, cosine, warm-up 0.1, 4 GPUs x 4 rows [4]; unlike [4], results are masked [2]
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$DATA/sft.jsonl" --epochs 3 --batch 16 --lr $(rate 7e-6) --warmup 0.1 \
         --cutoff $cutoff "${how[@]}" --seed "$SEED" --save-every 500 --resume --out "$OUT/sft"
     # 128 prompts x 8, mini-batches of 16 prompts, clip 0.2, no KL, constant rate, 2 epochs [4]; the
-    # reward of [3]. No validation: the published one holds questions of the sets [2]
+    # reward of [3]. No validation: the published file contains questions of the test sets [2]
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7
         --reward $reward --prompts $prompts --group $group --minibatches 8 --lr $(rate 1e-6)
         --clip-low 0.2 --clip-high 0.2 --temperature 1.0 --context $context --turn-tokens 4096 --pack-tokens $pack
         --gpu-memory $share "${how[@]}" --tp $tp --seed "$SEED" --save-every 10 --resume)
     first=(--model "$OUT/sft" --epochs 2) models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     # responses of 16,384 tokens [4]; a failed program is debugged once, as in the command that [4]
-    # recommends, here by the policy itself. [4] plays once, greedily, where one question of AIME is
-    # 3.3 points: avg@4 instead [2]; FLAGS_eval="--samples 1 --temperature 0" is as there
+    # recommends, here by the policy itself. [4] plays once, greedily, so that one question of AIME
+    # counts 3.3 points: avg@4 instead [2]; FLAGS_eval="--samples 1 --temperature 0" plays as [4]
     held=$TOOLS/eval
     evaluate=(python evaluate.py --tasks "$DATA/sets/tasks.jsonl" "${tools[@]}" --database "$held"
         --max-turns 7 --max-context 17920 --max-tokens 16384 --samples 4 --temperature 0.6
@@ -82,10 +82,10 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
     finish "$OUT/scores/table.md"
 fi
 
-# tool-tiny. All numbers are ours: docs/results.md. PORT: of the pages, 8123 unless set; the world of
-# facts names it, so it stays the same for a folder OUT.
+# tool-tiny. All numbers are ours: docs/results.md. PORT: of the server of web pages, 8123 by
+# default; the generated tasks contain it, so keep it for a given OUT.
 port=${PORT:-8123} room=640 rate=1e-3 rl_rate=5e-5 dpo_rate=3e-5
-# a pre-trained model cuts the same text into more tokens, and has something to lose
+# a pre-trained model splits the same text into more tokens, and forgets at a high rate
 [[ -z ${MODEL:-} ]] || { room=4096 rate=2e-5 rl_rate=1e-6 dpo_rate=5e-7; }
 export HF_HUB_OFFLINE=1
 [[ -z ${DRY:-} ]] || echo "export HF_HUB_OFFLINE=1"
@@ -95,8 +95,9 @@ models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
 rl=("${torchrun[@]}" "$rl_gpus" grpo.py --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${play[@]}"
     --reward $reward --keep-overlength --prompts 16 --group 8 --lr $rl_rate --temperature 0.8
     --context $room --turn-tokens 128 --concurrency 64 "${train[@]}")
-first=(--model "$OUT/sft" --steps 80 --decay 0.5) again=(--steps 20)  # RL's first cycle, the others
-# --lenient: as all of docs/results.md was measured
+first=(--model "$OUT/sft" --steps 80 --decay 0.5)  # RL in the first cycle
+again=(--steps 20)  # RL in the later cycles
+# --lenient: all numbers in docs/results.md were measured with it
 judge=("${play[@]}" --lenient --max-context $room --max-tokens 128 --seed "$SEED")
 trial=(python evaluate.py --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${judge[@]}"
     --limit 160 --samples 8 --temperature 0.8 --top-p 1.0)
@@ -105,7 +106,7 @@ held=$DATA/val
 evaluate=(python evaluate.py --tasks "$DATA/val.jsonl" --database "$held" "${judge[@]}" --top-p 0.95
     --temperature 0.6)
 
-# serve_pages   the pages that Browse reads, until this script ends
+# serve_pages   serve the pages that Browse reads, until this script ends
 serve_pages() {
     local said serve=("${tir[@]}" pages --database "$DATA/train" "$DATA/val" --port $port)
     if [[ -n ${DRY:-} ]]; then
@@ -121,12 +122,12 @@ serve_pages() {
     say "$said"
 }
 
-# held-out tasks ask about a world of its own, of names and numbers that occur nowhere else
+# held-out tasks ask about a separate world, whose names and numbers occur nowhere else
 stage facts "$DATA/val.jsonl" "${tir[@]}" facts --seed 0 --port $port --out "$DATA"
 serve_pages
 stage episodes "$DATA/sft.jsonl" "${tir[@]}" episodes --database "$DATA/train" \
     --tasks "$DATA/sft-tasks.jsonl" --out "$DATA/sft.jsonl"
-if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown
+if [[ -z ${MODEL:-} ]]; then  # a random model, which first learns to copy
     stage drills "$DATA/drills.jsonl" "${tir[@]}" drills --n 6000 --seed 5 --port $port \
         --out "$DATA/drills.jsonl"
     stage init "$OUT/init/config.json" python -m tiny model --seed "$SEED" \
@@ -136,14 +137,14 @@ if [[ -z ${MODEL:-} ]]; then  # a random one, taught to copy what it is shown
         --data "$DATA/drills.jsonl" --epochs 1 --batch 8 --lr 1e-3 --min-lr 0.3 --warmup 0.03 \
         --cutoff $room "${train[@]}" --out "$OUT/base"
 fi
-# the teacher answers a third of what needs a tool by heart: its student copies that, too
+# in a third of the episodes that need a tool the teacher answers from memory; the model copies it
 stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
     --data "$DATA/sft.jsonl" --steps 800 --batch 4 --lr $rate --min-lr 0.05 --warmup 0.03 \
     --cutoff $room "${train[@]}" --out "$OUT/sft"
 [[ $what != axis ]] || source recipes/toolaxes.sh
-# and finds out here what it must look up; at a rate of 1.5e-4 what few tasks need is unlearnt
+# RL unlearns that habit. At a rate of 1.5e-4 it would also unlearn what only few tasks need
 stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
-# self-critic cycles: the policy plays, DPO learns from its right and wrong plays, GRPO goes on
+# self-critic cycles: the policy plays, DPO learns from its right and wrong plays, GRPO continues
 last=$OUT/rl
 for ((cycle = 1; cycle <= ${CYCLES:-1}; cycle++)); do
     here=$OUT/cycle-$cycle

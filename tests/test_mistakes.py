@@ -131,7 +131,7 @@ MISTAKES = {
         ("--model folder", "folder/config.json is missing"),
         ("--model a=b=c", "b=c is not a folder; is the path right?"),
         ("--model m --out good.jsonl", "good.jsonl: "),
-        ("--model m --out qa-odd", "qa-odd/m/episodes.jsonl, line 1: no episode"),
+        ("--model m --out qa-odd", "qa-odd/m/episodes.jsonl, line 1: not an episode"),
     ],
     "synth": [
         ("", "required: command"),

@@ -900,7 +900,7 @@ def test_preflight_passes_once_and_leaves_no_weights(station):
     ("sft.py --model model --data out/7b/preflight", {}, "stage preflight-full failed, see above"),
     ("out/7b/preflight/rl", {}, "stage preflight failed, see above"),
     ("out/7b/preflight/eval", {}, "stage preflight-eval failed, see above"),
-    ("visible_gpus", {}, "PyTorch starts on no 2 GPUs: R580? cuda-compat-13-0?"),
+    ("visible_gpus", {}, "PyTorch cannot use 2 GPUs: install driver R580 or cuda-compat-13-0"),
 ])
 def test_preflight_refuses_in_one_line_that_says_the_fix(station, broken, variables, fix):
     (station / "broken").write_text(broken)
@@ -955,7 +955,7 @@ def test_tool_stars_preflight_refuses_in_one_line_that_says_the_fix(
 def test_preflight_wants_disk_memory_and_a_token_to_compare(station):
     disk(station, free="1000000")
     done = run_sh(station, "7b", "preflight", MODEL="model")
-    assert "1 GB of disk free, 685 needed: OUT=on a larger one" in done.stderr.splitlines()[-1]
+    assert "1 GB of disk are free, 685 are needed: OUT=" in done.stderr.splitlines()[-1]
     disk(station, free="2000000000")
     stand_in(station / "bin" / "du", "echo 900000000 model")
     done = run_sh(station, "7b", "preflight", MODEL="model")

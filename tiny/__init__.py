@@ -1,1 +1,1 @@
-"""The laptop's world, its exercises, and its model of 2M parameters."""
+"""A small world, exercises and a model of 2M parameters, for training on a laptop."""

@@ -1,14 +1,14 @@
 """
-The laptop's world: what a model of 2M parameters needs to learn in minutes what a large one knows.
+Make what a laptop needs to train a model of 2M parameters in the travel world.
 
-    (1) world   tables like TravelPlanner's, small and seeded, whose names a tiny model can copy; or
-                many such worlds, none of which has a city of the one that ships
-    (2) drills  for want of pre-training: exercises in copying and in weighing rows, or whole
-                episodes of the solver, from worlds other than the one it will play in
+    (1) world   small seeded tables like TravelPlanner's, whose names a tiny model can copy; or many
+                such worlds, without any city of the one that ships with the repository
+    (2) drills  a substitute for pre-training: exercises in copying and comparing rows, or whole
+                episodes of the solver, in other worlds than the one in which the model will play
     (3) model   a random Qwen2 with induction heads, and a tokenizer made for copying
 
-Reads   for (3) files of messages
-Writes  the tables' CSVs; jsonl of messages or episodes; a model folder
+Reads   (3) files of messages
+Writes  (1) the tables as CSV  (2) a jsonl file of messages or episodes  (3) a model folder
 
     python -m tiny world  --seed 0 --out database/mini
     python -m tiny world  --worlds 24 --seed 7 --out data/worlds
@@ -32,26 +32,27 @@ def flags(argv=None):
         p = commands.add_parser(run.__name__, help=words, description=words, formatter_class=Help)
         p.set_defaults(run=run)
         p.add_argument("--seed", type=SEED, default=0, help="the same seed gives the same files")
-        p.add_argument("--out", required=True, help="file or folder that is written")
+        p.add_argument("--out", required=True, help="file or folder to write")
         return p.add_argument
 
     add = command(world, "write the tables of a small world, or of many")
-    add("--worlds", type=COUNT, help="that many worlds, each in a folder world-*, without the "
-        "cities of the one that ships; unset: one world, in --out itself")
+    add("--worlds", type=COUNT, help="number of worlds, each in a folder world-*, without the "
+        "cities of database/mini; default: one world, in --out itself")
     add = command(drills, "write exercises or episodes from other worlds")
-    add("--n", type=COUNT, default=4000, help="number of exercises, or of episodes")
-    add("--worlds", type=COUNT, default=8, help="number of worlds that share them")
+    add("--n", type=COUNT, default=4000, help="number of exercises or episodes")
+    add("--worlds", type=COUNT, default=8, help="number of worlds that they come from")
     add("--episodes", action="store_true", help="write whole episodes of the solver")
     add("--careful", type=SHARE, default=0.0,
-        help="share of them in which the rows of lists are weighed one by one")
-    add("--workers", type=COUNT, default=os.cpu_count(), help="processes; all give the same file")
+        help="share of them in which the rows of lists are compared one by one")
+    add("--workers", type=COUNT, default=os.cpu_count(), help="processes; their number does not "
+        "change the file")
     add = command(model, "write a random Qwen2 of 2M parameters and its tokenizer")
     add("--corpus", nargs="+", required=True, metavar="JSONL",
-        help="files of messages to make the tokenizer of")
+        help="files of messages from which the tokenizer is made")
     add("--width", type=heads_of_32, default=192,
-        help="hidden size, in heads of 32; 192: 2M parameters")
-    add("--phrases", metavar="FILE", help="what is a token each, beside single digits; unset: the "
-        "travel world's phrases and pairs of digits")
+        help="hidden size, a multiple of 64; 192: 2M parameters")
+    add("--phrases", metavar="FILE", help="phrases that become one token each, with single digits; "
+        "default: the travel world's phrases and pairs of digits")
     return p.parse_args(argv)
 
 

@@ -1,5 +1,6 @@
 """
-What a tiny model is taught instead of being pre-trained: copying and weighing rows, whole episodes.
+Training data for a tiny model that is not pre-trained: exercises in copying and comparing rows, and
+whole episodes of the solver.
 """
 import argparse
 import itertools
@@ -21,10 +22,10 @@ from travel.world import LEVELS
 
 
 def drills(args):
-    """Exercises or episodes of many worlds without a city of the one that ships: in a single one a
-    model would learn names by heart."""
+    """Write exercises or episodes from many worlds, since in a single one a model would memorise
+    the names. None of their cities is in database/mini."""
     runtime.lock_file(args.out)
-    if Path(args.out).exists():  # a file of something else is refused at once, not in minutes
+    if Path(args.out).exists():  # refuse another kind of file now, not after minutes
         begun = runtime.read_jsonl(args.out)
         if not all(isinstance(row, dict) and "messages" in row for row in begun):
             raise ValueError(f"{args.out}: not a file of this command; choose another --out")
@@ -38,8 +39,8 @@ def drills(args):
 
 
 def world_rows(args, number):
-    """A world's share of the rows. Worlds differ in their month: of one alone, the days on which no
-    trip may start would never be learnt as such."""
+    """A world's share of the rows. The worlds are in different months, because in one month a model
+    could not learn from which days on no trip can start."""
     dates, n = MONTHS[number % 12], runtime.portions(args.n, [1] * args.worlds)[number]
     with tempfile.TemporaryDirectory() as folder:
         write_world(folder, f"{args.seed}.{number}", dates, HOME)
@@ -52,8 +53,9 @@ def world_rows(args, number):
 
 
 def world_episodes(args, number, folder, dates):
-    """Episodes of the solver, all successful. A share is a careful teacher's, who weighs the rows
-    of a list before taking one; the others are a hasty one's, who gives no reason."""
+    """Yield successful episodes of the solver. A share of them is by a careful teacher, which
+    compares the rows of a list before it chooses one; the others are by a hasty one, which gives no
+    reasons."""
     settings = argparse.Namespace(
         seed=f"{args.seed}.{number}", prefix=f"world-{number}", database=folder, like="tiny",
         days=[3], dates=dates, split="train", system_prompt="short", failure_rate=0.0, max_turns=60)
@@ -69,13 +71,13 @@ def world_episodes(args, number, folder, dates):
             steps, journey = weighed(steps, task, database, journey)
             style = "careful"
         row = synth.play_out(settings, task, database, steps, "the plan", journey, style)
-        if "refused" not in row:  # else the same teacher plays the next task in its place
+        if "refused" not in row:  # else the same kind of teacher plays the next task instead
             yield row
             careful = rng.random() < args.careful
 
 
 def in_order(journey, database):
-    """The journey with three meals of those it has, in the order of their list."""
+    """The journey with only three of its meals, in the order of the database's list."""
     (stay,) = journey.stays
     order = list(solver.places(database, "restaurants", stay.city))
     meals = sorted(stay.meals[:3], key=lambda meal: order.index(meal.name))
@@ -83,8 +85,8 @@ def in_order(journey, database):
 
 
 def weighed(steps, task, database, journey):
-    """A careful teacher's searches, and the journey with the hotel and the restaurants they come
-    to: the thought after a list of either goes through its rows, as far as a wish decides."""
+    """(a careful teacher's searches, the journey with the hotel and the meals that it chooses). Its
+    thought after a list of hotels or restaurants goes through the rows until a wish is decided."""
     (stay,) = journey.stays
     said, notes, found = {}, [], []
     said[SEARCHES["hotels"]], bed = weigh_hotels(task, database.hotels(stay.city))
@@ -100,9 +102,11 @@ def weighed(steps, task, database, journey):
 
 
 def weigh_hotels(task, rows):
-    """The lines that weigh a list, and the name of the hotel they take: the first that fits, None
-    where none does. What is wanted is said first, in the words of the rows; then a line a row
-    quotes what matters of it, with "ok" or "no" behind each, as far as the first "no"."""
+    """(the lines that compare the hotels of a list, the name of the first that fits or None).
+
+    The first line says what is wanted, in the words of the rows. Then each line quotes the relevant
+    parts of a row, each followed by "ok" or "no", up to the first "no".
+    """
     room, rule = (task["local_constraint"].get(name) for name in ("room type", "house rule"))
     rooms = [kind for kind in ROOM_TYPES.values()
              if kind == ROOM_TYPES.get(room) or room == "not shared room" and kind != "Shared room"]
@@ -126,8 +130,11 @@ def weigh_hotels(task, rows):
 
 
 def weigh_meals(task, rows, meals=()):
-    """The lines that weigh a list by the cuisines wanted, as far as all are served; and the names
-    they take, in the order of a day's meals: those that serve, then of `meals`, then any."""
+    """(the lines that compare the restaurants of a list, the names chosen for a day's meals).
+
+    The lines end when all wanted cuisines are served. The names are first restaurants that serve
+    one, then those of `meals`, then any.
+    """
     state, taken = dict.fromkeys(solver.cuisines(task), "ok"), []
     own = {meal.name for meal in meals}
 
@@ -156,13 +163,16 @@ def weigh_meals(task, rows, meals=()):
 
 
 def make_drill(rng, database, dates, careful=0.0):
-    """One exercise in copying what is shown: a query's next search for its way out or back by air
-    or by road, flights out and back, or a day out of the lists of a city. careful: the share of
-    exercises in weighing the rows of a list by a query's wishes."""
+    """A random exercise, as messages.
+
+    Most are in copying: the next search for a query's way out or back by air or by road, flights
+    out and back, or a day from the lists of a city. careful: the share of exercises in comparing
+    the rows of a list with a query's wishes.
+    """
     kind = rng.choices(("air", "road", "flights", "lists"), (2, 1, 2, 6))[0]
     if careful and rng.random() < careful:
         kind = rng.choices(("wishes", "rooms", "rules", "meals"), (14, 3, 3, 6))[0]
-    ends = None  # of a task that this can be asked about: its ways out and back
+    ends = None  # [(from, to, date)] of a task that suits the exercise: out and back
     while not ends:
         task = synth.sample_task(rng, database, 3, rng.choice(LEVELS), "tiny", dates)
         if task and is_possible(kind, task, database):
@@ -181,7 +191,7 @@ def make_drill(rng, database, dates, careful=0.0):
 
 
 def is_possible(kind, task, database):
-    """Whether there is what a drill shows, both out and back, or a row that fits."""
+    """Whether a task has what an exercise shows: ways out and back, or wishes and a fitting row."""
     wish = task["local_constraint"]
     if kind == "wishes":
         return any(wish[name] for name in ("room type", "house rule", "cuisine"))
@@ -197,14 +207,14 @@ def is_possible(kind, task, database):
 
 
 def see(database, tool, arguments):
-    """What a tool's answer looks like to the model."""
+    """A tool's result as the model sees it."""
     return observation_message(Sandbox(database).call(tool, arguments))["content"]
 
 
 def drill_ways(rng, task, ends, mode, database):
-    """A query and the searches so far -> the next search."""
+    """(a query with the results so far, the next search), as texts."""
     if mode == "road" and database.flights(*ends[0]):
-        task["local_constraint"]["transportation"] = "no flight"  # else it would be gone by air
+        task["local_constraint"]["transportation"] = "no flight"  # else the solver would fly
     steps = [step for leg in ends for step in solver.way_searches(task, mode, *leg, mode == "air")]
     done = rng.randrange(len(steps))
     query = synth.write_query(rng, task, synth.GRAMMARS["tiny"])
@@ -213,7 +223,7 @@ def drill_ways(rng, task, ends, mode, database):
 
 
 def drill_flights(rng, ends, database):
-    """Flights out and back, on any date -> one of each, in that order."""
+    """(lists of flights out and back, on random dates; a flight of each), as texts."""
     shown, said, words = [], [], ("departure", "destination", "date")
     for a, b, _ in rng.sample(ends, 2):
         ride = a, b, rng.choice(database.flight_dates(a, b))
@@ -224,8 +234,8 @@ def drill_flights(rng, ends, database):
 
 
 def drill_lists(rng, city, database):
-    """The lists of a city -> three meals and a hotel for two nights, and again among the sights:
-    an answer takes what its thoughts took."""
+    """(the lists of a city; three meals and a hotel for two nights, then these again with the
+    sights), as texts. The repetition teaches that an answer repeats the choices of its thoughts."""
     tables = rng.sample(list(SEARCHES), len(SEARCHES))
     shown = "\n".join(see(database, SEARCHES[table], {"city": city}) for table in tables)
     hotels = [name for name, rows in solver.places(database, "hotels", city).items()
@@ -240,8 +250,8 @@ def drill_lists(rng, city, database):
 
 
 def drill_weighing(rng, task, kind, database):
-    """A query and a city's lists as far as one of hotels or restaurants -> that list weighed; or a
-    query alone -> its wishes in the words of the lists."""
+    """(a query with a city's list of hotels or restaurants, the lines that compare its rows); or
+    (a query, its wishes in the words of the lists). Both are texts."""
     city, query = task["dest"], synth.write_query(rng, task, synth.GRAMMARS["tiny"])
     if kind == "wishes":
         return query, "\n".join(weigh_hotels(task, [])[0] + weigh_meals(task, [])[0])

@@ -11,14 +11,14 @@ from tiny.worlds import WORDS
 
 
 def read_phrases(file):
-    """A file's phrases. "@" and the ends of lines stand between them."""
+    """The phrases of a file, which "@" and line breaks separate."""
     with runtime.errors_name(file):
         return re.split("[@\n]", Path(file).read_text(encoding="utf-8").strip("\n"))
 
 
-# What the tools and the protocol say over and over, and the pairs of digits: a token each, so that
-# episodes are short. "3. [" stands before a row's name, in observations and answers alike: there
-# induction heads find the name of that row.
+# Frequent phrases of the tools and the protocol, and the pairs of digits, are one token each, so
+# that episodes are short. "3. [" precedes the name of a row both in results and in answers, where
+# induction heads find it.
 PHRASES = [
     *(f"{i:02d}" for i in range(100)),
     *(f"{i}. [" for i in range(1, 10)),
@@ -30,10 +30,12 @@ CHATML = (
 
 
 def embed_classes(lm, rows, rank=32):
-    """Embed tokens half at random and half by their neighbours in the rows of ids: tokens of a kind
-    (names of hotels, digits) start alike, as in any trained model. Positive pointwise mutual
-    information with the tokens before and after, and its largest singular vectors (Levy and
-    Goldberg, 2014)."""
+    """Set embeddings half at random and half by the tokens' neighbours in the rows of ids, so that
+    tokens of a kind (names of hotels, digits) are similar, as in any trained model.
+
+    Uses the largest singular vectors of the positive pointwise mutual information with the tokens
+    before and after (Levy and Goldberg, 2014). rank: the number of these vectors.
+    """
     import torch
 
     size, width = lm.model.embed_tokens.weight.shape
@@ -51,15 +53,16 @@ def embed_classes(lm, rows, rank=32):
 
 
 def wire_induction(lm):
-    """Give a random tiny Qwen2 what every pre-trained model has: induction heads, which find the
-    last place where the current token stood and say what came after it (arXiv:2209.11895). Training
-    would spend most of its budget on it.
+    """Give a random tiny Qwen2 the induction heads that every pre-trained model has. They find the
+    last occurrence of the current token and predict the token after it (arXiv:2209.11895). Training
+    would need most of its time to learn them.
 
-    Heads of layer 0 look one token back, by their biases: b and b turned by one position meet at
-    distance 1 under RoPE, and its fast frequencies make that sharp. What they read they write into
-    a subspace Q, in which heads of layer 1 look for the current token; its slow frequencies leave
-    the meeting alone at any distance. The token found is written out as it was embedded, which the
-    head, starting as the embedding, reads as that token.
+    Heads of layer 0 attend to the previous token: the bias of their queries is b, that of their
+    keys is b rotated by one position, so that under RoPE the product is largest at distance 1; b
+    uses the fast frequencies, which make this sharp. They write the previous token into a subspace.
+    Heads of layer 1 look for the current token in that subspace; they use the slow frequencies,
+    which hardly depend on the distance. They write the embedding of the token that they found,
+    which the LM head, a copy of the embedding at the start, reads as that token.
     """
     import torch
 
@@ -70,7 +73,7 @@ def wire_induction(lm):
         layer.mlp.down_proj.weight.mul_(0.1)
     back, find = lm.model.layers[0].self_attn, lm.model.layers[1].self_attn
     d = config.hidden_size // config.num_attention_heads
-    share = config.num_attention_heads // config.num_key_value_heads  # queries of one key
+    share = config.num_attention_heads // config.num_key_value_heads  # query heads per key head
     # radians per token, (d / 2,)
     angle = config.rope_parameters["rope_theta"] ** (-torch.arange(0, d, 2) / d)
     fast, slow = 6.0 * (angle > 0.02), 2.0 * (angle < 0.002).repeat(2)[:, None]
@@ -85,18 +88,18 @@ def wire_induction(lm):
         back.k_proj.bias[kv] = torch.cat([fast * angle.cos(), fast * angle.sin()])
         back.v_proj.weight[kv], back.o_proj.weight[:, q] = 0.3 * previous.T, written
         find.q_proj.weight[q], find.k_proj.weight[kv] = slow * previous.T, slow * written.T
-        # loud: it may find many tokens at once
+        # a large factor, since attention may be divided among many tokens
         find.v_proj.weight[kv], find.o_proj.weight[:, q] = 8.0 * said.T, said
 
 
 def make_tokenizer(texts, vocabulary, phrases=PHRASES):
-    """A byte-level BPE made for copying: words are split from their punctuation and numbers into
-    pairs of digits, so that a name or a date is the same few tokens wherever it stands."""
+    """A byte-level BPE tokenizer made for copying: it splits words from punctuation and numbers
+    into pairs of digits, so that a name or a date has the same tokens everywhere."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    # Qwen's own split (transformers puts it into every Qwen2 tokenizer it loads)
+    # Qwen's pattern, which transformers sets for every Qwen2 tokenizer that it loads
     pieces = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
                    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
@@ -106,7 +109,7 @@ def make_tokenizer(texts, vocabulary, phrases=PHRASES):
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=special, show_progress=False)
-    # the merges see what the phrases leave
+    # the merges are learnt from the text between the phrases
     phrase = re.compile("|".join(map(re.escape, sorted(phrases, key=len, reverse=True))))
     bpe.train_from_iterator((piece for text in texts for piece in phrase.split(text)), trainer)
     bpe.add_special_tokens(special)
@@ -122,8 +125,8 @@ def read_talks(path):
     for number, row in enumerate(runtime.read_jsonl(path), 1):
         talk = row.get("messages") if isinstance(row, dict) else None
         if not isinstance(talk, list) or not talk or not runtime.is_talk(talk):
-            raise ValueError(f"{path}, record {number}: no messages by turns, each with a "
-                             f"role and a content, but {str(row)[:60]}")
+            raise ValueError(f"{path}, record {number} must hold messages, each with a role and a "
+                             f"content, in alternating turns, but is {str(row)[:60]}")
         talks.append(talk)
     if not talks:
         raise ValueError(f"{path} holds no messages; `python -m tiny drills` writes some")
@@ -143,7 +146,7 @@ def make_tiny(corpus, out, seed, width=192, vocabulary=2048, phrases=PHRASES):
         vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=4,
         intermediate_size=width * 8 // 3 // 64 * 64, num_attention_heads=width // 32,
         num_key_value_heads=2, max_position_embeddings=32768,
-        tie_word_embeddings=False,  # tied weights go stale in vLLM's CPU build
+        tie_word_embeddings=False,  # vLLM's CPU build does not update tied weights
         rope_parameters={"rope_theta": 1e6, "rope_type": "default"}, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
     rows = []

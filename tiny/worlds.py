@@ -1,5 +1,5 @@
 """
-Tables like TravelPlanner's, small and seeded, whose names a tiny model can copy.
+Small seeded tables like TravelPlanner's, with names that a tiny model can copy.
 """
 import calendar
 import csv
@@ -15,19 +15,18 @@ import synth
 from travel.constraints import ROOM_TYPES
 
 WORDS = Path(__file__).parent.parent / "database" / "words"
-# The word pools of the small worlds. They share no word, so that a word says what kind of place it
-# names, and every world draws on the same ones: a tiny model that can copy them copies the names of
-# cities it has never seen.
+# The pools of words for names. No word is in two pools, so that a word shows what kind of place it
+# names. All worlds use the same pools, so that a tiny model can copy names that it has never seen.
 POOLS = {name: words.split() for name, words in runtime.entries(WORDS / "names.txt").items()}
 FILLERS = ("Tea", "BBQ", "Seafood", "Cafe", "Pizza", "Bakery")
 MONTHS = [[f"2022-{month:02d}-{day + 1:02d}" for day in range(calendar.monthrange(2022, month)[1])]
           for month in range(1, 13)]
-WINDING = 1.25  # km by road per km as the crow flies
+WINDING = 1.25  # km by road per km of straight line
 
 
 def make_world(seed, dates=synth.MARCH, avoid=frozenset()):
-    """The tables of a small world as {path in the database folder: text}; same seed, same bytes.
-    avoid: names that none of its cities has."""
+    """The tables of a small world: {path in the database folder: text}. The same seed gives the
+    same bytes. avoid: names of cities that must not be used."""
     rng = random.Random(f"world/{seed}")
     states, where = make_map(rng, avoid)
     hotels, meals, sights = make_places(rng, states, where)
@@ -57,8 +56,11 @@ def to_csv(head, rows):
 
 
 def make_map(rng, avoid=frozenset()):
-    """14 states of 3 or 4 cities on a plane: {state: [city]}, {city: (x, y) in km}. Each noun names
-    two cities of different states: training meets the words of a reserved city all the same."""
+    """({state: [city]}, {city: (x, y) in km}): 14 states of 3 or 4 cities on a plane.
+
+    Each noun is in the names of two cities of different states, so that training also meets the
+    words of a city that is reserved for validation.
+    """
     nouns = rng.sample(POOLS["nouns"], 24)
     sizes, names = [4] * 6 + [3] * 8, []  # 48 cities
     rng.shuffle(sizes)
@@ -78,8 +80,8 @@ def make_map(rng, avoid=frozenset()):
 
 
 def make_places(rng, states, where):
-    """The rows of hotels, of restaurants and of attractions. No two of a kind share a first word
-    within a state: what one observation says cannot be mixed up with what the next one does."""
+    """The rows of hotels, of restaurants and of attractions. Within a state no two places of a kind
+    have the same first word, so that a model cannot confuse the results of two searches."""
     hotels, meals, sights = [], [], []
     for cities in states.values():
         beds, foods, views = (rng.sample(POOLS[pool], len(POOLS[pool]))
@@ -110,7 +112,7 @@ def make_hotel(rng, word, base, city):
     room = rng.choices(tuple(ROOM_TYPES.values()), (5, 5, 2))[0]
     rules = rng.sample(synth.RULE_WISHES, rng.choice((1, 1, 2)))
     if rng.random() < 0.04:
-        rules = ()  # an incomplete row, which the sandbox drops as it does the official ones
+        rules = ()  # an incomplete row, which the sandbox drops, as in the official tables
     price = base * rng.uniform(0.5, 2.2) * (0.6 if room == "Shared room" else 1)
     nights, people = float(rng.choice((1, 1, 2, 2, 3, 3))), rng.choice((1, 2, 2, 3, 4, 6))
     return [f"{word} {rng.choice(POOLS['hotel nouns'])}", room, 10.0 * round(price / 10), nights,
@@ -118,7 +120,7 @@ def make_hotel(rng, word, base, city):
 
 
 def make_roads(rng, where):
-    """Rows of distance.csv: most pairs, some with no row, some empty, some of more than a day."""
+    """Rows of distance.csv. A few pairs have no row, a few an empty one, some take over a day."""
     rows = []
     for a, b in itertools.combinations(where, 2):
         fate, km = rng.random(), max(20, round(WINDING * math.dist(where[a], where[b])))
@@ -128,13 +130,13 @@ def make_roads(rng, where):
             known = [road_hours(length), f"{length:,} km"] if fate > 0.07 else ["", ""]
             rows.append([origin, goal, "", *known])
     rng.shuffle(rows)
-    # the official table repeats pairs too, and the first row of a pair counts
+    # as in the official table, a pair is repeated, and its first row counts
     twice = next(row for row in rows if row[3] and "day" not in row[3])
     return rows + [[*twice[:3], "9 mins", "9 km"]]
 
 
 def road_hours(km):
-    """The time of a drive at 90 km/h, in the words of the official table."""
+    """The duration of a drive at 90 km/h, in the words of the official table."""
     hours, minutes = divmod(round(km / 90 * 60), 60)
     if hours >= 24:
         return f"{hours // 24} day {hours % 24} hours"
@@ -142,9 +144,9 @@ def road_hours(km):
 
 
 def make_flights(rng, states, where, dates):
-    """Rows of the flights table, in the order of their numbers. A city flies to all cities of
-    another state, on every second date with some gaps, so that a trip of 3, 5 or 7 days can fly out
-    and back. Flights shown together differ in the first two digits of their numbers."""
+    """Rows of the flights table, in the order of their numbers. A city has flights to all cities of
+    another state on every second date, with gaps, so that a trip of 3, 5 or 7 days can fly out and
+    back. The numbers of flights in one list differ in their first two digits."""
     free = {block: rng.sample(range(100), 100) for block in range(10, 100)}  # unused numbers
     rows = []
     for a, b, odd in make_links(rng, states, where):
@@ -166,7 +168,7 @@ def make_flights(rng, states, where, dates):
 
 
 def make_links(rng, states, where):
-    """[(city, city, parity of the dates)] of the flights. Nearly all are too far apart to drive."""
+    """[(city, city, parity of the dates)] of the flights. Most pairs are too far apart to drive."""
     links, degree = {}, dict.fromkeys(where, 0)
     for city in rng.sample(list(where), 33):
         far, least = [], 2160 if len(links) % 9 else 600  # km by road
@@ -176,7 +178,7 @@ def make_links(rng, states, where):
                 far.append((state, max(degree[other] for other in cities)))
         if not far:
             continue
-        # of the states that far, one that few flights go to
+        # among the states far enough away, choose one with few flights
         state, _ = min(rng.sample(far, len(far)), key=itemgetter(1))
         odd = rng.randrange(2)
         for other in states[state]:
@@ -194,7 +196,7 @@ def write_world(folder, seed, dates=synth.MARCH, avoid=frozenset()):
     for name, text in make_world(seed, dates, avoid).items():
         path = Path(folder) / name
         if path.exists() and path.read_bytes() != text.encode():
-            raise ValueError(f"{path} is a table of something else: choose another --out, or "
+            raise ValueError(f"{path} belongs to another database: choose another --out, or "
                              "remove it")
         runtime.write_text(path, text)
 

@@ -1,1 +1,1 @@
-"""Programs to look at runs: the report, the microscope of tokens, the memory plan."""
+"""Programs to look at runs: the report, the token microscope, the memory plan."""

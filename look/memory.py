@@ -1,15 +1,15 @@
 """
-What fills each GPU: the memory of a stage, moment by moment, planned without a GPU.
+Plan the memory that a stage needs on each GPU, at each moment of an update, without a GPU.
 
-From the sources of DeepSpeed 0.19.8 (ZeRO-3 leaves it a bucket of 5e8 numbers, 1e9 live
-parameters), of Qwen2 in transformers 5.19 with an attention that makes no T x T matrix, and of the
-stages' own loss, which never holds more than LOGITS logits.
+The plan follows the sources of DeepSpeed 0.19.8 (ZeRO-3 with a bucket of 5e8 numbers and up to 1e9
+gathered parameters), of Qwen2 in transformers 5.19 with an attention that makes no T x T matrix,
+and of the stages' own loss, which never holds more than LOGITS logits.
 
     python -m look.memory sft  --model Qwen/Qwen2.5-7B-Instruct --gpus 16
     python -m look.memory grpo --model Qwen/Qwen2.5-7B-Instruct --gpus 16 --context 30000
 
-Prints a table; where a moment does not fit, names it, the GiB too many and the flags that lower it,
-and exits with status 1.
+Prints a table. If a moment does not fit, it prints the missing GiB and the flags that help, and
+exits with status 1.
 """
 import itertools
 import math
@@ -21,35 +21,37 @@ import runtime
 from runtime import COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
 from sft import LOGITS
 
-MOMENTS = {  # of an update: what lowers it
+MOMENTS = {  # {moment of an update: what lowers its memory}
     "play": "a lower --gpu-memory, --offload, --lora, or more GPUs",
     "logits": "a smaller --pack-tokens or {longest}, no --no-checkpointing, --offload, --lora, or "
               "more GPUs",
     "layer": "a smaller --pack-tokens or {longest}, no --no-checkpointing, --offload, --lora, or "
              "more GPUs",
 }
-# tokens of the longest episode and of a micro-batch, as each stage has it. dpo.py has no model
-# beside the one it trains: its reference is numbers
+# {stage: its default tokens of (the longest episode, a micro-batch)}. dpo.py needs no second model,
+# since it computes the log-probabilities of its reference before training
 ROOM = {"sft": (20480, 20480), "dpo": (8192, 16384), "grpo": (30000, 32768), "arpo": (30000, 32768)}
 GIB = 2**30
 
 
 def training(config, n, args, tokens):
-    """[(what, bytes, moments)] of the trainer of `n` parameters, with `tokens` in a micro-batch.
+    """[(what, bytes, moments)] of the trainer of a model with n parameters.
 
-    Moments: play, logits (the backward pass through the head), layer (through the last layer).
-    AdamW's step is not among them: the fused kernel needs no memory of its own.
+    tokens: of a micro-batch. The moments are play, logits (the backward pass through the head) and
+    layer (the backward pass through the last layer). AdamW's step needs no memory of its own, since
+    its kernel is fused.
     """
     h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
     layers, kv, adapters = config.num_hidden_layers, kv_width(config), adapter_size(config, args)
-    trained = adapters or n  # with --lora the adapters alone have gradients and moments
+    trained = adapters or n  # with --lora only the adapters have gradients and moments
     shard = 0 if args.offload else trained / args.gpus
     chunk = max(1, min(1024, LOGITS // v))
     layer = tokens * (20 * h + 4 * kv + 8 * i)  # float32 norms 16 h, query and output 4 h, MLP 8 i
-    layer += tokens * 14 * args.lora  # of A x in bf16, at 7 linear layers
+    layer += tokens * 14 * args.lora  # A x in bf16, of 7 linear layers
     head = v * h * (not adapters)
     logits = max(14 * chunk * v, 12 * chunk * v + 4 * head, 6 * chunk * v + 6 * head)
-    whole = layers - round((1 - args.no_checkpointing) * layers)  # layers that keep all activations
+    # number of layers that keep all their activations
+    whole = layers - round((1 - args.no_checkpointing) * layers)
     kept = layer * whole + 2 * tokens * h * (layers - whole)
     always, backward = ("play", "logits", "layer"), ("logits", "layer")
     return [
@@ -60,9 +62,9 @@ def training(config, n, args, tokens):
         ("gradients' bucket, bf16", 2 * 5e8, always),
         ("bucket's copy to be sent", 2 * min(trained, 5e8), ("layer",)),
         ("gathered parameters, bf16", 2 * min(n, 1e9) * (args.gpus > 1), backward),
-        ("every layer's input or more", kept, backward),
-        ("a layer's activations, again", layer * (whole < layers), ("layer",)),
-        ("its gradients on the way", tokens * (4 * i + 2 * h), ("layer",)),
+        ("inputs (or more) of all layers", kept, backward),
+        ("recomputed layer activations", layer * (whole < layers), ("layer",)),
+        ("gradients inside of a layer", tokens * (4 * i + 2 * h), ("layer",)),
         ("last norm and hidden states", tokens * 12 * h, ("logits",)),
         ("logits, head's gradient", logits, ("logits",)),
         ("tied head's gradient", 2 * head * config.tie_word_embeddings, ("layer",)),
@@ -70,7 +72,7 @@ def training(config, n, args, tokens):
 
 
 def playing(config, n, args):
-    """([(what, bytes, moments)] of the engine, contexts that its cache holds)."""
+    """([(what, bytes, moments)] of the engine, the number of contexts that fit its cache)."""
     weights, work = 2 * n / args.tp, 2 * GIB
     cache = args.gpu_memory * args.gpu_gib * GIB - weights - work
     per_token = 4 * config.num_hidden_layers * kv_width(config)
@@ -81,32 +83,33 @@ def playing(config, n, args):
 
 
 def host(config, n, args):
-    """Bytes of --offload in the memory of all nodes: AdamW's moments, the master weights, and the
-    gradients twice, in pinned memory, of which PyTorch takes a power of two per rank."""
+    """The bytes that --offload needs in the memory of all nodes: AdamW's moments, the master
+    weights, and the gradients twice, in pinned memory. PyTorch rounds each rank's pinned memory up
+    to a power of two."""
     trained = (adapter_size(config, args) or n) / args.gpus
     return args.offload * args.gpus * (12 * trained + 2 * 2 ** math.ceil(math.log2(4 * trained)))
 
 
 def adapter_size(config, args):
-    """Numbers in the adapters of --lora R."""
+    """The number of parameters in the adapters of --lora R."""
     return args.lora * config.num_hidden_layers * widths(config)
 
 
 def widths(config):
-    """The widths of the inputs and outputs of a layer's seven linear layers, added up."""
+    """The sum of the input and output widths of a layer's seven linear layers."""
     h, i, kv = config.hidden_size, config.intermediate_size, kv_width(config)
     heads = config.num_attention_heads * (kv // config.num_key_value_heads)
     return 2 * (h + heads) + 2 * (h + kv) + 3 * (h + i)
 
 
 def kv_width(config):
-    """Numbers of a token's keys in a layer, and as many values."""
+    """The width of a token's keys in a layer; the values have the same width."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_key_value_heads * width
 
 
 def load_shape(model):
-    """The config of a model and the number of its parameters, none of which is loaded."""
+    """(config, number of parameters) of a model, without loading its weights."""
     from transformers import AutoConfig
 
     known = re.fullmatch(r"Qwen/Qwen2\.5-(0\.5|1\.5|3|7)B(-Instruct)?", model)
@@ -137,30 +140,31 @@ def count(config):
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
-    add("stage", choices=(*ROOM, "recipes"), help="whose memory; the flags are those it "
-        "takes. recipes: what run.sh chooses for which GPUs")
+    add("stage", choices=(*ROOM, "recipes"), help="stage to plan, with the flags that it takes; "
+        "recipes: print the settings that run.sh chooses for different GPUs")
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name")
     add("--gpus", type=COUNT, default=8, help="GPUs of all nodes together")
     add("--gpu-gib", type=POSITIVE, default=80, help="GiB of a GPU")
     add("--cutoff", type=NATURAL, default=0, help="sft, dpo: tokens of the longest episode; 0: the "
-        "stage's own")
+        "stage's default")
     add("--context", type=COUNT, default=ROOM["grpo"][0], help="grpo, arpo: tokens of an episode")
-    add("--pack-tokens", type=NATURAL, default=0, help="tokens per micro-batch; 0: the stage's own")
+    add("--pack-tokens", type=NATURAL, default=0,
+        help="tokens per micro-batch; 0: the stage's default")
     add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
-        help="keep the activations of this fraction of the layers, of all by default")
-    add("--offload", action="store_true", help="AdamW and its states are in the host's memory")
-    add("--lora", type=COUNT, default=0, metavar="R", help="only adapters of rank R are trained")
-    add("--host-gib", type=POSITIVE, default=math.inf, help="free memory of the host, "
-        "for --offload")
+        help="keep the activations of this fraction of the layers; without a number, of all")
+    add("--offload", action="store_true", help="keep AdamW and its states in the host's memory")
+    add("--lora", type=COUNT, default=0, metavar="R", help="train only adapters of rank R")
+    add("--host-gib", type=POSITIVE, default=math.inf, help="free memory of the host in GiB, for "
+        "--offload")
     add("--tp", type=COUNT, default=1, help="grpo, arpo: ranks that share an engine's weights")
     add("--gpu-memory", type=PART, default=0.6, help="grpo, arpo: share that the engine may fill")
     add("--out", metavar="FILE", help="write an episode per GPU that fills the plan's micro-batch, "
-        "for sft.py to try")
+        "to try the plan by sft.py")
     return p.parse_args(argv)
 
 
 def write_full(args, tokens):
-    """--out: episodes of nearly so many tokens."""
+    """Write --out: episodes of nearly `tokens` tokens."""
     per_word = len(runtime.load_template(args.model).encode(" word" * 100)) / 100
     said = [("system", "x"), ("user", "x"), ("assistant", " word" * int(0.9 * tokens / per_word))]
     row = {"messages": [{"role": role, "content": text} for role, text in said]}
@@ -168,8 +172,11 @@ def write_full(args, tokens):
 
 
 class Plan:
-    """What an update of a stage fills, moment by moment: rows, totals in GiB, contexts in the
-    engine's cache, GiB of the host."""
+    """The memory of a stage's update.
+
+    rows: [(what, bytes, moments)]. totals: {moment: GiB}. contexts: how many fit the engine's
+    cache. host: GiB of the host's memory.
+    """
 
     def __init__(self, config, n, args):
         plays, (longest, tokens) = args.stage not in ("sft", "dpo"), ROOM[args.stage]
@@ -186,7 +193,7 @@ class Plan:
 
 
 def plan(args):
-    """Print the table; SystemExit where a moment does not fit."""
+    """Print the table; SystemExit if a moment does not fit."""
     if args.stage == "recipes":
         print(*recipes(), sep="\n")
         return
@@ -195,7 +202,7 @@ def plan(args):
     positions, heads = config.max_position_embeddings, config.num_attention_heads
     totals, longest = found.totals, found.longest
     if longest > positions:
-        sys.exit(f"{args.model} knows {positions} positions, {found.flag} asks for {longest}: "
+        sys.exit(f"{args.model} has {positions} positions, {found.flag} asks for {longest}: "
                  "lower it")
     if heads % args.tp or args.gpus % args.tp:
         sys.exit(f"--tp {args.tp} does not divide {heads} attention heads and {args.gpus} GPUs")
@@ -219,21 +226,21 @@ def plan(args):
         sys.exit(f"this does not fit: --offload takes {found.host:.1f} GiB of the host's memory, "
                  f"{args.host_gib:g} are free; use --lora instead")
     if found.contexts < 1:
-        sys.exit("this does not fit: the cache holds no whole context; what mends it: a higher "
-                 "--gpu-memory, --tp, or a smaller --context")
+        sys.exit("this does not fit: the engine's cache holds no whole context; what helps: a "
+                 "higher --gpu-memory, --tp, or a smaller --context")
     if args.out:
         write_full(args, found.tokens)
 
 
 # ------------------------------------------------------------------------------ recipes/cards.txt
 
-# Qwen2.5: hidden size, layers, heads, of keys, intermediate, vocabulary, tied
+# Qwen2.5: hidden size, layers, heads, key heads, intermediate size, vocabulary, tied embeddings
 QWEN = {"0.5b": (896, 24, 14, 2, 4864, 151936, True), "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
         "3b": (2048, 36, 16, 2, 11008, 151936, True), "7b": (3584, 28, 28, 4, 18944, 152064, False)}
-LONGEST = {"0.5b": 16384}  # the recipes' context, 30000 elsewhere
-CARDS = {80: 79, 48: 44, 24: 22}  # GB: GiB that the smallest of these cards reports
+LONGEST = {"0.5b": 16384}  # the context of the recipes if it is not 30000
+CARDS = {80: 79, 48: 44, 24: 22}  # {GB of a card: GiB that the smallest such card reports}
 COUNTS = (1, 2, 4, 8, 16)
-CONTEXTS = 2  # the fewest whole contexts in an engine's cache; few plays fill theirs
+CONTEXTS = 2  # whole contexts that an engine's cache must hold; few plays need a whole one
 WAYS = ("", "--offload", "--lora 32", "--lora 32 --offload")
 SHARES = (0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2)
 HEAD = """# What fits which GPUs: python -m look.memory recipes > recipes/cards.txt
@@ -242,7 +249,7 @@ HEAD = """# What fits which GPUs: python -m look.memory recipes > recipes/cards.
 
 
 def qwen(size):
-    """The config of a Qwen2.5."""
+    """The config of a Qwen2.5 model."""
     from transformers import Qwen2Config
 
     hidden, layers, heads, of_keys, intermediate, vocabulary, tied = QWEN[size]
@@ -253,11 +260,11 @@ def qwen(size):
 
 
 def recipes():
-    """Yield the lines of recipes/cards.txt: for each size, number of GPUs and card the first choice
-    that fits, and where it needs the host's memory, also the first that does not.
+    """Yield the lines of recipes/cards.txt: for each size, number of GPUs and card, the first
+    choice of settings that fits and, if that needs --offload, also the first that does not.
 
-    The recipe keeps its context as long as anything else helps: --offload, which learns the same,
-    then LoRA, then a shorter context.
+    The order of the choices: --offload, which does not change learning, then --lora, and a shorter
+    context only if nothing else helps.
     """
     yield HEAD
     for size in QWEN:
@@ -270,7 +277,7 @@ def recipes():
 
 
 def choose(size, config, n, gpus, gib, ways):
-    """The first choice that fits -> {(its place among all choices, - GiB, GPUs, its line)}"""
+    """The first choice that fits: a set of one (place among all choices, -GiB, GPUs, line)."""
     heads = config.num_attention_heads
     contexts = [length for length in (30000, 16384, 8192) if length <= LONGEST.get(size, 30000)]
     engines = [tp for tp in (1, 2, 4) if gpus % tp == 0 and heads % tp == 0]

@@ -1,14 +1,14 @@
 """
-Look at a run: one page with everything in it, or what a flag asks for instead.
+Look at a run: write one page with everything in it, or what a flag asks for instead.
 
-    (1) find    every log.jsonl and every file of episodes anywhere below RUN_DIR, also of a run
-                that is still writing; none of them is changed
-    (2) choose  at most --episodes of them, with all plays of a task together
-    (3) write   curves, scores, failures by check, and each episode with its plan, verdicts, tool
-                calls and turns; pairs side by side; training plays token by token
+    (1) find    find every log.jsonl and every file of episodes below RUN_DIR, also of a run that is
+                still writing, and change none of them
+    (2) choose  choose at most --episodes episodes, with all plays of a task together
+    (3) write   write curves, scores, failures by check, and each episode with its plan, verdicts,
+                tool calls and turns; pairs side by side; training plays token by token
 
-The page is a single file that needs no server and no network. A model's text is only ever shown as
-text in it.
+The page is a single file that needs no server and no network. It shows a model's text only as text,
+never as HTML.
 
 Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, microscope/*.jsonl, *pairs*.jsonl
 Writes  OUT/report.html; with --curves OUT/curves.png, with --to tensorboard OUT/tensorboard/
@@ -45,7 +45,8 @@ def finite(text):
 
 
 def scan(path, start=0):
-    """(offset, record) of each whole line; a last line without its end is still being written."""
+    """Yield (offset, record) of each whole line; a last line without a line break is skipped, since
+    it is still being written."""
     with open(path, "rb") as lines:
         lines.seek(start)
         for number, line in enumerate(lines, 1):
@@ -58,7 +59,8 @@ def scan(path, start=0):
 
 
 def log_rows(log):
-    """{step: {key: number}} of a training log. A resumed run logs a step again: the last counts."""
+    """{step: {key: number}} of a training log. If a resumed run has logged a step again, the last
+    line counts."""
     rows = {}
     for _, row in scan(log):
         if not isinstance(row, dict):

@@ -269,8 +269,8 @@ def test_a_cache_without_room_for_a_context_is_refused(plan):
 
 
 @pytest.mark.parametrize("words, said", [
-    ("grpo --context 30000", "knows 8192 positions, --context asks for 30000"),
-    ("sft --cutoff 8193", "knows 8192 positions, --cutoff asks for 8193"),
+    ("grpo --context 30000", "has 8192 positions, --context asks for 30000"),
+    ("sft --cutoff 8193", "has 8192 positions, --cutoff asks for 8193"),
     ("arpo --context 8192 --tp 8", "--tp 8 does not divide 12 attention heads and 8 GPUs")])
 def test_a_model_with_too_few_positions_or_the_wrong_heads_is_refused(words, said, tmp_path):
     config = config_of("1.5B")

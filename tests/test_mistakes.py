@@ -240,7 +240,7 @@ MISTAKES = {
         ("sft --cutoff -1", "--cutoff: '-1' must be"),
         ("sft --model folder", "folder/config.json is missing"),
         ("sft --model nobody/none", "nobody/none is not a folder here, and the hub does"),
-        ("sft --model shape --cutoff 99999", "knows 32768 positions, --cutoff asks for 99999"),
+        ("sft --model shape --cutoff 99999", "has 32768 positions, --cutoff asks for 99999"),
         ("grpo --model shape --tp 5", "--tp 5 does not divide"),
         ("sft --model shape --gpu-gib 1", "this does not fit: "),
     ],

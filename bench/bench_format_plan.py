@@ -1,12 +1,12 @@
 """
-How well, how fast and how safely format_plan.py's rules read itineraries.
+Measure how well, how fast and how safely the rules of format_plan.py read itineraries.
 
     python bench/bench_format_plan.py [--database DIR]     texts per second, hostile texts
     python bench/bench_format_plan.py --mutants 100000     mutated texts and the slowest; minutes
     python bench/bench_format_plan.py --human FILE --database DIR   successes read by style
 
-One process and one core. The texts are solved plans in the styles of tests/styles.py; of several
-rounds the fastest counts. FILE is TravelPlanner's train split as jsonl, which has human plans.
+It uses one process. The texts are solved plans, written in the styles of tests/styles.py; the
+fastest of several rounds counts. FILE is TravelPlanner's train split as jsonl, with human plans.
 """
 import argparse
 import sys
@@ -26,7 +26,7 @@ from travel.world import load_task  # noqa: E402
 
 
 def seconds_of(rows, database):
-    """Processor time for reading [(task, text)]."""
+    """The CPU seconds for reading rows of (task, text)."""
     start = time.process_time()
     for task, text in rows:
         parse_plan(text, task, database)
@@ -34,10 +34,10 @@ def seconds_of(rows, database):
 
 
 def speed(args, database):
-    """Texts per second, and the time that each hostile text takes."""
+    """Print texts per second, and the time for each hostile text."""
     plans = styles.solved(database, args.plans, "bench")
     rows = [row[1:3] for row in styles.texts(database, plans, styles.STATED, "bench")]
-    seconds_of(rows, database)  # fills the caches
+    seconds_of(rows, database)  # fill the caches
     best = min(seconds_of(rows, database) for _ in range(args.rounds))
     size = sum(len(text) for _, text in rows) / len(rows)
     print(f"{len(rows) / best:,.0f} texts/s, of {size:,.0f} characters each")
@@ -47,7 +47,7 @@ def speed(args, database):
 
 
 def mutants(args, database):
-    """Read mutated texts: none may raise."""
+    """Read mutated texts, of which none may raise."""
     rng, slowest, found = styles.random_of("mutants"), (0, ""), 0
     plans = styles.solved(database, args.plans, "mutants")
     texts = [row[1:3] for row in styles.texts(
@@ -63,7 +63,8 @@ def mutants(args, database):
 
 
 def human(args, database):
-    """By style: how many human plans that succeed still do, and how many spoilt ones do."""
+    """Print for each style how many successful human plans still succeed once they are written in
+    it and read, and how many spoilt plans do."""
     plans = []
     for row in read_jsonl(args.human):
         days = [{"day" if key == "days" else key: leaderboard_field(key, value)
@@ -85,10 +86,10 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--database", metavar="DIR", help="folder of tables (default: $STAR_DATABASE, else mini)")
-    add("--plans", type=int, default=4, help="plans that are told in every style")
-    add("--rounds", type=int, default=10, help="rounds, of which the fastest counts")
-    add("--mutants", type=int, default=0, help="read so many mutated texts")
-    add("--human", metavar="FILE", help="tell the human plans of this file in every style")
+    add("--plans", type=int, default=4, help="number of plans, each written in every style")
+    add("--rounds", type=int, default=10, help="number of rounds, of which the fastest counts")
+    add("--mutants", type=int, default=0, help="number of mutated texts to read")
+    add("--human", metavar="FILE", help="write the human plans of this file in every style")
     args = parser.parse_args()
     work = mutants if args.mutants else human if args.human else speed
     work(args, open_database(args.database))

@@ -1,19 +1,19 @@
 """
-Measures toolstar/retriever.py beside other code in the same run: a shared machine's speed drifts.
+Compare toolstar/retriever.py with other code in the same run, since a machine's speed varies.
 
-    python bench/bench_qa.py scan     exact search of a million vectors, beside a plain numpy matmul
-    python bench/bench_qa.py serve    requests per second of /retrieve over BM25
+    python bench/bench_qa.py scan     exact search of a million vectors, and a plain numpy matmul
+    python bench/bench_qa.py serve    requests per second to /retrieve over BM25
 
-With --before REV the code of that commit is measured too: ff1ec87 holds the search and the server
-as they stood in qa_eval.py, before a retriever.py was made of them.
+--before REV also measures the code of that commit: ff1ec87 has the older search and server, in
+qa_eval.py.
 
-scan   Scans of all contestants take turns. Ours map the fp16 file and search it as the server does,
-       top 5; numpy holds the matrix in memory as float32, twice the size, and does nothing but
-       q @ matrix.T. The peak memory is that of a process of its own. A million passages are 1.5 GB
-       under --folder, deleted at the end, and 3 GB of memory for numpy.
-serve  All servers stand side by side, and bursts of requests go to one after the other. A client
-       sends one query over a new connection, waits for its five hits, and begins again. On a
-       busy machine the processor time that a request costs a server says more than its speed.
+scan   All contestants search in turns. Our code maps the fp16 file and finds the top 5, as the
+       server does; numpy has the matrix in memory as float32, twice the size, and computes only
+       q @ matrix.T. The peak memory is that of a process of its own. A million passages need 1.5 GB
+       in --folder, which is deleted at the end, and 3 GB of memory for numpy.
+serve  All servers run at once, and bursts of requests go to one after the other. A client sends one
+       query over a new connection, waits for its five hits, and repeats. On a busy machine the CPU
+       time of a request says more than the rate.
 """
 import argparse
 import asyncio
@@ -39,13 +39,13 @@ D, BATCHES = 768, (1, 16, 64)
 
 
 def script_of(code):
-    """The file that a folder of code has its retrieval in."""
+    """The file with the retrieval code of a checkout."""
     names = ("toolstar/retriever.py", "retriever.py", "qa_eval.py")
     return next(Path(code) / name for name in names if (Path(code) / name).exists())
 
 
 def check_out(revision, folder):
-    """The Python files of a commit, in a folder of their own."""
+    """Extract the files of a commit into a folder."""
     archive = ["git", "archive", revision]
     files = subprocess.run(archive, cwd=ROOT, check=True, capture_output=True).stdout
     folder.mkdir()
@@ -54,7 +54,7 @@ def check_out(revision, folder):
 
 
 def print_medians(label, unit, speeds):
-    """A line of speeds, {contestant: one per round}, and how ours compare with the others'."""
+    """Print the medians of speeds {contestant: [one per round]}, and our ratios to the others."""
     medians = {name: statistics.median(runs) for name, runs in speeds.items()}
     line = f"{label}: " + ", ".join(f"{name} {median:.2f}" for name, median in medians.items())
     now = medians.pop("now")
@@ -65,7 +65,7 @@ def print_medians(label, unit, speeds):
 # ---------------------------------------------------------------- scan
 
 def make_matrix(path, passages):
-    """Random unit vectors as fp16, written a piece at a time."""
+    """Write random unit vectors as fp16, in pieces."""
     draw = np.random.default_rng(0)
     with open(path, "wb") as file:
         for start in range(0, passages, 20_000):
@@ -80,7 +80,7 @@ def draw_queries(count):
 
 
 def matrix_search(code, path, passages):
-    """The top 5 of a folder's own Matrix: q -> (rows, scores)"""
+    """The search of a checkout's Matrix: a function q -> (rows, scores) of the top 5."""
     import torch
 
     sys.path.insert(0, str(code))
@@ -91,14 +91,14 @@ def matrix_search(code, path, passages):
 
 
 def numpy_search(path, passages):
-    """A bare matmul: q -> scores"""
+    """A plain matmul: a function q -> scores."""
     matrix = np.empty((passages, D), np.float32)
     matrix[:] = np.memmap(path, np.float16, "r", shape=(passages, D))
     return lambda q: q @ matrix.T
 
 
 def scan(args, codes, folder):
-    """Print how many queries a second exact search answers, and the memory that it takes."""
+    """Print the queries per second of exact search, and its memory."""
     path = folder / "matrix.f16"
     make_matrix(path, args.passages)
     alone = [sys.executable, __file__, "alone", "--folder", path, "--passages", str(args.passages)]
@@ -122,7 +122,7 @@ def scan(args, codes, folder):
 
 
 def scan_alone(args):
-    """Print the peak memory, in MiB, of a process that searches with our code and nothing else."""
+    """Print the peak memory in MiB of a process that only searches with our code."""
     search = matrix_search(ROOT, args.folder, args.passages)
     for count in BATCHES:
         search(draw_queries(count))
@@ -132,7 +132,7 @@ def scan_alone(args):
 # ---------------------------------------------------------------- serve
 
 def make_corpus(path, passages):
-    """Passages of a hundred words, which are as frequent as words are in a language."""
+    """Write passages of a hundred words, with frequencies as in a natural language."""
     draw = np.random.default_rng(0)
     with open(path, "w", encoding="utf-8") as file:
         for i in range(passages):
@@ -142,11 +142,11 @@ def make_corpus(path, passages):
 
 @contextlib.contextmanager
 def server(code, corpus, log):
-    """(port, process) of a server that is started from a folder of code."""
+    """Start a server from a checkout -> (port, process)."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, script_of(code), "serve", "--retriever", "bm25"]
-    paths = os.environ | {"PYTHONPATH": str(code)}  # a script in a folder imports what lies above
+    paths = os.environ | {"PYTHONPATH": str(code)}  # the script imports modules of its checkout
     with open(log, "w") as out, psutil.Popen(
         [*command, "--corpus", corpus, "--port", str(port)], stdout=out, stderr=out, env=paths
     ) as process:
@@ -161,10 +161,10 @@ def server(code, corpus, log):
 
 
 async def ask(port, query):
-    """One request over a connection of its own, as a client without a pool sends it.
+    """Send one request over a new connection, like a client without a pool.
 
-    The server of ff1ec87 lets 5 connections wait. Of more than about 16 clients it resets some,
-    which ask again, or the kernel knocks again a second later: that is part of its speed.
+    The server of ff1ec87 queues only 5 connections. With more than about 16 clients some are reset
+    and retried, or connect a second later, which counts as part of its speed.
     """
     body = json.dumps({"queries": [query], "topk": 5, "return_scores": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -176,7 +176,7 @@ async def ask(port, query):
 
 
 async def burst(port, clients, requests):
-    """Requests per second of so many clients at once."""
+    """The requests per second of this many clients at once."""
     words = np.random.default_rng(clients).integers(2, 2000, (requests, 6))
     queries = iter([" ".join(f"w{n}" for n in row) for row in words])
 
@@ -194,7 +194,7 @@ async def burst(port, clients, requests):
 
 
 def serve(args, codes, folder):
-    """Print how many requests per second the servers answer, and what one costs them."""
+    """Print the requests per second of the servers, and the CPU time of a request."""
     corpus = folder / "corpus.jsonl"
     make_corpus(corpus, args.passages)
     print(f"BM25 over {args.passages:,} passages, one query a request, {args.requests:,} requests "
@@ -223,7 +223,7 @@ def main():
     p.add_argument("what", choices=("scan", "serve", "alone"), metavar="scan|serve",
                    help="what to measure")
     p.add_argument("--passages", type=int, help="N; default: a million for scan, 20,000 for serve")
-    p.add_argument("--rounds", type=int, default=5, help="measurements of each contestant, in turn")
+    p.add_argument("--rounds", type=int, default=5, help="measurements of each contestant (5)")
     p.add_argument("--requests", type=int, default=1000, help="requests per burst of serve")
     p.add_argument("--before", metavar="REV", help="a commit whose code is measured as well")
     p.add_argument("--folder", default=tempfile.gettempdir(), help="place for files while it runs")

@@ -1,12 +1,13 @@
 """
-What the sandbox and the judge cost at full scale, beside a plain scan of the same table.
+Measure the sandbox and the judge at full scale.
 
     STAR_TEST_DATA=../shared nice python bench/bench_sandbox.py
 
-Prints, for a world of --rows flights: time to build its index, time and memory to open it, median
-and 99th percentile of each tool's calls, how many times as long a scan takes, what eight processes
-hold together, broken replies played, garbage parsed; and plans judged per second. Without --world
-the flights are made up, beside the official tables; the plans judged are the recorded ones.
+For a database with --rows flights it prints the time to build the index, the time and memory to
+open it, the latency of each tool (median and 99th percentile), the time of a plain scan of the
+table for comparison, the memory of eight processes together, and the time to play broken replies
+and to parse garbage; then the number of plans judged per second. Unless --world names a database,
+the flights are random and the other tables official. The plans are recorded ones.
 """
 import argparse
 import csv
@@ -36,7 +37,7 @@ CALL = ('<think>x</think><tool_call>{"name": "SearchCity", "arguments": {"state"
 PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>", "\x00",
          "[" * 50, '{"name": "SearchCity", ', '"arguments": {"state": "Texas"}}', '{"name": 5',
          "NaN", "null", "9" * 5000, "\\ud800", "東京", "\n", CALL]
-# the process whose memory is measured; it says two lines, and waits for one
+# the program of a process whose memory is measured: prints two lines, then waits for one
 OPEN = """
 import json, sys, time
 
@@ -60,7 +61,7 @@ sys.stdin.readline()
 
 
 def link_world(folder, tables, without=()):
-    """Make a folder whose tables are those of another, so that its index is a new one."""
+    """Make a folder with links to the tables of another folder, to build a new index in it."""
     for name, path in find_sources(tables).items():
         if name not in without:
             (folder / TABLES[name].subfolder).mkdir()
@@ -68,11 +69,11 @@ def link_world(folder, tables, without=()):
 
 
 def make_flights(folder, rows, seed=0):
-    """Write a flights table of the published size and shape."""
+    """Write a random flights table with the size and shape of the published one."""
     rng = random.Random(seed)
     lines = (folder / CITIES.subfolder / CITIES.file).read_text(encoding="utf-8").split("\n")
     cities = [line.split("\t")[0] for line in lines]
-    weights = [1 / (1 + i) ** 0.5 for i in range(len(cities))]  # some airports are hubs
+    weights = [1 / (1 + i) ** 0.5 for i in range(len(cities))]  # some airports have more flights
     rng.shuffle(cities)
     routes = list({tuple(rng.choices(cities, weights, k=2)) for _ in range(9000)})
     traffic = [1 / (1 + i) ** 0.5 for i in range(len(routes))]
@@ -90,7 +91,7 @@ def make_flights(folder, rows, seed=0):
 
 
 def make_calls(database, path, count, seed=1):
-    """Calls as agents make them: routes by their traffic, one in ten to what does not exist."""
+    """Calls as agents make them: frequent routes more often, one in ten for an unknown city."""
     with open(path, newline="", encoding="utf-8") as file:
         header = next(csv.reader(file))
         rows = csv.DictReader(islice(file, 0, None, 99), header)
@@ -111,7 +112,7 @@ def make_calls(database, path, count, seed=1):
 
 
 def bench_calls(database, calls):
-    """Print what calls of each tool take -> seconds of the flight searches."""
+    """Print the latency of each tool; return the seconds of the flight searches."""
     world, times = Sandbox(database), {}
     for name, arguments in calls:
         start = time.perf_counter()
@@ -128,7 +129,7 @@ def quantile(values, share):
 
 
 def bench_scan(path, calls, flight_seconds):
-    """Print what the same flight searches take by scanning the columns, as the reference does."""
+    """Print the time of the same flight searches by scanning the columns, as the reference does."""
     columns = ["OriginCityName", "DestCityName", "FlightDate"]
     try:
         import pandas
@@ -157,7 +158,7 @@ def bench_scan(path, calls, flight_seconds):
 
 
 def bench_processes(count, folder, calls_file):
-    """Let processes open the database and make the calls -> (lines of each, MiB together)."""
+    """Start processes that open the database and make the calls -> (their lines, MiB together)."""
     command = [sys.executable, "-c", OPEN, ROOT, folder, calls_file]
     started = [subprocess.Popen([*map(str, command)], text=True, stdin=subprocess.PIPE,
                                 stdout=subprocess.PIPE) for _ in range(count)]
@@ -169,13 +170,13 @@ def bench_processes(count, folder, calls_file):
 
 
 def pss(pid):
-    """MiB of a process, shared pages divided by those who share them."""
+    """The proportional memory of a process in MiB: shared pages are divided by their users."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def bench_protocol(database, count=100_000, seed=0):
-    """Play broken replies, of which none may raise, and parse garbage by the megabyte."""
+    """Time the play of broken replies, of which none may raise, and parse() on garbage."""
     rng, episode, start = random.Random(seed), None, time.perf_counter()
     for i in range(count):
         if episode is None or episode.stop:
@@ -188,11 +189,11 @@ def bench_protocol(database, count=100_000, seed=0):
         text, start = (part * (1_000_000 // len(part) + 1))[:1_000_000], time.perf_counter()
         parse(text)
         slowest = max(slowest, time.perf_counter() - start)
-    print(f"parse       {slowest * 1e3:.1f} ms for a megabyte of garbage, at most")
+    print(f"parse       {slowest * 1e3:.1f} ms at most for a megabyte of garbage")
 
 
 def bench_score(rounds):
-    """The recorded plans on the official tables, over and over; plans/s of one core."""
+    """Print how many recorded plans one core judges per second, on the official tables."""
     database = Database(SHARED / "travelplanner" / "database")
     with gzip.open(SHARED / "parity" / "cases.jsonl.gz", "rt", encoding="utf-8") as file:
         cases = [(case["task"], case["plan"]) for case in map(json.loads, file)]
@@ -209,7 +210,7 @@ def bench_score(rounds):
 
 
 def is_whole(task, plan, database, rules):
-    """False for the recorded tasks that lack a key on purpose: score tells its caller so."""
+    """Whether a task has all its keys; some recorded tasks lack one on purpose."""
     try:
         score(task, plan, database, rules)
     except KeyError:
@@ -220,11 +221,11 @@ def is_whole(task, plan, database, rules):
 def flags():
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--world", type=Path, help="folder of tables to be used instead of made-up ones")
-    p.add_argument("--rows", type=int, default=3_830_000, help="flights to make up")
-    p.add_argument("--calls", type=int, default=60_000, help="tool calls to time")
-    p.add_argument("--scans", type=int, default=20, help="flight searches by scanning; 0: none")
-    p.add_argument("--rounds", type=int, default=20, help="times that all plans are judged")
+    p.add_argument("--world", type=Path, help="folder of tables to use instead of random flights")
+    p.add_argument("--rows", type=int, default=3_830_000, help="number of random flights")
+    p.add_argument("--calls", type=int, default=60_000, help="number of tool calls to time")
+    p.add_argument("--scans", type=int, default=20, help="number of scans to time; 0: none")
+    p.add_argument("--rounds", type=int, default=20, help="how often all plans are judged")
     return p.parse_args()
 
 

@@ -1,12 +1,12 @@
 """
-What the exact solver takes on the official database, in milliseconds of this process.
+Measure the exact solver on the official database, in milliseconds of CPU time.
 
     STAR_TEST_DATA=../shared python bench/bench_solver.py            about a minute
     STAR_TEST_DATA=../shared python bench/bench_solver.py --n 100    a quick look
 
-Draws --n tasks as the paper does, solves them and then the 147 official queries, and prints median,
-99th percentile and slowest by the number of days. One solve comes first that is not counted: it
-fills what later ones find in memory.
+Solves --n tasks drawn as in the paper, then the 147 official queries, and prints the median, the
+99th percentile and the slowest by number of days. One solve before them fills the caches and does
+not count.
 """
 import argparse
 import itertools
@@ -41,8 +41,8 @@ def table(name, tasks, database):
 def main():
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--n", type=int, default=1000, help="tasks that are drawn")
-    p.add_argument("--seed", type=int, default=0, help="of the draws")
+    p.add_argument("--n", type=int, default=1000, help="number of drawn tasks (1000)")
+    p.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
     args = p.parse_args()
     folder = Path(os.environ["STAR_TEST_DATA"]) / "travelplanner"
     words = f"tasks --like paper --seed {args.seed} --database {folder / 'database'} --out -"

@@ -1,17 +1,24 @@
 """
-What the tools world costs, each figure beside its bound.
+Measure the speed of the tools world. Each figure is printed beside its bound.
 
-    python bench/bench_tools.py                 all of it
-    python bench/bench_tools.py --only P1 P3    some
+    python bench/bench_tools.py                 all figures
+    python bench/bench_tools.py --only P1 P3    some of them
 
-Python (toolstar/jail.py): P1 calls per second of a core; P2 latency; P3 against a fresh interpreter
-that imports numpy and sympy; P4 against a pool of processes made for each call, as the reference
-makes it; P5 over HTTP, against a server that starts an interpreter for each request; P6 128 callers
-of 2 workers; P7 a soak of --soak calls, a tenth of them hostile; P8 the call after a kill.
-Play (runtime.py): P10 play with slow tools against play with instant ones, and P11 against rounds
-in lock-step; P13 a replay from the cache. P9 and P12, what others cost with these about, are
-bench_qa.py's and bench_grpo.py's.
-Ratios come from one run, in turns, so that a busy machine slows both sides.
+Programs (toolstar/jail.py):
+    P1   calls per second and core
+    P2   latency of a call
+    P3   speed, compared with a new interpreter that imports numpy and sympy
+    P4   speed, compared with a new pool of processes for each call, as Tool-Star's code makes it
+    P5   speed over HTTP, compared with a server that starts an interpreter for each request
+    P6   wrong answers with 128 callers of 2 workers
+    P7   wrong answers and leaks after --soak calls, a tenth of them hostile
+    P8   time until the next call is answered after a kill
+Play (runtime.py):
+    P10  speed of play with slow tools, compared with instant tools
+    P11  speed of play with slow tools, compared with rounds in lock-step
+    P13  speed of a second run, which finds all answers in the cache
+
+The two sides of a ratio are measured in turns, so that a busy machine slows both.
 """
 import argparse
 import json
@@ -38,14 +45,14 @@ from toolstar.jail import Jail  # noqa: E402
 from toolstar.run_code import Remote  # noqa: E402
 from toolstar.tools import Tools, read_settings  # noqa: E402
 
-TURNS, TOKENS, PLACES = 4, 48, 64  # of an episode, at most of a reply, in the engine
+TURNS, TOKENS, PLACES = 4, 48, 64  # turns per episode, tokens per reply, plays in the engine
 
 SIMPLE = "print(2+3)"
 SYMBOLIC = "import numpy, sympy\nprint(sympy.Integer(2) + 3, numpy.arange(5).sum())"
 
 
 def timed(call, count):
-    """Seconds of each of some calls."""
+    """The seconds of each of `count` calls."""
     times = []
     for _ in range(count):
         start = time.perf_counter()
@@ -59,7 +66,7 @@ def say(name, what, bound):
 
 
 def memory(pid):
-    """MiB in memory of a process."""
+    """The resident memory of a process in MiB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -67,7 +74,7 @@ def memory(pid):
 # ---------------------------------------------------------------- Python
 
 def used(jail):
-    """CPU seconds of this process and of a jail's idle workers, with all their forks."""
+    """The CPU seconds of this process and of a jail's idle workers with their forks."""
     ticks = 0
     for worker in jail.idle:
         fields = Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -76,8 +83,8 @@ def used(jail):
 
 
 def p1(args):
-    """As many call at once as wait in a rollout, so that no worker stands idle. The rate by the
-    clock shrinks when others use the cores; that by CPU seconds hardly does."""
+    """Calls from as many threads as wait in a rollout, so that no worker is idle. Other work on the
+    cores lowers the rate by the clock, but hardly the rate per CPU second."""
     workers = len(os.sched_getaffinity(0))
     with Jail(workers) as jail, ThreadPoolExecutor(PLACES) as pool:
         while len(jail.idle) <= workers:
@@ -115,7 +122,7 @@ def p3(args):
 
 
 def import_first():
-    """What the reference's workers begin with."""
+    """The imports of the workers in Tool-Star's code."""
     import numpy  # noqa: F401
     import sympy  # noqa: F401
 
@@ -123,7 +130,7 @@ def import_first():
 def p4(args):
     def reference():
         with ProcessPoolExecutor(initializer=import_first) as pool:
-            return pool.submit(abs, -5).result()  # less than any program
+            return pool.submit(abs, -5).result()  # less work than any program
 
     with Jail(1) as jail:
         jail.run(SYMBOLIC)
@@ -136,7 +143,7 @@ def p4(args):
 
 
 class Fresh(BaseHTTPRequestHandler):
-    """POST /run_code with an interpreter for each request, and as little else as can be."""
+    """The simplest server of POST /run_code, with a new interpreter for each request."""
 
     def do_POST(self):  # noqa: N802
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -148,7 +155,7 @@ class Fresh(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(reply).encode())
 
     def log_message(self, *_):
-        """Say nothing."""
+        """Print no line per request."""
 
 
 def p5(args):
@@ -189,9 +196,9 @@ def p6(args):
 
 
 def p7(args):
-    """Hostile programs that run into the clock have little of it."""
+    """--soak calls, a tenth of them hostile; hostile programs that wait have a short time limit."""
     def full():
-        """Wait until no worker is on its way, since each has descriptors and processes."""
+        """Wait until no worker is starting, since each has descriptors and processes."""
         while len(jail.idle) <= jail.workers:
             time.sleep(0.1)
 
@@ -220,7 +227,7 @@ def p7(args):
 
 
 def p8(args):
-    """A killed program, then a killed worker: the time until the next call has its answer."""
+    """The time until the next call is answered, after a killed program and a killed worker."""
     with Jail(1) as jail:
         programs, workers = [], []
         for _ in range(args.rounds):
@@ -239,7 +246,7 @@ def p8(args):
 # ---------------------------------------------------------------- play
 
 class Sleeper:
-    """A tool that takes as long as was drawn for a turn of an episode."""
+    """A tool whose calls take the seconds in `waits`."""
     tools = ("Wait",)
 
     def __init__(self, waits):
@@ -251,7 +258,7 @@ class Sleeper:
 
 
 class Waiting(Episode):
-    """Whatever is said is a call, TURNS times."""
+    """An episode that takes every reply for a call, TURNS - 1 times, and then ends."""
 
     def begin(self, reply):
         self.messages.append({"role": "assistant", "content": reply})
@@ -263,7 +270,7 @@ class Waiting(Episode):
 
 
 def drawn(kind, i):
-    """Seconds that the calls of episode i take. Pareto: a mean of about 1, a tail up to 10."""
+    """The seconds of the calls of episode i. Pareto: a mean of about 1, a tail up to 10."""
     rng = random.Random(f"{kind}/{i}")
     if kind == "1 s Pareto":
         return [min(10.0, rng.paretovariate(1.5) / 3) for _ in range(TURNS)]
@@ -276,7 +283,7 @@ def make_waiting(kind, count):
 
 
 def overlapped(engine, kind, args):
-    """(tokens sampled, seconds) of the house's own play."""
+    """(tokens sampled, seconds) of play_vllm, whose engine works while tools run."""
     llm, template = engine
     episodes, start = make_waiting(kind, args.episodes), time.perf_counter()
     played = play_vllm(llm, template, episodes, 4000, temperature=1.0, top_p=1.0,
@@ -288,7 +295,8 @@ def overlapped(engine, kind, args):
 
 
 def lock_step(engine, kind, args):
-    """The same plays in rounds: all of a batch speak, then all their tools are waited for."""
+    """(tokens sampled, seconds) of the same plays in rounds: sample a reply for all plays of a
+    batch, then wait for all their tools."""
     llm, template = engine
     from vllm import SamplingParams
 
@@ -317,13 +325,13 @@ def lock_step(engine, kind, args):
 
 
 def said(template, episode):
-    """Tokens of its replies."""
+    """The number of tokens in an episode's replies."""
     return sum(len(template.encode(message["content"])) for message in episode.messages
                if message["role"] == "assistant")
 
 
 def p10(args):
-    """Play with slow tools against play with instant ones; P11, against rounds in lock-step."""
+    """Play with slow tools, compared with instant tools and (P11) with rounds in lock-step."""
     if not args.model:
         print("P10 and P11 need --model, a checkpoint")
         return
@@ -346,7 +354,7 @@ def p10(args):
 
 
 def p13(args):
-    """The same searches and programs twice through a world with a cache."""
+    """The same searches and programs twice, through a world with a cache."""
     settings = read_settings(ROOT / "database" / "tools")
     settings.tools, settings.cache_python = ["Search", "Python"], True
     settings.cache = str(args.folder / "cache.sqlite")
@@ -370,12 +378,13 @@ FIGURES = {"P1": p1, "P2": p2, "P3": p3, "P4": p4, "P5": p5, "P6": p6, "P7": p7,
 def flags():
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", nargs="+", choices=FIGURES, default=[*FIGURES], help="figures to take")
-    p.add_argument("--calls", type=int, default=1000, help="that a rate is taken over")
-    p.add_argument("--rounds", type=int, default=5, help="of a comparison")
-    p.add_argument("--soak", type=int, default=10_000, help="calls of P7")
-    p.add_argument("--model", help="P10: a checkpoint; what it says does not matter")
-    p.add_argument("--episodes", type=int, default=2048, help="P10: plays of each kind")
+    p.add_argument("--only", nargs="+", choices=FIGURES, default=[*FIGURES],
+                   help="figures to measure (all)")
+    p.add_argument("--calls", type=int, default=1000, help="calls per rate (1000)")
+    p.add_argument("--rounds", type=int, default=5, help="rounds per comparison (5)")
+    p.add_argument("--soak", type=int, default=10_000, help="P7: number of calls (10,000)")
+    p.add_argument("--model", help="P10 and P11: any checkpoint")
+    p.add_argument("--episodes", type=int, default=2048, help="P10 and P11: plays per kind (2048)")
     return p.parse_args()
 
 
@@ -383,7 +392,7 @@ def main():
     args = flags()
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
-        args.folder = tempfile.tempdir = Path(folder)  # so that what stays in it is ours
+        args.folder = tempfile.tempdir = Path(folder)  # P7 counts the files that are left in it
         for name in args.only:
             FIGURES[name](args)
 

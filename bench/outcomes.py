@@ -1,14 +1,15 @@
 """
-The data of the axes in docs/results.md: which tasks each run solves, and numbers of its updates.
-`keep` prints them; `unpack` turns them into files that recipes/axes.py reads, so that tables can be
-made again, or by another statistic, without the hours of the runs.
+Keep the outcomes of the runs in docs/results.md: the tasks that each solved, and its updates.
+
+`keep` prints a line per run; `unpack` turns such lines into files that recipes/axes.py reads. So
+the tables can be computed again, or with another statistic, without training.
 
     python bench/outcomes.py keep out/tiny-0/axis/runs/* > docs/outcomes.jsonl
     python bench/outcomes.py unpack docs/outcomes.jsonl --out out/axes
     python -m recipes.axes --axis reward --out out/axes --runs \\
         sum=out/axes/grpo-sum-mixed-400-fail-00-s0/eval/rl sum=...
 
-Runs are comparable that start from one SFT checkpoint, whose sha256 is `sft`.
+Runs are comparable if they start from the same SFT checkpoint; `sft` is its sha256.
 """
 import argparse
 import hashlib
@@ -21,9 +22,9 @@ from evaluate import name_of  # noqa: E402
 from look.report import log_rows  # noqa: E402
 from recipes.axes import read_runs  # noqa: E402
 
-# of an update, as means over its plays: success, tokens trained on, groups of equal reward; seconds
+# keys of the training log that are kept for each update
 UPDATE = ["success", "loss_tokens", "uniform", "sync_s", "play_s", "judge_s", "learn_s"]
-EVALUATIONS = ["eval", "eval-failing"]  # without and with failing tools
+EVALUATIONS = ["eval", "eval-failing"]  # folders of evaluations without and with failing tools
 
 
 def digest(data):
@@ -31,13 +32,17 @@ def digest(data):
 
 
 def keep(runs):
-    """Print a line per run, OUT/axis/runs/NAME: {run, sft, updates, eval: {tasks, success, strict,
-    checks}}. success and strict: a 0 or 1 per task in the order of their ids; tasks: the sha256 of
-    these ids; checks: per cent of the plays that each applies to; updates: UPDATE's numbers."""
+    """Print a line for each run OUT/axis/runs/NAME: {run, sft, updates, eval: {tasks, success,
+    strict, checks}}.
+
+    updates: [numbers of UPDATE] per update. tasks: the sha256 of the tasks' ids. success, strict:
+    a 0 or 1 per task, in the order of the ids. checks: the share that passed, in per cent of the
+    plays to which the check applies.
+    """
     for run in runs:
         model = "rl" if (run / "rl").exists() else "sft"
         weights = run.parents[2] / "sft" / "model.safetensors"
-        home = run.parents[2]  # of the axis of scale, whose runs have the same names in each
+        home = run.parents[2]  # in the axis of scale, runs of different folders have one name
         name = f"{home.name}-{run.name}" if home.parent.name == "scale" else run.name
         line = {"run": name, "sft": digest(weights.read_bytes())}
         log = run / "rl" / "log.jsonl"
@@ -93,7 +98,7 @@ def main():
     commands = p.add_subparsers(dest="command", required=True)
     command = commands.add_parser("keep", help="print a line per run")
     command.add_argument("runs", nargs="+", type=Path, metavar="OUT/axis/runs/NAME")
-    command = commands.add_parser("unpack", help="make runs of such lines")
+    command = commands.add_parser("unpack", help="write the files of the runs in such a file")
     command.add_argument("file", type=Path)
     command.add_argument("--out", type=Path, required=True)
     args = p.parse_args()

@@ -1,6 +1,6 @@
 """
-What went wrong in copying and in reading, in per cent of the plays, or of the plays that weigh the
-list: beside the checks, which say what a plan breaks, this says how.
+Count the mistakes of a tiny model in copying and in comparing rows. The checks of the judge say
+which constraint a plan breaks; this says by which mistake.
 
     python bench/slips.py --database database/mini --runs sft=out/tiny/eval/sft rl=out/tiny/eval/rl
 """
@@ -25,7 +25,7 @@ VERDICT = re.compile(r" (?:ok|no|done)(?=,| &|$)")
 
 
 def slips_of_plan(task, plan, database):
-    """What each line of a plan gets wrong that the database could have told."""
+    """Yield a plan's mistakes that contradict the database."""
     trip = read_trip(task, plan, database, False)
     if isinstance(trip, str):
         yield "no plan"
@@ -50,12 +50,12 @@ def slips_of_plan(task, plan, database):
         elif ride.flight and ride.flight.date != date:
             yield "a flight of another day"
         elif ride.fault:
-            yield "a road that is none"
+            yield "a road that does not exist"
 
 
 def slips_of_thought(row, database):
-    """How each list is weighed, where it is: right, or the first thing that is said wrongly; and
-    whether the plan takes what was taken then."""
+    """Yield for each list whether the thought after it compares its rows, the first mistake in that
+    thought, and whether the plan uses other rows than those chosen there."""
     task = row["task"]
     lists = [("hotel", weigh_hotels(task, database.hotels(task["dest"]))[0]),
              ("restaurant", weigh_meals(task, database.restaurants(task["dest"]))[0])]
@@ -71,7 +71,7 @@ def slips_of_thought(row, database):
             taken = [line for line in thought if line.partition(": ")[0].lower() in KINDS]
             if row["answer"] and not {*taken} <= {*row["answer"].split("\n")}:
                 yield f"{table}s weighed: others planned"
-            if table == "restaurant":  # what fills the day after the wishes is anybody's choice
+            if table == "restaurant":  # once the wishes are met, any restaurant is right
                 right = right[:max(i for i, line in enumerate(right) if "wanted" in line) + 1]
             for line, true in zip(thought, right, strict=False):
                 if line != true:
@@ -79,7 +79,7 @@ def slips_of_thought(row, database):
                     part = "row" if true[0].isdigit() else part
                     quoted = VERDICT.sub("", line) == VERDICT.sub("", true)
                     how = "misjudged" if quoted else "misquoted"
-                    if line.split(" ")[0] != true.split(" ")[0]:  # it goes on with something else
+                    if line.split(" ")[0] != true.split(" ")[0]:  # the right line is missing
                         how = "left out"
                     yield f"{table}s weighed: {part} {how}"
                     break

@@ -1,24 +1,24 @@
 """
-What GRPO's machinery costs beside the bare work, as ratios measured in one run.
+Measure the overhead of grpo.py as ratios, whose two sides are measured in one run.
 
-    loss     peak memory of a forward and backward with log-probabilities of --tokens tokens over a
-             vocabulary of 152K, over that of the same small model without them, above what the
-             imports take
-    learn    tokens/s of learn() under ZeRO-3 with its optimiser step, over a plain forward and
-             backward of the transformers model on the same micro-batches: logits of the policy
-             tokens, log_softmax, autograd
-    padding  share of the learned rows that is padding
-    deal     share of their time in which 8 and 16 ranks compute real tokens, when each waits for
-             the slowest at each micro-batch: 256 log-normal rows, a 7B model on GPUs, simulated
-    play     tokens/s of the multi-turn rollout, over plain single-turn `generate` of the same
-             tokens: each prompt as long as an episode's prompt and observations, each reply as long
-             as its replies, as many in flight
-    against  tokens/s of play and learn of whole runs of grpo.py, here over those of another
-             checkout, update by update, in which both play and learn the same
+    loss     peak memory of a forward and backward pass with log-probabilities of --tokens tokens
+             over a vocabulary of 152K, divided by that of the same small model without them; the
+             memory of the imports is subtracted from both
+    learn    tokens/s of learn() under ZeRO-3 with its optimiser step, divided by those of a plain
+             forward and backward pass of the transformers model on the same micro-batches (logits
+             of the policy tokens, log_softmax, autograd)
+    padding  the share of padding in the learned rows
+    deal     a simulation: the share of time in which 8 and 16 ranks compute real tokens if each
+             waits for the slowest at each micro-batch, for 256 log-normal rows of a 7B model
+    play     tokens/s of the multi-turn rollout, divided by those of single-turn `generate` with the
+             same numbers of prompt tokens (prompt and observations of an episode), of reply tokens
+             and of plays in flight
+    against  tokens/s of play and learn in whole runs of grpo.py, divided by those of another
+             checkout, over the updates in which both play and learn the same
 
-Both sides of a ratio take turns, and medians are printed. Ratios of CPU time stand beside those of
-the clock: other work on the machine disturbs them less. Goals: loss at most 1.3, learn and play at
-least 0.85, padding below 10%, against at least 0.98.
+Both sides take turns, and medians are printed. Beside each ratio of clock time is one of CPU time,
+which other work on the machine disturbs less. Goals: loss at most 1.3, learn and play at least
+0.85, padding below 10%, against at least 0.98.
 
     python bench/bench_grpo.py --model out/tiny/sft --tasks out/tiny/data/rl.jsonl
     python bench/bench_grpo.py --only against --against DIR --model ... --tasks ...
@@ -55,24 +55,24 @@ def flags():
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
     add("--only", nargs="+", default=["loss", "play", "learn", "deal"], help="parts to measure")
-    add("--model", help="a tiny model that plays, from run.sh tiny")
-    add("--tasks", help="tasks for it")
-    add("--plays", type=int, default=64, help="episodes of an update, in groups of 8")
+    add("--model", help="tiny model that plays, from run.sh tiny")
+    add("--tasks", help="its tasks")
+    add("--plays", type=int, default=64, help="episodes per update, in groups of 8")
     add("--rounds", type=int, default=5, help="repetitions; medians are printed")
-    add("--pack-tokens", type=int, default=4096, help="of learn()")
-    add("--tokens", type=int, default=32768, help="of the loss's memory measurement")
+    add("--pack-tokens", type=int, default=4096, help="tokens per micro-batch of learn()")
+    add("--tokens", type=int, default=32768, help="loss: number of tokens")
     add("--against", metavar="DIR", help="another checkout of this repository")
     add("--memory", choices=["own", "loss"], help="(inner use) print one peak and stop")
     return p.parse_args()
 
 
 def clocks():
-    """Seconds of the clock and of this process's CPU time."""
+    """(seconds of the clock, CPU seconds of this process)."""
     return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
 
 
 def ratio(seconds, others):
-    """Median of others / seconds, round by round, as text."""
+    """The median of others / seconds over the rounds, as text."""
     wall, cpu = (torch.stack(others) / torch.stack(seconds)).median(0).values.tolist()
     return f"{wall:.2f} (CPU time {cpu:.2f})"
 
@@ -88,12 +88,12 @@ def settings(args):
 
 
 def resident():
-    """MiB that this process has held at most."""
+    """The peak memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def peak_memory(variant, tokens):
-    """MiB that a forward and backward of a small model with the real vocabulary adds at its peak.
+    """The MiB that a forward and backward pass of a small model with the real vocabulary needs.
 
     own: without log-probabilities.
     """
@@ -127,7 +127,7 @@ def bench_memory(args):
 
 
 def bench_play(llm, template, world, tasks, args, rounds):
-    """Print play's figures -> samples of the last round"""
+    """Print the figures of play; return the samples of the last round."""
     from vllm import SamplingParams
 
     ours, theirs, speeds = [], [], []
@@ -187,8 +187,8 @@ def bench_learn(engine, lm, samples, device, args, rounds, what):
 
 
 def spread(samples, deviation):
-    """The samples at lengths of a log-normal of median 500 and that log-deviation within 200 to
-    1000: cut, or their turns repeated."""
+    """The samples with log-normal lengths of median 500, within 200 to 1000: each is cut, or its
+    turns are repeated. deviation: the standard deviation of the logarithm."""
     draw = random.Random(0)
     for s in samples:
         wanted, prompt = 0, s.mask.index(1)
@@ -201,7 +201,7 @@ def spread(samples, deviation):
 
 
 def bench_here(args):
-    """Play and learn beside the bare work, in this process."""
+    """Measure play and learn beside the plain work, in this process."""
     os.environ.update(ALONE)
     sys.argv = ["grpo.py", *settings(args)]
     own = grpo.flags()
@@ -223,7 +223,7 @@ def bench_here(args):
 
 
 def seconds(micro, lengths, packed):
-    """What a micro-batch of a 7B model takes, in tokens' worth of products; attention by row."""
+    """The time of a 7B model's micro-batch, in units of a token's products without attention."""
     rows = [lengths[i] if packed else max(lengths[j] for j in micro) for i in micro]
     return sum(n + n * n / 51_000 for n in rows)  # estimated for one A100
 
@@ -250,7 +250,7 @@ def bench_deal():
 
 
 def whole_run(checkout, args, out):
-    """The log of a run of a checkout's grpo.py, and its CPU seconds."""
+    """(log, CPU seconds) of a run of a checkout's grpo.py."""
     words = [*settings(args), "--database", ROOT / "database" / "mini", "--steps", 4, "--out", out]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     subprocess.run([sys.executable, "grpo.py", *map(str, words)], cwd=checkout, check=True,
@@ -260,7 +260,7 @@ def whole_run(checkout, args, out):
 
 
 def bench_against(args):
-    """Whole runs of both checkouts in turns, the other first in every second round."""
+    """Run both checkouts in turns; every second round starts with the other checkout."""
     sides, ratios = {"here": ROOT, "there": Path(args.against).resolve()}, []
     args.model, args.tasks = (Path(path).resolve() for path in (args.model, args.tasks))
     for i in range(args.rounds):

@@ -1,21 +1,21 @@
 r"""
-What --stretch and --tp bring on a cluster: the seconds of play of an update, simulated.
+Simulate the seconds of play per update on a cluster, to choose --stretch and --tp.
 
-    barrier  every play of an update ends in it (--stretch 0)
+    barrier  all plays of an update end in it (--stretch 0)
     stretch  a play waits once it has sampled K tokens in an update (--stretch K)
-    clock    half as many groups again are in flight, and the update ends with the reply in which
-             --prompts groups are whole; asynchronous systems play like that, grpo.py does not:
-             what is learnt then depends on the time that replies take
+    clock    1.5 times --prompts groups are in flight, and the update ends when --prompts groups are
+             complete. Asynchronous systems work like this; grpo.py does not, because which groups
+             are learnt would depend on the speed of the replies
 
-Lengths are log-normal with the log-deviations --sigma. A step of an engine takes --step-ms, and
---token-ns for each token of context in flight; reading takes 1 / --prefill a token. The defaults
-are estimates for a 7B model on 16 A100 with an engine on each. With --tp 4 it is --engines 4; take
-the speeds of both from bench/gpu.py. Seconds are those of --prompts groups learnt, without the
-first updates; ages are in updates, of the tokens learnt.
+Lengths are log-normal with the log-deviations --sigma. An engine's step takes --step-ms, plus
+--token-ns for each token of context in flight; reading a token takes 1 / --prefill seconds. The
+defaults are estimates for a 7B model on 16 A100 with one engine each. For --tp 4 set --engines 4
+and the speeds that bench/gpu.py measures. Seconds are per --prompts learnt groups, after a warm-up;
+ages are those of the learnt tokens, in updates.
 
-With --model a real engine plays such lengths, in a world whose replies are cut to them, and its
-steps are printed beside the simulation's. --hours prints the table of docs/gpus.md, which says what
-it assumes.
+With --model a real engine plays such lengths in a world that cuts its replies, and its steps are
+printed beside the simulation's. --hours prints the table of docs/gpus.md, which states its
+assumptions.
 
     python bench/bench_play.py --hours
     python bench/bench_play.py --stretch 2500 3500
@@ -40,30 +40,30 @@ def flags():
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
-    add("--prompts", type=int, default=32, help="P, queries that begin in an update")
-    add("--group", type=int, default=8, help="G, plays of a query")
-    add("--tokens", type=int, default=2500, help="mean tokens that the policy samples in a play")
-    add("--most", type=int, default=7500, help="most of them, as --context sets")
-    add("--reply", type=int, default=180, help="tokens of a reply")
+    add("--prompts", type=int, default=32, help="P, queries that start per update")
+    add("--group", type=int, default=8, help="G, plays per query")
+    add("--tokens", type=int, default=2500, help="mean number of sampled tokens per play")
+    add("--most", type=int, default=7500, help="maximum number of them, which --context implies")
+    add("--reply", type=int, default=180, help="tokens per reply")
     add("--read", type=float, default=3.1, help="tokens of observations per token of a reply")
     add("--sigma", type=float, nargs="+", default=[0.3, 0.5, 0.8], help="log-deviations of lengths")
-    add("--stretch", type=int, nargs="+", help="K; 1 and 1.4 times --tokens if unset")
-    add("--engines", type=int, default=16, help="ranks over --tp")
-    add("--step-ms", type=float, default=11, help="of an engine's step with an empty context")
-    add("--token-ns", type=float, default=36, help="a step's for each token in flight")
-    add("--prefill", type=float, default=11_000, help="tokens/s that an engine reads")
-    add("--updates", type=int, default=24, help="simulated updates, a quarter of which warm up")
-    add("--flight", type=int, default=10**9, help="most plays that an engine's cache holds")
-    add("--model", help="a tiny model, whose real engine plays such lengths")
-    add("--hours", action="store_true", help="print disk and hours of run.sh's sizes, computed")
+    add("--stretch", type=int, nargs="+", help="values of K; default: 1 and 1.4 times --tokens")
+    add("--engines", type=int, default=16, help="number of engines: ranks divided by --tp")
+    add("--step-ms", type=float, default=11, help="milliseconds of a step with an empty context")
+    add("--token-ns", type=float, default=36, help="nanoseconds per step for each token in flight")
+    add("--prefill", type=float, default=11_000, help="tokens per second that an engine reads")
+    add("--updates", type=int, default=24, help="simulated updates; the first quarter is warm-up")
+    add("--flight", type=int, default=10**9, help="most plays that fit an engine's cache")
+    add("--model", help="tiny model whose real engine plays such lengths")
+    add("--hours", action="store_true", help="print the estimated disk and hours of run.sh's sizes")
     args = p.parse_args()
     args.stretch = args.stretch or [args.tokens, round(1.4 * args.tokens)]
     return args
 
 
 def replies_of(name, sigma, args):
-    """How many replies a play of this name has: a function of the name, so that all rules and the
-    real engine play the same."""
+    """The number of replies of a play. It depends only on the name, so that all rules and the real
+    engine play the same lengths."""
     draw = random.Random(f"{sigma}/{name}").gauss(-sigma * sigma / 2, sigma)
     return max(1, round(min(args.most, args.tokens * math.exp(draw)) / args.reply))
 
@@ -82,7 +82,7 @@ class Play:
 
 
 class Engine:
-    """One engine's clock, its plays in flight, and those that wait for the next update."""
+    """A simulated engine: its clock, the plays in flight and the waiting ones."""
 
     def __init__(self, args):
         self.args, self.clock, self.busy = args, 0.0, 0.0
@@ -98,7 +98,7 @@ class Engine:
         self.live.append(play)
 
     def advance(self, update):
-        """To the end of the next reply -> the plays whose replies have ended"""
+        """Advance to the end of the next reply; return the plays whose replies have ended."""
         steps, n = min(play.left for play in self.live), len(self.live)
         context = steps * sum(play.context for play in self.live) + n * steps * (steps - 1) / 2
         self.spend(steps * self.args.step_ms / 1e3 + context * self.args.token_ns / 1e9)
@@ -113,7 +113,7 @@ class Engine:
 
 
 def start(engine, queries, plays, update, sigma, args):
-    """Begin the plays of the next query, if there is one and the engine has room."""
+    """Start the plays of the next query, if there is one and the engine has room."""
     share = -(-args.prompts // args.engines) * args.group
     while queries and len(engine.live) + args.group <= min(args.flight, share + len(plays)):
         query = queries.pop(0)
@@ -122,7 +122,7 @@ def start(engine, queries, plays, update, sigma, args):
 
 
 def play_update(engines, queries, update, over, stretch, clock, sigma, args):
-    """Until every engine is idle -> the queries that have become whole"""
+    """Run until all engines are idle; return the queries whose plays have all ended."""
     whole, carried = [], {id(engine): engine.waiting for engine in engines}
     for engine in engines:
         engine.waiting = []
@@ -146,8 +146,8 @@ def play_update(engines, queries, update, over, stretch, clock, sigma, args):
 
 
 def simulate(sigma, args, stretch=0, clock=False):
-    """-> seconds of --prompts groups, share of the time that engines are busy, tokens' mean and
-    highest age, fewest and most groups of an update"""
+    """(seconds per --prompts groups, share of the time in which engines are busy, mean and highest
+    age of tokens, fewest and most groups per update)."""
     engines, over = [Engine(args) for _ in range(args.engines)], {}
     seconds, groups, ages, busy, begun = [], [], Counter(), 0.0, 0
     for update in range(args.updates - 1):
@@ -198,7 +198,7 @@ SFT = {"0.5b": 6, "1.5b": 6, "3b": 4, "7b": 4}  # epochs of 1,198 episodes
 
 
 def print_hours(args):
-    """What run.sh's sizes take by the memory plan and this simulation."""
+    """Print disk and hours of run.sh's sizes, by the memory plan and this simulation."""
     from look import memory
 
     lines = [line.split() for line in (ROOT / "recipes/cards.txt").read_text().splitlines()
@@ -234,7 +234,7 @@ def print_hours(args):
 
 
 class Paced:
-    """vLLM's engine, in which every reply has as many tokens as it is told; its steps, counted."""
+    """vLLM's engine with a given number of tokens per reply; it counts its steps."""
 
     def __init__(self, engine, reply):
         self.engine, self.reply, self.steps = engine, reply, 0
@@ -253,7 +253,7 @@ class Paced:
 
 
 def make_world(sigma, args):
-    """A world in which a play has as many replies as the simulated one of its name."""
+    """A world in which each play has as many replies as the simulated play of its name."""
     from runtime import CheckedWorld
     from sandbox import Action, Episode
 
@@ -287,13 +287,13 @@ def make_world(sigma, args):
             return row
 
         def close(self):
-            """Nothing to give back."""
+            """Nothing to close."""
 
     return CheckedWorld(World(), "bench_play")
 
 
 def open_engine(args):
-    """grpo.py's flags, template and engine, in this process."""
+    """(flags, template, engine) of grpo.py, in this process."""
     import grpo
     import runtime
     from bench.bench_grpo import ALONE
@@ -309,7 +309,7 @@ def open_engine(args):
 
 
 def check_real(args):
-    """Print the steps of a real engine per token learnt, and what the simulation says of them."""
+    """Print the steps per learnt token of a real engine and of the simulation."""
     from grpo import play_batch
 
     own, template, llm = open_engine(args)

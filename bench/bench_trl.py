@@ -1,26 +1,24 @@
 """
-GRPO's update step here and in TRL's GRPOTrainer: the same model, samples and advantages, side by
-side in tokens/s.
+Compare the update step of grpo.py with that of TRL's GRPOTrainer, in tokens/s, on the same model,
+samples and advantages.
 
-An update is one batch of plays: forward, log-probabilities and entropy, loss, backward, clipping,
-AdamW. Ours is learn() through the DeepSpeed engine that grpo.py makes. Theirs is
-GRPOTrainer.train() in TRL's own environment, from on_step_begin to on_step_end less the time in
-which it takes in and scores the plays, which enter by its rollout_func. Both run float32 on one
-rank without gradient checkpointing and take turns, a round each. Tokens are those of the samples,
-padding not counted. Rewards are drawn at random: were those of a group equal, as they often are,
-learn() would leave the group out and TRL would compute it in vain. The learning rate is 0, so that
-each round makes the same update; the first round warms up and compares the gradients. Seconds are
-the clock's and, in brackets, of CPU time: other work disturbs them less.
+An update is one batch of plays: forward pass, log-probabilities and entropy, loss, backward pass,
+clipping, AdamW. Ours is learn() with grpo.py's DeepSpeed trainer. Theirs is GRPOTrainer.train() in
+an environment of TRL's own, from on_step_begin to on_step_end, without the time in which it reads
+and scores the plays, which its rollout_func supplies. Both use float32 on one rank without gradient
+checkpointing, and take turns. Tokens do not include padding. Rewards are random, because learn()
+skips a group of equal rewards, which TRL would compute. The learning rate is 0, so that all rounds
+make the same update; the first round is a warm-up in which the gradients are compared. CPU seconds,
+which other work disturbs less, are in brackets.
 
-    shipped  GRPOTrainer as it runs on a CPU: every row as long as the batch's longest prompt and
-             longest completion together, the head applied to all positions
-    compact  with the head applied to the completions' positions only, as it is on GPUs: the one to
-             compare with
-    vllm     compact, with the old log-probabilities it recomputes when vLLM plays (its default)
+    shipped  GRPOTrainer as it runs on a CPU: each row is as long as the batch's longest prompt plus
+             its longest completion, and the head is applied to all positions
+    compact  the head is applied only to the completions, as on GPUs; compare with this variant
+    vllm     compact, with the old log-probabilities recomputed, TRL's default if vLLM plays
 
-Lengths: `played`, those of the rollouts; else a log-normal of median 500 and that log-deviation
-within 200 to 1000. 0.3 is the spread of direct plays of the 102 official queries (14K to 40K
-characters); 0.5 adds what stops early or wanders.
+--lengths: `played` uses the lengths of the rollouts, a number the log-deviation of log-normal
+lengths of median 500 within 200 to 1000. 0.3 is the spread of direct plays of the 102 official
+queries (14K to 40K characters); 0.5 also covers plays that stop early or take detours.
 
     python3 -m venv /tmp/trl && /tmp/trl/bin/pip install --no-deps torch==2.13.0+cpu \\
         --extra-index-url https://download.pytorch.org/whl/cpu
@@ -57,20 +55,20 @@ def flags():
     add("--rollouts", default="out/tiny/rl/rollouts/00032.jsonl", help="plays, groups in order")
     add("--trl", help="python of an environment with TRL")
     add("--lengths", nargs="+", default=["0.3", "0.5"], help="played, or a log-deviation")
-    add("--variants", nargs="+", default=["shipped", "compact", "vllm"], help="of TRL, see above")
-    add("--plays", type=int, default=64, help="samples of an update, in groups of 8")
+    add("--variants", nargs="+", default=["shipped", "compact", "vllm"], help="variants of TRL")
+    add("--plays", type=int, default=64, help="samples per update, in groups of 8")
     add("--batch", type=int, default=4, help="TRL's per_device_train_batch_size")
-    add("--pack-tokens", type=int, default=4096, help="ours, as in grpo.py")
-    add("--rounds", type=int, default=5, help="timed updates of each; medians are printed")
-    add("--side", metavar="FOLDER", help="(inner use) be TRL's side, with the samples in FOLDER")
-    add("--threads", type=int, help="(inner use) of torch")
+    add("--pack-tokens", type=int, default=4096, help="our tokens per micro-batch, as in grpo.py")
+    add("--rounds", type=int, default=5, help="timed updates of each side; medians are printed")
+    add("--side", metavar="FOLDER", help="(internal) run TRL's side on the samples in FOLDER")
+    add("--threads", type=int, help="(internal) number of torch's threads")
     return p.parse_args()
 
 
 def samples_of(path, template, lengths, n):
-    """The first n plays of `path` in tokens -> [{"ids", "mask", "prompt", "query", "reward"}], with
-    the number of tokens of the prompt. A play is cut to the length drawn for it, or its turns are
-    repeated."""
+    """The first n plays of a file in tokens: [{"ids", "mask", "prompt", "query", "reward"}], where
+    "prompt" is the number of prompt tokens. Each play is cut to the length drawn for it, or its
+    turns are repeated."""
     import sft
     from runtime import read_jsonl
 
@@ -90,7 +88,7 @@ def samples_of(path, template, lengths, n):
 
 
 def clocks():
-    """Seconds of the clock and of this process's CPU time."""
+    """(seconds of the clock, CPU seconds of this process)."""
     return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
 
 
@@ -98,7 +96,7 @@ def clocks():
 
 
 class Ours:
-    """grpo.py's update of the samples, behind update() -> seconds, CPU seconds."""
+    """Our side: update() makes grpo.py's update -> (seconds, CPU seconds)."""
 
     def __init__(self, args):
         import grpo
@@ -114,8 +112,8 @@ class Ours:
 
     @torch.no_grad()
     def take(self, samples):
-        """Samples with the log-probabilities of the model itself, as an engine reports them, and
-        TRL's plainest advantages: the reward less the mean of its group."""
+        """Set the samples, with the model's own log-probabilities in place of an engine's, and with
+        TRL's simplest advantages: the reward minus the mean of its group."""
         self.engine.optimizer.optimizer.state.clear()
         self.samples = []
         for i, s in enumerate(samples):
@@ -138,15 +136,15 @@ class Ours:
         return clocks() - began
 
     def padding(self):
-        """The share of our rows that is padding."""
+        """The share of padding in our rows."""
         sizes = [len(s.ids) for s in self.samples]
         rows = sum(len(micro) * max(sizes[i] for i in micro)
                    for micro in self.grpo.pack(sizes, self.args.pack_tokens, self.packed))
         return 1 - sum(sizes) / rows
 
     def gradient(self):
-        """{name: clipped gradient} of the only update since take(): AdamW's first moment, which is
-        the gradient times 1 - beta1."""
+        """{name: clipped gradient} of the only update since take(), computed from AdamW's first
+        moment, which is the gradient times 1 - beta1."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         return {name.removeprefix("lm."): safe_get_full_optimizer_state(p, "exp_avg") / 0.1
@@ -157,7 +155,7 @@ class Ours:
 
 
 class Theirs:
-    """A process of the other environment, which makes an update when told to."""
+    """TRL's side: a process of the other environment that makes an update on request."""
 
     def __init__(self, args, data):
         ours = {*ALONE, "DS_ACCELERATOR", "PYTHONPATH"}
@@ -168,7 +166,7 @@ class Theirs:
             text=True, env={name: v for name, v in os.environ.items() if name not in ours})
 
     def update(self, variant):
-        """-> seconds, CPU seconds; the clipped gradient is in FOLDER/variant."""
+        """(seconds, CPU seconds) of an update; it writes the clipped gradient to FOLDER/variant."""
         print(variant, file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             if line.startswith("# seconds"):
@@ -177,8 +175,7 @@ class Theirs:
 
 
 def trl_side(args):
-    """GRPOTrainer.train() over the samples of FOLDER/samples.json; before each update stdin names
-    its variant."""
+    """Run GRPOTrainer.train() on FOLDER/samples.json; stdin names the variant of each update."""
     import trl
     from safetensors.torch import save_file
     from transformers import TrainerCallback
@@ -224,14 +221,14 @@ def trl_side(args):
 
 
 def trl_trainer(kind, callback, args):
-    """A GRPOTrainer whose update is ours: DAPO's loss norm, no KL term, one optimiser step per
-    batch of plays."""
+    """A GRPOTrainer with the same update as ours: DAPO's loss norm, no KL term, one optimiser step
+    per batch of plays."""
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     def rollout(prompts, trainer):
-        """All samples, in the order in which the sampler asks for their groups."""
+        """All samples, in the order in which TRL's sampler asks for their groups."""
         samples = json.loads((Path(args.side) / "samples.json").read_text())
         places = {query: iter([s for s in samples if str(s["query"]) == query])
                   for query in set(prompts)}
@@ -262,7 +259,7 @@ def trl_trainer(kind, callback, args):
 
 
 def compare(ours, path):
-    """Cosine of two gradients, and the ratio of their norms."""
+    """(cosine of two gradients, ratio of their norms)."""
     from safetensors.torch import load_file
 
     theirs = load_file(path)
@@ -284,8 +281,8 @@ def describe_samples(samples, ours, lengths):
 
 
 def measure(ours, theirs, lengths, folder, args):
-    """Print tokens/s of both sides over samples of these lengths, and how far their gradients
-    agree."""
+    """Print the tokens/s of both sides for samples of these lengths, and the agreement of their
+    gradients."""
     samples = samples_of(args.rollouts, ours.template, lengths, args.plays)
     ours.take(samples)
     (Path(folder) / "samples.json").write_text(json.dumps(samples))

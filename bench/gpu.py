@@ -1,21 +1,21 @@
 """
-What holds on this machine's GPUs, and why it is as fast as it is, within minutes and without a
-download: a claim a line, pass or fail, in OUT/report.md, which is written after each line.
+Check and measure this project on this machine's GPUs within minutes and without a download. Each
+line of OUT/report.md is a claim that passes or fails; the file is written after each line.
 
     bash run.sh gpu                       # makes .venv and calls this
     python bench/gpu.py --budget 12 --out out/gpu
 
-    trainer   learn() of grpo.py with one habit changed at a time (bench/gpu_trainer.py): tokens/s,
-              MFU, the GPU's busy share, memory. It needs no vLLM
-    grpo      grpo.py on all GPUs, killed, resumed, to its very end: steps, syncs, memory
-    small     the recipe of 0.5b as on a card of 24 GB: another process holds the rest
+    trainer   learn() of grpo.py, then with one setting changed at a time (bench/gpu_trainer.py):
+              tokens/s, MFU, the share of time in which the GPU is busy, memory. Needs no vLLM
+    grpo      grpo.py on all GPUs, killed, resumed, and run to its end: steps, syncs, memory
+    small     the recipe of 0.5b on a card of 24 GB; another process fills the rest of the memory
     decode    an engine's step with 8 to 256 plays: --step-ms and --token-ns of bench/bench_play.py
-    evaluate  the engine of evaluate.py, which starts in another way than the trainers' does
+    evaluate  the engine of evaluate.py, which starts in another way than that of a trainer
 
-Parts run in this order. What no longer fits into --budget is skipped, which the report says. The
-models have random weights in the shape of Qwen2.5; what they say makes no sense, so that an episode
-is as many tokens as it is allowed. --rehearse runs it all with a model of 2M parameters on a CPU,
-which says that the script works and nothing else.
+The parts run in this order. The report names those that --budget leaves no time for. The models
+have the shape of Qwen2.5 and random weights; since they write nonsense, all episodes have the
+maximum length. --rehearse runs everything with a model of 2M parameters on a CPU, to test the
+script.
 """
 import argparse
 import importlib.util
@@ -40,7 +40,7 @@ PLAYS = (8, 16, 32, 64, 256)  # in flight, of decode
 
 
 class Report:
-    """The claims so far; the file is written anew after each, so that a crash loses none."""
+    """The claims so far; it rewrites the file after each one, so that a crash loses none."""
 
     def __init__(self, out):
         self.file, self.rows = out / "report.md", [("claim", "", "measured"), ("---",) * 3]
@@ -60,7 +60,7 @@ class Report:
 
 
 def make_model(folder, shape):
-    """A folder with random weights of this shape, and a tokenizer made from the mini world."""
+    """Write a model with random weights of this shape and a tokenizer made from the mini world."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -82,7 +82,7 @@ def make_model(folder, shape):
 
 
 def make_tasks(out):
-    """sums.jsonl, and tasks.jsonl of the mini world."""
+    """Write sums.jsonl, and tasks.jsonl of the mini world."""
     words = f"synth.py tasks --n 64 --days 3 --like tiny --out {out}/tasks.jsonl"
     subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
     write_jsonl(out / "sums.jsonl", [{"id": str(i), "query": f"{i} + {i}?", "sum": 2 * i}
@@ -93,8 +93,10 @@ def make_tasks(out):
 
 
 def torchrun(ranks, stage, words, log, kill_after=0, limit=600):
-    """Run a stage, its words into a log beside OUT; with kill_after, SIGKILL it after that update
-    -> (exit status, seconds)"""
+    """Run a stage by torchrun, its output into a log beside OUT -> (exit status, seconds).
+
+    kill_after: send SIGKILL after this update.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
                str(ranks), stage, *words.split()]
     began = time.time()
@@ -113,7 +115,7 @@ def torchrun(ranks, stage, words, log, kill_after=0, limit=600):
 
 
 def python(words, log, limit):
-    """Run a program, its words into a log -> exit status; 124 if it takes longer than the limit."""
+    """Run a program, its output into a log -> exit status; 124 if it exceeds its time limit."""
     with open(log, "w") as screen:
         try:
             return subprocess.run([sys.executable, *words], cwd=ROOT, stdout=screen, timeout=limit,
@@ -129,7 +131,7 @@ def last_words(log):
 
 
 def planned(stage, model, tokens, *words):
-    """{moment: GiB} that look.memory plans for a stage whose micro-batches have so many tokens."""
+    """The memory plan of a stage with micro-batches of this many tokens, {moment: GiB}."""
     from look import memory
 
     flags = memory.flags([stage, "--model", str(model), *map(str, words)])
@@ -144,7 +146,7 @@ def planned(stage, model, tokens, *words):
 
 
 def check_trainer(report, out, args, seconds):
-    """learn() on one GPU and its variants, a line each as it comes."""
+    """Measure learn() and its variants on one GPU; report a line for each."""
     words = ["bench/gpu_trainer.py", "--shape", args.shape, "--seconds", str(seconds)]
     if args.rehearse:
         words += ["--mean", "200", "--most", "600", "--pack-tokens", "1024"]
@@ -163,11 +165,11 @@ def check_trainer(report, out, args, seconds):
 
 
 def check_grpo(report, out, args, seconds):
-    """GRPO on all GPUs: engine and trainer agree, memory is as planned, a killed run resumes and
-    ends.
+    """Check GRPO on all GPUs: engine and trainer agree, the memory plan holds, a killed run resumes
+    and ends.
 
-    In a world that pays by the word: of trips a random model knows nothing, all its plays would
-    earn the same, no update would take a step, and every sync would send what the engine has.
+    The world pays by the word. In the travel world all plays of a random model would earn the same,
+    so that no update would change the weights, and a wrong sync would not show.
     """
     words = (f"--model {out}/model --tasks {out}/sums.jsonl --env tests/calculator.py --steps 4 "
              f"--reward talk --prompts {4 * args.ranks} --group 8 --context {args.context} "
@@ -196,7 +198,7 @@ def rows_of(folder):
 
 
 def check_updates(report, name, rows, args):
-    """What the log of a run must show."""
+    """Check what the log of a run must show."""
     if not rows:
         return
     norms, gaps = ([row[key] for row in rows] for key in ("gnorm", "dlogp_mean"))
@@ -211,7 +213,7 @@ def check_updates(report, name, rows, args):
 
 
 def check_small(report, out, args, seconds):
-    """The recipe of 0.5b with 24 GB of the first GPU; another process holds what is more."""
+    """Check the recipe of 0.5b with 24 GB of the first GPU; another process fills the rest."""
     share, hold = 0.35 * min(1, 23.5 / max(args.gib, 1)), max(0, args.gib - 23.5)
     model = make_model(out / "small", "rehearsal" if args.rehearse else "0.5b")
     context = args.context if args.rehearse else 16384
@@ -235,7 +237,7 @@ def check_small(report, out, args, seconds):
 
 
 def check_decode(report, out, args, seconds):
-    """Milliseconds of an engine's step at several numbers of plays, their contexts read before."""
+    """Measure the milliseconds of an engine's step at several numbers of plays."""
     code = f"""if True:
         import time
         from evaluate import open_engine
@@ -263,7 +265,7 @@ def check_decode(report, out, args, seconds):
 
 
 def check_evaluate(report, out, args, seconds):
-    """The engine of evaluate.py."""
+    """Check the engine of evaluate.py."""
     words = (f"evaluate.py --model gpu={out}/model --tasks {out}/tasks.jsonl --limit 16 "
              f"--system-prompt short --max-turns 2 --max-tokens 64 --out {out}/eval")
     began = time.time()
@@ -279,18 +281,19 @@ def check_evaluate(report, out, args, seconds):
 def flags():
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the report")
-    p.add_argument("--budget", type=float, default=20, metavar="MINUTES", help="for all parts")
+    p.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder for the report")
+    p.add_argument("--budget", type=float, default=20, metavar="MINUTES",
+                   help="time for all parts (20)")
     p.add_argument("--shape", choices=[*SHAPES][:-1], help="of which Qwen2.5; 1.5b if unset, 0.5b "
                    "where a GPU has less than 60 GB")
     p.add_argument("--context", type=int, default=6144, help="tokens of an episode")
-    p.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="which parts")
-    p.add_argument("--rehearse", action="store_true", help="a tiny model, on a CPU")
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="parts to run (all)")
+    p.add_argument("--rehearse", action="store_true", help="use a tiny model on a CPU")
     return p.parse_args()
 
 
 def describe_machine(report, args):
-    """The first lines: libraries, driver, GPUs; args.gib, args.shape and args.ranks from them."""
+    """Report libraries, driver and GPUs, and set args.gib, args.shape and args.ranks."""
     import torch
 
     gpus, found = visible_gpus(), []

@@ -1,21 +1,21 @@
 """
-Why an update of the trainer takes as long as it does, on one GPU: grpo.py's learn() as it is, then
-with one habit changed at a time, all in one process. bench/gpu.py calls this; without vLLM it runs
-by itself (torch 2.11 or later, and DeepSpeed, which is pure Python and builds as a wheel).
+Measure an update of the trainer on one GPU: grpo.py's learn() as it is, then with one setting
+changed at a time, all in one process. bench/gpu.py calls this; it also runs by itself without vLLM
+(with torch 2.11 or later and DeepSpeed, which is pure Python).
 
-    base             as grpo.py does it
+    base             as in grpo.py
     cuDNN off        PyTorch's other kernels for attention
-    widths free      rows as wide as the longest, not a multiple of 512
-    native linear    PyTorch's linear layer in place of DeepSpeed's
-    not fused        AdamW as several kernels
-    keep half, all   activations of half of the layers, of all, kept for the backward pass
+    widths free      rows as wide as the longest one, not a multiple of 512
+    native linear    PyTorch's linear layer instead of DeepSpeed's
+    not fused        AdamW in several kernels
+    keep half, all   keep the activations of half or all of the layers for the backward pass
     compiled         every layer by torch.compile
 
-The model has random weights; rows are log-normal (mean --mean, at most --most), a quarter of their
-tokens the policy's. `first` is the first update with its rows, whose shapes are new; all else is
-of updates with the same rows. MFU counts what must be computed: 6 FLOPs a weight and token, the
-head's for policy tokens only, and causal attention; not what is computed again. `busy` is the time
-in which the GPU computed, of all. A line of JSON per variant goes to standard output.
+The model has random weights. The rows have log-normal lengths (mean --mean, at most --most), and a
+quarter of their tokens are the policy's. `first` is the first update, in which all shapes are new;
+all other numbers are of later updates with the same rows. MFU counts 6 FLOPs per weight and token
+(of the head: per policy token) and causal attention, but no recomputation. `busy` is the share of
+the time in which the GPU computed. A line of JSON per variant goes to standard output.
 """
 import argparse
 import json
@@ -45,18 +45,18 @@ def flags():
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
-    add("--shape", choices=SHAPES, default="1.5b", help="of which Qwen2.5")
-    add("--mean", type=int, default=10_000, help="tokens of a row, on average")
+    add("--shape", choices=SHAPES, default="1.5b", help="size of the Qwen2.5 whose shape is used")
+    add("--mean", type=int, default=10_000, help="mean tokens per row")
     add("--most", type=int, default=30_000, help="tokens of the longest row")
-    add("--pack-tokens", type=int, default=32_768, help="of a micro-batch")
-    add("--micros", type=int, default=4, help="micro-batches of an update, about")
-    add("--seconds", type=float, default=240, help="no variant starts later than this")
+    add("--pack-tokens", type=int, default=32_768, help="tokens per micro-batch")
+    add("--micros", type=int, default=4, help="approximate number of micro-batches per update")
+    add("--seconds", type=float, default=240, help="seconds after which no variant starts")
     return p.parse_args()
 
 
 def flops(config, n, lengths, policy):
-    """Of an update: forward and backward of all weights, the head for policy tokens only, and
-    attention, causal."""
+    """The FLOPs of an update: forward and backward pass of all weights (of the head for policy
+    tokens only) and causal attention."""
     head = config.hidden_size * config.vocab_size
     body = n - head * (1 if config.tie_word_embeddings else 2)
     attention = 6 * config.num_hidden_layers * config.hidden_size
@@ -65,7 +65,7 @@ def flops(config, n, lengths, policy):
 
 
 def make_rows(args, words):
-    """Plays of random tokens in which observations and replies take turns, 3 to 1."""
+    """Plays of random tokens; observations and replies alternate, with 3 to 1 tokens."""
     from grpo import Sample
 
     draw, samples = random.Random(0), []
@@ -80,7 +80,7 @@ def make_rows(args, words):
 
 
 class Bench:
-    """The trainer, its rows, and what an update with them takes."""
+    """The trainer and its rows, to measure updates with them."""
 
     def __init__(self, args):
         import torch
@@ -106,7 +106,7 @@ class Bench:
         self.weighted = make_rows(args, 1000)
 
     def update(self):
-        """Seconds of an update, and of its last part, AdamW's step."""
+        """(seconds of an update, seconds of AdamW's step in it)."""
         step = self.trainer.step
         spent = []
 
@@ -129,7 +129,7 @@ class Bench:
             self.torch.cuda.synchronize()
 
     def busy(self):
-        """Share of an update in which the GPU computes: its kernels' time over the clock's."""
+        """The share of an update in which the GPU computes: its kernels' time / the clock's."""
         profiler = self.torch.profiler
         if not self.cuda:
             return None
@@ -138,7 +138,7 @@ class Bench:
         return sum(each.self_device_time_total for each in profile.key_averages()) / 1e6 / seconds
 
     def measure(self, name):
-        """Two updates, and one under the profiler -> a line of the table"""
+        """Make two updates, and one under the profiler -> a line of the table."""
         if self.cuda:
             self.torch.cuda.empty_cache()
             self.torch.cuda.reset_peak_memory_stats()
@@ -210,7 +210,8 @@ VARIANTS = {  # name: (what changes it and returns what changes it back, whether
 
 
 def head_gradient(bench):
-    """The head's weight gradient per chunk: summed after the product, or by the product itself."""
+    """Compare two ways to sum the head's weight gradient over chunks: after each product, or within
+    it."""
     torch, (h, v) = bench.torch, (bench.config.hidden_size, bench.config.vocab_size)
     chunk = max(1, min(1024, bench.grpo.LOGITS // v))
     d, hidden = (torch.randn(chunk, width, device=bench.device, dtype=torch.bfloat16)

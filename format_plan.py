@@ -199,7 +199,7 @@ STAY = r"""(?:check(?:ing)?[ -]?in(?:to| to| at)?|sleep at|
 VISIT = r"(?:visit(?:ing)?|explor(?:e|ing)|tour|see|stroll through|walk along)"
 VERB = pattern(rf"""{TIME}(?:then |finally )?(?:(?P<accommodation>{STAY} )|(?P<attraction>{VISIT} )|
     (?P<transportation>(?=(?:(?:take|catch|board|your|an?|the|outbound|return|by|early) ){{0,3}}
-    (?:flights?|fly|taxi|cab|uber|lyft|drive|driving|self-driving|travel|transfer|car|
+    (?:flights?|fly|taxi|cab|uber|lyft|(?:self-? ?)?driv(?:e|ing)|travel|transfer|car|
     return)\b)))""")
 NEXT = pattern(rf"""(?<=[^\s|;•·]) ?[|;•·]{{1,3}} ?(?={KIND}{ANY_LABEL} ?\d?(?: ?:| [–—-] ))|
     [.,] (?={ANY_LABEL} ?:)|(?<=[.;|!]) (?=day \d\d?:)""")  # what separates the fields of a line
@@ -585,8 +585,14 @@ def ride(text, names):
 
 def rides(texts, names):
     """The rides of a day as one field, without repetitions."""
-    found = []
+    found, joined = [], []
     for text in texts:
+        if (joined and FLIGHT_NUMBER.search(text) and not names.route(text)
+                and not FLIGHT_NUMBER.search(joined[-1])):
+            joined[-1] += f", {text}"  # "Flight from A to B" and its number in a field of its own
+        else:
+            joined.append(text)
+    for text in joined:
         one = ride(text, names)
         if one != "-" and (not found or names.route(text)
                            and not any(one in kept for kept in found)):

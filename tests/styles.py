@@ -277,6 +277,10 @@ FORMS = {
     "states": FIELDS_FORM | {
         "head": "Day {n}: {end}\nCurrent City: {current}", "meal": "{Slot}: {full}, {state}",
         "hotel": "Accommodation: {full}, {state}", "each": "{full}, {state}"},
+    # rides
+    "number_last": BULLETS | {
+        "flight": "- **Transportation:** Flight, from {start} to {end}, flight number: {number}"},
+    "number_below": FIELDS_FORM | {"flight": "Flight: {start} to {end}\nFlight Number: {number}"},
     # labels
     "dashes": FIELDS_FORM | {
         "head": "**Day {n}: {title}**", "meal": "* {Slot} — {place} — {cuisine} — ${price}",

@@ -356,6 +356,7 @@ def test_words_inside_the_name_of_a_city_say_nothing(city, said):
     ("Transportation: Flight Number: F999, from {org} to {city}, Departure Time: 15:40, Arrival "
      "Time: 17:04", f"Flight Number: F999, {WAY}, Departure Time: 15:40, Arrival Time: 17:04"),
     ("✈️ {org} → {city}, Flight F999, 08:00–10:00", f"Flight Number: F999, {WAY}, 08:00–10:00"),
+    ("Self-drive from {org} to {city}", f"Self-driving, {WAY}"),
     ("Drive from {org} to {city} (5h 40m, $30)", f"Self-driving, {WAY}, 5h 40m, $30"),
     ("Take a taxi from {org} to {city}, a long way", f"Taxi, {WAY}"),
     ("Transportation: Uber from {org} to {city}", f"Taxi, {WAY}"),

@@ -105,7 +105,7 @@ def answered(folder, **told):
     return folder / "qa"
 
 
-def test_the_questions_of_an_axis_stand_beside_the_papers(tmp_path, capsys):
+def test_the_scores_on_questions_are_printed_beside_the_papers(tmp_path, capsys):
     one = answered(tmp_path / "a", rl={"em": 0.3, "sets": {"nq": 0.2, "popqa": 0.4}})
     two = answered(tmp_path / "b", rl={"em": 0.2, "sets": {"nq": 0.2, "popqa": 0.2}})
     runs = [f"macro={one}/rl", f"macro={two}/rl", f"sft={tmp_path}/none/qa/sft"]
@@ -168,7 +168,7 @@ def test_the_file_of_a_running_evaluation_is_read_and_left_alone(tmp_path, capsy
     (["--axis", "noise", "--runs", "0%={tmp}"], "train and evaluate them first"),
     (["--axis", "noise", "--questions", "--runs", "0%={tmp}/qa/rl"], "QA=DIR RETRIEVER=URL"),
 ])
-def test_what_is_missing_for_an_axis_is_said_in_one_line(tmp_path, capsys, words, message):
+def test_missing_inputs_of_an_axis_are_named_in_one_line(tmp_path, capsys, words, message):
     with pytest.raises(SystemExit) as stop:
         axes.main([word.format(tmp=tmp_path) for word in words])
     said = str(stop.value) if isinstance(stop.value.code, str) else capsys.readouterr().err

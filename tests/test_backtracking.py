@@ -124,7 +124,7 @@ def test_the_honest_plan_is_a_success_by_road(land):
     [fly("Home", "North", "2022-04-01")], [fly("North", "North")],  # a slip of the agent
     [("SearchFlight", {"departure": "Home"})], [("SearchFlight", "?")], [("Teleport", {})],
     [("SearchAccommodation", {"city": ["East"]})], [("SearchAccommodation", ["city"])]])
-def test_what_is_no_dead_end(land, calls):
+def test_searches_that_show_no_dead_end(land, calls):
     assert found(land, calls) == NOT_MET
 
 
@@ -156,14 +156,14 @@ def test_a_call_that_was_made_to_fail_shows_no_dead_end(land):
     assert found(land, [beds("East"), fly("Home", "North")], rate=1.0) == NOT_MET
 
 
-def test_a_flight_of_another_day_is_no_ride(land):
+def test_a_flight_on_another_day_is_not_a_valid_ride(land):
     def late(plan):
         plan[1]["transportation"] = "Flight Number: F1, from Home to South"
         plan[1]["current_city"] = "from Home to South"
     assert found(land, [fly("Home", "North")], late) == KEPT
 
 
-def test_the_table_has_the_shares_among_the_episodes_that_met_one_and_by_level(land):
+def test_the_table_has_the_shares_of_left_and_kept_dead_ends_by_level(land):
     rows = [record(land, calls, change, plan) for calls, change, plan in [
         ([], None, True), ([beds("East")], None, True), ([beds("East")], sleeps_in("East"), True),
         ([beds("East")], None, False)]]

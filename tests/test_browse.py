@@ -196,7 +196,7 @@ INNER = """0.0.0.0 0.1.2.3 10.0.0.1 10.255.255.255 100.64.0.1
 
 
 @pytest.mark.parametrize("address", INNER.split() + ["", " 8.8.8.8"])
-def test_a_forbidden_address_is_no_public_one(address):
+def test_a_forbidden_address_is_not_public(address):
     assert not is_public(address)
 
 
@@ -207,7 +207,7 @@ OUTER = """1.1.1.1 8.8.8.8 9.255.255.255 11.0.0.0 100.63.255.255
 
 
 @pytest.mark.parametrize("address", OUTER.split())
-def test_an_address_of_the_internet_is_public(address):
+def test_an_internet_address_is_public(address):
     assert is_public(address)
 
 
@@ -233,7 +233,7 @@ LOOPBACK = """127.0.0.1 127.1 127.0.0.2 2130706433 0x7f000001 0x7f.1 0x7f.0.0.1 
 
 
 @pytest.mark.parametrize("host", LOOPBACK.split())
-def test_no_spelling_of_this_machine_is_reached(reader, canary, host):
+def test_no_spelling_of_this_machines_address_is_reached(reader, canary, host):
     connects.clear()
     fault(reader(), f"http://{host}:{canary.port}/")
     assert not connects and not canary.met
@@ -294,7 +294,7 @@ def test_an_allowed_pair_is_exact(reader, canary):
         assert len(server.seen) == 1 and not canary.met
 
 
-def test_an_allowed_name_may_be_anywhere(reader):
+def test_an_allowed_name_may_have_any_address(reader):
     with serving(lambda head: page(html("welcome"))) as server:
         pair = f"wiki.test:{server.port}"
         browser = reader(pair.upper(), resolve=names(wiki_test=["127.0.0.1"]))
@@ -327,7 +327,7 @@ def test_other_ports_are_refused(reader, port):
     f"http://{'a' * 64}.test/", "http://open.test/\r\nHost: evil", "http://open.test/\ud800",
     "http://\ud800/", "h" * 100_000, "http://" + "a" * 100_000,
     "http://öpen.täst\u2028/", "http://open test/", "http://-/", "\x00"])
-def test_what_is_no_web_page_is_refused(reader, url):
+def test_urls_that_are_not_web_pages_are_refused(reader, url):
     connects.clear()
     fault(reader(resolve=names(open_test=[OPEN])), url)
     assert not connects
@@ -341,7 +341,7 @@ def test_a_url_with_a_user_name_is_refused(reader, user):
     assert not connects or user == ":@"
 
 
-def test_a_url_that_two_readers_understand_differently_is_judged_as_it_is_used(reader, canary):
+def test_an_ambiguous_url_is_judged_by_the_host_that_is_connected_to(reader, canary):
     connects.clear()
     browser = reader(resolve=names(open_test=[OPEN], evil_test=["127.0.0.1"]))
     for url in (f"http://open.test\\@127.0.0.1:{canary.port}/",
@@ -365,7 +365,7 @@ def test_proxy_variables_are_not_read(reader, canary, monkeypatch):
 # ---------------------------------------------------------------------------------------- look-ups
 
 
-def test_a_name_server_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(reader):
+def test_waiting_for_a_name_server_ends_at_the_deadline(reader):
     answered = threading.Event()
     browser = reader(seconds=0.5, resolve=lambda *_, **__: answered.wait(60) and [])
     begun = time.monotonic()
@@ -375,7 +375,7 @@ def test_a_name_server_that_does_not_answer_is_waited_for_no_longer_than_the_dea
 
 
 @pytest.mark.parametrize("found", [None, []])
-def test_a_name_that_nobody_knows_is_the_pages_fault(reader, found):
+def test_an_unknown_host_name_is_the_pages_fault(reader, found):
     resolve = names(**{} if found is None else {"lost_test": found})
     assert "lost.test" in fault(reader(resolve=resolve), "http://lost.test/")
 
@@ -384,7 +384,7 @@ def test_a_name_that_nobody_knows_is_the_pages_fault(reader, found):
 
 
 @pytest.mark.parametrize("status", ["301 x", "302 x", "303 x", "307 x", "308 x"])
-def test_a_redirect_is_followed_with_a_fresh_look_at_its_host(reader, status):
+def test_a_redirects_host_is_checked_again(reader, status):
     with serving(lambda head: page(html("arrived")) if "GET /there " in head
                  else moved("/there#part", status)) as server:
         assert "arrived" in reader(server).read(server.url)
@@ -400,7 +400,7 @@ REFUSED = {"/a b\x7f": "", "http://[": "web page", "file:///etc/passwd": "web pa
 
 
 @pytest.mark.parametrize("location", REFUSED)
-def test_a_redirect_to_what_is_forbidden_is_refused(reader, location):
+def test_a_redirect_to_a_forbidden_address_is_refused(reader, location):
     with serving(lambda head: moved(location)) as server:
         connects.clear()
         browser = reader(server, resolve=names(
@@ -437,7 +437,7 @@ def test_five_redirects_are_followed(reader):
         assert "arrived" in reader(server).read(server.url)
 
 
-def test_a_redirect_to_nowhere_is_a_status(reader):
+def test_a_redirect_without_a_location_is_reported_as_a_status(reader):
     with serving(lambda head: page("", status="302 Found")) as server:
         assert "status 302" in fault(reader(server), server.url)
 
@@ -518,7 +518,7 @@ WRONG = {  # what is wrong with the answer, and words of the error
 
 
 @pytest.mark.parametrize("what", SLOW)
-def test_a_server_that_never_ends_is_left_at_the_deadline(reader, what):
+def test_an_endless_body_is_cut_at_the_deadline(reader, what):
     with serving(SLOW[what]) as server:
         begun = time.monotonic()
         assert "took longer than 0.5 seconds" in fault(reader(server, seconds=0.5), server.url)
@@ -543,7 +543,7 @@ def test_a_connection_that_is_reset_is_the_pages_fault(reader):
         assert "cannot be read" in fault(reader(server), server.url)
 
 
-def test_what_follows_the_promised_length_is_not_read(reader):
+def test_bytes_beyond_the_content_length_are_not_read(reader):
     late = page(html("the page")) + b"HTTP/1.1 200 OK\r\n\r\n" + html("smuggled").encode()
     with serving(lambda head: late) as server:
         text = reader(server).read(server.url)
@@ -594,7 +594,7 @@ def https(certificate):
         yield server
 
 
-def test_https_goes_to_the_checked_address_under_the_name(reader, https, certificate):
+def test_https_connects_to_the_checked_address_with_the_host_name(reader, https, certificate):
     connects.clear()
     browser = reader(f"page.test:{https.port}", resolve=names(page_test=["127.0.0.1"]))
     browser.tls.load_verify_locations(certificate[1])
@@ -603,7 +603,7 @@ def test_https_goes_to_the_checked_address_under_the_name(reader, https, certifi
     assert f"Host: page.test:{https.port}\r\n" in https.seen[0]
 
 
-def test_a_certificate_that_nobody_signed_is_refused(reader, https):
+def test_a_self_signed_certificate_is_refused(reader, https):
     browser = reader(f"page.test:{https.port}", resolve=names(page_test=["127.0.0.1"]))
     assert "certificate" in fault(browser, f"https://page.test:{https.port}/").lower()
     assert not https.seen
@@ -616,7 +616,7 @@ def test_a_certificate_of_another_name_is_refused(reader, https, certificate):
     assert not https.seen
 
 
-def test_a_handshake_that_never_ends_is_left_at_the_deadline(reader):
+def test_an_endless_handshake_ends_at_the_deadline(reader):
     with serving(lambda head: forever(b"", pause=0.05)) as server:
         browser = reader(server, seconds=0.5)
         assert "took longer" in fault(browser, server.url.replace("http:", "https:"))
@@ -675,14 +675,14 @@ ENCODED = {
 
 
 @pytest.mark.parametrize("what", ENCODED)
-def test_an_encoding_is_found(reader, what):
+def test_the_encoding_of_a_page_is_found(reader, what):
     text, encoding, kind = ENCODED[what]
     body = html(text).replace("<title>", f'<meta charset="{encoding}"><title>').encode(encoding)
     with serving(lambda head: page(body, kind)) as server:
         assert text in reader(server).read(server.url)
 
 
-def test_an_encoding_that_lies_does_no_harm(reader):
+def test_a_wrong_encoding_does_no_harm(reader):
     for charset in "idna", "punycode", "unicode_escape", "utf-7", "rot13", "utf-16", "undefined":
         body = html("caf\xe9 \\x3cscript\\x3e").encode("latin-1")
         answer = page(body, f"text/html; charset={charset}")
@@ -708,7 +708,7 @@ MONSTERS = {
 
 
 @pytest.mark.parametrize("what", MONSTERS)
-def test_a_monster_of_a_page_ends_within_the_deadline(reader, what):
+def test_a_huge_page_ends_within_the_deadline(reader, what):
     body = MONSTERS[what]().encode()
     with serving(lambda head: page(body)) as server:
         browser, begun = reader(server, seconds=1), time.monotonic()
@@ -744,7 +744,7 @@ def test_the_passages_that_match_come_back_in_page_order():
         ["…", lines[7], lines[8], "…", lines[31], lines[32]])
 
 
-def test_what_follows_a_heading_that_matches_comes_before_the_pages_beginning():
+def test_text_after_a_matching_heading_is_preferred_to_the_pages_beginning():
     lines = [*["Welcome to the lake."] * 9, "Depth", "It is 40 m.", *["Go away."] * 9]
     # 8 + 14 + 3 x 23 of 100 characters
     assert choose_passages("\n".join(lines), "depth", 100) == "\n".join(
@@ -770,7 +770,7 @@ def test_a_short_paragraph_beats_a_long_one_and_two_mentions_beat_one():
     assert choose_passages("\n".join(lines), "lake", 61).count("lake lake") == 5
 
 
-def test_a_long_query_on_a_page_of_short_lines_takes_no_time():
+def test_a_long_query_on_a_page_of_short_lines_is_fast():
     lines = "\n".join(str(i % 3000) for i in range(4500))
     chosen = choose_passages(lines, " ".join(map(str, range(200_000))), 2000)
     assert 1000 < len(chosen) <= 2000
@@ -791,7 +791,7 @@ def test_the_text_is_cut_before_passages_are_chosen(reader):
         assert "the needle" in reader(server).read(server.url, "needle")
 
 
-def test_a_page_of_signs_comes_whole_through_the_jail(reader):
+def test_a_page_of_emoji_passes_the_jail(reader):
     body = html(*[f"{i} " + "\U0001f30a" * 400 for i in range(60)])  # 96 KB
     with serving(lambda head: page(body)) as server:
         assert len(reader(server, passages=20_000).read(server.url)) > 10_000
@@ -800,7 +800,7 @@ def test_a_page_of_signs_comes_whole_through_the_jail(reader):
 # ------------------------------------------------------------------------------------ many callers
 
 
-def test_many_threads_get_each_their_own_page(reader):
+def test_each_of_many_threads_gets_its_own_page(reader):
     with serving(lambda head: page(html(f"this is {head.split()[1]}."))) as server:
         browser = reader(server, seconds=60)
         urls = [f"http://{server.pair}/number-{i}" for i in range(16)]

@@ -317,7 +317,7 @@ def failed(verdict):
 
 
 @pytest.mark.parametrize("hole", HOLES)
-def test_a_hole_of_star_is_closed_in_strict(trip, mini, hole):
+def test_a_loophole_of_star_is_closed_in_strict(trip, mini, hole):
     task, plan, _ = trip
     changes, check = HOLES[hole]
     assert all(score(task, plan, mini, rules)["success"] == 1 for rules in RULES)
@@ -341,7 +341,7 @@ def test_b5_any_word_is_a_car_and_in_strict_only_flight_taxi_and_self_driving_ar
         assert "does not begin" in verdict["checks"]["is_valid_information_in_sandbox"][1]
 
 
-def test_what_a_ride_honestly_states_passes_strict_however_it_is_written(trip, mini):
+def test_a_ride_with_true_details_passes_strict_in_any_wording(trip, mini):
     task, plan, city = trip
     change(trip, {"wish transportation": None}, mini)
     flight = mini.flight(re.search(r"F\d+", plan[0]["transportation"])[0])
@@ -368,7 +368,7 @@ def test_what_a_ride_honestly_states_passes_strict_however_it_is_written(trip, m
 
 @pytest.mark.parametrize("said", [
     "${} per person and ${} in all", "duration: 1 mins", "${} each", "${}"])
-def test_a_ride_that_states_what_its_row_does_not_say_fails_strict(trip, mini, said):
+def test_a_ride_with_false_details_fails_strict(trip, mini, said):
     task, plan, _ = trip
     row = mini.distance(*road(mini))
     change(trip, {"2 transportation": "Taxi {road}, " + said.format(*[int(row.km * 3)] * 2)}, mini)
@@ -440,7 +440,7 @@ def test_breaking_one_constraint_fails_exactly_that_check(trip, mini, wrong):
 
 @pytest.mark.parametrize("mark, rules, changes, check, told", CORNERS,
                          ids=[f"{row[0]}-{i}" for i, row in enumerate(CORNERS)])
-def test_a_corner_is_as_its_mark_says(trip, mini, mark, rules, changes, check, told):
+def test_a_corner_case_is_judged_as_its_mark_says(trip, mini, mark, rules, changes, check, told):
     names = change(trip, changes, mini)
     checks = score(trip[0], trip[1], mini, rules)["checks"]
     passed, reason = checks.get(check) or next(checks[name] for name in checks if check in name)
@@ -471,7 +471,7 @@ def test_c1_a_state_in_brackets_is_cut_and_a_blank_before_it_stays():
 @pytest.mark.parametrize("text, name, city", [
     ("The Inn, at Sea, Elm", "The Inn, at Sea", "Elm"), ("so says\nThe Inn, Elm", "The Inn", "Elm"),
     ("The Inn", "-", "-"), ("The Inn,", "-", "-"), (", Elm", "", "Elm")])
-def test_b3_the_last_comma_parts_a_name_from_its_city(mini, text, name, city):
+def test_b3_the_last_comma_separates_a_name_from_its_city(mini, text, name, city):
     venue = constraints.read_venue(text, "lunch", mini, False)
     assert (venue.name, venue.city) == (name, city)
 
@@ -525,7 +525,7 @@ def test_b17_minimum_nights_hold_where_one_row_matches_and_in_strict_everywhere(
     ("flight number F0", "flight", "flight", 'needs "Flight Number: "', ()),
     ("Driving", "driving", "", "", ()), ("a train", "driving", "", "", ()),
     ("by plane", "driving", "", "", ()), ("by flight", "flight", "flight", "", ())])
-def test_b5_c2_c3_c4_what_a_ride_is_taken_for(mini, text, star, c2, c3_fault, c4):
+def test_b5_c2_c3_c4_the_kind_of_a_ride(mini, text, star, c2, c3_fault, c4):
     ours = constraints.read_ride(text, None, mini, False)
     theirs = constraints.read_ride(text, None, mini, True)
     assert (ours.mode, theirs.mode, theirs.breaks) == (star, c2, c4)
@@ -561,13 +561,13 @@ def test_b26_an_unreached_check_counts_for_neither_side(trip, mini):
 
 
 @pytest.mark.parametrize("plan", [None, [], {}, 0, ""])
-def test_b26_no_plan_scores_nothing(trip, mini, plan):
+def test_b26_an_answer_without_a_plan_scores_0(trip, mini, plan):
     verdict = score(trip[0], plan, mini)
     assert [verdict[name] for name in SCORES] == [0] * 5
     assert set(map(tuple, verdict["checks"].values())) == {(None, None)}
 
 
-def test_b27_constraints_in_a_string_are_read_and_never_run(trip, mini):
+def test_b27_constraints_in_a_string_are_parsed_and_never_executed(trip, mini):
     task, plan, _ = trip
     asked = task["local_constraint"] | {"transportation": "no flight"}
     task["local_constraint"] = str(asked)
@@ -637,7 +637,7 @@ def test_judge_gives_the_plan_of_a_text_and_the_verdicts_of_all_rule_sets(trip, 
     assert (verdict["success"], verdict["official"], verdict["strict"]) == (1, 1, 0)
 
 
-def test_rules_that_do_not_exist_are_refused(trip, mini):
+def test_an_unknown_rule_set_is_refused(trip, mini):
     with pytest.raises(ValueError, match="star, official, strict"):
         score(trip[0], trip[1], mini, "lenient")
 

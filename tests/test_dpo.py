@@ -162,7 +162,7 @@ def test_the_loss_is_that_of_trl_on_the_same_log_probabilities():
         assert ours == pytest.approx(theirs.item(), rel=1e-12)
 
 
-def test_pairs_that_are_told_apart_pull_no_more_and_no_margin_overflows():
+def test_separated_pairs_have_no_weight_and_no_margin_overflows():
     rows = [SimpleNamespace(mask=[1])] * 4
     logps = torch.tensor([[1e4, -1e4], [0, 0]], dtype=torch.float64)
     weights, numbers = dpo.preference(logps, torch.zeros(2, 2), rows, options())
@@ -191,7 +191,7 @@ def test_results_of_tools_are_masked_on_both_sides(template, tmp_path):
     assert trained == ["call<|im_end|>9<|im_end|>", "call<|im_end|>call<|im_end|>0<|im_end|>"]
 
 
-def test_a_play_that_was_cut_off_has_no_end_to_unlearn(template, tmp_path):
+def test_a_play_that_was_cut_off_has_no_end_token_in_the_loss(template, tmp_path):
     write_jsonl(tmp_path / "p.jsonl", [row(("9",), ("0",)) | {"stops": ["answer", "context"]}])
     (pair,) = dpo.load_pairs(tmp_path / "p.jsonl", template, 400, 0)
     trained = [template.tokenizer.decode([i for i, m in zip(*side, strict=True) if m])
@@ -270,7 +270,7 @@ def kept(policy, pairs, one_rank, tmp_path):
     return take, tmp_path / "reference.jsonl"
 
 
-def test_the_reference_is_what_the_starting_weights_say(plain, pairs, kept):
+def test_the_reference_is_computed_by_the_starting_weights(plain, pairs, kept):
     take, file = kept
     found = take()
     with torch.no_grad():

@@ -7,7 +7,7 @@ from conftest import ROOT
 
 
 @pytest.mark.slow
-def test_stages_that_are_killed_leave_what_undisturbed_ones_do(tmp_path):
+def test_killed_and_resumed_stages_end_with_the_results_of_undisturbed_ones(tmp_path):
     words = "--kills 2 --per-run 1 --stages data sft --no-more --out"
     done = subprocess.run([sys.executable, "tests/drill.py", *words.split(), tmp_path], cwd=ROOT,
                           capture_output=True, text=True, timeout=900)

@@ -139,13 +139,13 @@ def test_a_play_may_be_refused_later_and_keeps_its_turns(serve, run):
     said(""), said(None), said(" \n"), (200, {"error": {"message": "flagged"}}), (200, "<html>"),
     (200, "[" * 100_000), (200, {"choices": [7]}), said([{"type": "text"}]), (500, "no"),
     (502, "no")], ids=lambda found: str(found)[:60])
-def test_what_is_no_reply_however_often_it_is_asked_is_refused(serve, found):
+def test_a_request_without_a_usable_reply_counts_as_refused(serve, found):
     url, _ = serve(lambda body: found if "there" in body["messages"][0]["content"] else play(body))
     with pytest.raises(Refused, match=rf"^{url}: .*flagged" if "flagged" in str(found) else url):
         chat(url, "m", HELLO, retries=1)
 
 
-def test_a_full_quota_is_no_refusal_of_a_request_and_is_told(serve):
+def test_a_full_quota_is_reported_and_not_counted_as_a_refusal(serve):
     url, _ = serve(lambda body: (429, "insufficient_quota") if "there" in str(body)
                    else play(body))
     with pytest.raises(ChatError, match="insufficient_quota") as failure:
@@ -175,7 +175,7 @@ def test_a_rerun_with_one_refused_play_left_ends(serve, run, tmp_path):
 
 
 @pytest.mark.parametrize("found", [(400, "quota used up"), (403, "key expired")])
-def test_an_endpoint_that_refuses_everything_from_some_point_leaves_no_play_of_that(
+def test_plays_are_not_kept_once_an_endpoint_refuses_everything(
         serve, run, tmp_path, found):
     count = iter(range(1000))
     url, _ = serve(lambda body: play(body) if next(count) < 20 else found)
@@ -198,7 +198,7 @@ def test_a_full_context_is_recognised_by_what_the_server_says(serve, status, wor
 
 
 @pytest.mark.parametrize("status, words", FILTERS)
-def test_another_refusal_is_no_full_context(serve, status, words):
+def test_other_refusals_are_not_taken_for_a_full_context(serve, status, words):
     url, _ = serve(lambda body: (status, words) if "there" in str(body) else play(body))
     with pytest.raises(Refused) as refused:
         chat(url, "m", HELLO)
@@ -239,12 +239,12 @@ def test_the_limit_of_a_reply_can_be_left_out(serve, run, words, limit):
     (f"b</think>{CALL}", "a ", f"<think>ab</think>{CALL}"),
     (f"<think>b</think>{CALL}", "a", f"<think>b</think>{CALL}"),
     (CALL, None, CALL), (CALL, "", CALL), (CALL, {"no": "text"}, CALL)])
-def test_a_thought_is_put_in_front(text, thought, whole):
+def test_a_separate_thought_is_put_before_the_reply(text, thought, whole):
     assert with_thought(text, thought) == whole
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", None])
-def test_thoughts_apart_or_without_an_opening_keep_the_format(serve, run, name):
+def test_separate_thoughts_and_those_without_an_opening_tag_keep_the_format(serve, run, name):
     def answer(body):
         text = (CALL, ANSWER)[len(body["messages"]) > 2]
         return said(text, **{name: "So."}) if name else said(f"So.\n</think>\n\n{text}")
@@ -270,7 +270,7 @@ def test_a_judge_may_think(serve):
 
 # ------------------------------------------------------------------------------------------ drill
 
-def test_an_endpoint_that_refuses_fails_and_restarts_loses_no_play_and_counts_none_twice(run):
+def test_no_play_is_lost_or_counted_twice_when_an_endpoint_refuses_fails_and_restarts(run):
     """40 plays; 2 are refused for good, a fifth of the first 60 requests fails, one restart."""
     rng, lock, asked, servers = random.Random(SEED), threading.Lock(), [], []
 

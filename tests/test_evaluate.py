@@ -133,7 +133,7 @@ def test_tasks_are_also_read_from_episodes(tmp_path, trip):
     (".", "test", "neither test.csv nor test.jsonl"), ("some/set", None, "or a part with --split"),
     ("some/set", "validation", "hf download some/set"), ("empty.jsonl", None, "holds no task"),
     ("twice.jsonl", None, "two tasks have the id 'w'"), ("none.jsonl", None, "none.jsonl")])
-def test_without_tasks_it_is_said_what_is_amiss(tmp_path, monkeypatch, trip, source, split, words):
+def test_missing_tasks_are_reported_with_cause(tmp_path, monkeypatch, trip, source, split, words):
     monkeypatch.chdir(tmp_path)
     write_jsonl("empty.jsonl", [])
     write_jsonl("twice.jsonl", [trip[0]] * 2)
@@ -232,7 +232,7 @@ def episode_of(mini, task, world=None, **options):
     return Episode(task, world or Sandbox(mini), system_prompt="s", **options)
 
 
-def test_play_waits_for_nobody(mini):
+def test_play_does_not_wait_for_the_slowest_episode(mini):
     """One episode's first reply comes only after all others have ended."""
     ended, total, finished = threading.Semaphore(0), 9, []
 
@@ -250,7 +250,7 @@ def test_play_waits_for_nobody(mini):
     assert finished[-1] == "0" and len(finished) == total
 
 
-def test_after_a_failure_what_still_ends_is_handed_over_and_nothing_starts(mini):
+def test_after_a_failure_running_plays_are_kept_and_no_other_starts(mini):
     failed, begun = threading.Event(), []
 
     def generate(messages):
@@ -298,7 +298,7 @@ def numbered(mini, count):
     return [episode_of(mini, {"id": str(i), "query": str(i % 5)}) for i in range(count)]
 
 
-def test_tokens_in_flight_never_wait_for_a_turn(mini):
+def test_a_free_place_in_the_engine_is_filled_at_once(mini):
     engine = Scripted(replies)
     done = list(engine.play(numbered(mini, 20), concurrency=4))
     assert len(done) == 20 and all(episode.stop == "answer" for episode in done)
@@ -417,7 +417,7 @@ def test_families_have_their_success_and_whether_the_tools_were_those_needed():
     assert told["success"] == 0.75 and "success, lookup" not in told
 
 
-def test_a_line_that_nobody_has_a_number_for_is_left_out(trip, mini):
+def test_a_table_line_without_any_number_is_left_out(trip, mini):
     rows = rows_of(trip, mini, [1])
     unjudged = [{key: row[key] for key in ("task", "messages", "stop")} for row in rows]
     text, report = table({"judged": rows, "unjudged": unjudged}, Travel(mini).lines)
@@ -436,7 +436,7 @@ def test_pass_at_k_by_hand():
     assert evaluate.pass_at({"a": [1], "b": [0, 0]}) == evaluate.pass_at({}) == {}
 
 
-def test_an_interval_is_that_of_a_mean():
+def test_the_interval_is_that_of_a_mean():
     low, high = evaluate.interval([0, 1] * 50)
     assert low == pytest.approx(0.5 - 0.098, abs=0.02) and high == pytest.approx(0.598, abs=0.02)
     assert evaluate.interval([1, 1, 1]) == pytest.approx([0.025 ** (1 / 3), 1])
@@ -481,7 +481,7 @@ def test_the_first_equals_sign_ends_a_name_unless_the_whole_is_a_path(tmp_path, 
     assert evaluate.named_paths(["lr=3e-6"]) == {"lr": "3e-6"}
 
 
-def test_a_folder_played_otherwise_is_refused(tmp_path):
+def test_a_folder_with_other_settings_is_refused(tmp_path):
     chosen = {"model": "x", "top_p": 0.9}
     folder = evaluate.open_folder(tmp_path, "m", chosen)
     evaluate.keep_play(folder, chosen, {"task": {"id": "a"}})
@@ -494,7 +494,7 @@ def test_a_folder_played_otherwise_is_refused(tmp_path):
 @pytest.mark.parametrize("words, more", [
     ("holds no task", ["--tasks", "empty.jsonl", "--model", "m"]),
     ("--model needs", ["--tasks", "tasks.jsonl"]), ("none.jsonl", ["--tasks", "none.jsonl"])])
-def test_what_the_user_can_mend_is_one_line(tmp_path, monkeypatch, trip, words, more):
+def test_mistakes_of_the_user_are_reported_in_one_line(tmp_path, monkeypatch, trip, words, more):
     monkeypatch.chdir(tmp_path)
     write_jsonl("empty.jsonl", [])
     write_jsonl("tasks.jsonl", [trip[0]])
@@ -548,7 +548,7 @@ def test_a_person_plays_in_the_terminal(tmp_path, trip, mini):
     assert "success 1, reward 5" in done.stdout and "| success" not in done.stdout
 
 
-def test_a_person_who_breaks_the_format_is_told_and_tries_again(tmp_path, trip, mini):
+def test_a_person_who_breaks_the_format_gets_an_error_and_may_try_again(tmp_path, trip, mini):
     words = command(tmp_path, trip, mini, "--agent", "person")
     done = subprocess.run([sys.executable, ROOT / "evaluate.py", *words], text=True, cwd=tmp_path,
                           input="Well,\n<answer>?</answer>\n<answer>Day 1: rest</answer>\n",

@@ -54,7 +54,7 @@ def test_without_pyarrow_the_line_says_what_to_do(tmp_path):
         read_rows(tmp_path / "x.parquet")
 
 
-def test_a_broken_line_stands_in_its_place(tmp_path):
+def test_an_error_takes_the_place_of_a_broken_line(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n{"a": \n\n{"a": 2}\n')
     (first, one), (second, broken), (third, two) = read_rows(tmp_path / "x.jsonl")
     assert (first, one, second, third, two) == (1, {"a": 1}, 2, 4, {"a": 2})
@@ -76,7 +76,7 @@ def test_an_empty_file_has_no_rows(tmp_path):
     assert read_rows(tmp_path / "x.jsonl") == []
 
 
-def test_all_rooms_read_by_one_function():
+def test_all_folders_read_foreign_files_by_one_function():
     assert read_by_converter is read_by_sets is read_rows
 
 

@@ -350,7 +350,7 @@ def test_numpy_and_tqdm_alone_draw_solve_and_show_tasks(tmp_path):
 
 # ------------------------------------------------------------------------------------------ waits
 
-def test_an_endpoint_that_does_not_answer_is_told_at_the_first_failure_and_once(capsys):
+def test_a_silent_endpoint_is_reported_once_at_the_first_failure(capsys):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
@@ -388,7 +388,7 @@ def test_the_lock_of_a_build_that_was_killed_goes_and_a_missing_compiler_is_name
     assert capsys.readouterr().err == "", "nothing is compiled"
 
 
-def test_ten_updates_in_which_nothing_can_be_learnt_are_told(tmp_path, capsys):
+def test_ten_updates_with_nothing_to_learn_are_reported(tmp_path, capsys):
     rows = [{"uniform": 1.0}] * 9
     runtime.write_jsonl(tmp_path / "log.jsonl", rows)
     runtime.warn_uniform(tmp_path)
@@ -409,7 +409,7 @@ def test_the_tasks_drawn_so_far_are_shown(tmp_path, capsys, monkeypatch):
 
 # --------------------------------------------------------------------------- a query of one's own
 
-def test_a_query_of_ones_own_is_played_and_printed(tmp_path):
+def test_a_query_of_your_own_is_played_and_printed(tmp_path):
     done = subprocess.run(
         [sys.executable, "evaluate.py", "--agent", "person", "--ask", "Plan a trip to Denver.",
          "--out", tmp_path / "none"], cwd=ROOT, input="<answer>Day 1: rest</answer>\n",

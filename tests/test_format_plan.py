@@ -86,12 +86,12 @@ def successes(database, plans, style, purpose):
 
 
 @pytest.mark.parametrize("style", styles.STATED)
-def test_a_good_plan_told_in_a_style_still_succeeds(mini, plans, style):
+def test_a_good_plan_written_in_a_style_still_succeeds(mini, plans, style):
     assert successes(mini, plans, {style: styles.STATED[style]}, "good") == len(plans)
 
 
 @pytest.mark.parametrize("style", styles.STATED)
-def test_human_plans_told_in_a_style_still_succeed(official, human, style):
+def test_human_plans_written_in_a_style_still_succeed(official, human, style):
     good = [(task, plan) for task, plan in human if score(task, plan, official)["success"]]
     assert len(good) == 44
     found = successes(official, good, {style: styles.STATED[style]}, "human")
@@ -99,7 +99,7 @@ def test_human_plans_told_in_a_style_still_succeed(official, human, style):
 
 
 @pytest.mark.parametrize("style", [*styles.STATED, *styles.FREE])
-def test_an_invented_name_is_never_made_a_known_one(mini, plans, style):
+def test_an_invented_name_is_never_replaced_by_a_known_one(mini, plans, style):
     everywhere = {**styles.STATED, **styles.FREE}
     for i in range(4):
         bad = styles.spoilt(mini, plans, f"bad {i}")
@@ -204,7 +204,7 @@ def test_text_without_a_plan_gives_none(mini, trip, text):
     ("Lunch:\n- Restaurant: {eat[0]}\n- Cuisine: Thai\n- Cost: $9", "{eat[0]}"),
     ("Lunch:\n  * **Name:** Foo\n  * **City:** {city}", "Foo"),
     ("Revised Lunch: {eat[0]}", "{eat[0]}"), ("Lunch (12:30 PM, ~$20): {eat[0]}", "{eat[0]}")])
-def test_a_name_is_all_that_is_written_and_no_more(read, trip, said, name):
+def test_a_name_is_read_completely_and_without_further_words(read, trip, said, name):
     day, = read(f"Day 1: {{city}}\n{said}\nDinner: {{eat[2]}}")
     city = trip["names"]["city"]
     assert day["lunch"] == f"{name}, {{city}}".format(**trip["names"])
@@ -218,7 +218,7 @@ def test_a_name_is_all_that_is_written_and_no_more(read, trip, said, name):
     ("Lunch: {eat[0]} ({city})", "{eat[0]}, {city}"), ("Lunch: {eat[0]}, {org}", "{eat[0]}, {org}"),
     ("Lunch: {eat[0]}, {city} (American, $20)", "{eat[0]}, {city}"),
     ("Lunch: {eat[0]}, {city}, XY 12345, USA", "{eat[0]}, {city}")])
-def test_a_city_behind_a_name_is_the_one_that_is_written(read, trip, said, place):
+def test_the_city_after_a_name_is_the_one_in_the_text(read, trip, said, place):
     day, = read(f"Day 1: {{city}}\n{said}\nDinner: {{eat[2]}}")
     assert day["lunch"] == place.format(**trip["names"])
 
@@ -230,7 +230,7 @@ def test_a_city_behind_a_name_is_the_one_that_is_written(read, trip, said, place
     ("{see[0]} (Phone: (410) 576-3800), {city}; {see[1]}", "01"), ("{see[0]}, $30/person", "0"),
     ("{see[0]}, {city},", "0"), ("{see[0]}; cost: $29.95 per adult", "0"), ("Visit {see[0]}", "0"),
     ("{see[0]}, Address: 725 Vineland Pl, {city}; {see[1]}", "01"), ("Explore the {see[0]}", "0")])
-def test_sights_are_told_one_from_another_and_from_their_attributes(read, trip, said, sights):
+def test_attractions_are_separated_from_each_other_and_their_details(read, trip, said, sights):
     day, = read(f"Day 1: {{city}}\nAttractions: {said}")
     wanted = "".join(f"{trip['names']['see'][int(i)]}, {trip['names']['city']};" for i in sights)
     assert day["attraction"] == wanted
@@ -252,7 +252,7 @@ def test_a_blank_item_fills_no_slot_and_ends_no_day(read, nothing):
     "Note: opens at 8.", "*Reminder: Dinner at {eat[2]} needs a booking.*", "Cost: $20",
     "**Running total: $310**", "Tips:\nBring water.", "> Dinner here: no.", "Backup: {eat[2]}",
     "Avoid dinner at {eat[2]}.", "If money is left, dinner at {eat[2]}.", "## Notes\n- Be early."])
-def test_what_stands_between_items_is_left_alone(read, trip, note):
+def test_text_between_items_is_ignored(read, trip, note):
     plan = read(f"Day 1: {{city}}\nBreakfast: {{eat[0]}}\n{note}\nDinner: {{eat[1]}}\n"
                 f"Accommodation: {{hotel}}\nDay 2: {{city}}\nDinner: {{eat[3]}}")
     names = trip["names"]
@@ -261,7 +261,7 @@ def test_what_stands_between_items_is_left_alone(read, trip, note):
     assert [day["lunch"] for day in plan] == ["-", "-"]
 
 
-def test_costs_and_highlights_after_the_last_day_are_no_part_of_it(read, trip):
+def test_costs_and_highlights_after_the_last_day_do_not_belong_to_it(read, trip):
     day, = read(
         "### Day 1: {org} to {city}\n- Taxi from {org} to {city} | Cost: $80\n"
         "- Dinner: At {eat[0]} (American) | Avg. Cost: $14/person\n\n### Cost Summary\n"
@@ -339,7 +339,7 @@ class Towns:
                                   "Then drive from {} to {}."])
 @pytest.mark.parametrize("city", ["Hilton Head", "Lunch Cove", "Taxi Falls", "Columbus", "Augusta",
                                   "Monroe", "Sun Valley", "Sault Ste. Marie"])
-def test_words_inside_the_name_of_a_city_say_nothing(city, said):
+def test_words_inside_of_a_citys_name_have_no_meaning(city, said):
     database = Towns({city: "A state", "Atlanta": "A state"})
     for a, b in ((city, "Atlanta"), ("Atlanta", city)):
         text = (f"Day 1, March 16: {a} to {b}\n{said.format(a, b)}\nDinner: [Foo]\n"
@@ -411,7 +411,7 @@ def test_days_are_found_in_json_of_other_shapes(mini, text):
     ("Day 1 | City: {city} | Lunch: {eat[0]} | Lunch: {eat[1]}", ["Lunch: {eat[1]}"], 1 / 4),
     ("| Day | Lunch | Dinner | Mood |\n|---|---|---|---|\n| 1 | {eat[0]} | - | good |", ["good"],
      1 / 4)])
-def test_what_told_nothing_is_handed_back_from_every_form(mini, trip, text, idle, share):
+def test_text_that_was_not_read_is_returned_from_every_form(mini, trip, text, idle, share):
     plan, unread, part = read_plan(text.format(**trip["names"]), trip, mini)
     assert plan[0]["lunch"].startswith(trip["names"]["eat"][0])
     assert (unread, part) == ([line.format(**trip["names"]) for line in idle], share)
@@ -564,7 +564,7 @@ def test_chat_tries_again_until_a_usable_reply(endpoint):
     assert headers["Authorization"] == "Bearer k"
 
 
-def test_chat_takes_either_address_and_says_what_cannot_be_said(endpoint):
+def test_chat_accepts_either_address_and_replaces_half_an_emoji(endpoint):
     url, play = endpoint
     asked = play("Good day")
     half_an_emoji = [{"role": "user", "content": "so \ud83d"}]
@@ -613,12 +613,12 @@ def test_chat_gives_up_with_address_and_cause(endpoint, script, retries, problem
     assert len(asked) == tries
 
 
-def test_chat_says_that_nobody_is_there():
+def test_chat_reports_that_no_server_is_there():
     with pytest.raises(ChatError, match=r"http://127.0.0.1:9: no connection: .*, after 1 retries"):
         chat("http://127.0.0.1:9", "m", HELLO, retries=1)
 
 
-def test_a_third_of_bad_answers_loses_nothing(endpoint):
+def test_nothing_is_lost_if_a_third_of_the_answers_is_bad(endpoint):
     url, play = endpoint
     rng = styles.random_of("bad answers")
     play(*(rng.choice((429, 500, "empty", "shapeless")) if rng.random() < 0.3 else f"reply {i}"
@@ -626,7 +626,7 @@ def test_a_third_of_bad_answers_loses_nothing(endpoint):
     assert all(chat(url, "m", HELLO).startswith("reply ") for _ in range(50))
 
 
-def test_what_the_environment_says_of_openai_stays_here(endpoint, monkeypatch):
+def test_openais_environment_variables_are_not_used(endpoint, monkeypatch):
     url, play = endpoint
     for name in ("API_KEY", "ADMIN_KEY", "WEBHOOK_SECRET"):
         monkeypatch.setenv(f"OPENAI_{name}", "secret")
@@ -643,7 +643,7 @@ PLAN = [{**EMPTY, "day": 1, "current_city": "from A to B", "attraction": "Zoo, B
 LISTED = json.dumps(PLAN)
 
 
-def test_an_llm_formats_and_the_cache_asks_nobody(endpoint, tmp_path):
+def test_an_llm_formats_and_cached_answers_are_not_asked_again(endpoint, tmp_path):
     url, play = endpoint
     days = [{**PLAN[0], "current_city": "from A(Texas) to B", "attraction": ["Zoo, B"],
              "transportation": "Driving, from A(Texas) to B", "dinner": None}]
@@ -655,7 +655,7 @@ def test_an_llm_formats_and_the_cache_asks_nobody(endpoint, tmp_path):
     assert asked[0][1]["temperature"] == 0
 
 
-def test_an_llm_that_finds_no_plan_is_believed(endpoint, tmp_path):
+def test_an_llms_verdict_that_there_is_no_plan_counts(endpoint, tmp_path):
     url, play = endpoint
     asked = play("I cannot", "I cannot", "[]")
     assert format_plan("Day 1 ...", {}, "m", url, cache=tmp_path) is None
@@ -672,7 +672,7 @@ def test_an_llm_that_finds_no_plan_is_believed(endpoint, tmp_path):
     ("[" * 99_999, None),
     (json.dumps({"plan": PLAN}), 1), ('[{"breakfast": {"name": "X"}, "lunch": 3}]', 1),
     (LISTED[:-3], None), ("[" + "9" * 5000 + "]", None), ('[{"day": "\ud800"' + "}]" * 9, None)])
-def test_of_a_formatters_reply_the_fullest_list_of_days_counts(reply, days):
+def test_the_longest_list_of_days_in_a_formatters_reply_counts(reply, days):
     found = days_in(reply)
     assert (None if found is None else len(found)) == days
 
@@ -725,7 +725,7 @@ def test_an_answer_that_takes_too_long_is_given_up(endpoint, mini, trip):
     assert plan is None and "the formatter failed" in unread[0] and read.counts["failed"] == 1
 
 
-def test_answers_are_read_side_by_side_and_each_text_once(endpoint, mini, trip):
+def test_answers_are_read_concurrently_and_each_text_once(endpoint, mini, trip):
     url, play = endpoint
     asked, read = play(*["slow"] * 30, LISTED), Reader((url, "m"))
     answers = [(f"answer {i % 15}", trip) for i in range(30)]

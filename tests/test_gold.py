@@ -195,14 +195,14 @@ def ask(world, host, task, name, held=""):
     return episode.step(f"<think>x</think><tool_call>{call}</tool_call>")
 
 
-def test_a_hundred_plays_look_for_their_gold_in_every_way_and_find_none(host, jailed):
+def test_programs_in_a_hundred_plays_find_no_gold_by_any_means(host, jailed):
     for i, task in enumerate(host[0]):
         name = [*WAYS][i % len(WAYS)]
         assert ask(jailed, host, task, name) == "[]", name
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_a_gold_that_a_program_holds_is_found_so_that_looking_is_no_empty_gesture(
+def test_the_search_for_golds_finds_one_that_a_program_holds(
         host, jailed, name):
     task = host[0][0]
     held = HELD[name].replace("GOLD", repr(task["golds"][0])) + "\n"

@@ -56,7 +56,7 @@ def test_rows_are_a_quarter_the_policys_and_end_with_a_reply(trainer):
     assert sum(weight * sum(s.mask) for s, weight in weighted) == pytest.approx(1)
 
 
-def test_parts_that_do_not_fit_the_budget_are_skipped_and_said(gpu, tmp_path):
+def test_parts_that_do_not_fit_the_budget_are_skipped_and_named(gpu, tmp_path):
     words = ["--rehearse", "--budget", "0.01", "--out", tmp_path]
     done = subprocess.run([sys.executable, "bench/gpu.py", *words], cwd=ROOT, capture_output=True,
                           text=True)

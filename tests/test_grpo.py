@@ -230,7 +230,7 @@ def test_a_group_is_judged_by_the_kind_in_force_when_it_is_whole(updates_of):
     assert {(s.record["turns"], s.record["kind"]) for s in second} == {(2, "apart"), (1, "apart")}
 
 
-def test_what_a_tool_said_is_not_counted_among_the_tokens_of_a_stretch(updates_of):
+def test_tokens_of_tools_do_not_count_for_a_stretch(updates_of):
     for words in "", "--train-results":
         words += " --stretch 9 --group 2 --prompts 2 --max-turns 9"
         (samples, waiting), _ = updates_of((1, 5), words, ["digits"] * 2)
@@ -520,7 +520,7 @@ def test_of_an_episode_over_three_updates_each_token_is_weighed_by_its_own_log_p
         assert after["loss_tokens"] == before["loss_tokens"] > len(torch.cat(gaps))
 
 
-def test_with_train_results_everything_behind_the_prompt_is_trained_on(play, task, mini, template):
+def test_with_train_results_everything_after_the_prompt_is_trained_on(play, task, mini, template):
     replies = solver_replies(task, mini)
     plain, whole = play(replies, flags()), play(replies, flags("--train-results"))
     assert whole.ids == plain.ids and flags("--train-results").recompute
@@ -530,7 +530,7 @@ def test_with_train_results_everything_behind_the_prompt_is_trained_on(play, tas
     assert [logp == grpo.NOT_SAMPLED for logp, _ in said] == [not policy for _, policy in said]
 
 
-def test_the_microscope_has_no_log_probability_of_what_a_tool_said(
+def test_the_microscope_has_no_log_probabilities_of_tool_results(
         play, task, mini, template, one_rank, tmp_path):
     args = flags("--train-results")
     plain, whole = (play(solver_replies(task, mini), each) for each in (flags(), args))
@@ -588,7 +588,7 @@ def test_the_microscope_changes_no_bit_of_an_update(one_rank, policy, moved, wei
     assert lines[0] == lines[1] and torch.equal(plain.gradient(), watched.gradient())
 
 
-def test_the_microscope_keeps_of_every_token_what_the_loss_was_made_of(
+def test_the_microscope_keeps_every_tokens_inputs_of_the_loss(
         one_rank, policy, moved, weighted, template, tmp_path):
     args, seen = flags("--temperature 0.7 --pack-tokens 50 --clip-low 0.1"), []
     grpo.learn(Plain(moved), weighted, False, 0, 1, CPU, args, seen)
@@ -615,7 +615,7 @@ def test_the_microscope_keeps_of_every_token_what_the_loss_was_made_of(
     assert [play["name"] for play in last["group"]] == ["1", "3", "5", "left"]
 
 
-def test_a_letter_of_several_tokens_stands_at_its_last_one(template):
+def test_a_character_of_several_tokens_is_shown_at_the_last_of_them(template):
     ids = template.encode("a\U0001f600b")
     assert len(ids) > 3 and template.tokenizer.decode(ids[:2]).endswith("\ufffd")
     texts = pieces(ids, template.tokenizer)

@@ -138,18 +138,18 @@ def test_without_a_player_that_turns_them_on_there_are_no_helpers(make):
 
 
 @pytest.mark.parametrize("stage", ["grpo.py", "arpo.py", "toolstar/tir.py"])
-def test_who_makes_training_data_never_turns_them_on(stage):
+def test_helpers_stay_off_when_training_data_is_made(stage):
     assert "open_helpers(" not in (ROOT / stage).read_text(encoding="utf-8")
 
 
-def test_budgets_of_nothing_turn_nothing_on(make):
+def test_budgets_of_zero_turn_no_helper_on(make):
     assert play(make({"llm": "policy"}), None, BROKEN).helpers is None
 
 
 # ---------------------------------------------------------------- debug
 
 
-def test_what_a_debugger_repaired_is_run_and_both_programs_are_kept(make):
+def test_a_repaired_program_is_run_and_both_programs_are_recorded(make):
     helper = Helper("<think>hm</think>" + REPAIRED)
     episode = play(make({"debug": 1}), helper, BROKEN, BROKEN, DONE)
     assert talk(episode)[1] == result(42) and ZERO in talk(episode)[3], "a budget of one"
@@ -188,7 +188,7 @@ def test_a_program_cannot_close_the_tag_that_holds_it(make):
 
 
 @pytest.mark.parametrize("reply", [call(3), call("x", "Search", "query"), "<think>x</think>"])
-def test_what_ran_no_program_is_not_debugged(make, reply):
+def test_a_call_that_ran_no_program_is_not_debugged(make, reply):
     world = make({"debug": 1, "rollback": 1})
     world.open_helpers(Helper())
     episode = world.episode(TASK, "seed", ARGS)
@@ -272,7 +272,7 @@ def test_a_refiner_of_tags_leaves_one_thought_before_the_last_segment(make):
 
 
 @pytest.mark.parametrize("reply, status", [("x" * 9999, "longer"), ("", "empty")])
-def test_what_a_refiner_made_no_shorter_is_left_as_it_was(make, reply, status):
+def test_a_refinement_that_is_not_shorter_is_dropped(make, reply, status):
     episode = play(make({"refine": 1, "refine_at": 1}), Helper(reply), PRINT, PRINT)
     assert talk(episode) == [PRINT, result(42)] * 2 and statuses(episode)[0][2] == status
 
@@ -442,7 +442,7 @@ def test_the_ids_of_messages_are_those_that_training_renders(make, grammar):
     assert rendered[:len(ids)] == ids and len(rendered) - len(ids) <= 1, "the last reply's end"
 
 
-def test_what_does_not_fit_into_the_engine_is_answered_at_once():
+def test_a_question_that_is_too_long_for_the_engine_is_answered_at_once():
     asks, template = Asks(), Template(Letters(), "letters")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(asks.ask, "x" * 999, "seed", 9)
@@ -453,17 +453,17 @@ def test_what_does_not_fit_into_the_engine_is_answered_at_once():
     assert (answer, tokens) == ("", 0) and "tokens do not fit" in why and not asks.running
 
 
-def test_who_asks_where_nobody_plays_any_longer_is_let_go():
+def test_a_thread_that_asks_a_stopped_player_gets_an_answer():
     assert Asks(patience=0.1).ask("?", "seed", 9) == ("", 0, "the player has stopped")
 
 
-def test_a_reply_that_is_cut_is_no_answer(make):
+def test_a_truncated_reply_is_not_an_answer(make):
     _, (episode,) = played(make({"debug": 1, "reply": 5}), player(BROKEN, DONE))
     assert episode.helped[0]["status"] == "cut" and ZERO in talk(episode)[1]
     assert episode.helped[0]["tokens"] > 5, "paid all the same"
 
 
-def test_many_plays_share_one_place_and_nobody_waits_for_ever(make):
+def test_many_plays_share_one_place_without_deadlock(make):
     world = make({"debug": 1, "rollback": 1, "refine": 1, "refine_at": 1})
     _, ended = played(world, player(BROKEN, BROKEN, BROKEN, DONE), 12, concurrency=1)
     assert len(ended) == 12 and {episode.stop for episode in ended} == {"answer"}
@@ -496,7 +496,7 @@ def test_an_engine_that_fails_while_a_helper_waits_ends_the_play(make):
     assert failure and asks.ask("?", "s", 9) == ("", 0, "the play is over")
 
 
-def test_who_leaves_a_play_while_a_helper_waits_is_let_go(make):
+def test_closing_a_player_releases_a_waiting_helper(make):
     world = make({"debug": 1})
     asks = world.open_helpers()
     script = player(BROKEN, DONE, helps="x" * 3000)
@@ -604,7 +604,7 @@ def test_the_worlds_of_a_world_differ_in_nothing_but_their_helpers(tmp_path):
     assert all(settings == read["none"] for settings in read.values())
 
 
-def test_no_world_summarises_pages_where_there_is_no_browser(tmp_path):
+def test_no_world_without_a_browser_summarises_pages(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("")
     (tmp_path / "tools.json").write_text(json.dumps({"tools": ["Search", "Python"]}))
     helpers.main(["worlds", "--database", str(tmp_path), "--out", str(tmp_path / "worlds")])

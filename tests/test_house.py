@@ -98,7 +98,7 @@ def test_the_top_level_is_the_floor_plan():
 
 
 @pytest.mark.parametrize("name", ("sft.py", "grpo.py", "arpo.py", "dpo.py"))
-def test_torchrun_takes_no_flag_of_a_stage_for_its_own(name):
+def test_torchrun_leaves_the_flags_of_a_stage_alone(name):
     # argparse completes flags, and torchrun looks at those behind the script's name, too
     from torch.distributed.run import get_args_parser
 
@@ -181,7 +181,7 @@ def test_every_help_works(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_flag_says_what_it_is(name):
+def test_every_flag_has_a_help_text(name):
     for node in ast.walk(tree(name)):
         called = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1]
         if called in ("add", "add_argument") and node.args:
@@ -216,7 +216,7 @@ def test_nothing_dangerous_is_called(name):
 
 
 @pytest.mark.parametrize("name", [*FILES, *SCRIPTS])
-def test_lines_fit_and_nothing_is_left_to_do(name):
+def test_lines_fit_and_no_todo_is_left(name):
     lines = text_of(name).splitlines()
     wide = [number for number, line in enumerate(lines, 1) if len(line) > 100]
     assert len(wide) <= 0.03 * len([line for line in lines if line.strip()]), f"{name}: {wide}"
@@ -226,7 +226,7 @@ def test_lines_fit_and_nothing_is_left_to_do(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_functions_are_short_and_the_file_says_what_it_is(name):
+def test_functions_are_short_and_each_file_has_a_docstring(name):
     assert ast.get_docstring(tree(name)), f"{name} does not say what it is"
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.FunctionDef):

@@ -99,7 +99,7 @@ def test_output_up_to_the_limit_is_whole(plain):
     assert plain.run("print('x' * 65535)").stdout == "x" * 65535 + "\n"
 
 
-def test_text_that_is_no_text_is_the_programs_error(plain):
+def test_invalid_text_is_the_programs_error(plain):
     assert plain.run("a\0b").status == "error"
     assert "surrogates not allowed" in plain.run("print('\ud800')").error
     assert plain.run("\ufeffprint(1)").stdout == "1\n"
@@ -116,7 +116,7 @@ def test_a_last_bare_expression_is_shown(plain, program, shown):
     assert plain.run(program).stdout == shown
 
 
-def test_a_bare_expression_is_not_shown_where_nobody_asks_for_it():
+def test_a_bare_expression_is_shown_only_on_request():
     need("bubblewrap", shutil.which("bwrap"))
     with Jail(1, preload=(), display=False) as quiet:
         assert quiet.run("1 + 1").stdout == ""
@@ -141,7 +141,7 @@ def test_equal_programs_say_the_same(jail):
         assert other.run(program).stdout == first.stdout
 
 
-def test_programs_say_what_plain_python_says(jail, test_data):
+def test_programs_print_the_same_as_in_plain_python(jail, test_data):
     path = test_data / "parity" / "toolstar_programs.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as file:
         cases = [json.loads(line) for line in file]
@@ -189,7 +189,7 @@ def host(tmp_path_factory):
 
 
 @pytest.mark.parametrize("attack", hostile.PROGRAMS, ids=lambda each: f"{each[0]}, {each[1]}")
-def test_a_hostile_program_comes_to_nothing(jail, host, attack):
+def test_a_hostile_program_has_no_effect(jail, host, attack):
     assert hostile.attack(jail, host, *attack) == []
 
 
@@ -343,7 +343,7 @@ def test_nothing_is_left_after_a_jail():
     assert not [name for name in set(os.listdir("/tmp")) - folder if name.startswith("unsafe-")]
 
 
-def test_a_closed_jail_says_so():
+def test_a_closed_jail_reports_that_it_is_closed():
     need("bubblewrap", shutil.which("bwrap"))
     one = Jail(1, preload=())
     one.close()
@@ -510,6 +510,6 @@ def test_a_remote_that_is_not_there_is_broken():
 
 @pytest.mark.parametrize("reply", [{}, {"status": "Success"}, {"status": "Success",
                                                                "run_result": None}, []])
-def test_an_odd_reply_is_no_answer(reply):
+def test_a_malformed_reply_is_not_an_answer(reply):
     with pytest.raises((KeyError, TypeError)):
         read_reply(reply, 1)

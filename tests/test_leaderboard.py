@@ -38,7 +38,7 @@ def test_c11_a_plan_whose_hard_constraints_were_not_reached_counts_as_failed(tri
     assert rates["hard micro rate"] == 2 / 105
 
 
-def test_rates_are_the_leaderboards_own_whatever_star_says(trip, mini):
+def test_rates_follow_the_leaderboards_rules_not_stars(trip, mini):
     """"City(State)" is a city for the leaderboard, and none for star."""
     rows = rows_of(trip, mini, [1])
     rows[0]["plan"][1]["dinner"] += "(Anywhere)"

@@ -237,7 +237,7 @@ def plan(tmp_path, capsys):
     ("sft --no-checkpointing 0.5", "layer", "--no-checkpointing", "sft --no-checkpointing 0.2"),
     ("sft --gpus 1 --cutoff 512 --pack-tokens 512", "logits", "GPUs",
      "sft --gpus 2 --cutoff 512 --pack-tokens 512")])
-def test_where_it_does_not_fit_the_plan_names_the_fullest_moment_and_what_lowers_it(
+def test_a_plan_that_does_not_fit_names_the_fullest_moment_and_a_remedy(
         words, moment, remedy, changed, plan):
     moments, _, status = plan(words)
     over = max(moments.values()) - 80
@@ -258,7 +258,7 @@ def test_sft_has_no_engine_and_goes_by_its_cutoff(plan):
     assert "engine's" not in said
 
 
-def test_dpo_is_planned_as_sft_is_since_its_reference_is_no_model(plan):
+def test_dpo_is_planned_like_sft_since_its_reference_needs_no_model(plan):
     sft, said, _ = plan("sft --cutoff 8192 --pack-tokens 16384")
     dpo, same, _ = plan("dpo")
     assert dpo == sft and said == same and "16384 tokens at a time" in same
@@ -287,7 +287,7 @@ def test_the_table_of_cards_is_what_the_plan_chooses():
 @pytest.mark.parametrize("size, gpus, gib", [("0.5b", 1, 24), ("1.5b", 1, 24), ("3b", 1, 24),
                                              ("3b", 2, 48), ("7b", 1, 80), ("7b", 4, 24)])
 @pytest.mark.parametrize("host", ["8", "400"])
-def test_what_a_recipe_runs_fits_its_cards_and_its_host(size, gpus, gib, host, tmp_path, capsys):
+def test_the_settings_of_a_recipe_fit_cards_and_host(size, gpus, gib, host, tmp_path, capsys):
     config_of(size).save_pretrained(tmp_path)
     variables = {"DRY": "1", "GPUS": str(gpus), "GIB": str(gib), "HOST_GIB": host, "SHARE": "",
                  "MODEL": str(tmp_path), "CONTEXT": "", "CUTOFF": "", "PACK": "", "NNODES": "1"}

@@ -519,7 +519,7 @@ def test_a_reader_who_has_enough_is_no_error(desk):
 
 @pytest.mark.parametrize("words", ["-m look.report --trace {}/one/episodes.jsonl",
                                    "format_plan.py {}/texts.jsonl"])
-def test_a_full_disk_behind_the_output_is_a_line(desk, words):
+def test_a_full_disk_is_reported_in_one_line(desk, words):
     with open("/dev/full", "w") as full:
         said = start(words.format(desk), stdout=full).communicate(timeout=600)
     check(1, said[1].splitlines(), "No space left on device; free some space")
@@ -527,7 +527,7 @@ def test_a_full_disk_behind_the_output_is_a_line(desk, words):
 
 @pytest.mark.parametrize("end, said", [(signal.SIGINT, "interrupted"),
                                        (signal.SIGTERM, "stopped by SIGTERM")])
-def test_an_end_of_synth_is_a_line_and_leaves_nobody(desk, end, said):
+def test_an_interrupted_synth_ends_in_one_line_and_leaves_no_process(desk, end, said):
     # a shell has its background commands ignore interrupts, and these tests may be in one
     running = start(f"synth.py tasks --n 100000 --out {desk}/new.jsonl --workers 2",
                     start_new_session=True,
@@ -544,7 +544,7 @@ def test_an_end_of_synth_is_a_line_and_leaves_nobody(desk, end, said):
 
 
 @pytest.mark.slow
-def test_an_endpoint_that_nobody_answers_is_counted(desk):
+def test_failures_of_a_missing_endpoint_are_counted(desk):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
@@ -563,7 +563,7 @@ def test_a_hub_name_offline_is_a_line_and_the_folder_can_be_used_for_another(des
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.name)
-def test_a_bench_says_what_its_flags_are(path):
+def test_a_bench_lists_its_flags(path):
     said = start(f"{path} --help").communicate(timeout=600)
     assert "usage:" in said[0] and said[1] == ""
     done = start(f"{path} --wrong 1")
@@ -598,7 +598,7 @@ def test_a_bench_says_what_its_flags_are(path):
     ("tool-tiny", {"FLAGS_facts": "--worlds x"}, " facts: argument --worlds: 'x' must be"),
     ("tiny", {"FLAGS_rl": "--lrr 1", "DRY": "1"}, "grpo.py: unrecognized arguments: --lrr 1"),
 ])
-def test_run_sh_says_a_mistake_before_its_first_stage(tmp_path, words, variables, said):
+def test_run_sh_reports_a_mistake_before_its_first_stage(tmp_path, words, variables, said):
     for path in ROOT.iterdir():
         if path.name not in (".venv", ".git", "out", "data"):
             (tmp_path / path.name).symlink_to(path)
@@ -619,7 +619,7 @@ def test_run_sh_says_a_mistake_before_its_first_stage(tmp_path, words, variables
 # --------------------------------------------------------------------------------- once, and alone
 
 
-def test_a_play_that_stands_twice_in_a_file_counts_once(desk, capsys):
+def test_a_play_that_is_twice_in_a_file_counts_once(desk, capsys):
     """As when a killed command's player went on beside the one that was started again."""
     words = ["--tasks", "good.jsonl", "--agent", "solver", "--out", "out"]
     evaluate.main(words)
@@ -653,7 +653,7 @@ def test_players_die_with_whoever_started_them(desk):
     assert file.stat().st_size == size
 
 
-def test_two_commands_on_one_folder_are_one_too_many(desk):
+def test_a_second_command_on_a_folder_is_refused(desk):
     runtime.lock_folder("out")
     done = start(f"evaluate.py --tasks {desk}/good.jsonl --agent solver --out {desk}/out")
     _, said = done.communicate(timeout=600)

@@ -264,7 +264,7 @@ def test_a_build_that_is_not_needed_is_not_waited_for(lock):
 # ------------------------------------------------------------------------------------ small ones
 
 
-def test_no_end_token_is_taught_twice_or_if_nobody_said_it(plain, tmp_path):
+def test_end_tokens_are_trained_once_and_only_if_the_model_said_them(plain, tmp_path):
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
     ended = [talk[0], {"role": "assistant", "content": "yes<|im_end|>"}]
     rows = [{"messages": talk}, {"messages": ended}, {"messages": talk, "stop": "context"}]

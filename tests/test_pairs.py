@@ -47,7 +47,7 @@ def test_a_pair_is_a_right_and_a_wrong_play_of_one_question(made):
         "rejected": [{"role": "assistant", "content": "wrong"}]}
 
 
-def test_a_question_under_two_ids_is_on_one_side_alone(tmp_path):
+def test_a_question_with_two_ids_is_on_one_side_only(tmp_path):
     plays = [play(f"Question {i}?", f"{right}", float(right)) | {"task": {
         "id": f"{name}-{i}", "query": f"Question {i}{sign}"}}
         for i in range(40) for name, sign in (("a", "?"), ("b", " ?")) for right in (0, 1)]
@@ -91,14 +91,14 @@ def test_the_rejected_of_right_format_comes_first_and_then_the_nearest_length(ma
     assert [row["stops"][1] for row in rows] == ["answer", "answer", "format"]
 
 
-def test_what_tools_answered_counts_for_no_length(made):
+def test_the_length_of_a_play_excludes_tool_results(made):
     long = play(said=["w" * 25, "w" * 24], reward=0.0)
     long["messages"][3]["content"] = "seen " * 999
     rows = made([play(said="r" * 50), long, play(said="w" * 53, reward=0.0)], "--per-question", "1")
     assert replies(rows[0], "rejected") == ["w" * 25, "w" * 24]
 
 
-def test_of_two_right_plays_of_equal_reward_the_one_of_fewer_calls_is_chosen_if_asked_for(made):
+def test_with_fewer_calls_the_right_play_with_fewer_calls_is_chosen(made):
     plays = [play(said="one", calls=1), play(said="three", calls=3), play(said="wrong", reward=0.0),
              play("b", "no call", 1.0, 0), play("b", "a call, and worth more", 1.1, 1)]
     assert [row["rewards"][1] for row in made(plays)] == [0.0, 0.0]
@@ -123,7 +123,7 @@ def test_rewards_of_two_kinds_are_not_compared(made):
     assert len(made(plays, "--by", "success")) == 2
 
 
-def test_what_teaches_nothing_is_left_out_and_counted(made, capsys):
+def test_plays_that_teach_nothing_are_left_out_and_counted(made, capsys):
     broken = play(said="broken", reward=0.0, tools=[{"status": "ok"}, {"status": "broken"}])
     unjudged = {key: value for key, value in play().items() if key not in ("reward", "score")}
     silent = play(said=[], reward=-1.0)
@@ -155,7 +155,7 @@ def test_questions_and_not_pairs_are_held_out_and_the_same_ones_again(made, tmp_
     assert held[1] == held[0] & {f"q{i}" for i in range(25)} and 5 <= len(held[0]) <= 30
 
 
-def test_what_is_no_file_of_pairs_is_not_replaced(made, tmp_path):
+def test_a_file_that_holds_no_pairs_is_not_replaced(made, tmp_path):
     plays, mine = [play(said="right"), play(said="wrong", reward=0.0)], tmp_path / "val.jsonl"
     for row in {"id": "a task of mine"}, 7:
         write_jsonl(mine, [row])
@@ -172,7 +172,7 @@ def test_the_same_seed_gives_the_same_pairs_whatever_the_order_of_questions(made
     assert made(plays) == made(plays[20:] + plays[:20])
 
 
-def test_principles_are_taken_out_of_what_is_trained_on_or_kept(made, tmp_path):
+def test_principles_are_removed_from_the_pairs_or_kept(made, tmp_path):
     (tmp_path / "principles.txt").write_text("\nA right answer earns 1.\n")
     system = "You answer.\n\nA right answer earns 1."
     plays = [play(said="right", system=system), play(said="wrong", reward=0.0, system=system),
@@ -211,7 +211,7 @@ def test_folders_of_rollouts_are_read_file_by_file(made, tmp_path):
                                  play() | {"task": "?"}, play() | {"task": None},
                                  play() | {"calls": None}, play() | {"calls": "3"},
                                  play() | {"messages": [{"role": "assistant", "content": None}]}])
-def test_what_is_no_episode_is_named_by_file_and_line(tmp_path, row):
+def test_a_row_that_is_not_an_episode_is_named_by_file_and_line(tmp_path, row):
     (tmp_path / "e.jsonl").write_text(json.dumps(play()) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(SystemExit, match=r"e.jsonl, line 2 is not a judged episode"):
         pairs.main(["--episodes", str(tmp_path / "e.jsonl"), "--out", str(tmp_path)])

@@ -114,7 +114,7 @@ def test_every_row_has_a_value_for_each_column():
                 assert len(values) == len(table["columns"]), f"{name}/{row}"
 
 
-def test_what_two_tables_of_the_papers_print_is_the_same_number():
+def test_a_number_in_two_tables_of_the_papers_is_the_same():
     rewards, algorithms = TABLES["reward"]["rows"], TABLES["algorithm"]["rows"]
     assert algorithms["grpo"] == [*rewards["macro"][:2], rewards["sum"][2]]
     assert TABLES["data"]["rows"]["mixed"] == TABLES["data"]["rows"]["1000-prompts"]
@@ -339,7 +339,7 @@ def test_results_print_the_papers_numbers_beside_the_same_setting():
     assert seen == {"reward", "algorithm", "data", "scale"}
 
 
-def test_what_stands_beside_the_papers_numbers_says_what_it_was_judged_on():
+def test_columns_beside_the_papers_numbers_name_their_tasks():
     for head, _ in rows_of(texts()[ROOT / "docs" / "results.md"]):
         if any("paper" in cell for cell in head):
             ours, = (cell for cell in head if "mean (each seed)" in cell)

@@ -217,7 +217,7 @@ def test_questions_that_occur_twice_and_torn_golds_are_kept_and_noted(tmp_path):
     ("['Mol', \"Orm's lake\"]", ["Mol", "Orm's lake"], True), ("['12', '13']", ["12", "13"], True),
     ("[Mol, Lake Mol]", ["Mol", "Lake Mol"], True), (["['Mol', 'Orm']"], ["Mol", "Orm"], True),
     (42, ["42"], False), (["Mol", ""], ["Mol"], False)])
-def test_printed_lists_are_opened_and_what_was_published_stands_beside(tmp_path, gold, golds,
+def test_printed_lists_are_split_and_the_published_text_is_kept(tmp_path, gold, golds,
                                                                        printed):
     made, report = convert(tmp_path, None, [truth(gold)])
     assert (made["rl"][0]["golds"], made["rl"][0]["ground_truth"]) == (golds, gold)
@@ -252,7 +252,7 @@ def test_ids_that_occur_twice_are_counted_and_made_unique(tmp_path):
 
 # ---------------------------------------------------------------- sets and files
 
-def test_what_an_evaluation_set_asks_is_dropped_and_listed(tmp_path):
+def test_questions_of_an_evaluation_set_are_dropped_and_listed(tmp_path):
     (tmp_path / "sets").mkdir()
     row = {"id": 5, "question": "  which LAKE", "answer": "Mol"}
     (tmp_path / "sets" / "bamboogle.jsonl").write_text(json.dumps(row) + "\n")

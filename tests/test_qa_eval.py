@@ -229,7 +229,7 @@ def test_a_bad_question_is_named(tmp_path, line, said):
     (["--model", "x", "--retriever", "EMPTY"], "meta.json is missing"),
     (["--model", "x", "--corpus", "EMPTY/none.jsonl"], "none.jsonl is missing"),
     (["--model", "a=x", "a=y"], "its own name"), ([], "its own name")])
-def test_what_the_user_can_mend_is_one_line(tmp_path, words, said):
+def test_mistakes_of_the_user_are_reported_in_one_line(tmp_path, words, said):
     words = [word.replace("EMPTY", str(tmp_path)) for word in words]
     with pytest.raises(SystemExit, match=f"^qa_eval.py: .*{said}"):
         qa_eval.main([*words, "--out", str(tmp_path / "out")])
@@ -366,7 +366,7 @@ def test_a_damaged_line_of_an_episodes_file_is_named(tmp_path):
         qa_eval.read_verdicts(tmp_path / "episodes.jsonl")
 
 
-def test_none_of_fifty_right_is_no_certainty():
+def test_no_right_answer_in_fifty_still_has_an_interval():
     assert qa_eval.cell(0.0, np.zeros(9), 50) == "0.0 (0.0 to 7.1)"
     assert qa_eval.cell(0.0, np.zeros(9), 50, "+") == "+0.0 (-7.1 to +7.1)"
 

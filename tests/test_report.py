@@ -688,7 +688,7 @@ def test_tool_calls_say_how_they_went_and_helpers_are_marked(browser, lens):
     assert browser.complaints() == []
 
 
-def test_a_pair_stands_side_by_side(browser, lens):
+def test_the_two_plays_of_a_pair_are_shown_side_by_side(browser, lens):
     browser.open(lens / "report.html", ep="dpo/pairs/q")
     assert browser.texts(".pair h3") == ["chosen", "rejected"]
     assert [text.split("stop")[0] for text in browser.texts(".pair .fact")] == [
@@ -724,7 +724,7 @@ def test_walking_keeps_the_comparison_and_the_focus(browser, run):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_what_a_selected_row_says_can_be_read(browser, run, scheme):
+def test_the_text_of_a_selected_row_is_readable(browser, run, scheme):
     browser.ask("Emulation.setEmulatedMedia",
                 features=[{"name": "prefers-color-scheme", "value": scheme}])
     for chosen in (AFTER[0], AFTER[1]):
@@ -808,7 +808,7 @@ def test_a_click_in_the_list_lets_the_arrow_keys_scroll_the_episode(browser, run
     assert browser.js("document.activeElement.id") == "view"
 
 
-def test_verdicts_say_what_a_dash_means_where_there_is_one(browser, run, capsys):
+def test_verdicts_with_a_dash_explain_it(browser, run, capsys):
     browser.open(run / "report.html", ep=AFTER[1])
     assert browser.texts(".checks small")[0].startswith("– not judged: ")
     judged = [passed for passed, _ in
@@ -1068,7 +1068,7 @@ def test_a_trace_is_the_dialogue_and_its_verdicts(run, capsys, name, query, last
     (["--trace", "{run}/eval/after/episodes.jsonl:t9"], "no such episode"),
     (["--trace", "{run}/nothing.jsonl"], "nothing.jsonl"),
 ])
-def test_what_the_user_can_mend_is_one_line(run, words, message):
+def test_mistakes_of_the_user_are_reported_in_one_line(run, words, message):
     with pytest.raises(SystemExit, match=message) as stop:
         report.main([word.format(run=run) for word in words])
     assert str(stop.value).startswith("look.report: ") and "\n" not in str(stop.value)

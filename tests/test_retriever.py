@@ -182,7 +182,7 @@ def test_a_bad_corpus_line_is_named(tmp_path, line, said):
         retriever.BM25(tmp_path / "c.jsonl")
 
 
-def test_bm25_finds_words_and_nothing_where_there_are_none():
+def test_bm25_returns_only_passages_with_a_word_of_the_query():
     bm25 = retriever.BM25(CORPUS)
     fish, *others = bm25.search(["Which fish lives in Lake Morrin?", "", "the", "?!", "zzxy"], 3)
     assert len(fish) == 3 and "blind char" in fish[0]["document"]["contents"]
@@ -475,7 +475,7 @@ def test_a_query_that_fails_never_fails_its_neighbours(status):
     assert [contents(row) for row in hits[:1] + hits[2:]] == [['"a"\nx'], ['"b"\nx'], ['"c"\nx']]
 
 
-def test_a_server_that_answers_no_query_any_more_is_said():
+def test_a_server_that_stops_answering_is_reported():
     with answering(Flaky([500] * 999)) as url:
         remote = retriever.Remote(url, tries=1)
         for _ in range(retriever.IN_A_ROW - 1):
@@ -557,7 +557,7 @@ def test_a_web_search_without_hits_finds_nothing_and_bad_settings_are_named(tmp_
 @pytest.mark.parametrize("reply", [
     [], {}, 3, {"result": []}, {"result": [[], []]}, {"result": [3]}, {"result": None},
     {"result": [[{"contents": "x"}]]}, {"result": [[{"document": {"contents": 3}}]]}])
-def test_something_else_at_the_address_is_said(reply):
+def test_another_server_at_the_address_is_reported(reply):
     with (answering(lambda request: (200, reply)) as url,
           pytest.raises(ConnectionError, match="is not a server of Search-R1 or Tool-Star")):
         retriever.Remote(url).search(["a"], 1)
@@ -590,7 +590,7 @@ def test_a_flat_index_of_faiss_is_used_as_it_is(tmp_path, capsys):
 @pytest.mark.parametrize("kind, cut, said", [
     (b"IHNf", 0, "is not a flat index of faiss, but 'IHNf'.*to encode the corpus"),
     (b"IxFI", 4, "is cut short"), (b"Ix", 10**4, "is not a flat index")])
-def test_an_index_that_cannot_be_used_is_told_with_its_reason(tmp_path, kind, cut, said):
+def test_an_unusable_index_is_reported_with_the_reason(tmp_path, kind, cut, said):
     write_flat(tmp_path / "x.index", np.zeros((3, 4)), kind)
     content = (tmp_path / "x.index").read_bytes()
     (tmp_path / "x.index").write_bytes(content[:max(2, len(content) - cut)])

@@ -438,7 +438,7 @@ def test_every_checkpoint_of_an_axis_answers_the_questions_if_there_are_some():
     (["3b"], {"QA": "/sets"}, "QA needs RETRIEVER"),
     (["3b", "axis", "reliability"], {}, "reliability needs ENDPOINT=URL=MODEL"),
     (["tiny", "axis", "reliability"], {"ENDPOINT": "u=m"}, "tiny has no axis reliability")])
-def test_what_a_study_lacks_is_said_in_one_line_before_anything_runs(words, variables, said):
+def test_missing_inputs_of_a_study_are_named_before_anything_runs(words, variables, said):
     done = run_sh(ROOT, *words, DRY="1", **variables)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
@@ -530,7 +530,7 @@ def test_the_cycles_of_axis_dpo_begin_where_their_names_say(size, told):
     assert value(stages, "rl-2-s4", "--model") == f"{runs}/dpo-rl-s4/dpo"
 
 
-def test_a_policy_is_told_of_the_principles_when_it_plays_and_learns_without_them():
+def test_the_principles_are_in_the_prompt_of_play_and_not_of_training():
     stages = dry("tool-star-3b", "axis", "dpo", OUT="OUT", DATA="D", SEEDS="4")
     assert value(stages, "principles", "--system-prompt") == "D/system.txt"
     assert value(stages, "play-told-s4", "--system-prompt") == "OUT/axis/principles.txt"
@@ -627,7 +627,7 @@ def test_the_lock_of_a_build_that_was_killed_goes_and_that_of_one_at_work_stays(
     assert [lock.exists() for lock in locks] == [False, True]
 
 
-def test_all_stages_run_in_order_once_and_the_time_is_told(house):
+def test_all_stages_run_once_in_order_and_the_time_is_printed(house):
     first = run_sh(house, "tiny")
     assert first.returncode == 0, first.stderr
     once = calls(house)

@@ -142,7 +142,7 @@ def test_a_rank_whose_torchrun_was_gone_before_it_asked_ends_at_once(tmp_path):
     assert done.returncode == 128 + signal.SIGKILL
 
 
-def test_what_nobody_started_for_a_run_lives_on_without_its_parent():
+def test_a_process_that_is_not_part_of_a_run_survives_its_parent():
     text = "from runtime import die_with_parent; die_with_parent()"
     done = subprocess.run(["bash", "-c", f"{sys.executable} -c '{text}'; exit $?"], cwd=ROOT,
                           timeout=PATIENCE)
@@ -268,7 +268,7 @@ def test_a_broken_model_folder_is_named_before_it_is_loaded(spoil, words, tiny_m
     assert "\n" not in str(error.value)
 
 
-def test_a_model_that_is_nowhere_is_one_line():
+def test_a_missing_model_is_reported_in_one_line():
     with pytest.raises(ValueError, match="^nobody/nothing is not a folder here, and") as error:
         load_template("nobody/nothing")
     assert "\n" not in str(error.value)
@@ -358,7 +358,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(harm, run_folder, capsy
     assert [row["step"] for row in read_jsonl(run_folder / "log.jsonl")] == [1, 2]
 
 
-def test_where_both_are_damaged_the_folder_to_remove_is_named_and_removing_it_begins_anew(
+def test_if_both_checkpoints_are_damaged_the_folder_to_remove_is_named_and_removing_it_starts_again(
         run_folder):
     for step in (2, 3):
         flip(run_folder / "checkpoints" / f"step-{step}" / "model.pt")
@@ -393,7 +393,7 @@ def test_a_log_that_has_lost_lines_is_not_filled_with_zeros(run_folder, capsys):
     assert "log.jsonl has lost lines" in capsys.readouterr().out
 
 
-def test_a_number_that_is_none_stops_with_the_update_the_checkpoint_and_what_to_try(run_folder):
+def test_nan_stops_with_the_update_the_checkpoint_and_a_remedy(run_folder):
     runtime.check_finite(run_folder, 5, loss=1.0, gnorm=0.0)
     with pytest.raises(SystemExit) as stopped:
         runtime.check_finite(run_folder, 5, loss=float("nan"), gnorm=float("inf"))
@@ -404,7 +404,7 @@ def test_a_number_that_is_none_stops_with_the_update_the_checkpoint_and_what_to_
 
 # ------------------------------------------------------------------------------------------ stages
 
-def test_a_stage_whose_loss_is_no_number_stops_and_saves_nothing_of_it(
+def test_a_stage_whose_loss_is_nan_stops_and_does_not_save_it(
         tiny_model, episodes, tmp_path):
     said = train("sft.py", tmp_path / "sft", SFT, "--lr 1e37 --warmup 0", "--model", tiny_model,
                  "--data", episodes, status=1)

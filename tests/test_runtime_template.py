@@ -232,7 +232,7 @@ def rendered(template, talk):
     return whole.replace("</tool_response>\n</tool_response>", "</tool_response>")
 
 
-def test_turns_laid_end_to_end_are_what_the_models_own_template_renders(form):
+def test_joined_turns_are_what_the_models_own_template_renders(form):
     template, end = form
     text = template.tokenizer.decode(laid(template, TALK))
     blank = re.compile(r"\s*(</?think>)\s*")  # some set other blanks around thoughts
@@ -292,7 +292,7 @@ def test_a_reply_ends_with_any_end_token_and_is_read_without_it(form):
     assert template.tokenizer.convert_ids_to_tokens(template.end) == end
 
 
-def test_what_was_cut_short_gets_its_end_from_the_template(form):
+def test_a_truncated_reply_gets_its_end_from_the_template(form):
     template, _ = form
     message = TALK[3]
     assert template.between(message, closed=False) == [template.end, *template.between(message)]

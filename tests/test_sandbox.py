@@ -96,7 +96,7 @@ def test_every_recorded_call_of_the_reference_is_answered_byte_for_byte(official
     assert not wrong, f"{len(wrong)} differ, the first ones: {wrong[:3]}"
 
 
-def test_each_tool_words_what_it_finds_and_what_it_does_not(world):
+def test_each_tool_reports_what_it_finds_and_what_is_missing(world):
     assert answers(Database(world))[:len(SAID)] == SAID
 
 
@@ -195,7 +195,7 @@ def test_both_published_layouts_say_the_same(world, tmp_path):
     assert answers(Database(tmp_path / "nested")) == answers(Database(world))
 
 
-def test_a_second_opening_reads_no_csv_and_a_changed_one_is_read_again(world):
+def test_a_second_opening_reads_no_csv_unless_one_has_changed(world):
     before, file = Database(world), world / "clean_restaurant_2022.csv"
     built, changed = before.index.stat().st_ino, file.stat().st_mtime_ns
     file.write_text(file.read_text().replace("Chez Ann", "Chez Bob"))  # of the same size
@@ -208,7 +208,7 @@ def test_a_second_opening_reads_no_csv_and_a_changed_one_is_read_again(world):
     assert before.attractions("Elm") and answers(before)[:len(SAID)] == SAID
 
 
-def test_what_a_killed_writer_of_an_index_left_goes_after_an_hour(world):
+def test_files_of_a_killed_index_writer_are_removed_after_an_hour(world):
     database = Database(world)
     old, new = (database.index.with_name(f"{database.index.name}.{name}.tmp") for name in "ab")
     for file in old, new, database.index:
@@ -434,7 +434,7 @@ def test_so_many_turns_are_so_many_calls_and_the_reply_after_them_may_only_answe
     assert (last.stop, last.calls, last.turns) == ("answer", 3, 4)
 
 
-def test_a_fork_shares_the_past_and_draws_what_comes_from_a_seed_of_its_own(mini):
+def test_a_fork_shares_the_past_and_has_its_own_seed_afterwards(mini):
     episode = Episode(TASK, Sandbox(mini, 0.5, SEED), max_turns=200)
     for _ in range(5):
         episode.step(CALL)

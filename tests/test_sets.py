@@ -135,7 +135,7 @@ def test_other_columns_and_missing_sets_are_named_and_nothing_stops(tmp_path, ca
 @pytest.mark.parametrize("rows, fix", [
     ({"gsm8k.jsonl": [{"q": 1}]}, "holds no question with an answer"),
     ({"gsm8k.jsonl": [], "gsm8k.json": []}, "are both gsm8k: remove one"), ({}, "is not a folder")])
-def test_what_cannot_be_read_is_one_line_with_the_fix(tmp_path, rows, fix):
+def test_a_file_that_cannot_be_read_is_one_line_with_the_fix(tmp_path, rows, fix):
     for name, content in rows.items():
         put(tmp_path / "sets" / name, content)
     with pytest.raises(SystemExit, match=f"toolstar.sets: .*{fix}"):
@@ -275,7 +275,7 @@ def played(row, *replies, calls=0, tokens=10, sample=0):
      None),
     (("<answer>\\boxed{\\text{New York}}</answer>",), "qa", "New York"),
     (("<answer> </answer>",), "qa", None), ((), "qa", None)])
-def test_an_answer_is_what_the_policy_said_and_never_what_a_tool_gave(replies, check, answer):
+def test_an_answer_is_read_from_replies_and_never_from_tool_results(replies, check, answer):
     row = played({"query": "q", "check": check}, *replies)
     assert scores.said_in(row) == answer
 
@@ -317,7 +317,7 @@ def test_golds_that_normalize_to_nothing_count_beside_others():
     assert marks["right"] == marks["em"] == marks["f1"] == marks["sub_em"] == 1
 
 
-def test_math_verifys_own_verdict_stands_beside_ours():
+def test_math_verifys_own_verdict_is_a_column_beside_ours():
     marks = scores.marks_of(played(task("math", 1, ["25\\%"]), "<answer>25</answer>"), None)
     assert (marks["equal"], marks["math-verify"]) == (0, 1)
     assert scores.marks_of(played(task("hle", 1, ["x"]), "x"), None)["math-verify"] is None
@@ -404,7 +404,7 @@ def test_tasks_of_another_kind_are_refused_in_one_line(judged):
 
 @pytest.mark.parametrize("wrong", [5, {"task": "x"}, {"calls": None}, {"messages": None},
                                    {"messages": [{"role": "assistant", "content": None}]}])
-def test_what_is_no_play_is_named_by_file_and_line(judged, wrong):
+def test_a_line_that_is_not_a_play_is_named_by_file_and_line(judged, wrong):
     file = judged[0] / "run/episodes.jsonl"
     rows = read_jsonl(file)
     write_jsonl(file, [rows[0], rows[1] | wrong if isinstance(wrong, dict) else wrong])
@@ -412,7 +412,7 @@ def test_what_is_no_play_is_named_by_file_and_line(judged, wrong):
         scores.main(judged[1])
 
 
-def test_a_judge_that_is_gone_stops_the_table_in_one_line(judged, monkeypatch):
+def test_a_missing_judge_stops_the_table_in_one_line(judged, monkeypatch):
     monkeypatch.setattr(scores, "GIVE_UP", 2)
     monkeypatch.setattr(scores, "TRIES", 1)
     with pytest.raises(SystemExit, match="toolstar.scores: the judge failed 2 times in a row"):
@@ -422,7 +422,7 @@ def test_a_judge_that_is_gone_stops_the_table_in_one_line(judged, monkeypatch):
 # ------------------------------------------------------------------------------------------- table
 
 
-def test_the_table_stands_beside_the_papers_numbers_and_unknown_cells_are_open(tmp_path, capsys):
+def test_the_table_has_the_papers_numbers_and_leaves_unknown_cells_empty(tmp_path, capsys):
     tasks = [task(name, i, ["4"]) for name in SETS if name != "gaia" for i in (1, 2)]
     write_jsonl(tmp_path / "tasks.jsonl", tasks)
     right = [played(row, "<answer>4</answer>", calls=1) for row in tasks]

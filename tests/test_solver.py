@@ -224,7 +224,7 @@ def test_no_plan_of_two_cities_beats_the_solver(number, restaurants, most, tmp_p
 
 # ---------------------------------------------------------------- of itself
 
-def test_the_arrays_over_routes_agree_with_going_through_them_one_by_one(tasks, mini):
+def test_the_arrays_over_routes_agree_with_a_plain_loop(tasks, mini):
     for task in [task for task in tasks if task["days"] == 7][:10]:
         costs, cities = solver.least_costs(task, mini)
         for mode, array in costs.items():
@@ -259,7 +259,7 @@ def test_every_plan_is_a_success_and_costs_what_the_solver_says(tasks, mini):
     ({"visiting_city_number": 9, "days": 5, "dest": "Norland"}, "9 are asked for"),
     ({"org": "Nowhere"}, "or ways from Nowhere"),
 ])
-def test_where_there_is_no_plan_the_solver_says_why(change, reason, tasks, mini):
+def test_the_solver_gives_the_reason_if_there_is_no_plan(change, reason, tasks, mini):
     task = next(task for task in tasks if task["days"] == 3 and task["level"] == "easy")
     assert reason in solver.solve_report(task | change, mini).reason
     last = parse(solver.solver_replies(task | change, mini)[-1])

@@ -199,7 +199,7 @@ def test_dates_that_are_wrong_are_noticed(tasks):
     ("cuisine", ["Martian"], "Martian"), ("house rule", "visitors", "visitors"),
     ("room type", "private room", "private room"),
     ("transportation", "no self-driving", "no self-driving")])
-def test_a_wish_that_is_left_out_is_noticed(name, value, missing, tasks):
+def test_a_query_that_omits_a_wish_is_noticed(name, value, missing, tasks):
     for task in tasks:
         if not task["local_constraint"][name]:
             rng = random.Random(f"{SEED}/{task['id']}")
@@ -343,7 +343,7 @@ def test_an_endpoint_that_refuses_is_an_error_and_no_task_is_given_up(
     assert len(made(out, *words, f"{url}=two")) == 30
 
 
-def test_a_task_that_no_endpoint_can_word_is_left_out_with_what_was_missing(
+def test_a_task_without_a_complete_query_is_left_out_with_the_reason(
         serve, tasks, tmp_path, out):
     write_jsonl(tmp_path / "tasks.jsonl", tasks[:30])
     url, _ = serve(paraphrase)
@@ -382,7 +382,7 @@ def test_the_teacher_is_not_always_the_cheapest(episodes, mini):
     assert sum(dear) > len(dear) / 2
 
 
-def test_all_that_an_answer_names_has_been_seen(episodes):
+def test_an_answer_names_only_places_that_were_seen(episodes):
     for row in episodes:
         seen = "\n".join(each["content"] for each in row["messages"] if each["role"] == "user")
         assert all(name in seen for name in re.findall(r"\[[^\]]+\]", row["answer"]))

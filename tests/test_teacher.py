@@ -103,7 +103,7 @@ def test_every_number_of_a_thought_is_in_the_query_or_was_seen_or_is_a_sum_spell
                 assert fits or not dollars and value(number) <= most, (number, thought)
 
 
-def test_every_name_of_a_thought_was_shown_with_the_price_that_is_said(rows):
+def test_names_and_prices_in_thoughts_were_shown_before(rows):
     link = r"\](?: costs| for| at|,| would be| is cheaper at| is|, )? \$"
     for row, _ in rows:
         for thought, shown in thoughts(row):
@@ -124,7 +124,7 @@ def test_the_last_thoughts_sum_is_the_judges_and_within_the_budget(rows):
         assert total <= row["task"]["budget"]
 
 
-def test_what_is_given_up_does_not_come_back(rows):
+def test_a_choice_that_was_given_up_does_not_come_back(rows):
     for row, _ in rows:
         for thought, shown in thoughts(row):
             if "dead end" in thought and not re.search("split|budget|more than", thought):

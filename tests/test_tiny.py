@@ -131,7 +131,7 @@ def test_the_same_seed_gives_the_same_drills_with_any_number_of_workers(more, tm
     assert one == two and len(one) == 40
 
 
-def test_what_a_drill_says_can_be_copied_from_what_it_shows(drills):
+def test_the_answer_of_a_drill_can_be_copied_from_its_question(drills):
     assert len(drills) == 200
     for shown, said in drills:
         assert all(name in shown for name in re.findall(r"(?:\d+\. )?\[[^\]]+\]", said))
@@ -213,7 +213,7 @@ def model(drills, tmp_path_factory):
     return folder / "model", AutoTokenizer.from_pretrained(folder / "model")
 
 
-def test_a_name_is_the_same_tokens_wherever_it_stands(model, drills):
+def test_a_name_has_the_same_tokens_everywhere(model, drills):
     _, tokenizer = model
     for shown, said in drills[:50]:
         for text, name in itertools.product((shown, said), re.findall(r"\[([^\]]+)\]", said)):
@@ -223,7 +223,7 @@ def test_a_name_is_the_same_tokens_wherever_it_stands(model, drills):
                 assert any(ids[i:i + len(part)] == part for i in range(len(ids)))
 
 
-def test_what_is_tokenised_comes_back(model, drills):
+def test_tokenised_text_is_decoded_unchanged(model, drills):
     _, tokenizer = model
     for text in itertools.chain(*drills[:50]):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text

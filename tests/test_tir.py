@@ -203,7 +203,7 @@ def test_every_word_of_the_held_out_world_occurs_in_training(both_sides):
     assert val <= train and len(train) < 450
 
 
-def test_what_is_held_out_hangs_on_no_seed(made, tmp_path):
+def test_the_held_out_names_do_not_depend_on_the_seed(made, tmp_path):
     other = make(tmp_path, "--seed", str(SEED + 1), *SMALL)
     train, val = texts(other, "train"), texts(made, "val", "val.jsonl")
     assert set(re.findall(r"\d\d+", train)).isdisjoint(re.findall(r"\d\d+", val))
@@ -431,7 +431,7 @@ def test_the_server_gives_the_pages_of_all_worlds_byte_for_byte(server, made):
 
 @pytest.mark.parametrize("path", ["/", "/index.html", "/../corpus.jsonl", "/..%2fcorpus.jsonl",
                                   "//etc/passwd", "/pages/", "/../../val.jsonl", "*"])
-def test_the_server_gives_nothing_else(server, path):
+def test_the_server_serves_nothing_but_pages(server, path):
     assert get(server, path) == (404, b"")
 
 

@@ -182,7 +182,7 @@ def test_an_episode_by_language_alone_is_learnt_under_the_prompt_that_names_the_
 
 
 @pytest.mark.parametrize("grammar", ["turns", "tags"])
-def test_of_what_sft_reads_no_result_is_learnt(synthesise, grammar):
+def test_sft_does_not_train_on_results(synthesise, grammar):
     folder, _ = synthesise(["hint"], "--samples", "1", grammar=grammar)
     row, = read_jsonl(folder / "sft.jsonl")
     ids, mask = sft.render(row["messages"], Template(Letters(), "letters"))
@@ -424,7 +424,7 @@ def test_thresholds(right, samples, least):
     (("--right", "most"), "--right most is none of"),
     (("--model", "x"), "either --endpoint or --model, not both"),
     (("--sets", "nowhere"), "--sets nowhere is not a folder")])
-def test_what_cannot_be_done_is_one_line_before_anything_is_asked(synthesise, flags, why):
+def test_impossible_flags_are_one_line_before_any_request(synthesise, flags, why):
     with pytest.raises(SystemExit) as stopped:
         synthesise(["dr"], *flags)
     assert why in str(stopped.value) and "\n" not in str(stopped.value)

@@ -269,7 +269,7 @@ def test_a_program_and_a_search_are_answered_and_recorded(make):
     ("print('a' * 900)", "ok", "a" * 200 + "..." + "a" * 200), ("6 * 7", "ok", "42"),
     ("print(1, flush=True)\nwhile True: pass", "timeout", "1\nError: the program took more than"),
     ("import os; os.kill(os.getpid(), 9)", "killed", "Error: the program was ended")])
-def test_what_a_program_did_is_told(make, program, status, shown):
+def test_the_outcome_of_a_program_is_reported(make, program, status, shown):
     episode = play(make(), CALL % ("Python", json.dumps({"code": program})))
     assert episode.sandbox.calls[0]["status"] == status
     assert shown in episode.messages[3]["content"]
@@ -279,7 +279,7 @@ def test_what_a_program_did_is_told(make, program, status, shown):
     ("Python", '{"query": "a"}', "Python takes texts: code"), ("Python", "3", "takes texts"),
     ("Search", '{"query": 3}', "takes texts"), ("Search", '{"query": " "}', "needs a query"),
     ("Browse", '{"url": "u", "to": "v"}', "there is no tool 'Browse'")])
-def test_wrong_arguments_are_told_and_cost_no_tool(make, name, arguments, why):
+def test_wrong_arguments_are_reported_and_run_no_tool(make, name, arguments, why):
     world = make()
     episode = world.episode(TASK, "s", ARGS)
     episode.strict = False
@@ -323,7 +323,7 @@ def test_a_call_again_after_a_tool_has_failed_is_no_repetition(make):
     assert [call["repeated"] for call in episode.sandbox.calls] == [False, False, True]
 
 
-def test_what_was_said_in_tags_is_judged_as_it_was_said(make):
+def test_episodes_in_tags_are_judged_by_their_own_text(make):
     world = make(grammar="tags")
     said = "<think>x</think><answer>42</answer>"  # the reference wants a box
     assert world.verdict(play(world, said))[1]["released"] == -1
@@ -417,7 +417,7 @@ def test_programs_are_kept_only_where_settings_say_so(make):
         assert [cached for *_, cached in answers] == [False, kept]
 
 
-def test_what_was_found_with_other_settings_or_in_another_corpus_is_not_taken(make):
+def test_results_of_other_settings_or_another_corpus_are_not_reused(make):
     world = make()
     world.answer("Search", {"query": "tower"})
     other = make(top_k=1, cache=str(world.settings.folder / "cache.sqlite"))
@@ -667,7 +667,7 @@ def wait_once(text):
         CALL % ("Wait", asked) + "\0")
 
 
-def test_who_waits_for_a_tool_holds_no_place_in_the_engine():
+def test_plays_that_wait_for_a_tool_take_no_place_in_the_engine():
     sandbox, engine = Slow(), Scripted(wait_once)
     ended = list(engine.play(waiting(sandbox, 12, 0.3), concurrency=3, slow=True))
     assert len(ended) == 12 and all(e.stop == "answer" for e in ended)

@@ -36,7 +36,7 @@ def train(stage, steps, tiny_model, sums, out):
 
 
 @pytest.mark.parametrize("stage, steps", [("grpo.py", 2), ("arpo.py", 1)])
-def test_a_stage_trains_in_a_world_it_has_never_heard_of(stage, steps, tiny_model, sums, tmp_path):
+def test_a_stage_trains_in_an_unknown_world(stage, steps, tiny_model, sums, tmp_path):
     log = train(stage, steps, tiny_model, sums, tmp_path / "rl")
     assert len(log) == steps and all(line["kind"] == "talk" for line in log)
     assert all({"success", "called", "words", "strict"} <= line.keys() for line in log)
@@ -49,7 +49,7 @@ def test_a_stage_trains_in_a_world_it_has_never_heard_of(stage, steps, tiny_mode
         assert line["loss_tokens"] > 0 and line["gnorm"] > 0 and line["dlogp_mean"] < 1e-4
 
 
-def test_an_agent_is_measured_in_it_and_the_table_has_its_numbers(tiny_model, sums, tmp_path):
+def test_an_agent_is_evaluated_in_an_unknown_world_with_its_own_numbers(tiny_model, sums, tmp_path):
     main(["--env", str(FILE), "--model", f"tiny={tiny_model}", "--tasks", str(sums),
           "--max-context", "400", "--max-turns", "3", "--max-tokens", "24", "--out", str(tmp_path)])
     rows = read_jsonl(tmp_path / "tiny" / "episodes.jsonl")
@@ -70,7 +70,7 @@ def test_a_task_that_the_world_refuses_is_named_with_its_row(sums, tmp_path):
         main(["--env", str(FILE), "--tasks", str(tmp_path / "bad.jsonl"), "--model", "x"])
 
 
-def test_the_contract_is_what_both_worlds_have():
+def test_both_worlds_have_the_members_of_the_contract():
     sys.path.insert(0, str(FILE.parent))
     from calculator import Calculator
 

@@ -69,7 +69,7 @@ FALLING = -10  # warn if the mean delta of chosen episodes is lower: e^10 times 
 
 def flags():
     p = Parser(description=__doc__, formatter_class=Help)
-    add = p.add_argument_group("what").add_argument
+    add = p.add_argument_group("files").add_argument
     add("--model", default="out/rl", help="HF folder or hub name to start from")
     add("--data", default="out/pairs/train.jsonl", help="pairs to learn from, one per line")
     add("--val", help="held-out pairs to measure on, at the end and every --val-every")
@@ -89,7 +89,7 @@ def flags():
         "the learning rate rises linearly [2]")
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
     add("--seed", type=SEED, default=0, help="seed of the order of the pairs")
-    add = p.add_argument_group("memory (python -m look.memory dpo plans it)").add_argument
+    add = p.add_argument_group("memory (python -m look.memory dpo estimates it)").add_argument
     add("--cutoff", type=COUNT, default=8192, help="most tokens of an episode; a pair with a "
         "longer one is dropped [2]")
     add("--pack-tokens", type=COUNT, default=16384, help="most tokens of a micro-batch, padding "

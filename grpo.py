@@ -77,7 +77,7 @@ LOGITS = 30_000_000  # the loss computes at most this many logits at a time (120
 
 def flags():
     p = Parser(description=__doc__, formatter_class=Help)
-    add = p.add_argument_group("what").add_argument
+    add = p.add_argument_group("files").add_argument
     add("--model", default="out/sft", help="HF folder or hub name to start from")
     add("--tasks", default="data/rl.jsonl", help="queries to play, one task per line")
     add("--val", help="tasks to validate on; the checkpoint with the highest success is kept in "
@@ -127,8 +127,8 @@ def learn_flags(add):
     add("--lr", type=AMOUNT, default=2e-6, help="learning rate, constant until --decay [1]")
     add("--decay", type=SHARE, default=0.0, help="fraction of the updates, at the end, in which "
         "the learning rate falls linearly to 0")
-    add("--clip-low", type=SHARE, default=0.2, help="clip w below at 1 minus this [2]")
-    add("--clip-high", type=AMOUNT, default=0.28, help="clip w above at 1 plus this [3]")
+    add("--clip-low", type=SHARE, default=0.2, help="clip w to at least 1 minus this [2]")
+    add("--clip-high", type=AMOUNT, default=0.28, help="clip w to at most 1 plus this [3]")
     add("--loss-norm", default="group", choices=["group", "batch"], help="divide the loss by the "
         "tokens of each group and average over groups [1], or by the tokens of the batch [3]")
     add("--keep-overlength", action="store_true", help="keep overlength plays in the loss, unlike "
@@ -149,7 +149,7 @@ def learn_flags(add):
 
 
 def machine_flags(p):
-    add = p.add_argument_group("memory (python -m look.memory grpo plans it)").add_argument
+    add = p.add_argument_group("memory (python -m look.memory grpo estimates it)").add_argument
     add("--pack-tokens", type=COUNT, default=32768, help="most tokens of a micro-batch, padding "
         "included; a longer play is a micro-batch of its own")
     add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
@@ -163,8 +163,8 @@ def machine_flags(p):
     add = p.add_argument_group("running").add_argument
     add("--val-every", type=COUNT, default=10, help="updates between two validations")
     add("--save-every", type=NATURAL, default=0, help="updates between two checkpoints; 0: none")
-    add("--microscope", type=NATURAL, default=0, help="dump every token for the report once every "
-        "this many updates; 0: never")
+    add("--microscope", type=NATURAL, default=0, help="N: write all tokens of every Nth update for "
+        "the report; 0: never")
     add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")
     add("--track", type=runtime.tracker, metavar="TOOL", help="also log to wandb, tensorboard or "
         "trackio")

@@ -1039,6 +1039,7 @@ class Calls:
         return len(self.waiting)
 
     def plays(self):
+        """The plays that wait for an observation."""
         return [play for play, _ in self.waiting.values()]
 
     def free(self, live):
@@ -1573,9 +1574,12 @@ class Measure:
         return found[len(found) - sum(samples[-1].mask):]
 
     def gap(self, one, other):
+        """The largest |dlogp| between two forwards, (N,) each."""
         return (one - other).abs().max().item()
 
     def check(self, own, one, other, last, path):
+        """ValueError unless the forwards agree. own: head_logps of the sample `last`; one, other:
+        samples that come after it or before it."""
         alone = self.logps([last])
         bound = ROUNDING[self.device.type]
         tails = [types.SimpleNamespace(ids=last.ids + tail.ids,

@@ -605,6 +605,7 @@ class Database:
         return next(iter(self._rows("distances", where, origin, destination)), None)
 
     def flights(self, origin, destination, date):
+        """All flights from one city to another on a date, in file order."""
         where = "origin = ? AND destination = ? AND date = ?"
         return self._rows("flights", where, origin, destination, date)
 
@@ -643,6 +644,7 @@ class Country:
         self.worlds = {path.name: Database(path) for path in sorted(folders)}
 
     def of(self, task):
+        """The database that a task names; ValueError if there is none of that name."""
         name = task.get("world")
         if isinstance(name, str) and name in self.worlds:
             return self.worlds[name]

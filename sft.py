@@ -49,7 +49,7 @@ LOGITS = 30_000_000  # the loss computes at most this many logits at a time (120
 
 def flags():
     p = Parser(description=__doc__, formatter_class=Help)
-    add = p.add_argument_group("what").add_argument
+    add = p.add_argument_group("files").add_argument
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name to start from")
     add("--data", default="data/sft.jsonl", help="episodes to imitate, one per line")
     add("--out", default="out/sft", help="folder of the trained model, its log and checkpoints")
@@ -62,7 +62,7 @@ def flags():
         "the learning rate rises linearly [1]")
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
     add("--seed", type=SEED, default=0, help="seed of the order of the episodes")
-    add = p.add_argument_group("memory (python -m look.memory sft plans it)").add_argument
+    add = p.add_argument_group("memory (python -m look.memory sft estimates it)").add_argument
     add("--cutoff", type=COUNT, default=20480, help="most tokens of an episode; longer ones are "
         "dropped [2]")
     add("--pack-tokens", type=COUNT, default=20480, help="most tokens of a micro-batch, padding "

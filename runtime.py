@@ -715,6 +715,16 @@ OPENED = re.compile(r"<think>\s*(</think>\s*)?$")
 DATE = time.strptime("2024-07-26", "%Y-%m-%d")  # for templates that print today's date
 
 
+def whole_reply(thought, act):
+    """A reply as a message, its thought in the content."""
+    return {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{act}"}
+
+
+def split_reply(thought, act):
+    """A reply as a message, its thought in a field of its own."""
+    return {"role": "assistant", "content": act, "reasoning_content": thought}
+
+
 class Template:
     """A tokenizer, and its chat template taken apart at the borders between turns.
 
@@ -728,31 +738,35 @@ class Template:
             self.refuse("its tokenizer has no end token (eos_token)")
         if not tokenizer.chat_template:
             self.refuse("its tokenizer has no chat template")
-        try:
-            self.take_apart("user")
-        except ValueError as error:
-            # some templates drop the thoughts before each user turn, but not before a tool's
-            with contextlib.suppress(ValueError):
-                self.take_apart("tool")
-                return
-            raise error from None
+        errors = []
+        # some templates drop the thoughts before each user turn, but not before a tool's; and some
+        # read thoughts only from a field of their own
+        for form, role in itertools.product((whole_reply, split_reply), ("user", "tool")):
+            try:
+                return self.take_apart(role, form)
+            except ValueError as error:
+                errors.append(error)
+        raise errors[0]
 
-    def take_apart(self, role):
-        """Find the text around observations, which take this role; ValueError if it varies."""
-        replies = [f"<think>\n{thought}\n</think>\n\n{act}"
-                   for thought, act in zip(THOUGHTS, ACTS, strict=True)]
-        talk = [("system", SYSTEM), ("user", QUERY), ("assistant", replies[0]),
-                (role, OBSERVATIONS[0]), ("assistant", replies[1]), (role, OBSERVATIONS[1])]
-        whole = self.render(talk)
+    def take_apart(self, role, form):
+        """Find the text around observations, which take this role; ValueError if it varies. form:
+        makes the message of a reply."""
+        replies = [form(*reply) for reply in zip(THOUGHTS, ACTS, strict=True)]
+        seen = [{"role": role, "content": text} for text in OBSERVATIONS]
+        talk = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUERY},
+                replies[0], seen[0], replies[1], seen[1]]
+        whole = self.text(talk)
         query, first, observed, second, last = self.spans(whole)
         before, again = whole[first[1]:observed[0]], whole[second[1]:last[0]]
         after, final = whole[observed[1]:second[0]], whole[last[1]:]
         # templates such as GLM's leave the blank between role and reply to the model
-        self.lead = whole[:first[0]].removeprefix(self.opened(self.render(talk[:2])))
-        earlier = [self.opened(self.render(talk[:n])) + self.lead for n in (2, 4)]
+        self.lead = whole[:first[0]].removeprefix(self.opened(self.text(talk[:2])))
+        earlier = [self.opened(self.text(talk[:n])) + self.lead for n in (2, 4)]
         same = before == again
-        if same and (self.lead.strip() or earlier != [whole[:first[0]], whole[:second[0]]]):
+        if same and earlier != [whole[:first[0]], whole[:second[0]]]:
             self.refuse("its chat template changes earlier turns when new ones come")
+        if same and self.lead.strip():
+            self.refuse(f"its chat template begins replies with {self.lead!r}, its prompt does not")
         if not same or after != self.opened(final) + self.lead:
             self.refuse("its chat template frames some turns differently from others")
         self.find_end(before)
@@ -812,9 +826,6 @@ class Template:
     def refuse(self, why):
         raise ValueError(f"{self.path}: {why}; copy the folder and give the copy a "
                          "chat_template.jinja that can be cut into turns, such as ChatML's")
-
-    def render(self, talk):
-        return self.text([{"role": role, "content": content} for role, content in talk])
 
     @staticmethod
     def opened(text):
@@ -976,7 +987,9 @@ def open_llm(path, **settings):
                    if "failed to be inspected" in text else "")
             raise ValueError(f"{path}: vLLM does not start: {text}{fix}") from error
     say(f"{path}: prompts are not cached, because on a CPU vLLM cannot cache those of this model")
-    return open_llm(path, **settings | {"enable_prefix_caching": False})
+    # for LFM2, vLLM's CPU kernel rotates only the queries of a prompt's first tokens
+    return open_llm(path, **settings | {"enable_prefix_caching": False, "compilation_config": {
+        "custom_ops": ["-rotary_embedding"]}})
 
 
 def load_engine(args, device):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, SEED
 
-from runtime import Template, load_template, read_jsonl, write_jsonl
+from runtime import Template, load_template, read_jsonl, split_reply, write_jsonl
 from sandbox import parse
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -59,6 +59,12 @@ QWEN35 = """{% if not messages %}{{ raise_exception('no messages') }}{% endif %}
 {{- '<think>\\n' + (thought or '') + '\\n</think>\\n\\n' }}{% endif %}{% endif %}
 {{- text + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + OPENED }}{% endif %}"""
+# thoughts are read from a field of their own
+QWEN38 = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' %}
+{{- '<think>\\n' + m.reasoning_content | default('') + '\\n</think>\\n\\n' }}{% endif %}
+{{- m.content | trim + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
 # each user turn drops all earlier thoughts, a tool's turn none
 NEMOTRON3 = """{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}
 {%- set ns.asked = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}
@@ -102,6 +108,10 @@ COHERE = """{{ '<BOS_TOKEN>' }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|
     '<|SYSTEM_TOKEN|>', 'user': '<|USER_TOKEN|>', 'assistant': '<|CHATBOT_TOKEN|>'}[m.role] +
     m.content | trim + '<|END_OF_TURN_TOKEN|>' }}{% endfor %}{% if add_generation_prompt %}
 {{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
+# two tokens end a reply
+COHERE2 = COHERE.replace("m.content | trim", "('<|START_RESPONSE|>' + m.content +"
+                         "'<|END_RESPONSE|>' if m.role == 'assistant' else m.content)").replace(
+    "<|CHATBOT_TOKEN|>' }}", "<|CHATBOT_TOKEN|><|START_RESPONSE|>' }}")
 GEMMA4 = """{{ '<bos>' }}{% for m in messages %}
 {{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content | trim +
     '<turn|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
@@ -115,11 +125,9 @@ DEEPSEEK = """{% for m in messages %}{% set text = m.content.split('</think>')[-
 {{- {'system': '', 'user': '<|User|>', 'assistant': '<|Assistant|>'}[m.role] + text }}
 {%- if m.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"""
-GPT_OSS = """{% for m in messages %}{{ '<|start|>' + m.role }}{% if m.role == 'assistant' %}
-{%- if loop.last %}{{ '<|channel|>analysis<|message|>' }}{% else %}
-{{- '<|channel|>final<|message|>' }}{% endif %}{% else %}{{ '<|message|>' }}{% endif %}
-{{- m.content.split('</think>')[-1] + '<|end|>' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+GPT_OSS = """{% for m in messages %}{{ '<|start|>' + m.role +
+    ('<|channel|>final' if m.role == 'assistant' else '') + '<|message|>' + m.content + '<|end|>' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 GEMMA2 = """{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}
 {%- endif %}""" + GEMMA3
 IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -138,6 +146,7 @@ FORMS = {  # name: (template, special tokens, the tokenizer's end token, what en
     "Qwen3.5 thinking": (QWEN35.replace("OPENED", "'<think>\\n'"), IM, "<|im_end|>", "<|im_end|>"),
     "Qwen3.5": (QWEN35.replace("OPENED", "'<think>\\n\\n</think>\\n\\n'"), IM, "<|im_end|>",
                 "<|im_end|>"),
+    "Qwen3.8": (QWEN38, IM, "<|im_end|>", "<|im_end|>"),
     "Nemotron 3": (NEMOTRON3, IM, "<|im_end|>", "<|im_end|>"),
     "LFM2.5": (LFM25, ["<|startoftext|>", *IM], "<|im_end|>", "<|im_end|>"),
     "GLM-4.5": (GLM4, ["[gMASK]", "<sop>", "<|endoftext|>", "<|system|>", "<|user|>",
@@ -150,6 +159,10 @@ FORMS = {  # name: (template, special tokens, the tokenizer's end token, what en
     "Cohere": (COHERE, ["<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
                         "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"],
                "<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+    "Cohere 2": (COHERE2, ["<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
+                           "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
+                           "<|START_RESPONSE|>", "<|END_RESPONSE|>"],
+                 "<|END_OF_TURN_TOKEN|>", "<|END_RESPONSE|>"),
     "Gemma 4": (GEMMA4, ["<bos>", "<eos>", "<|turn>", "<turn|>"], "<eos>", "<turn|>"),
     "Falcon 3": (FALCON3, ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"],
                  "<|endoftext|>", "<|endoftext|>")}
@@ -227,6 +240,9 @@ def rendered(template, talk):
     tags that the template adds to those of an observation are removed."""
     talk = [one | {"role": template.role} if one["content"].startswith("<tool_response>") else one
             for one in talk]
+    if "reasoning_content" in template.tokenizer.chat_template:
+        talk = [split_reply(*re.findall(r"<think>\n(.*)\n</think>\n\n(.*)", one["content"])[0])
+                if one["role"] == "assistant" else one for one in talk]
     whole = template.text(talk)
     whole = whole.replace("<tool_response>\n<tool_response>", "<tool_response>")
     return whole.replace("</tool_response>\n</tool_response>", "</tool_response>")
@@ -250,10 +266,11 @@ def test_tokens_laid_end_to_end_are_those_of_the_whole_text(name):
 
 
 @pytest.mark.parametrize("chat_template, reason", [
-    (DEEPSEEK, "strips thoughts"), (GPT_OSS, "strips thoughts"), (GEMMA2, "refuses a system turn")],
+    (DEEPSEEK, "strips thoughts"), (GPT_OSS, "begins replies with"),
+    (GEMMA2, "refuses a system turn")],
     ids=["DeepSeek", "GPT-OSS", "Gemma 2"])
 def test_templates_that_drop_thoughts_or_system_turns_are_refused(chat_template, reason):
-    special = [*IM, "<|end|>", "<|start|>", "<bos>"]
+    special = [*IM, "<|end|>", "<|start|>", "<|channel|>", "<|message|>", "<bos>"]
     with pytest.raises(ValueError, match=f"^here: its chat template .*{reason}"):
         Template(tokenizer_of(chat_template, special), "here")
 
@@ -333,7 +350,14 @@ def test_a_tokenizer_without_an_end_is_refused():
 
 def random_model(folder, name, seed=SEED):
     """A folder with a random model of a form's own architecture, its embeddings tied."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 
     text, special, eos, end = FORMS[name]
     tokenizer = tokenizer_of(text, special, eos)
@@ -344,6 +368,9 @@ def random_model(folder, name, seed=SEED):
     torch.manual_seed(seed)
     if name == "Gemma 3":
         lm = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, query_pre_attn_scalar=32))
+    elif name == "LFM2.5":  # vLLM reads conv_dim and block_dim
+        lm = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"],
+                                        conv_dim=64, block_dim=64))
     else:
         lm = LlamaForCausalLM(LlamaConfig(**sizes))
     lm.generation_config.eos_token_id = [tokenizer.eos_token_id,
@@ -354,7 +381,7 @@ def random_model(folder, name, seed=SEED):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama 3", "Gemma 3"])
+@pytest.mark.parametrize("name", ["Llama 3", "Gemma 3", "LFM2.5"])
 def test_a_foreign_tied_model_is_trained_and_its_engine_follows_at_every_update(name, tmp_path):
     model = random_model(tmp_path / "model", name)
     write_jsonl(tmp_path / "sums.jsonl", [{"id": str(i), "query": "?", "sum": i} for i in range(4)])

@@ -987,7 +987,7 @@ def open_llm(path, **settings):
                    if "failed to be inspected" in text else "")
             raise ValueError(f"{path}: vLLM does not start: {text}{fix}") from error
     say(f"{path}: prompts are not cached, because on a CPU vLLM cannot cache those of this model")
-    # for LFM2, vLLM's CPU kernel rotates only the queries of a prompt's first tokens
+    # vLLM's rotary kernel for CPUs takes each head of LFM2's queries for a token
     return open_llm(path, **settings | {"enable_prefix_caching": False, "compilation_config": {
         "custom_ops": ["-rotary_embedding"]}})
 

@@ -51,7 +51,7 @@ from itertools import count, pairwise, zip_longest
 from pathlib import Path
 
 try:
-    import runtime  # noqa: I001, first: it words Ctrl-C while torch loads
+    import runtime  # noqa: I001, first: it reports Ctrl-C while torch loads
     import torch
     import torch.distributed as dist
 

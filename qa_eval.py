@@ -222,7 +222,7 @@ def play_questions(args, name, path, worked, tasks):
     play_here = choose_player(args, path, worked)
     # after the engine: vLLM 0.32.0 does not start once numba is imported, and bm25s imports it
     retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder,
-                               tries=args.tries, patience=args.patience)
+                               tries=args.tries)
     episodes = (Episode(task, SearchSandbox(retriever, args.topk), args.max_turns, prompt,
                         strict=not args.lenient, parse=parse_qa) for task in tasks)
     for episode in play_here(episodes):
@@ -365,7 +365,6 @@ def flags(argv=None):
         help="torch devices that share an index's vectors")
     add("--tries", type=COUNT, default=4, help="tries per query of a server, after pauses of 1, 2, "
         "4 ... s")
-    add("--patience", type=NATURAL, default=300, help="seconds to wait for a server that restarts")
     add = p.add_argument_group("output").add_argument
     add("--out", default="out/qa", help="folder of the table and the episodes; a rerun plays only "
         "the episodes that it lacks")

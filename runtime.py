@@ -105,7 +105,7 @@ KEPT = "what was saved is kept, repeat the command to continue"
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a program as Ctrl-C does: its workers stop, its files stay whole."""
+    """SIGTERM ends a program as Ctrl-C does: its workers stop, and its files stay complete."""
 
     @classmethod
     def stop(cls, *_):
@@ -140,7 +140,7 @@ def print_last(text, pid):
                "    ended.register(os.pidfd_open(int(sys.argv[1])))\n"
                "    ended.poll()\n"
                "print(sys.argv[2], file=sys.stderr)")
-    # a session of its own: torchrun ends the rank's whole process group
+    # in a session of its own, because torchrun ends the rank's process group
     subprocess.Popen([sys.executable, "-ISc", program, str(pid), text], start_new_session=True,
                      stdout=subprocess.DEVNULL)
 
@@ -703,14 +703,15 @@ def stable_draw(text):
 #
 # Training and play append tokens and never render a conversation again. So a template must put the
 # same text around every observation, must keep the thoughts of earlier replies, and must not change
-# earlier turns. Any other template is refused with the reason: the policy would be trained on a
-# format in which nobody plays it.
+# earlier turns. Any other template is refused with the reason, because the policy would be trained
+# on texts that never occur in play.
 
 SYSTEM, QUERY = "probe of a system turn", "probe of a query"
 THOUGHTS, ACTS = ("first thought", "next thought"), ("first probe", "next probe")
-TAGS = {"<think>", "</think>", "<tool_response>", "</tool_response>"}  # ours, and tokens of some
+TAGS = {"<think>", "</think>", "<tool_response>", "</tool_response>"}  # never escaped, see find_end
 OBSERVATIONS = tuple(f"<tool_response>\n{n} probe of a tool\n</tool_response>" for n in (1, 2))
-# a thought, opened or empty, that some templates put into the prompt; our replies begin before it
+# some templates open a thought at the end of the prompt, or put an empty one there; our replies
+# bring their own
 OPENED = re.compile(r"<think>\s*(</think>\s*)?$")
 DATE = time.strptime("2024-07-26", "%Y-%m-%d")  # for templates that print today's date
 
@@ -728,8 +729,9 @@ def split_reply(thought, act):
 class Template:
     """A tokenizer, and its chat template taken apart at the borders between turns.
 
-    end: the id that replies are taught to end with; ends: all ids that end one, the model's too.
-    role: of observations.
+    end: the id that ends a reply in training; ends: all ids that end a sampled reply. role: of the
+    turns with observations. before, after: the text around an observation, up to the next reply;
+    lead: the part of `after` that a prompt lacks.
     """
 
     def __init__(self, tokenizer, path, stops=()):
@@ -749,21 +751,21 @@ class Template:
         raise errors[0]
 
     def take_apart(self, role, form):
-        """Find the text around observations, which take this role; ValueError if it varies. form:
-        makes the message of a reply."""
+        """Find the text around observations in turns of this role; ValueError if it varies.
+        form(thought, act): the message of a reply."""
         replies = [form(*reply) for reply in zip(THOUGHTS, ACTS, strict=True)]
         seen = [{"role": role, "content": text} for text in OBSERVATIONS]
         talk = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUERY},
                 replies[0], seen[0], replies[1], seen[1]]
-        whole = self.text(talk)
-        query, first, observed, second, last = self.spans(whole)
-        before, again = whole[first[1]:observed[0]], whole[second[1]:last[0]]
-        after, final = whole[observed[1]:second[0]], whole[last[1]:]
+        rendered = self.text(talk)
+        query, first, observed, second, last = self.spans(rendered)
+        before, again = rendered[first[1]:observed[0]], rendered[second[1]:last[0]]
+        after, final = rendered[observed[1]:second[0]], rendered[last[1]:]
         # templates such as GLM's leave the blank between role and reply to the model
-        self.lead = whole[:first[0]].removeprefix(self.opened(self.text(talk[:2])))
+        self.lead = rendered[:first[0]].removeprefix(self.opened(self.text(talk[:2])))
         earlier = [self.opened(self.text(talk[:n])) + self.lead for n in (2, 4)]
         same = before == again
-        if same and earlier != [whole[:first[0]], whole[:second[0]]]:
+        if same and earlier != [rendered[:first[0]], rendered[:second[0]]]:
             self.refuse("its chat template changes earlier turns when new ones come")
         if same and self.lead.strip():
             self.refuse(f"its chat template begins replies with {self.lead!r}, its prompt does not")
@@ -772,31 +774,31 @@ class Template:
         self.find_end(before)
         self.before, self.after = before.removeprefix(self.end_text), after
         self.role = role
-        self.find_anchor(whole, [whole[slice(*first)], whole[slice(*second)]])
-        if self.before.endswith("<tool_response>\n"):  # observations bring these tags themselves
+        self.find_anchor(rendered, [rendered[slice(*first)], rendered[slice(*second)]])
+        if self.before.endswith("<tool_response>\n"):  # our observations already have these tags
             self.before = self.before.removesuffix("<tool_response>\n")
             self.after = self.after.removeprefix("\n</tool_response>")
 
-    def spans(self, whole):
+    def spans(self, rendered):
         """Where the query, the replies and the observations stand: [start, end] of each, in order.
         A reply starts with its thought."""
         texts = [SYSTEM, QUERY, ACTS[0], OBSERVATIONS[0], ACTS[1], OBSERVATIONS[1]]
         for text in texts:
-            if whole.count(text) != 1:
-                self.refuse(f"its chat template renders {text!r} {whole.count(text)} times")
-        found = [[whole.index(text), whole.index(text) + len(text)] for text in texts]
+            if rendered.count(text) != 1:
+                self.refuse(f"its chat template renders {text!r} {rendered.count(text)} times")
+        found = [[rendered.index(text), rendered.index(text) + len(text)] for text in texts]
         if found != sorted(found):
             self.refuse("its chat template changes the order of the turns")
         for thought, before, reply in zip(THOUGHTS, found[1::2], found[2::2], strict=False):
-            if thought not in whole[before[1]:reply[0]]:
+            if thought not in rendered[before[1]:reply[0]]:
                 self.refuse("its chat template strips thoughts from earlier replies")
-            reply[0] = whole.rfind("<think>", before[1], whole.index(thought))
+            reply[0] = rendered.rfind("<think>", before[1], rendered.index(thought))
             if reply[0] < 0:
                 self.refuse("its chat template takes the <think> tags from earlier replies")
         return found[1:]
 
     def find_end(self, before):
-        """Set the token that ends a reply, and what is escaped in texts of others."""
+        """Set the token that ends a reply, and the special tokens to escape in other turns."""
         marks = {mark.content: id for id, mark in self.tokenizer.added_tokens_decoder.items()}
         found = max((mark for mark in marks if before.startswith(mark)), key=len, default=None)
         if found is None:
@@ -809,13 +811,14 @@ class Template:
         self.forged = re.compile("|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})"
                                           for text in sorted(special)))
 
-    def find_anchor(self, whole, replies):
-        """Set the text before which a reply has the tokens that it has in a conversation: nothing,
-        or for tokenizers that begin each text with a blank, an end token or the turn's opening."""
-        ids = self.ids_of(self.opened(whole) + self.lead)
+    def find_anchor(self, rendered, replies):
+        """Set `anchor`, the text to encode a reply after, so that it gets the same tokens as in a
+        conversation: "", or an end token or the text before a reply for tokenizers that begin every
+        text with a blank."""
+        ids = self.ids_of(self.opened(rendered) + self.lead)
         for anchor in ("", self.end_text, self.after):
             self.anchor = anchor
-            laid = self.ids_of(whole[:whole.index(replies[0])])
+            laid = self.ids_of(rendered[:rendered.index(replies[0])])
             for reply, observation in zip(replies, OBSERVATIONS, strict=True):
                 laid += [*self.encode(reply), self.end]
                 laid += self.between({"role": "user", "content": observation})
@@ -874,7 +877,7 @@ class Template:
         content = self.escape(message["content"])
         if message["role"] == "result":  # stands inside a reply, which continues after it
             return self.encode(content)
-        # some end tokens swallow the blank after them
+        # encode the end token as well, because some take the blank after them
         return self.ids_of(f"{self.end_text}{self.before}{content}{self.after}")[int(closed):]
 
     def reply(self, ids):
@@ -907,7 +910,7 @@ def talk_fault(messages):
 
 def load_template(path):
     """The Template of a folder or hub name; ValueError says why it cannot be used."""
-    # its report on a model's weights takes a screen; check_weights says the same in a line
+    # hide transformers' long report on the weights: check_weights says the same in one line
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -928,7 +931,7 @@ def load_template(path):
 # ----------------------------------------------------------------------------------- (6) the engine
 
 MOST_THREADS = 512
-WAITING = 4  # plays in flight per engine slot: those that wait for a tool take no slot
+WAITING = 4  # most plays per engine slot: a play that waits for a tool takes no slot
 
 
 def visible_gpus():

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 try:
-    import runtime  # noqa: I001, first: it words Ctrl-C while torch loads
+    import runtime  # noqa: I001, first: it reports Ctrl-C while torch loads
     import torch
     import torch.distributed as dist
 

@@ -4,7 +4,7 @@ Tabulate and draw an axis: one thing varied over several runs, beside the papers
     (1) success    of each setting: the mean over its seeds, each seed's, and a 95% bootstrap
                    interval over tasks, where a task counts with all its plays
     (2) difference from the setting that was trained first, on the tasks that both have played, and
-                   how many tasks or seeds would tell that difference from none
+                   how many tasks or seeds are needed to detect that difference
     (3) columns    of the paper's tables: commonsense and hard constraints, micro and macro; and
                    success by rules without loopholes (strict)
     (4) training   trained tokens and seconds of an update; a curve of success over the updates
@@ -122,8 +122,8 @@ def named_folder(spec):
 
 def difference(seeds, first):
     """Two cells: success minus that of the first trained setting, with its interval over tasks; and
-    the tasks (with these seeds) and the seeds (with these tasks) that it takes to tell this
-    difference from none in 80% of studies at a level of 5%, which is 2.8 standard errors."""
+    the numbers of tasks (with these seeds) and of seeds (with these tasks) that detect this
+    difference in 80% of studies at a level of 5%: it must be 2.8 standard errors."""
     import numpy as np
 
     plays = [[plays_of(rows) for rows, _ in each] for each in (seeds, first)]

@@ -117,9 +117,9 @@ def result(text):
 
 
 @pytest.mark.parametrize("found, why", [
-    ({"debugger": 1}, "has no 'debugger'; there are debug, rollback"),
-    ({"debug": True}, "wants int for 'debug'"), ({"debug": -1}, "wants 'debug' to be 0 or more"),
-    ({"refine_at": 0}, "wants 'refine_at' to be 1 or more"), ({"key": 3}, "wants str for 'key'"),
+    ({"debugger": 1}, "has no 'debugger'; the keys are debug, rollback"),
+    ({"debug": True}, "needs int for 'debug'"), ({"debug": -1}, "needs 'debug' to be 0 or more"),
+    ({"refine_at": 0}, "needs 'refine_at' to be 1 or more"), ({"key": 3}, "needs str for 'key'"),
     ({"llm": "gpt"}, "policy or like http"), ({"llm": "http://host/v1"}, "http://host:8000/v1=MODEL")])
 def test_wrong_settings_are_one_line_that_names_the_key(tmp_path, found, why):
     (tmp_path / "tools.json").write_text(json.dumps({"helpers": found}))

@@ -7,8 +7,6 @@ that a run that was killed and goes on is asked the same as one that was not.
 """
 import itertools
 import json
-import os
-import re
 import subprocess
 import sys
 import threading
@@ -20,7 +18,7 @@ from conftest import ROOT, Letters, Scripted
 
 import sft
 from runtime import Template, read_jsonl
-from toolstar import facts, tir
+from toolstar import tir
 from toolstar.tools import open_world
 
 CALL = {"turns": '<tool_call>{{"name": "Search", "arguments": {{"query": "{}"}}}}</tool_call>',
@@ -422,59 +420,9 @@ def test_thresholds(right, samples, least):
 @pytest.mark.parametrize("flags, why", [
     (("--right", "1of2"), "--right 1of2 is none of 1of3, majority, all"),
     (("--right", "most"), "--right most is none of"),
-    (("--model", "x"), "either --endpoint or --model, not both"),
+    (("--model", "x"), "either --endpoint or --model"),
     (("--sets", "nowhere"), "--sets nowhere is not a folder")])
 def test_impossible_flags_are_one_line_before_any_request(synthesise, flags, why):
     with pytest.raises(SystemExit) as stopped:
         synthesise(["dr"], *flags)
     assert why in str(stopped.value) and "\n" not in str(stopped.value)
-
-
-def test_the_solver_refuses_questions_that_are_not_its_own(tmp_path):
-    with pytest.raises(SystemExit, match="the solver plays only tasks that `facts` wrote"):
-        tir.main(["tir", "--database", str(write_world(tmp_path / "w")), "--out",
-                  str(tmp_path / "out"), "--tasks", str(write_tasks(tmp_path / "t", "dr"))])
-    assert not (tmp_path / "out").exists()
-
-
-# ---------------------------------------------------------------- the tiny world
-
-@pytest.mark.parametrize("grammar", ["turns", "tags"])
-def test_the_solver_needs_no_tool_where_it_knows_or_the_question_answers_itself(tmp_path, grammar):
-    from toolstar.jail import Jail, JailError
-
-    try:
-        Jail(1).close()
-    except JailError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
-    facts_of = ["facts", "--worlds", "2", "--sft", "40", "--rl", "20", "--val", "20"]
-    tir.main([*facts_of, "--out", str(tmp_path)])
-    file = tmp_path / "train" / "tools.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"grammar": grammar}))
-    tasks = [task for task in read_jsonl(tmp_path / "sft-tasks.jsonl") if task["family"] != "page"]
-    (tmp_path / "some.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    tir.main(["tir", "--database", str(tmp_path / "train"), "--tasks", str(tmp_path / "some.jsonl"),
-              "--samples", "1", "--system-prompt", "short", "--out", str(tmp_path / "tir")])
-    assert read_jsonl(tmp_path / "tir" / "rl.jsonl") == []
-    for row in read_jsonl(tmp_path / "tir" / "sft.jsonl"):
-        known = row["task"]["family"] == "neither" or "by_heart" in row["task"]
-        assert row["source"] == ("dr" if known else "prompt")
-        assert bool(row["tools"]) != known
-    hints = [row for row in read_jsonl(tmp_path / "tir" / "samples.jsonl")
-             if row["task"]["sample"] == "hint-0" and row["tools"]]
-    assert hints and all(row["strict"] == 1 for row in hints)
-    for row in hints:
-        begun = row["task"]["begun"]
-        assert re.fullmatch(r"<think>(perhaps|from memory:) .*", begun, re.S)
-        assert row["messages"][2]["content"].startswith(begun)
-
-
-def test_the_solver_says_nothing_by_itself_that_a_tool_would_have_to_tell():
-    task = {"asks": [["Solar Iron Zoo", "height"]], "program": None, "golds": ["12"],
-            "query": "How high is Solar Iron Zoo?"}
-    reply, = tir.unaided(task)
-    assert "12" not in reply and "unknown" in reply
-    task = {"asks": [], "program": None, "golds": ["9"], "reason": "the larger of 3 and 9 is 9"}
-    assert list(tir.unaided(task)) == list(facts.solution(task))

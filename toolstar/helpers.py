@@ -180,7 +180,7 @@ def asker(settings, asks, generate):
     chosen = DEFAULTS | settings.helpers
     if chosen["llm"] != "policy":
         url, model = URL_MODEL.fullmatch(chosen["llm"]).groups()
-        key = (settings.folder / chosen["key"]).read_text().strip() if chosen["key"] else None
+        key = runtime.read_key(chosen["key"] and settings.folder / chosen["key"])
         generate = partial(chat, url, model, temperature=0.0, retries=TRIES, api_key=key)
     return partial(ask_endpoint, generate) if generate else asks.ask
 

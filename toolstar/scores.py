@@ -87,9 +87,8 @@ def judge_plays(args, name, rows):
     Raises ValueError when the judge has failed GIVE_UP times in a row.
     """
     (url, model), verdicts, row_of_failures = args.judge, {}, 0
-    key = Path(args.judge_key).read_text().strip() if args.judge_key else None
     generate = partial(runtime.chat, url, model, temperature=0, max_tokens=2048,
-                       retries=TRIES - 1, api_key=key)
+                       retries=TRIES - 1, api_key=runtime.read_key(args.judge_key))
     file = Path(args.out) / f"judged-{name}.jsonl"
     known = {(one["play"], one["said"]): one["verdict"] for one in runtime.recover_jsonl(file)
              if one["judge"] == model}

@@ -11,8 +11,8 @@ Make the training data of the tools world, as Tool-Star's synthesis does [1].
     (5) choose   if (1) is right, SFT learns to answer without tools. Else, if (2) or (3) is right,
                  SFT learns the right chain with the fewest calls. Else the task goes to RL
 
-A language model plays, behind an endpoint or in vLLM, or the solver of the tiny world. The other
-commands make that world (facts.py) and convert the published data (published.py).
+A language model plays, behind an endpoint or in vLLM. The other commands make the tiny world
+(facts.py) and convert the published data (published.py).
 [1] Tool-Star, arXiv:2505.16410, section 3; its code for this is not released
 
 Reads   a world's folder, tasks; database/prompts/direct.txt, doubts.txt and hints.txt
@@ -32,14 +32,13 @@ import random
 import re
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import evaluate
 import runtime
 from evaluate import mean, name_of
 from runtime import COUNT, NATURAL, PORT, SHARE, Help, Parser, endpoint, entries, fill
-from sandbox import PROMPTS, final_turn
-from toolstar.facts import drills, facts, from_memory, pages, solution, solver_episodes
+from sandbox import PROMPTS
+from toolstar.facts import drills, facts, pages, solver_episodes
 from toolstar.published import convert
 from toolstar.sets import contaminated, questions_of
 from toolstar.verdict import bare
@@ -100,26 +99,23 @@ def play_samples(args, worked, todo):
 
 
 def model_of(args):
-    return args.endpoint[1] if args.endpoint else args.model or "solver"
+    return args.endpoint[1] if args.endpoint else args.model
 
 
 def player(args, world, episodes, worked=False):
-    """An iterator of the episodes as they end, played by an endpoint, vLLM or the solver."""
+    """An iterator of the episodes as they end, played by an endpoint or vLLM."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.endpoint:
-        key = Path(args.key).read_text().strip() if args.key else None
         # 40 retries, so that one bad hour of an endpoint does not end a run of days
-        generate = partial(runtime.chat, *args.endpoint, **sampling, retries=40, api_key=key,
-                           stops=world.stops)
+        generate = partial(runtime.chat, *args.endpoint, **sampling, retries=40,
+                           api_key=runtime.read_key(args.key), stops=world.stops)
         return evaluate.play(lambda messages: generate(merged(messages)), episodes,
                              args.concurrency, max_tokens=args.max_tokens, worked=worked)
-    if args.model:
-        llm, template = evaluate.open_engine(args.model, args.max_context, args.concurrency,
-                                             args.tp, args.gpu_memory)
-        return evaluate.play_vllm(llm, template, episodes, args.max_context, **sampling,
-                                  seed=args.seed, concurrency=args.concurrency,
-                                  stops=world.stops, slow=world.slow)
-    return map(partial(play_solver_sample, world.settings.grammar == "tags"), episodes)
+    llm, template = evaluate.open_engine(args.model, args.max_context, args.concurrency,
+                                         args.tp, args.gpu_memory)
+    return evaluate.play_vllm(llm, template, episodes, args.max_context, **sampling,
+                              seed=args.seed, concurrency=args.concurrency,
+                              stops=world.stops, slow=world.slow)
 
 
 def merged(messages):
@@ -132,35 +128,6 @@ def merged(messages):
         else:
             found.append({"role": "assistant", "content": message["content"]} if said else message)
     return found
-
-
-def play_solver_sample(tags, episode):
-    """Play one sample with the solver. Without tools it knows only an answer that is in the
-    question, and those of tasks that are marked "by_heart"."""
-    from toolstar.tools import one_as_tags
-
-    task, begun = episode.task, episode.messages[-1]["role"] == "assistant"
-    replies = unaided(task) if mode_of(task) == "dr" else solution(task)
-    reply = next(replies)
-    while reply:
-        if tags:
-            reply = one_as_tags({"role": "assistant", "content": reply})
-        if begun:
-            reply, begun = " " + reply.removeprefix("<think>"), False
-        seen = episode.step(reply)
-        reply = None if seen is None else replies.send(seen)
-    return episode
-
-
-def unaided(task):
-    """The solver's replies if it may call no tool."""
-    if "by_heart" in task:
-        yield from from_memory(task)
-    elif task["asks"] or task["program"]:
-        what = f"the {task['asks'][0][1]} of {task['asks'][0][0]}" if task["asks"] else "the result"
-        yield final_turn(f"perhaps {what} is known to somebody: not to me", "unknown")
-    else:
-        yield from solution(task)
 
 
 # ---------------------------------------------------------------- hints
@@ -314,15 +281,6 @@ def report_on(args, tasks, rows, cells, chosen):
 
 # ---------------------------------------------------------------- tir
 
-def check_player(args, tasks):
-    """Raise ValueError if the flags and the tasks do not go together."""
-    if args.endpoint and args.model:
-        raise ValueError("give either --endpoint or --model, not both")
-    if model_of(args) == "solver" and any("asks" not in task for task in tasks):
-        raise ValueError(f"{args.tasks}: the solver plays only tasks that `facts` wrote; name a "
-                         "model by --endpoint or --model")
-
-
 def play_missing(args, folder, settings, tasks, tools):
     """(1) to (3) Play the samples that samples.jsonl lacks, then sort the file into the order of
     the tasks. Returns the records of all samples in this order."""
@@ -352,12 +310,13 @@ def tir(args):
     """Play the samples, choose among them, and write the files and the report."""
     from toolstar.tools import open_world, system_prompt
 
+    if bool(args.endpoint) == bool(args.model):
+        raise ValueError("name either --endpoint or --model, which plays")
     least_right(args.right or f"1of{args.samples}", args.samples)
     world = open_world(args)
     world.close()  # play_samples opens its own
     tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit)
     tasks, dropped = contaminated(tasks, questions_of(args.sets)[0] if args.sets else [])
-    check_player(args, tasks)
     settings = {"model": model_of(args)} | {key: getattr(args, key) for key in SETTINGS}
     runtime.lock_folder(args.out)
     folder = evaluate.open_folder(args.out, "", settings, KEPT)
@@ -446,8 +405,7 @@ def tir_flags(add):
     add("--endpoint", type=endpoint, metavar="URL=MODEL", help="OpenAI-compatible server that "
         "plays; it must continue a started assistant message, as vLLM's does")
     add("--key", metavar="FILE", help="file that holds the endpoint's API key")
-    add("--model", metavar="PATH", help="checkpoint that plays in vLLM; without it and without "
-        "--endpoint the solver plays, on tasks of facts")
+    add("--model", metavar="PATH", help="checkpoint that plays in vLLM, instead of --endpoint")
     add("--samples", type=COUNT, default=3, help="samples per task and mode [1]")
     add("--right", help="how many samples of (1) must be right for a task to need no tools: 1of3, "
         "majority or all; default: one")

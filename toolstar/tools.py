@@ -537,9 +537,8 @@ class Tools:
 
     @property
     def level(self):
-        """How programs are isolated: "jailed", "unsafe", "remote" or "elsewhere"; "off" without
-        Python."""
-        return getattr(self.jail, "level", "elsewhere" if self.jail else "off")
+        """How programs are isolated: "jailed", "unsafe" or "remote"; "off" without Python."""
+        return self.jail.level if self.jail else "off"
 
     def judge_ahead(self, episode):
         """Start to compare an answer with the golds in a thread, since mathematics can be slow.

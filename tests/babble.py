@@ -1,8 +1,9 @@
-"""A world in which any reply will do, so that what happens in it hangs on no model: --env FILE
+"""A test world in which any reply is valid, so that its episodes do not depend on a model: --env
+FILE
 
-A task {"id", "query", "turns", "success"} lasts so many replies, of which the last is the answer.
-What is rewarded is high digits, and two plays get the same only if they are the same word for word.
-With SLOW=FOLDER the tool takes its time, in threads, and FOLDER tells which ranks called it.
+A task {"id", "query", "turns", "success"} takes `turns` replies, of which the last is the answer.
+Rewards rise with the digits in the replies; only plays with equal texts have equal rewards. With
+SLOW=FOLDER the tool is slow and runs in threads, and FOLDER shows which ranks called it.
 """
 import os
 import random
@@ -31,7 +32,7 @@ class Echo:
 
 
 class Chat(Episode):
-    """An episode whose last reply is the answer, and all others are calls."""
+    """An episode whose last reply is the answer; all other replies are calls."""
 
     def begin(self, reply):
         last = self.turns + 1 == self.task["turns"]

@@ -1,4 +1,5 @@
-"""A world of sums, to show that a second world plugs into the stages: --env tests/calculator.py"""
+"""A world of sums, which shows that the stages work with a second world: --env tests/calculator.py
+"""
 from sandbox import Episode
 
 PROMPT = ('You add with the tool Add(a, b). Reply <think>...</think><tool_call>{"name": "Add", '

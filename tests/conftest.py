@@ -1,8 +1,9 @@
-"""What tests share: the repository on the path, the two databases, a trip, a tiny model.
+"""Fixtures and helpers for all tests: the repository on the path, two databases, a trip, a tiny
+model.
 
 The official tables and the reference's answers are not in the repository. STAR_TEST_DATA names a
-folder that holds travelplanner/ and parity/; tests that need them skip, saying so, where it is
-unset. TEST_SEED is the seed of whatever a test draws; the tests pass for every number.
+folder with travelplanner/ and parity/; without it the tests that need them are skipped. TEST_SEED
+seeds everything that tests draw; they must pass with any seed.
 """
 import contextlib
 import copy
@@ -60,7 +61,7 @@ def test_data():
 
 @pytest.fixture(scope="session")
 def official(test_data):
-    """The official database, its flights table in part."""
+    """The official database with a part of its flights."""
     from sandbox import Database
 
     return Database(test_data / "travelplanner" / "database")
@@ -97,7 +98,7 @@ def trip(mini):
 
 
 class Letters:
-    """A tokenizer of one token a character; the end of a turn is one token, 0."""
+    """A tokenizer with one token per character; token 0 ends a turn."""
 
     eos_token_id, chat_template = 0, "ChatML"
     added_tokens_decoder = {0: SimpleNamespace(content="<|im_end|>", special=True)}
@@ -114,7 +115,8 @@ class Letters:
 
 
 class Scripted:
-    """An engine that says a token a step, of script(the text so far) what max_tokens allows."""
+    """An engine that emits one token per step. script(text so far) is the reply, cut at max_tokens.
+    """
 
     def __init__(self, script):
         from runtime import Template
@@ -145,7 +147,7 @@ class Scripted:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """A folder with a random Qwen2 of 2M parameters and a tokenizer; it says nothing sensible."""
+    """A folder with a tokenizer and a random Qwen2 of 2M parameters, which writes nonsense."""
     from sandbox import SHORT_PROMPT
     from tiny.model import make_tiny
 
@@ -168,7 +170,7 @@ BABBLE = """--env tests/babble.py --prompts 2 --group 8 --steps 8 --lr 3e-4 --de
 
 
 def free_port():
-    """A port below those that the kernel hands out by itself: none is taken before it is used."""
+    """A free port below the range from which the kernel picks ports, so that no one takes it."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -176,15 +178,15 @@ def free_port():
 
 
 def flags_of(stage, words=""):
-    """The flags of a stage for these words; what they leave out has its default."""
+    """The parsed flags of a stage for a command line."""
     with patch.object(sys, "argv", ["stage", *words.split()]):
         return stage.flags()
 
 
 def train(stage, out, *words, ranks=1, status=0):
-    """Run a stage as a user does -> all it says. words: its flags, in any number of strings.
+    """Run a stage as a user does and return its output. words: its flags, in any number of strings.
 
-    A single rank is started as torchrun starts it, without torchrun's own two seconds.
+    A run with one rank starts without torchrun, which saves two seconds.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     command, variables = [*command, str(ranks)], dict(os.environ)
@@ -201,8 +203,8 @@ def train(stage, out, *words, ranks=1, status=0):
 
 
 def train_broken(stage, out, *words):
-    """A run that is asked to leave in its third update; then one that goes on, and is killed in the
-    middle of saving after the sixth; then one that goes on to the end. Words: --save-every 1."""
+    """Run a stage that is stopped by SIGTERM in its third update, resume it and kill it while it
+    saves after the sixth, then resume it to its end. words must contain --save-every 1."""
     from runtime import marks
 
     said = train(f"tests/signal_at.py TERM 2 {stage}", out, *words, status=1)
@@ -220,10 +222,8 @@ def weights(folder):
 
 
 def said(template, reply, doubt=0.8, closed=True):
-    """What an engine hands over when it has said `reply`.
-
-    Of each token it reports two: what it said with probability 1 - doubt / 2, and another token.
-    """
+    """The output of an engine for a reply. It reports two candidates per token: the reply's token
+    with probability 1 - doubt / 2, and another one."""
     ids = template.encode(reply) + [template.end] * closed
     one, two = (SimpleNamespace(logprob=math.log(max(p, 1e-9))) for p in (1 - doubt / 2, doubt / 2))
     return SimpleNamespace(token_ids=ids, logprobs=[{i: one, -1: two} for i in ids],
@@ -231,8 +231,8 @@ def said(template, reply, doubt=0.8, closed=True):
 
 
 class Replies:
-    """An engine that says script(name of the request, prompt's text) -> (reply, doubt), and whose
-    requests end in a random order."""
+    """An engine that replies by script(request's name, prompt's text) -> (reply, doubt); its
+    requests end in random order."""
 
     def __init__(self, template, script):
         self.llm_engine, self.template, self.script = self, template, script
@@ -250,7 +250,7 @@ class Replies:
 
 
 class Plain:
-    """As much of DeepSpeed's engine as an update needs, on one rank; it keeps the gradient."""
+    """The parts of DeepSpeed's engine that an update needs, on one rank; it keeps the gradient."""
 
     def __init__(self, policy):
         self.module, self.steps = policy, 0
@@ -277,7 +277,7 @@ class Plain:
 
 @pytest.fixture
 def one_rank():
-    """This process as the only rank: the collectives and the counters of a stage's functions."""
+    """Make this process the only rank, for the functions of a stage that use collectives."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -295,7 +295,7 @@ def template(tiny_model):
 
 @pytest.fixture(scope="session")
 def policy(tiny_model):
-    """The tiny model as stages train it. It is shared: what moves its weights takes a copy."""
+    """The tiny model as stages train it. Tests share it: copy it before changing its weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -307,7 +307,7 @@ def policy(tiny_model):
 
 @pytest.fixture(scope="session")
 def episodes(tmp_path_factory):
-    """A file of episodes of two replies, three digits each, which a tiny model learns at once."""
+    """A file of episodes with two replies of three digits, which a tiny model learns quickly."""
     from babble import Babble
 
     from runtime import write_jsonl
@@ -325,7 +325,7 @@ def episodes(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def student(tiny_model, episodes, tmp_path_factory):
-    """What sft.py makes of the tiny model: it says digits."""
+    """The tiny model after sft.py on these episodes: it writes digits."""
     out = tmp_path_factory.mktemp("student") / "sft"
     train("sft.py", out, SFT, "--model", tiny_model, "--data", episodes)
     return out
@@ -333,7 +333,7 @@ def student(tiny_model, episodes, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def babble(student):
-    """The flags of a run in which the student learns high digits."""
+    """The flags of a run in which the student learns to write high digits."""
     from runtime import write_jsonl
 
     tasks = student.parent / "tasks.jsonl"
@@ -344,8 +344,8 @@ def babble(student):
 
 @pytest.fixture(scope="session")
 def trained(babble, student, tmp_path_factory):
-    """trained(name) -> the folder of one of three runs, which learn the same: "grpo", "broken" on
-    its way, and "arpo" with nothing to fork. Each has a core, and all go on while tests wait."""
+    """trained(name) -> the folder of one of three equal trainings: "grpo", "broken" (interrupted
+    twice) or "arpo" (without forks). They run in the background, each on one core."""
     folder, cores = tmp_path_factory.mktemp("trained"), sorted(os.sched_getaffinity(0))
     # a thread's affinity is handed down to what it starts
     pool = ThreadPoolExecutor(len(cores), "", lambda: os.sched_setaffinity(0, {cores.pop()}))
@@ -360,5 +360,5 @@ def trained(babble, student, tmp_path_factory):
 
 @pytest.fixture
 def unbroken(trained):
-    """The folder of a run of grpo.py."""
+    """The folder of an uninterrupted run of grpo.py."""
     return trained("grpo")

@@ -43,7 +43,7 @@ KINDS = ("parent", "one", "saving", "term")
 
 
 class Stage(NamedTuple):
-    """A command that is done when it ends with 0, and goes on when it is given again."""
+    """A command that is finished when it exits with 0, and resumes when it is run again."""
     words: str  # {out}: its folder
     ranks: int = 0  # 0: it is no torchrun's
 
@@ -51,7 +51,7 @@ class Stage(NamedTuple):
 # ---------------------------------------------------------------------------------------- material
 
 def make(folder):
-    """A tiny model that says digits, episodes, tasks, pairs: {name: path}."""
+    """Make a tiny model that writes digits, episodes, tasks and pairs: {name: path}."""
     from conftest import BABBLE, SFT
 
     from runtime import write_jsonl
@@ -100,7 +100,7 @@ def make(folder):
 # --------------------------------------------------------------------------------------- processes
 
 def start(stage, out, log, prefix=()):
-    """The stage's command, in a process group of its own; what it says is appended to `log`."""
+    """Start a stage's command in a process group of its own, with its output appended to `log`."""
     command = [sys.executable, *stage.words.format(out=out).split()]
     if stage.ranks:
         command[1:1] = ["-m", "torch.distributed.run", "--shutdown-timeout", "300", "--standalone",
@@ -114,7 +114,7 @@ def start(stage, out, log, prefix=()):
 
 
 def end(child):
-    """Its status, or "hangs"; what is left of it then counts among the orphans."""
+    """The exit status of a stage, or "hangs"; processes that are left then count as orphans."""
     try:
         return child.wait(PATIENCE)
     except subprocess.TimeoutExpired:
@@ -122,7 +122,7 @@ def end(child):
 
 
 def ours():
-    """Ids of the processes that the drill has started, those of theirs included."""
+    """The ids of all processes that the drill has started, directly or not."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -135,7 +135,7 @@ def ours():
 
 
 def orphans(seconds=60):
-    """How many outlive their parents; they are named, and killed then."""
+    """The number of processes that outlive their parents; they are printed and killed."""
     until = time.time() + seconds
     while ours() and time.time() < until:
         time.sleep(0.2)
@@ -151,13 +151,13 @@ def orphans(seconds=60):
 
 
 def saving(out):
-    """Whether something is being written: a checkpoint without its mark, a model's part."""
+    """Whether a checkpoint without its mark, or a part of a model, is being written."""
     tags = [tag for tag in out.glob("checkpoints/step-*") if not (tag / "mark.json").exists()]
     return bool(tags or [*out.parent.glob(f"{out.name}*.part")] or [*out.glob("**/.*.[0-9]*")])
 
 
 def strike(child, kind, out, moment, draw):
-    """Wait for the moment and kill -> whether there was still something to be killed."""
+    """Wait for the moment and kill; return whether there was a process to kill."""
     until = time.time() + moment
     while child.poll() is None and time.time() < until:
         time.sleep(0.02)
@@ -184,13 +184,14 @@ def plain(row):
 
 
 def keys_of(row):
-    """What tells a record from the others."""
+    """The keys that identify a record."""
     task = row.get("task", row)
     return str(task.get("id", ("val " if "val_success" in row else "") + str(row.get("step"))))
 
 
 def contents(out):
-    """({file: what must not change}, {file: keys of its records}, temporary files) of a folder."""
+    """({file: its unchanging content}, {file: keys of its records}, temporary files) of a folder.
+    """
     found, keys, litter = {}, {}, [path.name for path in out.parent.glob(f"{out.name}*.part")]
     for path in sorted(out.rglob("*")):
         name = str(path.relative_to(out))
@@ -209,7 +210,7 @@ def contents(out):
 
 
 def compare(out, reference):
-    """{equal, lost, doubled, litter, words} of a folder beside the reference's."""
+    """Compare a folder with the reference: {equal, lost, doubled, litter, words}."""
     found, keys, litter = contents(out)
     whole, whole_keys, _ = contents(reference)
     unlike = [name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name)]
@@ -223,7 +224,7 @@ def compare(out, reference):
 # ------------------------------------------------------------------------------------------- kills
 
 def trial(name, stage, folder, reference, seconds, kills, draw):
-    """Kill a run so many times, let it end, and compare -> a Counter of a line of the table."""
+    """Kill a run several times, let it finish, and compare: a Counter for a line of the table."""
     out, log, counts, words = folder / "out", folder / "log.txt", Counter(), []
     folder.mkdir(parents=True)
     for _ in range(kills):
@@ -253,7 +254,7 @@ def trial(name, stage, folder, reference, seconds, kills, draw):
 
 
 def kill_all(stages, references, folder, args):
-    """args.kills over the stages in turn -> {stage: Counter}"""
+    """Distribute args.kills over the stages: {stage: Counter}."""
     draw, table, number = random.Random(args.seed), {name: Counter() for name in stages}, 0
     while number < 3 * args.kills:
         left = args.kills - sum(counts["tried"] for counts in table.values())
@@ -271,21 +272,21 @@ def kill_all(stages, references, folder, args):
 # ------------------------------------------------------------------------------------- more drills
 
 def last_line(log):
-    """The last line that a program said, without what torchrun puts around it."""
+    """The last line of a program's output, without torchrun's own lines."""
     lines = Path(log).read_text().splitlines()
     lines = [line.strip().removeprefix("traceback : ") for line in lines if line.strip(" =-")]
     return lines[-1] if lines else ""
 
 
 def finish(stage, out, log, reference):
-    """Whether the same command ends well and leaves what an undisturbed one does."""
+    """Whether the same command ends well, with the results of an undisturbed run."""
     code = end(start(stage, out, log))
     verdict = compare(out, reference)
     return code == 0 and verdict["equal"] and not verdict["litter"], f"{code} {verdict['words']}"
 
 
 def begun(stage, out, log, rows=5):
-    """A run that was killed after some updates."""
+    """Start a run and kill it after some updates."""
     child = start(stage, out, log)
     mark = out / "checkpoints" / f"step-{rows}" / "mark.json"
     while child.poll() is None and not mark.exists():
@@ -296,7 +297,8 @@ def begun(stage, out, log, rows=5):
 
 
 def drill_two(stages, references, folder):
-    """Two commands on one folder: the second is refused in a line, the first does not notice."""
+    """Run two commands on one folder: the second is refused in one line, the first is not
+    disturbed."""
     stage, out = stages["sft"], folder / "out"
     one = start(stage, out, folder / "one.txt")
     while one.poll() is None and not (out / "log.jsonl").exists():
@@ -313,7 +315,8 @@ def drill_two(stages, references, folder):
 
 
 def drill_disk(stages, references, folder):
-    """A disk that is full after a checkpoint: a line that names it; then there is room."""
+    """Fill the disk after a checkpoint: one line names it, and the run resumes once there is room.
+    """
     disk, stage = folder / "disk", stages["sft"]
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)],
@@ -341,7 +344,7 @@ def flip(file):
 
 
 def drill_checkpoint(stages, references, folder):
-    """A damaged checkpoint: the one before is taken, and said."""
+    """Damage the newest checkpoint: the one before is used, and a line says so."""
     stage, out, log = stages["sft"], folder / "out", folder / "log.txt"
     begun(stage, out, log)
     flip(max(out.glob("checkpoints/step-5/*optim*")))
@@ -350,7 +353,8 @@ def drill_checkpoint(stages, references, folder):
 
 
 def drill_checkpoints(stages, references, folder):
-    """Both are damaged: the folder to remove is named, and then it runs from the beginning."""
+    """Damage both checkpoints: a line names the folder to remove; without it the run starts again.
+    """
     stage, out, log = stages["sft"], folder / "out", folder / "log.txt"
     begun(stage, out, log)
     for file in out.glob("checkpoints/step-*/*optim*"):
@@ -363,7 +367,7 @@ def drill_checkpoints(stages, references, folder):
 
 
 def drill_log(stages, references, folder):
-    """A log that has lost its end: the weights come out equal, and the loss of lines is said."""
+    """Cut the end of a log: the weights are equal, and a line reports the lost lines."""
     stage, out, log = stages["sft"], folder / "out", folder / "log.txt"
     begun(stage, out, log)
     os.truncate(out / "log.jsonl", (out / "log.jsonl").stat().st_size // 3)
@@ -374,7 +378,8 @@ def drill_log(stages, references, folder):
 
 
 def drill_settings(stages, references, folder):
-    """Settings that are no JSON: a line that names them; without that agent's folder it goes on."""
+    """Make settings invalid: a line names them; without that agent's folder the command continues.
+    """
     stage, out = stages["evaluate"], folder / "out"
     shutil.copytree(references["evaluate"][0], out)
     (out / "a" / "settings.json").write_text('{"mod')
@@ -386,7 +391,7 @@ def drill_settings(stages, references, folder):
 
 
 def drill_index(stages, references, folder):
-    """An index of the database that is damaged is made again."""
+    """Damage the index of the database: it is built again."""
     data = shutil.copytree(ROOT / "database" / "mini", folder / "mini",
                            ignore=shutil.ignore_patterns("*.index"))
     before = {*data.rglob("*")}
@@ -402,7 +407,7 @@ def drill_index(stages, references, folder):
 
 
 class Hostile(BaseHTTPRequestHandler):
-    """An endpoint of which three replies in ten are broken: in the server, the wire or the text."""
+    """An endpoint that breaks three in ten replies: by the server, the connection or the text."""
     draw = random.Random(0)
 
     def do_POST(self):
@@ -430,7 +435,7 @@ class Hostile(BaseHTTPRequestHandler):
 
 
 def drill_endpoint(stages, references, folder, files):
-    """A hostile endpoint: every task is played once."""
+    """Use a hostile endpoint: every task is played once."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     stage = Stage(f"evaluate.py --url http://127.0.0.1:{server.server_port}/v1 --model a=x --tasks "

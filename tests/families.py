@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, made from their configurations alone."""
+"""Tiny random models of many architectures, made from their configurations only."""
 from types import SimpleNamespace
 
 import torch
@@ -32,7 +32,7 @@ MORE = {  # what some need besides, and what some published models have
 
 def tiny_lm(name, seed, std=0.2):
     """A random model of about 200,000 parameters. name: a model_type of transformers, and after a
-    comma what sets it apart."""
+    comma the variant."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     kind = CONFIG_MAPPING[name.partition(",")[0]]
@@ -48,7 +48,7 @@ def tiny_lm(name, seed, std=0.2):
 
 
 def samples(seed, lengths=(14, 9, 11)):
-    """Random tokens as stages train on them."""
+    """Samples of random tokens for training."""
     draw = torch.Generator().manual_seed(seed)
     rows = [torch.randint(3, 300, (n,), generator=draw).tolist() for n in lengths]
     return [SimpleNamespace(ids=ids, mask=[0, 0] + [1] * (len(ids) - 2)) for ids in rows]

@@ -387,7 +387,7 @@ def below(pid):
 
 
 class Host:
-    """What of this host must stay as it is; `facts` are what programs are told of it."""
+    """The state of this host that must not change; `facts` are told to the programs."""
 
     def __init__(self, folder):
         self.folder, self.gold = Path(folder), "gold-" + "271828"
@@ -416,7 +416,7 @@ class Host:
         return program
 
     def state(self):
-        """What has to be the same before and after."""
+        """The state that must be the same before and after."""
         places = [Path(place) for place in ("/", Path.home(), "/tmp", "/dev/shm", self.folder,
                                             self.facts["PROJECT"], sys.prefix)]
         return {"environment": dict(os.environ), "folder": sorted(os.listdir(self.folder)),
@@ -424,7 +424,7 @@ class Host:
                 "files": [str(place) for place in places if (place / "escaped").exists()]}
 
     def visited(self):
-        """Whether anyone came to a listener."""
+        """Whether anyone has connected to a listener."""
         for listener in self.listeners:
             try:
                 if listener.type == socket.SOCK_DGRAM:
@@ -442,7 +442,7 @@ class Host:
 
 
 def attack(jail, host, kind, name, outcomes, program):
-    """Run one program, then a benign one -> a line for each thing that is not as it should be."""
+    """Run a hostile program, then a harmless one; return a line for each thing that went wrong."""
     wrong, before = [], host.state()
     result = jail.run(host.fill(program), "", 0.3 if outcomes >= IDLE else 20)
     if result.status not in outcomes:

@@ -43,7 +43,7 @@ INVENTED = {  # {}: a name of the database, which the invented one is not
 
 
 def random_of(purpose):
-    """The random numbers of one purpose."""
+    """A random generator for one purpose."""
     return random.Random(f"{TEST_SEED} {purpose}")
 
 
@@ -65,13 +65,13 @@ def solved(database, count, purpose):
 
 
 def values_of(day, slot):
-    """The venues of a slot, "Name, City" each."""
+    """The venues of a slot, each as "Name, City"."""
     return [value for value in day[slot].split(";") if value and value != "-"] \
         if slot == "attraction" else [day[slot]] * (day[slot] != "-")
 
 
 def spoil(plan, database, rng):
-    """Put invented names in the place of a third of a plan's, of one at least; returns those."""
+    """Replace a third of a plan's names, at least one, by invented names; return these."""
     made, stays = [], {}
     places = [(day, slot) for day in plan for slot in SLOTS if day[slot] != "-"]
     for day, slot in rng.sample(places, max(1, len(places) // 3)):
@@ -88,14 +88,14 @@ def spoil(plan, database, rng):
 
 # ---------------------------------------------------------------- pieces
 class Form(dict):
-    """The words that may stand in the braces of a form."""
+    """The values of the braces in a form."""
 
     def __missing__(self, key):
         raise KeyError(f"no {key!r} in a form; there are {sorted(self)}")
 
 
 class Writer:
-    """A plan's words for a style. A venue's city is written only if it is not the day's."""
+    """Writes the fields of a plan for a style, with a venue's city only if it is not the day's."""
 
     def __init__(self, task, plan, database, rng):
         self.task, self.plan, self.database, self.rng = task, plan, database, rng
@@ -169,7 +169,7 @@ Note: Day 1 starts early. Prices are per person. Enjoy your trip!"""
 
 
 def notes(w):
-    """What models add after the last day: tables and remarks that repeat names."""
+    """Text that models add after the last day: tables and remarks that repeat names."""
     names = {kind: next((value.rsplit(", ", 1)[0] for day in w.plan for slot in slots
                          for value in values_of(day, slot)), "Somewhere")
              for kind, slots in (("meal", MEALS), ("hotel", ("accommodation",)))}
@@ -177,7 +177,7 @@ def notes(w):
 
 
 def tell(w, form):
-    """A plan in a form: a table of head, flight, road, meal, sight(s), hotel, none, foot."""
+    """A plan in a form: a dict of head, flight, road, meal, sight(s), hotel, none and foot."""
     blocks = [form["top"]] if "top" in form else []
     for day in w.plan:
         lines = [form["head"].format_map(w.day_words(day))]
@@ -369,12 +369,12 @@ FORMS = {
 
 # ---------------------------------------------------------------- functions
 def stated(w):
-    """itinerary's own words."""
+    """The format that itinerary() writes."""
     return itinerary(w.plan)
 
 
 def corrected_after(w):
-    """A plan with a wrong hotel, and its corrections behind it."""
+    """A plan with a wrong hotel, followed by its correction."""
     wrong, fixes = copy.deepcopy(w.plan), []
     for day, right in zip(wrong, w.plan, strict=True):
         for value in values_of(right, "accommodation"):
@@ -386,7 +386,7 @@ def corrected_after(w):
 
 
 def draft_first(w):
-    """A shorter draft, then the plan."""
+    """A shorter draft, followed by the plan."""
     draft = [day | {"dinner": "-", "lunch": "-"} for day in w.plan]
     return (f"Draft:\n{tell(Writer(w.task, draft, w.database, w.rng), FIELDS_FORM)}\n\nThis lacks "
             f"meals. Final plan:\n\n{tell(w, FIELDS_FORM)}")
@@ -399,7 +399,7 @@ def thoughtful(w):
 
 
 def abbreviated(w):
-    """Meals in one line, by their first letters."""
+    """All meals in one line, by their first letters."""
     out = []
     for day in w.plan:
         out.append(f"Day {day['day']}: {w.title(day)}")
@@ -414,14 +414,14 @@ def abbreviated(w):
 
 
 def ride_text(w, day):
-    """A ride for a cell."""
+    """A ride as the text of a table cell."""
     form = BULLETS["flight" if "Flight" in day["transportation"] else "road"]
     return "-" if day["transportation"] == "-" else form.partition(":** ")[2].format_map(
         w.ride_words(day))
 
 
 def rows_text(rows):
-    """Rows of cells as a markdown table, the first its head."""
+    """A markdown table; the first row is its head."""
     cells = [[cell.replace("|", r"\|").replace("\n", " ") for cell in row] for row in rows]
     lines = ["| " + " | ".join(row) + " |" for row in cells]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
@@ -449,7 +449,7 @@ def columns(w):
 
 
 def day_tables(w, labelled=False):
-    """A table a day, a field a row; labelled: the label is in the cell of the text."""
+    """A table per day with a row per field; labelled: the label is in the cell of the text."""
     out = []
     for day in w.plan:
         events = [("Transportation", "07:00", ride_text(w, day))] * (day["transportation"] != "-")
@@ -463,7 +463,7 @@ def day_tables(w, labelled=False):
 
 
 def event_rows(w):
-    """A table of events, whose day stands in its first row alone."""
+    """A table of events; only the first row of a day names it."""
     rows = [["Day", "Time", "Activity", "Cost"]]
     for day in w.plan:
         head = f"Day {day['day']}: {w.title(day)}"
@@ -476,7 +476,7 @@ def event_rows(w):
 
 
 def meals_in_a_cell(w):
-    """A table whose meals share a cell."""
+    """A table in which all meals share a cell."""
     rows = [["Day", "Route", "Transportation", "Meals", "Attractions", "Stay"]]
     for day in w.plan:
         meals = "<br>".join(f"{meal.title()}: {day[meal]}" for meal in MEALS if day[meal] != "-")
@@ -487,7 +487,7 @@ def meals_in_a_cell(w):
 
 
 def json_of(w, shape):
-    """JSON of days, in one of several shapes."""
+    """Days as JSON, in one of several shapes."""
     days = [day | {"attraction": values_of(day, "attraction")} for day in w.plan]
     unnumbered = [{key: value for key, value in day.items() if key != "day"} for day in days]
     if shape == "lines":
@@ -501,7 +501,7 @@ def json_of(w, shape):
 
 
 def json_places(w, venue="name"):
-    """JSON whose places are tables and whose meals are one."""
+    """Days as JSON with places as objects and the meals in one of them."""
     def place(value):
         name, city = value.rsplit(", ", 1)
         return {venue: name, "city": city, "cost": 20}
@@ -517,7 +517,7 @@ def json_places(w, venue="name"):
 
 
 def json_activities(w):
-    """JSON whose days are lists of activities."""
+    """Days as JSON with lists of activities."""
     days = []
     for day in w.plan:
         acts = [{"time": "07:00", "type": "transportation", "description": ride_text(w, day)}]
@@ -541,7 +541,7 @@ def yaml(w):
 
 
 def paragraphs(w):
-    """A paragraph a day."""
+    """A paragraph per day."""
     out = ["I have put together the following trip for you."]
     for day in w.plan:
         said = [f"Start with breakfast at {value}." for value in values_of(day, "breakfast")]
@@ -599,7 +599,7 @@ def texts(database, plans, styles, purpose):
 
 
 def spoilt(database, plans, purpose):
-    """[(task, plan)] with a third of the names invented."""
+    """[(task, plan)] with a third of the names replaced by invented ones."""
     rng, out = random_of(purpose), []
     for task, plan in plans:
         plan = copy.deepcopy(plan)
@@ -610,7 +610,7 @@ def spoilt(database, plans, purpose):
 
 # ---------------------------------------------------------------- hostile texts
 def mutate(text, rng):
-    """A text with one to six pieces cut, doubled, swapped, or put in from elsewhere."""
+    """A text with one to six pieces removed, repeated, swapped or inserted."""
     for _ in range(rng.randint(1, 6)):
         a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
         b = min(b, a + rng.choice((1, 3, 30, 300)))
@@ -652,7 +652,8 @@ HOSTILE = {  # texts that a careless pattern would take hours for
 
 
 def same(slot, a, b):
-    """Do two values say the same, but for attractions' order, blanks and a ride's small print?"""
+    """Whether two values are equal but for the order of attractions, blanks and details of a ride.
+    """
     a, b = (" ".join(str(value or "-").split()) for value in (a, b))
     if slot == "attraction":
         a, b = (sorted(filter(None, map(str.strip, value.split(";")))) for value in (a, b))

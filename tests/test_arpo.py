@@ -1,4 +1,4 @@
-"""ARPO: the law of forking, whole groups, a shared past; with nothing to fork it is GRPO."""
+"""ARPO: the rule for forks, whole groups, a shared past; without forks it equals GRPO."""
 import itertools
 import math
 import random
@@ -34,7 +34,7 @@ def world(mini):
 
 
 class Fake:
-    """As much of an episode as a decision needs."""
+    """The parts of an episode that the decision to fork needs."""
     turns = 1
 
     def fork(self, seed):
@@ -139,7 +139,7 @@ def play_updates(one_rank, template, world):
 
 
 def wander(*endings, seed=SEED):
-    """A policy of random replies and random doubts."""
+    """A policy with random replies and random entropies."""
     def script(name, text):
         draw = random.Random(f"{seed}{name}")
         return draw.choice(endings), draw.random()
@@ -265,7 +265,8 @@ def test_groups_are_whole_and_forks_real_when_plays_wait_for_the_next_update(
 
 
 def family():
-    """a; b, a fork of a after 4 tokens; c, of b after 6; d by itself. The prompt is two tokens."""
+    """Three samples of one query: a; b, forked from a after 4 tokens; c, from b after 6; and d
+    alone. The prompt has two tokens."""
     def make(name, n, reward, **more):
         return arpo.Sample(None, 0, name, [1] * n, [0, 0] + [1] * (n - 2), [0.0] * n,
                            stop="answer", reward=reward, entropies=[1.0] * (n - 2), **more)
@@ -275,7 +276,7 @@ def family():
 
 
 def gradients(samples, words=""):
-    """d loss / d (log pi of a policy token) where w is 1: {sample: those of its policy tokens}."""
+    """{sample: d loss / d (log pi of its policy tokens)} where w is 1."""
     weighted = arpo.token_weights(arpo.group_advantages(samples), flags(words))
     logps, advantage, weight, _ = arpo.per_token(weighted, "cpu")
     logps.requires_grad_()

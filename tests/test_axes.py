@@ -1,4 +1,4 @@
-"""An axis is a table and a picture of several runs, beside the numbers that the papers print."""
+"""An axis makes a table and a picture of several runs, with the papers' numbers beside them."""
 import json
 
 import pytest
@@ -8,7 +8,7 @@ from runtime import write_jsonl, write_text
 
 
 def evaluated(folder, wins, updates=()):
-    """OUT/eval/rl of a run: a task per number of wins; at most two pass strictly."""
+    """Write OUT/eval/rl of a run with a task per number of wins; at most two succeed strictly."""
     rows = [{"task": {"id": f"t{i}"}, "score": {"success": win, "cs_micro": (1 + win) / 2,
                                                 "hard_macro": None if i else win},
              "strict": float(win and i < 2)} for i, win in enumerate(wins)]
@@ -100,7 +100,7 @@ def test_algorithms_are_shown_with_minutes_and_gpu_hours_beside_the_papers(tmp_p
 
 
 def answered(folder, **told):
-    """OUT/qa of a run: the numbers of qa_eval.py."""
+    """Write OUT/qa of a run: the numbers of qa_eval.py."""
     write_text(folder / "qa" / "tax.json", json.dumps(told))
     return folder / "qa"
 

@@ -1,4 +1,4 @@
-"""What counts as a dead end, and as leaving it, worked out by hand in a world of six cities."""
+"""Dead ends and how they are left, computed by hand in a world of six cities."""
 import csv
 import itertools
 
@@ -66,7 +66,7 @@ def beds(city):
 
 
 def honest(land):
-    """The cheapest plan: it drives, and sleeps in North and South."""
+    """The cheapest plan: drive, and sleep in North and South."""
     return solver.solve(TASK, land)
 
 
@@ -89,7 +89,7 @@ def walks(plan):
 
 
 def found(land, calls, change=None, plan=True, rate=0.0):
-    """What an episode of these calls did about its dead ends."""
+    """The result of backtracking() for an episode with these calls."""
     row = record(land, calls, change, plan, rate)
     return tuple(backtracking(row, land).values())
 

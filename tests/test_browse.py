@@ -46,14 +46,14 @@ sys.addaudithook(watch)
 
 
 def page(body, kind="text/html; charset=utf-8", status="200 OK", more=""):
-    """An honest answer that holds body."""
+    """A correct HTTP answer with this body."""
     body = body.encode() if isinstance(body, str) else body
     head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{more}\r\n"
     return head.encode("latin-1") + body
 
 
 def html(*paragraphs, title="A page"):
-    """A document of these paragraphs."""
+    """An HTML document of these paragraphs."""
     inner = "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
     return f"<html><head><title>{title}</title></head><body>{inner}</body></html>"
 
@@ -64,8 +64,7 @@ def moved(location, status="302 Found"):
 
 
 def forever(piece, head=b"", pause=0.0):
-    """Head, then a piece again and again until nobody listens; 20 seconds long, for a browser
-    that would listen for ever."""
+    """Yield a head, then a piece again and again for 20 seconds."""
     yield head
     end = time.monotonic() + 20
     while time.monotonic() < end:
@@ -75,7 +74,8 @@ def forever(piece, head=b"", pause=0.0):
 
 @contextlib.contextmanager
 def serving(answer, wrap=lambda connection: connection):
-    """A server. answer(request's head) -> bytes, or an iterator of bytes; then it hangs up."""
+    """A server that answers by answer(request's head) -> bytes or an iterator of bytes, then
+    closes."""
     seen, stopped = [], threading.Event()
 
     def talk(connection):
@@ -133,7 +133,7 @@ def canary(monkeypatch):
 
 @pytest.fixture(scope="module")
 def jail():
-    """Workers that hold trafilatura, as all tests share them."""
+    """A jail with trafilatura, shared by all tests."""
     jail = jails.Jail(workers=1, preload=("trafilatura",))
     yield jail
     jail.close()
@@ -173,7 +173,7 @@ def names(**known):
 
 
 def fault(browser, url):
-    """What a read says is wrong: one line that a terminal can print."""
+    """The message of the PageError of a read, which must be one printable line."""
     with pytest.raises(PageError) as caught:
         browser.read(url, "anything")
     said = str(caught.value)
@@ -570,7 +570,7 @@ def test_a_url_cannot_add_a_header(reader):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A context with a certificate for page.test that nobody has signed, and the file of it."""
+    """(a TLS context with a self-signed certificate for page.test, the certificate's file)."""
     if not shutil.which("openssl"):
         pytest.fail("openssl is missing") if "CI" in os.environ else pytest.skip("no openssl")
     folder = tmp_path_factory.mktemp("tls")
@@ -585,7 +585,7 @@ def certificate(tmp_path_factory):
 
 @pytest.fixture
 def https(certificate):
-    """A server that speaks TLS; `names` lists the names that clients asked it for."""
+    """A TLS server; `names` lists the host names that clients asked for."""
     context, asked = certificate[0], []
     context.sni_callback = lambda connection, name, _: asked.append(name)
     with serving(lambda head: page(html("over TLS")),

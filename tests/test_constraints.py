@@ -1,4 +1,4 @@
-"""The judge says what the references say, and strict closes the holes that they leave open."""
+"""The judge agrees with the two references, and strict closes their loopholes."""
 import copy
 import gzip
 import json
@@ -28,7 +28,7 @@ def cases(folder):
 
 
 def scored(case, database, rules):
-    """Our verdict, or None where the task lacks a key, which is then what the error says."""
+    """Our verdict; None if the task lacks a key, which the error then names."""
     try:
         return score(case["task"], case["plan"], database, rules)
     except KeyError as error:
@@ -251,7 +251,7 @@ CORNERS = [  # mark, rules, what is changed, the check, then: its verdict, or wo
 
 
 def names_of(task, plan, city, database):
-    """What stands in the braces above."""
+    """The values of the braces in the table above."""
     org, rows, hotels = task["org"], database.restaurants(city), database.hotels(city)
     lunch, dinner, breakfast, bed = (plan[1][field].rpartition(", ")[0] for field in
                                      ("lunch", "dinner", "breakfast", "accommodation"))
@@ -278,27 +278,27 @@ def names_of(task, plan, city, database):
 
 
 def unserved(rows, served):
-    """(name, cuisine) of a restaurant with a cuisine that is not among those served."""
+    """(name, cuisine) of a restaurant with a cuisine that none of the others serves."""
     return next((row.name, cuisine) for row in rows for cuisine in row.cuisines.split(", ")
                 if not any(cuisine in cuisines for cuisines in served))
 
 
 def road(database, long=False):
-    """Two cities with less than a day between them, or with more."""
+    """Two cities with a road of less than a day, or of more."""
     pairs = ((a, b) for a in database.cities for b in database.cities)
     return next((a, b) for a, b in pairs if (row := database.distance(a, b)) and row.duration
                 and ("day" in row.duration) == long)
 
 
 def fill(value, names):
-    """The value with the names in its braces; of a list each item."""
+    """A value with the braces in it filled; of a list every item."""
     if isinstance(value, list):
         return [fill(item, names) for item in value]
     return value.format(**names) if isinstance(value, str) else value
 
 
 def change(trip, changes, database):
-    """Make the changes, and return the names in the braces."""
+    """Make the changes to a plan, and return the values of the braces."""
     task, plan, city = trip
     names = names_of(task, plan, city, database)
     for place, value in changes.items():
@@ -486,7 +486,7 @@ def test_b4_a_name_stands_for_every_row_that_contains_it_and_in_strict_for_its_o
 
 
 class Twins:
-    """A database in which every hotel has a twin of a longer name that costs a million."""
+    """A database in which every hotel has a twin with a longer name and a price of a million."""
 
     def __init__(self, database, first):
         self.database, self.first = database, first
@@ -588,7 +588,7 @@ def test_c9_a_key_the_task_lacks_is_named(trip, mini, rules, place):
 
 
 def marks(text):
-    """The marks in a text, "B12 to B15" spread out."""
+    """The marks in a text, with ranges such as "B12 to B15" expanded."""
     found = re.findall(r"\b([BC])(\d+)(?: to [BC](\d+))?", text)
     return {f"{letter}{number}" for letter, first, last in found
             for number in range(int(first), int(last or first) + 1)}

@@ -1,4 +1,5 @@
-"""DPO: the loss by hand and by plain torch, the same gradient and weights however work is cut."""
+"""DPO: the loss by hand and in plain torch, and equal gradients and weights for any division of
+work."""
 import copy
 import json
 import math
@@ -40,7 +41,7 @@ def options(words=""):
 
 @pytest.fixture(scope="module")
 def pairs():
-    """Seven pairs of random tokens, the two episodes of a pair of other lengths."""
+    """Seven pairs of random tokens; the two episodes of a pair differ in length."""
     draw, made = random.Random(SEED), []
     for _ in range(7):
         sides = []
@@ -54,7 +55,7 @@ def pairs():
 
 @pytest.fixture(scope="module")
 def reference(pairs):
-    """What a reference could have said: nobody's, so that margins are not 0."""
+    """Random log-probabilities of a reference, so that margins are not 0."""
     torch.manual_seed(SEED)
     tokens = torch.tensor([[sum(pair[side].mask) for pair in pairs] for side in (0, 1)])
     return -tokens * 7.0 + torch.randn(2, len(pairs), dtype=torch.float64)
@@ -65,15 +66,15 @@ def reference(pairs):
 
 @pytest.fixture(scope="module")
 def plain(tiny_model):
-    """The tiny model as transformers has it, in float64: float32 keeps no six digits of a gradient.
-    """
+    """The tiny model in transformers, in float64, since float32 gives fewer than six digits of a
+    gradient."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
 
 
 def plain_logps(lm, rendered):
-    """log pi of the policy's tokens of an episode, together, in plain torch."""
+    """The sum of log pi over an episode's policy tokens, in plain torch."""
     ids = torch.tensor([rendered.ids])
     logps = torch.log_softmax(lm(ids).logits[0, :-1], -1)
     each = logps.gather(-1, ids[0, 1:, None]).squeeze(-1)
@@ -81,7 +82,7 @@ def plain_logps(lm, rendered):
 
 
 def plain_gradient(lm, pairs, reference, args):
-    """The loss of pairs as [1] writes it, and its gradient by autograd through both episodes."""
+    """The loss of pairs as in [1], and its gradient by autograd through both episodes."""
     losses = []
     lm.zero_grad()
     for pair, (ref_chosen, ref_rejected) in zip(pairs, reference.T, strict=True):
@@ -308,7 +309,7 @@ def test_every_weight_and_every_token_makes_the_identity(policy, pairs):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """Files of pairs in which high digits are better than low ones: to learn from, held out."""
+    """Files of pairs in which high digits are better than low ones: for training and held out."""
     draw, folder = random.Random(SEED), tmp_path_factory.mktemp("pairs")
 
     def spoken(low, high):
@@ -325,7 +326,7 @@ def words(student, digits):
 
 @pytest.fixture(scope="module")
 def critic(words, tmp_path_factory):
-    """What dpo.py makes of the student."""
+    """The student after dpo.py."""
     out = tmp_path_factory.mktemp("critic") / "dpo"
     train("dpo.py", out, words)
     return out

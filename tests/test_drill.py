@@ -1,4 +1,4 @@
-"""The drills in short: stages of one process and of two ranks are killed, and lose nothing."""
+"""Short drills: stages of one process and of two ranks are killed and lose nothing."""
 import subprocess
 import sys
 

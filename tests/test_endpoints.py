@@ -1,4 +1,4 @@
-"""What endpoints say and fail to say: refusals, full contexts, limits, thoughts, restarts."""
+"""Endpoints: refusals, full contexts, limits, thoughts, restarts."""
 import json
 import random
 import threading
@@ -48,7 +48,7 @@ def said(content, finish="stop", tokens=50, **message):
 
 
 def opened(port, answer):
-    """A started server that answers a request's body by answer(body) -> (status, JSON or text)."""
+    """Start a server that answers by answer(request's body) -> (status, JSON or text)."""
     class Endpoint(BaseHTTPRequestHandler):
         def do_POST(self):
             status, body = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -67,7 +67,7 @@ def opened(port, answer):
 
 @pytest.fixture
 def serve():
-    """serve(answer) -> (address, bodies asked so far); see opened()."""
+    """serve(answer) -> (address, bodies of the requests so far); see opened()."""
     servers = []
 
     def start(answer):
@@ -82,7 +82,7 @@ def serve():
 
 
 def play(body):
-    """A call, then the answer."""
+    """Reply with a call, then with the answer."""
     return said(f"<think>.</think>{(CALL, ANSWER)[len(body['messages']) > 2]}",
                 tokens=50 * len(body["messages"]) + 50)
 
@@ -98,8 +98,8 @@ def but(text, *found):
 
 @pytest.fixture
 def run(tmp_path, trip, mini, capsys):
-    """run(url, *words, n) -> ({id: row}, scores): evaluate.py on n copies of the trip; the
-    query of each ends in its number."""
+    """run(url, *words, n) -> ({id: row}, scores): evaluate.py on n copies of the trip, whose
+    queries end with their numbers."""
     def start(url, *words, n=4):
         tasks = [trip[0] | {"id": f"t{i}", "query": f"Plan it. #{i}#"} for i in range(n)]
         write_jsonl(tmp_path / "tasks.jsonl", tasks)

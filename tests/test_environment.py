@@ -1,4 +1,4 @@
-"""A world of your own: the page's examples work, files can be copied, mistakes are one line."""
+"""Worlds of users: the page's examples work, files can be copied, mistakes are one line."""
 import os
 import re
 import shutil
@@ -25,7 +25,7 @@ TASKS = [{"id": str(n), "secret": n} for n in range(1, 5)]
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with both worlds of the page and their tasks."""
+    """A folder with both example worlds of the page and their tasks."""
     (tmp_path / "guess.py").write_text(CLASS, encoding="utf-8")
     (tmp_path / "guess_world.py").write_text(MODULE, encoding="utf-8")
     write_jsonl(tmp_path / "guess.jsonl", TASKS)
@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 
 def run(folder, *words):
-    """A program in a folder, which finds none of the repository's other files."""
+    """Run a program in a folder without the repository's other files."""
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run([sys.executable, *map(str, words)], cwd=folder, capture_output=True,
                           text=True, timeout=600, env=alone)

@@ -1,4 +1,4 @@
-"""Records are whole, play waits for nobody, the table is right, a killed run goes on."""
+"""Records are complete, play does not block, the table is right, a killed run resumes."""
 import csv
 import json
 import os
@@ -72,7 +72,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 
 
 def published(task, idx):
-    """A row of the published csv: literals as text, and reference information by the megabyte."""
+    """A row of the published csv, with literals as text and large reference information."""
     asked = {"house rule": None, "cuisine": ["Indian"], "room type": None, "transportation": None}
     return {"org": task["org"], "dest": task["dest"], "days": task["days"], "people_number": 2,
             "visiting_city_number": 1, "date": str(task["date"]), "local_constraint": str(asked),
@@ -289,7 +289,7 @@ def test_the_word_context_alone_stops_no_episode(mini, said):
 
 
 def replies(text):
-    """As many calls as the query says, then the answer."""
+    """Replies with as many calls as the query says, then with the answer."""
     asked = int(re.search(r"user\n(\d+)", text)[1])
     return (CALL if text.count("<tool_response>") < asked else ANSWER) + "<|im_end|>"
 
@@ -510,7 +510,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
 
 
 def command(tmp_path, trip, mini, *more):
-    """Words of a command that plays the trip; --out is in tmp_path."""
+    """The command line that plays the trip, with --out in tmp_path."""
     write_jsonl(tmp_path / "tasks.jsonl", [trip[0]])
     return ["--tasks", str(tmp_path / "tasks.jsonl"), "--database", str(mini.folder), "--out",
             str(tmp_path / "out"), *more]

@@ -1,5 +1,5 @@
-"""What happens to somebody who uses this for the first time: files of theirs stay as they are, each
-mistake is one line, also under torchrun, and waits are announced."""
+"""The first hour of a new user: no file of theirs is changed, each mistake is one line, also under
+torchrun, and waits are announced."""
 import gzip
 import json
 import os
@@ -50,7 +50,7 @@ def theirs(tmp_path, monkeypatch):
 
 
 def refused(main, *words):
-    """The line with which a program refuses these words."""
+    """The line with which a program refuses a command line."""
     with pytest.raises(SystemExit) as stop:
         main(list(map(str, words)))
     assert isinstance(stop.value.code, str) and "\n" not in stop.value.code

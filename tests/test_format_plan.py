@@ -1,6 +1,7 @@
-"""Itinerary text becomes the plan it says, and nothing else; a bad formatter fails one answer only.
+"""Itinerary text becomes the plan that it states, and nothing else; a bad formatter fails only one
+answer.
 
-STAR_TEST_DATA=../shared pytest tests/test_format_plan.py
+    STAR_TEST_DATA=../shared pytest tests/test_format_plan.py
 """
 import http.server
 import inspect
@@ -45,13 +46,13 @@ EMPTY = dict.fromkeys(FIELDS, "-")
 
 @pytest.fixture(scope="module")
 def plans(mini):
-    """[(task, plan)] of the small world, which succeed."""
+    """[(task, plan)] of the small world; all plans succeed."""
     return styles.solved(mini, 6, "plans")
 
 
 @pytest.fixture(scope="module")
 def trip(mini):
-    """A three-day trip of the small world: its task, and names of its city to write about."""
+    """A three-day trip of the small world: its task, and names in its city."""
     task, plan = next(pair for pair in styles.solved(mini, 9, "trip") if pair[0]["days"] == 3)
     city = plan[1]["current_city"]
     names = {"city": city, "org": task["org"], "hotel": mini.hotels(city)[0].name.strip(),
@@ -63,7 +64,7 @@ def trip(mini):
 
 @pytest.fixture
 def read(trip, mini):
-    """read(text): the plan of a text about the trip, with its names put in."""
+    """read(text): the plan in a text about the trip, with the braces filled."""
     return lambda text: parse_plan(text.format(**trip["names"]), trip, mini)
 
 
@@ -80,7 +81,7 @@ def human(official, test_data):
 
 # ---------------------------------------------------------------- what it reads
 def successes(database, plans, style, purpose):
-    """How many of these plans succeed when they are told in a style and read back."""
+    """How many of these plans succeed after they are written in a style and read back."""
     return sum(score(task, parse_plan(text, task, database), database)["success"]
                for _, task, text, _ in styles.texts(database, plans, style, purpose))
 
@@ -161,7 +162,8 @@ def test_recorded_itineraries_earn_the_references_reward(official, human, test_d
 
 
 def similar(field, ours, recorded):
-    """styles.same; recorded plans leave the car's name, case and a last semicolon to taste."""
+    """styles.same, which ignores the name of the car, case and a last semicolon of recorded plans.
+    """
     def plainly(value):
         value = re.sub("rental car", "self-driving", str(value or "-"), flags=re.I).lower()
         return value.replace("flight number", "Flight Number")
@@ -428,7 +430,7 @@ def assert_is_plan(plan, org):
 
 
 def cpu(work, *args):
-    """The lesser processor time of two runs."""
+    """The lower CPU time of two runs."""
     found = []
     for _ in range(2):
         start = time.process_time()

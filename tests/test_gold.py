@@ -121,8 +121,8 @@ HELD = {"its own memory": "held = {'a': GOLD}", "what Python knows": "held = {'a
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    """What lies about outside: (a hundred tasks, facts that tell programs where). The golds are in
-    the environment, in files, shared memory, this process, a descriptor; two servers tell them."""
+    """(a hundred tasks, facts for the programs). The golds are in the environment, in files, shared
+    memory, this process and a descriptor; two servers return them."""
     if not shutil.which("bwrap") and not os.environ.get("CI"):
         pytest.skip("bubblewrap is not installed")
     golds = [f"GOLD-{secrets.token_hex(8)}" for _ in range(100)]
@@ -166,7 +166,7 @@ def host(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def open_world(host, tmp_path_factory):
-    """open_world(**settings) -> a world whose workers start where the golds are."""
+    """open_world(**settings) -> a world whose workers are started in the presence of the golds."""
     worlds = []
 
     def make(**settings):
@@ -187,7 +187,7 @@ def jailed(open_world):
 
 
 def ask(world, host, task, name, held=""):
-    """What the world answers to the one program of a play, which looks in the way of this name."""
+    """The result of the one program of a play, which searches by this method."""
     args = SimpleNamespace(failure_rate=0.0, max_turns=3, system_prompt="short")
     episode = world.episode(task, "seed", args)
     program = re.sub("@([A-Z]+)@", lambda fact: str(host[1][fact[1]]), held + FIND % WAYS[name])

@@ -1,4 +1,4 @@
-"""bench/gpu.py: what it says where no GPU is, and the arithmetic behind its figures."""
+"""bench/gpu.py: its messages without a GPU, and the arithmetic of its figures."""
 import importlib.util
 import subprocess
 import sys

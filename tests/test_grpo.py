@@ -1,4 +1,4 @@
-"""GRPO: token-exact play, its numbers by hand, and the same update however it is cut or broken."""
+"""GRPO: token-exact play, its numbers by hand, and equal updates for any division of work."""
 import copy
 import math
 import random
@@ -44,7 +44,7 @@ def task(mini):
 
 @pytest.fixture
 def play(world, task, template):
-    """play(replies or what an engine hands over, flags) -> the sample, as far as it went."""
+    """play(replies or outputs of an engine, flags) -> the sample, even if it is unfinished."""
     def play(replies, args):
         s = grpo.new_sample(task, 0, "play/0/0/0", world, template, args)
         for reply in replies:
@@ -287,7 +287,7 @@ def test_travel_episodes_go_on_alike_after_a_checkpoint(task, mini, world):
 
 
 class Locked(Babble):
-    """A world whose episodes hold what no checkpoint can."""
+    """A world whose episodes cannot be pickled."""
 
     def episode(self, task, seed, args):
         episode = super().episode(task, seed, args)
@@ -311,7 +311,7 @@ def sample(query, reward, tokens=4, stop="answer"):
 
 
 def weighed(samples, words=""):
-    """[(query, weight)] of the samples in the loss."""
+    """[(query, weight)] of the samples that are in the loss."""
     groups, args = grpo.group_advantages(samples), flags(words)
     return [(s.query, pytest.approx(weight)) for part in grpo.split(groups, args)
             for s, weight in grpo.token_weights(part, args)]
@@ -413,7 +413,7 @@ def test_the_learning_rate_stays_and_falls_linearly_to_zero_at_the_end():
 
 
 def logps_of(policy, s, temperature):
-    """log pi of the policy tokens of one sample, of whole logits."""
+    """log pi of a sample's policy tokens, from whole logits."""
     hidden = policy.lm.base_model(torch.tensor([s.ids]), use_cache=False)[0][0, :-1]
     whole = torch.log_softmax(hidden @ policy.lm.lm_head.weight.T / temperature, -1)
     chosen = whole.gather(-1, torch.tensor(s.ids[1:])[:, None]).squeeze(-1)
@@ -427,7 +427,8 @@ def reported(s):
 
 @pytest.fixture
 def weighted(policy):
-    """Six plays of two queries and their weights; the engine reports something near the truth."""
+    """Six plays of two queries with their weights; the engine's log-probabilities are slightly
+    wrong."""
     draw, samples = random.Random(SEED), []
     noise = torch.Generator().manual_seed(SEED)
     for i in range(6):
@@ -444,7 +445,7 @@ def weighted(policy):
 
 @pytest.fixture
 def moved(policy):
-    """A copy of the policy after some update."""
+    """A copy of the policy with other weights."""
     torch.manual_seed(SEED)
     copied = sft.Policy(copy.deepcopy(policy.lm))
     with torch.no_grad():
@@ -453,7 +454,7 @@ def moved(policy):
 
 
 def learn(engine, weighted, words, packed=False, ranks=1):
-    """The statistics of an update, all ranks of which are this process, one after the other."""
+    """The statistics of an update; this process plays all ranks one after the other."""
     for rank in range(ranks):
         args = flags(f"--temperature 0.7 {words}")
         line = grpo.learn(engine, weighted, packed, rank, ranks, CPU, args)
@@ -766,7 +767,7 @@ def test_two_ranks_with_an_engine_each_or_half_of_one_learn_what_one_learns(
 
 @pytest.fixture(scope="module")
 def stretched(babble, tmp_path_factory):
-    """The folder of a run whose plays of three turns wait for the next update."""
+    """The folder of a run with --stretch whose plays of three turns wait for the next update."""
     out = tmp_path_factory.mktemp("stretched") / "rl"
     train("grpo.py", out, babble, "--stretch 4")
     return out

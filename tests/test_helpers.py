@@ -1,4 +1,4 @@
-"""Helpers of the tools world: what each does, what it costs, and that nobody waits for ever."""
+"""Helpers of the tools world: what each does and costs, and that no thread waits for ever."""
 import gzip
 import json
 import os
@@ -42,7 +42,7 @@ REPAIRED = "Here you are:\n```python\nprint(6 * 7)\n```"
 
 @pytest.fixture(scope="module")
 def jail():
-    """A jail that all worlds of this file share; the one of a world takes a second to warm."""
+    """A jail that all worlds of this file share, since a new one takes a second to start."""
     from toolstar.jail import Jail, JailError
 
     try:
@@ -57,7 +57,7 @@ def jail():
 
 @pytest.fixture
 def make(tmp_path, jail):
-    """make(helpers, **settings) -> a world with these helpers, on the jail of all."""
+    """make(helpers, **settings) -> a world with these helpers and the shared jail."""
     worlds = []
 
     def make(chosen, **settings):
@@ -78,7 +78,7 @@ def make(tmp_path, jail):
 
 
 class Helper:
-    """A policy that is asked, and says the next of its replies; asked: what it was shown."""
+    """A policy that answers helpers with the next of its replies; asked: the questions."""
 
     def __init__(self, *replies):
         self.replies, self.asked = list(replies), []
@@ -369,7 +369,8 @@ def test_a_policy_behind_an_endpoint_helps_itself(tmp_path, jail):
 
 
 def player(*replies, helps=REPAIRED):
-    """A script: what the agent says next by how many replies stand in the text; and as a helper."""
+    """A script whose reply depends on the number of replies in the text, or on the helper's
+    question."""
     def say(text):
         if "<program>" in text or "<work>" in text:
             return helps + "\0"
@@ -472,7 +473,7 @@ def test_many_plays_share_one_place_without_deadlock(make):
 
 
 class Breaks(Scripted):
-    """An engine that fails once a helper has been asked of it."""
+    """An engine that fails once a helper has asked it."""
 
     def step(self):
         if any("<program>" in Letters().decode(ids) for ids, *_ in self.asked):

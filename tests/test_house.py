@@ -1,4 +1,5 @@
-"""The floor plan and the style: which file may import which, what may be repeated, what is said."""
+"""The floor plan and the style: which file may import which, what may be repeated, what must be
+documented."""
 import ast
 import difflib
 import json
@@ -58,14 +59,14 @@ def tree(name):
 
 
 def functions(name):
-    """Top-level functions and classes of a file as {name: source}."""
+    """The top-level functions and classes of a file, {name: source}."""
     text, kinds = text_of(name), (ast.FunctionDef, ast.ClassDef)
     return {node.name: ast.get_source_segment(text, node)
             for node in ast.parse(text).body if isinstance(node, kinds)}
 
 
 def imports(name):
-    """Modules a file imports anywhere in it, by their first name."""
+    """The first names of all modules that a file imports."""
     found = set()
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
@@ -115,7 +116,7 @@ def module_of(name):
 
 
 def our_imports(name):
-    """The top-level modules and rooms of ours that a file imports anywhere in it."""
+    """Our own modules and folders that a file imports."""
     return imports(name) & EVERYTHING
 
 

@@ -1,4 +1,4 @@
-"""The interpreter: what programs get, what they cannot, and what becomes of a broken worker."""
+"""The interpreter: what programs can do, what they cannot, and how a broken worker is replaced."""
 import gzip
 import json
 import os
@@ -39,7 +39,7 @@ def jail():
 
 @pytest.fixture(scope="module")
 def plain():
-    """A jail that starts at once: it imports nothing."""
+    """A jail that starts quickly because it imports nothing."""
     need("bubblewrap", shutil.which("bwrap"))
     with Jail(2, preload=(), seconds=20) as one:
         yield one
@@ -194,7 +194,7 @@ def test_a_hostile_program_has_no_effect(jail, host, attack):
 
 
 def open_to_all(path):
-    """bubblewrap's flags that show a folder to every user, though one above it is closed."""
+    """bubblewrap's flags that show a folder to every user, even below a closed folder."""
     closed = [folder for folder in path.parents if not folder.stat().st_mode & 1]
     if not closed:
         return []

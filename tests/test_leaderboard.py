@@ -1,4 +1,4 @@
-"""The leaderboard's rates are over its own denominators, and its file is in its own words."""
+"""The leaderboard's rates have its own denominators, and its file its own format."""
 import copy
 import json
 

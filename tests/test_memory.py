@@ -1,4 +1,4 @@
-"""What a plan promises: held against real models without storage, ZeRO-3 itself, and its words."""
+"""The memory plan agrees with real models without storage, with ZeRO-3, and with its messages."""
 import json
 import os
 import re
@@ -17,7 +17,7 @@ from runtime import add_adapters, load_template
 
 
 def config_of(size):
-    """A Qwen2.5's, or that of a flat model with as many words."""
+    """The config of a Qwen2.5, or of a small model with as large a vocabulary."""
     if size == "flat":
         from transformers import Qwen2Config
 
@@ -28,7 +28,7 @@ def config_of(size):
 
 
 class Peak(torch.utils._python_dispatch.TorchDispatchMode):
-    """Most bytes that tensors made under it held at once, and the numbers of the largest one."""
+    """Tracks the most bytes that tensors have used at once, and the size of the largest one."""
 
     def __init__(self, parameters):
         super().__init__()
@@ -213,7 +213,7 @@ def test_the_planned_cache_holds_the_keys_and_values_of_the_real_model():
 
 @pytest.fixture
 def plan(tmp_path, capsys):
-    """plan(words) -> {moment: its GiB}, what memory.py says of a 7B model, what it exits with."""
+    """plan(words) -> ({moment: GiB}, exit status): the plan of memory.py for a 7B model."""
     config_of("7B").save_pretrained(tmp_path)
 
     def plan(words):

@@ -370,7 +370,7 @@ MISTAKES = {
 
 @pytest.fixture
 def desk(tmp_path, mini, monkeypatch):
-    """A folder with everything that can be wrong with a file, and a few that are right."""
+    """A folder with all kinds of wrong files, and a few right ones."""
     task, plan = witness(mini)
     episode = {"task": task, "model": "m", "messages": MESSAGES, "answer": "?", "stop": "answer",
                "calls": 0, "turns": 1, "failures": 0, "plan": plan}
@@ -428,7 +428,7 @@ def desk(tmp_path, mini, monkeypatch):
 
 
 def call(program, words):
-    """Call a program's main in this process -> (exit code, lines that it leaves on stderr)."""
+    """Call a program's main in this process -> (exit code, lines on stderr)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{program.split('.')[-1]}.py", *words])
         module = importlib.import_module(program)
@@ -460,7 +460,8 @@ def test_a_mistake_is_a_line_that_names_cause_and_fix(desk, capfd, program, word
 
 
 def check(code, lines, said, codes=(1, 2)):
-    """At most two lines, the words among them, no traceback, and the exit code of a failure."""
+    """Assert that there are at most two lines with these words, no traceback, and a failure's exit
+    code."""
     lines = [line for text in lines for line in text.splitlines()]
     if lines and lines[0].startswith("usage:"):  # argparse's own, of the few flags of a lone file
         end = next(i for i, line in enumerate(lines) if ": error: " in line)
@@ -491,13 +492,13 @@ def test_there_are_a_hundred_and_more():
 
 
 def start(words, **how):
-    """A program as a person starts it."""
+    """Start a program as a person does."""
     return subprocess.Popen([sys.executable, *shlex.split(words)], text=True, cwd=ROOT,
                             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how)
 
 
 def gone(group):
-    """Whether all processes of a group end, if not at once."""
+    """Whether all processes of a group end within a while."""
     for _ in range(300):
         try:
             os.killpg(group, 0)

@@ -27,12 +27,12 @@ TABLE = {name: outcome for _, name, outcome in ROWS}
 
 @pytest.fixture(scope="module")
 def plain():
-    """A template whose tokens the tiny models have."""
+    """A template with the tiny models' tokens."""
     return Template(tokenizer_of(CHATML), "tiny")
 
 
 def logps_of(lm, sample):
-    """A model's own log-probabilities of a sample's replies, each from all of its logits."""
+    """The model's own log-probabilities of a sample's replies, each from all logits."""
     ids = torch.tensor([sample.ids])
     with torch.no_grad():
         whole = torch.log_softmax(lm(input_ids=ids, use_cache=False).logits[:, :-1], -1)
@@ -111,7 +111,7 @@ FLAGS = [{"do_sample": False, "temperature": 0.7}, {"temperature": 0.9, "top_p":
 
 @pytest.fixture
 def model(tiny_model, tmp_path):
-    """A copy of the tiny model that a test may spoil."""
+    """A copy of the tiny model for a test to damage."""
     return shutil.copytree(tiny_model, tmp_path / "model")
 
 
@@ -230,7 +230,7 @@ def test_a_stage_refuses_another_runs_checkpoint(tiny_model, episodes, tmp_path)
 
 @pytest.fixture
 def lock(tmp_path, monkeypatch):
-    """A lock of a build that began two minutes ago."""
+    """A build lock that is two minutes old."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.delenv("RANK", raising=False)
     file = tmp_path / "deepspeed_shm_comm" / "lock"

@@ -28,7 +28,8 @@ PATIENCE = 600  # seconds; what takes longer hangs
 
 @pytest.fixture(scope="module")
 def disk(tiny_model, tmp_path_factory):
-    """The nodes' shared disk: repository, environment, and the output of every stage but rl."""
+    """The nodes' shared disk: the repository, the environment, and the outputs of all stages before
+    rl."""
     disk = tmp_path_factory.mktemp("disk")
     pins = ("requirements.txt", "requirements-cpu.txt")
     for name in ("run.sh", "recipes", "travel", "look", "database", *pins, *ROOT.glob("*.py")):
@@ -51,7 +52,7 @@ def disk(tiny_model, tmp_path_factory):
 
 
 class Pair:
-    """Both nodes at bash run.sh 7b."""
+    """Both nodes, running bash run.sh 7b."""
 
     def __init__(self, disk):
         with socket.socket() as free:
@@ -89,7 +90,7 @@ class Pair:
 
 
 def family(process):
-    """A process and all that descend from it."""
+    """A process and all its descendants."""
     table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
     numbers, found = [*map(int, table.stdout.split())], [process]
     for parent in found:
@@ -100,7 +101,7 @@ def family(process):
 
 @pytest.fixture
 def pair(disk):
-    """Starts a pair; whatever is left of the pairs at the end is ended."""
+    """A function that starts a Pair; at the end all their processes are killed."""
     started = []
     yield lambda: started.append(Pair(disk)) or started[-1]
     for each in started:

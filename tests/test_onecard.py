@@ -1,4 +1,4 @@
-"""One card is enough: --offload and --lora learn the same numbers, sync, save and resume."""
+"""One card: --offload and --lora learn the same numbers, sync, save and resume."""
 import copy
 import importlib.util
 import json
@@ -18,7 +18,7 @@ SFT = "--batch 4 --steps 8 --lr 1e-3 --save-every 1 --resume --pack-tokens 400"
 
 
 def adapted(policy, template, rank=4):
-    """A copy of the policy with adapters that have learnt something."""
+    """A copy of the policy with trained adapters."""
     lm = copy.deepcopy(policy.lm)
     runtime.add_adapters(lm, template, SimpleNamespace(lora=rank, seed=SEED, model="base"))
     torch.manual_seed(SEED)
@@ -30,7 +30,7 @@ def adapted(policy, template, rank=4):
 
 
 def merged(policy, template):
-    """The adapted policy as a plain model."""
+    """The adapted policy as a model without adapters."""
     lm = copy.deepcopy(policy.lm)
     adapted_policy = adapted(policy, template)
     state = dict(sft.full_weights(SimpleNamespace(module=adapted_policy)))
@@ -180,7 +180,7 @@ def test_a_model_without_linear_layers_is_refused(template):
 
 
 class Board:
-    """Stands for the package wandb: keeps what it is told."""
+    """A stand-in for the package wandb that keeps what it is given."""
 
     class Error(Exception):
         pass

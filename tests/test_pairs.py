@@ -1,4 +1,4 @@
-"""Pairs: right plays with wrong ones of one question, and not a lesson in format or in length."""
+"""Pairs: right plays with wrong ones of the same question, without a bias in format or length."""
 import json
 from collections import Counter
 
@@ -11,7 +11,7 @@ from toolstar import pairs, tools
 
 def play(question="q", said="<answer>7</answer>", reward=1.1, calls=1, stop="answer", system="S",
          **other):
-    """A judged episode of one reply or, of a list, of several."""
+    """A judged episode with one reply, or with the replies of a list."""
     replies = [said] if isinstance(said, str) else said
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     for reply in replies:
@@ -22,7 +22,7 @@ def play(question="q", said="<answer>7</answer>", reward=1.1, calls=1, stop="ans
 
 @pytest.fixture
 def made(tmp_path):
-    """made(plays, words) -> the pairs of them."""
+    """made(plays, words) -> their pairs."""
     def made(plays, *words):
         write_jsonl(tmp_path / "episodes.jsonl", plays)
         pairs.main(["--episodes", str(tmp_path / "episodes.jsonl"), "--out", str(tmp_path),

@@ -1,4 +1,4 @@
-"""docs/paper.json holds the papers' numbers once; whatever prints one of them agrees with it."""
+"""docs/paper.json has every number of the papers once; every other place that prints one agrees."""
 import ast
 import json
 import math
@@ -58,14 +58,14 @@ SINGLE = [("dpo.py", "--beta", "star-dpo/--beta"), ("tir.py", "--samples", "synt
 
 
 def find(name):
-    """The repository's file of this name, in whatever folder it stands."""
+    """The path of the repository's file with this name."""
     found, = (path for path in texts() if path.name == name)
     return found
 
 
 @cache
 def texts():
-    """{path: text} of what readers see: code, recipes, pages."""
+    """{path: text} of all files that users read: code, recipes, pages."""
     paths = [path for ending in ("py", "sh", "md") for path in ROOT.rglob(f"*.{ending}")]
     hidden = {"tests", "out", "data", "runs"}
     return {path: path.read_text(encoding="utf-8") for path in paths
@@ -87,7 +87,7 @@ def numbers(text):
 
 
 def expected(axis, setting):
-    """The numbers that stand beside a setting of an axis."""
+    """The papers' numbers that are printed beside a setting of an axis."""
     where = AXES[axis].get(setting)
     if where is None:
         return []
@@ -193,7 +193,7 @@ def default(name, flag):
 
 
 def dry(command):
-    """What a recipe's command would run."""
+    """The commands that a recipe would run."""
     return subprocess.run(command, shell=True, cwd=ROOT, env=os.environ | {"DRY": "1"}, text=True,
                           check=True, capture_output=True).stdout
 
@@ -235,7 +235,7 @@ def rows_of_paper_md():
 
 
 def commands_in(text, sizes):
-    """The commands of a cell, with SIZE replaced by each of the sizes."""
+    """The commands in a cell, with SIZE replaced by each size."""
     found = [one for one in re.findall(r"`([^`]+)`", text) if " " in one]
     return dict.fromkeys(command.replace("SIZE", size) for command in found for size in sizes)
 

@@ -28,7 +28,7 @@ ALPACA = {"instruction": SYSTEM, "input": "Which lake?", "output": CHAIN}
 
 
 def convert(folder, sft_rows=None, rl_rows=None, *flags, form="jsonl"):
-    """Convert these rows -> {file: its rows}, and the report."""
+    """Convert these rows -> ({file: its rows}, the report)."""
     words = ["convert", "--from", "tool-star", "--out", str(folder / "out"), *flags]
     for part, rows in ("sft", sft_rows), ("rl", rl_rows):
         if rows is not None:
@@ -43,7 +43,7 @@ def convert(folder, sft_rows=None, rl_rows=None, *flags, form="jsonl"):
 
 
 def learnt(messages):
-    """(all text that sft.py sees, the text that it learns) of an episode's messages."""
+    """(all text that sft.py reads, the text that it trains on) of an episode's messages."""
     ids, mask = sft.render(messages, Template(Letters(), "letters"))
     return Letters().decode(ids), Letters().decode(
         [i for i, kept in zip(ids, mask, strict=True) if kept])

@@ -1,4 +1,4 @@
-"""Question answering: the scores, the questions, a run that is interrupted, the tax table."""
+"""Question answering: scores, questions, an interrupted run, the tax table."""
 import json
 import os
 import shutil
@@ -125,7 +125,7 @@ def test_bad_search_arguments_come_back_as_text(arguments):
 
 
 class Scripted:
-    """An engine like vLLM's whose requests all end in one step: a search first, then an answer."""
+    """An engine whose requests all end in one step: first a search, then an answer."""
 
     def __init__(self):
         self.llm_engine, self.requests = self, []
@@ -238,7 +238,8 @@ def test_mistakes_of_the_user_are_reported_in_one_line(tmp_path, words, said):
 # ---------------------------------------------------------------- a whole run, with a scripted API
 
 class Agent:
-    """An OpenAI-compatible API: "good" searches once and knows every answer, others know half."""
+    """An OpenAI-compatible API: the model "good" searches once and knows all answers, others know
+    half."""
 
     def __init__(self):
         self.golds = {task["query"]: task["golden_answers"][-1] for task in load("default")}
@@ -259,7 +260,7 @@ class Agent:
 
 @pytest.fixture
 def agent(tmp_path):
-    """A function that plays and prints the table; what the API has seen is in its .seen."""
+    """A function that plays and prints the table; its .seen lists the requests."""
     api = Agent()
     with answering(api) as url:
         def play(*words):

@@ -1,6 +1,6 @@
-"""The report is one file that fetches nothing, and it shows what happened and nothing else.
+"""The report is one file that loads nothing, and shows exactly what happened.
 
-Curves, traces and exports are made from the same records, which are read and never written.
+Curves, traces and exports are made from the same records, which are never written.
 """
 import base64
 import gzip
@@ -94,7 +94,7 @@ def run(tmp_path_factory, mini):
 
 
 def contents(page):
-    """(index, [record]) of a page, read as a browser would."""
+    """(index, [record]) of a page, decoded as in a browser."""
     text = page.read_text(encoding="utf-8")
     index = re.search(r'<script type="application/json" id="index">(.*?)</script>', text, re.S)[1]
     packed = re.findall(r'<script type="text/plain" id="e(\d+)">(.*?)</script>', text)
@@ -110,7 +110,7 @@ def page_of(folder, *words, out=None):
 
 
 def source(index, name):
-    """What the page's tables say of a folder."""
+    """The numbers of a folder in the page's tables."""
     return next(source for source in index["sources"] if source["name"] == name)
 
 
@@ -216,7 +216,7 @@ class Calculator:
 
 @pytest.fixture(scope="module")
 def calculator(tmp_path_factory):
-    """A page of two episodes of another world: it has numbers and no checks, a level or none."""
+    """A page of two episodes of a world with numbers instead of checks, and levels for only one."""
     folder, rows = tmp_path_factory.mktemp("calculator"), []
     tasks = {"id": 7, "level": 2, "query": "1 + 1?"}, {"query": "?" * 9999}
     for task, right in zip(tasks, (1.0, 0.0), strict=True):
@@ -254,7 +254,7 @@ def test_the_page_asks_for_nothing(run, root):
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory, mini):
-    """A page of one episode in which everything that a model or a file can say is hostile."""
+    """A page of one episode in which all text of models and files is hostile."""
     folder, (task, plan) = tmp_path_factory.mktemp("hostile"), trip(mini)
     said = "\n".join(HOSTILE)
     row = played(task | {"id": said, "query": said, "level": HOSTILE[0]}, plan, mini)
@@ -295,7 +295,7 @@ def token_play(name, said, parent="", shared=0, reward=0.0, advantage=0.0, learn
 
 @pytest.fixture(scope="module")
 def lens(tmp_path_factory, mini):
-    """A page of a query's three plays token by token, of a pair, and of an episode with tools."""
+    """A page with three plays of a query token by token, a pair, and an episode with tools."""
     folder, (task, plan) = tmp_path_factory.mktemp("lens"), trip(mini)
     said, task = "\n".join(HOSTILE), task | {"id": "t"}
     plays = [token_play("play/0/0/0", ["go", " on\n"], reward=1.0, advantage=1.5),
@@ -358,7 +358,7 @@ def test_pairs_count_in_no_table(lens):
 
 
 class Browser:
-    """Headless Chromium, spoken to through a pair of pipes: one browser for all tests."""
+    """A headless Chromium, controlled through two pipes; all tests share it."""
 
     def __init__(self, profile):
         self.answers, theirs = os.pipe()
@@ -398,7 +398,7 @@ class Browser:
         raise AssertionError("Chromium does not answer")
 
     def open(self, page, **state):
-        """Go to a page with that state in its address; wait until what it asks for is drawn."""
+        """Open a page with this state in its address, and wait until it is drawn."""
         self.ask("Page.navigate", url="about:blank")
         self.events.clear()
         self.ask("Page.navigate", url=f"{page.as_uri()}#{urlencode(state)}")
@@ -427,7 +427,7 @@ class Browser:
         return self.js(f"[...{nodes}].map(node => node.textContent)")
 
     def press(self, key):
-        """Press and release a key, as a keyboard does."""
+        """Press and release a key."""
         code = {"ArrowDown": 40, "ArrowUp": 38, "Escape": 27}.get(key, ord(key[0].upper()))
         typed = {"text": key} if len(key) == 1 else {}
         for kind in ("keyDown", "keyUp"):
@@ -435,7 +435,7 @@ class Browser:
                      **typed if kind == "keyDown" else {})
 
     def width(self, pixels):
-        """Set the width of the window; below 500 it is a phone's."""
+        """Set the width of the window; below 500 it is a phone."""
         self.ask("Emulation.setDeviceMetricsOverride", width=pixels, height=844,
                  deviceScaleFactor=1, mobile=pixels < 500)
 
@@ -882,8 +882,8 @@ def test_noisy_curves_have_a_running_mean(browser, run):
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory, mini):
-    """A page of 120 episodes of 3, 5 and 7 days whose plans and texts are as wide as they get, and
-    a play of each with another checkpoint."""
+    """A page of 120 episodes of 3, 5 and 7 days with very wide plans and texts, and a play of each
+    by another checkpoint."""
     folder, (task, plan) = tmp_path_factory.mktemp("wide"), trip(mini)
     word, arabic = "Supercalifragilistic" * 150, "\u0645\u0637\u0639\u0645 " * 50
     for agent in ("a", "b-" + "long" * 20):

@@ -29,7 +29,7 @@ CORPUS = ROOT / "database" / "qa" / "corpus.jsonl"
 
 
 def until(condition):
-    """Wait for something that is sure to come."""
+    """Wait for a condition that must become true."""
     for _ in range(6000):
         if condition():
             return
@@ -38,7 +38,7 @@ def until(condition):
 
 
 class Recorder:
-    """A retriever of canned hits that notes what it was asked. Its first scan waits for `ready`."""
+    """A retriever of fixed hits that records its queries. Its first scan waits for `ready`."""
 
     def __init__(self, ready=lambda: True):
         self.asked, self.ready = [], ready
@@ -57,7 +57,8 @@ def contents(hits):
 
 @contextlib.contextmanager
 def answering(answer, port=0):
-    """The address of a server that says answer(request) = (status, reply); None: it hangs up."""
+    """The address of a server that answers by answer(request) = (status, reply), or None to hang
+    up."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -93,7 +94,7 @@ def answering(answer, port=0):
 
 
 class Flaky:
-    """A retrieval server whose next replies are the script's: a status, or None to hang up."""
+    """A retrieval server whose next replies are scripted: a status, or None to hang up."""
 
     def __init__(self, script):
         self.script, self.seen = script, []
@@ -110,8 +111,8 @@ class Flaky:
 
 
 class Weather:
-    """A retrieval server as runs of days meet it: one query in twenty is refused for good, one
-    request in five fails for a while, and once it is gone and comes back at the same address."""
+    """A retrieval server with typical trouble: it refuses one query in twenty for good, fails one
+    request in five for a while, and is gone once before it returns at the same address."""
 
     def __init__(self, bad=120, gone_after=40, seconds=0.5):
         self.draw, self.lock, self.seconds = random.Random(SEED), threading.Lock(), seconds
@@ -139,7 +140,7 @@ class Weather:
 
     @contextlib.contextmanager
     def served(self):
-        """The address; the server restarts once, when it has been asked often enough."""
+        """The address of a server that restarts once after some requests."""
         def life():
             with answering(self, self.port):
                 up.set()
@@ -195,7 +196,7 @@ def test_bm25_returns_only_passages_with_a_word_of_the_query():
 
 @pytest.fixture(scope="module")
 def vectors():
-    """50K random unit vectors in fp16 with ten exact doubles, and 40 queries."""
+    """50K random unit vectors in fp16, ten of them exact duplicates, and 40 queries."""
     generator = torch.Generator().manual_seed(SEED)
     matrix = torch.randn(50_000, 256, generator=generator)
     matrix = torch.nn.functional.normalize(matrix).half()
@@ -266,7 +267,7 @@ def test_a_gpu_finds_what_the_cpu_finds(vectors):
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    """A random BERT of two layers with a word tokenizer made from the default corpus."""
+    """A random BERT with two layers and a word tokenizer made from the default corpus."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
     folder = tmp_path_factory.mktemp("encoder")
@@ -304,7 +305,7 @@ def test_vectors_are_e5s(encoder):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """700 short passages, no new line at the end."""
+    """700 short passages without a line break at the end."""
     words = ["salt", "eel", "lamp", "harbour", "island", "chain", "river", "slate", "seal", "bread"]
     draw = random.Random(SEED)
     texts = [f'"Title {i}"\n' + " ".join(draw.choices(words, k=draw.randrange(3, 30)))
@@ -315,7 +316,7 @@ def corpus(tmp_path):
 
 
 def index(corpus, encoder, out, *more):
-    """Make an index in blocks of 256 passages; its matrix."""
+    """Build an index in blocks of 256 passages; return its matrix."""
     retriever.main(["index", "--corpus", str(corpus), "--encoder", str(encoder), "--batch", "4",
                     "--out", str(out), *more])
     return (out / "matrix.f16").read_bytes()
@@ -602,7 +603,7 @@ def test_an_unusable_index_is_reported_with_the_reason(tmp_path, kind, cut, said
 
 @pytest.fixture(scope="module")
 def retrieve():
-    """POST to our own server over canned hits: (status, reply)."""
+    """POST to our server with fixed hits: (status, reply)."""
     import uvicorn
     app = retriever.make_app(retriever.Shared(Recorder()))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))

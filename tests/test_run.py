@@ -1,4 +1,4 @@
-"""run.sh: every flag exists, every input is an earlier output, the numbers are the paper's."""
+"""run.sh: every flag exists, every input is an earlier output, the numbers are the papers'."""
 import json
 import os
 import re
@@ -41,21 +41,21 @@ OURS = re.compile("(DRY|MODEL|DATA|OUT|SEEDS?|CYCLES|GPUS|NNODES|NODE_RANK|STAR_
 
 
 def run_sh(folder, *words, **variables):
-    """bash run.sh in a folder, none of its variables set but these."""
+    """Run run.sh in a folder with only these variables."""
     inherited = {name: value for name, value in os.environ.items() if not OURS.match(name)}
     return subprocess.run(["bash", "run.sh", *words], cwd=folder, env=inherited | variables,
                           capture_output=True, text=True, timeout=120)
 
 
 def printed(*words, **variables):
-    """What DRY=1 prints."""
+    """The output of DRY=1."""
     done = run_sh(ROOT, *words, DRY="1", **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def stages_of(*words, **variables):
-    """[(stage, output, words of its command)] as DRY=1 prints them."""
+    """[(stage, output, words of its command)] in the output of DRY=1."""
     found = re.findall(r"^# (\S+) -> (.+)\n(.+)$", printed(*words, **variables), re.MULTILINE)
     return [(name, output, shlex.split(command)) for name, output, command in found]
 
@@ -66,7 +66,7 @@ def dry(size, *more, **variables):
 
 
 def script(words):
-    """The stage's file, or "-m" and its module, and the words after it."""
+    """(the stage's file, or "-m" and its module; the remaining words)."""
     if "-m" in words:
         at = words.index("-m") + 1
         return f"-m {words[at]}", words[at + 1:]
@@ -75,7 +75,7 @@ def script(words):
 
 
 def arguments(words):
-    """{flag: [its values]} of a stage's command; "" for what stands before the first flag."""
+    """{flag: [its values]} of a stage's command; "": the words before the first flag."""
     flag = ""
     found = {flag: []}
     for word in script(words)[1]:
@@ -89,7 +89,7 @@ def arguments(words):
 
 @lru_cache
 def flags_of(name, *command):
-    """The flags that a script, or the subcommand it is called with, explains in its --help."""
+    """The flags in the --help of a script or of the subcommand that is called."""
     done = subprocess.run([sys.executable, *name.split(), *command, "--help"], cwd=ROOT, text=True,
                           capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -599,7 +599,7 @@ def stand_in(path, text):
 
 @pytest.fixture
 def house(tmp_path):
-    """run.sh with a .venv that is already made, of stand-ins."""
+    """A folder with run.sh and a .venv of stand-ins."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     for name in ("run.sh", "requirements.txt", "requirements-cpu.txt"):
@@ -825,13 +825,13 @@ def test_gpus_are_counted_as_nvidia_smi_lists_them_and_the_variable_allows(
 
 
 def disk(house, free):
-    """df finds so many kB free."""
+    """Make df report this many kB free."""
     stand_in(house / "bin" / "df", f"echo Filesystem; echo d 9000000000 1 {free} 1% /")
 
 
 @pytest.fixture
 def station(house, monkeypatch):
-    """The house with two GPUs, a model, and room for it."""
+    """The house with two GPUs, a model and enough disk."""
     stand_in(house / "bin" / "nvidia-smi", SMI)
     disk(house, free="2000000000")
     monkeypatch.setenv("PATH", f"{house / 'bin'}{os.pathsep}{os.environ['PATH']}")
@@ -911,7 +911,7 @@ def test_preflight_refuses_in_one_line_that_says_the_fix(station, broken, variab
 
 @pytest.fixture
 def published(station):
-    """The station with Tool-Star's files where they are looked for -> variables that name them."""
+    """The station with Tool-Star's files -> the variables that name them."""
     for name in ("sft.json", "rl.parquet", "sets/gsm8k.jsonl"):
         stand_in(station / "published" / name, "here")
     return {"MODEL": "model", "SFT_DATA": "published/sft.json", "RL_DATA": "published/rl.parquet",
@@ -1026,7 +1026,7 @@ def test_both_lists_are_whole_and_the_libraries_that_compute_are_the_same():
 
 
 def needs_of(package, extras=("",)):
-    """The requirements in force of an installed package, with these of its extras."""
+    """The requirements of an installed package with these extras."""
     from packaging.requirements import Requirement
 
     found = map(Requirement, metadata.requires(package) or [])

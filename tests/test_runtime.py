@@ -1,4 +1,4 @@
-"""What keeps a run from harm: one writer, no orphans, one line, nothing broken read or saved."""
+"""What protects a run: one writer, no orphans, one-line errors, no broken file read or saved."""
 import errno
 import importlib
 import os
@@ -22,7 +22,7 @@ PATIENCE = 60  # seconds; what takes longer hangs
 
 
 def start(text, *words, command=(sys.executable,), **variables):
-    """A program in a process of its own, and what it says first."""
+    """Start a program -> (its process, its first line)."""
     file = Path(words[0]) / "program.py"
     file.write_text(textwrap.dedent(text))
     child = subprocess.Popen([*command, str(file), *map(str, words)], cwd=ROOT, text=True,
@@ -32,7 +32,7 @@ def start(text, *words, command=(sys.executable,), **variables):
 
 
 def gone(pid):
-    """Whether a process ends; one whose parent has not asked after it has ended."""
+    """Whether a process ends; a zombie counts as ended."""
     for _ in range(10 * PATIENCE):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -57,7 +57,7 @@ HOLDER = """
 
 
 def hold_again(folder):
-    """What a second writer says."""
+    """The message of a second writer."""
     text = ("import sys; from runtime import lock_folder, run; "
             "run('stage.py', lock_folder, sys.argv[1])")
     done = subprocess.run([sys.executable, "-c", text, folder / "out"], cwd=ROOT,
@@ -314,7 +314,7 @@ def test_a_model_that_finds_no_room_leaves_nothing_and_the_old_one_whole(tiny_mo
 
 @pytest.fixture
 def run_folder(one_rank, tmp_path):
-    """OUT after three updates, each of which was saved: two checkpoints, and a log."""
+    """OUT after three saved updates: two checkpoints and a log."""
     for step in (1, 2, 3):
         append_jsonl(tmp_path / "log.jsonl", {"step": step})
         with runtime.new_checkpoint(tmp_path, step, 0) as tag:

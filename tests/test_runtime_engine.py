@@ -1,4 +1,4 @@
-"""What must hold before an engine starts, and that engines which share the tasks change nothing."""
+"""Checks before an engine starts, and engines that share the tasks give the same table."""
 import multiprocessing
 import os
 import subprocess
@@ -15,7 +15,7 @@ from travel.world import load_task
 
 
 def python(code, **variables):
-    """Run a few lines in a process of their own, none of vLLM's variables set but these."""
+    """Run a few lines in a new process with only these of vLLM's variables."""
     inherited = {name: value for name, value in os.environ.items()
                  if not name.startswith(("VLLM", "CUDA", "PYTORCH_NVML"))}
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""What chat templates look like, and that training and play follow the model's own."""
+"""Chat templates: training and play follow the model's own."""
 import json
 import re
 import shutil
@@ -181,7 +181,7 @@ TALK = [{"role": "system", "content": "You plan."}, {"role": "user", "content": 
 
 
 def tokenizer_of(chat_template, special=IM, eos="<|im_end|>"):
-    """A tokenizer of one token a byte, and these."""
+    """A tokenizer with one token per byte, plus these."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -226,7 +226,7 @@ def form(request):
 
 
 def laid(template, talk):
-    """The tokens of play and training."""
+    """The tokens of play and of training."""
     ids = template.prompt(talk[:2])
     for message in talk[2:]:
         said = message["role"] == "assistant"

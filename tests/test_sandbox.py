@@ -1,4 +1,4 @@
-"""Tools word for word, an index that damage does not make lie, a protocol that nothing breaks."""
+"""The tools' words, an index that damage cannot make wrong, a protocol that no reply breaks."""
 import csv
 import hashlib
 import json
@@ -62,7 +62,7 @@ names = st.sampled_from([*Sandbox.tools, *keys])
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory, monkeypatch):
-    """No test writes to the user's own cache."""
+    """Keep the tests from writing to the user's own cache."""
     path = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(path))
     return path
@@ -74,7 +74,7 @@ def world(tmp_path):
 
 
 def answers(database):
-    """What the little world says."""
+    """The tools' results in the little world."""
     world = Sandbox(database)
     return [world.call(*call) for call in CALLS] + [
         database.flights_from("Ash"), database.flight("F4"), database.flight("F5"),
@@ -101,7 +101,7 @@ def test_each_tool_reports_what_it_finds_and_what_is_missing(world):
 
 
 def kept_rows(database, table):
-    """{key: rows} of a table, read plainly: the test's own reading of the CSV."""
+    """{key: rows} of a table, by the test's own reading of the CSV."""
     spec, rows = TABLES[table], {}
     with open(find_sources(database.folder)[table], newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):

@@ -1,4 +1,4 @@
-"""The twelve sets are read in every published form, plays are scored as computed by hand.
+"""The twelve sets are read in every published form, and scores are as computed by hand.
 
     python -m pytest tests/test_sets.py
 """
@@ -20,7 +20,7 @@ from toolstar.tools import Tools
 
 
 def put(path, rows):
-    """Rows as a file of the kind that its name says."""
+    """Write rows into a file of the kind that its suffix names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
         write_jsonl(path, rows)
@@ -351,7 +351,8 @@ FOUND = {"1": "correct", "2": "incorrect", "3": "unread", "4": "unread", "5": "f
 
 @pytest.fixture
 def judged(tmp_path):
-    """(folder, words of scores.main but the judge) of seven plays, none of them equal to a gold."""
+    """(folder, flags of scores.main without the judge) of seven plays, none of which equals a gold.
+    """
     tasks = [task("gaia", number, ["Paris"]) for number in VERDICTS]
     write_jsonl(tmp_path / "tasks.jsonl", tasks)
     write_jsonl(tmp_path / "run/episodes.jsonl", [

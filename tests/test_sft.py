@@ -1,4 +1,4 @@
-"""SFT: what is trained on, and the same gradient and weights however the work is cut or broken."""
+"""SFT: the trained tokens, and equal gradients and weights for any division and interruption."""
 import copy
 import math
 import random
@@ -106,7 +106,7 @@ def seconds(micro, lengths, packed):
 
 
 def efficiency(hands, lengths, packed):
-    """The time that real tokens take, over what ranks spend that wait for the slowest."""
+    """The time for real tokens, divided by the time of ranks that wait for the slowest."""
     spent = sum(max(seconds(micro, lengths, packed) for micro in together)
                 for together in zip(*hands, strict=True))
     return seconds(range(len(lengths)), lengths, True) / spent / len(hands)
@@ -200,7 +200,7 @@ def test_chunked_logps_entropy_and_gradients_are_those_of_whole_logits(chunk):
 
 
 def gradient(policy, samples, micros, packed):
-    """Of the loss of these micro-batches, added up."""
+    """The summed gradient of these micro-batches' losses."""
     engine = Plain(policy)
     for micro in micros:
         logps, _ = engine(*sft.collate([samples[i] for i in micro], packed, "cpu"))
@@ -210,7 +210,7 @@ def gradient(policy, samples, micros, packed):
 
 @pytest.fixture(scope="module")
 def alone(policy, samples):
-    """The gradient of the samples one by one."""
+    """The gradient of the samples, computed one by one."""
     return gradient(policy, samples, [[i] for i in range(len(samples))], False)
 
 

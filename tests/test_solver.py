@@ -1,6 +1,6 @@
-"""The exact solver: nothing that can be tried beats it, and its plans are what they claim to be.
+"""The exact solver: brute force finds nothing cheaper, and its plans are valid.
 
-    python -m pytest tests/test_solver.py      (STAR_TEST_DATA=../shared for the official database)
+    python -m pytest tests/test_solver.py     (STAR_TEST_DATA=../shared for the official database)
 """
 import itertools
 import json
@@ -37,7 +37,7 @@ def passes(task, plan, database):
 
 
 def cost_of(task, plan, database):
-    """What the judge says a plan costs."""
+    """The cost of a plan by the judge."""
     reason = score({**task, "budget": -1}, plan, database)["checks"]["valid_cost"][1]
     return float(re.search(r"costs \$([\d.e+]+)", reason)[1])
 
@@ -45,7 +45,8 @@ def cost_of(task, plan, database):
 # ---------------------------------------------------------------- against every plan there is
 
 def little_world(folder, seed, restaurants, cities=("Elm",)):
-    """A world small enough to try every plan: home is Ash, the cities are of one other state."""
+    """A world small enough to try every plan: the trip starts in Ash, all other cities are in one
+    state."""
     rng, home = random.Random(seed), ("Ash", *cities)
     hotels = [[f"Bed{i}", rng.choice(("Private room", "Shared room")), float(rng.randint(40, 90)),
                float(rng.choice((1, 1, 2))), 3.0, rng.choice(("No pets", "No smoking")),
@@ -90,14 +91,14 @@ def day_of(number, city, ride="-", meals=("-", "-", "-"), sight="-", bed="-"):
 
 
 def rides(database, a, b):
-    """Every way the judges know from a to b, on any date."""
+    """All rides from a to b that the judge knows, on any date."""
     flights = [flight for date in synth.MARCH[:5] for flight in database.flights(a, b, date)]
     numbers = [f"Flight Number: {flight.number}, from {a} to {b}" for flight in flights]
     return [*numbers, f"Self-driving, from {a} to {b}", f"Taxi, from {a} to {b}"]
 
 
 def all_short_plans(database):
-    """Every plan of three days, but for the order of meals and sights that cost nothing."""
+    """Every plan of three days, ignoring the order of meals and sights."""
     beds = [f"{row.name}, Elm" for row in database.hotels("Elm")]
     names = [f"{row.name}, Elm" for row in database.restaurants("Elm")]
     travel = itertools.product(rides(database, "Ash", "Elm"), rides(database, "Elm", "Ash"))
@@ -128,7 +129,7 @@ def all_longer_plans(database, most):
 
 
 def fill(database, a, b, move, ways, most):
-    """The plans along a route: every choice of meals and hotels."""
+    """The plans along a route, with every choice of meals and hotels."""
     names = {city: [f"{row.name}, {city}" for row in database.restaurants(city)] for city in (a, b)}
     beds = [[f"{row.name}, {city}" for row in database.hotels(city)] for city in (a, b)]
     need = {a: 3 * (move - 2), b: 3 * (4 - move)}
@@ -159,7 +160,7 @@ def longer_plan(a, b, move, ways, eaten, extra, first, second):
 
 
 def sum_of(plan, task, database, seen):
-    """The cost of a plan, added up without the solver and the judge."""
+    """The cost of a plan, computed without the solver and the judge."""
     total = 0
     for day in plan:
         for slot in ("transportation", "breakfast", "lunch", "dinner", "accommodation"):

@@ -1,6 +1,6 @@
-"""Synthesis: tasks with a witness, queries that leave nothing out, files that survive a kill.
+"""Synthesis: tasks with a witness, complete queries, files that survive a kill.
 
-    python -m pytest tests/test_synth.py       (STAR_TEST_DATA=../shared for the official database)
+    python -m pytest tests/test_synth.py     (STAR_TEST_DATA=../shared for the official database)
 """
 import csv
 import json
@@ -28,12 +28,12 @@ SEED = int(os.environ.get("TEST_SEED", "0"))
 
 
 def run(*words):
-    """A command of synth.py, in this process."""
+    """Run a command of synth.py in this process."""
     synth.main([str(word) for word in words])
 
 
 def made(path, *words):
-    """The rows that a command wrote."""
+    """The rows that a command has written."""
     run(*words, "--out", path)
     return read_jsonl(path)
 
@@ -64,13 +64,13 @@ def episodes(tasks_file, tmp_path_factory):
 
 
 def cost_of(task, plan, database):
-    """What the judge says a plan costs."""
+    """The cost of a plan by the judge."""
     reason = score({**task, "budget": -1}, plan, database)["checks"]["valid_cost"][1]
     return float(re.search(r"costs \$([\d.e+]+)", reason)[1])
 
 
 def cut_off(path, rng):
-    """What a kill at a random moment leaves: complete lines, perhaps half a line."""
+    """Cut a file as a kill at a random moment does: whole lines, perhaps half a line."""
     data = path.read_bytes()
     path.write_bytes(data[:rng.randrange(len(data))])
 
@@ -236,7 +236,7 @@ def test_a_grammar_says_the_same_thing_in_many_ways(like, least, tasks):
 
 
 class Endpoint(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server. So often as its `rate` says something goes wrong instead."""
+    """An OpenAI-compatible server that fails with the probability `rate`."""
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -267,7 +267,7 @@ class Server(ThreadingHTTPServer):
 
 @pytest.fixture
 def serve():
-    """serve(reply, rate) -> (address, the models asked so far); reply(model, messages) -> text."""
+    """serve(reply, rate) -> (address, models asked so far); reply(model, messages) -> text."""
     servers = []
 
     def start(reply, rate=0.3):

@@ -1,4 +1,4 @@
-"""The solver as a teacher: what its thoughts say is true, known by then, and never taken back.
+"""The solver as a teacher: its thoughts are true, known at that point, and consistent.
 
     python -m pytest tests/test_teacher.py     (STAR_TEST_DATA=../shared for the official database)
 """
@@ -51,7 +51,7 @@ def rows(request):
 
 
 def thoughts(row):
-    """[(thought, what had been shown by then)] of an episode; shown: a list of messages."""
+    """[(thought, messages shown before it)] of an episode."""
     said = []
     for i, message in enumerate(row["messages"]):
         if message["role"] == "assistant":
@@ -73,7 +73,7 @@ def without_names(text):
 
 
 def worked_out(sides):
-    """What the left side of an equation comes to."""
+    """The value of the left side of an equation."""
     total, sign = 0, 1
     for part in re.split(r" ([+-]) ", sides):
         if part in "+-":

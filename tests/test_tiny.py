@@ -34,14 +34,14 @@ TABLES = {"clean_accommodations_2022.csv": ("NAME", "city"),
 
 
 def made(path, *words):
-    """The rows that a command wrote."""
+    """The rows that a command has written."""
     main([str(word) for word in (*words, "--out", path)])
     return read_jsonl(path)
 
 
 @pytest.fixture(scope="module")
 def drills(tmp_path_factory):
-    """(shown, said) of 200 exercises out of two worlds."""
+    """(question, answer) of 200 exercises from two worlds."""
     path = tmp_path_factory.mktemp("drills") / "drills.jsonl"
     made(path, "drills", "--worlds", 2, "--n", 200, "--seed", SEED)
     return [[each["content"] for each in row["messages"]] for row in read_jsonl(path)]
@@ -49,7 +49,7 @@ def drills(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def episodes(tmp_path_factory):
-    """780 episodes out of 13 worlds."""
+    """780 episodes from 13 worlds."""
     path = tmp_path_factory.mktemp("episodes") / "episodes.jsonl"
     return made(path, "drills", "--episodes", "--worlds", 13, "--n", 780, "--seed", SEED)
 
@@ -267,7 +267,7 @@ def test_the_tasks_of_a_small_world_can_be_solved(tmp_path):
 
 @pytest.fixture(scope="module")
 def country(tmp_path_factory):
-    """A folder of three worlds, and tasks of them."""
+    """A folder with three worlds, and their tasks."""
     folder = tmp_path_factory.mktemp("country")
     main(["world", "--worlds", "3", "--seed", str(SEED), "--out", str(folder)])
     path = folder / "tasks.jsonl"
@@ -324,7 +324,7 @@ ROOMS = {"entire room": {"Entire home/apt"}, "private room": {"Private room"},
 
 
 def check_hotels(wish, shown, said):
-    """Hold weighed hotels against the list that was shown -> the line that takes one."""
+    """Check a thought on hotels against the list; return the line that takes one."""
     wanted = said.pop(0).removeprefix("wanted: ")
     if wish["room type"] or wish["house rule"]:
         words = wanted.split(", ")
@@ -350,7 +350,7 @@ def check_hotels(wish, shown, said):
 
 
 def check_meals(wish, shown, said):
-    """Hold weighed restaurants against the list that was shown -> the lines that take three."""
+    """Check a thought on restaurants against the list; return the lines that take three."""
     wishes = wish["cuisine"] or ()
     missing, taken, rows = [*wishes], [], MEAL.findall(shown)
     labels, done = iter(("Breakfast: ", "Lunch: ", "Dinner: ")), []

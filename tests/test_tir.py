@@ -1,4 +1,5 @@
-"""The tool world's facts and tasks: nothing held out is met in training, all of it can be found.
+"""The tool world's facts and tasks: training has nothing that is held out, and every answer can be
+found.
 
     python -m pytest tests/test_tir.py
 """
@@ -39,14 +40,14 @@ def make(folder, *words):
 
 
 def contents(folder):
-    """{path in the folder: bytes}, but for the cache, which any use of the world leaves there."""
+    """{path in the folder: bytes}, without the cache."""
     return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*"))
             if path.is_file() and not path.name.startswith("cache.sqlite")}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder that the default sizes give."""
+    """A folder made with the default sizes."""
     return make(tmp_path_factory.mktemp("facts"), "--seed", str(SEED))
 
 
@@ -168,7 +169,7 @@ def test_a_fifth_of_the_wordings_is_asked_in_the_held_out_world_alone(tasks):
 # ---------------------------------------------------------------- held out
 
 def texts(made, world, *files):
-    """All text of a world's folder and of tasks, without addresses."""
+    """All text of a world's folder and of tasks, without URLs."""
     files = [*(made / file for file in files), *(made / world).rglob("*.*")]
     text = "\n".join(file.read_text() for file in files if file.name != "tools.json")
     return re.sub(r"http://\S+?\.html|\"id\": \"[^\"]+\"|utf-8", "", text)
@@ -216,13 +217,13 @@ def sentences(text):
 
 
 def about(text):
-    """The attribute that a sentence or a question is about."""
+    """The attribute that a sentence or a question names."""
     found = [key for key, cues in CUES.items() if re.search(rf"\b({cues})\b", text, re.I)]
     return found[0] if found else None
 
 
 def read_all(made, part):
-    """{(place, attribute): value} of all that passages state, and of what the pages add."""
+    """{(place, attribute): value} in all passages and pages."""
     known = {}
     for passage in read_jsonl(world_of(made, part) / "corpus.jsonl"):
         title, text = passage["contents"].split("\n")
@@ -242,7 +243,7 @@ def read_all(made, part):
 
 
 def worked_out(task, known):
-    """The answer to a question, from its words and what is known."""
+    """The answer to a question, from its words and {(place, attribute): value}."""
     query, kind = task["query"], task["template"].split()[1]
     numbers = [int(number) for number in re.findall(r"\d+", query)]
     if task["family"] == "compute":
@@ -293,7 +294,7 @@ def run_python(code):
 
 
 class SmallTools:
-    """Search, Python and Browse for one episode, as plain as can be."""
+    """The simplest Search, Python and Browse, for one episode."""
     tools = ("Search", "Python", "Browse")
 
     def __init__(self, index, pages):
@@ -317,7 +318,7 @@ def play(made, searches, part, task):
 
 @pytest.fixture(scope="module")
 def plays(made, tasks, searches):
-    """Episodes of the solver on 200 held-out tasks and on 200 for SFT, none known by heart."""
+    """Episodes of the solver on 200 held-out tasks and 200 for SFT, none answered from memory."""
     asked = {part: [task for task in tasks[part] if "by_heart" not in task]
              for part in ("val", "sft")}
     return [play(made, searches, part, task) for part, tasks in asked.items()

@@ -1,4 +1,4 @@
-"""The tools world: settings, grammars, cache, what tools answer, and its plays in the stages."""
+"""The tools world: settings, grammars, cache, the tools' results, and plays in the stages."""
 import json
 import os
 import pickle
@@ -40,7 +40,7 @@ DONE = "<think>x</think><answer>42</answer>"
 
 @pytest.fixture(scope="session")
 def jail():
-    """A jail that all worlds of this file share; the one of a world takes a second to warm."""
+    """A jail that all worlds of this file share, since a new one takes a second to start."""
     from toolstar.jail import Jail, JailError
 
     try:
@@ -55,7 +55,7 @@ def jail():
 
 @pytest.fixture
 def make(tmp_path, jail, monkeypatch):
-    """make(**settings) -> a world with its own folder, on the jail of all."""
+    """make(**settings) -> a world with its own folder and the shared jail."""
     worlds = []
 
     def make(**settings):
@@ -494,7 +494,7 @@ def command(*words, said=""):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the world that ships."""
+    """A copy of the world that ships with the repository."""
     for name in ("corpus.jsonl", "tools.json"):
         (tmp_path / name).write_bytes((FILE / name).read_bytes())
     return tmp_path
@@ -637,7 +637,7 @@ def kill_often(jail, world, server, times, killed):
 
 
 class Slow:
-    """A tool that takes as long as its name says, and counts how many wait at once."""
+    """A tool whose calls take as long as their argument says; it counts those that run at once."""
     tools = ("Wait",)
 
     def __init__(self):
@@ -798,7 +798,7 @@ def test_an_evaluation_outlives_a_retriever_that_refuses_fails_and_restarts(tmp_
 
 @pytest.fixture(scope="module")
 def episodes(tmp_path_factory):
-    """A folder of a small world, served, with solver's episodes that call, in either grammar."""
+    """A folder of a small served world with the solver's episodes in both grammars."""
     folder = tmp_path_factory.mktemp("facts")
     run = [sys.executable, "-m", "toolstar.tir"]
     port = free_port()
@@ -823,7 +823,7 @@ def episodes(tmp_path_factory):
 
 
 def in_tags(row):
-    """A solver's episode as Tool-Star's single message."""
+    """A solver's episode in Tool-Star's grammar."""
     system, query, *talk = row["messages"]
     said = [{"role": {"user": "result"}.get(m["role"], m["role"]), "content": tools.one_as_tags(m)}
             for m in talk]
@@ -832,7 +832,7 @@ def in_tags(row):
 
 @pytest.fixture(scope="module")
 def caller(episodes, tmp_path_factory):
-    """A model that has learnt solver's episodes by heart, in either grammar, so that it calls."""
+    """A model that has memorised the solver's episodes in both grammars, so that it calls tools."""
     from tiny.model import make_tiny
 
     folder = tmp_path_factory.mktemp("caller")

@@ -1,4 +1,4 @@
-"""Verdicts of the tools world: parity with the reference, mathematics, rewards, hostile text."""
+"""Verdicts of the tools world: parity with Tool-Star's code, mathematics, rewards, hostile text."""
 import gzip
 import json
 import math
@@ -29,7 +29,7 @@ def close(values, others):
 # ---------------------------------------------------------------- parity
 
 def response(case):
-    """The response that the reference reads, or None where it finds none."""
+    """The response that the reference reads, or None if it finds none."""
     if "r" in case:
         return case["r"]
     pieces = case["s"].split(HEADER if HEADER in case["s"] else "Assistant:")

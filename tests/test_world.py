@@ -1,4 +1,4 @@
-"""A second world, a calculator in 50 lines, is trained and measured by the stages as they are."""
+"""A second world, a calculator in 50 lines, works in the stages without changes to them."""
 import re
 import subprocess
 import sys
@@ -18,7 +18,7 @@ SUMS = {f"sum-{i}": i + i * i for i in range(6)}
 
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory):
-    """A file of sums to be found."""
+    """A file of tasks: sums to compute."""
     rows = [{"id": name, "query": f"What makes {total}?", "sum": total}
             for name, total in SUMS.items()]
     write_jsonl(tmp_path_factory.mktemp("sums") / "sums.jsonl", rows)

@@ -535,8 +535,8 @@ def recover_jsonl(path, check=None):
     holds the file's lock, may call this: it completes the last line or cuts it off, so that the
     next line can be appended.
 
-    check(rows) raises ValueError if the rows are not the caller's. Then, or if a line is not a
-    record, or if the unfinished line is not the beginning of one, the file is left unchanged.
+    ValueError, and an unchanged file, if a line is not a record, if the unfinished line is not the
+    beginning of one, or if check(rows) raises it because the rows are not the caller's.
     """
     if not Path(path).exists():
         return []
@@ -716,7 +716,7 @@ OPENED = re.compile(r"<think>\s*(</think>\s*)?$")
 DATE = time.strptime("2024-07-26", "%Y-%m-%d")  # for templates that print today's date
 
 
-def whole_reply(thought, act):
+def inline_reply(thought, act):
     """A reply as a message, its thought in the content."""
     return {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{act}"}
 
@@ -743,7 +743,7 @@ class Template:
         errors = []
         # some templates drop the thoughts before each user turn, but not before a tool's; and some
         # read thoughts only from a field of their own
-        for form, role in itertools.product((whole_reply, split_reply), ("user", "tool")):
+        for form, role in itertools.product((inline_reply, split_reply), ("user", "tool")):
             try:
                 return self.take_apart(role, form)
             except ValueError as error:
@@ -990,7 +990,7 @@ def open_llm(path, **settings):
                    if "failed to be inspected" in text else "")
             raise ValueError(f"{path}: vLLM does not start: {text}{fix}") from error
     say(f"{path}: prompts are not cached, because on a CPU vLLM cannot cache those of this model")
-    # vLLM's rotary kernel for CPUs takes each head of LFM2's queries for a token
+    # vLLM's rotary kernel for CPUs treats each head of LFM2's queries as a token
     return open_llm(path, **settings | {"enable_prefix_caching": False, "compilation_config": {
         "custom_ops": ["-rotary_embedding"]}})
 
@@ -1059,8 +1059,8 @@ class Calls:
         return [play for play, _ in self.waiting.values()]
 
     def free(self, live):
-        """How many plays may begin beside the `live` ones in the engine. Plays that wait for a tool
-        take no engine slot."""
+        """How many plays may begin while the `live` ones are in the engine. Plays that wait for a
+        tool take no engine slot."""
         return min(self.places, WAITING * self.places - len(self)) - len(live)
 
     def start(self, play, episode, action):
@@ -1374,7 +1374,7 @@ def check_model(path):
     if folder.is_file():
         raise ValueError(f"{path} is a file; name the folder that holds it")
     if not folder.is_dir():
-        if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path)):  # as names on the hub are
+        if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path)):  # the form of names on the hub
             raise ValueError(f"{path} is not a folder; is the path right?")
         return
     check_config(folder)

@@ -7,7 +7,8 @@ to pairs by P(chosen is better) = sigmoid(reward of chosen - reward of rejected)
 separate reward model, no value function and no playing, only a loss on pairs of texts:
 
     (1) render both episodes of each pair as sft.py does: token ids, and a mask that is 1 on the
-        policy's replies and 0 on the prompt and the tools' results
+        policy's replies and 0 on the prompt and the tools' results. Replies that both episodes
+        share, before they first differ, belong to the prompt
     (2) reference: compute log pi_ref of each episode, summed over its policy tokens, with the
         weights that training starts from. Only these sums are kept, so no second model is needed
     (3) draw a batch of pairs. A forward without gradients gives log pi of its episodes, and from
@@ -156,10 +157,12 @@ def render(messages, template):
 def read_pair(row, template, cutoff):
     """A row of --data -> its Pair, or the reason why it cannot be used, as text
 
-    Both sides continue "prompt"; without one they are whole conversations.
+    Both sides continue "prompt", whose replies, the past that they share, are not trained on;
+    without a prompt they are whole conversations.
     """
     try:
-        sides = [row.get("prompt", []) + row[side] for side in Pair._fields]
+        past = row.get("prompt", [])
+        sides = [past + row[side] for side in Pair._fields]
         better, worse = map(float, row["rewards"])
     except KeyError as error:
         return f"no {error}"
@@ -168,17 +171,21 @@ def read_pair(row, template, cutoff):
     if not all(map(runtime.is_talk, sides)):
         return "a message has no role or content, or messages and replies do not alternate"
     prompts = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
-    replies = [[m["content"] for m in side if m["role"] == "assistant"] for side in sides]
+    replies = [[m["content"] for m in side[len(past):] if m["role"] == "assistant"]
+               for side in sides]
     if not all("".join(texts).strip() for texts in replies):
         return "a side has no reply"
     if replies[0] == replies[1]:
         return "both sides have the same replies"
     one, other = prompts
-    if one != other or not one or len(row.get("prompt", [])) > len(one):
-        return "the prompts of the two sides differ, are empty or contain a reply"
+    if one != other or not one:
+        return "the prompts of the two sides differ, or are empty"
     if not better >= worse:
         return "the rejected side has the higher reward"
     pair = Pair(*(render(side, template) for side in sides))
+    for side, episode in zip(sides, pair, strict=True):
+        size = past_tokens(past, side[len(past)], template)
+        episode.mask[:size] = [0] * size
     stops = row["stops"] if isinstance(row.get("stops"), list) else []
     for episode, stop in zip(pair, stops, strict=False):
         if stop != "answer" and episode.mask[-1]:  # maybe cut off: the policy sampled no end token
@@ -186,6 +193,17 @@ def read_pair(row, template, cutoff):
             episode.mask.pop()
     too_long = max(len(episode.ids) for episode in pair) > cutoff
     return f"a side is longer than --cutoff {cutoff}" if too_long else pair
+
+
+def past_tokens(past, following, template):
+    """How many tokens the messages that both sides share have, 0 if none is a reply. following: the
+    message after them."""
+    if all(message["role"] != "assistant" for message in past):
+        return 0
+    if past[-1]["role"] != "assistant":
+        return len(render(past, template).ids)
+    # whether the last reply has an end token depends on what follows
+    return len(render([*past, following], template).ids) - len(template.between(following))
 
 
 def load_pairs(path, template, cutoff, rank):

@@ -25,6 +25,7 @@ import math
 import os
 import re
 import sys
+from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import count, islice
@@ -535,7 +536,7 @@ def play_rows(args, name, path, worked, tasks):
     world = runtime.open_world(args)
     episodes = player(args, path, world, tasks, worked)
     yield None
-    for episode in episodes:
+    for episode in prepared(world, episodes):
         plan, verdict, strict = world.verdict(episode)
         row = episode.record(name) | {"plan": plan, "tokens": getattr(episode, "tokens", None)}
         if hasattr(episode, "refusal"):
@@ -545,6 +546,23 @@ def play_rows(args, name, path, worked, tasks):
             row |= {"score": verdict, "reward": reward, "strict": strict}
         yield row
     world.close()
+
+
+def prepared(world, episodes):
+    """Yield the episodes in the order in which they end. If the world lets a server read an answer,
+    it begins when the episode ends, and the others play on; the episode is yielded once it is read.
+    """
+    reading, failure = deque(), None
+    try:
+        for episode in episodes:
+            reading.append((episode, world.prepare([episode])))
+            while reading and all(future.done() for future in reading[0][1]):
+                yield reading.popleft()[0]
+    except (OSError, SystemExit, ValueError) as error:
+        failure = error  # what has ended is judged all the same
+    yield from (episode for episode, _ in reading)
+    if failure:
+        raise failure
 
 
 def player(args, path, world, tasks, worked=False):

@@ -25,13 +25,24 @@ import json
 import re
 import sys
 import threading
+import time
 import uuid
 from contextlib import suppress
 from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
 
-from runtime import LONGEST_REPLY, ChatError, Parser, chat, endpoint, errors_name, run, spoken
+from runtime import (
+    LONGEST_REPLY,
+    ChatError,
+    Parser,
+    Unreachable,
+    chat,
+    endpoint,
+    errors_name,
+    run,
+    spoken,
+)
 from sandbox import PROMPTS, open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
@@ -41,6 +52,7 @@ TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
 LONGEST_LINE = 2_000  # characters; longer lines are cut before they are searched
 CONCURRENCY = 32  # answers that a formatter reads at once
+COSTS = "formatter failed", "formatter tokens"  # the formatter's entries in a score
 MOST_VALUES, MOST_LINES = 40, 2_000  # read at most these numbers of JSON values and lines of a text
 
 
@@ -749,33 +761,34 @@ def clean_day(day, number):
 class Reader:
     """Turns answers into plans by rules, or by an LLM (the formatter) with many requests at a time.
 
-    An answer on which the formatter fails is judged as an answer without a plan, and counted.
-    counts: answers sent to the formatter, failures, and the tokens of all its replies."""
+    An answer on which the formatter fails is judged as an answer without a plan, and counted. If
+    the formatter cannot be reached for `bound` seconds, the run ends. counts: answers sent to the
+    formatter, failures, and the tokens of all its replies."""
 
     def __init__(self, endpoint=None, key=None, cache=None, bound=300, retries=3):
         self.endpoint, self.key, self.cache = endpoint, key, cache
-        self.bound, self.retries = bound, retries  # seconds for an answer, tries of each request
+        self.bound, self.retries = bound, retries  # seconds for a request, its tries
         self.counts = {"asked": 0, "failed": 0, "tokens": 0}
         self.pool, self.futures, self.lock = None, {}, threading.Lock()
 
     def prefetch(self, answers):
-        """Start to read [(text, task)], without waiting."""
-        if self.endpoint:
-            for text, task in answers:
-                if isinstance(text, str):
-                    self._future(text, task)
+        """Start to read [(text, task)] without waiting -> the Futures of the formatter's replies"""
+        asked = answers if self.endpoint else ()
+        return [self._future(text, task) for text, task in asked if isinstance(text, str)]
 
     def read(self, text, task, database):
         """(plan, unused lines, their share, costs). The first three are as in read_plan; an LLM
         does not report which lines it used."""
-        if not self.endpoint or not isinstance(text, str):
+        if not self.endpoint:
             return *read_plan(text, task, database), {}
+        if not isinstance(text, str):  # no answer, and nothing to pay for
+            return None, [], None, dict(zip(COSTS, (0.0, 0), strict=True))
         try:
-            plan, problem, tokens = self._future(text, task).result(self.bound)
+            plan, problem, tokens = self._future(text, task).result(2 * self.bound)
         except concurrent.futures.TimeoutError:
             plan, tokens = None, 0
-            problem = f"{self.endpoint[0]} gave no reply within {self.bound} s"
-        costs = {"formatter failed": float(bool(problem)), "formatter tokens": tokens}
+            problem = f"{self.endpoint[0]} gave no reply within {2 * self.bound} s"
+        costs = dict(zip(COSTS, (float(bool(problem)), tokens), strict=True))
         if problem:
             self._count(failed=1)
             return None, [f"the formatter failed: {problem}"], 1.0, costs
@@ -791,22 +804,30 @@ class Reader:
         with self.lock:
             self.pool = self.pool or concurrent.futures.ThreadPoolExecutor(CONCURRENCY)
             if len(self.futures) > 10_000:
-                self.futures.clear()
+                del self.futures[next(iter(self.futures))]  # the oldest
             if name not in self.futures:
                 self.futures[name] = self.pool.submit(self._ask, text, task)
             return self.futures[name]
 
     def _ask(self, text, task):
-        """(plan, why there is none or None, tokens used)."""
-        url, model = self.endpoint
-        try:
-            plan, tokens = ask_formatter(text, task, model, url, self.cache, api_key=self.key,
-                                         timeout=self.bound / 4, retries=self.retries)
-            found = plan, None, tokens
-        except (ChatError, NoPlan, OSError, ValueError) as error:
-            found = None, str(error), getattr(error, "tokens", 0)
-        self._count(asked=1, tokens=found[2])
-        return found
+        """(plan, why there is none or None, tokens used). If the endpoint cannot be reached, wait
+        for it: an answer that was not read must not be judged as a bad one. Unreachable at last."""
+        (url, model), until = self.endpoint, time.monotonic() + self.bound
+        while True:
+            try:
+                plan, tokens = ask_formatter(text, task, model, url, self.cache, api_key=self.key,
+                                             timeout=self.bound / 4, retries=self.retries)
+                found = plan, None, tokens
+            except Unreachable as error:
+                if time.monotonic() > until:
+                    raise Unreachable(f"{error}; start it, then repeat this command: what is done "
+                                      "is not done again") from None
+                time.sleep(min(1, self.bound / 10))
+                continue
+            except (ChatError, NoPlan, OSError, ValueError) as error:
+                found = None, str(error), getattr(error, "tokens", 0)
+            self._count(asked=1, tokens=found[2])
+            return found
 
     def _count(self, **more):
         with self.lock:

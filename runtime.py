@@ -1163,6 +1163,10 @@ class ChatError(ConnectionError):
     """An endpoint gave no usable reply however often it was asked."""
 
 
+class Unreachable(ChatError):
+    """Nothing answers at the address: the server is down, or not up yet."""
+
+
 class Refused(ChatError):
     """An endpoint refused one request, or answered it without text; it may answer others.
 
@@ -1351,10 +1355,13 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
 
 def failure_of(error, url, model, retries):
     """The ChatError of an openai.APIError: NoRoom or Refused if it is about the request."""
+    import openai
+
     status = getattr(error, "status_code", None)
     if status is None:
-        return ChatError(f"{url}: no connection: {error.__cause__ or error}, after {retries} "
-                         f"retries, from model {model}")
+        kind = ChatError if isinstance(error, openai.APITimeoutError) else Unreachable
+        return kind(f"{url}: no connection: {error.__cause__ or error}, after {retries} retries, "
+                    f"from model {model}")
     said = error.response.text
     problem = f"{url}: status {status} {said[:300]!r}"  # the server's own words
     if status >= 500 or status == 429:
@@ -2167,9 +2174,12 @@ class CheckedWorld:
         return task
 
     def prepare(self, episodes):
-        """Tell a world which episodes it will judge next, if it has this member."""
-        if hasattr(self.world, "prepare"):
-            self.world.prepare(episodes)
+        """Tell a world which episodes it will judge next, if it has this member -> the Futures that
+        their verdicts would have to wait for."""
+        if not hasattr(self.world, "prepare"):
+            return []
+        with naming_world(f"--env {self.env}: prepare"):
+            return [future for future in self.world.prepare(episodes) or () if not future.done()]
 
     def episode(self, task, seed, args):
         with naming_world(f"--env {self.env}: episode", task):

@@ -200,6 +200,42 @@ def test_a_play_that_was_cut_off_has_no_end_token_in_the_loss(template, tmp_path
     assert trained == ["9<|im_end|>", "0"] and all(len(side.ids) == len(side.mask) for side in pair)
 
 
+PAST = [*says("5"), {"role": "user", "content": "More!"}, *says("4")]
+RESULT = {"role": "result", "content": " <result>6</result>"}
+
+
+@pytest.mark.parametrize("past, before", [
+    (PAST, [{"role": "user", "content": "And?"}]),  # the sides begin with observations
+    ([*PAST, {"role": "user", "content": "And?"}], []), ([*says("5"), RESULT], []),
+    (says("5"), [RESULT])])
+def test_replies_that_both_sides_share_are_tokens_of_the_prompt(template, past, before):
+    sides = {"chosen": before + says("9", "8"), "rejected": before + says("1")}
+    whole = {name: past + side for name, side in sides.items()}
+    known = dpo.read_pair(row() | whole, template, 400)
+    pair = dpo.read_pair(row() | sides | {"prompt": ASKED + past}, template, 400)
+    for side, all_replies, replies in zip(pair, known, (("9", "8"), ("1",)), strict=True):
+        assert side.ids == all_replies.ids
+        said = [template.tokenizer.decode([i]) for i, m in zip(*side, strict=True) if m]
+        assert said == [text for reply in replies for text in (reply, "<|im_end|>")]
+        begin = side.mask.index(1)
+        assert side.mask[begin:] == all_replies.mask[begin:]
+
+
+def test_a_past_that_both_sides_share_changes_no_gradient(policy, template, one_rank):
+    sides = {"chosen": says("9 7", "8"), "rejected": says("1")}
+    more = {"role": "user", "content": "More!"}
+    rows = [{"prompt": [*ASKED, *PAST, more]} | sides, {
+        "prompt": ASKED, **{name: [*PAST, more, *side] for name, side in sides.items()}}]
+    gradients = []
+    for one in rows:
+        pair = dpo.read_pair(row() | one, template, 400)
+        # the reference's log-probabilities hold those of the past, too
+        reference = dpo.sum_logps(Plain(policy), dpo.episodes_of([pair]), False, 0, 1, "cpu",
+                                  options()) - torch.tensor([[20.0], [13.0]])
+        gradients.append(our_gradient(policy, [pair], reference, options())[1])
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+
+
 def test_whole_conversations_are_pairs_too(template, tmp_path):
     whole = {"chosen": ASKED + says("9"), "rejected": ASKED + says("0"), "rewards": [1, 0]}
     write_jsonl(tmp_path / "p.jsonl", [row(("9",), ("0",)), whole])
@@ -208,9 +244,9 @@ def test_whole_conversations_are_pairs_too(template, tmp_path):
 
 
 BAD = {
-    "prompts of the two sides differ": {
+    "prompts of the two sides differ, or": {
         "chosen": ASKED + says("9"), "rejected": ASKED[:1] + says("0"), "rewards": [1, 0]},
-    "differ, are empty": {"chosen": says("9"), "rejected": says("0"), "rewards": [1, 0]},
+    "differ, or are empty": {"chosen": says("9"), "rejected": says("0"), "rewards": [1, 0]},
     "both sides have the same replies": row(("9", "8"), ("9", "8")),
     "a side has no reply": row(rejected=()),
     "no reply": row(chosen=("", " \n")),
@@ -218,7 +254,8 @@ BAD = {
     "no 'chosen'": {key: value for key, value in row().items() if key != "chosen"},
     "a message has no role or content": row() | {"chosen": [{"role": "assistant"}]},
     "messages and replies do not alternate": row() | {"chosen": says("9") + says("8")},
-    "or contain a reply": row() | {"prompt": [*ASKED, *says("5"), ASKED[1]]},
+    "replies do not alternate": row() | {"prompt": [*ASKED, *says("5")]},
+    "have the same replies": row(("8",), ("8",)) | {"prompt": [*ASKED, *says("5"), ASKED[1]]},
     "rewards two numbers": row(rewards=(1.0, None)),
     "two numbers": row(rewards=(1.0, 0.0, 0.0)),
     "must be lists of messages": row() | {"rejected": "0"},

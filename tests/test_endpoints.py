@@ -4,13 +4,29 @@ import random
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
+import styles
 from conftest import SEED
 
 import evaluate
-from runtime import ChatError, NoRoom, Refused, chat, read_jsonl, with_thought, write_jsonl
+import grpo
+from format_plan import COSTS, Reader, itinerary, parse_plan
+from runtime import (
+    ChatError,
+    CheckedWorld,
+    NoRoom,
+    Refused,
+    Unreachable,
+    chat,
+    read_jsonl,
+    with_thought,
+    write_jsonl,
+)
 from toolstar.scores import ask_judge
+from travel.constraints import SCORES
+from travel.world import Travel, load_task
 
 CALL = '<tool_call>{"name": "SearchCity", "arguments": {"state": "x"}}</tool_call>'
 ANSWER = "<answer>done</answer>"
@@ -60,7 +76,10 @@ def opened(port, answer):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Endpoint)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # as many may come at once
+
+    server = Server(("127.0.0.1", port), Endpoint)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     return server
 
@@ -266,6 +285,137 @@ def test_a_judge_may_think(serve):
     url, _ = serve(lambda body: said("Correct.", reasoning_content="Incorrect? No."))
     task = {"golds": ["1"], "query": "?"}
     assert ask_judge(lambda messages: chat(url, "m", messages), task, "1")[0] == "correct"
+
+
+# -------------------------------------------------------------------------------------- formatters
+
+@pytest.fixture(scope="module")
+def answers(mini):
+    """[(task, answer, plan)]: three versions of a solver's itinerary for each of 20 tasks."""
+    found = []
+    for i, (task, plan) in enumerate(styles.solved(mini, 20, "answers")):
+        for note in range(3):
+            text = f"{itinerary(plan)}\nNote {i}.{note}"
+            found.append((load_task(task | {"id": f"t{i}-{note}"}), text,
+                          parse_plan(text, task, mini)))
+    return found
+
+
+def formatter(answers):
+    """answer(body) of a formatter that reads these answers; also what it has read so far."""
+    plans, read = {text: json.dumps(plan) for _, text, plan in answers}, []
+
+    def answer(body):
+        text = body["messages"][-1]["content"].partition("Itinerary:\n")[2]
+        if text in plans:
+            read.append(text)
+        return said(plans.get(text, "Hello."))
+    return answer, read
+
+
+def judged(answers, mini, reader=None):
+    """The samples of grpo.py that end in these answers, judged as an update's."""
+    world, samples = Travel(mini, reader=reader), []
+    for number, (task, text, _) in enumerate(answers):
+        episode = world.episode(task, 0, SimpleNamespace(
+            failure_rate=0.0, max_turns=9, system_prompt="short"))
+        episode.step(f"<think>.</think><answer>{text}</answer>")
+        samples.append(grpo.Sample(episode, number, f"{number}", [1], [1], [0.0]))
+    grpo.judge_all(samples, CheckedWorld(world, "travel"), "sum")
+    return samples
+
+
+def test_an_evaluation_has_its_answers_read_side_by_side_and_keeps_their_order(
+        serve, answers, mini, tmp_path):
+    running, lock, most = [], threading.Lock(), []
+    tasks = [task for task, text, _ in answers if text.endswith(".0")]
+    write_jsonl(tmp_path / "tasks.jsonl", tasks)
+
+    def slow(body):
+        with lock:
+            running.append(1)
+            most.append(len(running))
+        time.sleep(0.5)
+        with lock:
+            running.pop()
+        text = body["messages"][-1]["content"].partition("Itinerary:\n")[2]
+        return said(json.dumps(plans[text]))
+
+    def evaluated(*words):
+        out = tmp_path / f"out{len(words)}"
+        evaluate.main(["--tasks", str(tmp_path / "tasks.jsonl"), "--database", str(mini.folder),
+                       "--agent", "solver", "--out", str(out), *words])
+        return read_jsonl(out / "solver" / "episodes.jsonl")
+
+    url, asked = serve(slow)
+    by_rules = evaluated()
+    plans = {row["answer"]: row["plan"] for row in by_rules}
+    rows = evaluated("--reader", f"{url}=m")
+    assert len(asked) == len({row["answer"] for row in rows}) > 15 and max(most) > 8
+    for row, rule in zip(rows, by_rules, strict=True):
+        assert row["task"] == rule["task"] and row["plan"] == rule["plan"]
+        assert (row["reward"], row["strict"]) == (rule["reward"], rule["strict"])
+        assert row["score"]["formatter tokens"] == 50 and not row["score"]["formatter failed"]
+
+
+def test_training_with_a_formatter_that_refuses_fails_and_restarts_spoils_no_reward(answers, mini):
+    """3 of 60 answers are refused for good, a fifth of the first 80 requests fails, one restart."""
+    rng, lock, asked, servers = random.Random(SEED), threading.Lock(), [], []
+    answer, read = formatter(answers)
+    refused = {text for _, text, _ in answers[7::20]}
+
+    def restart():
+        servers[0].shutdown()
+        servers[0].server_close()
+        time.sleep(1)
+        servers.append(opened(servers[0].server_port, storm))
+
+    def storm(body):
+        with lock:
+            asked.append(body)
+            fails = len(asked) <= 80 and rng.random() < 0.2
+            if len(asked) == 30:
+                threading.Thread(target=restart).start()
+        if fails:
+            return rng.choice(((500, "no"), (503, "loading"), said("")))
+        if any(text in body["messages"][-1]["content"] for text in refused):
+            return 400, "content_filter"
+        return answer(body)
+
+    servers.append(opened(0, storm))
+    reader = Reader((f"http://127.0.0.1:{servers[0].server_port}/v1", "m"))
+    samples, by_rules = judged(answers, mini, reader), judged(answers, mini)
+    assert len(servers) == 2 and reader.counts == {"asked": 60, "failed": 3, "tokens": 57 * 50}
+    assert sorted(read) == sorted({text for _, text, _ in answers} - refused), "each is read once"
+    for sample, rule, (_, text, _) in zip(samples, by_rules, answers, strict=True):
+        score = sample.record["score"]
+        assert score["formatter failed"] == (text in refused)
+        assert sample.reward == (0 if text in refused else rule.reward)
+        assert text not in refused or "content_filter" in score["unread"][0]
+    servers[-1].shutdown()
+    servers[-1].server_close()
+
+
+def test_a_formatter_that_is_gone_is_waited_for_and_ends_the_run_if_it_stays_away(answers, mini):
+    servers = [opened(0, formatter(answers)[0])]
+    port, (task, text, plan) = servers[0].server_port, answers[0]
+    servers[0].shutdown()
+    servers[0].server_close()
+    reader = Reader((f"http://127.0.0.1:{port}/v1", "m"), bound=60, retries=0)
+    reader.prefetch([(text, task)])
+    time.sleep(1)
+    servers.append(opened(port, formatter(answers)[0]))
+    assert reader.read(text, task, mini)[0] == plan and reader.counts["failed"] == 0
+    servers[1].shutdown()
+    servers[1].server_close()
+    reader = Reader((f"http://127.0.0.1:{port}/v1", "m"), bound=0.5, retries=0)
+    with pytest.raises(Unreachable, match=f"{port}.*start it, then repeat this command"):
+        reader.read(text, task, mini)
+
+
+def test_the_log_of_a_run_has_the_costs_of_its_formatter(mini):
+    assert Travel(mini).parts == SCORES
+    assert Travel(mini, reader=Reader(("http://x/v1", "m"))).parts == SCORES + COSTS
 
 
 # ------------------------------------------------------------------------------------------ drill

@@ -174,6 +174,20 @@ def test_threads_run_where_they_are_admitted():
     assert result.stdout == "1\n" and result.error.startswith("PermissionError")
 
 
+def test_files_can_be_copied_and_a_database_written(plain):
+    result = plain.run("""
+import shutil, sqlite3
+table = sqlite3.connect("table")
+table.execute("CREATE TABLE numbers (n)")
+table.execute("INSERT INTO numbers VALUES (7)")
+table.commit()
+shutil.copy2("table", "copy")
+shutil.copytree(".", "folder")
+print(sqlite3.connect("folder/copy").execute("SELECT n FROM numbers").fetchall())
+""")
+    assert (result.status, result.stdout) == ("ok", "[(7,)]\n"), result.error
+
+
 def test_asyncio_runs(plain):
     assert plain.run("import asyncio\nprint(asyncio.run(asyncio.sleep(0, 5)))").stdout == "5\n"
 

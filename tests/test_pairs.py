@@ -1,9 +1,10 @@
 """Pairs: right plays with wrong ones of the same question, without a bias in format or length."""
 import json
+import random
 from collections import Counter
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SEED
 
 from runtime import read_jsonl, write_jsonl
 from toolstar import pairs, tools
@@ -45,6 +46,38 @@ def test_a_pair_is_a_right_and_a_wrong_play_of_one_question(made):
         "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "a"}],
         "chosen": [{"role": "assistant", "content": "right"}],
         "rejected": [{"role": "assistant", "content": "wrong"}]}
+
+
+def test_the_prompt_holds_all_that_both_plays_share(made):
+    shared, last = ["call 1", "call 2"], {"role": "user", "content": "seen"}
+    right, wrong = play(said=[*shared, "7"]), play(said=[*shared, "call 3", "8"], reward=0.0)
+    (row,) = made([right, wrong])
+    assert row["prompt"] == right["messages"][:6] and row["prompt"][-1] == last
+    assert (replies(row, "chosen"), replies(row, "rejected")) == (["7"], ["call 3", "8"])
+    wrong["messages"][5] = last | {"content": "Error"}  # the same call, answered differently
+    (row,) = made([right, wrong])
+    assert row["prompt"] == right["messages"][:5]
+    assert row["chosen"][0] == last and row["rejected"][0]["content"] == "Error"
+
+
+def test_a_play_that_is_the_beginning_of_another_keeps_its_last_reply(made):
+    cut = play(said=["call 1", "call 2"], reward=-1.0, stop="turns")
+    (row,) = made([play(said=["call 1", "call 2", "7"]), cut])
+    assert (replies(row, "chosen"), replies(row, "rejected")) == (["call 2", "7"], ["call 2"])
+
+
+def test_prompt_and_side_are_the_play_and_the_sides_differ_at_once(made):
+    draw = random.Random(SEED)
+    plays = [play(said=[f"call {draw.randrange(2)}" for _ in range(draw.randint(1, 5))],
+                  reward=float(draw.random() < 0.5), system=f"S{i % 4}") for i in range(120)]
+    known = [one["messages"] for one in plays]
+    rows = made(plays, "--per-question", "50")
+    for row in rows:
+        sides = [row["chosen"], row["rejected"]]
+        assert all(row["prompt"] + side in known for side in sides)
+        start = sides[0][0] == sides[1][0]
+        assert not start or min(map(len, sides)) == 1, "unless one is the beginning of the other"
+    assert len(rows) > 20 and any(len(row["prompt"]) > 2 for row in rows)
 
 
 def test_a_question_with_two_ids_is_on_one_side_only(tmp_path):

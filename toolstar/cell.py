@@ -201,6 +201,8 @@ def work(settings):
     for name in "numpy.random", "sympy.core.random":
         if name in sys.modules:
             sys.modules[name].seed(0)
+    if settings["jailed"]:  # the filter denies to set them: a copy goes without
+        shutil.copymode = shutil.copystat = lambda *_, **__: None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     LIBC.prctl(4, 0)  # PR_SET_DUMPABLE: forks can neither trace nor read this process
     code = ctypes.create_string_buffer(bytes.fromhex(settings["filter"]))

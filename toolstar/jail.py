@@ -80,31 +80,34 @@ class Result(NamedTuple):
 
 # ---------------------------------------------------------------- the filter
 # A denied system call raises PermissionError. One that is neither allowed nor denied looks as if it
-# were not implemented, so that libraries use another one.
+# were not implemented, so that libraries use another one. Modes and times of files are denied,
+# because the devices are the host's: as root, a program could make /dev/null unusable for all.
 
 ALLOWED = """
     brk mmap munmap mremap mprotect madvise mincore open openat creat close close_range read write
     readv writev pread64 pwrite64 preadv pwritev lseek stat fstat lstat newfstatat statx statfs
     fstatfs access faccessat faccessat2 readlink readlinkat getdents getdents64 getcwd chdir fchdir
     mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 link linkat symlink symlinkat
-    truncate ftruncate fallocate fsync fdatasync umask chmod fchmod fchmodat utime utimes utimensat
-    futimesat dup dup2 dup3 pipe pipe2 fcntl flock sendfile copy_file_range fadvise64 clock_gettime
-    clock_getres clock_nanosleep nanosleep gettimeofday time times getrusage getitimer setitimer
-    alarm pause poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait
-    epoll_pwait eventfd2 rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait
-    rt_sigsuspend sigaltstack tgkill restart_syscall getpid getppid gettid getuid geteuid getgid
-    getegid getgroups getpgid getpgrp getsid getresuid getresgid getpriority sched_getaffinity
-    sched_yield uname sysinfo getcpu getrandom futex set_robust_list get_robust_list set_tid_address
-    rseq arch_prctl membarrier exit exit_group wait4 waitid getrlimit recvfrom sendto shutdown
-    getsockopt getsockname getpeername"""
+    truncate ftruncate fallocate fsync fdatasync umask dup dup2 dup3 pipe pipe2 sendfile
+    copy_file_range fadvise64 clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time
+    times getrusage getitimer setitimer alarm pause poll ppoll select pselect6 epoll_create
+    epoll_create1 epoll_ctl epoll_wait epoll_pwait eventfd2 rt_sigaction rt_sigprocmask rt_sigreturn
+    rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack tgkill restart_syscall getpid getppid
+    gettid getuid geteuid getgid getegid getgroups getpgid getpgrp getsid getresuid getresgid
+    getpriority sched_getaffinity sched_yield uname sysinfo getcpu getrandom futex set_robust_list
+    get_robust_list set_tid_address rseq arch_prctl membarrier exit exit_group wait4 waitid
+    getrlimit recvfrom sendto shutdown getsockopt getsockname getpeername"""
 DENIED = """
     clone fork vfork execve execveat socket socketpair connect bind listen accept accept4 sendmsg
     recvmsg setsockopt kill tkill ptrace process_vm_readv process_vm_writev pidfd_open pidfd_getfd
     pidfd_send_signal mount umount2 pivot_root chroot unshare setns bpf io_uring_setup
     perf_event_open userfaultfd keyctl add_key request_key memfd_create personality seccomp prctl
     prlimit64 setrlimit sched_setaffinity sched_setscheduler setpriority chown fchown lchown
-    fchownat mknod mknodat setuid setgid setgroups setreuid setregid setresuid setresgid setpgid
-    setsid"""
+    fchownat chmod fchmod fchmodat utime utimes utimensat futimesat flock mknod mknodat setuid
+    setgid setgroups setreuid setregid setresuid setresgid setpgid setsid"""
+# commands of fcntl: duplicate a descriptor, read and set its flags, the size of a pipe, and the
+# locks that SQLite needs (5, 6, 7); but no leases on the host's files, no watches of its folders
+FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1031, 1032)
 # of the denied calls, a worker may use these: to start, to fork and to end forks
 WORKERS = """
     clone fork execve kill prctl seccomp sendmsg recvmsg pidfd_open prlimit64 setsid"""
@@ -143,6 +146,8 @@ def write_filter(threads=None):
         add(seccomp.ALLOW, name, *conditions)
     for request in 0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451:  # of isatty() and the like
         add(seccomp.ALLOW, "ioctl", (1, seccomp.EQ, request))
+    for request in FCNTL:
+        add(seccomp.ALLOW, "fcntl", (1, seccomp.EQ, request))
     for name in {*DENIED.split()} - {*free, *special}:
         add(seccomp.ERRNO(EPERM), name)
     with tempfile.TemporaryFile() as file:

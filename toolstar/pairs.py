@@ -10,8 +10,9 @@ Pair right plays with wrong plays of the same question, as data for dpo.py: self
                 length alone. With --fewer-calls, then pairs of right plays with equal rewards, of
                 which the one with fewer calls is chosen
     (3) split   hold out a share of the questions, with all their pairs
-    (4) write   {task, prompt, chosen, rejected, rewards, calls, stops}: chosen and rejected are
-                messages; rewards, calls and stops are lists of two, for chosen and rejected
+    (4) write   {task, prompt, chosen, rejected, rewards, calls, stops}: prompt holds the messages
+                that both plays share, chosen and rejected those from the first difference on;
+                rewards, calls and stops are lists of two, for chosen and rejected
 
 Tool-Star [1] shows the policy the principles of its reward while it plays for pairs. To do the
 same, play with a system prompt that contains them, and remove them from the pairs by --principles
@@ -159,10 +160,19 @@ def pair_up(plays, args, rng):
 
 def as_row(chosen, rejected):
     """A pair as dpo.py reads it."""
-    both = chosen, rejected
-    return {"task": chosen.task, "prompt": chosen.prompt, "chosen": chosen.said,
-            "rejected": rejected.said, "rewards": [play.reward for play in both],
+    both, past = (chosen, rejected), common_past(chosen.said, rejected.said)
+    return {"task": chosen.task, "prompt": chosen.prompt + chosen.said[:past],
+            "chosen": chosen.said[past:], "rejected": rejected.said[past:],
+            "rewards": [play.reward for play in both],
             "calls": [play.calls for play in both], "stops": [play.stop for play in both]}
+
+
+def common_past(one, other):
+    """How many messages two plays share before they first differ. The last reply of either is not
+    among them: a play that was cut short may be the beginning of the other."""
+    past = min(max(i for i, message in enumerate(said) if message["role"] == "assistant")
+               for said in (one, other))
+    return next((i for i in range(past) if one[i] != other[i]), past)
 
 
 def describe_pairs(pairs):

@@ -10,7 +10,7 @@ import datetime
 import math
 import os
 
-from format_plan import Reader, add_reader_flags, open_reader
+from format_plan import COSTS, Reader, add_reader_flags, open_reader
 from runtime import SHARE, errors_name
 from sandbox import Episode, Sandbox, open_database, read_prompt
 from travel.backtracking import backtracking
@@ -108,6 +108,7 @@ class Travel:
 
     def __init__(self, database, test_split=False, reader=None):
         self.database, self.test_split, self.reader = database, test_split, reader or Reader()
+        self.parts = SCORES + COSTS * bool(self.reader.endpoint)
 
     def load_task(self, row):
         """A task with an "id" from a row of a file; KeyError or ValueError names the key."""
@@ -141,8 +142,8 @@ class Travel:
         return reward(verdict, kind)
 
     def prepare(self, episodes):
-        """Start to read the answers of all episodes before they are judged one by one."""
-        self.reader.prefetch([(episode.answer, episode.task) for episode in episodes])
+        """Start to read the answers of all episodes before they are judged -> Futures of them."""
+        return self.reader.prefetch([(episode.answer, episode.task) for episode in episodes])
 
     def close(self):
         """Stop the reader."""

@@ -427,7 +427,7 @@ def flags(argv=None):
     args = runtime.parse_args(p, argv)
     if args.agent != "model" and (args.model or args.url):
         p.error(f"--agent {args.agent} plays by itself; leave out --model and --url")
-    args.lenient |= args.agent == "person"  # who learns of a typo and tries again
+    args.lenient |= args.agent == "person"  # a person may correct a typing error
     return args
 
 
@@ -682,14 +682,14 @@ def evaluate(args):
     for name, folder in folders.items():
         rows = read_episodes(folder / "episodes.jsonl")
         played[name] = [rows[task] for task in wanted if task in rows]  # in task order
-        if args.show or args.agent == "person":  # who has just read the episodes
-            for row in played[name]:
+        if args.show or args.agent == "person":
+            for row in played[name]:  # a person has just read the episode: print the verdict only
                 (print_episode if args.show else print_verdict)(row)
     text, report = table(played, getattr(world, "lines", None))
     for name, folder in folders.items():
         runtime.write_text(folder / "scores.json", json.dumps(report[name], indent=1))
     runtime.write_text(Path(args.out) / "table.md", text)
-    shown = "" if args.agent == "person" else f"\n{aligned(text)}\n\n"  # who has seen the verdict
+    shown = "" if args.agent == "person" else f"\n{aligned(text)}\n\n"
     print(f"{shown}{args.out}/table.md; python -m look.report {args.out} shows each episode")
 
 

@@ -280,7 +280,8 @@ def cell(mean, draws, n, sign=""):
 
 
 def summarise(found, sets):
-    """One model's {id: Verdict} and {set: ids} -> means of the sets' means, and counts."""
+    """One model's {id: Verdict} and {set: ids} -> {key: number}: scores are unweighted means over
+    the sets."""
     rows = [found[i] for ids in sets.values() for i in ids]
     stops = Counter(row.stop for row in rows)
     means = [np.mean([found[i][:3] for i in ids], axis=0) for ids in sets.values()]

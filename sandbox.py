@@ -571,7 +571,7 @@ class Database:
             return self._base.execute(question, values).fetchall()
         except UnicodeEncodeError:
             return []  # half a surrogate pair names nothing
-        except sqlite3.ProgrammingError:  # a wrong question, such as a value that is not a text
+        except sqlite3.ProgrammingError:  # such as a value of a wrong type: a mistake in the code
             raise
         except sqlite3.DatabaseError as error:
             raise OSError(f"{self.index} is damaged ({error}): delete it, and it is built again "

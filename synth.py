@@ -101,8 +101,8 @@ open_once = cache(open_database)  # in each process
 
 @cache
 def reserved(database):
-    """Cities that training never visits: all cities of some states, an eighth of all cities at
-    most. A hash of its name decides whether a state is one of them."""
+    """Cities that training never visits: all cities of some states, about an eighth of all cities.
+    Hashes of the states' names decide which states."""
     cities = set()
     for state in sorted(database.states, key=stable_draw):
         if len(cities) + len(database.states[state]) <= len(database.cities) // 8 + 1:
@@ -160,8 +160,8 @@ def sample_task(rng, database, days, level, like, dates):
 
 
 def sample_wishes(rng, level, people):
-    """{wish: its value, or None}: an easy task has no wish, a medium task one, and a hard task two,
-    and it rules out a means of transport."""
+    """{wish: its value, or None}. An easy task has no wish, a medium task has one; a hard task has
+    two and also rules out a means of transport."""
     wish, kinds = dict.fromkeys(WISHES), ()
     if level == "medium":
         kinds = [rng.choice(("house rule", "cuisine", "room type"))]

@@ -157,8 +157,8 @@ def render(messages, template):
 def read_pair(row, template, cutoff):
     """A row of --data -> its Pair, or the reason why it cannot be used, as text
 
-    Both sides continue "prompt", whose replies, the past that they share, are not trained on;
-    without a prompt they are whole conversations.
+    Both sides continue "prompt", and replies in the prompt, which they share, are not trained on.
+    Without a prompt each side is a complete conversation.
     """
     try:
         past = row.get("prompt", [])
@@ -196,8 +196,8 @@ def read_pair(row, template, cutoff):
 
 
 def past_tokens(past, following, template):
-    """How many tokens the messages that both sides share have, 0 if none is a reply. following: the
-    message after them."""
+    """The number of tokens in the messages that both sides share, 0 if none of them is a reply.
+    following: the message after them."""
     if all(message["role"] != "assistant" for message in past):
         return 0
     if past[-1]["role"] != "assistant":

@@ -60,7 +60,7 @@ MOST_VALUES, MOST_LINES = 40, 2_000  # read at most these numbers of JSON values
 # ends the pattern, so that matching takes linear time; tests/test_format_plan.py times each one.
 
 def pattern(text):
-    """Compile a pattern that ignores case; its line breaks and indentation are layout."""
+    """Compile a pattern that ignores case; line breaks and indentation in it are ignored."""
     return re.compile(re.sub(r"\n\s*", "", text), re.I)
 
 
@@ -810,8 +810,9 @@ class Reader:
             return self.futures[name]
 
     def _ask(self, text, task):
-        """(plan, why there is none or None, tokens used). If the endpoint cannot be reached, wait
-        for it: an answer that was not read must not be judged as a bad one. Unreachable at last."""
+        """(plan, why there is none or None, tokens used). While the endpoint cannot be reached,
+        wait: an unread answer must not be judged as a bad one. Unreachable after `bound` seconds.
+        """
         (url, model), until = self.endpoint, time.monotonic() + self.bound
         while True:
             try:
@@ -820,8 +821,8 @@ class Reader:
                 found = plan, None, tokens
             except Unreachable as error:
                 if time.monotonic() > until:
-                    raise Unreachable(f"{error}; start it, then repeat this command: what is done "
-                                      "is not done again") from None
+                    raise Unreachable(f"{error}; start it, then repeat this command, which resumes "
+                                      "from what was saved") from None
                 time.sleep(min(1, self.bound / 10))
                 continue
             except (ChatError, NoPlan, OSError, ValueError) as error:
@@ -874,7 +875,7 @@ def read_texts(path):
 def read_all(args):
     """Print the rows with their plans."""
     database, reader = open_database(args.database), open_reader(args)
-    rows = list(read_texts(args.file))  # check every line before one is paid for
+    rows = list(read_texts(args.file))  # check every line before the first request
     reader.prefetch([(text, task) for _, task, text in rows])
     for row, task, text in rows:
         plan = reader.read(text, task, database.of(task))[0]

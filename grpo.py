@@ -245,7 +245,7 @@ def take_observation(s, observation, template, args):
 
 def rollout(llm, template, world, tasks, name, group, temperature, top_p, args, carried=None,
             stretch=0):
-    """(1) Play each task `group` times -> the samples of this engine: whole groups, in any order
+    """(1) Play each task `group` times -> the samples of this engine, in complete groups
 
     All engines take the next query from one counter, so none idles while another has a queue.
     carried: (7) the plays of unfinished groups from the last update, which resume first; on return

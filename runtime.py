@@ -1144,7 +1144,7 @@ def shared_counter(name, n, args):
 
 # ------------------------------------------------------------------------------------ (7) endpoints
 
-LONGEST_REPLY = 200_000  # characters; 32K tokens of English are some 130,000
+LONGEST_REPLY = 200_000  # characters; 32K tokens of English are about 130,000
 # how servers say that a conversation exceeds the model's context
 NO_ROOM = re.compile("|".join([
     r"maximum (model|context|prompt|sequence|input) length",  # vLLM, DeepSeek, Mistral, xAI
@@ -1160,7 +1160,7 @@ ABOUT_THE_REQUEST = (400, 413, 422, 451)  # other statuses may be about the key,
 
 
 class ChatError(ConnectionError):
-    """An endpoint gave no usable reply however often it was asked."""
+    """An endpoint gave no usable reply, after all retries."""
 
 
 class Unreachable(ChatError):
@@ -1188,7 +1188,7 @@ def client_of(url, key, retries):
         if request.headers.get("x-stainless-retry-count") == "1" and retries > 2:
             tell_retries(url, retries)
 
-    # the environment's proxy leads to the internet, not to a server on the local network
+    # use the environment's proxy for https only: it does not reach servers on the local network
     web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"),
                                     event_hooks={"request": [tell]})
     client = openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
@@ -1223,9 +1223,9 @@ class Reply(str):
 def read_reply(body, stops=(), begun=False):
     """The Reply in a chat completion. If the endpoint left out the stop string, it is put back.
     Refused if the completion says why it has no text; ValueError, LookupError, TypeError or
-    AttributeError if it does not say so, or if the body is not a completion.
+    AttributeError if it gives no reason, or if the body is not a completion.
 
-    begun: the reply continues a message, which may hold its <think> and may already be at its end.
+    begun: whether the reply continues a message, which may already contain <think>, or its end.
     """
     if body.get("error") and not body.get("choices"):  # gateways send errors with status 200, too
         said = str(body["error"])[:300]
@@ -1256,7 +1256,7 @@ def read_reply(body, stops=(), begun=False):
 
 def with_thought(text, thought):
     """A reply with its thought in front, as <think>...</think>. Servers with a reasoning parser
-    send the thought apart; without one, the chat template may have opened it."""
+    send the thought in a field of its own; without one, the prompt may have opened the thought."""
     thought = thought.strip() if isinstance(thought, str) else ""
     thought = thought.removeprefix("<think>").removesuffix("</think>")
     if "<think>" in text:
@@ -1282,7 +1282,7 @@ def beyond_openai(messages, stops):
 
 def post(client, request, max_tokens):
     """The HTTP response to a request. Newer models of OpenAI accept the limit of a reply only as
-    max_completion_tokens: if the server asks for that name, the client keeps to it."""
+    max_completion_tokens: if the server asks for that name, the client uses it from then on."""
     import openai
 
     name, create = client.limit, client.chat.completions.with_raw_response.create
@@ -1308,16 +1308,17 @@ def greets(client, model, timeout):
 
 def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=300, retries=6,
          api_key=None, stops=()):
-    """The Reply of an OpenAI-compatible endpoint. Refused if there is none to this request,
-    ChatError if the endpoint is at fault.
+    """The Reply of an OpenAI-compatible endpoint. Refused if this request gets none, ChatError if
+    the endpoint is at fault.
 
-    stops: closing tags that end a reply and belong to it. A last message of the assistant is
-    continued. max_tokens: None or 0 leaves the limit to the server.
+    stops: closing tags that end a reply and belong to it. If the last message is the assistant's,
+    the reply continues it. max_tokens: None or 0 leaves the limit to the server.
 
     The openai package retries time-outs, broken connections and status 408, 409, 429 and 5xx with
-    growing pauses. If they last but the endpoint answers a greeting, the request is sent again and
-    then given up. This function retries replies without text (empty, cut, not a chat completion),
-    and refuses one of more than LONGEST_REPLY characters, which no context could hold.
+    growing pauses. If these errors persist although the endpoint answers a greeting, the request is
+    sent once more and then given up. This function retries replies without text (empty, cut, not a
+    chat completion), and refuses replies of more than LONGEST_REPLY characters, for which no
+    context has room.
     """
     import openai
 

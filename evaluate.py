@@ -199,7 +199,7 @@ def prompt_ids(episode, template, max_context):
 
 def play_reply(episode, ids, output, template, max_context):
     """Append a reply's tokens to the episode's -> the Action to answer, or None at the end."""
-    sampled, episode.asked = list(output.token_ids), len(ids)
+    sampled, episode.prompt_tokens = list(output.token_ids), len(ids)
     reply, closed = template.reply(sampled)
     ids += sampled
     if not closed and len(ids) >= max_context:

@@ -121,7 +121,7 @@ class Episode:
 
     # numbers of tokens, set by the player: in the episode, before the last reply, in the last
     # observation
-    tokens = asked = observation_tokens = 0
+    tokens = prompt_tokens = observation_tokens = 0
     rewritten = None  # set by a world whose helpers change earlier messages (toolstar/)
 
     def __init__(self, task, sandbox, max_turns=60, system_prompt=None, strict=True,
@@ -298,8 +298,8 @@ class Sandbox:
         for column, value in ("destination", destination), ("date", date):
             compare(value, len(rows))
             values = value if isinstance(value, list) else [value] * len(rows)
-            rows = [row for row, asked in zip(rows, values, strict=True)
-                    if getattr(row, column) == asked]
+            rows = [row for row, wanted in zip(rows, values, strict=True)
+                    if getattr(row, column) == wanted]
         return rows
 
     def _cities(self, state):

@@ -59,7 +59,7 @@ def tokens_again(episode, ids, template):
         return ids_of(messages, template)
     # the ids before the reply stay as they are
     kept = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
-    again = ids[:episode.asked] + encode(kept[episode.begun:], template)
+    again = ids[:episode.prompt_tokens] + encode(kept[episode.begun:], template)
     if len(kept) < episode.begun:  # the cut is before the reply, in text that a rollback had kept
         again = ids_of(messages, template)
     item["dropped"] = max(0, len(ids) - len(again))

@@ -363,7 +363,7 @@ def test_an_answer_without_text_is_missing(tmp_path):
 
 def test_a_damaged_line_of_an_episodes_file_is_named(tmp_path):
     (tmp_path / "episodes.jsonl").write_text("{}}\n")
-    with pytest.raises(ValueError, match="episodes.jsonl, line 1: no episode"):
+    with pytest.raises(ValueError, match="episodes.jsonl, line 1: not an episode"):
         qa_eval.read_verdicts(tmp_path / "episodes.jsonl")
 
 

@@ -895,7 +895,7 @@ def test_preflight_passes_once_and_leaves_no_weights(station):
     ("look.memory sft --cutoff 20480", {}, "model is too large for 2 x 79 GiB"),
     ("look.memory grpo --context 30000", {}, "model is too large for 2 x 79 GiB"),
     ("Are you there", {"ENDPOINT": "http://a/v1=m"}, "http://a/v1=m: ENDPOINT=http://host:port/v1"),
-    ("download", {"MODEL": "Qwen/none"}, "no Qwen/none: MODEL=a folder, or a hub name"),
+    ("download", {"MODEL": "Qwen/none"}, "there is no model Qwen/none: MODEL=a folder"),
     ("--out out/7b/preflight/full.jsonl", {}, "stage preflight-fill failed, see above"),
     ("sft.py --model model --data out/7b/preflight", {}, "stage preflight-full failed, see above"),
     ("out/7b/preflight/rl", {}, "stage preflight failed, see above"),

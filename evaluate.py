@@ -432,7 +432,8 @@ def flags(argv=None):
 
 
 def named_paths(specs):
-    """{name: path} of [NAME=]PATH; without NAME, the shortest end of the path that is unique."""
+    """{name: path} of [NAME=]PATH; without NAME, the shortest end of the path that is unique.
+    ValueError if a name is malformed or occurs twice."""
     named = [(None, spec) if "=" not in spec or Path(spec).exists() else spec.split("=", 1)
              for spec in specs]
     for spec, (name, path) in zip(specs, named, strict=True):
@@ -451,6 +452,7 @@ def named_paths(specs):
 
 def read_episodes(path, recover=False):
     """{name of the play: its record} of the episodes in a file, each play once; {} without a file.
+    ValueError names a row that is not an episode.
 
     recover: for the writer of the file only, see recover_jsonl; readers leave the file as it is.
     """
@@ -474,7 +476,7 @@ def read_episodes(path, recover=False):
 
 
 def open_folder(out, name, settings, kept="episodes.jsonl"):
-    """Open OUT/name; refuse to mix episodes that were played with other settings."""
+    """The folder OUT/name. ValueError if its episodes were played with other settings."""
     folder = Path(out) / name
     file, episodes = folder / "settings.json", folder / kept
     if not episodes.exists() or not episodes.stat().st_size:

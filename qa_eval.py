@@ -73,7 +73,8 @@ def qa_prompt(name):
 # ---------------------------------------------------------------- data
 
 def load_questions(args):
-    """Tasks {id, set, query, golden_answers} of the chosen sets, in the order of the files."""
+    """Tasks {id, set, query, golden_answers} of the chosen sets, in the order of the files.
+    ValueError if there is none, or if an id occurs twice."""
     tasks = []
     for name, path in find_sets(args).items():
         rows = [load_question(row, name, f"{path}, record {i}")
@@ -93,7 +94,7 @@ def load_questions(args):
 
 
 def find_sets(args):
-    """{set: file}: the folder's own questions.jsonl, or a split of each FlashRAG set."""
+    """{set: file}: the folder's own questions.jsonl, or one split of each FlashRAG set."""
     folder, found = Path(args.data), {}
     if (folder / "questions.jsonl").exists():
         return {folder.resolve().name: folder / "questions.jsonl"}

@@ -120,7 +120,8 @@ def render(messages, template):
 
 def load_samples(path, template, cutoff):
     """Read and render the episodes of a file -> samples, and the number of dropped episodes: those
-    of more than `cutoff` tokens or without a reply."""
+    of more than `cutoff` tokens or without a reply. SystemExit if a row is not an episode, or if no
+    episode is left."""
     samples, dropped = [], 0
     for line, episode in enumerate(runtime.read_jsonl(path), 1):
         messages = episode.get("messages") if isinstance(episode, dict) else None

@@ -279,8 +279,6 @@ MISTAKES = {
         ("check --database none", "none/tools.json is not there"),
         ("check --database settings", "settings/tools.json: not JSON"),
         ("check --database unknowing", "unknown setting 'colour'"),
-        ("play", "required: --tasks"),
-        ("play --tasks none.jsonl", "none.jsonl: No such file"),
     ],
     "toolstar.tir": [
         ("", "required: command"),

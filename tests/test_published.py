@@ -148,15 +148,6 @@ def test_a_row_without_a_prompt_gets_ours_of_grammar_tags(tmp_path):
     assert "<search>" in prompt and "<browse>" not in prompt
 
 
-def test_with_a_world_the_chains_get_its_prompt(tmp_path):
-    (tmp_path / "tools.json").write_text('{"grammar": "tags", "max_calls": 3}')
-    made, _ = convert(tmp_path, [ALPACA], None, "--database", str(tmp_path))
-    assert "You have 3 calls in all" in made["sft"][0]["messages"][0]["content"]
-    (tmp_path / "tools.json").write_text('{"grammar": "turns"}')
-    with pytest.raises(SystemExit, match='chains need "grammar": "tags"'):
-        convert(tmp_path, [ALPACA], None, "--database", str(tmp_path))
-
-
 # ---------------------------------------------------------------- RL
 
 VERL = {"data_source": "hotpot", "prompt": [{"role": "system", "content": SYSTEM},

@@ -125,7 +125,7 @@ def oddities(messages, answer):
 def episode_of(row, line, prompt):
     """(episode, [what is odd about it]) of a row for SFT; Refused if there is no episode in it.
 
-    prompt: a function from the published system prompt, "" if there is none, to the episode's.
+    prompt: the system prompt if the row has none.
     """
     if not isinstance(row, dict):
         raise Refused("it is not an object with columns")
@@ -134,7 +134,7 @@ def episode_of(row, line, prompt):
     parts = [turn for turn in turns if turn[0] != "system"]
     if not parts or parts[0][0] != "user" or not is_text(parts[0][1]):
         raise Refused("no question")
-    talk = [("system", prompt(system)), parts[0]]
+    talk = [("system", system or prompt), parts[0]]
     for role, text in parts[1:]:
         if not isinstance(text, str):
             raise Refused("a reply that is not text")
@@ -260,22 +260,13 @@ def convert_file(path, make, sets):
                   "in an evaluation set": len(dropped), "contaminated": dropped}
 
 
-def prompts_of(args):
-    """The function from a published system prompt to an episode's: with --database the prompt of
-    that world, else the published one, or our own if there is none."""
-    from toolstar.tools import SETTINGS, read_settings, system_prompt
+def our_prompt():
+    """The system prompt of an episode whose row has none: that of a world of grammar "tags"."""
+    from toolstar.tools import SETTINGS, system_prompt
 
-    if args.database:
-        settings = read_settings(args.database)
-        if settings.grammar != "tags":
-            raise ValueError(f'{args.database}/tools.json: the published chains need "grammar": '
-                             '"tags"')
-        ours = system_prompt(args.system_prompt, settings)
-        return lambda published: ours
     defaults = {key: default for key, (_, default) in SETTINGS.items()}
     settings = defaults | {"grammar": "tags", "tools": ["Search", "Python"]}
-    ours = system_prompt("full", SimpleNamespace(**settings))
-    return lambda published: published or ours
+    return system_prompt("full", SimpleNamespace(**settings))
 
 
 def convert(args):
@@ -287,7 +278,7 @@ def convert(args):
         sets, missing = questions_of(args.sets)
         report["sets"] = {"questions": len(sets), "missing": missing}
     if args.sft:
-        prompt = prompts_of(args)
+        prompt = our_prompt()
         made["sft"], report["sft"] = convert_file(
             args.sft, lambda row, line: episode_of(row, line, prompt), sets)
     if args.rl:

@@ -390,9 +390,6 @@ def flags(argv=None):
     add("--sft", metavar="FILE", help="the 54K chains: json, jsonl or parquet")
     add("--rl", metavar="FILE", help="the 10K tasks: parquet, json or jsonl")
     add("--sets", metavar="DIR", help="folder of evaluation sets, whose questions are dropped")
-    add("--database", help="a world of grammar tags, whose system prompt the chains get; default: "
-        "the published prompt")
-    add("--system-prompt", default="full", help="prompt of --database: full, short or a file")
     add("--out", required=True, help="folder to write into")
     return p.parse_args(argv)
 

@@ -18,7 +18,7 @@ Reads   DATABASE/tools.json and the corpus that it names
 Writes  the cache, DATABASE/cache.sqlite by default (+ .nodes if the ranks are on several hosts)
 
     python -m toolstar.tools check --database database/tools
-    python -m toolstar.tools play --tasks database/tools/questions.jsonl
+    python evaluate.py --env tools --agent person --tasks database/tools/questions.jsonl
     torchrun --standalone grpo.py --env tools --database database/tools --tasks data/rl.jsonl
 """
 import argparse
@@ -793,16 +793,11 @@ def prompt(args):
 def command_flags(argv=None):
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
-    for name, what in (("check", "call each tool once; exit with status 1 if one is broken"),
-                       ("play", "answer the questions of a file yourself, in the terminal")):
-        add = commands.add_parser(name, help=what).add_argument
-        add("--database", help="folder with tools.json (database/tools)")
-        if name == "check":
-            add("--update", type=int, nargs=2, default=(0, 0), metavar=("PLAYS", "TOKENS"),
-                help="estimate the tools' time in an update of PLAYS plays with TOKENS tokens each")
-        if name == "play":
-            add("--tasks", required=True, help="jsonl file, {id, query, check, golds} per line")
-            add("--out", default="out/play", help="folder for the episodes (out/play)")
+    words = "call each tool once; exit with status 1 if one is broken"
+    add = commands.add_parser("check", help=words).add_argument
+    add("--database", help="folder with tools.json (database/tools)")
+    add("--update", type=int, nargs=2, default=(0, 0), metavar=("PLAYS", "TOKENS"),
+        help="estimate the tools' time in an update of PLAYS plays with TOKENS tokens each")
     add = commands.add_parser("prompt", help="write the system prompt of a world").add_argument
     add("--database", required=True, help="folder with tools.json")
     add("--system-prompt", default="full", help="full, short, or a file")
@@ -814,11 +809,6 @@ def command_flags(argv=None):
 
 def main(argv=None):
     args = command_flags(argv)
-    if args.command == "play":
-        import evaluate
-
-        words = ["--env", "tools", "--agent", "person", "--tasks", args.tasks, "--out", args.out]
-        return evaluate.main(words + (["--database", args.database] if args.database else []))
     return run("toolstar.tools", check if args.command == "check" else prompt, args)
 
 

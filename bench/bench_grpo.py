@@ -225,7 +225,7 @@ def bench_here(args):
 def seconds(micro, lengths, packed):
     """The time of a 7B model's micro-batch, in units of a token's products without attention."""
     rows = [lengths[i] if packed else max(lengths[j] for j in micro) for i in micro]
-    return sum(n + n * n / 51_000 for n in rows)  # estimated for one A100
+    return sum(n + n * n / 51_000 for n in rows)  # 51,000 is estimated for an A100
 
 
 def bench_deal():

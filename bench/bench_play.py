@@ -127,7 +127,7 @@ def play_update(engines, queries, update, over, stretch, clock, sigma, args):
     for engine in engines:
         engine.waiting = []
         for play in carried[id(engine)]:
-            engine.ask(play, play.context)  # its cache is of older weights
+            engine.ask(play, play.context)  # its KV cache was computed by older weights
         start(engine, queries, carried[id(engine)], update, sigma, args)
     while any(engine.live for engine in engines):
         engine = min((each for each in engines if each.live), key=lambda each: each.clock)
@@ -221,7 +221,7 @@ def print_hours(args):
         kv = 4 * config.num_hidden_layers * memory.kv_width(config) / int(tp)
         args.token_ns, args.prefill = kv / (0.8 * bandwidth * 1e3), 0.5e12 * flops / (2 * n)
         play = simulate(0.5, args)[0]
-        # forward, again for checkpointing, and twice backward; of attention half is masked
+        # forward pass, recomputation, and twice as much backward; half of the attention is masked
         work = 8 * n + 8 * config.num_hidden_layers * config.hidden_size * length
         speed = MFU * flops * 1e12 * gpus / work  # tokens/s
         learn = args.prompts * args.group * length / speed
@@ -327,7 +327,7 @@ def check_real(args):
                 if update >= first:
                     steps += llm.llm_engine.steps - before
                     learnt += [sum(s.mask) for s in samples]
-            begun += args.updates  # an update's name can be used once
+            begun += args.updates  # the name of an update can be used only once
             update = steps * args.prompts * args.group / len(learnt)
             barrier = barrier or steps / sum(learnt)
             print(f"sigma {sigma}, --stretch {own.stretch}: {update:.1f} steps for --prompts groups"

@@ -181,7 +181,7 @@ def trl_side(args):
     from transformers import TrainerCallback
 
     torch.set_num_threads(args.threads)
-    outside = torch.zeros(2, dtype=torch.float64)  # what is not the update's
+    outside = torch.zeros(2, dtype=torch.float64)  # seconds that do not belong to the update
 
     class Timed(trl.GRPOTrainer):
         def _generate_and_score_completions(self, inputs):

@@ -30,13 +30,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 NATIVE = {}  # PyTorch's functions, before DeepSpeed replaces them
 
-SHAPES = {  # of Qwen2.5: hidden, intermediate, layers, heads of queries and of keys, words, tied
+SHAPES = {  # Qwen2.5: hidden and intermediate size, layers, query and key heads, vocabulary, tied
     "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
     "3b": (2048, 11008, 36, 16, 2, 151936, True), "7b": (3584, 18944, 28, 28, 4, 152064, False),
     "rehearsal": (128, 256, 2, 2, 1, 4096, True)}
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "vocab_size", "tie_word_embeddings")
-DENSE = {  # bfloat16 FLOP/s without sparsity, of the makers' data sheets
+DENSE = {  # bfloat16 FLOP/s without sparsity, from the makers' data sheets
     "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "A10G": 70e12, "L4": 121e12,
     "L40S": 362e12, "3090": 71e12, "4090": 165e12, "5090": 210e12}
 
@@ -97,7 +97,7 @@ class Bench:
         config = Qwen2Config(**dict(zip(NAMES, SHAPES[args.shape], strict=True)),
                              max_position_embeddings=32768)
         config._attn_implementation = "sdpa"
-        with torch.device(self.device):  # drawn on the GPU: on a CPU this takes a minute
+        with torch.device(self.device):  # draw them on the GPU, since a CPU takes a minute
             lm = Qwen2ForCausalLM(config)
         self.lm = lm.to(torch.bfloat16 if self.cuda else torch.float32).train()
         self.config, self.n = config, sum(p.numel() for p in lm.parameters())
@@ -202,7 +202,8 @@ def compiled(bench):
                     ((layer, "forward", old) for layer, old in zip(layers, before, strict=True))]
 
 
-VARIANTS = {  # name: (what changes it and returns what changes it back, whether a CPU can)
+# {name: (function that changes the setting and returns one that undoes it, works on a CPU)}
+VARIANTS = {
     "base": (lambda bench: lambda: None, True), "cuDNN off": (cudnn_off, False),
     "widths free": (widths_free, True), "native linear": (native_linear, True),
     "not fused": (not_fused, False), "keep half": (keep(0.5), True), "keep all": (keep(1.0), True),

@@ -68,8 +68,8 @@ def find_sets(folder):
     """({set: lists of files, one per split, in order of preference}, [other names in the folder]).
 
     Files of a training split are used only for a set that has no training split: some copies of
-    aime24 on the hub call their only split "train". ValueError if the folder is none, or holds a
-    set twice.
+    aime24 on the hub call their only split "train". ValueError if the path is not a folder or holds
+    a set twice.
     """
     folder, found, others = Path(folder), {}, []
     if not folder.is_dir():

@@ -14,7 +14,7 @@ import re
 import string
 from collections import Counter
 
-VERDICTS = ("yes", "no", "noanswer")  # in token_f1 these count only as the whole answer
+VERDICTS = {"yes", "no", "noanswer"}  # in token_f1 these count only as the whole answer
 WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 WORDS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -41,14 +41,8 @@ def token_f1(prediction, golds):
     """
     said, golds = normalize(prediction), golds if isinstance(golds, list | tuple) else [golds]
     golds = [str(gold) for gold in golds if isinstance(gold, str | int | float)]
-    return max((strict_f1(said, normalize(gold)) for gold in golds), default=0.0)
-
-
-def strict_f1(said, gold):
-    """F1 of two normalised texts; 0 if they differ and one of them is in VERDICTS."""
-    if said != gold and (said in VERDICTS or gold in VERDICTS):
-        return 0.0
-    return words_f1(said, gold)
+    golds = [gold for gold in map(normalize, golds) if said == gold or not {said, gold} & VERDICTS]
+    return max((words_f1(said, gold) for gold in golds), default=0.0)
 
 
 def words_f1(said, gold):

@@ -40,6 +40,7 @@ from runtime import (
     chat,
     endpoint,
     errors_name,
+    read_key,
     run,
     spoken,
 )
@@ -853,8 +854,7 @@ def add_reader_flags(parser):
 
 def open_reader(args):
     """The Reader that these flags choose; for a command without them, the rules."""
-    chosen, key = getattr(args, "reader", None), getattr(args, "reader_key", None)
-    return Reader(chosen, Path(key).read_text().strip() if key else None,
+    return Reader(getattr(args, "reader", None), read_key(getattr(args, "reader_key", None)),
                   getattr(args, "reader_cache", None))
 
 

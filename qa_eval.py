@@ -235,8 +235,8 @@ def choose_player(args, path, worked=False):
     yields each as it ends. worked: as in evaluate.play."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url:
-        key = Path(args.key).read_text().strip() if args.key else None
-        generate = partial(runtime.chat, args.url, path, **sampling, api_key=key)
+        generate = partial(runtime.chat, args.url, path, **sampling,
+                           api_key=runtime.read_key(args.key))
         return partial(evaluate.play, generate, concurrency=args.concurrency,
                        max_context=args.max_context, max_tokens=args.max_tokens,
                        worked=worked)

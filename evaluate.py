@@ -427,6 +427,8 @@ def flags(argv=None):
     args = runtime.parse_args(p, argv)
     if args.agent != "model" and (args.model or args.url):
         p.error(f"--agent {args.agent} plays by itself; leave out --model and --url")
+    if args.ask and args.agent == "solver":
+        p.error("--ask: the solver plans tasks, not a query of your own; use --model or --url")
     args.lenient |= args.agent == "person"  # a person may correct a typing error
     return args
 
@@ -475,6 +477,12 @@ def read_episodes(path, recover=False):
     return found
 
 
+def model_settings(path, url=None):
+    """What identifies a model in OUT/AGENT/settings.json: the same path may hold new weights."""
+    weights = None if url or path is None else runtime.digest(path)
+    return {"model": path} | ({"weights": weights[:8]} if weights else {})
+
+
 def open_folder(out, name, settings, kept="episodes.jsonl"):
     """The folder OUT/name. ValueError if its episodes were played with other settings."""
     folder = Path(out) / name
@@ -485,7 +493,7 @@ def open_folder(out, name, settings, kept="episodes.jsonl"):
     try:
         before = json.loads(file.read_text()) if file.exists() else settings
         changed = [f"{key} was {before.get(key)!r} and is {value!r}"
-                   for key, value in settings.items() if before.get(key) != value]
+                   for key, value in settings.items() if before.get(key, value) != value]
     except (ValueError, AttributeError):
         raise ValueError(f"{file} is damaged, so it is unknown how {episodes.name} was played: "
                          f"remove {folder}, or choose another --out") from None
@@ -675,7 +683,7 @@ def evaluate(args):
     for path in agents.values() if args.agent == "model" and not args.url else ():
         runtime.check_model(path)
     common = {key: getattr(args, key) for key in (*SETTINGS, *args.world_flags)}
-    settings = {name: {"model": path} | common for name, path in agents.items()}
+    settings = {name: model_settings(path, args.url) | common for name, path in agents.items()}
     runtime.lock_folder(args.out)
     folders = {name: open_folder(args.out, name, chosen) for name, chosen in settings.items()}
     for name, folder in folders.items():

@@ -258,7 +258,7 @@ def play_all(args):
     # a server may come back at another address
     retriever = "a server" if args.retriever.startswith(HTTP) else args.retriever
     common = {key: getattr(args, key) for key in SETTINGS} | {"retriever": retriever}
-    settings = [{"model": path} | common for path in models.values()]
+    settings = [evaluate.model_settings(path, args.url) | common for path in models.values()]
     folders = list(map(evaluate.open_folder, repeat(args.out), models, settings))
     for folder, chosen in zip(folders, settings, strict=True):
         play_model(args, folder, chosen, tasks)

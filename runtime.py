@@ -210,6 +210,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         """Expand the ~ of --out=~/x and of quoted paths, which the shell leaves unchanged."""
         words = sys.argv[1:] if args is None else args
+        if "" in words:
+            self.error("an argument is empty: is a variable of the shell not set?")
         words = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda found: (found[1] or "") + str(Path.home()),
                         word) for word in words]
         return super().parse_known_args(words, namespace)

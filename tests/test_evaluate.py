@@ -3,6 +3,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -489,6 +490,20 @@ def test_a_folder_with_other_settings_is_refused(tmp_path):
     with pytest.raises(ValueError, match="top_p was 0.9 and is 1.0"):
         evaluate.open_folder(tmp_path, "m", {"model": "x", "top_p": 1.0})
     assert json.loads((folder / "settings.json").read_text()) == {"model": "x", "top_p": 0.9}
+
+
+def test_new_weights_under_the_same_path_are_another_model(tmp_path, tiny_model):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    before = evaluate.model_settings(str(model))
+    assert evaluate.model_settings(str(model)) == before
+    with open(model / "model.safetensors", "rb+") as file:
+        file.seek(file.seek(0, 2) // 2)
+        file.write(b"abcd")
+    after = evaluate.model_settings(str(model))
+    assert before["model"] == after["model"] and before["weights"] != after["weights"]
+    assert evaluate.model_settings("a/name", "http://host/v1") == {"model": "a/name"}
+    assert evaluate.model_settings(None) == {"model": None}
 
 
 @pytest.mark.parametrize("words, more", [

@@ -60,7 +60,7 @@ class BrowserBroken(RuntimeError):
     """The jail that reads pages is broken; the page is not at fault."""
 
 
-def wrong(url, words):
+def page_error(url, words):
     """A PageError of one line. Both texts are cut: a URL may come from a server, and be long."""
     line = "".join(c if c.isprintable() else " " for c in f"{url[:200]} {words[:200]}")
     return PageError(" ".join(line.split()))
@@ -74,11 +74,11 @@ def check_url(url, base=None):
     try:
         found = base.join(url) if base else httpx2.URL(url.strip())
     except (httpx2.InvalidURL, ValueError):  # ValueError: half a surrogate pair
-        raise wrong(url, "is not a URL: write it as http://host/path") from None
+        raise page_error(url, "is not a URL: write it as http://host/path") from None
     if found.scheme not in ("http", "https") or not HOST.fullmatch(found.raw_host.decode("ascii")):
-        raise wrong(url, "is not a web page: write it as http://host/path")
+        raise page_error(url, "is not a web page: write it as http://host/path")
     if found.userinfo:
-        raise wrong(url, "holds a user name: leave out what stands before the @")
+        raise page_error(url, "holds a user name: leave out what stands before the @")
     return found
 
 
@@ -106,7 +106,7 @@ class Gate:
         """The seconds until the deadline; PageError if it has passed."""
         left = self.end - time.monotonic()
         if left <= 0:
-            raise wrong(self.url, f"took longer than {self.browser.seconds:g} seconds")
+            raise page_error(self.url, f"took longer than {self.browser.seconds:g} seconds")
         return left
 
     def addresses(self, host, port):
@@ -114,20 +114,20 @@ class Gate:
         pair = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         allowed = pair in self.browser.allow
         if not allowed and port not in PORTS:
-            raise wrong(self.url, f"is on port {port}: only 80 and 443 can be read")
+            raise page_error(self.url, f"is on port {port}: only 80 and 443 can be read")
         left, lookups = self.left(), self.browser.lookups
         asked = lookups.submit(self.browser.resolve, host, port, type=socket.SOCK_STREAM)
         try:
             found = list(dict.fromkeys(entry[4][0] for entry in asked.result(left)))
         except TimeoutError:
             asked.cancel()
-            raise wrong(self.url, f"has a host that is not found in time: {host}") from None
+            raise page_error(self.url, f"has a host that is not found in time: {host}") from None
         except (OSError, ValueError):  # ValueError: not a possible host name
-            raise wrong(self.url, f"has a host that does not exist: {host}") from None
+            raise page_error(self.url, f"has a host that does not exist: {host}") from None
         # One forbidden address is enough to refuse the host, whose owner decides on their order.
         # The message names no address, so that a model learns nothing of the network here.
         if not allowed and not all(map(is_public, found)):
-            raise wrong(self.url, f"has a host that is not on the public internet: {host}")
+            raise page_error(self.url, f"has a host that is not on the public internet: {host}")
         return found
 
     def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
@@ -140,7 +140,7 @@ class Gate:
                 return Wire(httpcore2.SyncBackend().connect_tcp(address, port, share), self)
             except (httpcore2.ConnectError, httpcore2.ConnectTimeout):
                 continue
-        raise wrong(self.url, f"has a host that does not answer: {host}")
+        raise page_error(self.url, f"has a host that does not answer: {host}")
 
 
 class Wire:
@@ -283,11 +283,11 @@ class Browser:
                 location, page = self.request(where, gate)
             except faults as error:
                 gate.left()  # raises if the deadline is the cause
-                raise wrong(gate.url, f"cannot be read: {error}") from None
+                raise page_error(gate.url, f"cannot be read: {error}") from None
             if page:
                 return page
             where = check_url(location, where)
-        raise wrong(gate.url, f"redirects more than {self.redirects} times")
+        raise page_error(gate.url, f"redirects more than {self.redirects} times")
 
     def request(self, where, gate):
         """One GET -> (target of a redirect, None) or (None, page)."""
@@ -301,20 +301,20 @@ class Browser:
             if response.status in REDIRECTS and "location" in headers:
                 return headers["location"], None
             if not 200 <= response.status < 300:
-                raise wrong(gate.url, f"is not there: status {response.status}")
+                raise page_error(gate.url, f"is not there: status {response.status}")
             kind, _, rest = headers.get("content-type", "text/html").lower().partition(";")
             kind, charset = kind.strip(), re.search(r"charset=[\"']?([\w.:-]+)", rest)
             if kind not in PAGES and not PLAIN.fullmatch(kind):
-                raise wrong(gate.url, f"is no text: {kind}")
+                raise page_error(gate.url, f"is no text: {kind}")
             packed = headers.get("content-encoding", "").strip().lower()
             if packed not in ("", "identity"):  # it may be a decompression bomb
-                raise wrong(gate.url, "comes compressed, although that was not asked for")
+                raise page_error(gate.url, "comes compressed, although that was not asked for")
             data = bytearray()
             for chunk in response.iter_stream():
                 data += chunk
                 gate.left()
                 if len(data) > self.max_bytes:
-                    raise wrong(gate.url, f"is larger than {self.max_bytes:,} bytes")
+                    raise page_error(gate.url, f"is larger than {self.max_bytes:,} bytes")
         return None, {"data": base64.b64encode(data).decode(), "html": kind in PAGES,
                       "charset": charset[1] if charset else "", "text": self.text}
 
@@ -324,11 +324,11 @@ class Browser:
         if done.status == "broken" or done.error.startswith(("ImportError", "ModuleNotFoundError")):
             raise BrowserBroken(f"the jail cannot read pages: {done.error}")
         if done.status != "ok":
-            raise wrong(gate.url, f"cannot be read ({done.status})")
+            raise page_error(gate.url, f"cannot be read ({done.status})")
         try:
             title, text, fault = map(str, json.loads(done.stdout))
         except (TypeError, ValueError, RecursionError):  # the page has taken over the reader
-            raise wrong(gate.url, "cannot be read") from None
+            raise page_error(gate.url, "cannot be read") from None
         if fault or not text:
-            raise wrong(gate.url, fault or "holds no text")
+            raise page_error(gate.url, fault or "holds no text")
         return title, text

@@ -137,7 +137,7 @@ def splits_of(folder):
 
 # ---------------------------------------------------------------- values
 
-def opened(value):
+def parsed(value):
     """The dict or list in a text of JSON or Python; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         for load in json.loads, ast.literal_eval:
@@ -151,7 +151,7 @@ def opened(value):
 def golds_of(value):
     """The right answers in a value, as a list of texts, which may be empty."""
     if isinstance(value, str):
-        inside = printed(value.strip())
+        inside = printed_list(value.strip())
         return [value] if inside is None and value.strip() else inside or []
     if isinstance(value, dict):
         value = value.get("target", list(value.values()))
@@ -161,7 +161,7 @@ def golds_of(value):
     return [str(value)] if known else []
 
 
-def printed(text):
+def printed_list(text):
     """The entries of a printed list as texts; None if the text is not a printed list.
 
     A printed list has quotes, or words in square brackets; [1, 2] is an interval, (a, b) a tuple.

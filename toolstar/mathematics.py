@@ -98,7 +98,7 @@ def matrix(rows):
     return rf"\begin{{pmatrix}}{rows}\end{{pmatrix}}"
 
 
-def key(text):
+def without_blanks(text):
     """A text without blanks, except those between two digits."""
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
@@ -197,7 +197,7 @@ def items(text):
     return [part for part in split(text, ",", ";", "\\\\") if part]
 
 
-def take(text):
+def kind_and_parts(text):
     r"""(kind, parts) of a text: kind "list", SET, ":" for a ratio, the brackets of a tuple or an
     interval such as "(]", or "" for anything else."""
     if len(parts := items(text)) > 1:
@@ -210,12 +210,12 @@ def take(text):
         first, last = tokens[0][0], tokens[-1][0]
         inside = text[len(first):-len(last)].strip()
         if first == "\\{" and len(defined := split(inside, "|", ":")) == 2:
-            return take(defined[1])  # {x | x > 2}
+            return kind_and_parts(defined[1])  # {x | x > 2}
         if first == "\\{" or first == "{" and len(items(inside)) > 1:
             return SET, items(inside)
         if not first.startswith("\\begin"):
             many = len(items(inside)) > 1 or first == "[" and not inside.startswith("\\begin")
-            return (first + last, items(inside)) if many else take(inside)
+            return (first + last, items(inside)) if many else kind_and_parts(inside)
     if len(ratio := split(text, ":")) > 1:
         return ":", [rf"\frac{{{part}}}{{{ratio[-1]}}}" for part in ratio[:-1]]
     return "", [text]
@@ -234,8 +234,8 @@ def value_of(text, loose):
 # ---------------------------------------------------------------- equality
 def same(a, b, verify, depth=0):
     """Whether answer a equals gold b. Both are tidy; verify(a, b) compares parts as math-verify."""
-    if key(a) == key(b) or depth > DEEPEST:
-        return key(a) == key(b)
+    if without_blanks(a) == without_blanks(b) or depth > DEEPEST:
+        return without_blanks(a) == without_blanks(b)
 
     def equal(x, y):
         return same(x, y, verify, depth + 1)
@@ -250,14 +250,14 @@ def same(a, b, verify, depth=0):
                for number, sides in zip(plain, (left, right), strict=True)):
             return False  # 2^3 = 9
         a, b = value_of(a, len(right) == 1), value_of(b, plain[1])
-    (kind, parts), (other, others) = take(a), take(b)
+    (kind, parts), (other, others) = kind_and_parts(a), kind_and_parts(b)
     a, b, kinds = a if kind else parts[0], b if other else others[0], {kind, other}
     if kinds == {""}:
         return same_part(a, b, verify)
     if "" in kinds and "list" not in kinds and RELATION.search(a + b):
         return verify(a, b)  # 1 < x < 2 and (1, 2)
     if kinds <= {"list", SET, ""}:
-        return same_bag(parts, others, SET in kinds, equal)
+        return same_in_any_order(parts, others, SET in kinds, equal)
     if SET in kinds:  # a set of one tuple is that tuple
         parts, whole = (parts, b) if kind == SET else (others, a)
         return len(parts) == 1 and equal(*((parts[0], whole) if kind == SET else (whole, parts[0])))
@@ -265,7 +265,7 @@ def same(a, b, verify, depth=0):
     return alike and len(parts) == len(others) and all(map(equal, parts, others))
 
 
-def same_bag(parts, others, sets, equal):
+def same_in_any_order(parts, others, sets, equal):
     """Whether two lists have the same parts in any order; sets ignore how often a part occurs."""
     # a union of intervals is a list of them: x < 1 or x > 2
     parts, others = (row if len(row) > 1 else split(row[0], "\\cup") if row else []
@@ -296,8 +296,8 @@ def same_part(a, b, verify):
     if first is not None and second is not None:
         first, second = first * times, second * others
         return first == second or "." in b and abs(first - second) <= NOISE * abs(second)
-    if key(a).lower() == key(b).lower():
-        return key(a) == key(b) and times == others  # R is not r
+    if without_blanks(a).lower() == without_blanks(b).lower():
+        return without_blanks(a) == without_blanks(b) and times == others  # R is not r
     return verify(latex(a, times), latex(b, others))
 
 

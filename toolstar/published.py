@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from runtime import write_jsonl, write_text
-from toolstar.files import golds_of, opened, read_rows
+from toolstar.files import golds_of, parsed, read_rows
 from toolstar.sets import contaminated, questions_of
 from toolstar.text import normalize
 from toolstar.verdict import answer_of, without_results
@@ -67,7 +67,7 @@ def columns(row):
 
 def conversation_of(row):
     """[(role, text)] of a row in the format of Alpaca or ShareGPT; Refused for any other."""
-    turns = opened(row.get("conversations", row.get("messages")))
+    turns = parsed(row.get("conversations", row.get("messages")))
     if isinstance(turns, list):
         found = [("system", row["system"])] if is_text(row.get("system")) else []
         for turn in turns:
@@ -156,7 +156,7 @@ def episode_of(row, line, prompt):
 def question_of(row):
     """The question of a row for RL, from one of QUESTIONS or the user's message in its prompt."""
     for key in QUESTIONS:
-        value = opened(row[key]) if key == "prompt" and key in row else row.get(key)
+        value = parsed(row[key]) if key == "prompt" and key in row else row.get(key)
         if isinstance(value, list):
             value = next((turn.get("content") for turn in reversed(value)
                           if isinstance(turn, dict) and turn.get("role") == "user"), None)
@@ -176,7 +176,7 @@ def check_of(row):
 
 def golds_in(row):
     """([golds as texts], the published value) of a row."""
-    truth, model = None, opened(row.get("reward_model"))
+    truth, model = None, parsed(row.get("reward_model"))
     if isinstance(model, dict):
         truth = model.get("ground_truth")
     for key in ("ground_truth", "golden_answers", "answers", "answer"):
@@ -195,7 +195,7 @@ def task_of(row, line):
         raise Refused("it is not an object with columns")
     query, check = question_of(row), check_of(row)
     golds, truth = golds_in(row)
-    source, more = name_in(row, "data_source", "rl"), opened(row.get("extra_info"))
+    source, more = name_in(row, "data_source", "rl"), parsed(row.get("extra_info"))
     index = name_in(more if isinstance(more, dict) else {}, "index", line)
     task = {"id": name_in(row, "id", f"{source}-{index}"), "query": query, "golds": golds,
             "check": check, "data_source": source, "ability": row["ability"]}

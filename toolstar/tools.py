@@ -84,9 +84,9 @@ FORGED = re.compile(r"<(?=\||/?(?:think|tool_call|tool_response|answer|result|se
                     r"\b)")
 # the run stops after more than MOST_BROKEN broken calls of the last OF_LAST, or IN_A_ROW in a row
 MOST_BROKEN, IN_A_ROW, OF_LAST = 10, 20, 1000
-MISSED = 600  # seconds for which the cache keeps a page that could not be read
+KEEP_FAILURE = 600  # seconds for which the cache keeps a page that could not be read
 UNANSWERED = "Error: the search engine does not answer this query ({}). Try other words."
-GONE = "Error: Current tool {} is not available."  # also the text of injected failures
+NOT_AVAILABLE = "Error: Current tool {} is not available."  # also the text of injected failures
 SHORT = {"turns": 'You answer questions with tools. Reply <think>...</think><tool_call>{"name": '
                   '..., "arguments": {...}}</tool_call> or <think>...</think><answer>...</answer>.',
          "tags": "You answer questions with <search>, <python> and <browse>. End with <answer>."}
@@ -138,7 +138,7 @@ def wrong_values(settings):
         yield "allow", 'must be a list of "host:port"'
     if not re.match("jail$|https?://", settings["python"]):
         yield "python", "must be jail or http://..."
-    if why := helpers.wrong(settings["helpers"]):
+    if why := helpers.settings_fault(settings["helpers"]):
         yield "helpers", why
 
 
@@ -343,7 +343,7 @@ class ToolSandbox(Sandbox):
             return FORGED.sub("‹", f"Error: there is no tool {name!r:.80}. The tools are {known}.")
         began = time.monotonic()
         if self.failure_rate and self._fails():
-            status, text, cached = "injected", GONE.format(name), False
+            status, text, cached = "injected", NOT_AVAILABLE.format(name), False
         else:
             status, text, cached = self.world.answer(name, arguments)
         text, escaped = self.shown(text)
@@ -648,10 +648,10 @@ class Tools:
         status, text = getattr(self, name.lower())(**arguments)
         self.faults.note(name, text if status == "broken" else "")
         if status == "broken":
-            return status, GONE.format(name), False
+            return status, NOT_AVAILABLE.format(name), False
         if kept and status in ("ok", "error"):
             missed = status == "error" and name == "Browse"
-            self.cache.put(key, status, text, time.time() + MISSED if missed else 2.0**40)
+            self.cache.put(key, status, text, time.time() + KEEP_FAILURE if missed else 2.0**40)
         return status, text, False
 
     def search(self, query):

@@ -73,13 +73,13 @@ def equal(a, b):
     if verify(b, a, float_rounding=10, allow_set_relation_comp=True, timeout_seconds=None):
         return True
     a, b = a[0], b[0]
-    if not (isinstance(a, Expr) and isinstance(b, Expr) and rooted(a) and rooted(b)):
+    if not (isinstance(a, Expr) and isinstance(b, Expr) and has_roots(a) and has_roots(b)):
         return False
     positive = {letter: Symbol(letter.name, positive=True) for letter in a.free_symbols}
     return simplify(expand_log(a.subs(positive) - b.subs(positive), force=True)) == 0
 
 
-def rooted(value):
+def has_roots(value):
     """Whether a value has letters and a root or a logarithm."""
     from sympy import Pow, log
 

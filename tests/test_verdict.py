@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import time
 from fractions import Fraction
 
@@ -115,6 +116,21 @@ def test_mathematics_is_judged_right(test_data):
           f"{len(rows) / seconds:,.0f} pairs/s")
     assert len(rows) == 1049 and len(wrong) <= 20, wrong
     assert sum(equal for equal, *_ in wrong) <= 3, wrong
+
+
+def test_every_shared_gold_with_letters_equals_itself_in_a_box_and_in_dollars(test_data):
+    golds, found = set(), [case.get(key) for name in ("f1", "matheq", "programs", "qa", "reward")
+                           for case in cases(test_data, name) for key in ("a", "b", "g")]
+    while found:
+        one = found.pop()
+        if isinstance(one, list):
+            found += one
+        elif isinstance(one, str) and "boxed" not in one and re.search(r"[A-Za-z]", one):
+            golds.add(one)
+    assert len(golds) > 2000
+    for gold in golds:
+        assert mathematics.math_equal(rf"$\boxed{{{gold}}}$", gold), gold
+        assert mathematics.math_equal(f" $ {gold} $ ", gold), gold
 
 
 def test_the_speed_of_the_released_reward_is_printed(test_data):
@@ -487,6 +503,8 @@ p\equiv 1\pmod 4 ~ p\equiv 1\pmod{5}
 m \in \mathbb{N} \mid \gcd(m, a) = 1 ~ 1
 \{(2,-2)\} ~ \pm 2
 1, 3 ~ [1,3]
+1, 3 ~ (1,3)
+(2, 3) ~ 2, 3
 17^\circ ~ 17 \mathrm{m/s}
 100^\circ ~ \$100
 C: 5 ~ B
@@ -605,7 +623,7 @@ def test_every_order_of_a_set_but_one_of_a_tuple():
         assert mathematics.math_equal(rf"\{{{one}\}}", rf"\left\{{{two}\right\}}")
         assert mathematics.math_equal(one, two)
         assert not mathematics.math_equal(f"({one})", rf"\left({two}\right)")
-        assert mathematics.math_equal(f"({one})", one)
+        assert not mathematics.math_equal(f"({one})", one), "a point or an interval is no list"
         assert not mathematics.math_equal(rf"\{{{one}\}}", rf"\{{{one}, 31\}}")
 
 

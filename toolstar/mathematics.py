@@ -261,7 +261,8 @@ def same(a, b, verify, depth=0):
     if SET in kinds:  # a set of one tuple is that tuple
         parts, whole = (parts, b) if kind == SET else (others, a)
         return len(parts) == 1 and equal(*((parts[0], whole) if kind == SET else (whole, parts[0])))
-    alike = len(kinds) == 1 or kinds in ({"list", "()"}, {":", ""})
+    named = "=" in "".join(parts if kind == "list" else others)  # x = 1, y = 2 is (1, 2)
+    alike = len(kinds) == 1 or kinds == {":", ""} or kinds == {"list", "()"} and named
     return alike and len(parts) == len(others) and all(map(equal, parts, others))
 
 

@@ -29,8 +29,8 @@
 #             CUTOFF, PACK: most tokens of an episode in RL, in SFT, and of a micro-batch. Unset:
 #             chosen to fit the GPUs (recipes/cards.txt); with DRY=1 to fit GIB and HOST_GIB
 #   SEEDS, AXIS_STEPS, AXIS_TASKS  seeds, updates and tasks of an axis
-#   CYCLES    tool-tiny: cycles of play, pairs and DPO after RL, 1 by default; PORT: of the server
-#             of its web pages
+#   CYCLES    cycles of play, pairs and DPO after RL in the tools world: by default 1 for tool-tiny,
+#             0 for the other sizes; PORT: of the server of tool-tiny's web pages
 #   STAR_DATABASE  the full database            PYTHON  the interpreter that makes .venv
 #   STAR_TRACEBACK=1  show errors in full
 # Tool-Star's sizes (recipes/toolstar.sh): SFT_DATA and RL_DATA, the published files; SETS, the

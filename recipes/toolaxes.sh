@@ -9,13 +9,6 @@
 # recipe's reward is made once. AXIS_STEPS: updates of the first cycle of RL. AXIS_TASKS: number of
 # held-out tasks that judge a run. Both default to the recipe's.
 runs=() scored=() plays=$OUT/axis/runs
-if [[ $size != tool-tiny ]]; then  # [3] does not say how many plays, pairs and later updates it has
-    again=(--steps 20)
-    trial=(python evaluate.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7 --limit 1000
-        --max-context $context --max-tokens 4096 --samples 8 --temperature 1.0 --top-p 1.0)
-    dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 32 --lr 5e-7 --nll 0.1 --cutoff $context
-        --seed "$SEED" --save-every 50 --resume)
-fi
 
 # judged LABEL FOLDER NAME=MODEL SEED [FLAG VALUE...]   a model plays the held-out tasks: a row
 judged() {

@@ -22,9 +22,24 @@ critic() {
     stage "dpo-$1" "$2/dpo/config.json" "${words[@]}"
 }
 
+# cycles N   self-critic cycles after RL: the policy plays, DPO learns from its right and wrong
+# plays, GRPO continues; the last model is evaluated, too
+cycles() {
+    local cycle here last=$OUT/rl
+    for ((cycle = 1; cycle <= $1; cycle++)); do
+        here=$OUT/cycle-$cycle
+        if [[ $cycle != 1 ]]; then
+            stage "rl-$cycle" "$here/rl/config.json" "${rl[@]}" --model "$last" "${again[@]}" \
+                --seed $((SEED + 1000 * cycle)) --out "$here/rl"
+            last=$here/rl
+        fi
+        critic "$cycle" "$here" "$last" "$SEED" "$cycle"
+        last=$here/dpo
+    done
+    [[ $last == "$OUT/rl" ]] || models+=(dpo="$last")
+}
+
 if [[ $size == tool-star-* ]]; then
-    [[ -z ${CYCLES:-} ]] || stop "CYCLES is for tool-tiny; at this size cycles are an axis: \
-bash run.sh $size axis dpo"
     # prompts of 1,536 and responses of 4,096 tokens, episodes of 15,000 [4]; memory.py: every size
     # fits 8 GPUs of 80 GB, 3b four, 0.5b and 1.5b one [2]
     algorithm=grpo context=${CONTEXT:-5632} cutoff=${CUTOFF:-15000} pack=${PACK:-32768}
@@ -72,11 +87,19 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
     evaluate=(python evaluate.py --tasks "$DATA/sets/tasks.jsonl" "${tools[@]}" --database "$held"
         --max-turns 7 --max-context 17920 --max-tokens 16384 --samples 4 --temperature 0.6
         --top-p 0.95 --seed "$SEED")
+    # [3] does not say how many plays, pairs and later updates it has
+    again=(--steps 20)
+    trial=(python evaluate.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7 --limit 1000
+        --max-context $context --max-tokens 4096 --samples 8 --temperature 1.0 --top-p 1.0)
+    dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 32 --lr 5e-7 --nll 0.1 --cutoff $context
+        --seed "$SEED" --save-every 50 --resume)
     [[ $what != axis ]] || source recipes/toolaxes.sh
     stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
+    cycles ${CYCLES:-0}
+    names=("${models[@]%%=*}")
     stage eval "$OUT/eval/table.md" "${evaluate[@]}" --model "${models[@]}" --out "$OUT/eval"
     stage scores "$OUT/scores/table.md" python -m toolstar.scores --tasks "$DATA/sets/tasks.jsonl" \
-        --runs "$OUT/eval/base" "$OUT/eval/sft" "$OUT/eval/rl" ${JUDGE:+--judge "$JUDGE"} \
+        --runs "${names[@]/#/$OUT/eval/}" ${JUDGE:+--judge "$JUDGE"} \
         ${JUDGE_KEY:+--judge-key "$JUDGE_KEY"} --out "$OUT/scores"
     stage curves "$OUT/curves.png" python -m look.report "$OUT/rl" --curves --out "$OUT"
     finish "$OUT/scores/table.md"
@@ -144,19 +167,7 @@ stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base"
 [[ $what != axis ]] || source recipes/toolaxes.sh
 # RL unlearns that habit. At a rate of 1.5e-4 it would also unlearn what only few tasks need
 stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
-# self-critic cycles: the policy plays, DPO learns from its right and wrong plays, GRPO continues
-last=$OUT/rl
-for ((cycle = 1; cycle <= ${CYCLES:-1}; cycle++)); do
-    here=$OUT/cycle-$cycle
-    if [[ $cycle != 1 ]]; then
-        stage "rl-$cycle" "$here/rl/config.json" "${rl[@]}" --model "$last" "${again[@]}" \
-            --seed $((SEED + 1000 * cycle)) --out "$here/rl"
-        last=$here/rl
-    fi
-    critic "$cycle" "$here" "$last" "$SEED" "$cycle"
-    last=$here/dpo
-done
-[[ $last == "$OUT/rl" ]] || models+=(dpo="$last")
+cycles ${CYCLES:-1}
 stage eval "$OUT/eval/table.md" "${evaluate[@]}" --model "${models[@]}" --out "$OUT/eval"
 stage curves "$OUT/curves.png" python -m look.report "$OUT/rl" --curves --out "$OUT"
 finish "$OUT/eval/table.md"

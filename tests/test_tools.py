@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
 from types import SimpleNamespace
 
@@ -856,7 +857,10 @@ def test_a_policy_that_calls_tools_trains_on_the_very_tokens_it_said(
 @pytest.mark.slow
 def test_training_outlives_a_retriever_that_refuses_fails_and_restarts(episodes, caller, tmp_path):
     """Every play of every update is there once, and none was judged on a broken tool."""
-    weather = Weather(bad=60, gone_after=10)
+    class Storm(Weather):  # of so few queries more are refused, so that some surely are
+        refuses = staticmethod(lambda query: zlib.crc32(query.encode()) % 4 == 0)
+
+    weather, statuses = Storm(bad=60, gone_after=10), Counter()
     with weather.served() as url:
         world = tmp_path / "world"
         world.mkdir()
@@ -868,6 +872,9 @@ def test_training_outlives_a_retriever_that_refuses_fails_and_restarts(episodes,
               "--no-checkpointing")
     for i in (1, 2):
         rows = runtime.read_jsonl(tmp_path / "out" / "rollouts" / f"{i:05d}.jsonl")
-        assert len(rows) == 16
-        assert "broken" not in {call["status"] for row in rows for call in row["tools"]}
-    assert weather.back.is_set() and weather.answered
+        assert {*Counter(row["task"]["id"] for row in rows).values()} == {4} and len(rows) == 16
+        assert all(row["calls"] == len(row["tools"]) for row in rows)
+        statuses.update(call["status"] for row in rows for call in row["tools"]
+                        if call["name"] == "Search")
+    assert statuses.keys() == {"ok", "refused"} and statuses["ok"] == len(weather.answered) - 1
+    assert weather.back.is_set() and len(runtime.read_jsonl(tmp_path / "out" / "log.jsonl")) == 2

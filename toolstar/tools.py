@@ -375,7 +375,7 @@ class ToolEpisode(Episode):
         # helpers: None in training. helped: items for the record. change: the item with which the
         # next finish() rewrites the messages. rewritten: the item with which the last one did
         self.helpers, self.helped, self.change, self.rewritten = None, [], None, None
-        self.ahead = None  # Future: the comparison of its answer, which other plays overlap
+        self.ahead = None  # Future: the comparison of its answer, which runs while others play
         super().__init__(task, sandbox, max_turns, prompt,
                          parse=parse_tags if self.tags else parse_turn)
 

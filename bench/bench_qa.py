@@ -4,8 +4,7 @@ Compare toolstar/retriever.py with other code in the same run, since a machine's
     python bench/bench_qa.py scan     exact search of a million vectors, and a plain numpy matmul
     python bench/bench_qa.py serve    requests per second to /retrieve over BM25
 
---before REV also measures the code of that commit: ff1ec87 has the older search and server, in
-qa_eval.py.
+--before REV also measures the code of that commit.
 
 scan   All contestants search in turns. Our code maps the fp16 file and finds the top 5, as the
        server does; numpy has the matrix in memory as float32, twice the size, and computes only
@@ -36,12 +35,6 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 D, BATCHES = 768, (1, 16, 64)
-
-
-def script_of(code):
-    """The file with the retrieval code of a checkout."""
-    names = ("toolstar/retriever.py", "retriever.py", "qa_eval.py")
-    return next(Path(code) / name for name in names if (Path(code) / name).exists())
 
 
 def check_out(revision, folder):
@@ -84,9 +77,10 @@ def matrix_search(code, path, passages):
     import torch
 
     sys.path.insert(0, str(code))
-    name = ".".join(script_of(code).relative_to(code).with_suffix("").parts)
-    matrix = importlib.import_module(name).Matrix(path, passages, D)
+    matrix = importlib.import_module("toolstar.retriever").Matrix(path, passages, D)
     sys.path.remove(str(code))
+    for name in ("toolstar.retriever", "toolstar", "runtime"):
+        del sys.modules[name]  # the next checkout has modules of the same names
     return lambda q: matrix.nearest(torch.from_numpy(q), 5)
 
 
@@ -145,7 +139,7 @@ def server(code, corpus, log):
     """Start a server from a checkout -> (port, process)."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, script_of(code), "serve", "--retriever", "bm25"]
+    command = [sys.executable, code / "toolstar/retriever.py", "serve", "--retriever", "bm25"]
     paths = os.environ | {"PYTHONPATH": str(code)}  # the script imports modules of its checkout
     with open(log, "w") as out, psutil.Popen(
         [*command, "--corpus", corpus, "--port", str(port)], stdout=out, stderr=out, env=paths
@@ -161,11 +155,7 @@ def server(code, corpus, log):
 
 
 async def ask(port, query):
-    """Send one request over a new connection, like a client without a pool.
-
-    The server of ff1ec87 queues only 5 connections. With more than about 16 clients some are reset
-    and retried, or connect a second later, which counts as part of its speed.
-    """
+    """Send one request over a new connection, like a client without a pool."""
     body = json.dumps({"queries": [query], "topk": 5, "return_scores": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"

@@ -99,6 +99,35 @@ def test_a_published_task_becomes_ours(trip):
     assert load_task(task) == task, "what is ours already stays as it is"
 
 
+NOTHING = dict.fromkeys(("house rule", "cuisine", "room type", "transportation"))
+TWO = NOTHING | {"cuisine": ["Chinese", "Fast Food"]}
+
+
+@pytest.mark.parametrize("asked, wishes", [
+    ({"cuisine": "['Chinese', 'Fast Food']"}, TWO), ({"cuisine": "['Chinese' 'Fast Food']"}, TWO),
+    ({"cuisine": "Chinese, Fast Food"}, TWO), ({"cuisine": ["['Chinese', 'Fast Food']"]}, TWO),
+    ({"cuisine": '["Chinese", "Fast Food"]'}, TWO),
+    ({"cuisine": ["Chinese", None, "Fast Food"]}, TWO),
+    ("{'cuisine': ['Chinese', 'Fast Food'], 'house rule': None}", TWO),
+    ('{"cuisine": ["Chinese", "Fast Food"], "house rule": null}', TWO),
+    ({"cuisine": "Chinese"}, NOTHING | {"cuisine": ["Chinese"]}),
+    ({"cuisine": "None", "house rule": "None", "room type": "nan", "transportation": ""}, NOTHING),
+    ({"cuisine": float("nan"), "house rule": float("nan")}, NOTHING), (float("nan"), NOTHING),
+    ({"cuisine": [None]}, NOTHING),
+    ({"cuisine": "[]"}, NOTHING), ('{"house rule": null}', NOTHING), ("None", NOTHING),
+    ({"house rule": "pets", "cuisine": []}, NOTHING | {"house rule": "pets", "cuisine": []})])
+def test_wishes_are_read_however_a_file_writes_them(trip, asked, wishes):
+    task = load_task(trip[0] | {"local_constraint": asked})
+    assert task["local_constraint"] == wishes and load_task(task) == task
+
+
+@pytest.mark.parametrize("asked", [{"cuisine": 7}, {"cuisine": {"a": 1}}, {"cuisine": [["French"]]},
+                                   {"house rule": ["pets"]}, {"house rule": "cats"}, "[1]", "pets"])
+def test_wishes_that_are_none_of_ours_are_refused(trip, asked):
+    with pytest.raises(ValueError, match="cuisine|house rule|local_constraint"):
+        load_task(trip[0] | {"local_constraint": asked})
+
+
 @pytest.mark.parametrize("row, words", [
     ({"org": 5}, "'org' is 5"), ({"date": "tomorrow"}, "'date' is"), ({"days": None}, "'days' is"),
     ({"days": 5}, "'date' has 3 of the trip's 5 days"),

@@ -876,5 +876,6 @@ def test_training_outlives_a_retriever_that_refuses_fails_and_restarts(episodes,
         assert all(row["calls"] == len(row["tools"]) for row in rows)
         statuses.update(call["status"] for row in rows for call in row["tools"]
                         if call["name"] == "Search")
-    assert statuses.keys() == {"ok", "refused"} and statuses["ok"] == len(weather.answered) - 1
+    assert "broken" not in statuses and statuses["refused"] > 0
+    assert 0 < statuses["ok"] < len(weather.answered), "one more query came before all plays"
     assert weather.back.is_set() and len(runtime.read_jsonl(tmp_path / "out" / "log.jsonl")) == 2

@@ -7,8 +7,11 @@ The travel world of the stages (docs/environment.md): TravelPlanner's tasks, too
 --env travel opens this module by name. Its flags are --database, --system-prompt, --failure-rate.
 """
 import datetime
+import json
 import math
 import os
+import re
+from contextlib import suppress
 
 from format_plan import COSTS, Reader, add_reader_flags, open_reader
 from runtime import SHARE, errors_name
@@ -18,6 +21,7 @@ from travel.constraints import SCORES, check_task, judge, literal, need, reward
 from travel.solver import solver_replies
 
 LEVELS = ("easy", "medium", "hard")
+NO_WISH = ("", "None", "none", "null", "nan", "NaN")  # how files write that there is no wish
 
 
 def flags(parser):
@@ -53,12 +57,13 @@ def load_task(row):
     for key in ("date", "days", "people_number", "budget", "visiting_city_number", "constraint",
                 "local_constraint"):
         if isinstance(task.get(key), str):
-            task[key] = literal(task[key])
-    asked = task.pop("constraint", None) or task.get("local_constraint") or {}
+            task[key] = value_in(task[key])
+    asked = wish_in(task.pop("constraint", None) or task.get("local_constraint"), False) or {}
     if not isinstance(asked, dict):
         raise ValueError(f"'local_constraint' must be a table of constraints, not {asked!r:.60}")
-    task["local_constraint"] = {"house rule": asked.get("house rule", asked.get("room rule"))} | {
-        key: asked.get(key) for key in ("cuisine", "room type", "transportation")}
+    asked = {"house rule": asked.get("room rule")} | asked
+    task["local_constraint"] = {key: wish_in(asked.get(key), key == "cuisine") for key in (
+        "house rule", "cuisine", "room type", "transportation")}
     for key, kind in {"org": str, "dest": str, "date": list, "days": int, "people_number": int,
                       "budget": (int, float), "query": str}.items():
         if not isinstance(need(task, key), kind):
@@ -73,6 +78,26 @@ def load_task(row):
     check_types(task)
     check_task(task)
     return task
+
+
+def value_in(text):
+    """The value of a text that is a Python literal or JSON; the text itself if it is neither."""
+    value = literal(text)
+    if value is text:
+        with suppress(ValueError, RecursionError):
+            value = json.loads(text)
+    return value
+
+
+def wish_in(value, several):
+    """A wish of a task; None where none is stated, such as "None" or NaN. several: a list of names,
+    which may be printed as text: "['Chinese', 'French']", ['Chinese' 'French'], Chinese."""
+    texts = value if isinstance(value, list) else [value]
+    if not several or not all(text is None or isinstance(text, str) for text in texts):
+        return None if value != value or str(value).strip() in NO_WISH else value
+    names = [name.strip() for text in texts for name in re.split(r"""[][,;'"]""", text or "")]
+    names = [name for name in names if name not in NO_WISH]
+    return names or (value if value == [] else None)
 
 
 def check_types(task):

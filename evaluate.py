@@ -57,6 +57,7 @@ def play(generate, episodes, concurrency=8, max_context=math.inf, max_tokens=0, 
     again. worked: whether an earlier run has episodes that were not refused.
     """
     waiting, refused, failure, episodes = set(), [], None, iter(episodes)
+    tokens = []  # of each episode, if the endpoint counts them
     with ThreadPoolExecutor(concurrency) as pool:
         while True:
             stopped = failure or len(refused) >= max(MANY_REFUSALS, concurrency)
@@ -76,8 +77,12 @@ def play(generate, episodes, concurrency=8, max_context=math.inf, max_tokens=0, 
             refused += [episode for episode in ended if episode.stop == "refused"]
             ended = [episode for episode in ended if episode.stop != "refused"]
             if ended:
+                tokens += [getattr(episode, "tokens", None) for episode in ended]
                 worked, ended, refused = True, [*refused, *ended], []
                 yield from ended
+    if tokens and not any(tokens) and max_context < math.inf:
+        print(f"warning: the endpoint reports no usage, so --max-context {max_context} had no "
+              "effect", file=sys.stderr)
     if failure:
         raise failure
 
@@ -519,7 +524,7 @@ def play_agent(args, folder, settings, tasks):
     if left and args.agent == "model" and not args.url:
         runtime.check_values(settings["model"])
     worked = any(row["stop"] != "refused" for row in done.values())
-    rows, wins, counted = partial(play_rows, args, folder.name, settings["model"], worked), [], None
+    rows, wins = partial(play_rows, args, folder.name, settings["model"], worked), []
     if args.agent != "person":  # a person needs this process's terminal
         rows = partial(in_processes, "evaluate.py", rows, args=args)
     bar = None
@@ -531,13 +536,9 @@ def play_agent(args, folder, settings, tasks):
         if "score" in row:
             wins.append(row["score"]["success"])
             bar.set_postfix_str(f"success {mean(wins):.3f}", refresh=False)
-        counted = counted or row["tokens"]
         bar.update()
     if bar is not None:
         bar.close()
-    if args.url and left and not counted:
-        print(f"warning: {args.url} reports no usage, so --max-context {args.max_context} had no "
-              "effect", file=sys.stderr)
 
 
 def play_rows(args, name, path, worked, tasks):

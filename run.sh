@@ -11,7 +11,7 @@
 #                                the tools world: reward, dpo, helpers, masking, noise
 #   bash run.sh SIZE preflight   run every engine and trainer once, before the long stages
 #   bash run.sh test [-m '']     the tests; -m '' adds the slow ones
-#   bash run.sh gpu              test this machine's GPUs in minutes: out/gpu/report.md
+#   bash run.sh gpu [--budget MINUTES]   test this machine's GPUs: out/gpu/report.md
 #
 # DRY=1 prints the commands of all stages and runs nothing. A stage whose output exists is skipped,
 # so the same command continues after a failure. Variables to set in front of the command:
@@ -132,7 +132,7 @@ case $size in
     test) environment
           export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
           exec python -m pytest -q -n 2 --dist worksteal "${@:2}" ;;
-    gpu)  environment; exec python bench/gpu.py --out "$OUT" ;;
+    gpu)  environment; exec python bench/gpu.py --out "$OUT" "${@:2}" ;;
     "" | -h | --help | help) usage ;;
     *)    wrong "there is no size $size: tiny, tool-tiny, 0.5b, 1.5b, 3b, 7b, tool-star-SIZE" ;;
 esac

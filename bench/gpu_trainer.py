@@ -8,8 +8,9 @@ changed at a time, all in one process. bench/gpu.py calls this; it also runs by 
     widths free      rows as wide as the longest one, not a multiple of 512
     native linear    PyTorch's linear layer instead of DeepSpeed's
     not fused        AdamW in several kernels
-    keep half, all   keep the activations of half or all of the layers for the backward pass
+    varlen           packed rows, with PyTorch's attention for rows of several samples
     compiled         every layer by torch.compile
+    keep half, all   keep the activations of half or all of the layers for the backward pass
 
 The model has random weights. The rows have log-normal lengths (mean --mean, at most --most), and a
 quarter of their tokens are the policy's. `first` is the first update, in which all shapes are new;
@@ -18,6 +19,7 @@ all other numbers are of later updates with the same rows. MFU counts 6 FLOPs pe
 the time in which the GPU computed. A line of JSON per variant goes to standard output.
 """
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -37,8 +39,8 @@ SHAPES = {  # Qwen2.5: hidden and intermediate size, layers, query and key heads
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "vocab_size", "tie_word_embeddings")
 DENSE = {  # bfloat16 FLOP/s without sparsity, from the makers' data sheets
-    "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "A10G": 70e12, "L4": 121e12,
-    "L40S": 362e12, "3090": 71e12, "4090": 165e12, "5090": 210e12}
+    "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "A10G": 70e12,
+    "L40S": 362e12, "L4": 121e12, "3090": 71e12, "4090": 165e12, "5090": 210e12}
 
 
 def flags():
@@ -103,10 +105,10 @@ class Bench:
         self.config, self.n = config, sum(p.numel() for p in lm.parameters())
         grpo.recompute_layers(lm, 1)
         self.trainer = grpo.zero3(grpo.Policy(lm), 1e-6, self.device)
-        self.weighted = make_rows(args, 1000)
+        self.weighted, self.packed = make_rows(args, 1000), False
 
     def update(self):
-        """(seconds of an update, seconds of AdamW's step in it)."""
+        """(statistics of an update, its seconds, seconds of AdamW's step in it)."""
         step = self.trainer.step
         spent = []
 
@@ -119,31 +121,37 @@ class Bench:
 
         self.trainer.step = timed
         began = time.perf_counter()
-        self.grpo.learn(self.trainer, self.weighted, False, 0, 1, self.device, self.flags)
+        try:
+            found = self.grpo.learn(self.trainer, self.weighted, self.packed, 0, 1, self.device,
+                                    self.flags)
+        finally:
+            self.trainer.step = step
         self.wait()
-        self.trainer.step = step
-        return time.perf_counter() - began, spent[0]
+        return found, time.perf_counter() - began, spent[0]
 
     def wait(self):
         if self.cuda:
             self.torch.cuda.synchronize()
 
     def busy(self):
-        """The share of an update in which the GPU computes: its kernels' time / the clock's."""
+        """The share of an update in which the GPU computes: its kernels' time / the clock's; None
+        on a CPU, or if the profiler may not read the GPU's counters."""
         profiler = self.torch.profiler
         if not self.cuda:
             return None
         with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile:
-            seconds, _ = self.update()
-        return sum(each.self_device_time_total for each in profile.key_averages()) / 1e6 / seconds
+            _, seconds, _ = self.update()
+        kernels = sum(each.self_device_time_total for each in profile.key_averages())
+        return kernels / 1e6 / seconds or None
 
     def measure(self, name):
         """Make two updates, and one under the profiler -> a line of the table."""
+        self.trainer.optimizer.zero_grad()  # what a variant that failed has left
         if self.cuda:
             self.torch.cuda.empty_cache()
             self.torch.cuda.reset_peak_memory_stats()
-        first, _ = self.update()
-        seconds, step = self.update()
+        _, first, _ = self.update()
+        _, seconds, step = self.update()
         lengths = [len(s.ids) for s, _ in self.weighted]
         work = flops(self.config, self.n, lengths, sum(sum(s.mask) for s, _ in self.weighted))
         line = {"variant": name, "tokens_s": sum(lengths) / seconds, "first_s": first,
@@ -193,6 +201,25 @@ def keep(share):
     return change
 
 
+def varlen(bench):
+    from torch.nn.attention import varlen
+    from transformers import AttentionInterface
+
+    def attend(module, q, k, v, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
+        q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))  # (T, heads, width)
+        out = varlen.varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
+                                 scale=scaling, window_size=(-1, 0), enable_gqa=True)
+        return out[None], None
+
+    def use(attention, packed):
+        bench.config._attn_implementation = attention
+        bench.packed = bench.trainer.module.borders = packed
+
+    AttentionInterface.register("varlen", attend)
+    use("varlen", True)
+    return lambda: use("sdpa", False)
+
+
 def compiled(bench):
     layers = bench.lm.base_model.layers
     before = [layer.forward for layer in layers]
@@ -206,13 +233,14 @@ def compiled(bench):
 VARIANTS = {
     "base": (lambda bench: lambda: None, True), "cuDNN off": (cudnn_off, False),
     "widths free": (widths_free, True), "native linear": (native_linear, True),
-    "not fused": (not_fused, False), "keep half": (keep(0.5), True), "keep all": (keep(1.0), True),
-    "compiled": (compiled, False)}
+    "not fused": (not_fused, False), "varlen": (varlen, False), "compiled": (compiled, False),
+    "keep half": (keep(0.5), True), "keep all": (keep(1.0), True)}  # the last may fill the GPU
 
 
 def head_gradient(bench):
     """Compare two ways to sum the head's weight gradient over chunks: after each product, or within
-    it."""
+    it. The second is not in ChunkedLogps, because PyTorch has it for CUDA alone: the CPU would
+    need the first one as well, and no test on a CPU could compare the two."""
     torch, (h, v) = bench.torch, (bench.config.hidden_size, bench.config.vocab_size)
     chunk = max(1, min(1024, bench.grpo.LOGITS // v))
     d, hidden = (torch.randn(chunk, width, device=bench.device, dtype=torch.bfloat16)
@@ -240,6 +268,16 @@ def head_gradient(bench):
                      ), flush=True)
 
 
+@contextlib.contextmanager
+def line_if_it_fails(name):
+    """Print in a line what failed: out of memory, no compiler, no such kernel."""
+    try:
+        yield
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        print(json.dumps({"variant": name, "failed": " ".join(said.split())[:160]}), flush=True)
+
+
 def main():
     args, began = flags(), time.time()
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
@@ -251,16 +289,15 @@ def main():
             why = "a GPU is needed" if not bench.cuda and not on_cpu else "no time is left"
             print(json.dumps({"variant": name, "skipped": why}), flush=True)
             continue
-        change_back = change(bench)
-        try:
-            bench.measure(name)
-        except (RuntimeError, ImportError) as error:  # out of memory, or no compiler
-            print(json.dumps({"variant": name, "failed": " ".join(str(error).split())[:160]}),
-                  flush=True)
-            bench.trainer.optimizer.zero_grad()
-        change_back()
+        with line_if_it_fails(name):
+            change_back = change(bench)
+            try:
+                bench.measure(name)
+            finally:
+                change_back()
     if bench.cuda:
-        head_gradient(bench)
+        with line_if_it_fails("head's weight gradient"):
+            head_gradient(bench)
     bench.torch.distributed.destroy_process_group()
 
 

@@ -1,5 +1,7 @@
 """bench/gpu.py: its messages without a GPU, and the arithmetic of its figures."""
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -73,8 +75,47 @@ def test_the_trainers_part_runs_on_a_cpu_and_measures_what_a_cpu_can(tmp_path):
                            "--out", tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in (tmp_path / "report.md").read_text().splitlines() if "trainer" in line]
-    assert len(rows) == 8 and sum("tokens_s" in row for row in rows) == 5
-    assert sum("a GPU is needed" in row for row in rows) == 3
+    assert len(rows) == 9 and sum("tokens_s" in row for row in rows) == 5
+    assert sum("a GPU is needed" in row for row in rows) == 4
+
+
+PACKED = """if True:
+    import json, sys
+    import torch
+    from torch.nn.attention import varlen
+    sys.path.insert(0, "bench")
+    import gpu_trainer
+
+    def attention(q, k, v, begins, *_, scale, window_size, enable_gqa):  # PyTorch's is for CUDA
+        assert window_size == (-1, 0) and enable_gqa
+        parts = [each.transpose(0, 1)[None].split(begins.diff().tolist(), 2) for each in (q, k, v)]
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        rows = [sdpa(*row, is_causal=True, scale=scale, enable_gqa=True) for row in zip(*parts)]
+        return torch.cat(rows, 2)[0].transpose(0, 1)
+
+    varlen.varlen_attn = attention
+    sys.argv[1:] = "--shape rehearsal --mean 100 --most 300 --pack-tokens 512".split()
+    bench = gpu_trainer.Bench(gpu_trainer.flags())
+    bench.trainer.optimizer.param_groups[0]["lr"] = 0.0
+    found = [bench.update()[0]]
+    change_back = gpu_trainer.varlen(bench)
+    found.append(bench.update()[0] if bench.packed else None)
+    change_back()
+    found.append(bench.update()[0] if not bench.packed else None)
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_the_variant_of_packed_rows_learns_what_padded_rows_do():
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run([sys.executable, "-c", PACKED], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | alone | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    padded, packed, again = json.loads(done.stdout.splitlines()[-1])
+    assert packed == pytest.approx(padded, rel=1e-4) and again == pytest.approx(padded, rel=1e-6)
+    assert padded["gnorm"] > 0
 
 
 def test_a_report_names_what_failed_and_is_written_as_it_grows(gpu, tmp_path):

@@ -274,6 +274,37 @@ def test_the_runs_of_a_study_have_the_papers_factors(command, axis, size):
     assert varied == {name: set(values) for name, values in factors.items()}
 
 
+# what the papers print of a stage: in STAR's recipes, in Tool-Star's
+STAGES = {"sft.py": (["sft"], ["star-sft"]), "grpo.py": (["rl"], ["star-rl"]),
+          "arpo.py": (["rl"], []), "evaluate.py": (["play"], []),
+          "qa_eval.py": (["play", "questions"], [])}
+LONGER = {"--epochs", "--steps"}  # a study's RL counts updates; cycles after the first are ours
+
+
+@pytest.mark.parametrize("command", sorted({
+    command for _, cell in rows_of_paper_md() for command in commands_in(cell, ["3b"])
+    if "bash run.sh" in command and "reliability" not in command}))
+def test_every_stage_of_a_command_has_the_papers_flags(command):
+    """What the papers fix, in each run of each stage, but for trials of the machine."""
+    star = "tool-star" in command
+    lines = [shlex.split(line) for line in dry(command).splitlines() if ".py --" in line]
+    seen = set()
+    for words in (words for words in lines if "preflight" not in " ".join(words)):
+        name, given = script(words)[0], arguments(words)
+        for table in STAGES.get(name, ([], []))[star]:
+            for flag, value in FLAGS[table]["values"].items():
+                if flag in given or flag not in LONGER:
+                    assert (flag, *given.get(flag, [default_text(name, flag)])) == (flag, value)
+                    seen.add(name)
+    assert seen >= {"sft.py"}
+
+
+def default_text(name, flag):
+    """A flag's default, as a command would say it."""
+    value = default(name, flag)
+    return f"{value:.0f}" if value == int(value) else f"{value}"
+
+
 @pytest.mark.parametrize("command", [one for one, axis, size in STUDIES if axis == "scale"])
 def test_scale_trains_every_reward_at_every_size_from_its_own_base(command):
     said = dry(command)

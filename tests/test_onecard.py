@@ -46,7 +46,8 @@ def batch():
 
 
 def test_the_gradients_of_adapters_are_those_of_the_merged_model(policy, template, batch):
-    one, other = merged(policy, template)
+    # in float64: rounding of float32 alone makes 3e-6
+    one, other = merged(sft.Policy(copy.deepcopy(policy.lm).double()), template)
     for each in (one, other):
         logps, _ = each(*batch)
         (-logps * torch.linspace(0, 1, len(logps))).mean().backward()
@@ -58,7 +59,7 @@ def test_the_gradients_of_adapters_are_those_of_the_merged_model(policy, templat
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         for gradient, by_hand in ((a.grad, scale * b.T @ grad), (b.grad, scale * grad @ a.T)):
             assert by_hand.norm() > 0
-            assert (gradient - by_hand).norm() <= 1e-5 * by_hand.norm() + 1e-7
+            assert (gradient - by_hand).norm() <= 1e-6 * by_hand.norm()
 
 
 def test_only_adapters_are_trained_and_the_head_computes_no_gradient(policy, template, batch):

@@ -281,7 +281,7 @@ def deal(lengths, ranks, budget, packed, device="cpu"):
     rank stays the same, which makes them equal in size, and those that take about the same time are
     computed at the same time.
     """
-    lengths = [row_width(n, device) for n in lengths]
+    lengths = [n if packed else row_width(n, device) for n in lengths]
 
     def rounds(budget):
         return math.ceil(len(pack(lengths, budget, packed)) / ranks)

@@ -20,7 +20,7 @@ def given(words):
     start = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
     for word in words[start:]:
         if word.startswith("--"):
-            flag, found[word] = word, ""  # where a flag comes twice, the last one counts
+            flag, found[word] = word, ""  # if a flag is given twice, the last one counts
         else:
             found[flag] = f"{found.get(flag, '')} {word}".strip()
     return {flag: values for flag, values in found.items() if flag not in FREE}

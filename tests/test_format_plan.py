@@ -700,6 +700,8 @@ def test_driving_is_uniform_and_flights_stay(endpoint):
 
 @pytest.mark.parametrize("turn, why", [
     ("I see no plan here.", "without a list of days"), ("[[1, 2]]", "without a list of days"),
+    ('{"days": {"1": "Zoo"}}', "without a list of days"), ("empty", "a reply without text"),
+    ("shapeless", "a reply without text"), (" \n", "a reply without text"),
     ((401, "wrong key"), "status 401"), ("x" * 3_000_000, "3,000,000 characters"),
     ((500, "down"), "status 500")])
 def test_a_formatter_that_fails_on_an_answer_fails_that_answer_only(
@@ -714,6 +716,8 @@ def test_a_formatter_that_fails_on_an_answer_fails_that_answer_only(
     assert read.read("a good answer", trip, mini) == (
         PLAN, [], None, {"formatter failed": 0.0, "formatter tokens": 7})
     assert read.counts["asked"] == 2 and read.counts["failed"] == 1
+    play(f"A draft: {json.dumps([PLAN[0] | {'attraction': '-'}])} The plan: {LISTED}")
+    assert read.read("another answer", trip, mini)[0] == PLAN, "the last of equal lists"
     verdict = judge(trip, "a bad answer", mini, read)[1]
     assert verdict["success"] == 0 and why in verdict["unread"][0]
     assert verdict["formatter failed"] == 1.0

@@ -51,8 +51,7 @@ class Report:
 
     def add(self, claim, passed, measured):
         verdict = {True: "pass", False: "FAIL", None: ""}[passed]
-        measured = measured.replace("|", "/")  # which would begin another column
-        self.rows.append((claim, verdict, measured))
+        self.rows.append([cell.replace("|", "\\|") for cell in (claim, verdict, measured)])
         print(f"{verdict:5} {claim}: {measured}", flush=True)
         with replacing(self.file) as file:
             file.writelines(f"| {' | '.join(row)} |\n" for row in self.rows)

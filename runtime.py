@@ -1715,6 +1715,9 @@ def add_adapters(lm, template, args):
         inject_adapter_in_model(config, lm)
     except ValueError as error:
         raise ValueError(f"{template.path}: --lora: {one_line(error)}") from None
+    # ZeRO-3 gathers a layer's weights for the backward pass if its input takes a gradient, which the
+    # frozen embedding's output does not
+    lm.enable_input_require_grads()
 
 
 def adapter_weights(lm):

@@ -1715,8 +1715,8 @@ def add_adapters(lm, template, args):
         inject_adapter_in_model(config, lm)
     except ValueError as error:
         raise ValueError(f"{template.path}: --lora: {one_line(error)}") from None
-    # ZeRO-3 gathers a layer's weights for the backward pass if its input takes a gradient, which the
-    # frozen embedding's output does not
+    # ZeRO-3 gathers a layer's weights for the backward pass if its input takes a gradient, which
+    # the output of the frozen embedding does not
     lm.enable_input_require_grads()
 
 

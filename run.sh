@@ -40,6 +40,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
+[[ ${DRY:-} != 0 ]] || DRY=
 usage() { sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh; exit 2; }
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
@@ -139,6 +140,7 @@ esac
 axes="reward scale data algorithm noise"
 [[ $size == tiny ]] && axes+=" memory" || axes+=" reliability"
 [[ $size != tool-* ]] || axes="reward dpo helpers masking noise"
+[[ " $* " != *" --help "* ]] || usage
 case $what:$axis in
     all:) ;;
     preflight:) [[ $size != *tiny ]] || wrong "$size needs no preflight" ;;
@@ -165,7 +167,7 @@ for name in OUT DATA MODEL STAR_DATABASE; do
 done
 if [[ -n ${MODEL:-} && -z ${DRY:-} && ! -d $MODEL ]]; then  # a name on the hub is OWNER/NAME
     [[ $MODEL =~ ^[[:alnum:]][[:alnum:]._-]*/[[:alnum:]._-]+$ ]] ||
-        stop "MODEL=$MODEL is not a folder; is the path right?"
+        stop "MODEL=$MODEL is not a folder; is the path right? A hub name is OWNER/NAME"
 fi
 base=${MODEL:-$base} share=${SHARE:-0.6}
 [[ $share =~ ^(1|0?\.[0-9]+)$ ]] || wrong "SHARE=$share must be a share of a GPU, such as 0.4"
@@ -195,6 +197,8 @@ fi
 torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
 parse_flags "$@"
+[[ -n ${DRY:-} ]] || { mkdir -p "$OUT" "$DATA" && [[ -w $OUT ]]; } ||
+    stop "OUT=$OUT and DATA=$DATA must be folders, and OUT one that can be written"
 [[ $size != tool-* ]] || source recipes/toolstar.sh
 world=(--database "$database") val=$DATA/val.jsonl tried=$val  # of the preflight
 

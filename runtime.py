@@ -1923,6 +1923,7 @@ def restore(trainer, out, resume, rank):
     step = newest_checkpoint(out, resume, rank)
     if step:
         trainer.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}")
+        say(f"{out}: resuming after update {step}")
     return step
 
 

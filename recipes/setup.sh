@@ -130,21 +130,21 @@ for name, line in stages:
         ranks = int(words[words.index("--nproc_per_node") + 1])
         os.environ["WORLD_SIZE"] = str(ranks * int(os.environ.get("NNODES", 1)))
     try:
-        name = "tiny.__main__" if words[at] == "tiny" else words[at].removesuffix(".py")
-        module = importlib.import_module(name)
+        file = "tiny.__main__" if words[at] == "tiny" else words[at].removesuffix(".py")
+        module = importlib.import_module(file)
         getattr(module, "command_flags", module.flags)()
     except SystemExit:
         sys.exit(f"run.sh: so stage {name} would fail; nothing has run yet")'
 
 # parse_flags WORD...   check the flags of all stages, FLAGS_STAGE included, before the first runs;
-# with DRY=1 only where there are such, because it takes seconds
+# with DRY=1 only where somebody has added to them, because it takes seconds
 parse_flags() {
     local command=("$@") dry
     case ${DRY:-} in
         "") ;;
         parse) return ;;
-        *) [[ $(compgen -e FLAGS_) ]] || return 0
-            usable || { say "without .venv FLAGS_* are not checked"; return; } ;;
+        *) [[ $(compgen -e FLAGS_)${HOW:-}$ENDPOINT ]] || return 0
+            usable || { say "there is no .venv yet, so the flags are not checked"; return; } ;;
     esac
     [[ ${2:-} != preflight ]] || command=("$1")
     dry=$(DRY=parse bash run.sh "${command[@]}") || exit $?

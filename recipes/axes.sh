@@ -123,10 +123,11 @@ scale() {
         if [[ $size == tiny ]]; then
             folder=$OUT/axis/scale/width-$x
             [[ $x != 192 ]] || folder=$OUT  # the recipe's own width
-            MODEL='' FLAGS_init="--width $x" OUT=$folder DATA=$DATA bash run.sh tiny axis crossing
+            MODEL='' FLAGS_init="--width $x" OUT=$folder DATA=$DATA DRY=${DRY:+parse} \
+                bash run.sh tiny axis crossing
         else
             folder=$(scale_folder "$x")
-            MODEL='' OUT=$folder DATA=$DATA bash run.sh "$x" axis reward
+            MODEL='' OUT=$folder DATA=$DATA DRY=${DRY:+parse} bash run.sh "$x" axis reward
         fi
         for seed in $([[ $size != tiny ]] || echo "$SEEDS"); do
             row "width-$x-sft" "$folder/axis/runs/sft-s$seed" sft

@@ -264,6 +264,11 @@ def test_dpo_is_planned_like_sft_since_its_reference_needs_no_model(plan):
     assert dpo == sft and said == same and "16384 tokens at a time" in same
 
 
+def test_the_shapes_of_the_recipes_models_need_no_hub():
+    config, n = memory.load_shape("Qwen/Qwen2.5-0.5B-Instruct")
+    assert n == 494_032_768 and config.max_position_embeddings == 32768
+
+
 def test_a_cache_without_room_for_a_context_is_refused(plan):
     assert "the cache holds no whole context" in plan("grpo --gpu-memory 0.21")[2]
 

@@ -980,10 +980,14 @@ def open_llm(path, **settings):
     """
     if os.environ.get("RANK", "0") == "0":
         print("starting vLLM: about a minute", file=sys.stderr, flush=True)
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
     try:
-        return LLM(str(path), **settings)
+        llm = LLM(str(path), **settings)
+        if "compilation_config" in settings:  # some hybrid models fail at their first tokens
+            llm.generate({"prompt_token_ids": [0]}, SamplingParams(max_tokens=2, ignore_eos=True),
+                         use_tqdm=False)
+        return llm
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
             ValueError) as error:
         text = f"{type(error).__name__}: {error}"

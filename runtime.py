@@ -1388,7 +1388,8 @@ def check_model(path):
     if folder.is_file():
         raise ValueError(f"{path} is a file; name the folder that holds it")
     if not folder.is_dir():
-        if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path)):  # the form of names on the hub
+        name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path))  # that the hub could know
+        if not name or name[1] and folder.parent.is_dir():  # but not out/rl, if there is an out/
             raise ValueError(f"{path} is not a folder; is the path right?")
         return
     check_config(folder)

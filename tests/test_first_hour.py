@@ -176,12 +176,15 @@ def test_a_broken_file_of_a_model_is_named(tiny_model, tmp_path, name, text, sai
         runtime.check_model(folder)
 
 
-def test_a_path_that_is_no_folder_is_not_looked_for_on_the_hub(tiny_model):
+def test_a_path_that_is_no_folder_is_not_looked_for_on_the_hub(tiny_model, monkeypatch):
     with pytest.raises(ValueError, match="is a file; name the folder"):
         runtime.check_model(tiny_model / "model.safetensors")
     for path in ("/no/such/model", "out/7b/rl/best", "./model", "a=b"):
         with pytest.raises(ValueError, match="is not a folder; is the path right"):
             runtime.check_model(path)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match="docs/rl is not a folder; is the path right"):
+        runtime.check_model("docs/rl")  # docs/ is here
     runtime.check_model("Qwen/Qwen2.5-7B-Instruct")
     runtime.check_model("gpt2")
 

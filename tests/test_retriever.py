@@ -144,7 +144,8 @@ class Weather:
         def life():
             with answering(self, self.port):
                 up.set()
-                until(lambda: self.back.is_set() or over.is_set())
+                while not (self.back.wait(0.05) or over.is_set()):
+                    pass  # the start of a trainer may take minutes
             time.sleep(self.seconds)
             if not over.is_set():
                 with answering(self, self.port):

@@ -29,7 +29,7 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-ALLOWANCE, REFILL, BRIEF = 0.5, 0.02, 0.1  # seconds; seconds per second; seconds
+ALLOWANCE, REFILL, BRIEF = 0.5, 0.02, 0.15  # seconds; seconds per second; seconds
 LONGEST = 1000  # characters; a longer text equals only an identical one
 MEMORY = 2 * 2**30  # bytes of a process
 # one pair of each kind, compared before the first fork: the first of a kind takes 0.1 s longer

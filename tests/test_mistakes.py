@@ -542,17 +542,6 @@ def test_an_interrupted_synth_ends_in_one_line_and_leaves_no_process(desk, end, 
     assert runtime.read_jsonl(desk / "new.jsonl"), "every line is whole: the same command resumes"
 
 
-@pytest.mark.slow
-def test_failures_of_a_missing_endpoint_are_counted(desk):
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    done = start(f"format_plan.py {desk}/texts.jsonl --reader http://127.0.0.1:{port}/v1=m")
-    out, said = done.communicate(timeout=600)
-    assert done.returncode == 0 and "'failed': " in said
-    assert all(json.loads(line)["plan"] is None for line in out.splitlines())
-
-
 def test_a_hub_name_offline_is_a_line_and_the_folder_can_be_used_for_another(desk):
     words = f"evaluate.py --tasks {desk}/good.jsonl --out {desk}/new --model a="
     done = start(f"{words}nobody/none")

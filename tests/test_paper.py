@@ -195,6 +195,7 @@ def default(name, flag):
 
 def dry(command):
     """The commands that a recipe would run."""
+    command = command.replace("=URL=MODEL", "=http://localhost:8000/v1=MODEL")
     return subprocess.run(command, shell=True, cwd=ROOT, env=os.environ | {"DRY": "1"}, text=True,
                           check=True, capture_output=True).stdout
 

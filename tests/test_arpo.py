@@ -350,6 +350,7 @@ def test_with_nothing_to_fork_it_plays_and_learns_exactly_as_grpo(unbroken, trai
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_real_engine_forks_and_still_agrees_with_the_trainer(babble, tmp_path):
     # three turns for certain, and with a weight of 0 names alone decide: no model has a say
     write_jsonl(tmp_path / "long.jsonl", [

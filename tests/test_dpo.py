@@ -398,6 +398,7 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
     assert one == two
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_other_pairs(words, critic, digits, tmp_path):
     text = train("dpo.py", critic, words.replace("pairs.jsonl", "val.jsonl"), status=1)
     assert "was started with other settings: --data was" in text and "Traceback" not in text
@@ -413,6 +414,7 @@ def test_a_fall_of_the_chosen_is_warned_of(tmp_path, capsys):
             (tmp_path / "log.jsonl").read_text().splitlines()] == [-9.9, -10.1]
 
 
+@pytest.mark.slow
 def test_pairs_of_the_travel_world_are_trained_on(mini, trip, tiny_model, tmp_path):
     world, rows = Travel(mini), []
     played = SimpleNamespace(failure_rate=0.0, max_turns=60, system_prompt="short")

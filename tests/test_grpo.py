@@ -747,7 +747,8 @@ def test_with_the_microscope_every_nth_update_is_kept_in_the_order_of_its_rollou
 
 
 @pytest.mark.parametrize("words, slow", [
-    ("--steps 1", False), ("--steps 2 --tp 2", False),
+    ("--steps 1", False),
+    pytest.param("--steps 2 --tp 2", False, marks=pytest.mark.slow),
     pytest.param("--steps 2 --tp 2", True, marks=pytest.mark.slow)])
 def test_two_ranks_with_an_engine_each_or_half_of_one_learn_what_one_learns(
         words, slow, babble, unbroken, tmp_path, monkeypatch):

@@ -216,6 +216,7 @@ def test_a_run_is_resumed_where_its_files_are_elsewhere_but_not_if_they_changed(
         started(model=moved)
 
 
+@pytest.mark.slow
 def test_a_stage_refuses_another_runs_checkpoint(tiny_model, episodes, tmp_path):
     words = "--model", tiny_model, "--data", episodes, SFT.replace("--steps 16", "")
     train("sft.py", tmp_path / "sft", *words, "--steps 1")

@@ -82,6 +82,7 @@ def whole(folder):
     return torch.cat([tensor.flatten() for _, tensor in sorted(weights(folder).items())])
 
 
+@pytest.mark.slow
 def test_offloaded_updates_are_those_of_adamw_up_to_rounding(tiny_model, episodes, tmp_path):
     words = SFT.replace("--steps 8", "--steps 10"), "--model", tiny_model, "--data", episodes
     for name, flag in (("card", ""), ("host", "--offload")):
@@ -117,6 +118,7 @@ def test_out_is_a_plain_model_and_the_adapter_beside_it_makes_it_of_the_base(
                            weights(tiny_model)["model.layers.0.mlp.up_proj.weight"])
 
 
+@pytest.mark.slow
 def test_a_lora_run_that_was_stopped_and_killed_ends_with_the_same_weights(
         lora_student, tiny_model, episodes, tmp_path):
     train_broken("sft.py", tmp_path / "sft", SFT, LORA, "--model", tiny_model, "--data", episodes)
@@ -124,6 +126,7 @@ def test_a_lora_run_that_was_stopped_and_killed_ends_with_the_same_weights(
         assert (lora_student / folder).read_bytes() == (tmp_path / "sft" / folder).read_bytes()
 
 
+@pytest.mark.slow
 def test_after_every_sync_the_engine_has_the_merged_weights(babble, student, tmp_path):
     train("grpo.py", tmp_path / "rl", babble,
           "--steps 4 --lora 4 --lr 3e-3 --offload --no-checkpointing")

@@ -112,7 +112,7 @@ def load_shape(model):
     """(config, number of parameters) of a model, without loading its weights."""
     from transformers import AutoConfig
 
-    known = re.fullmatch(r"Qwen/Qwen2\.5-(0\.5|1\.5|3|7)B(-Instruct)?", model)
+    known = re.fullmatch(r"Qwen/Qwen2\.5-(0\.5|1\.5|3|7)B(-Instruct)?", str(model))
     if known:
         config = qwen(f"{known[1]}b")  # known without a hub
         config.max_position_embeddings = 32768

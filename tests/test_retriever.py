@@ -176,8 +176,8 @@ def test_a_corpus_line_is_search_r1s_or_flashrags(line, found):
 
 
 @pytest.mark.parametrize("line, said", [
-    ("{", "not JSON"), ("[1]", "must have id and contents"), ("{}", "must have id and contents"),
-    ('{"contents": 3}', "must have id and contents")])
+    ("{", "not JSON"), ("[1]", "it must have id and contents"), ("{}", "must have id and contents"),
+    ('{"contents": 3}', "it must have id and contents")])
 def test_a_bad_corpus_line_is_named(tmp_path, line, said):
     (tmp_path / "c.jsonl").write_text('{"id": 0, "contents": "x"}\n' + line)
     with pytest.raises(ValueError, match=f"c.jsonl, line 2: {said}"):
@@ -583,7 +583,7 @@ def test_a_flat_index_of_faiss_is_used_as_it_is(tmp_path, capsys):
              str(tmp_path / "e5_Flat.index"), "--out", str(tmp_path / "index")]
     retriever.main(words)
     matrix = np.fromfile(tmp_path / "index" / "matrix.f16", np.float16).reshape(5, 8)
-    assert (matrix == vectors).all() and "5 passages of 8 numbers" in capsys.readouterr().out
+    assert (matrix == vectors).all() and "5 vectors of 8 numbers" in capsys.readouterr().out
     (tmp_path / "c.jsonl").write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(SystemExit, match="5 vectors, .*c.jsonl 1 passages"):
         retriever.main([*words[:-1], str(tmp_path / "other")])

@@ -270,7 +270,7 @@ def test_the_shapes_of_the_recipes_models_need_no_hub():
 
 
 def test_a_cache_without_room_for_a_context_is_refused(plan):
-    assert "the cache holds no whole context" in plan("grpo --gpu-memory 0.21")[2]
+    assert "cache holds no whole context" in plan("grpo --gpu-memory 0.21")[2]
 
 
 @pytest.mark.parametrize("words, said", [

@@ -27,7 +27,7 @@ NO_WISH = dict.fromkeys(synth.WISHES)
 @pytest.fixture(scope="module")
 def tasks(mini):
     """60 tasks of the small world, of all levels and lengths."""
-    args = synth.flags(["tasks", "--like", "tiny", "--seed", str(SEED), "--out", ""])
+    args = synth.flags(["tasks", "--like", "tiny", "--seed", str(SEED), "--out", "none"])
     drawn = (synth.make_task(args, index) for index in itertools.count())
     return list(itertools.islice(filter(None, drawn), 60))
 

@@ -377,6 +377,7 @@ def test_the_student_comes_to_prefer_high_digits_on_held_out_pairs_too(critic):
     assert lines[-1]["val_accuracy"] >= 0.75 and lines[-1]["val_margin"] > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(words, critic, tmp_path):
     train("dpo.py", tmp_path / "dpo", words, ranks=2)
     one, two = (read_jsonl(out / "log.jsonl") for out in (critic, tmp_path / "dpo"))

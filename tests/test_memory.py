@@ -107,6 +107,7 @@ def test_planned_activations_are_those_of_the_real_model(size, tokens, keep, mom
     assert sum(sizes) == pytest.approx(found.peak, rel=0.1 if rank else 0.01)
 
 
+@pytest.mark.slow
 def test_planned_states_are_those_of_zero3(tiny_model, tmp_path):
     (tmp_path / "states.py").write_text("""if True:
         import json, os, sys, torch, grpo
@@ -140,9 +141,8 @@ def test_planned_states_are_those_of_zero3(tiny_model, tmp_path):
     assert live == at_a_time == 1e9
 
 
-@pytest.mark.parametrize("words", [
-    "--offload", "--lora 16", pytest.param("", marks=pytest.mark.slow),
-    pytest.param("--lora 16 --offload", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "--offload", "--lora 16", "--lora 16 --offload"])
 def test_the_planned_peak_is_what_two_ranks_allocate(words, tmp_path):
     (tmp_path / "peak.py").write_text("""if True:
         import gc, os, sys, torch, runtime, sft

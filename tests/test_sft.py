@@ -254,6 +254,7 @@ def test_two_ranks_learn_what_one_learns(tiny_model, episodes, student, tmp_path
         assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=digits)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
         tiny_model, episodes, student, tmp_path):
     train_broken("sft.py", tmp_path / "sft", SFT, "--model", tiny_model, "--data", episodes)
@@ -276,6 +277,7 @@ def test_a_checkpoint_of_other_ranks_is_refused_in_one_sentence(one_rank, tmp_pa
         runtime.restore(None, tmp_path, True, 0)
 
 
+@pytest.mark.slow
 def test_an_official_episode_takes_a_step_whole(official, test_data, tiny_model, tmp_path):
     task = load_task(read_jsonl(test_data / "travelplanner" / "val_102.jsonl")[0])
     episode = play_replies(Travel(official), Episode(task, Sandbox(official)))

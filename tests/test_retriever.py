@@ -176,7 +176,8 @@ def test_a_corpus_line_is_search_r1s_or_flashrags(line, found):
 
 
 @pytest.mark.parametrize("line, said", [
-    ("{", "not JSON"), ("[1]", "it must have id and contents"), ("{}", "it must have id and contents"),
+    ("{", "not JSON"), ("[1]", "it must have id and contents"),
+    ("{}", "it must have id and contents"),
     ('{"contents": 3}', "it must have id and contents")])
 def test_a_bad_corpus_line_is_named(tmp_path, line, said):
     (tmp_path / "c.jsonl").write_text('{"id": 0, "contents": "x"}\n' + line)

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import product
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, free_port
 from test_run import arguments, flags_of, script
 
 from recipes import axes
@@ -347,6 +347,38 @@ def test_the_pages_other_commands_have_no_unknown_flag(command):
     several = name in ("synth.py", "-m toolstar.tir")
     flags = flags_of(name, *given.pop("")[:several])
     assert given.keys() <= flags
+
+
+# As little of each stage as makes a table: what the recipe's variable FLAGS_STAGE is set to
+LITTLE = {"drills": "--n 40", "base": "--steps 1", "sft": "--steps 1", "val-tasks": "--n 8",
+          "rl": "--prompts 2 --group 2 --turn-tokens 16 --concurrency 4",
+          "eval": "--max-turns 1 --max-tokens 16 --concurrency 4"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size, studies", [
+    ("tiny", {"reward": ["sft", "sum", "macro", "success", "curriculum"]}),
+    ("tool-tiny", {"masking": ["sft", "masked", "trained-on"], "noise": ["sft", "0%", "5%", "10%"]})
+])
+def test_a_study_of_the_page_runs_to_its_table_at_tiny_size(size, studies, tmp_path):
+    variables = os.environ | {"OUT": str(tmp_path), "SEEDS": "0", "AXIS_STEPS": "1", "GPUS": "1",
+                              "AXIS_TASKS": "2", "PORT": str(free_port())}
+    for axis, settings in studies.items():
+        command = ["bash", "run.sh", size, "axis", axis]
+        said = subprocess.run(command, cwd=ROOT, env=variables | {"DRY": "1"}, check=True,
+                              capture_output=True, text=True).stdout
+        stages = re.findall(r"^# (\S+) -> ", said, re.MULTILINE)
+        little = {name: LITTLE[name if name in LITTLE else name.split("-")[0]] for name in stages
+                  if name in LITTLE or name.startswith(("rl-grpo-", "eval-"))}
+        flags = {"FLAGS_" + re.sub("[^a-z0-9]", "_", name): words for name, words in little.items()}
+        done = subprocess.run(command, cwd=ROOT, env=variables | flags, capture_output=True,
+                              text=True)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        file = tmp_path / "axis" / f"{'tool-' * (size != 'tiny')}{axis}.md"
+        (head, rows), = rows_of(file.read_text())
+        ours = next(n for n, cell in enumerate(head) if cell.startswith("ours, 2 tasks"))
+        assert [row[0] for row in rows if row[ours] != "not run"] == settings
+        assert all(f"| {name} " in done.stdout for name in settings), "the table is printed"
 
 
 # tiny's widths stand beside the three sizes, all under GRPO with macro

@@ -350,9 +350,11 @@ def test_the_pages_other_commands_have_no_unknown_flag(command):
 
 
 # As little of each stage as makes a table: what the recipe's variable FLAGS_STAGE is set to
-LITTLE = {"drills": "--n 40", "base": "--steps 1", "sft": "--steps 1", "val-tasks": "--n 8",
+LITTLE = {"base": "--steps 1", "sft": "--steps 1", "facts": "--sft 40 --rl 40 --val 40",
           "rl": "--prompts 2 --group 2 --turn-tokens 16 --concurrency 4",
           "eval": "--max-turns 1 --max-tokens 16 --concurrency 4"}
+DRAWN = {"tiny": {"drills": "--n 40 --worlds 2", "episodes": "--n 40 --worlds 2",
+                  "val-tasks": "--n 8", "rl-tasks": "--n 16"}, "tool-tiny": {"drills": "--n 40"}}
 
 
 @pytest.mark.slow
@@ -368,8 +370,9 @@ def test_a_study_of_the_page_runs_to_its_table_at_tiny_size(size, studies, tmp_p
         said = subprocess.run(command, cwd=ROOT, env=variables | {"DRY": "1"}, check=True,
                               capture_output=True, text=True).stdout
         stages = re.findall(r"^# (\S+) -> ", said, re.MULTILINE)
-        little = {name: LITTLE[name if name in LITTLE else name.split("-")[0]] for name in stages
+        little = {name: LITTLE[name.split("-")[0]] for name in stages
                   if name in LITTLE or name.startswith(("rl-grpo-", "eval-"))}
+        little |= {name: words for name, words in DRAWN[size].items() if name in stages}
         flags = {"FLAGS_" + re.sub("[^a-z0-9]", "_", name): words for name, words in little.items()}
         done = subprocess.run(command, cwd=ROOT, env=variables | flags, capture_output=True,
                               text=True)

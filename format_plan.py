@@ -562,7 +562,7 @@ def ends_of_day(day, before, home, names):
     known = [city[0] for city in names.cities_in(title)]
     if ride and (not label or {names.city(label), *known} & {*ride}):
         return ride
-    if label:
+    if label and names.city(label):
         return names.city(label), names.city(label)
     if known:
         comes = MOVE.match(title) and not title.lower().startswith("depart")

@@ -188,7 +188,7 @@ def check_trainer(report, out, args, seconds):
 
 
 def figure(value):
-    """A number with three digits, or the words that stand in its place."""
+    """A number with three digits; a text stays as it is."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

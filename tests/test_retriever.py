@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
@@ -112,12 +113,13 @@ class Flaky:
 
 class Weather:
     """A retrieval server with typical trouble: it refuses one query in twenty for good, fails one
-    request in five for a while, and is gone once before it returns at the same address."""
+    request in five for a while, and is gone once before it returns at the same address. A query
+    fails three times at most, one less than Remote tries; else chance would refuse one in 600."""
 
     def __init__(self, bad=120, gone_after=40, seconds=0.5):
         self.draw, self.lock, self.seconds = random.Random(SEED), threading.Lock(), seconds
         self.asked, self.bad, self.gone_after, self.back = 0, bad, gone_after, threading.Event()
-        self.answered = []
+        self.answered, self.failed = [], Counter()
 
     @staticmethod
     def refuses(query):
@@ -127,7 +129,9 @@ class Weather:
         queries = request["queries"]
         with self.lock:
             self.asked += 1
-            fails = self.asked < self.bad and self.draw.random() < 0.2
+            fails = (self.asked < self.bad and self.draw.random() < 0.2
+                     and max(self.failed[query] for query in queries) < 3)
+            self.failed.update(queries if fails else ())
             if self.asked == self.gone_after:
                 self.back.set()
         refused = [query for query in queries if self.refuses(query)]

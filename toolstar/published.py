@@ -113,12 +113,12 @@ def oddities(messages, answer):
     parts = [(message["role"], message["content"]) for message in messages[2:]]
     said = [text for role, text in parts if role == "assistant"]
     results = sum(role == "result" for role, _ in parts)
-    behind = [text for (role, text), after in zip(parts, parts[1:], strict=False)
-              if after[0] == "result" and role == "assistant"]
+    callers = [text for (role, text), after in zip(parts, parts[1:], strict=False)
+               if after[0] == "result" and role == "assistant"]
     odd = {"no answer": answer is None,
            "the numbers of results and calls differ":
                results != sum(text.count(end) for text in said for end in CALL_ENDS),
-           "a result without a call": not all(text.endswith(CALL_ENDS) for text in behind)}
+           "a result without a call": not all(text.endswith(CALL_ENDS) for text in callers)}
     return [name for name, found in odd.items() if found]
 
 

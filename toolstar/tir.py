@@ -11,7 +11,7 @@ Make the training data of the tools world, as Tool-Star's synthesis does [1].
     (5) choose   if (1) is right, SFT learns to answer without tools. Else, if (2) or (3) is right,
                  SFT learns the right chain with the fewest calls. Else the task goes to RL
 
-A language model plays, behind an endpoint or in vLLM. The other commands make the tiny world
+A language model plays, at an endpoint or in vLLM. The other commands make the tiny world
 (facts.py) and convert the published data (published.py).
 [1] Tool-Star, arXiv:2505.16410, section 3; its code for this is not released
 

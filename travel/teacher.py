@@ -349,7 +349,7 @@ class Lesson:
         self.further = self.further or looked
 
     def go(self, slot, way):
-        """Make the searches for a way, and say what they showed."""
+        """Make the searches for a ride, and state their results."""
         found = self.database.flights(way.a, way.b, way.date)
         kind = "driving" if self.journey.mode == "road" else "taxi"
         for search in solver.way_searches(self.task, self.journey.mode, way.a, way.b, way.date,

@@ -6,9 +6,9 @@ time limit works in the main thread only.
     (2) bound    each pair has a limit of CPU seconds, at which the kernel kills the fork: the pair
                  counts as unequal and a new fork takes over. CPU time, not clock time, so a busy
                  machine changes no verdict
-    (3) allow    all slow pairs together may use ALLOWANCE seconds, refilled by REFILL seconds per
-                 second; once these are spent, a pair has BRIEF seconds, enough for nearly all
-                 honest pairs
+    (3) allow    the limit is LONG seconds. Once slow and killed pairs have used ALLOWANCE seconds
+                 (of which REFILL come back every second) it is BRIEF, enough for 98% of honest
+                 pairs, so that a batch with many hostile answers does not hold up an update
 
 A LaTeX parser reads the model's text as data; nothing executes it.
 [1] github.com/huggingface/Math-Verify, huggingface/open-r1 issue 420
@@ -29,15 +29,19 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-ALLOWANCE, REFILL, BRIEF = 0.5, 0.02, 0.15  # seconds; seconds per second; seconds
+LONG, BRIEF = 0.2, 0.05  # seconds; an honest pair takes up to 0.07
+ALLOWANCE, REFILL = 0.4, 0.02  # seconds; seconds per second
 LONGEST = 1000  # characters; a longer text equals only an identical one
 MEMORY = 2 * 2**30  # bytes of a process
-# one pair of each kind, compared before the first fork: the first of a kind takes 0.1 s longer
+# one pair of each kind, compared before the first fork: the first of a kind takes longer
 WARM = [(r"\sin^2 x", r"1-\cos^2 x"), (r"\ln x^2+\sqrt{x}", r"2\ln x+\sqrt{y}"), (r"\log_2 8", "3"),
         ("x<1", r"(-\infty,1)"), (r"x\ne 3", r"(-\infty,3)\cup(3,\infty)"), ("2x+y=6", "4x+2y=12"),
         (r"\begin{pmatrix}1\end{pmatrix}", r"\begin{bmatrix}2\end{bmatrix}"), (r"e^{i\pi}", "-1"),
         (r"\frac{n^2+n}{2}", r"\binom{n}{2}"), (r"|x|+\lfloor x\rfloor", r"\lceil x\rceil"),
-        (r"2^{x}\cdot 3^{-x}", r"\frac{2^x}{3^x}"), (r"\frac{1}{\sqrt3}+\pi", r"\frac{\sqrt3}{3}")]
+        (r"2^{x}\cdot 3^{-x}", r"\frac{2^x}{3^x}"), (r"\frac{1}{\sqrt3}+\pi", r"\frac{\sqrt3}{3}"),
+        (r"1\le x<3", "[1,3)"), ("[0,2]", r"0\le x\le 2"), ("(x+1)^2", "x^2+2x+1"),
+        ("(x-2)(x+3)", "x(x+3)-2(x+3)"), (r"2(1-\cos^2 x)", r"2\sin^2(x)"), ("y=2x+1", "2x-y+1=0"),
+        (r"\sin^{2} x", r"\cos^2 x"), (r"\frac{1}{x}", "x^{-1}"), ("x>4", r"(4,\infty)")]
 WAIT = 60.0  # seconds of the clock, after which a silent process is replaced
 
 
@@ -175,12 +179,13 @@ class Pool:
             self.idle.put(None)
 
     def seconds(self, spent=0.0):
-        """The CPU seconds that the next pair may take. spent: those that a slow pair has taken."""
+        """The CPU seconds that the next pair may take. spent: those of a pair that was killed or
+        slow."""
         with self.lock:
             now = time.monotonic()
             back = REFILL * (now - self.since)
             self.left, self.since = max(0.0, min(ALLOWANCE, self.left + back) - spent), now
-            return max(BRIEF, self.left)
+            return max(BRIEF, min(LONG, self.left))
 
     def ask(self, kind, a, b):
         """The verdict on a pair; False if it takes too long or its process fails."""
@@ -188,9 +193,8 @@ class Pool:
         try:
             process, limit = process or Process(), self.seconds()
             verdict, spent = process.ask(kind, limit, a, b)
-            spent = limit if spent is None else spent  # None: it was killed
-            if spent >= BRIEF:
-                self.seconds(spent)
+            if spent is None or spent >= LONG / 2:  # None: it was killed
+                self.seconds(spent or limit)
             return verdict
         except OSError:
             if process:

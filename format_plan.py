@@ -20,17 +20,14 @@ Writes  stdout: each record with its "plan" (null if the text has none)
 """
 import argparse
 import concurrent.futures
-import hashlib
 import json
 import re
 import sys
 import threading
 import time
-import uuid
 from contextlib import suppress
 from functools import cache
 from itertools import groupby, islice
-from pathlib import Path
 
 from runtime import (
     LONGEST_REPLY,
@@ -707,41 +704,22 @@ def days_in(reply):
     return best
 
 
-def ask_formatter(text, task, model, url, cache=None, **options):
+def format_plan(text, task, model, url, **options):
     """(plan or None, tokens used) of an itinerary text, read by an LLM; NoPlan or ChatError.
 
-    cache: a folder that keeps the plans. If a reply has no list of days, the LLM is asked once
-    more; such a reply is never kept."""
-    prompt = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8")
+    options: those of runtime.chat. If a reply has no list of days, the LLM is asked once more."""
+    prompt, tokens = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8"), 0
     ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text[:LONGEST_REPLY]}"
-    key = hashlib.sha256(json.dumps([model, prompt, ask]).encode()).hexdigest()
-    path, tokens = Path(cache) / f"{key}.json" if cache else None, 0
-    if path and path.exists():
-        return json.loads(path.read_text()), 0
     messages = [{"role": "system", "content": prompt}, {"role": "user", "content": ask}]
     for _ in range(2):
         reply = chat(url, model, messages, 0.0, max_tokens=8192, **options)
         tokens += reply.tokens
         days = days_in(spoken(reply))
         if days is not None:
-            plan = [clean_day(day, i) for i, day in enumerate(days, 1)] or None
-            if path:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                part = path.with_suffix(f".{uuid.uuid4().hex}")  # no other thread writes this one
-                part.write_text(json.dumps(plan))
-                part.replace(path)
-            return plan, tokens
+            return [clean_day(day, i) for i, day in enumerate(days, 1)] or None, tokens
     error = NoPlan(f"{url}: two replies without a list of days, from model {model}")
     error.tokens = tokens
     raise error
-
-
-def format_plan(text, task, model, url, cache=None, api_key=None):
-    """Itinerary text -> plan, or None if the model finds none. cache: a folder of its plans."""
-    try:
-        return ask_formatter(text, task, model, url, cache, api_key=api_key)[0]
-    except NoPlan:
-        return None
 
 
 def clean_day(day, number):
@@ -766,8 +744,8 @@ class Reader:
     the formatter cannot be reached for `bound` seconds, the run ends. counts: answers sent to the
     formatter, failures, and the tokens of all its replies."""
 
-    def __init__(self, endpoint=None, key=None, cache=None, bound=300, retries=3):
-        self.endpoint, self.key, self.cache = endpoint, key, cache
+    def __init__(self, endpoint=None, key=None, bound=300, retries=3):
+        self.endpoint, self.key = endpoint, key
         self.bound, self.retries = bound, retries  # seconds for a request, its tries
         self.counts = {"asked": 0, "failed": 0, "tokens": 0}
         self.pool, self.futures, self.lock = None, {}, threading.Lock()
@@ -817,8 +795,8 @@ class Reader:
         (url, model), until = self.endpoint, time.monotonic() + self.bound
         while True:
             try:
-                plan, tokens = ask_formatter(text, task, model, url, self.cache, api_key=self.key,
-                                             timeout=self.bound / 4, retries=self.retries)
+                plan, tokens = format_plan(text, task, model, url, api_key=self.key,
+                                           timeout=self.bound / 4, retries=self.retries)
                 found = plan, None, tokens
             except Unreachable as error:
                 if time.monotonic() > until:
@@ -848,14 +826,11 @@ def add_reader_flags(parser):
     add("--reader", type=reader_of, metavar="rules|URL=MODEL", help="how an answer becomes a plan: "
         "rules (default), or the LLM MODEL at an OpenAI-compatible endpoint, as in the STAR paper")
     add("--reader-key", metavar="FILE", help="file that holds the API key of --reader")
-    add("--reader-cache", metavar="DIR", help="folder that keeps the plans of --reader, so that no "
-        "answer is paid for twice")
 
 
 def open_reader(args):
     """The Reader that these flags choose; for a command without them, the rules."""
-    return Reader(getattr(args, "reader", None), read_key(getattr(args, "reader_key", None)),
-                  getattr(args, "reader_cache", None))
+    return Reader(getattr(args, "reader", None), read_key(getattr(args, "reader_key", None)))
 
 
 # ---------------------------------------------------------------- main

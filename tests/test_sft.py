@@ -247,6 +247,7 @@ def test_a_tiny_model_learns_all_that_there_is_to_learn(student):
     assert len(losses) == 16 and losses[0] > 4 and floor - 0.1 < losses[-1] < floor + 0.6
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(tiny_model, episodes, student, tmp_path):
     train("sft.py", tmp_path / "sft", SFT, "--model", tiny_model, "--data", episodes, ranks=2)
     one, two = (read_jsonl(out / "log.jsonl") for out in (student, tmp_path / "sft"))

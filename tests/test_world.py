@@ -35,7 +35,8 @@ def train(stage, steps, tiny_model, sums, out):
     return read_jsonl(out / "log.jsonl")
 
 
-@pytest.mark.parametrize("stage, steps", [("grpo.py", 2), ("arpo.py", 1)])
+@pytest.mark.parametrize("stage, steps", [
+    ("grpo.py", 2), pytest.param("arpo.py", 1, marks=pytest.mark.slow)])
 def test_a_stage_trains_in_an_unknown_world(stage, steps, tiny_model, sums, tmp_path):
     log = train(stage, steps, tiny_model, sums, tmp_path / "rl")
     assert len(log) == steps and all(line["kind"] == "talk" for line in log)

@@ -44,7 +44,6 @@ FORMS = [(re.compile(pattern), new) for pattern, new in (
     (r"\\rbrace\b", r"\\}"), (r"\\langle\b", "("), (r"\\rangle\b", ")"),
     (r"\\(?:[lr]?vert|mid)\b", "|"),
     (r"\\mathbb *\{?R\}?", r"(-\\infty ,\\infty )"),
-    (r"\+ *\\infty", r"\\infty"),
     (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
     (r"\*\*", "^"), (r"\*|\\times|\\ast\b", r"\\cdot "), (r"\\[dt]frac", r"\\frac"),
     (r"\^ *\{? *\\circ *\}?|\\degree\b|(?<=[\d}) ])degrees?\b", "\u00b0"),

@@ -5,10 +5,10 @@ time limit works in the main thread only.
     (1) serve    a process imports math-verify once and forks; the fork compares pair after pair
     (2) bound    each pair has a limit of CPU seconds, at which the kernel kills the fork: the pair
                  counts as unequal and a new fork takes over. CPU time, not clock time, so a busy
-                 machine changes no verdict
+                 machine changes hardly any verdict
     (3) allow    the limit is LONG seconds. Once slow and killed pairs have used ALLOWANCE seconds
-                 (of which REFILL come back every second) it is BRIEF, enough for 98% of honest
-                 pairs, so that a batch with many hostile answers does not hold up an update
+                 (of which REFILL come back every second) it is BRIEF, enough for nearly all
+                 honest pairs, so that many hostile answers do not hold up an update
 
 A LaTeX parser reads the model's text as data; nothing executes it.
 [1] github.com/huggingface/Math-Verify, huggingface/open-r1 issue 420
@@ -29,8 +29,8 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-LONG, BRIEF = 0.2, 0.05  # seconds; an honest pair takes up to 0.07
-ALLOWANCE, REFILL = 0.4, 0.02  # seconds; seconds per second
+LONG, BRIEF = 0.3, 0.1  # seconds; an honest pair takes up to 0.07, on a busy machine 0.15
+ALLOWANCE, REFILL = 0.6, 0.02  # seconds; seconds per second
 LONGEST = 1000  # characters; a longer text equals only an identical one
 MEMORY = 2 * 2**30  # bytes of a process
 # one pair of each kind, compared before the first fork: the first of a kind takes longer

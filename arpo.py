@@ -105,6 +105,9 @@ def flags():
         p.error("--tis-cap uses the log-probabilities of --recompute: add --recompute")
     if args.train_results and args.entropy_advantage:
         p.error("--entropy-advantage: the tokens of --train-results have no entropy; drop one flag")
+    if args.stretch and args.recompute and not args.tis_cap:
+        p.error("--stretch trains on tokens that earlier weights sampled, and --recompute takes "
+                "the current weights' pi_old for them: add --tis-cap 2, or drop one")
     if ranks % args.tp:
         p.error(f"--tp {args.tp} does not divide {ranks} ranks into engines")
     if args.tp > 1:  # the ranks of an engine share memory, which expandable segments do not allow
@@ -746,6 +749,7 @@ def load(args, template, device):
     """
     from transformers import AutoModelForCausalLM
 
+    runtime.check_precision(args.model)
     lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses mismatches
@@ -829,9 +833,7 @@ def full_weights(trainer):
         layer = adapted.get(name)
         if ".lora_" not in name:
             with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
-                weight = parameter.data
-                if layer:
-                    weight = weight + layer.get_delta_weight("default")
+                weight = runtime.merge(layer) if layer else parameter.data
                 yield name.replace(".base_layer", ""), weight
 
 

@@ -507,6 +507,7 @@ def load(args, template, device):
     """
     from transformers import AutoModelForCausalLM
 
+    runtime.check_precision(args.model)
     lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses mismatches
@@ -572,9 +573,7 @@ def full_weights(trainer):
         layer = adapted.get(name)
         if ".lora_" not in name:
             with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
-                weight = parameter.data
-                if layer:
-                    weight = weight + layer.get_delta_weight("default")
+                weight = runtime.merge(layer) if layer else parameter.data
                 yield name.replace(".base_layer", ""), weight
 
 

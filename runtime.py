@@ -574,7 +574,8 @@ def write_log(line, args):
     """Append the numbers of an update to OUT/log.jsonl, and send them to the tool of --track."""
     append_jsonl(Path(args.out) / "log.jsonl", line)
     if args.track:
-        numbers = {key: value for key, value in line.items() if isinstance(value, (int, float))}
+        numbers = {key: value for key, value in line.items()
+                   if isinstance(value, (int, float)) and key != "step"}
         send = open_tracker(args.track, args.out, json.dumps(vars(args), default=str))
         send(numbers, line["step"])
 
@@ -1421,7 +1422,7 @@ def check_model(path):
 
 def check_config(folder):
     """Check a model folder's config.json."""
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+    if (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder} is an adapter, not a model: --lora saves the merged model in "
                          "the folder around it; merge others with peft's merge_and_unload")
     config = read_json(folder / "config.json")
@@ -1475,6 +1476,15 @@ def check_values(path):
                 if weight.is_floating_point() and not weight.isfinite().all():
                     raise ValueError(f"{shard}: {name} holds values that are not finite; copy or "
                                      "download it again")
+
+
+def check_precision(model):
+    """ValueError if a folder or hub name holds quantized weights, which cannot be trained."""
+    from transformers import AutoConfig
+
+    if about := getattr(AutoConfig.from_pretrained(model), "quantization_config", None):
+        raise ValueError(f"{model} is quantized ({about.get('quant_method')}), which the stages do "
+                         "not train: name the model in bfloat16 that it was made from")
 
 
 def check_weights(lm, template, loaded):
@@ -1723,6 +1733,27 @@ def add_adapters(lm, template, args):
     # ZeRO-3 gathers a layer's weights for the backward pass if its input takes a gradient, which
     # the output of the frozen embedding does not
     lm.enable_input_require_grads()
+
+
+def merge(layer):
+    """The weights of a layer with its adapter: W + ALPHA / R * B A.
+
+    In bfloat16 most entries of a small update are less than half a step of W, so rounding to the
+    nearest value would give W back, and the engine would play without the update. So an entry is
+    rounded up or down at random, with the probabilities that keep its mean. The seed is fixed:
+    all ranks, and a resumed run, get the same weights.
+    """
+    import torch
+
+    with torch.no_grad():
+        weight = layer.base_layer.weight
+        merged = weight.float() + layer.get_delta_weight("default").float()
+        if weight.dtype == torch.bfloat16:  # its bits are the first 16 of those of a float32
+            draw = torch.Generator(weight.device).manual_seed(0)
+            bits = merged.view(torch.int32) + torch.randint(
+                1 << 16, merged.shape, dtype=torch.int32, device=weight.device, generator=draw)
+            merged = (bits & -1 << 16).view(torch.float32)
+        return merged.to(weight.dtype)
 
 
 def adapter_weights(lm):

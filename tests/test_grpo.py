@@ -145,7 +145,8 @@ def test_a_reward_is_the_worlds_first_kind_unless_it_is_named():
 
 
 @pytest.mark.parametrize("words", ["--refill 1", "--tis-cap 2",
-                                   "--refill 1 --drop-uniform --stretch 9", "--stretch -1"])
+                                   "--refill 1 --drop-uniform --stretch 9", "--stretch -1",
+                                   "--stretch 9 --recompute", "--stretch 9 --train-results"])
 def test_a_flag_without_the_one_it_adds_to_is_refused(words):
     with pytest.raises(SystemExit):
         flags(words)
@@ -232,7 +233,7 @@ def test_a_group_is_judged_by_the_kind_in_force_when_it_is_whole(updates_of):
 
 
 def test_tokens_of_tools_do_not_count_for_a_stretch(updates_of):
-    for words in "", "--train-results":
+    for words in "", "--train-results --tis-cap 2":
         words += " --stretch 9 --group 2 --prompts 2 --max-turns 9"
         (samples, waiting), _ = updates_of((1, 5), words, ["digits"] * 2)
         assert {s.episode.turns for s in waiting} == {3} and len(samples) == 2

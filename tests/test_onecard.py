@@ -2,12 +2,14 @@
 import copy
 import importlib.util
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import SEED, flags_of, train, train_broken, weights
+from peft import LoraConfig, inject_adapter_in_model
 
 import runtime
 import sft
@@ -69,6 +71,25 @@ def test_only_adapters_are_trained_and_the_head_computes_no_gradient(policy, tem
         assert (parameter.grad is not None) == parameter.requires_grad == (".lora_" in name), name
     assert not any("lm_head" in name or "embed" in name for name, p in one.lm.named_parameters()
                    if p.requires_grad)
+
+
+def test_merged_weights_in_bfloat16_keep_an_update_that_rounding_to_the_nearest_would_lose():
+    torch.manual_seed(SEED)
+    lm = torch.nn.ModuleDict({"layer": torch.nn.Linear(500, 400, bias=False)})
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["layer"]), lm)
+    layer = lm["layer"]
+    for dtype, kept in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+        layer.to(dtype)
+        weight = layer.weight.detach().clone()
+        layer.lora_B["default"].weight.data.zero_()
+        assert torch.equal(runtime.merge(layer), weight)
+        layer.lora_B["default"].weight.data.normal_(std=1e-4)  # 1 / 20 of a step of most weights
+        delta = layer.get_delta_weight("default").detach().float()
+        moved = runtime.merge(layer).float() - weight.float()
+        assert (moved * delta).sum() / (delta * delta).sum() == pytest.approx(1, abs=kept)
+        assert torch.equal(runtime.merge(layer), runtime.merge(layer))
+    nearest = (weight.float() + delta).bfloat16().float() - weight.float()
+    assert (nearest * delta).sum() / (delta * delta).sum() < 0.5
 
 
 def test_before_the_first_update_adapters_change_nothing(policy, template, batch):
@@ -160,9 +181,19 @@ def test_a_rank_below_one_is_refused(rank, capsys):
     assert "--lora" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_an_adapter_is_no_model(lora_student):
-    with pytest.raises(ValueError, match="is an adapter, not a model: .*in the folder around it"):
-        runtime.check_model(lora_student / "adapter")
+def test_an_adapter_is_no_model(lora_student, tmp_path):
+    shutil.copytree(lora_student / "adapter", tmp_path / "both")
+    shutil.copy(lora_student / "config.json", tmp_path / "both")
+    for folder in lora_student / "adapter", tmp_path / "both":
+        with pytest.raises(ValueError, match="is an adapter, not a model: .*the folder around it"):
+            runtime.check_model(folder)
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(
+        {"model_type": "qwen2", "quantization_config": {"quant_method": "awq", "bits": 4}}))
+    with pytest.raises(ValueError, match=r"is quantized \(awq\), .*: name the model in bfloat16"):
+        runtime.check_precision(tmp_path)
 
 
 def test_layers_packed_in_one_tensor_are_refused_by_name(template):
@@ -225,7 +256,7 @@ def test_numbers_of_the_log_are_tracked_and_a_resumed_run_keeps_its_id(board, tm
         args = flags_of(sft, f"--track wandb --out {tmp_path}")
         for loss in (0.25, 0.5):
             runtime.write_log({"step": step, "loss": loss, "kind": "sum", "later": []}, args)
-        assert made.rows == [(step, {"step": step, "loss": loss}) for loss in (0.25, 0.5)]
+        assert made.rows == [(step, {"loss": loss}) for loss in (0.25, 0.5)]
         (run,) = made.runs
         assert run["mode"] is None and run["resume"] == "allow" and run["config"]["lr"] == 5e-6
         ids.append(run["id"])

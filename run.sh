@@ -310,7 +310,8 @@ else
     # cosine decay, bfloat16 and ZeRO-3 need no flags in sft.py
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$DATA/sft.jsonl" --epochs "$sft_epochs" --batch 32 --lr $(rate 5e-6) --warmup 0.1 \
-        --cutoff $cutoff --seed "$SEED" --save-every 20 --resume "${how[@]}" --out "$OUT/sft"
+        --cutoff $cutoff --pack-tokens $cutoff --seed "$SEED" --save-every 20 --resume \
+        "${how[@]}" --out "$OUT/sft"
 fi
 [[ $what != axis ]] || source recipes/axes.sh
 

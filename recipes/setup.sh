@@ -179,7 +179,9 @@ check_teachers() {
 # micro-batch; plays that are validated, trained on and compared between engine and trainer; and a
 # task in the engine of the evaluation
 preflight() {
-    local plan free need host=() ranks=$((GPUS * NNODES)) here=$OUT/preflight
+    local plan free need host=() ranks=$((GPUS * NNODES)) here=$OUT/preflight largest
+    # tokens of a micro-batch: an episode longer than --pack-tokens is one by itself
+    largest=$(printf '%s\n' "$pack" "$context" "$cutoff" | sort -n | tail -1)
     if [[ $what != preflight && -z ${DRY:-} ]] && made "$here/eval/table.md"; then return; fi
     if [[ $seen != 0 ]]; then
         must "this node has $seen GPUs, $GPUS are asked for: GPUS=$seen" test "$GPUS" -le "$seen"
@@ -193,7 +195,7 @@ preflight() {
     [[ -d $base ]] || must "there is no model $base: MODEL=a folder, or a name on the hub" \
         hf download "$base" --include '*.json' --include '*.txt' --include '*.jinja' \
         --include '*.safetensors'
-    for plan in "sft --cutoff $cutoff" "$algorithm --context $context --gpu-memory $share \
+    for plan in "sft --cutoff $cutoff --pack-tokens $cutoff" "$algorithm --context $context --gpu-memory $share \
         --pack-tokens $pack --tp $tp"; do
         must "$base is too large for $ranks x $gib GiB: see above; try SHARE=0.4 or less" \
             python -m look.memory $plan "${how[@]}" --model "$base" --gpus "$ranks" \
@@ -212,11 +214,11 @@ preflight() {
             test "$free" -ge "$need"
     fi
     stage preflight-fill "$here/full.jsonl" python -m look.memory sft "${how[@]}" --model "$base" \
-        --gpus "$ranks" --gpu-gib "$gib" --cutoff "$pack" --pack-tokens "$pack" \
-        --out "$here/full.jsonl"
+        --gpus "$ranks" --gpu-gib "$gib" --cutoff "$largest" \
+        --pack-tokens "$largest" --out "$here/full.jsonl"
     stage preflight-full "$here/full/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
-        --data "$here/full.jsonl" --steps 1 --batch "$ranks" --cutoff "$pack" \
-        --pack-tokens "$pack" "${how[@]}" --resume --out "$here/full"
+        --data "$here/full.jsonl" --steps 1 --batch "$ranks" \
+        --cutoff "$largest" --pack-tokens "$largest" "${how[@]}" --resume --out "$here/full"
     # replies are cut at 16 tokens, which breaks the format, but they are trained on and compared
     stage preflight "$here/rl/config.json" "${torchrun[@]}" "$GPUS" $algorithm.py --model "$base" \
         --tasks "$DATA/rl.jsonl" ${val:+--val "$val"} "${world[@]}" --steps 1 \

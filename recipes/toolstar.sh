@@ -42,7 +42,7 @@ cycles() {
 if [[ $size == tool-star-* ]]; then
     # prompts of 1,536 and responses of 4,096 tokens, episodes of 15,000 [4]; memory.py: every size
     # fits 8 GPUs of 80 GB, 3b four, 0.5b and 1.5b one [2]
-    algorithm=grpo context=${CONTEXT:-5632} cutoff=${CUTOFF:-15000} pack=${PACK:-32768}
+    algorithm=grpo context=${CONTEXT:-5632} cutoff=${CUTOFF:-15000}
     reward=paper prompts=128 group=8
     SFT_DATA=${SFT_DATA:-$DATA/published/sft.json} RL_DATA=${RL_DATA:-$DATA/published/rl.parquet}
     SETS=${SETS:-$DATA/published/sets} TOOLS=${TOOLS:-database/tool-star}
@@ -72,7 +72,8 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
     # full fine-tuning, cosine, warm-up 0.1, 4 GPUs x 4 rows [4]; unlike [4], results are masked [2]
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$DATA/sft.jsonl" --epochs 3 --batch 16 --lr $(rate 7e-6) --warmup 0.1 \
-        --cutoff $cutoff "${how[@]}" --seed "$SEED" --save-every 500 --resume --out "$OUT/sft"
+        --cutoff $cutoff --pack-tokens $cutoff "${how[@]}" --seed "$SEED" --save-every 500 \
+        --resume --out "$OUT/sft"
     # 128 prompts x 8, mini-batches of 16 prompts, clip 0.2, no KL, constant rate, 2 epochs [4]; the
     # reward of [3]. No validation: the published file contains questions of the test sets [2]
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7
@@ -91,8 +92,8 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
     again=(--steps 20)
     trial=(python evaluate.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7 --limit 1000
         --max-context $context --max-tokens 4096 --samples 8 --temperature 1.0 --top-p 1.0)
-    dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 32 --lr 5e-7 --nll 0.1 --cutoff $context
-        --seed "$SEED" --save-every 50 --resume)
+    dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 32 --lr $(rate 5e-7) --nll 0.1
+        --cutoff $context "${how[@]}" --seed "$SEED" --save-every 50 --resume)
     [[ $what != axis ]] || source recipes/toolaxes.sh
     stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
     cycles ${CYCLES:-0}

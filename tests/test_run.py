@@ -254,6 +254,26 @@ def test_the_lengths_that_a_user_sets_are_those_of_the_stages():
     assert value(stages, "rl", "--pack-tokens") == "16384"
 
 
+@pytest.mark.parametrize("size, variables", [
+    ("7b", {}), ("7b", {"GIB": "24", "GPUS": "4"}), ("1.5b", {"PACK": "4096"}),
+    ("3b", {"CONTEXT": "9000", "CUTOFF": "12000"}), ("tool-star-7b", {"GIB": "24", "GPUS": "4"})])
+def test_the_preflight_tries_the_largest_micro_batch_of_all_stages(size, variables):
+    stages = dry(size, **variables)
+    tried, *most = ({int(value(stages, stage, flag)) for flag in flags} for stage, flags in (
+        ("preflight-full", ("--cutoff", "--pack-tokens")),
+        ("sft", ("--cutoff", "--pack-tokens")), ("rl", ("--context", "--pack-tokens"))))
+    assert tried == {max(set().union(*most))}
+
+
+def test_every_trainer_of_a_recipe_gets_the_choice_of_how_to_train():
+    for size, variables in (("7b", {}), ("tool-star-7b", {"CYCLES": "1"})):
+        stages = dry(size, HOW="--lora 32 --offload", **variables)
+        trained = [words for _, words in stages.values() if "--nproc_per_node" in words]
+        assert len(trained) >= 4 and all("--offload" in words for words in trained)
+        rates = {arguments(words)["--lr"][0] for words in trained if "--lr" in words}
+        assert rates <= {"5e-05", "2e-05", "7e-05", "1e-05", "5e-06"}, "ten times the usual ones"
+
+
 def test_a_teacher_is_asked_for_more_tasks_than_a_solver_that_solves_them_all():
     teacher = dry("3b", ENDPOINT="http://a/v1=m", ENDPOINT_KEY="key")
     assert value(dry("3b"), "sft-tasks", "--n") == "1198"

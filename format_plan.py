@@ -33,7 +33,7 @@ from runtime import (
     LONGEST_REPLY,
     ChatError,
     Parser,
-    Unreachable,
+    Refused,
     chat,
     endpoint,
     errors_name,
@@ -741,7 +741,7 @@ class Reader:
     """Turns answers into plans by rules, or by an LLM (the formatter) with many requests at a time.
 
     An answer on which the formatter fails is judged as an answer without a plan, and counted. If
-    the formatter cannot be reached for `bound` seconds, the run ends. counts: answers sent to the
+    the formatter answers nothing for `bound` seconds, the run ends. counts: answers sent to the
     formatter, failures, and the tokens of all its replies."""
 
     def __init__(self, endpoint=None, key=None, bound=300, retries=3):
@@ -789,23 +789,22 @@ class Reader:
             return self.futures[name]
 
     def _ask(self, text, task):
-        """(plan, why there is none or None, tokens used). While the endpoint cannot be reached,
-        wait: an unread answer must not be judged as a bad one. Unreachable after `bound` seconds.
-        """
+        """(plan, why there is none or None, tokens used). While the endpoint answers no request,
+        wait: an unread answer must not be judged as a bad one. ChatError after `bound` seconds."""
         (url, model), until = self.endpoint, time.monotonic() + self.bound
         while True:
             try:
                 plan, tokens = format_plan(text, task, model, url, api_key=self.key,
                                            timeout=self.bound / 4, retries=self.retries)
                 found = plan, None, tokens
-            except Unreachable as error:
+            except (Refused, NoPlan) as error:
+                found = None, str(error), getattr(error, "tokens", 0)
+            except ChatError as error:
                 if time.monotonic() > until:
-                    raise Unreachable(f"{error}; start it, then repeat this command, which resumes "
-                                      "from what was saved") from None
+                    raise ChatError(f"{error}; repair it, then repeat this command, which resumes "
+                                    "from what was saved") from None
                 time.sleep(min(1, self.bound / 10))
                 continue
-            except (ChatError, NoPlan, OSError, ValueError) as error:
-                found = None, str(error), getattr(error, "tokens", 0)
             self._count(asked=1, tokens=found[2])
             return found
 

@@ -1152,6 +1152,7 @@ def shared_counter(name, n, args):
 # ------------------------------------------------------------------------------------ (7) endpoints
 
 LONGEST_REPLY = 200_000  # characters; 32K tokens of English are about 130,000
+LARGEST_BODY = 2**26  # bytes of a server's response
 # how servers say that a conversation exceeds the model's context
 NO_ROOM = re.compile("|".join([
     r"maximum (model|context|prompt|sequence|input) length",  # vLLM, DeepSeek, Mistral, xAI
@@ -1164,14 +1165,13 @@ NO_ROOM = re.compile("|".join([
     r"range of input length|reduce the length",  # Qwen, Cerebras
 ]), re.IGNORECASE | re.DOTALL)
 ABOUT_THE_REQUEST = (400, 413, 422, 451)  # other statuses may be about the key, the model, the load
+# reasons to end a reply: a failure of OpenRouter, vLLM, DeepSeek, GLM; a filter of OpenAI, GLM
+BROKEN_OFF = ("error", "abort", "insufficient_system_resource", "network_error")
+FILTERED = ("content_filter", "sensitive")
 
 
 class ChatError(ConnectionError):
     """An endpoint gave no usable reply, after all retries."""
-
-
-class Unreachable(ChatError):
-    """Nothing answers at the address: the server is down, or not up yet."""
 
 
 class Refused(ChatError):
@@ -1186,6 +1186,20 @@ class NoRoom(Refused):
     """A request or its reply exceeds the model's context."""
 
 
+def read_bounded(response):
+    """A response hook of httpx2 that reads the body. An httpx2.HTTPError if it exceeds LARGEST_BODY
+    or still arrives after four time-outs, since httpx2 restarts its time-out with every byte."""
+    import httpx2
+
+    until = time.monotonic() + 4 * response.request.extensions["timeout"]["read"]
+    body = bytearray()
+    for part in response.iter_bytes():
+        body += part
+        if len(body) > LARGEST_BODY or time.monotonic() > until:
+            raise httpx2.RemoteProtocolError(f"the body does not end after {len(body):,} bytes")
+    response._content = bytes(body)  # response.read() does the same without these limits
+
+
 @lru_cache(maxsize=64)
 def client_of(url, key, retries):
     """The openai package's client of an endpoint; threads may share it."""
@@ -1197,7 +1211,7 @@ def client_of(url, key, retries):
 
     # use the environment's proxy for https only: it does not reach servers on the local network
     web = openai.DefaultHttpxClient(trust_env=url.startswith("https:"),
-                                    event_hooks={"request": [tell]})
+                                    event_hooks={"request": [tell], "response": [read_bounded]})
     client = openai.OpenAI(base_url=url, api_key=key, max_retries=retries, http_client=web)
     client.limit = "max_tokens"  # how this server calls the limit of a reply, see post()
     return client
@@ -1239,26 +1253,38 @@ def read_reply(body, stops=(), begun=False):
         raise NoRoom(repr(said)) if NO_ROOM.search(said) else ValueError(f"no reply but {said!r}")
     choice, usage = body["choices"][0], body.get("usage")
     message, end = choice["message"], choice.get("finish_reason")
-    text = "" + (message.get("content") or "")  # TypeError if it is not a text
+    text = joined(message.get("content"), "text")  # TypeError if it is not a text
     if len(text) > LONGEST_REPLY:
         raise NoRoom(f"a reply of {len(text):,} characters fits into no context")
-    if end == "content_filter":
+    if end in FILTERED:
         raise Refused("a content filter took the reply")
+    if end in BROKEN_OFF or choice.get("error"):
+        cause = str(choice.get("error") or end)[:300]
+        raise ValueError(f"the server broke the reply off: {cause!r}")
+    if message.get("tool_calls"):
+        raise Refused("tool_calls instead of text; run the server without a tool parser")
+    thought = (message.get("reasoning_content") or message.get("reasoning")
+               or joined(message.get("content"), "thinking"))
     if not text.strip() and not begun:
         if end == "length":
             raise Refused("the limit of tokens cut the thought short, before any text")
         if message.get("refusal"):
             raise Refused(f"the model refused: {str(message['refusal'])[:300]!r}")
-        if message.get("tool_calls"):
-            raise Refused("tool_calls instead of text; run the server without a tool parser")
-        raise ValueError("a reply without text")
+        raise ValueError("a thought without a reply" if thought else "a reply without text")
     for stop in stops if end == "stop" else ():
         text += stop * (text.rfind(stop.replace("/", "")) > text.rfind(stop))
-    thought = message.get("reasoning_content") or message.get("reasoning")
     reply = Reply(text if begun else with_thought(text, thought))
     tokens = usage.get("total_tokens") if isinstance(usage, dict) else 0
     reply.tokens = tokens if type(tokens) is int else 0
     return reply
+
+
+def joined(content, kind):
+    """The text of one kind in a message's content, which is a text or a list of parts such as
+    {"type": "text", "text": ".."} and, of Mistral, {"type": "thinking", "thinking": [parts]}."""
+    if isinstance(content, list):
+        return "".join(joined(part[kind], "text") for part in content if part["type"] == kind)
+    return "" + (content or "") if kind == "text" else ""
 
 
 def with_thought(text, thought):
@@ -1356,27 +1382,26 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
         except Refused as error:
             raise type(error)(f"{url}: {error}") from None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            problem = str(error) if type(error) is ValueError else "a reply without text"
+            problem = (str(error) if type(error) is ValueError else
+                       f"no chat completion but {response.text[:200]!r}")
         time.sleep(min(8, 0.1 * 2 ** tried))
     raise Refused(f"{url}: {problem}, after {retries} retries, from model {model}")
 
 
 def failure_of(error, url, model, retries):
     """The ChatError of an openai.APIError: NoRoom or Refused if it is about the request."""
-    import openai
-
     status = getattr(error, "status_code", None)
     if status is None:
-        kind = ChatError if isinstance(error, openai.APITimeoutError) else Unreachable
-        return kind(f"{url}: no connection: {error.__cause__ or error}, after {retries} retries, "
-                    f"from model {model}")
+        return ChatError(f"{url}: no connection: {error.__cause__ or error}, after {retries} "
+                         f"retries, from model {model}")
     said = error.response.text
     problem = f"{url}: status {status} {said[:300]!r}"  # the server's own words
-    if status >= 500 or status == 429:
+    too_large = status == 429 and "request too large" in said.lower()  # OpenAI; it never fits
+    if status >= 500 or status == 429 and not too_large:
         return ChatError(f"{problem}, after {retries} retries, from model {model}")
     if status in (400, 413, 422) and NO_ROOM.search(said):
         return NoRoom(problem)
-    found = (Refused if status in ABOUT_THE_REQUEST else ChatError)(problem)
+    found = (Refused if too_large or status in ABOUT_THE_REQUEST else ChatError)(problem)
     found.may_be_length = status in (400, 413, 422) and "filter" not in said.lower()
     return found
 

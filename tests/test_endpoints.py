@@ -1,4 +1,5 @@
 """Endpoints: refusals, full contexts, limits, thoughts, restarts."""
+import itertools
 import json
 import random
 import threading
@@ -6,6 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
+import httpx2
 import pytest
 import styles
 from conftest import SEED
@@ -18,9 +20,10 @@ from runtime import (
     CheckedWorld,
     NoRoom,
     Refused,
-    Unreachable,
     chat,
+    read_bounded,
     read_jsonl,
+    read_reply,
     with_thought,
     write_jsonl,
 )
@@ -53,7 +56,8 @@ FULL = [
     (413, '{"error": {"code": "context_length_exceeded"}}')]
 FILTERS = [(400, "The response was filtered: in this context the prompt violates the policy"),
            (403, "flagged by moderation"), (451, "not in your country"), (422, "bad role"),
-           (400, "too many tokens per minute"), (404, "no such conversation")]
+           (400, "too many tokens per minute"), (404, "no such conversation"),
+           (429, "Request too large for m on tokens per min: Limit 30000, Requested 31000")]
 
 
 def said(content, finish="stop", tokens=50, **message):
@@ -136,7 +140,8 @@ def run(tmp_path, trip, mini, capsys):
 
 @pytest.mark.parametrize("found", [
     *FILTERS, said(None, "length"), said(None, "length", reasoning_content="I think"),
-    said("So", "content_filter"), said(None, tool_calls=[{"function": {"name": "x"}}]),
+    said("So", "content_filter"), said("So", "sensitive"),
+    said("<think>.</think>", tool_calls=[{"function": {"name": "x"}}]),
     said(None, refusal="I cannot help")], ids=lambda found: str(found)[:60])
 def test_a_refused_play_is_counted_and_the_others_are_played(serve, run, found):
     url, asked = serve(but("#2#", found))
@@ -157,11 +162,21 @@ def test_a_play_may_be_refused_later_and_keeps_its_turns(serve, run):
 @pytest.mark.parametrize("found", [
     said(""), said(None), said(" \n"), (200, {"error": {"message": "flagged"}}), (200, "<html>"),
     (200, "[" * 100_000), (200, {"choices": [7]}), said([{"type": "text"}]), (500, "no"),
-    (502, "no")], ids=lambda found: str(found)[:60])
+    (502, "no"), said("<think>I th", "error"), said("<think>I th", "abort")],
+    ids=lambda found: str(found)[:60])
 def test_a_request_without_a_usable_reply_counts_as_refused(serve, found):
     url, _ = serve(lambda body: found if "there" in body["messages"][0]["content"] else play(body))
     with pytest.raises(Refused, match=rf"^{url}: .*flagged" if "flagged" in str(found) else url):
         chat(url, "m", HELLO, retries=1)
+
+
+@pytest.mark.parametrize("most, part", [(10, b"x" * 6), (10**9, b"")])
+def test_a_body_that_does_not_end_is_given_up(monkeypatch, most, part):
+    monkeypatch.setattr("runtime.LARGEST_BODY", most)
+    response = SimpleNamespace(iter_bytes=lambda: itertools.repeat(part), request=SimpleNamespace(
+        extensions={"timeout": {"read": 0.01}}))
+    with pytest.raises(httpx2.HTTPError, match="does not end"):
+        read_bounded(response)
 
 
 def test_a_full_quota_is_reported_and_not_counted_as_a_refusal(serve):
@@ -273,6 +288,12 @@ def test_separate_thoughts_and_those_without_an_opening_tag_keep_the_format(serv
     assert scores["replies that break the format"] == 0 and scores["stop: answer"] == 1
     assert rows["t0"]["messages"][2]["content"].startswith("<think>So.")
     assert asked[-1]["messages"][2]["content"].startswith("<think>So."), "it is sent back, too"
+
+
+def test_a_reply_in_parts_is_joined():
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "So."}]},
+             {"type": "text", "text": CALL[:9]}, {"type": "text", "text": CALL[9:]}]
+    assert read_reply(said(parts)[1]) == f"<think>So.</think>\n{CALL}"
 
 
 def test_a_begun_message_keeps_its_own_thought(serve):
@@ -396,7 +417,8 @@ def test_training_with_a_formatter_that_refuses_fails_and_restarts_spoils_no_rew
     servers[-1].server_close()
 
 
-def test_a_formatter_that_is_gone_is_waited_for_and_ends_the_run_if_it_stays_away(answers, mini):
+def test_a_formatter_that_answers_nothing_is_waited_for_and_then_ends_the_run(
+        serve, answers, mini):
     servers = [opened(0, formatter(answers)[0])]
     port, (task, text, plan) = servers[0].server_port, answers[0]
     servers[0].shutdown()
@@ -408,9 +430,11 @@ def test_a_formatter_that_is_gone_is_waited_for_and_ends_the_run_if_it_stays_awa
     assert reader.read(text, task, mini)[0] == plan and reader.counts["failed"] == 0
     servers[1].shutdown()
     servers[1].server_close()
-    reader = Reader((f"http://127.0.0.1:{port}/v1", "m"), bound=0.5, retries=0)
-    with pytest.raises(Unreachable, match=f"{port}.*start it, then repeat this command"):
-        reader.read(text, task, mini)
+    for url, said_so in ((f"http://127.0.0.1:{port}/v1", "no connection"),
+                         (serve(lambda body: (401, "wrong key"))[0], "wrong key")):
+        reader = Reader((url, "m"), bound=0.5, retries=0)
+        with pytest.raises(ChatError, match=f"{url}.*{said_so}.*repair it, then repeat this"):
+            reader.read(text, task, mini)
 
 
 def test_the_log_of_a_run_has_the_costs_of_its_formatter(mini):

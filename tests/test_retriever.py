@@ -457,22 +457,28 @@ def test_the_client_asks_again_until_the_server_is_back():
 
 
 @pytest.mark.parametrize("script, said, requests", [
-    ([400], "400 .*400 it is", 1), ([500] * 3, "try 3 of 3: 500 .*500 it is", 3),
-    ([None] * 3, "try 3 of 3: RemoteProtocolError", 3), ([500, 422], "422 .*422 it is", 2)])
+    ([400], "400 .*400 it is", 2), ([500] * 3, "try 3 of 3: 500 .*500 it is", 4),
+    ([None] * 3, "try 3 of 3: RemoteProtocolError", 4), ([500, 422], "422 .*422 it is", 3)])
 def test_a_query_that_fails_alone_is_an_error_of_its_own(script, said, requests):
     server = Flaky(script)
     with answering(server) as url:
         remote = retriever.Remote(url + "/retrieve/", tries=3, pause=0.01)
         error, = remote.search(["a"], 3)
         assert isinstance(error, retriever.QueryError) and re.match(said, str(error))
-        assert len(server.seen) == requests
+        assert len(server.seen) == requests, "at last whether another query is answered"
         assert [contents(row) for row in remote.search(["b"], 3)] == [['"b"\nx']]
 
 
-@pytest.mark.parametrize("status", [400, 422, 500, None])
-def test_a_query_that_fails_never_fails_its_neighbours(status):
+@pytest.mark.parametrize("found", [
+    400, 422, 500, None, [], "x", {"result": None}, {"error": "x"}, *(
+        {"result": [row]} for row in (None, "x", ["x"], [None], [{"document": None}],
+                                      [{"document": {"contents": None}}]))], ids=str)
+def test_a_query_that_fails_never_fails_its_neighbours(found):
     def answer(request):
-        return Flaky([status if "bad" in request["queries"] else 200])(request)
+        if "bad" not in request["queries"]:
+            return Flaky([])(request)
+        failed = found is None or isinstance(found, int)
+        return Flaky([found])(request) if failed else (200, found)
 
     with answering(answer) as url:
         remote = retriever.Remote(url, tries=2, pause=0.01)
@@ -482,12 +488,25 @@ def test_a_query_that_fails_never_fails_its_neighbours(status):
     assert [contents(row) for row in hits[:1] + hits[2:]] == [['"a"\nx'], ['"b"\nx'], ['"c"\nx']]
 
 
-def test_a_server_that_stops_answering_is_reported():
-    with answering(Flaky([500] * 999)) as url:
+def test_a_server_that_answers_no_other_query_is_reported():
+    with answering(lambda request: Flaky([400] * (request["queries"] != ["a"]))(request)) as url:
         remote = retriever.Remote(url, tries=1)
         for _ in range(retriever.IN_A_ROW - 1):
-            assert isinstance(remote.search(["a"], 3)[0], retriever.QueryError)
+            assert isinstance(remote.search(["b"], 3)[0], retriever.QueryError)
         with pytest.raises(ConnectionError, match="none of the last 20 queries, .*repeat this"):
+            remote.search(["b"], 3)
+
+
+@pytest.mark.parametrize("status", [401, 404, 502, 503])
+def test_no_query_fails_while_the_server_answers_none(status):
+    server = Flaky([200, *[status] * 4])
+    with answering(server) as url:
+        remote = retriever.Remote(url, tries=1, pause=0.01, patience=60)
+        hits = [contents(remote.search([query], 3)[0]) for query in "ab"]
+        assert hits == [['"a"\nx'], ['"b"\nx']] and len(server.seen) == 2 + 4
+    with answering(Flaky([status] * 999)) as url:
+        remote = retriever.Remote(url, tries=1, pause=0.01, patience=0.05)
+        with pytest.raises(ConnectionError, match=f"answers no query: {status}.*repeat this"):
             remote.search(["a"], 3)
 
 
@@ -495,10 +514,10 @@ def test_a_server_that_restarts_is_waited_for_and_used_again():
     with answering(Flaky([])) as url:
         remote = retriever.Remote(url, tries=1, pause=0.02, patience=0.1)
         assert contents(remote.search(["a"], 3)[0]) == ['"a"\nx']
-    with pytest.raises(ConnectionError, match="is not there: ConnectError.*start it"):
+    with pytest.raises(ConnectionError, match="answers no query: ConnectError.*repair it"):
         remote.search(["a"], 3)
     began = time.monotonic()
-    with pytest.raises(ConnectionError, match="is not there"):
+    with pytest.raises(ConnectionError, match="answers no query"):
         remote.search(["a"], 3)
     assert time.monotonic() - began < 60, "it is not waited for again"
     port = int(url.rpartition(":")[2])
@@ -540,13 +559,13 @@ def test_a_web_search_is_asked_as_its_settings_say(tmp_path, method):
     seen = []
     (tmp_path / "web.key").write_text("secret\n")
     with answering(answer) as url:
-        chosen = WEB | {"url": url, "method": method}
+        chosen = WEB | {"url": url, "method": method, "headers": {"X-API-KEY": "a {key}!"}}
         (tmp_path / "web.json").write_text(json.dumps(chosen))
         retriever.find_retriever(str(tmp_path / "web.json"), None)
         web = retriever.open_retriever(str(tmp_path / "web.json"))
         hits = web.search(["a lake"], 2)[0]
     asked, = seen
-    assert asked.pop("key") == "secret"
+    assert asked.pop("key") == "a secret!"
     assert asked == {"q": "a lake", "num": 2 if method == "POST" else "2"}
     assert contents(hits) == ['"T"\non a lake http://x', '""']
 
@@ -556,6 +575,10 @@ def test_a_web_search_without_hits_finds_nothing_and_bad_settings_are_named(tmp_
     with answering(lambda request: (200, {"web": None})) as url:
         path.write_text(json.dumps(WEB | {"url": url, "key": ""}))
         assert retriever.Web(path).search(["a"], 2) == [[]]
+    with answering(lambda request: (200, {"web": {"results": {"x": 1}}})) as url:
+        path.write_text(json.dumps(WEB | {"url": url, "key": ""}))
+        with pytest.raises(ConnectionError, match="web.results in the reply is not a list"):
+            retriever.Web(path).search(["a"], 2)
     path.write_text(json.dumps({"url": "http://x"}))
     with pytest.raises(ValueError, match="web.json has no body, results, text"):
         retriever.Web(path)

@@ -20,8 +20,10 @@ Writes  OUT/meta.json, OUT/starts.npy, OUT/matrix.f16
 """
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import re
 import socket
 import struct
 import threading
@@ -185,8 +187,9 @@ class Remote:
     """Client of a search server: Search-R1's /retrieve, or Tool-Star's /batch_search.
 
     If a query fails, a QueryError is in the place of its hits, and the other queries are answered.
-    While the server is unreachable, the client waits up to `patience` seconds; after that, searches
-    fail at once until the server is back.
+    A query that was answered before shows whether the query or the server is at fault. While the
+    server is, the client waits up to `patience` seconds; after that, searches do not wait until the
+    server is back.
     """
 
     def __init__(self, url, tries=4, pause=1.0, patience=300.0):
@@ -194,8 +197,11 @@ class Remote:
         import httpx2
         self.tries, self.pause, self.patience = tries, pause, patience
         self.gone, self.row = False, 0  # row: number of failed queries in a row
-        self.client = httpx2.Client(timeout=120, headers={"Content-Type": "application/json"})
-        self.failures = httpx2.HTTPError, ValueError  # ValueError: the reply is no JSON
+        self.known = None  # a query that was answered
+        self.client = httpx2.Client(timeout=120, headers={"Content-Type": "application/json"},
+                                    event_hooks={"response": [runtime.read_bounded]})
+        # the last two: the reply is not JSON
+        self.failures = httpx2.HTTPError, ValueError, RecursionError
         self.pool = ThreadPoolExecutor(16)
         plain = url.rstrip("/")
         self.tool_star = plain.endswith(("/search", "/batch_search"))
@@ -208,16 +214,14 @@ class Remote:
         """The hits of each query, or its QueryError; ConnectionError if the server is gone."""
         if len(queries) > 1:
             try:
-                hits, self.row = self.ask(queries, k, 1), 0
-                return hits
+                return self.ask(queries, k)
             except QueryError:  # one query may have failed all: send each alone
                 return list(self.pool.map(self.alone, queries, repeat(k)))
         return [self.alone(query, k) for query in queries]
 
     def alone(self, query, k):
         try:
-            hits, self.row = self.ask([query], k, self.tries)[0], 0
-            return hits
+            return self.ask([query], k)[0]
         except QueryError as error:
             self.row += 1
             if self.row < IN_A_ROW:
@@ -226,28 +230,43 @@ class Remote:
                                   f"{error}; repair it, then repeat this command, which skips what "
                                   "is done") from None
 
-    def ask(self, queries, k, tries):
-        """The hits of queries in one request. QueryError if it is refused or all tries fail."""
+    def is_up(self):
+        """Whether the server answers a query that it has answered before."""
+        query = self.known or "a"
+        with contextlib.suppress(QueryError, *self.failures):
+            if isinstance(self.send([query], 1), list):
+                self.known = query
+                return True
+        return False
+
+    def ask(self, queries, k):
+        """The hits of queries in one request. QueryError if it is refused or all tries fail, and
+        the server answers another query; several queries are tried once, without asking another."""
+        tries = 1 if len(queries) > 1 else self.tries
         failed, since = 0, time.monotonic()
         while True:
+            lost = refused = False
             try:
                 reply = self.send(queries, k)
+                if isinstance(reply, list):
+                    self.gone, self.row, self.known = False, 0, queries[0]
+                    return reply
+                why = f"{reply.status_code} {' '.join(reply.text[:300].split())}"
+                refused = reply.status_code < 500 and reply.status_code != 429
+            except QueryError as error:
+                why, refused = str(error), True
             except self.failures as error:
                 why, lost = repr(error), type(error).__name__ == "ConnectError"
-            else:
-                self.gone = False
-                if isinstance(reply, list):
-                    return reply
-                why, lost = f"{reply.status_code} {' '.join(reply.text[:300].split())}", False
-                if reply.status_code < 500 and reply.status_code != 429:
-                    raise QueryError(why)  # asking again will not help
             failed += not lost
-            if failed >= tries:
-                raise QueryError(f"try {failed} of {tries}: {why}")
-            if lost and (self.gone or time.monotonic() > since + self.patience):
+            if refused or failed >= tries:  # asking again will not help
+                if len(queries) > 1 or self.is_up():
+                    raise QueryError(why if refused else f"try {failed} of {tries}: {why}")
+                failed, lost = 0, True
+            late = time.monotonic() > since + self.patience or refused and not self.known
+            if lost and (self.gone or late):
                 self.gone = True
-                raise ConnectionError(f"{self.url} is not there: {why}; start it, then repeat this "
-                                      "command, which skips what is done")
+                raise ConnectionError(f"{self.url} answers no query: {why}; repair it, then repeat "
+                                      "this command, which skips what is done")
             time.sleep(self.pause * 2 ** max(0, failed - 1))
 
     def send(self, queries, k):
@@ -281,7 +300,8 @@ class Web(Remote):
         super().__init__("http://", tries, pause, patience)
         with errors_name(path):
             self.chosen = json.loads(Path(path).read_text(encoding="utf-8"))
-            if missing := {"url", "body", "results", "text"} - self.chosen.keys():
+            chosen = self.chosen if isinstance(self.chosen, dict) else {}
+            if missing := {"url", "body", "results", "text"} - chosen.keys():
                 raise ValueError(f"{path} has no {', '.join(sorted(missing))}")
             key = self.chosen.get("key")
             self.key = Path(path).with_name(key).read_text().strip() if key else ""
@@ -301,6 +321,8 @@ class Web(Remote):
         found = reply.json()
         for name in chosen["results"].split("."):
             found = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(found, list | None):
+            raise QueryError(f"{chosen['results']} in the reply is not a list: {str(found)[:200]}")
         hits = [hit for hit in found or [] if isinstance(hit, dict)][:k]
         names = [chosen.get(name, name) for name in ("title", "text", "link")]
         texts = [[str(hit.get(name) or "") for name in names] for hit in hits]
@@ -312,11 +334,15 @@ def filled(value, values):
     """Settings in which each "{key}", "{query}" and "{k}" is replaced by its value."""
     if isinstance(value, dict):
         return {name: filled(inside, values) for name, inside in value.items()}
-    return values.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, list):
+        return [filled(inside, values) for inside in value]
+    if not isinstance(value, str) or value in values:
+        return values[value] if isinstance(value, str) else value
+    return re.sub(r"\{\w+\}", lambda found: str(values.get(found[0], found[0])), value)
 
 
 def read_hits(reply, count, url):
-    """The hits in a server's reply; ConnectionError if it does not have the right form."""
+    """The hits in a server's reply; QueryError if it does not have the right form."""
     try:
         hits = reply["result"]
         texts = [hit["document"]["contents"] for row in hits for hit in row]
@@ -324,8 +350,8 @@ def read_hits(reply, count, url):
             return hits
     except (KeyError, TypeError):
         pass
-    raise ConnectionError(f"{url} is not a server of Search-R1 or Tool-Star: it sent "
-                          f"{str(reply)[:200]} for {count} queries")
+    raise QueryError(f"{url} is not a server of Search-R1 or Tool-Star: it sent "
+                     f"{str(reply)[:200]} for {count} queries")
 
 
 class Shared:

@@ -383,15 +383,14 @@ def torchrun(words):
     raise SystemExit(code)
 
 
-def prepare_op(cuda=False):
-    """Wait for running builds of DeepSpeed's ops. On a CPU DeepSpeed compiles one when it first
-    starts: announce that, and stop if the compiler is missing."""
+def prepare_op(op):
+    """Remove locks of killed builds. op: one of DeepSpeed's, or None; DeepSpeed compiles it at the
+    first use: announce that or wait for a build that runs, and stop if the compiler is missing."""
     venv = os.access(sys.prefix, os.W_OK) and sys.prefix
     os.environ.setdefault("TORCH_EXTENSIONS_DIR",
                           f"{venv or Path.home() / '.cache' / 'star'}/extensions")
-    wait_for_builds()
-    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "deepspeed_shm_comm"
-    if cuda or (folder / f"{folder.name}.so").exists():
+    wait_for_builds(op)
+    if not op or (Path(os.environ["TORCH_EXTENSIONS_DIR"]) / op / f"{op}.so").exists():
         return
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler):
@@ -420,7 +419,7 @@ def watch_sigterm():
     return interrupted
 
 
-def wait_for_builds(needed="deepspeed_shm_comm"):
+def wait_for_builds(needed):
     """Wait while another process compiles the extension of PyTorch that is `needed`. A lock of a
     killed process is removed, because PyTorch would wait for it forever."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"

@@ -311,7 +311,7 @@ def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
     runtime.die_with_parent()
     cuda = bool(runtime.visible_gpus())
-    runtime.prepare_op(cuda)
+    runtime.prepare_op(None if cuda else "deepspeed_shm_comm")
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         cores = len(os.sched_getaffinity(0))
@@ -381,6 +381,7 @@ def zero3(policy, lr, device, offload=False):
     cuda = device.type == "cuda"
     trained = [p for p in policy.parameters() if p.requires_grad]  # with --lora only the adapters
     if offload:
+        runtime.prepare_op("cpu_adam")
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(trained, lr=lr, weight_decay=0.0)
     else:
         # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)

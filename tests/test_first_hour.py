@@ -372,22 +372,23 @@ def test_a_key_that_no_header_can_carry_names_its_file(tmp_path):
     assert runtime.read_key(tmp_path / "key") == "sk-1" and runtime.read_key(None) is None
 
 
+@pytest.mark.parametrize("op", ["deepspeed_shm_comm", "cpu_adam"])  # of a CPU, of --offload
 def test_the_lock_of_a_build_that_was_killed_goes_and_a_missing_compiler_is_named(
-        tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "deepspeed_shm_comm"
+        op, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / op
     folder.mkdir()
     (folder / "lock").touch()
     os.utime(folder / "lock", (0, 0))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    runtime.prepare_op()
+    runtime.prepare_op(op)
     said = capsys.readouterr()
     assert not (folder / "lock").exists() and "was left by a killed process" in said.out
     assert "compiling DeepSpeed's op, once" in said.err
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(SystemExit, match="no-such-compiler, which is missing; .* apt install g"):
-        runtime.prepare_op()
-    (folder / "deepspeed_shm_comm.so").touch()
-    runtime.prepare_op()
+        runtime.prepare_op(op)
+    (folder / f"{op}.so").touch()
+    runtime.prepare_op(op)
     assert capsys.readouterr().err == "", "nothing is compiled"
 
 

@@ -243,7 +243,7 @@ def lock(tmp_path, monkeypatch):
 
 
 def test_a_killed_processs_build_lock_is_removed_with_a_word(lock, capsys):
-    runtime.wait_for_builds()
+    runtime.wait_for_builds("deepspeed_shm_comm")
     assert not lock.exists() and "was left by a killed process" in capsys.readouterr().out
 
 
@@ -251,14 +251,14 @@ def test_a_living_processs_build_is_waited_for_with_a_word(lock, capsys):
     code = "import sys, time; file = open(sys.argv[1]); print(flush=True); time.sleep(2)"
     builder = subprocess.Popen([sys.executable, "-c", code, lock], stdout=subprocess.PIPE)
     builder.stdout.readline()
-    runtime.wait_for_builds()
+    runtime.wait_for_builds("deepspeed_shm_comm")
     assert builder.wait(10) == 0  # it has ended before we went on
     assert "another process is compiling" in capsys.readouterr().out
 
 
 def test_a_build_that_is_not_needed_is_not_waited_for(lock):
     with open(lock):
-        runtime.wait_for_builds(needed="another")
+        runtime.wait_for_builds("another")
         assert lock.exists()
 
 

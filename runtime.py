@@ -2080,7 +2080,7 @@ def zip_is_intact(file):
     try:
         with zipfile.ZipFile(file) as archive:
             return archive.testzip() is None
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError):
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError):
         return False
 
 

@@ -325,10 +325,10 @@ def run_folder(one_rank, tmp_path):
     return tmp_path
 
 
-def flip(file):
-    """Change a byte in the middle of a tensor."""
+def flip(file, at=None):
+    """Change a byte: in the middle of a tensor, or the first of the last `at`."""
     text = bytearray(file.read_bytes())
-    text[len(text) // 2] ^= 1
+    text[text.rfind(at) if at else len(text) // 2] ^= 0x80
     file.write_bytes(text)
 
 
@@ -342,11 +342,14 @@ def test_the_newest_checkpoint_and_the_one_before_are_kept_and_the_log_is_cut_ba
     assert [row["step"] for row in read_jsonl(run_folder / "log.jsonl")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("harm", ["a flipped byte", "half a file", "a file less", "no mark"])
+@pytest.mark.parametrize("harm", [
+    "a flipped byte", "a flipped byte of a name", "half a file", "a file less", "no mark"])
 def test_of_a_damaged_checkpoint_the_one_before_is_taken(harm, run_folder, capsys):
     file = run_folder / "checkpoints" / "step-3" / "optimizer.pt"
     if harm == "a flipped byte":
         flip(file)
+    elif harm == "a flipped byte of a name":
+        flip(file, b"optimizer/data.pkl")
     elif harm == "half a file":
         os.truncate(file, file.stat().st_size // 2)
     elif harm == "a file less":

@@ -1891,7 +1891,9 @@ def save_checkpoint(trainer, args, step, rank, last, carried=()):
         with new_checkpoint(args.out, step, rank) as folder:
             trainer.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
             if getattr(args, "stretch", 0):
-                torch.save((args.stretch, carried), folder / f"plays-{rank}.pt")
+                with naming_world("--stretch: an episode that waits must pickle"):
+                    torch.save((args.stretch, carried), plays := io.BytesIO())
+                (folder / f"plays-{rank}.pt").write_bytes(plays.getvalue())
     if last:
         sys.exit(f"stopped and saved after update {step}; repeat the command with --resume to "
                  "continue")
@@ -1995,7 +1997,9 @@ def restore_plays(out, step, rank, stretch):
 
     file, saved, carried = Path(out) / "checkpoints" / f"step-{step}" / f"plays-{rank}.pt", 0, []
     if step and file.exists():
-        saved, carried = torch.load(file, weights_only=False)
+        with naming_world(f"{file} does not load; if the world's code has changed, change it back, "
+                          f"else remove {file.parent}"):
+            saved, carried = torch.load(file, weights_only=False)
     if step and saved != stretch:
         sys.exit(f"{file.parent} was saved with --stretch {saved}: resume with the same, or choose "
                  "another --out")

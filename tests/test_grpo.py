@@ -2,6 +2,7 @@
 import copy
 import math
 import random
+import sys
 import threading
 from collections import Counter
 from itertools import pairwise
@@ -302,6 +303,20 @@ def test_a_world_whose_episodes_do_not_pickle_is_refused_before_an_engine_starts
     runtime.check_world(world, BABBLED[0], flags())
     with pytest.raises(ValueError, match="locked.py: an episode must pickle for --stretch, task"):
         runtime.check_world(world, BABBLED[0], flags("--stretch 9"))
+
+
+def test_a_play_that_cannot_be_saved_or_loaded_is_one_line(one_rank, tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "check_parameters", lambda *_: None)
+    trainer = SimpleNamespace(
+        save_checkpoint=lambda out, tag, save_latest: (out / tag).mkdir(parents=True))
+    args = SimpleNamespace(out=tmp_path, stretch=4, save_every=1)
+    with pytest.raises(ValueError, match="--stretch: an episode that waits must pickle: TypeError"):
+        runtime.save_checkpoint(trainer, args, 1, 0, False, [threading.Lock()])
+    file = tmp_path / "checkpoints" / "step-1" / "plays-0.pt"
+    torch.save((4, [Locked()]), file)
+    monkeypatch.delattr(sys.modules[__name__], "Locked")
+    with pytest.raises(ValueError, match="plays-0.pt does not load; .*: AttributeError: .*Locked"):
+        runtime.restore_plays(tmp_path, 1, 0, 4)
 
 
 # ------------------------------------------------------------------------------------------- loss

@@ -1774,9 +1774,10 @@ def merge(layer):
         merged = weight.float() + layer.get_delta_weight("default").float()
         if weight.dtype == torch.bfloat16:  # its bits are the first 16 of those of a float32
             draw = torch.Generator(weight.device).manual_seed(0)
-            bits = merged.view(torch.int32) + torch.randint(
-                1 << 16, merged.shape, dtype=torch.int32, device=weight.device, generator=draw)
-            merged = (bits & -1 << 16).view(torch.float32)
+            bits = merged.view(torch.int32)  # of the same memory
+            bits += torch.randint(1 << 16, bits.shape, dtype=torch.int32, device=weight.device,
+                                  generator=draw)
+            bits &= -1 << 16
         return merged.to(weight.dtype)
 
 

@@ -124,7 +124,16 @@ def load_shape(model):
     except OSError:
         raise ValueError(f"{model} is not a folder here, and the hub does not provide it: name a "
                          f"folder, or download it first (hf download {model})") from None
-    return config, count(config)
+    text = config.get_text_config()  # the part of a model that also sees
+    if not hasattr(text, "num_attention_heads"):
+        raise ValueError(f"{model} has no attention ({text.model_type}): the plan cannot tell its "
+                         "memory; run sft.py for an update with a long episode instead")
+    for name, usual in (("num_key_value_heads", text.num_attention_heads),
+                        ("intermediate_size", 4 * text.hidden_size),
+                        ("max_position_embeddings", math.inf)):  # older models do not name them
+        if getattr(text, name, None) is None:
+            setattr(text, name, usual)
+    return text, count(config)
 
 
 def count(config):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -319,3 +320,17 @@ def test_out_is_an_episode_per_gpu_that_nearly_fills_the_micro_batch(tiny_model,
     samples, dropped = sft.load_samples(tmp_path / "full.jsonl", load_template(tiny_model), 20480)
     assert dropped == 0 and len(samples) == 3
     assert all(0.8 * 20480 < len(sample.ids) <= 20480 for sample in samples)
+
+
+@pytest.mark.parametrize("kind, fault", [("gpt2", ""), ("gpt_neox", ""), ("qwen3_5", ""),
+                                         ("mamba", "has no attention .mamba.: ")])
+def test_a_model_whose_config_has_other_names_is_planned_or_refused_in_a_line(
+        kind, fault, tmp_path):
+    from transformers import CONFIG_MAPPING
+
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=fault) if fault else nullcontext():
+        config, n = memory.load_shape(tmp_path)
+        args = memory.flags(f"grpo --gpus 8 --lora 8 --model {tmp_path}".split())
+        found = memory.Plan(config, n, args)
+        assert n > 1e7 and 4 < found.totals["layer"] < 500 and found.contexts > 0

@@ -34,26 +34,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from runtime import AMOUNT, COUNT, POSITIVE, Parser, bounded, run  # noqa: E402
 
 
 def flags():
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
-    add("--prompts", type=int, default=32, help="P, queries that start per update")
-    add("--group", type=int, default=8, help="G, plays per query")
-    add("--tokens", type=int, default=2500, help="mean number of sampled tokens per play")
-    add("--most", type=int, default=7500, help="maximum number of them, which --context implies")
-    add("--reply", type=int, default=180, help="tokens per reply")
-    add("--read", type=float, default=3.1, help="tokens of observations per token of a reply")
-    add("--sigma", type=float, nargs="+", default=[0.3, 0.5, 0.8], help="log-deviations of lengths")
-    add("--stretch", type=int, nargs="+", help="values of K; default: 1 and 1.4 times --tokens")
-    add("--engines", type=int, default=16, help="number of engines: ranks divided by --tp")
-    add("--step-ms", type=float, default=11, help="milliseconds of a step with an empty context")
-    add("--token-ns", type=float, default=36, help="nanoseconds per step for each token in flight")
-    add("--prefill", type=float, default=11_000, help="tokens per second that an engine reads")
-    add("--updates", type=int, default=24, help="simulated updates; the first quarter is warm-up")
-    add("--flight", type=int, default=10**9, help="most plays that fit an engine's cache")
+    add("--prompts", type=COUNT, default=32, help="P, queries that start per update")
+    add("--group", type=COUNT, default=8, help="G, plays per query")
+    add("--tokens", type=COUNT, default=2500, help="mean number of sampled tokens per play")
+    add("--most", type=COUNT, default=7500, help="maximum number of them, which --context implies")
+    add("--reply", type=COUNT, default=180, help="tokens per reply")
+    add("--read", type=AMOUNT, default=3.1, help="tokens of observations per token of a reply")
+    add("--sigma", type=AMOUNT, nargs="+", default=[0.3, 0.5, 0.8], help="log-deviations of "
+        "lengths")
+    add("--stretch", type=COUNT, nargs="+", help="values of K; default: 1 and 1.4 times --tokens")
+    add("--engines", type=COUNT, default=16, help="number of engines: ranks divided by --tp")
+    add("--step-ms", type=AMOUNT, default=11, help="milliseconds of a step with an empty context")
+    add("--token-ns", type=AMOUNT, default=36, help="nanoseconds per step for each token in flight")
+    add("--prefill", type=POSITIVE, default=11_000, help="tokens per second that an engine reads")
+    add("--updates", type=bounded(int, 2), default=24, help="simulated updates; the first quarter "
+        "is warm-up")
+    add("--flight", type=COUNT, default=10**9, help="most plays that fit an engine's cache")
     add("--model", help="tiny model whose real engine plays such lengths")
     add("--hours", action="store_true", help="print the estimated disk and hours of run.sh's sizes")
     args = p.parse_args()
@@ -115,7 +117,8 @@ class Engine:
 def start(engine, queries, plays, update, sigma, args):
     """Start the plays of the next query, if there is one and the engine has room."""
     share = -(-args.prompts // args.engines) * args.group
-    while queries and len(engine.live) + args.group <= min(args.flight, share + len(plays)):
+    room = max(args.group, min(args.flight, share + len(plays)))  # as runtime.open_calls has it
+    while queries and len(engine.live) + args.group <= room:
         query = queries.pop(0)
         for g in range(args.group):
             engine.ask(Play(query, replies_of(f"{query}/{g}", sigma, args)), 0)
@@ -346,4 +349,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run("bench_play.py", main)

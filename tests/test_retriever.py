@@ -579,6 +579,9 @@ def test_a_web_search_without_hits_finds_nothing_and_bad_settings_are_named(tmp_
         path.write_text(json.dumps(WEB | {"url": url, "key": ""}))
         with pytest.raises(ConnectionError, match="web.results in the reply is not a list"):
             retriever.Web(path).search(["a"], 2)
+    path.write_text(json.dumps(WEB | {"url": 5}))
+    with pytest.raises(ValueError, match="web.json: 'url' is 5, which has the wrong type"):
+        retriever.Web(path)
     path.write_text(json.dumps({"url": "http://x"}))
     with pytest.raises(ValueError, match="web.json has no body, results, text"):
         retriever.Web(path)
@@ -660,6 +663,12 @@ def test_retrieve_answers_with_and_without_scores(retrieve):
     assert status == 200
     assert plain["result"] == [[hit["document"] for hit in hits] for hits in scored["result"]]
     assert retrieve(b'{"queries": []}') == (200, {"result": []})
+
+
+def test_retrieve_says_in_a_sentence_that_the_server_behind_it_fails(retrieve, monkeypatch):
+    monkeypatch.setattr(Recorder, "search", lambda *_: [[], retriever.QueryError("400 no\n")])
+    status, reply = retrieve(b'{"queries": ["a", "b"]}')
+    assert (status, reply) == (502, {"detail": "400 no"})
 
 
 @pytest.mark.parametrize("topk, count", [

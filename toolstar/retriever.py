@@ -299,10 +299,12 @@ class Web(Remote):
     def __init__(self, path, tries=4, pause=1.0, patience=300.0):
         super().__init__("http://", tries, pause, patience)
         with errors_name(path):
-            self.chosen = json.loads(Path(path).read_text(encoding="utf-8"))
-            chosen = self.chosen if isinstance(self.chosen, dict) else {}
-            if missing := {"url", "body", "results", "text"} - chosen.keys():
+            self.chosen = runtime.read_json(Path(path))
+            if missing := {"url", "body", "results", "text"} - self.chosen.keys():
                 raise ValueError(f"{path} has no {', '.join(sorted(missing))}")
+            for name, value in self.chosen.items():
+                if not isinstance(value, dict if name in ("headers", "body") else str):
+                    raise ValueError(f"{path}: {name!r} is {value!r:.60}, which has the wrong type")
             key = self.chosen.get("key")
             self.key = Path(path).with_name(key).read_text().strip() if key else ""
         self.url = self.chosen["url"]
@@ -557,7 +559,13 @@ def make_app(retriever, topk=5):
             raise HTTPException(400, " ".join(str(error).split("[")[0].split())) from None
         k, texts = asked.topk or topk, [q for q in asked.queries if isinstance(q, str)]
         scan, place = retriever.join(texts, k)
-        found = iter((await asyncio.wrap_future(scan))[place])
+        try:
+            hits = (await asyncio.wrap_future(scan))[place]
+            if failed := [one for one in hits if isinstance(one, QueryError)]:
+                raise failed[0]
+        except ConnectionError as error:  # the server behind this one fails
+            raise HTTPException(502, " ".join(str(error).split())) from None
+        found = iter(hits)
         result = [next(found)[:k] if isinstance(q, str) else [] for q in asked.queries]
         if not asked.return_scores:
             result = [[hit["document"] for hit in hits] for hits in result]

@@ -1,11 +1,13 @@
 """Published files: every form is read, and what cannot be read is counted in its place."""
 import gzip
 import json
+from datetime import date
+from decimal import Decimal
 from importlib.util import find_spec
 
 import pytest
 
-from toolstar.files import golds_of, read_rows, splits_of
+from toolstar.files import golds_of, plain, read_rows, splits_of
 from toolstar.published import read_rows as read_by_converter
 from toolstar.sets import read_rows as read_by_sets
 
@@ -19,8 +21,9 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
     ("x.json", json.dumps(ROWS, indent=1)), ("x.json", json.dumps({"version": "1", "data": ROWS})),
     ("x.jsonl", "\ufeff" + LINES.replace("\n", "\r\n")), ("x.jsonl", LINES.replace("null", "NaN"))])
 @pytest.mark.parametrize("packed", [False, True])
-def test_rows_are_read_from_every_form_of_json(tmp_path, name, text, packed):
-    path, content = tmp_path / (name + ".gz" * packed), text.encode()
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_rows_are_read_from_every_form_of_json(tmp_path, name, text, packed, ending):
+    path, content = tmp_path / (name + ending), text.encode()
     path.write_bytes(gzip.compress(content) if packed else content)
     assert [row for _, row in read_rows(path)] == ROWS
 
@@ -54,6 +57,11 @@ def test_without_pyarrow_the_line_says_what_to_do(tmp_path):
         read_rows(tmp_path / "x.parquet")
 
 
+def test_values_that_json_cannot_hold_become_texts_or_none():
+    assert plain({"a": [NAN, b"x", Decimal("1.5"), date(2020, 1, 2), (1, None)]}) == {
+        "a": [None, "x", "1.5", "2020-01-02", [1, None]]}
+
+
 def test_an_error_takes_the_place_of_a_broken_line(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n{"a": \n\n{"a": 2}\n')
     (first, one), (second, broken), (third, two) = read_rows(tmp_path / "x.jsonl")
@@ -63,7 +71,7 @@ def test_an_error_takes_the_place_of_a_broken_line(tmp_path):
 
 @pytest.mark.parametrize("name, content, said", [
     ("x.json", b'[{"a": 1}, {"a"', "not JSON"), ("x.csv", b"question\n\xff\n", "not text in UTF-8"),
-    ("x.jsonl.gz", b"no gzip", "download it again"), ("x.jsonl", b"\xff", "not text in UTF-8"),
+    ("x.jsonl", b"\x1f\x8bno gzip", "download it again"), ("x.jsonl", b"\xff", "not text in UTF-8"),
     ("x.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "download it again")])
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
@@ -100,7 +108,13 @@ def test_files_of_a_folder_are_sorted_by_split(tmp_path):
     ("""["it's" 'x']""", ["it's", "x"]), ("['O'Brien', 'x']", ["O'Brien", "x"]),
     ("('a', 'b')", ["a", "b"]), ("{'a', 'b'}", ["a", "b"]), ("[1, 'Paris']", ["1", "Paris"]),
     ("[['a', 'b'], ['c']]", ["a", "b", "c"]), (["['a' 'b']"], ["a", "b"]),
-    ("[New York, NYC]", ["New York", "NYC"]),
+    ("[New York, NYC]", ["New York", "NYC"]), ("[u'a', u\"b\"]", ["a", "b"]),
+    ("array(['a', 'b'], dtype='<U1')", ["a", "b"]), (r"['\frac{1}{2}' '\theta']",
+                                                     [r"\frac{1}{2}", r"\theta"]),
+    # as data sets keep them in objects
+    ({"target": "['x' 'y']"}, ["x", "y"]), ("{'target': ['x']}", ["x"]),
+    ({"text": ["x"], "answer_start": [7]}, ["x"]),
+    ({"value": "x", "aliases": ["y"], "type": "Entity"}, ["x", "y"]),
     # nothing is no gold
     ("['Paris', nan]", ["Paris"]), ("['Paris', None]", ["Paris"]), (NAN, []), (["a", NAN], ["a"]),
     ([None], []), ("[None]", []), ("[nan]", []), (None, []), ("", []), ("[]", []), ([], []),

@@ -104,6 +104,7 @@ REFUSED = {
     "neither instruction and output nor conversations; columns: answer, question":
         {"question": "a", "answer": "b"},
     "it has a history of earlier turns": ALPACA | {"history": [["a", "b"]]},
+    "an input that is not text": ALPACA | {"input": ["q"]},
     "no question": ALPACA | {"instruction": " ", "input": ""},
     "a reply that is not text": ALPACA | {"output": None},
     "no reply before the first result": ALPACA | {"output": "<result>42</result>"},

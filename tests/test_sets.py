@@ -169,9 +169,10 @@ def test_an_empty_set_file_is_listed(tmp_path):
 def test_a_question_that_occurs_again_is_played_once(tmp_path):
     put(tmp_path / "gsm8k.jsonl", [{"question": "How many?", "answer": "4"},
                                    {"question": "how many", "answer": "4"},
-                                   {"question": "How many?", "answer": "5"}])
+                                   {"question": "How many?", "answer": "5"},
+                                   {"question": "How many, -?", "answer": "6"}])
     tasks, remarks, _ = load_sets(tmp_path)
-    assert [task["golds"] for task in tasks] == [["4"]]
+    assert [task["golds"] for task in tasks] == [["4"], ["6"]]
     assert [row["cause"] for row in remarks] == ["a repeated question",
                                                  "a repeated question with another answer"]
 

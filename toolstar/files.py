@@ -2,8 +2,8 @@
 Read published data files in whatever form their authors wrote them: rows and right answers.
 
     read_rows  the rows of a jsonl, json (a list, an object, or an object that holds one list), csv
-               or parquet file, each also as .gz; NaN becomes None. In place of a row that cannot be
-               read there is a ValueError, which the caller counts
+               or parquet file, each also gzipped; NaN becomes None. In place of a row that cannot
+               be read there is a ValueError, which the caller counts
     splits_of  the files of a data set's folder from the Hugging Face hub, by split
     golds_of   the right answers in a text, a number, a list, nested lists, or a list that was
                printed with or without commas: ['Paris' 'City of Paris'], ["a", "b"], [a, b]
@@ -24,8 +24,11 @@ from pathlib import Path
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 SPLITS = ("test", "main", "validation", "dev", "val")  # in order of preference
 MISSING = ("None", "nan", "NaN", "null", "<NA>", "...")  # unquoted entries that are no answers
-QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+QUOTED = r"(?:\b[ub])?(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
 PRINTED = re.compile(rf"\s*+({QUOTED}|[^\s,'\"]++)\s*+,?", re.DOTALL)
+ANSWERS = ("target", "text", "value", "aliases")  # in an answer of SQuAD, TriviaQA, Search-R1
+# what Python makes of \alpha, \beta, \theta, \vec, \frac, \right in a list printed by hand
+LATEX = {7: "\\a", 8: "\\b", 9: "\\t", 11: "\\v", 12: "\\f", 13: "\\r"}
 ASKING = ("question", "problem", "query", "prompt", "instruction", "messages", "conversations")
 
 
@@ -50,19 +53,24 @@ def read_rows(path):
         rows = enumerate(read_csv(path), 1)
     else:
         rows = read_json(path)
-    return [(number, without_nan(row)) for number, row in rows]
+    return [(number, plain(row)) for number, row in rows]
+
+
+def read_bytes(path):
+    """The content of a file, decompressed if it is gzip, whatever its name."""
+    content = Path(path).read_bytes()
+    try:
+        return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{path}: {error}; download it again") from None
 
 
 def read_text(path):
-    """The text of a file, decompressed if its name ends in .gz."""
+    """The text of a file."""
     try:
-        content = Path(path).read_bytes()
-        content = gzip.decompress(content) if str(path).lower().endswith(".gz") else content
-        return content.decode("utf-8-sig")
+        return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text in UTF-8 ({error})") from None
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{path}: {error}; download it again") from None
 
 
 def read_json(path):
@@ -108,18 +116,22 @@ def read_parquet(path):
                          "it to jsonl elsewhere: pandas.read_parquet('x.parquet').to_json("
                          "'x.jsonl', orient='records', lines=True)") from None
     try:
-        return parquet.read_table(path).to_pylist()
+        return parquet.read_table(io.BytesIO(read_bytes(path))).to_pylist()
     except (ValueError, lib.ArrowException) as error:
         raise ValueError(f"{path}: {error}; download it again") from None
 
 
-def without_nan(value):
-    """A value with each NaN, at any depth, replaced by None."""
+def plain(value):
+    """A value as JSON can hold it: at any depth NaN becomes None; bytes, dates and decimals of
+    parquet become texts."""
     if isinstance(value, dict):
-        return {key: without_nan(inside) for key, inside in value.items()}
-    if isinstance(value, list):
-        return [without_nan(inside) for inside in value]
-    return None if value != value else value
+        return {key: plain(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inside) for inside in value]
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    known = value is None or isinstance(value, str | int | float | ValueError)
+    return (value if value == value else None) if known else str(value)
 
 
 def splits_of(folder):
@@ -150,11 +162,13 @@ def parsed(value):
 
 def golds_of(value):
     """The right answers in a value, as a list of texts, which may be empty."""
+    if isinstance(value, str) and value.lstrip()[:1] == "{":
+        value = found if isinstance(found := parsed(value), dict) and found else value
     if isinstance(value, str):
-        inside = printed_list(value.strip())
-        return [value] if inside is None and value.strip() else inside or []
+        inside = [] if value.strip() in ("", "nan", "NaN") else printed_list(value.strip())
+        return [value] if inside is None else inside
     if isinstance(value, dict):
-        value = value.get("target", list(value.values()))
+        value = [value[key] for key in ANSWERS if key in value] or list(value.values())
     if isinstance(value, list | tuple):
         return [gold for one in value for gold in golds_of(one)]
     known = isinstance(value, int | float) and value == value
@@ -166,7 +180,7 @@ def printed_list(text):
 
     A printed list has quotes, or words in square brackets; [1, 2] is an interval, (a, b) a tuple.
     """
-    text = re.sub(r"^array\((.*?)(?:, *dtype=\w+)?\)$", r"\1", text, flags=re.DOTALL)
+    text = re.sub(r"^array\((.*?)(?:, *dtype=[^])]+)?\)$", r"\1", text, flags=re.DOTALL)
     if not re.fullmatch(r"\[.*\]|\{\s*['\"].*\}|\(\s*['\"].*\)", text, re.DOTALL):
         return None
     inside = text[1:-1].strip()
@@ -177,8 +191,8 @@ def printed_list(text):
     if not quoted:
         parts = re.split(r"[,\n]", inside)
     else:
-        flat = re.sub(rf"({QUOTED})|array\(|, *dtype=\w+|[\[\]()]", lambda found: found[1] or " ",
-                      inside, flags=re.DOTALL)
+        flat = re.sub(rf"({QUOTED})|array\(|, *dtype=[^])]+|[\[\]()]",
+                      lambda found: found[1] or " ", inside, flags=re.DOTALL)
         whole = re.fullmatch(rf"(?:{PRINTED.pattern})*\s*", flat, re.DOTALL)
         # not whole if an entry holds its own quote, as in ['O'Brien', 'x']
         parts = PRINTED.findall(flat) if whole else re.split(r"(?<=['\"])[\s,]+(?=['\"])", flat)
@@ -189,6 +203,7 @@ def printed_list(text):
 def unquoted(text):
     """The text in a Python string literal; a text without quotes as it is."""
     try:
-        return str(ast.literal_eval(text)) if text[0] in "'\"" else text
+        text = text.lstrip("ub") if text[-1] in "'\"" else text
+        return ast.literal_eval(text).translate(LATEX) if text[0] in "'\"" else text
     except (ValueError, SyntaxError, MemoryError):
         return text[1:-1]

@@ -83,6 +83,8 @@ def conversation_of(row):
     if row.get("history"):
         raise Refused("it has a history of earlier turns")
     system, question = row.get("system"), row["instruction"]
+    if not isinstance(row.get("input"), str | None):
+        raise Refused("an input that is not text")
     if is_text(row.get("input")):
         given = [text for text in (system, question) if is_text(text)]
         system, question = "\n".join(given), row["input"]
@@ -182,7 +184,7 @@ def golds_in(row):
     for key in ("ground_truth", "golden_answers", "answers", "answer"):
         truth = row.get(key) if truth is None else truth
     if isinstance(truth, dict):
-        truth = truth.get("target", list(truth.values()))
+        truth = truth.get("target", truth)
     golds = [gold for gold in golds_of(truth) if gold.strip()]
     if not golds:
         raise Refused("no gold")

@@ -150,6 +150,8 @@ def load_set(name, files):
             where = {"set": name, "file": str(path), "row": i}
             task, cause = load_row(name, row, number)
             same = task and normalize(task["query"])
+            if task and task["check"] == "math":  # 3 + 4 is not 3 - 4
+                same = " ".join(task["query"].lower().strip(" .?!").split())
             if not cause and same and same in asked:
                 cause = ("a repeated question" if asked[same] == task["golds"]
                          else "a repeated question with another answer")

@@ -425,6 +425,7 @@ def test_a_task_whose_destination_is_not_in_the_tables_is_refused(trip, mini):
     state = mini.cities[city]
     for change, told in (({"dest": "Nowhere"}, "'dest' is 'Nowhere'"),
                          ({"org": "Nowhere"}, "'org'"), ({"dest": task["org"]}, "'dest'"),
+                         ({"local_constraint": {"cuisine": ["Indian", "chinese"]}}, "'chinese'"),
                          ({"dest": state, "days": 99, "visiting_city_number": 90}, "not 90")):
         with pytest.raises(ValueError, match=told):
             constraints.check_task(task | change, mini)

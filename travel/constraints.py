@@ -51,7 +51,7 @@ def literal(text):
 
 def check_task(task, database=None):
     """Raise ValueError if no plan can satisfy a task, because of its people, budget, cities or
-    wishes. With a database, also check that it holds the places."""
+    wishes. With a database, also check that it holds the places and the cuisines."""
     people, budget, number = (need(task, key) for key in
                               ("people_number", "budget", "visiting_city_number"))
     if type(people) is not int or people < 1:
@@ -72,7 +72,8 @@ def check_task(task, database=None):
 
 
 def check_places(task, database):
-    """Raise ValueError if the database has no trip from the task's origin to its destination."""
+    """Raise ValueError if the database has no trip from the task's origin to its destination, or no
+    restaurant that serves a wanted cuisine."""
     org, dest, number = (need(task, key) for key in ("org", "dest", "visiting_city_number"))
     if org not in database.cities:
         raise ValueError(f"'org' is {org!r:.60}, which is not a city of the tables")
@@ -83,6 +84,16 @@ def check_places(task, database):
     if task["days"] > 3 and len(inside) < number:
         raise ValueError(f"'dest' is {dest!r:.60}, which has {len(inside)} cities to visit, not "
                          f"{number}")
+    for cuisine in (task.get("local_constraint") or {}).get("cuisine") or ():
+        if not is_served(database, cuisine):
+            raise ValueError(f"'cuisine' names {cuisine!r:.60}, which no restaurant serves")
+
+
+@lru_cache(maxsize=256)
+def is_served(database, cuisine):
+    """Whether a restaurant of the tables serves a cuisine."""
+    return any(cuisine in row.cuisines for city in database.restaurant_cities
+               for row in database.restaurants(city))
 
 
 # ---------------------------------------------------------------------------------------- reading

@@ -120,9 +120,9 @@ def test_rows_that_cannot_be_used_are_counted_by_cause_with_their_lines(tmp_path
     assert len(made["sft"]) == 1
     causes = list(REFUSED)
     expected = {cause: {"count": 1, "lines": [i]} for i, cause in enumerate(causes, 1)}
-    expected["a <result> without its </result>, or the reverse"] = {"count": 2, "lines": [8, 11]}
+    expected["a <result> without its </result>, or the reverse"] = {"count": 2, "lines": [9, 12]}
     assert report["sft"]["refused"] == expected
-    assert (report["sft"]["rows"], report["sft"]["kept"]) == (11, 1)
+    assert (report["sft"]["rows"], report["sft"]["kept"]) == (12, 1)
 
 
 @pytest.mark.parametrize("output, odd", [

@@ -24,7 +24,6 @@ import json
 import re
 import sys
 import threading
-import time
 from contextlib import suppress
 from functools import cache
 from itertools import groupby, islice
@@ -791,22 +790,19 @@ class Reader:
     def _ask(self, text, task):
         """(plan, why there is none or None, tokens used). While the endpoint answers no request,
         wait: an unread answer must not be judged as a bad one. ChatError after `bound` seconds."""
-        (url, model), until = self.endpoint, time.monotonic() + self.bound
-        while True:
-            try:
-                plan, tokens = format_plan(text, task, model, url, api_key=self.key,
-                                           timeout=self.bound / 4, retries=self.retries)
-                found = plan, None, tokens
-            except (Refused, NoPlan) as error:
-                found = None, str(error), getattr(error, "tokens", 0)
-            except ChatError as error:
-                if time.monotonic() > until:
-                    raise ChatError(f"{error}; repair it, then repeat this command, which resumes "
-                                    "from what was saved") from None
-                time.sleep(min(1, self.bound / 10))
-                continue
-            self._count(asked=1, tokens=found[2])
-            return found
+        url, model = self.endpoint
+        try:
+            plan, tokens = format_plan(text, task, model, url, api_key=self.key,
+                                       timeout=self.bound / 4, retries=self.retries,
+                                       patience=self.bound)
+            found = plan, None, tokens
+        except (Refused, NoPlan) as error:
+            found = None, str(error), getattr(error, "tokens", 0)
+        except ChatError as error:
+            raise ChatError(f"{error}; repair it, then repeat this command, which resumes from "
+                            "what was saved") from None
+        self._count(asked=1, tokens=found[2])
+        return found
 
     def _count(self, **more):
         with self.lock:

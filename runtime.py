@@ -1152,6 +1152,8 @@ def shared_counter(name, n, args):
 
 LONGEST_REPLY = 200_000  # characters; 32K tokens of English are about 130,000
 LARGEST_BODY = 2**26  # bytes of a server's response
+PATIENCE = 600  # seconds for an endpoint that has worked to come back
+WORKED = set()  # addresses of the endpoints that have answered
 # how servers say that a conversation exceeds the model's context
 NO_ROOM = re.compile("|".join([
     r"maximum (model|context|prompt|sequence|input) length",  # vLLM, DeepSeek, Mistral, xAI
@@ -1339,7 +1341,7 @@ def greets(client, model, timeout):
 
 
 def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=300, retries=6,
-         api_key=None, stops=()):
+         api_key=None, stops=(), patience=None):
     """The Reply of an OpenAI-compatible endpoint. Refused if this request gets none, ChatError if
     the endpoint is at fault.
 
@@ -1348,9 +1350,10 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
 
     The openai package retries time-outs, broken connections and status 408, 409, 429 and 5xx with
     growing pauses. If these errors persist although the endpoint answers a greeting, the request is
-    sent once more and then given up. This function retries replies without text (empty, cut, not a
-    chat completion), and refuses replies of more than LONGEST_REPLY characters, for which no
-    context has room.
+    sent once more and then given up. If it answers none, this function asks again for `patience`
+    seconds; None: PATIENCE if it has answered before, so that a restart ends no run, else 0. It
+    also retries replies without text (empty, cut, not a chat completion), and refuses replies of
+    more than LONGEST_REPLY characters, for which no context has room.
     """
     import openai
 
@@ -1362,20 +1365,27 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     request = {"model": model, "messages": messages, "temperature": temperature, "top_p": top_p,
                "timeout": timeout, "stop": list(stops) or openai.omit,
                "extra_body": beyond_openai(messages, stops)}
-    for tried in range(1, retries + 2):
+    patience, tried = (PATIENCE if base in WORKED else 0) if patience is None else patience, 0
+    until = time.monotonic() + patience
+    while tried <= retries:
         try:
             response = post(client, request, max_tokens)
+            WORKED.add(base)
         except openai.APIError as error:
             found = failure_of(error, url, model, retries)
             if isinstance(found, Refused):
                 raise found from None
             status = getattr(error, "status_code", 500)
-            if status == 429 or not greets(quick, model, min(timeout, 60)):
+            if status != 429 and greets(quick, model, min(timeout, 60)):
+                if status < 500 or client is quick:
+                    raise Refused(*found.args) from None
+                client = quick
+            elif 429 != status < 500 or time.monotonic() > until:
                 raise found from None
-            if status < 500 or client is quick:
-                raise Refused(*found.args) from None
-            client = quick
+            else:
+                time.sleep(min(1, patience / 10))
             continue
+        tried += 1
         try:
             return read_reply(response.json(), stops, begun)
         except Refused as error:

@@ -179,6 +179,16 @@ def test_a_body_that_does_not_end_is_given_up(monkeypatch, most, part):
         read_bounded(response)
 
 
+def test_an_endpoint_that_has_worked_is_waited_for(serve, monkeypatch):
+    url, asked = serve(lambda body: (503, "loading") if len(asked) in down else said("a"))
+    down = range(2, 6)
+    assert [chat(url, "m", HELLO, retries=0) for _ in "ab"] == ["a", "a"] and len(asked) == 6
+    monkeypatch.setattr("runtime.PATIENCE", 0)
+    down = range(999)
+    with pytest.raises(ChatError, match="loading"):
+        chat(url, "m", HELLO, retries=0)
+
+
 def test_a_full_quota_is_reported_and_not_counted_as_a_refusal(serve):
     url, _ = serve(lambda body: (429, "insufficient_quota") if "there" in str(body)
                    else play(body))

@@ -611,7 +611,7 @@ def test_chat_gives_up_with_address_and_cause(endpoint, script, retries, problem
     url, play = endpoint
     asked = play(*script)
     with pytest.raises(ChatError, match=rf"^{url}: {problem}$"):
-        chat(url, "m", HELLO, retries=retries)
+        chat(url, "m", HELLO, retries=retries, patience=0)
     assert len(asked) == tries
 
 

@@ -8,6 +8,7 @@ line of OUT/report.md is a claim that passes or fails; the file is written after
     trainer   learn() of grpo.py, then with one setting changed at a time (bench/gpu_trainer.py):
               tokens/s, MFU, the share of time in which the GPU is busy, memory. Needs no vLLM
     grpo      grpo.py on all GPUs, killed, resumed, and run to its end: steps, syncs, memory
+    lora      grpo.py with --lora, --offload and --stretch, on plays of different lengths
     small     the recipe of 0.5b on a card of 24 GB; another process fills the rest of the memory
     decode    an engine's step with 8 to 256 plays: --step-ms and --token-ns of bench/bench_play.py
     evaluate  the engine of evaluate.py, which starts in another way than that of a trainer
@@ -23,6 +24,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +41,8 @@ from gpu_trainer import NAMES, SHAPES  # noqa: E402
 
 from runtime import read_jsonl, replacing, visible_gpus, write_jsonl  # noqa: E402
 
-PARTS = {"trainer": 4, "grpo": 4, "small": 3, "decode": 2, "evaluate": 1.5}  # minutes, about
+# {part: minutes, about}
+PARTS = {"trainer": 4, "grpo": 4, "lora": 2, "small": 3, "decode": 2, "evaluate": 1.5}
 PLAYS = (8, 16, 32, 64, 256)  # in flight, of decode
 
 
@@ -106,6 +109,8 @@ def make_tasks(out):
     subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
     write_jsonl(out / "sums.jsonl", [{"id": str(i), "query": f"{i} + {i}?", "sum": 2 * i}
                                      for i in range(64)])
+    write_jsonl(out / "turns.jsonl", [{"id": str(i), "query": f"Go on, {i}.", "turns": 1 + i % 3,
+                                       "success": 0} for i in range(64)])
 
 
 # -------------------------------------------------------------------------------------- processes
@@ -243,6 +248,20 @@ def check_updates(report, name, rows, args):
                f"{last['play_tps']:.0f} and learn {last['learn_tps']:.0f} tokens/s")
 
 
+def check_lora(report, out, args, seconds):
+    """Check --lora, --offload and --stretch. The world ends each play after its task's number of
+    replies, so the longer plays wait."""
+    words = (f"--model {out}/model --tasks {out}/turns.jsonl --env tests/babble.py --steps 4 "
+             f"--prompts {4 * args.ranks} --group 8 --context 512 --max-turns 3 --turn-tokens 16 "
+             f"--lr 1e-3 --gpu-memory 0.4 --lora 32 --offload --stretch 1 --out {out}/lora-rl")
+    status, spent = torchrun(args.ranks, "grpo.py", words, out / "lora.txt", limit=seconds)
+    rows = rows_of(out / "lora-rl")
+    said = last_words(out / "lora.txt") if status else f"{len(rows)} updates, {spent:.0f} s"
+    report.add("--lora, --offload and --stretch end, and plays wait",
+               status == 0 and any(row["stale"] for row in rows), said)
+    check_updates(report, "--lora", rows, args)
+
+
 def check_small(report, out, args, seconds):
     """Check the recipe of 0.5b with 24 GB of the first GPU; another process fills the rest."""
     share = 0.35 * min(1, 23.5 / max(args.gib, 1))
@@ -361,6 +380,8 @@ def main():
         sys.exit(2)
     out = args.out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    for old in "rl", "lora-rl", "small-rl", "eval":  # nothing of an earlier report counts
+        shutil.rmtree(out / old, ignore_errors=True)
     report = Report(out)
     describe_machine(report, args)
     made = False

@@ -72,7 +72,9 @@ def test_rows_are_a_quarter_the_policys_and_end_with_a_reply(trainer):
     assert sum(weight * sum(s.mask) for s, weight in weighted) == pytest.approx(1)
 
 
-def test_parts_that_do_not_fit_the_budget_are_skipped_and_named(gpu, tmp_path):
+def test_parts_that_do_not_fit_the_budget_are_skipped_and_named_and_no_old_run_counts(
+        gpu, tmp_path):
+    (tmp_path / "rl").mkdir()
     words = ["--rehearse", "--budget", "0.01", "--out", tmp_path]
     done = subprocess.run([sys.executable, "bench/gpu.py", *words], cwd=ROOT, capture_output=True,
                           text=True)
@@ -81,6 +83,7 @@ def test_parts_that_do_not_fit_the_budget_are_skipped_and_named(gpu, tmp_path):
     for part, minutes in gpu.PARTS.items():
         said = f"skipped: 0.0 minutes are left, and it needs about {minutes} minutes"
         assert f"| {part} |  | {said} |" in report
+    assert not (tmp_path / "rl").exists()
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ fit() {
     cutoff=${CUTOFF:-$((context < 20480 ? context : 20480))}
     pack=${PACK:-$((context < 30000 ? context : 32768))}
     [[ ${DRY:-} == parse ]] || say "$ranks x $gib GiB: ${how[*]:-all weights, on the GPUs}," \
-        "context $context, $share of each GPU for the engine"
+        "context $context, --tp $tp, $share of each GPU for the engine"
 }
 
 # rate LR   print the learning rate: LR, or ten times LR with LoRA (runtime.py, add_adapters)

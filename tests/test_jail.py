@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import hostile
 import pytest
@@ -522,8 +523,30 @@ def test_a_remote_that_is_not_there_is_broken():
     assert result.status == "broken" and "/run_code" in result.error
 
 
-@pytest.mark.parametrize("reply", [{}, {"status": "Success"}, {"status": "Success",
-                                                               "run_result": None}, []])
+def test_a_remote_tells_a_program_that_fails_from_a_server_that_fails():
+    import httpx2
+
+    def post(_, json, timeout):
+        asked.append(json["code"])
+        if json["code"] == "bad" or len(asked) in down:
+            raise httpx2.ReadError("gone")
+        done = {"status": "Finished", "stdout": "1", "stderr": ""}
+        return SimpleNamespace(json=lambda: {"status": "Success", "run_result": done})
+
+    asked, down = [], ()
+    with closing(Remote("http://127.0.0.1:9")) as remote:
+        remote.client, remote.patience = SimpleNamespace(post=post, close=int), 0.2
+        assert [remote.run(code).status for code in ("bad", "1")] == ["killed", "ok"]
+        down = range(len(asked) + 1, len(asked) + 9)
+        assert remote.run("1").status == "ok", "a server that restarts is waited for"
+        down = range(999)
+        assert remote.run("1").status == "broken" and (count := len(asked)) > 20
+        assert remote.run("1").status == "broken" and len(asked) == count + 3
+
+
+@pytest.mark.parametrize("reply", [
+    {}, [], {"status": "Success"}, {"status": "Success", "run_result": None},
+    {"status": "Success", "run_result": {"status": "Finished", "stdout": 5, "stderr": ""}}])
 def test_a_malformed_reply_is_not_an_answer(reply):
     with pytest.raises((KeyError, TypeError)):
         read_reply(reply, 1)

@@ -243,7 +243,7 @@ class Remote:
         """The hits of queries in one request. QueryError if it is refused or all tries fail, and
         the server answers another query; several queries are tried once, without asking another."""
         tries = 1 if len(queries) > 1 else self.tries
-        failed, since = 0, time.monotonic()
+        failed, up, since = 0, False, time.monotonic()
         while True:
             lost = refused = False
             try:
@@ -259,9 +259,11 @@ class Remote:
                 why, lost = repr(error), type(error).__name__ == "ConnectError"
             failed += not lost
             if refused or failed >= tries:  # asking again will not help
-                if len(queries) > 1 or self.is_up():
+                sure, up = up or refused or len(queries) > 1, len(queries) > 1 or self.is_up()
+                if up and sure:
                     raise QueryError(why if refused else f"try {failed} of {tries}: {why}")
-                failed, lost = 0, True
+                # a server that came back just now is asked once more
+                failed, lost = (tries - 1, False) if up else (0, True)
             late = time.monotonic() > since + self.patience or refused and not self.known
             if lost and (self.gone or late):
                 self.gone = True

@@ -11,8 +11,11 @@ Reads and writes no files.
 
 [1] SandboxFusion, arXiv:2412.00535
 """
+import contextlib
 import sys
+import time
 
+from runtime import read_bounded
 from toolstar.jail import Result, read_error
 
 
@@ -20,29 +23,50 @@ class Remote:
     """Runs programs on a SandboxFusion server, with the methods of a Jail.
 
     url: the server's address. seconds: the default time limit of a program. Unlike a Jail, it does
-    not show the value of a last bare expression.
+    not show the value of a last bare expression. After an answer it waits up to `patience` seconds
+    for a server that runs no program, so that a restart breaks no call.
     """
-    level = "remote"
+    level, patience = "remote", 300.0
 
     def __init__(self, url, seconds=5.0):
         import httpx2
         self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
-        self.seconds, self.client = seconds, httpx2.Client(trust_env=False)
-        self.failure = httpx2.HTTPError
+        self.seconds, hooks = seconds, {"response": [read_bounded]}
+        self.client = httpx2.Client(trust_env=False, event_hooks=hooks)
+        self.failures = httpx2.HTTPError, ValueError, KeyError, TypeError, RecursionError
+        self.worked = False  # whether the server has answered and was not given up since
 
     def run(self, program, stdin="", seconds=None):
-        """Run a program -> Result, as Jail.run does; "broken" after two failed requests."""
-        seconds, why = self.seconds if seconds is None else seconds, ""
+        """Run a program -> Result, as Jail.run does. If the server fails on it twice: "killed" if
+        it runs another program, else "broken"."""
+        seconds, until = self.seconds if seconds is None else seconds, time.monotonic()
+        until += self.patience * self.worked
+        up = False
+        while True:
+            for _ in "first", "again":
+                try:
+                    return self.ask(program, stdin, seconds)
+                except self.failures as error:
+                    why = f"{self.url}: {error!r}"
+            with contextlib.suppress(*self.failures):
+                self.ask("print(1)", "", seconds)
+                if up:
+                    return Result("killed", "", "", "the server fails on it", 0.0)
+                up = True  # it may have come back just now: try once more
+                continue
+            if time.monotonic() >= until:
+                self.worked = False
+                return Result("broken", "", "", why, 0.0)
+            time.sleep(min(2, self.patience / 10))
+
+    def ask(self, program, stdin, seconds):
+        """The Result of one request; one of self.failures if the server gives none."""
         # servers refuse half a surrogate pair, which JSON can hold
         code, stdin = (text.encode("utf-8", "replace").decode() for text in (program, stdin))
         body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": seconds}
-        for _ in "first", "again":
-            try:
-                reply = self.client.post(self.url, json=body, timeout=seconds + 30)
-                return read_reply(reply.json(), seconds)
-            except (self.failure, ValueError, KeyError, TypeError) as error:
-                why = f"{self.url}: {error!r}"
-        return Result("broken", "", "", why, 0.0)
+        reply = self.client.post(self.url, json=body, timeout=seconds + 30)
+        result, self.worked = read_reply(reply.json(), seconds), True
+        return result
 
     def close(self):
         self.client.close()
@@ -53,7 +77,7 @@ def read_reply(reply, seconds):
     if reply["status"] == "SandboxError":
         raise ValueError(reply.get("message") or "SandboxError")
     done = reply["run_result"]
-    out, err = done["stdout"] or "", done["stderr"] or ""
+    out, err = "" + (done["stdout"] or ""), "" + (done["stderr"] or "")
     status, error = "ok", ""
     if done["status"] == "TimeLimitExceeded":
         status, error = "timeout", f"stopped after {seconds:g} s"

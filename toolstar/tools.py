@@ -485,19 +485,11 @@ class Tools:
 
     def find_corpus(self):
         """Check the retriever's files, or send its server one query, before anything is spent."""
-        from toolstar.retriever import (
-            HTTP,
-            QueryError,
-            find_retriever,
-            load_document,
-            open_retriever,
-        )
+        from toolstar.retriever import HTTP, find_retriever, load_document, open_retriever
 
         chosen, corpus = self.settings.retriever, self.settings.folder / self.settings.corpus
         if chosen.startswith(HTTP):
-            found = open_retriever(chosen, patience=0).search(["a"], 1)[0]
-            if isinstance(found, QueryError):
-                raise ConnectionError(f"{chosen} fails on a test query: {found}")
+            open_retriever(chosen, patience=0).search(["a"], 1)
         else:
             chosen = chosen if chosen == "bm25" else str(self.settings.folder / chosen)
             find_retriever(chosen, corpus)

@@ -583,7 +583,8 @@ def tracker(name):
     """A flag type: the name of a tracking tool whose package is installed."""
     if name not in ("wandb", "tensorboard", "trackio"):
         raise argparse.ArgumentTypeError(f"{name!r} is not wandb, tensorboard or trackio")
-    if not importlib.util.find_spec(name):
+    spec = importlib.util.find_spec(name)
+    if not spec or not spec.origin:  # no origin: a folder of that name, such as wandb's own runs
         raise argparse.ArgumentTypeError(f"{name} is not installed: pip install {name}")
     return name
 

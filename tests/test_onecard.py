@@ -242,7 +242,8 @@ def board(monkeypatch):
         made = Board(*about)
         monkeypatch.setitem(sys.modules, "wandb", made)
         monkeypatch.delenv("WANDB_MODE", raising=False)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+        monkeypatch.setattr(importlib.util, "find_spec",
+                            lambda name: SimpleNamespace(origin=name))
         runtime.open_tracker.cache_clear()
         return made
     yield board
@@ -277,10 +278,12 @@ def test_without_a_key_or_a_server_a_run_is_kept_offline_in_one_line(
 
 @pytest.mark.parametrize("tool, why", [
     ("excel", "'excel' is not wandb, tensorboard or trackio"),
-    ("trackio", "trackio is not installed: pip install trackio")])
+    ("trackio", "trackio is not installed: pip install trackio"),
+    ("wandb", "wandb is not installed: pip install wandb")])
 def test_a_tool_that_cannot_track_is_refused_before_anything_starts(
         tool, why, monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    folder = SimpleNamespace(origin=None)  # Python imports any folder as a package
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "wandb" and folder)
     with pytest.raises(SystemExit):
         flags_of(sft, f"--track {tool}")
     assert why in capsys.readouterr().err.splitlines()[-1]

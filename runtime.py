@@ -1901,7 +1901,8 @@ def save_checkpoint(trainer, args, step, rank, last, carried=()):
 
         check_parameters(trainer, args.out, step)
         with new_checkpoint(args.out, step, rank) as folder:
-            trainer.save_checkpoint(folder.parent, tag=folder.name, save_latest=False)
+            trainer.save_checkpoint(folder.parent, tag=folder.name, save_latest=False,
+                                    exclude_frozen_parameters=True)  # --lora: they are --model's
             if getattr(args, "stretch", 0):
                 with naming_world("--stretch: an episode that waits must pickle"):
                     torch.save((args.stretch, carried), plays := io.BytesIO())
@@ -1996,7 +1997,8 @@ def restore(trainer, out, resume, rank):
     """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads."""
     step = newest_checkpoint(out, resume, rank)
     if step:
-        trainer.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}")
+        trainer.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}",
+                                load_module_strict=False)  # the frozen ones are not there
         say(f"{out}: resuming after update {step}")
     return step
 

@@ -308,7 +308,7 @@ def test_a_world_whose_episodes_do_not_pickle_is_refused_before_an_engine_starts
 def test_a_play_that_cannot_be_saved_or_loaded_is_one_line(one_rank, tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "check_parameters", lambda *_: None)
     trainer = SimpleNamespace(
-        save_checkpoint=lambda out, tag, save_latest: (out / tag).mkdir(parents=True))
+        save_checkpoint=lambda out, tag, **_: (out / tag).mkdir(parents=True))
     args = SimpleNamespace(out=tmp_path, stretch=4, save_every=1)
     with pytest.raises(ValueError, match="--stretch: an episode that waits must pickle: TypeError"):
         runtime.save_checkpoint(trainer, args, 1, 0, False, [threading.Lock()])

@@ -145,6 +145,8 @@ def test_a_lora_run_that_was_stopped_and_killed_ends_with_the_same_weights(
     train_broken("sft.py", tmp_path / "sft", SFT, LORA, "--model", tiny_model, "--data", episodes)
     for folder in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert (lora_student / folder).read_bytes() == (tmp_path / "sft" / folder).read_bytes()
+    whole = (lora_student / "model.safetensors").stat().st_size
+    assert all(file.stat().st_size < whole / 4 for file in tmp_path.rglob("checkpoints/*/*.pt"))
 
 
 @pytest.mark.slow

@@ -444,6 +444,9 @@ pi/4 ~ \frac{\pi}{4}
 3*x**2 ~ 3x^2
 2*sqrt(5) ~ 2\sqrt5
 oo ~ \infty
+C ~ C：5
+5 ~ C、5
+（１，２） ~ (1,2)
 """
 UNEQUAL = r"""
 -5 ~ 5

@@ -31,7 +31,8 @@ SIGNS = str.maketrans({
     "\u00f7": "/", "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2208": r"\in ", "\u00b1": r"\pm ",
     "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u222a": r"\cup ",
     "\u221a": r"\sqrt ", "\u2205": r"\{\}", "\u00b2": "^2", "\u00b3": "^3", "~": " ",
-    "\u00a0": " ", "\u202f": " "})
+    "\u00a0": " ", "\u202f": " ", "\u3000": " "} | {
+        chr(0xff01 + i): chr(0x21 + i) for i in range(93)})  # full-width signs and digits
 FORMS = [(re.compile(pattern), new) for pattern, new in (
     (r"\\\\\s*\[[^\]]*\]", r"\\\\"),  # a line break with a height: \\[4pt]
     (r"\\(?=\\[a-zA-Z](?!.*\\end))", ""),  # doubled backslashes, as in JSON
@@ -315,7 +316,7 @@ def latex(text, times):
 BOX = re.compile(r"[\s$]*\\boxed\s*\{(.*)\}[\s$.]*", re.DOTALL)
 CLOCK = re.compile(r"\d{1,2}(?::\d\d\W*[ap]\.? ?| [ap]\.?)m\b|\d{4}-\d\d-\d\d$|\d\d?/\d\d?/\d{4}$",
                    re.IGNORECASE)
-CHOICE = re.compile(r"\(?([A-J])(?:\)|[.:]\)?) *(.*)|([A-J])", re.DOTALL)
+CHOICE = re.compile(r"\(?([A-J])(?:\)|[.:\u3001]\)?) *(.*)|([A-J])", re.DOTALL)
 WORDS = re.compile(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*")
 COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 

@@ -283,7 +283,7 @@ class Remote:
         if self.tool_star and isinstance(found, list):
             found = {"result": [[{"document": document, "score": None} for document in row]
                                 for row in found if isinstance(row, list)]}
-        return read_hits(found, len(queries), self.url)
+        return read_hits(found, len(queries))
 
 
 class Web(Remote):
@@ -345,7 +345,7 @@ def filled(value, values):
     return re.sub(r"\{\w+\}", lambda found: str(values.get(found[0], found[0])), value)
 
 
-def read_hits(reply, count, url):
+def read_hits(reply, count):
     """The hits in a server's reply; QueryError if it does not have the right form."""
     try:
         hits = reply["result"]
@@ -354,7 +354,7 @@ def read_hits(reply, count, url):
             return hits
     except (KeyError, TypeError):
         pass
-    raise QueryError(f"{url} is not a server of Search-R1 or Tool-Star: it sent "
+    raise QueryError("it is not a server of Search-R1 or Tool-Star, but sent "
                      f"{str(reply)[:200]} for {count} queries")
 
 

@@ -1382,7 +1382,9 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
                     raise Refused(*found.args) from None
                 client = quick
             elif 429 != status < 500 or time.monotonic() > until:
-                raise found from None
+                # a request that alone exceeds a limit per minute gets 429 for good
+                alone = status == 429 and patience and greets(quick, model, min(timeout, 60))
+                raise (Refused(*found.args) if alone else found) from None
             else:
                 time.sleep(min(1, patience / 10))
             continue

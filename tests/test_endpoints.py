@@ -183,9 +183,18 @@ def test_an_endpoint_that_has_worked_is_waited_for(serve, monkeypatch):
     url, asked = serve(lambda body: (503, "loading") if len(asked) in down else said("a"))
     down = range(2, 6)
     assert [chat(url, "m", HELLO, retries=0) for _ in "ab"] == ["a", "a"] and len(asked) == 6
-    monkeypatch.setattr("runtime.PATIENCE", 0)
+    monkeypatch.setattr("runtime.PATIENCE", 0.01)
     down = range(999)
     with pytest.raises(ChatError, match="loading"):
+        chat(url, "m", HELLO, retries=0)
+
+
+def test_a_request_that_gets_429_for_good_while_others_are_answered_is_refused(
+        serve, monkeypatch):
+    monkeypatch.setattr("runtime.PATIENCE", 0.01)
+    url, _ = serve(lambda body: (429, "slow down") if "there" in str(body) else said("a"))
+    chat(url, "m", [{"role": "user", "content": "Hi"}])
+    with pytest.raises(Refused, match="slow down"):
         chat(url, "m", HELLO, retries=0)
 
 

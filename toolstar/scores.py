@@ -88,7 +88,7 @@ def judge_plays(args, name, rows):
     """
     (url, model), verdicts, row_of_failures = args.judge, {}, 0
     generate = partial(runtime.chat, url, model, temperature=0, max_tokens=2048,
-                       retries=TRIES - 1, api_key=runtime.read_key(args.judge_key))
+                       retries=TRIES - 1, patience=0, api_key=runtime.read_key(args.judge_key))
     file = Path(args.out) / f"judged-{name}.jsonl"
     known = {(one["play"], one["said"]): one["verdict"] for one in runtime.recover_jsonl(file)
              if one["judge"] == model}

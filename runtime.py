@@ -1380,14 +1380,14 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
             if status != 429 and greets(quick, model, min(timeout, 60)):
                 if status < 500 or client is quick:
                     raise Refused(*found.args) from None
-                client = quick
-            elif 429 != status < 500 or time.monotonic() > until:
-                # a request that alone exceeds a limit per minute gets 429 for good
-                alone = status == 429 and patience and greets(quick, model, min(timeout, 60))
-                raise (Refused(*found.args) if alone else found) from None
-            else:
+                client = quick  # the endpoint answers others: one more try
+                continue
+            if (status >= 500 or status == 429) and time.monotonic() < until:
                 time.sleep(min(1, patience / 10))
-            continue
+                continue
+            # a request that alone exceeds a limit per minute gets 429 for good
+            alone = status == 429 and patience and greets(quick, model, min(timeout, 60))
+            raise (Refused(*found.args) if alone else found) from None
         tried += 1
         try:
             return read_reply(response.json(), stops, begun)

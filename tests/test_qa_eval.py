@@ -300,11 +300,12 @@ def test_two_models_side_by_side(agent, tmp_path, capsys):
 
 
 def test_a_retriever_that_dies_is_a_clear_stop_and_the_same_command_finishes(
-        agent, tmp_path, capsys):
+        agent, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(retriever.Remote.__init__, "__defaults__", (4, 0.02, 2.0))
     server, episodes = Flaky([200] * 20 + [500] * 1000), tmp_path / "good" / "episodes.jsonl"
     with answering(server) as url:
         words = ["--model", "good", "--tries", "2", "--retriever", url]
-        with pytest.raises(SystemExit, match="none of the last 20 queries, .*500 .*then repeat"):
+        with pytest.raises(SystemExit, match="answers no query: 500 .*then repeat"):
             agent(*words)
         kept = episodes.read_text()
         finished = {row["task"]["query"] for row in read_rows(episodes)}

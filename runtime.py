@@ -1609,7 +1609,7 @@ def check_forwards(lm, make_policy, collate, template, flash):
             measure = Measure(policy, collate, device)
             measure.check(own, *texts, template.path)
             return policy, flash and measure.packs(*texts, template.path)
-    except (TypeError, AttributeError, IndexError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"{template.path}: a {type(lm).__name__} cannot be trained here, its "
                          f"forward fails: {one_line(error)}") from error
 
@@ -1730,7 +1730,7 @@ def check_saving(lm, template, out):
             part.parent.mkdir(parents=True, exist_ok=True)
             write_model(lm, template, {name: weight.detach().cpu()}, part)
             again = load_template(part)
-    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise ValueError(f"{template.path} could not be saved after training: {one_line(error)}"
                          ) from error
     finally:
@@ -1999,8 +1999,10 @@ def restore(trainer, out, resume, rank):
     """The number of updates made so far: 0, or with `resume` those of the checkpoint it loads."""
     step = newest_checkpoint(out, resume, rank)
     if step:
+        # save_checkpoint left out the weights that --lora freezes
+        whole = all(parameter.requires_grad for parameter in trainer.module.parameters())
         trainer.load_checkpoint(Path(out) / "checkpoints", tag=f"step-{step}",
-                                load_module_strict=False)  # the frozen ones are not there
+                                load_module_strict=whole)
         say(f"{out}: resuming after update {step}")
     return step
 

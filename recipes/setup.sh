@@ -195,8 +195,8 @@ preflight() {
     [[ -d $base ]] || must "there is no model $base: MODEL=a folder, or a name on the hub" \
         hf download "$base" --include '*.json' --include '*.txt' --include '*.jinja' \
         --include '*.safetensors'
-    for plan in "sft --cutoff $cutoff --pack-tokens $cutoff" "$algorithm --context $context --gpu-memory $share \
-        --pack-tokens $pack --tp $tp"; do
+    for plan in "sft --cutoff $cutoff --pack-tokens $cutoff" \
+        "$algorithm --context $context --gpu-memory $share --pack-tokens $pack --tp $tp"; do
         must "$base is too large for $ranks x $gib GiB: see above; try SHARE=0.4 or less" \
             python -m look.memory $plan "${how[@]}" --model "$base" --gpus "$ranks" \
             --gpu-gib "$gib" "${host[@]}"

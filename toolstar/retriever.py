@@ -259,9 +259,12 @@ class Remote:
                 why, lost = repr(error), type(error).__name__ == "ConnectError"
             failed += not lost
             if refused or failed >= tries:  # asking again will not help
-                sure, up = up or refused or len(queries) > 1, len(queries) > 1 or self.is_up()
-                if up and sure:
-                    raise QueryError(why if refused else f"try {failed} of {tries}: {why}")
+                failure = QueryError(why if refused else f"try {failed} of {tries}: {why}")
+                if len(queries) > 1:
+                    raise failure
+                before, up = up, self.is_up()
+                if up and (before or refused):
+                    raise failure
                 # a server that came back just now is asked once more
                 failed, lost = (tries - 1, False) if up else (0, True)
             late = time.monotonic() > since + self.patience or refused and not self.known
@@ -565,7 +568,7 @@ def make_app(retriever, topk=5):
             hits = (await asyncio.wrap_future(scan))[place]
             if failed := [one for one in hits if isinstance(one, QueryError)]:
                 raise failed[0]
-        except ConnectionError as error:  # the server behind this one fails
+        except ConnectionError as error:  # the server that this one asks fails
             raise HTTPException(502, " ".join(str(error).split())) from None
         found = iter(hits)
         result = [next(found)[:k] if isinstance(q, str) else [] for q in asked.queries]

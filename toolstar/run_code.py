@@ -60,7 +60,7 @@ class Remote:
             time.sleep(min(2, self.patience / 10))
 
     def ask(self, program, stdin, seconds):
-        """The Result of one request; one of self.failures if the server gives none."""
+        """Send one request -> its Result. Raises one of self.failures if there is none."""
         # servers refuse half a surrogate pair, which JSON can hold
         code, stdin = (text.encode("utf-8", "replace").decode() for text in (program, stdin))
         body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": seconds}

@@ -47,6 +47,7 @@ import zipfile
 import zlib
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -467,10 +468,28 @@ def ignoring_sigint():
         signal.signal(signal.SIGINT, before)
 
 
+def start_worker():
+    """A signal to the parent's process group, such as Ctrl-C, does not reach a worker: the parent
+    ends it. A worker that dies amid its work could keep a lock that the parent waits for."""
+    os.setpgid(0, 0)
+    die_with_parent()
+
+
+@contextlib.contextmanager
 def workers(number):
-    """A pool of processes that die with this one. Spawned, because SQLite must not cross a fork."""
-    with ignoring_sigint():
-        return multiprocessing.get_context("spawn").Pool(number, die_with_parent)
+    """A pool of processes that die with this one. Spawned, because SQLite must not cross a fork.
+
+    ChildProcessError: a process was killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(number, context, start_worker) as pool:
+        with ignoring_sigint():
+            pool.map(int, range(number))  # starts the processes
+        try:
+            yield pool
+        except BrokenProcessPool:
+            raise ChildProcessError("a worker process was killed, perhaps for want of memory; "
+                                    "repeat the command with fewer --workers") from None
 
 
 class Lines:

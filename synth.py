@@ -286,7 +286,7 @@ def tasks(args):
                                  "--n, widen --days, raise --per-pair, or name a --month in which "
                                  "the database has flights")
             block = [i for i in range(index, index + 1024) if lack[kinds[i % len(kinds)]]]
-            for task in pool.imap(partial(make_task, args), block, chunksize=16):
+            for task in pool.map(partial(make_task, args), block, chunksize=16):
                 if task and take(task):
                     runtime.append_jsonl(args.out, task)
                     bar.update()
@@ -518,7 +518,7 @@ def episodes(args, todo):
     world = Travel(open_once(args.database))
     if not args.endpoint:
         with runtime.workers(args.workers) as pool:
-            yield from pool.imap(partial(make_episode, args), todo, chunksize=4)
+            yield from pool.map(partial(make_episode, args), todo, chunksize=4)
         return
 
     def generate(messages):

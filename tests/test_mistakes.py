@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, witness
@@ -533,13 +534,34 @@ def test_an_interrupted_synth_ends_in_one_line_and_leaves_no_process(desk, end, 
                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not (desk / "new.jsonl").exists():
         time.sleep(0.1)
-    os.killpg(running.pid, end)  # as a terminal does: to the workers, too
+    workers = children(running)
+    os.killpg(running.pid, end)  # as a terminal does
     _, lines = running.communicate(timeout=60)
     check(running.returncode, lines.splitlines(), f"synth.py: {said}; what was saved is kept",
           codes=(128 + end,))
-    assert gone(running.pid)
+    assert gone(running.pid) and all(map(gone, workers))
     assert not list(desk.glob(".new*"))
     assert runtime.read_jsonl(desk / "new.jsonl"), "every line is whole: the same command resumes"
+
+
+def children(running):
+    """The process ids of a program's two workers, once each leads a group of its own."""
+    workers = []
+    while len(workers) < 2:
+        found = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        workers = [int(pid) for pid in found if os.getpgid(int(pid)) == int(pid)]
+    return workers
+
+
+def test_a_killed_worker_of_synth_ends_it_in_one_line(desk):
+    running = start(f"synth.py tasks --n 100000 --out {desk}/new.jsonl --workers 2")
+    while not (desk / "new.jsonl").exists():
+        time.sleep(0.1)
+    workers = children(running)
+    os.kill(workers[0], signal.SIGKILL)  # as the kernel does when memory runs out
+    _, lines = running.communicate(timeout=60)
+    check(running.returncode, lines.splitlines(), "a worker process was killed, perhaps for want")
+    assert all(map(gone, workers))
 
 
 def test_a_hub_name_offline_is_a_line_and_the_folder_can_be_used_for_another(desk):

@@ -30,7 +30,7 @@ def drills(args):
         if not all(isinstance(row, dict) and "messages" in row for row in begun):
             raise ValueError(f"{args.out}: not a file of this command; choose another --out")
     with runtime.workers(args.workers) as pool:
-        parts = pool.imap(partial(world_rows, args), range(args.worlds))
+        parts = pool.map(partial(world_rows, args), range(args.worlds))
         parts = list(runtime.progress(parts, args.out, args.worlds, unit="world"))
     rows = [row for part in parts for row in part]
     random.Random(args.seed).shuffle(rows)

@@ -312,15 +312,15 @@ def episodes(tmp_path_factory):
 
     from runtime import write_jsonl
 
-    draw, rows = random.Random(SEED), []
+    draw, rows, out = random.Random(SEED), [], tmp_path_factory.mktemp("episodes")
     for i in range(48):
         task = {"query": f"Go on, {i}.", "turns": 2}
         episode = Babble().episode(task, "", SimpleNamespace(max_turns=3))
         while not episode.stop:
             episode.step(" ".join(draw.choices("0123456789", k=3)))
         rows.append({"messages": episode.messages})
-    write_jsonl(tmp_path_factory.mktemp("episodes") / "episodes.jsonl", rows)
-    return tmp_path_factory.getbasetemp() / "episodes0" / "episodes.jsonl"
+    write_jsonl(out / "episodes.jsonl", rows)
+    return out / "episodes.jsonl"
 
 
 @pytest.fixture(scope="session")

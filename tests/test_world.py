@@ -21,8 +21,9 @@ def sums(tmp_path_factory):
     """A file of tasks: sums to compute."""
     rows = [{"id": name, "query": f"What makes {total}?", "sum": total}
             for name, total in SUMS.items()]
-    write_jsonl(tmp_path_factory.mktemp("sums") / "sums.jsonl", rows)
-    return tmp_path_factory.getbasetemp() / "sums0" / "sums.jsonl"
+    path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
+    write_jsonl(path, rows)
+    return path
 
 
 def train(stage, steps, tiny_model, sums, out):

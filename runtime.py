@@ -594,8 +594,11 @@ def write_log(line, args):
     if args.track:
         numbers = {key: value for key, value in line.items()
                    if isinstance(value, (int, float)) and key != "step"}
-        send = open_tracker(args.track, args.out, json.dumps(vars(args), default=str))
-        send(numbers, line["step"])
+        try:
+            send = open_tracker(args.track, args.out, json.dumps(vars(args), default=str))
+            send(numbers, line["step"])
+        except Exception as error:  # whatever that package raises, the run goes on
+            say(f"--track {args.track}: {one_line(error)}; log.jsonl has this line")
 
 
 def tracker(name):

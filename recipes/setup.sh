@@ -34,7 +34,11 @@ fit() {
     if [[ $seen != 0 ]]; then  # gib: of the smallest GPU; free: the host memory of all nodes
         gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n |
             awk 'NR == 1 {print int($1 / 1024)}')
-        free=$(awk -v nodes="$NNODES" '/MemTotal/ {print int(nodes * $2 / 2^20)}' /proc/meminfo)
+        # the least of the machine's memory and a container's limit, which can be "max"
+        free=$({
+            awk '/MemTotal/ {print $2 * 1024}' /proc/meminfo
+            cat /sys/fs/cgroup/memory{.max,/memory.limit_in_bytes} 2>/dev/null || true
+        } | grep -v max | sort -g | awk -v nodes="$NNODES" 'NR == 1 {print int(nodes * $1 / 2^30)}')
     fi
     gib=${GIB:-$gib} free=${HOST_GIB:-$free}
     while read -ra line; do

@@ -598,7 +598,7 @@ class Host:
                                             self.facts["PROJECT"], sys.prefix)]
         return {"environment": dict(os.environ), "folder": sorted(os.listdir(self.folder)),
                 "secret": self.secret.read_text(),
-                "files": [str(place) for place in places if (place / "escaped").exists()]}
+                "files": [str(place) for place in places if os.path.exists(place / "escaped")]}
 
     def visited(self):
         """Whether anyone has connected to a listener."""

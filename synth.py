@@ -518,7 +518,7 @@ def episodes(args, todo):
     world = Travel(open_once(args.database))
     if not args.endpoint:
         with runtime.workers(args.workers) as pool:
-            yield from pool.map(partial(make_episode, args), todo, chunksize=4)
+            yield from pool.map(partial(make_episode, args), todo)
         return
 
     def generate(messages):

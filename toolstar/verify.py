@@ -109,7 +109,8 @@ def serve(control):
     kinds = {"equal": lambda a, b: answers_equal(a, b, equal), "alone": alone}
     for a, b in WARM:
         equal(a, b)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for end in signal.SIGINT, signal.SIGTERM:  # a stage that is told to end ends this, too
+        signal.signal(end, signal.SIG_IGN)
     control.send(b"1")
     while True:
         pid = os.fork()
@@ -188,21 +189,22 @@ class Pool:
             return max(BRIEF, min(LONG, self.left))
 
     def ask(self, kind, a, b):
-        """The verdict on a pair; False if it takes too long or its process fails."""
-        process = self.idle.get()
-        try:
-            process, limit = process or Process(), self.seconds()
-            verdict, spent = process.ask(kind, limit, a, b)
-            if spent is None or spent >= LONG / 2:  # None: it was killed
-                self.seconds(spent or limit)
-            return verdict
-        except OSError:
-            if process:
-                process.close()
-            process = None
-            return False
-        finally:
-            self.idle.put(process)
+        """The verdict on a pair; False if it takes too long, or if two processes fail on it."""
+        for _ in "first", "again":
+            process = self.idle.get()
+            try:
+                process, limit = process or Process(), self.seconds()
+                verdict, spent = process.ask(kind, limit, a, b)
+                if spent is None or spent >= LONG / 2:  # None: it was killed
+                    self.seconds(spent or limit)
+                return verdict
+            except OSError:
+                if process:
+                    process.close()
+                process = None
+            finally:
+                self.idle.put(process)
+        return False
 
 
 @cache

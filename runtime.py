@@ -597,7 +597,7 @@ def write_log(line, args):
         try:
             send = open_tracker(args.track, args.out, json.dumps(vars(args), default=str))
             send(numbers, line["step"])
-        except Exception as error:  # whatever that package raises, the run goes on
+        except (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             say(f"--track {args.track}: {one_line(error)}; log.jsonl has this line")
 
 

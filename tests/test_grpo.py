@@ -527,7 +527,6 @@ def test_of_an_episode_over_three_updates_each_token_is_weighed_by_its_own_log_p
         w = torch.exp(logps - reported(s))
         loss -= (weight * torch.min(w * s.advantage, w.clamp(0.8, 1.28) * s.advantage)).sum()
         gaps.append((logps - reported(s)).abs()[fresh].detach())
-        assert 0 < fresh.sum() < len(fresh)
     after = learn(mixed, weighted, "--pack-tokens 60", ranks=ranks)
     wanted = torch.autograd.grad(loss, list(moved.parameters()))
     wanted = torch.cat([grad.flatten() for grad in wanted])
@@ -535,7 +534,7 @@ def test_of_an_episode_over_three_updates_each_token_is_weighed_by_its_own_log_p
     assert torch.equal(mixed.gradient(), plain.gradient()), "ages change nothing in the loss"
     if ranks == 1:  # the statistics of this test's last rank are its own, not those of all
         assert after["dlogp_mean"] == pytest.approx(torch.cat(gaps).mean().item(), rel=1e-3)
-        assert after["loss_tokens"] == before["loss_tokens"] > len(torch.cat(gaps))
+        assert after["loss_tokens"] == before["loss_tokens"] > len(torch.cat(gaps)) > 0
 
 
 def test_with_train_results_everything_after_the_prompt_is_trained_on(play, task, mini, template):

@@ -469,8 +469,8 @@ def ignoring_sigint():
 
 
 def start_worker():
-    """A signal to the parent's process group, such as Ctrl-C, does not reach a worker: the parent
-    ends it. A worker that dies amid its work could keep a lock that the parent waits for."""
+    """Put a worker into a process group of its own, which Ctrl-C and other signals to the parent's
+    group do not reach. The parent ends its workers; if one died first, the pool would break."""
     os.setpgid(0, 0)
     die_with_parent()
 
@@ -479,7 +479,7 @@ def start_worker():
 def workers(number):
     """A pool of processes that die with this one. Spawned, because SQLite must not cross a fork.
 
-    ChildProcessError: a process was killed.
+    ChildProcessError: one of them was killed.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(number, context, start_worker) as pool:
@@ -488,8 +488,8 @@ def workers(number):
         try:
             yield pool
         except BrokenProcessPool:
-            raise ChildProcessError("a worker process was killed, perhaps for want of memory; "
-                                    "repeat the command with fewer --workers") from None
+            raise ChildProcessError("a worker process was killed, perhaps because memory "
+                                    "ran out; repeat the command with fewer --workers") from None
 
 
 class Lines:
@@ -589,7 +589,8 @@ def append_jsonl(path, row):
 
 
 def write_log(line, args):
-    """Append the numbers of an update to OUT/log.jsonl, and send them to the tool of --track."""
+    """Append the numbers of an update to OUT/log.jsonl, and send them to the tool of --track. If
+    the tool raises an error, it is printed and the run continues."""
     append_jsonl(Path(args.out) / "log.jsonl", line)
     if args.track:
         numbers = {key: value for key, value in line.items()
@@ -598,7 +599,7 @@ def write_log(line, args):
             send = open_tracker(args.track, args.out, json.dumps(vars(args), default=str))
             send(numbers, line["step"])
         except (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            say(f"--track {args.track}: {one_line(error)}; log.jsonl has this line")
+            say(f"--track {args.track}: {one_line(error)}; this update is only in log.jsonl")
 
 
 def tracker(name):

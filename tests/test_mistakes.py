@@ -560,7 +560,7 @@ def test_a_killed_worker_of_synth_ends_it_in_one_line(desk):
     workers = children(running)
     os.kill(workers[0], signal.SIGKILL)  # as the kernel does when memory runs out
     _, lines = running.communicate(timeout=60)
-    check(running.returncode, lines.splitlines(), "a worker process was killed, perhaps for want")
+    check(running.returncode, lines.splitlines(), "a worker process was killed, perhaps")
     assert all(map(gone, workers))
 
 

@@ -109,7 +109,7 @@ def serve(control):
     kinds = {"equal": lambda a, b: answers_equal(a, b, equal), "alone": alone}
     for a, b in WARM:
         equal(a, b)
-    for end in signal.SIGINT, signal.SIGTERM:  # a stage that is told to end ends this, too
+    for end in signal.SIGINT, signal.SIGTERM:  # the stage ends this process
         signal.signal(end, signal.SIG_IGN)
     control.send(b"1")
     while True:

@@ -36,36 +36,24 @@ Writes  OUT/ (a HF folder), OUT/log.jsonl, OUT/reference.jsonl, OUT/checkpoints/
 
 Nothing below knows about tools or travel: to learn other preferences, supply other pairs.
 """
-import datetime
-import hashlib
-import logging
 import math
-import os
 import random
-import sys
 import time
-import warnings
-from array import array
-from bisect import bisect_left
 from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-try:
-    import runtime  # noqa: I001, first: it reports Ctrl-C while torch loads
-    import torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Parser
-except ModuleNotFoundError as error:
-    sys.exit(f"{error}. {Path(__file__).name} needs runtime.py beside it, and the packages "
-             "of requirements.txt: type `. .venv/bin/activate`")
+import runtime
+from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Mistake, Parser
 
 # Shapes: P pairs, B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H
 # hidden size, V vocabulary. (2, P): of the chosen episodes, then of the rejected ones.
 LOGITS = 30_000_000  # the loss computes at most this many logits at a time (120 MB in float32)
-FALLING = -10  # warn if the mean delta of chosen episodes is lower: e^10 times less likely
 
 
 def flags():
@@ -90,25 +78,11 @@ def flags():
         "the learning rate rises linearly [2]")
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
     add("--seed", type=SEED, default=0, help="seed of the order of the pairs")
-    add = p.add_argument_group("memory (python -m look.memory dpo estimates it)").add_argument
     add("--cutoff", type=COUNT, default=8192, help="most tokens of an episode; a pair with a "
         "longer one is dropped [2]")
-    add("--pack-tokens", type=COUNT, default=16384, help="most tokens of a micro-batch, padding "
-        "included; a longer episode is a micro-batch of its own")
-    add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
-        help="keep the activations of this share of the layers (of all without SHARE) instead of "
-        "recomputing them: faster, but needs more memory")
-    add("--offload", action="store_true", help="run AdamW on the CPU and keep its states in the "
-        "host's memory: the same updates, slower")
-    add("--lora", type=COUNT, default=0, metavar="R", help="train adapters of rank R at all linear "
-        "layers instead of all weights; use about 10 times the --lr (runtime.py, add_adapters)")
-    add = p.add_argument_group("running").add_argument
     add("--val-every", type=NATURAL, default=0, help="updates between two measurements on --val; "
         "0: only at the end")
-    add("--save-every", type=NATURAL, default=0, help="updates between two checkpoints; 0: none")
-    add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")
-    add("--track", type=runtime.tracker, metavar="TOOL", help="also log to wandb, tensorboard or "
-        "trackio")
+    runtime.trainer_flags(p, 16384)
     return p.parse_args()
 
 
@@ -160,34 +134,22 @@ def read_pair(row, template, cutoff):
     Both sides continue "prompt", and replies in the prompt, which they share, are not trained on.
     Without a prompt each side is a complete conversation.
     """
-    try:
-        past = row.get("prompt", [])
-        sides = [past + row[side] for side in Pair._fields]
-        better, worse = map(float, row["rewards"])
-    except KeyError as error:
-        return f"no {error}"
-    except (AttributeError, TypeError, ValueError):
-        return "chosen and rejected must be lists of messages, rewards two numbers"
+    past = row.get("prompt", [])
+    sides = [past + row[side] for side in Pair._fields]
     if not all(map(runtime.is_talk, sides)):
         return "a message has no role or content, or messages and replies do not alternate"
-    prompts = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
-    replies = [[m["content"] for m in side[len(past):] if m["role"] == "assistant"]
-               for side in sides]
-    if not all("".join(texts).strip() for texts in replies):
-        return "a side has no reply"
-    if replies[0] == replies[1]:
-        return "both sides have the same replies"
-    one, other = prompts
+    one, other = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
     if one != other or not one:
         return "the prompts of the two sides differ, or are empty"
-    if not better >= worse:
+    if sides[0] == sides[1] or not all(row[side] for side in Pair._fields):
+        return "both sides have the same replies, or one has none"
+    if row["rewards"][0] < row["rewards"][1]:
         return "the rejected side has the higher reward"
     pair = Pair(*(render(side, template) for side in sides))
-    for side, episode in zip(sides, pair, strict=True):
+    stops = row.get("stops") or ["answer", "answer"]
+    for side, episode, stop in zip(sides, pair, stops, strict=True):
         size = past_tokens(past, side[len(past)], template)
         episode.mask[:size] = [0] * size
-    stops = row["stops"] if isinstance(row.get("stops"), list) else []
-    for episode, stop in zip(pair, stops, strict=False):
         if stop != "answer" and episode.mask[-1]:  # maybe cut off: the policy sampled no end token
             episode.ids.pop()
             episode.mask.pop()
@@ -206,20 +168,16 @@ def past_tokens(past, following, template):
     return len(render([*past, following], template).ids) - len(template.between(following))
 
 
-def load_pairs(path, template, cutoff, rank):
-    """The usable pairs of a file; prints how many others are dropped and why. ValueError if no pair
-    is usable."""
-    read, causes = [read_pair(row, template, cutoff) for row in runtime.read_jsonl(path)], {}
-    for line, cause in enumerate(read, 1):
-        if isinstance(cause, str):
-            causes.setdefault(cause, []).append(line)
-    dropped = [f"{len(lines)} dropped, the first in line {lines[0]}: {cause}"
-               for cause, lines in causes.items()]
-    if all(isinstance(pair, str) for pair in read):
-        raise ValueError(f"{path}: no pair to train on; {'; '.join(dropped) or 'it is empty'}")
-    if dropped and rank == 0:
-        print("\n".join(f"{path}: {text}" for text in dropped))
-    return [pair for pair in read if isinstance(pair, Pair)]
+def load_pairs(path, template, cutoff):
+    """The usable pairs of a file; prints how many others are dropped and why."""
+    read = [read_pair(row, template, cutoff) for row in runtime.read_jsonl(path)]
+    for cause in {cause for cause in read if isinstance(cause, str)}:
+        runtime.say(f"{path}: {read.count(cause)} dropped, the first in line "
+                    f"{read.index(cause) + 1}: {cause}")
+    pairs = [pair for pair in read if isinstance(pair, Pair)]
+    if not pairs:
+        raise Mistake(f"{path}: no pair to train on")
+    return pairs
 
 
 def episodes_of(pairs):
@@ -246,7 +204,7 @@ def sum_logps(trainer, rows, packed, rank, ranks, device, args):
     """(3) log pi of each episode, summed over its policy tokens -> (2, P) float64, on every rank"""
     sums = torch.zeros(len(rows), dtype=torch.float64, device=device)
     lengths = [len(row.ids) for row in rows]
-    for micro in deal(lengths, ranks, args.pack_tokens, packed, device)[rank]:
+    for micro in deal(lengths, ranks, args.pack_tokens, packed)[rank]:
         batch = [rows[i] for i in micro]
         logps, _ = trainer(*collate(batch, packed, device))
         if batch:  # a rank without work still runs a forward, or ZeRO-3 hangs
@@ -281,7 +239,7 @@ def learn_pairs(trainer, rows, reference, packed, rank, ranks, device, args):
     logps = sum_logps(trainer, rows, packed, rank, ranks, device, args)
     weights, numbers = preference(logps, reference, rows, args)
     lengths = [len(row.ids) for row in rows]
-    for micro in deal(lengths, ranks, args.pack_tokens, packed, device)[rank]:
+    for micro in deal(lengths, ranks, args.pack_tokens, packed)[rank]:
         batch = [rows[i] for i in micro]
         logps, _ = trainer(*collate(batch, packed, device))  # (N,)
         loss = logps.sum() * 0
@@ -294,76 +252,16 @@ def learn_pairs(trainer, rows, reference, packed, rank, ranks, device, args):
     return numbers | {"gnorm": float(trainer.get_global_grad_norm())}
 
 
-def fingerprint(policy, rows):
-    """A hash of what the reference depends on: every weight, every token and its mask."""
-    digest = hashlib.sha256()
-    for p in policy.parameters():
-        digest.update(p.detach().cpu().flatten().view(torch.uint8).numpy())
-    for row in rows:
-        digest.update(array("i", [len(row.ids), *row.ids, *row.mask]).tobytes())
-    return digest.hexdigest()
-
-
-def take_reference(trainer, rows, known, start, packed, rank, ranks, device, args):
-    """(2) log pi_ref of all episodes, (2, P): read from OUT/reference.jsonl, or computed and saved.
-
-    known: fingerprint() of --model and the episodes. A run that resumes after `start` updates no
-    longer has the weights to compute it.
-    """
+def take_reference(trainer, rows, start, packed, rank, ranks, device, args):
+    """(2) log pi_ref of all episodes, (2, P). A run that resumes after `start` updates no longer
+    has the weights to compute it: it reads what it has saved in OUT/reference.jsonl."""
     file = Path(args.out) / "reference.jsonl"
-    head, *kept = runtime.read_jsonl(file) if file.exists() else [None]
-    if head == {"of": known}:
-        sums = [[pair[side] for pair in kept] for side in Pair._fields]
-        return torch.tensor(sums, dtype=torch.float64, device=device)
     if start:
-        raise ValueError(f"{file} was computed for another --model, --data or --val: resume "
-                         f"{args.out} with the same ones, or choose another --out")
+        return torch.tensor(runtime.read_jsonl(file), dtype=torch.float64, device=device)
     sums = sum_logps(trainer, rows, packed, rank, ranks, device, args)
-    if rank == 0:  # sum_logps was a barrier: every rank has already looked for the file
-        runtime.write_jsonl(file, [{"of": known}] + [
-            dict(zip(Pair._fields, pair, strict=True)) for pair in sums.T.tolist()])
+    if rank == 0:
+        runtime.write_jsonl(file, sums.tolist())
     return sums
-
-
-class ChunkedLogps(torch.autograd.Function):
-    """log pi and entropy of given tokens from hidden states, without (N, V) logits in memory.
-
-    (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward process `chunk` tokens at a time, and
-    backward recomputes the logits of each chunk. With p = softmax(h W^T / t): d logp_y / d logits =
-    (onehot_y - p) / t. The entropy is only logged: no gradient flows through it.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk):
-        logps, entropy = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
-        for i in range(0, len(hidden), chunk):
-            logits = (hidden[i : i + chunk] @ weight.T).float().div_(temperature)  # (chunk, V)
-            total = logits.logsumexp(-1)
-            chosen = logits.gather(-1, targets[i : i + chunk, None]).squeeze(-1)
-            logps[i : i + chunk] = chosen - total
-            p = (logits - total[:, None]).exp_()
-            entropy[i : i + chunk] = total - logits.mul_(p).sum(-1)  # - sum p log p
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropy)
-        return logps, entropy
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        hidden, weight, targets = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        train_head = ctx.needs_input_grad[1]  # False with --lora
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train_head else None
-        for i in range(0, len(hidden), ctx.chunk):
-            h, y = hidden[i : i + ctx.chunk], targets[i : i + ctx.chunk, None]
-            g = grad[i : i + ctx.chunk, None].float()
-            logits = (h @ weight.T).float().div_(ctx.temperature)  # (chunk, V)
-            d = torch.softmax(logits, -1).mul_(-g).scatter_add_(-1, y, g)
-            d = d.div_(ctx.temperature).to(h.dtype)
-            grad_hidden[i : i + ctx.chunk] = d @ weight
-            if train_head:
-                grad_weight += d.T @ h
-        return grad_hidden, grad_weight.to(weight.dtype) if train_head else None, None, None, None
 
 
 class Policy(torch.nn.Module):
@@ -372,21 +270,29 @@ class Policy(torch.nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
-        self.borders = False  # whether to tell the layers where packed samples begin
         # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
         lm.get_output_embeddings().forward = self.head
 
     def head(self, hidden, targets, temperature):
+        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each. The (N, V) logits would not
+        fit: they are computed a chunk at a time, and again in the backward pass."""
         weight = self.lm.get_output_embeddings().weight  # (V, H)
-        chunk = max(1, min(1024, LOGITS // len(weight)))
-        return ChunkedLogps.apply(hidden, weight, targets, temperature, chunk)
+
+        def of_chunk(h, y):
+            logps = ((h @ weight.T).float() / temperature).log_softmax(-1)  # (chunk, V)
+            with torch.no_grad():
+                entropy = -(logps.exp() * logps).sum(-1)
+            return logps.gather(-1, y[:, None]).squeeze(-1), entropy
+
+        size = max(1, min(1024, LOGITS // len(weight)))
+        parts = [checkpoint(of_chunk, h, y, use_reentrant=False)
+                 for h, y in zip(hidden.split(size), targets.split(size), strict=True)]
+        return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def forward(self, ids, positions, keep, temperature=1.0):
         """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""
-        borders = runtime.borders(positions) if self.borders else {}
         # use_cache=False is needed: otherwise packed samples attend to each other under sdpa
-        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False,
-                                    **borders)[0]
+        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         head, kept = self.lm.get_output_embeddings(), keep[:, 1:]
         return head(hidden[:, :-1][kept], ids[:, 1:][kept], temperature)
 
@@ -400,10 +306,9 @@ def collate(samples, packed, device):
     has to run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(row_width(max(len(ids) for ids, _ in rows), device))
+    positions = range(max(len(ids) for ids, _ in rows))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
-        positions += range(row_width(len(positions), device) - len(positions))
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
     width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
@@ -411,53 +316,26 @@ def collate(samples, packed, device):
     return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
 
 
-def pack(lengths, budget, packed):
-    """Split a batch into micro-batches [[index]] of at most `budget` tokens; a sample longer than
-    that is a micro-batch of its own.
+def deal(lengths, ranks, budget, packed):
+    """Split a batch into micro-batches of at most `budget` tokens, padding included, and deal them
+    to the ranks: [rank][micro-batch] -> indices. A longer sample is a micro-batch of its own.
 
-    Unless packed, padding counts; going from long to short samples keeps it small.
+    Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each one all ranks wait
+    for the slowest, so they shall be equal: the longest sample first, each goes into the smallest
+    micro-batch. Their number grows until all fit.
     """
-    def tokens(micro):
-        return sum(lengths[i] for i in micro) if packed else lengths[micro[0]] * len(micro)
+    def size(micro):
+        chosen = [lengths[i] for i in micro] or [0]
+        return sum(chosen) if packed else max(chosen) * len(micro)
 
-    micros = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if micros and tokens([*micros[-1], i]) <= budget:
-            micros[-1].append(i)
-        else:
-            micros.append([i])
-    return micros
-
-
-def row_width(n, device):
-    """The width of a row for n tokens: on a GPU, n rounded up to a multiple of 512. Shapes then
-    repeat, and cuDNN seldom has to plan its attention for a new one, which is slow on Hopper
-    (docs/notes.md)."""
-    multiple = 1 if str(device) == "cpu" else 512
-    return math.ceil(n / multiple) * multiple
-
-
-def deal(lengths, ranks, budget, packed, device="cpu"):
-    """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
-
-    Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each micro-batch all
-    ranks wait for the slowest. So `budget` is lowered as far as the number of micro-batches per
-    rank stays the same, which makes them equal in size, and those that take about the same time are
-    computed at the same time.
-    """
-    lengths = [n if packed else row_width(n, device) for n in lengths]
-
-    def rounds(budget):
-        return math.ceil(len(pack(lengths, budget, packed)) / ranks)
-
-    def work(micro):  # in a row of 40K tokens, attention costs as much as everything else (7B)
-        rows = [lengths[i] if packed else lengths[micro[0]] for i in micro]
-        return sum(n * (1 + n / 40_000) for n in rows)
-
-    smallest = bisect_left(range(budget), -rounds(budget), key=lambda lower: -rounds(lower))
-    micros = sorted(pack(lengths, smallest, packed), key=work, reverse=True)
-    micros += [[]] * (-len(micros) % ranks)
-    return [micros[rank::ranks] for rank in range(ranks)]
+    rounds = math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks) or 1
+    while True:
+        micros = [[] for _ in range(rounds * ranks)]
+        for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+            min(micros, key=size).append(i)
+        if all(len(micro) < 2 or size(micro) <= budget for micro in micros):
+            return [micros[rank::ranks] for rank in range(ranks)]
+        rounds += 1
 
 
 def learning_rate(step, steps, args):
@@ -469,151 +347,26 @@ def learning_rate(step, steps, args):
     return args.lr * (args.min_lr + (1 - args.min_lr) * cosine)
 
 
-# --------------------------------------------------------------------------------------- machines
-
-def setup():
-    """Join the ranks that torchrun has started -> rank, ranks, device"""
-    runtime.die_with_parent()
-    cuda = bool(runtime.visible_gpus())
-    runtime.prepare_op(None if cuda else "deepspeed_shm_comm")
-    if not cuda:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    # row shapes vary, and blocks of fixed size would leave unused gaps in the memory
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # DeepSpeed compiles with ninja, which is installed there
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed
-
-    # Create the process group before DeepSpeed does, and DeepSpeed uses it. It would bind a group
-    # of its own to a device, and NCCL would then create vLLM's groups by splits that need all
-    # ranks, which is known to hang.
-    backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # longer than any play
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return dist.get_rank(), dist.get_world_size(), device
-
-
-def load(args, template, device):
-    """Load --model, in bfloat16 on a GPU and float32 on a CPU -> Policy, whether to pack rows
-
-    Rows are packed only with flash attention, and only if packing changes no log-probability.
-    """
-    from transformers import AutoModelForCausalLM
-
-    runtime.check_precision(args.model)
-    lm, loaded = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses mismatches
-    runtime.check_weights(lm, template, loaded)
-    runtime.check_saving(lm, template, args.out)
-    if args.lora:
-        runtime.add_adapters(lm, template, args)
-    flash = device.type == "cuda" and runtime.use_flash_attention(lm)
-    recompute_layers(lm, 1 - args.no_checkpointing)
-    runtime.make_repeatable(lm)
-    return runtime.check_forwards(lm.to(device), Policy, collate, template, flash)
-
-
-def recompute_layers(lm, share):
-    """Recompute the activations of the first `share` of the layers in the backward pass. That pass
-    begins with the last layers, so their memory is free again when the first are recomputed."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    if share:
-        lm.gradient_checkpointing_enable()
-    layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
-    for layer in layers[round(share * len(layers)):]:
-        layer.gradient_checkpointing = False
-
-
-def zero3(policy, lr, device, offload=False):
-    """Shard parameters, gradients and AdamW's moments over all ranks -> the trainer, which is a
-    DeepSpeed engine. offload: AdamW runs on the CPU, whose memory then holds gradients, moments and
-    master weights.
-
-    Gradients accumulate over any number of trainer.backward calls until trainer.step.
-    """
-    import deepspeed
-
-    cuda = device.type == "cuda"
-    trained = [p for p in policy.parameters() if p.requires_grad]  # with --lora only the adapters
-    if offload:
-        runtime.prepare_op("cpu_adam")
-        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(trained, lr=lr, weight_decay=0.0)
-    else:
-        # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
-        optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=cuda or None)
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
-        # gather whole layers: hooks on each of their modules cost time (docs/notes.md)
-        "zero_optimization": {"stage": 3, "overlap_comm": cuda, "leaf_module": {
-            "classes": sorted(policy.lm._no_split_modules or ())}, "offload_optimizer": {
-                "device": "cpu" if offload else "none", "pin_memory": cuda}},
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
-    return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
-
-
-def full_weights(trainer):
-    """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end.
-
-    With --lora R, the adapters are merged into the layers' weights: W + alpha / R * B A.
-    """
-    import deepspeed
-
-    adapted = {f"{name}.base_layer.weight": layer for name, layer
-               in trainer.module.lm.named_modules() if hasattr(layer, "get_delta_weight")}
-    for name, parameter in trainer.module.lm.named_parameters():
-        layer = adapted.get(name)
-        if ".lora_" not in name:
-            with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
-                weight = runtime.merge(layer) if layer else parameter.data
-                yield name.replace(".base_layer", ""), weight
-
-
-def save_model(trainer, template, out, rank):
-    """Write a plain HF folder, complete or not at all; with --lora also its adapter. Every rank
-    takes part."""
-    state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
-             for name, tensor in full_weights(trainer)}
-    adapter = runtime.adapter_weights(trainer.module.lm)
-    if rank == 0:
-        with runtime.new_model(out) as part:
-            runtime.write_model(trainer.module.lm, template, state, part)
-            runtime.write_adapter(trainer.module.lm, adapter, part / "adapter")
-    dist.barrier()
-
-
 # ------------------------------------------------------------------------------------------- main
 
 def main():
     args = flags()
-    rank, ranks, device = setup()
+    rank, ranks, device = runtime.setup()
     runtime.lock_folder(args.out)
     # (1) render the pairs
     template = runtime.load_template(args.model)
-    pairs, val = (load_pairs(path, template, args.cutoff, rank) if path else []
+    pairs, val = (load_pairs(path, template, args.cutoff) if path else []
                   for path in (args.data, args.val))
-    policy, packed = load(args, template, device)
-    known = fingerprint(policy, episodes_of(pairs + val))
-    runtime.keep_settings(args)  # only once all inputs were read without an error
-    trainer = zero3(policy, args.lr, device, args.offload)
+    policy, packed = runtime.load(args, template, device, Policy, collate)
+    trainer = runtime.zero3(policy, args, device)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
-    start = runtime.restore(trainer, args.out, args.resume, rank)
+    start = runtime.restore(trainer, args)
     interrupted = runtime.watch_sigterm()
-    if rank == 0:
-        print(f"dpo: {n} pairs, {len(val)} held out, {steps} updates of {args.batch}, {ranks} "
-              f"ranks, {'packed' if packed else 'padded'} rows", flush=True)
+    runtime.say(f"dpo: {n} pairs, {len(val)} held out, {steps} updates of {args.batch}, {ranks} "
+                f"ranks, {'packed' if packed else 'padded'} rows")
     machine = packed, rank, ranks, device, args
     # (2) computed before the first update, or read if the run resumes
-    reference = take_reference(trainer, episodes_of(pairs + val), known, start, *machine)
+    reference = take_reference(trainer, episodes_of(pairs + val), start, *machine)
     for step in range(start, steps):
         began = time.time()
         # (3) (4) (5)
@@ -628,27 +381,22 @@ def main():
             logps = sum_logps(trainer, episodes_of(val), *machine)
             _, numbers = preference(logps, reference[:, n:], episodes_of(val), args)
             line |= {f"val_{name}": number for name, number in numbers.items()}
-        log(line, steps, args, rank)
-        runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
-    runtime.check_parameters(trainer, args.out, steps)
-    save_model(trainer, template, args.out, rank)
-    runtime.report_end(args, "accuracy", f"python evaluate.py --model {args.out} --tasks TASKS",
-                       rank)
+        if rank == 0:
+            log(line, steps, args)
+        runtime.save_checkpoint(trainer, args, step + 1, last=interrupted(device))
+    runtime.save_model(trainer, template, args.out)
+    runtime.say(f"{args.out}: done. Next: python evaluate.py --model {args.out} --tasks TASKS")
     dist.destroy_process_group()
 
 
-def log(line, steps, args, rank):
+def log(line, steps, args):
     """Print one line and append all numbers to log.jsonl."""
-    if rank == 0:
-        form = ("step {step:5d}/{steps} | loss {loss:.4f} | accuracy {accuracy:.2f} | margin "
-                "{margin:+.3f} | delta {delta_chosen:+.2f} {delta_rejected:+.2f} | gnorm "
-                "{gnorm:6.2f} | lr {lr:.2e} | {speed:6.0f} tokens/s")
-        form += " | held-out accuracy {val_accuracy:.3f}" * ("val_accuracy" in line)
-        print(form.format(steps=steps, speed=line["tokens"] / line["seconds"], **line), flush=True)
-        if line["delta_chosen"] < FALLING:
-            print(f"warning: delta_chosen is below {FALLING}: the chosen episodes become unlikely "
-                  "as well; use --nll, a larger --beta or a lower --lr", flush=True)
-        runtime.write_log(line, args)
+    form = ("step {step:5d}/{steps} | loss {loss:.4f} | accuracy {accuracy:.2f} | margin "
+            "{margin:+.3f} | delta {delta_chosen:+.2f} {delta_rejected:+.2f} | gnorm "
+            "{gnorm:6.2f} | lr {lr:.2e} | {speed:6.0f} tokens/s")
+    form += " | held-out accuracy {val_accuracy:.3f}" * ("val_accuracy" in line)
+    print(form.format(steps=steps, speed=line["tokens"] / line["seconds"], **line), flush=True)
+    runtime.write_log(line, args)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """
 Itinerary text -> plan: an agent's answer becomes TravelPlanner's list of days.
 
-    (1) lines   JSON, tables and markdown become plain lines
-    (2) days    "Day 2: ..." opens a day; a line that begins with a label ("Lunch: ...") or a verb
-                ("Check into ...") gives one of the day's fields; every other line is ignored
-    (3) names   a name ends where a remark on it begins: a price, a cuisine, an alternative
+    (1) lines   markdown and JSON become plain lines
+    (2) days    "Day 2: ..." opens a day; a line that begins with a label ("Lunch: ...") or with a
+                mode of travel gives one of its fields, and the first one counts; other lines are
+                ignored
+    (3) names   a name ends at its bracket, else before a remark on it: a price, a cuisine
     (4) plan    fields are put into TravelPlanner's form; a place without a city gets the day's city
 
-The reader adds and corrects nothing: a name that is not in the database stays as it was written, so
-that the judge can call it a hallucination. The database only shows where a name ends.
-database/prompts/system.txt states the format; parse_plan reads it and its variants by rules,
-offline. For free prose there is format_plan, which asks an LLM, as STAR does (arXiv:2603.21972).
+The rules read the format that database/prompts/system.txt states, and its natural variants. They
+add and correct nothing: a name that is not in the database stays as it was written, so that the
+judge can call it a hallucination. The database only shows where a name ends. Every other text is
+for format_plan, which asks an LLM, as STAR does (arXiv:2603.21972).
 
 Reads   FILE.jsonl: episodes (task, answer), or texts (text, and org as context)
 Writes  stdout: each record with its "plan" (null if the text has none)
@@ -19,27 +20,14 @@ Writes  stdout: each record with its "plan" (null if the text has none)
     python format_plan.py FILE.jsonl --reader http://localhost:8000/v1=MODEL
 """
 import argparse
-import concurrent.futures
 import json
 import re
-import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
-from itertools import groupby, islice
+from functools import cache, lru_cache
+from itertools import islice, pairwise
 
-from runtime import (
-    LONGEST_REPLY,
-    ChatError,
-    Parser,
-    Refused,
-    chat,
-    endpoint,
-    errors_name,
-    read_key,
-    run,
-    spoken,
-)
+from runtime import Mistake, Parser, Refused, chat, endpoint, read_jsonl, read_key, run, spoken
 from sandbox import PROMPTS, open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
@@ -47,14 +35,12 @@ SLOTS = ("breakfast", "attraction", "lunch", "dinner", "accommodation")
 FIELDS = ("current_city", "transportation", *SLOTS)
 TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
-LONGEST_LINE = 2_000  # characters; longer lines are cut before they are searched
+LONGEST_TEXT, LONGEST_LINE, MOST_LINES = 200_000, 2_000, 2_000  # longer ones are cut
 CONCURRENCY = 32  # answers that a formatter reads at once
 COSTS = "formatter failed", "formatter tokens"  # the formatter's entries in a score
-MOST_VALUES, MOST_LINES = 40, 2_000  # read at most these numbers of JSON values and lines of a text
 
 
-# Patterns are applied to text with single blanks. Every quantifier over free text is bounded or
-# ends the pattern, so that matching takes linear time; tests/test_format_plan.py times each one.
+# Every quantifier over free text is bounded or ends the pattern: matching takes linear time.
 
 def pattern(text):
     """Compile a pattern that ignores case; line breaks and indentation in it are ignored."""
@@ -62,462 +48,241 @@ def pattern(text):
 
 
 # ---------------------------------------------------------------- (1) lines
-TYPOGRAPHY = str.maketrans("’‘“”：，；（）【】［］｜、\u00a0\u202f\u3000\t\r",
-                           "''\"\":,;()[][]|;     ", "*`\0\ufe0f")
-STRUCK = re.compile(r"~~[^~\n]{0,300}~~|(?<![^\W_])_+|_+(?![^\W_])")  # and __underlined__
-BLANKS = re.compile(r"[^\S\n]+")
-GAP, SEAM = re.compile(r"\s{2,9}|\n"), "\ue000"  # SEAM replaces a line break or gap inside a name
-LINK = re.compile(r"\]\((?:https?:|www)[^\s()]{0,300}(?:\([^\s()]{0,99}\))?[^\s()]{0,99}\)")
-TAG, BREAK = pattern("</?(?:b|i|em|strong)>"), pattern("<br ?/?>")
-CELLS = re.compile(r"(?<!\\)\|")
-JSON_START = re.compile(r"[\[{](?=\s{0,99}[\[{\"'])")
-BULLET = re.compile(  # bullets, numbers, boxes and emoji before the text of a line
-    r"(?:[-+•·●▪‣◦–—>]+ +|#+ +|[•·●▪‣◦–—]+|\d{1,2}[.)] +|\[[ xX]?\] +|\d\u20e3 *|"
-    r"[^\w\s\[\](){\"'$#@&!?.,:;/\\|<>=+~^%-] *)*")
+TYPOGRAPHY = str.maketrans("’‘“”：，；（）【】［］｜→\u00a0\u3000\t", "''\"\":,;()[][]|>   ",
+                           "*`\r\ufe0f")
+STRUCK = re.compile(r"~~[^~\n]{0,300}~~")
+BULLET = re.compile(r"(?:[^\w\[\"'($~]{1,9}|\d{1,2}[.)] )*")  # also numbers, emoji, "|" of tables
+JSON_START = re.compile(r"[\[{](?=\s{0,99}[\[{\"])")
 
 
-def plain(text):
-    """The text without emphasis, struck-out words, typographic characters and repeated blanks."""
-    return BLANKS.sub(" ", STRUCK.sub("", text.translate(TYPOGRAPHY)))
+def read_lines(text):
+    """Yield (whether the line is a bullet or indented, the plain line)."""
+    for raw in STRUCK.sub("", unfold_json(text[:LONGEST_TEXT]).translate(TYPOGRAPHY)).split("\n"):
+        bullet = BULLET.match(raw[:LONGEST_LINE]).end()
+        if line := raw[bullet:LONGEST_LINE].strip():
+            yield bullet > 0 and not raw.startswith(("#", "|")), line
 
 
-def read_lines(text, names):
-    """Yield (whether it is a bullet or indented, plain line); a line with several fields is split.
-    """
-    text = unfold_json(text[:LONGEST_REPLY])
-    for name, joined in names.gapped:
-        text = text.replace(name, joined)
-    text = LINK.sub("]", TAG.sub("", plain(text)))
-    for is_table, block in groupby(text.split("\n"), lambda raw: raw.lstrip().startswith("|")):
-        lines = "\n".join(table_lines([*block]) if is_table else block)  # noqa: B031, used once
-        for raw in BREAK.sub("\n", lines).split("\n"):
-            line = raw[:LONGEST_LINE].strip()
-            bullet = BULLET.match(line).end()
-            listed = bool(bullet or raw.startswith(" ")) and not line.startswith("#")
-            for part in filter(None, map(str.strip, NEXT.split(line[bullet:]))):
-                yield listed, part
-
-
-def table_lines(block):
-    """Yield a markdown table as lines. Its columns or its rows may be days, or it is one day's."""
-    rows = [[BREAK.sub("; ", cell.replace("\\|", "|")).strip() for cell in CELLS.split(raw)[1:]]
-            for raw in map(str.strip, block)]
-    rules = [not any(cell.strip(":- ") for cell in row) for row in rows]
-    head = rows[0] if rules[1:2] == [True] else [""]
-    rows = [row for row, rule in zip(rows, rules, strict=True) if not rule and row is not head]
-    days = [i for i, cell in enumerate(head) if DAY.match(cell)]
-    fields = [i for i, cell in enumerate(head) if i and FIELD.fullmatch(f"{cell}:")]
-    of_days, current = head[0].lower() in ("day", "days", "date"), ""
-    for i in days if len(days) > 1 else ():
-        yield from [head[i], *(f"{row[0]}: {row[i]}" for row in rows if i < len(row))]
-    for row in rows if len(days) < 2 else ():
-        if of_days and row[0] not in ("", current):
-            current = row[0]
-            yield current if DAY.match(current) or DATE.match(current) else f"Day {current}"
-        labels = [i for i, cell in enumerate(row) if cell and FIELD.fullmatch(f"{cell}:")]
-        if len(fields) > 1:
-            yield from (f"{head[i]}: {cell}" if i in fields else cell
-                        for i, cell in enumerate(row[:len(head)]) if i)
-        elif labels:
-            yield f"{row[labels[0]]}: " + " | ".join(row[labels[0] + 1:])
-        else:
-            yield from row[of_days:]
+def json_values(text):
+    """Yield (begin, end, value) of the JSON lists and objects in a text, at most 40."""
+    decoder, end = json.JSONDecoder(strict=False), 0
+    for start in islice(JSON_START.finditer(text), 40):
+        if start.start() >= end:
+            with suppress(ValueError, RecursionError):
+                value, end = decoder.raw_decode(text, start.start())
+                yield start.start(), end, value
 
 
 def unfold_json(text):
-    """The text, in which each JSON value that contains days is replaced by lines."""
-    decoder, parts, at, days = json.JSONDecoder(strict=False), [], 0, 0
-    for start in islice(JSON_START.finditer(text), MOST_VALUES):
-        lines = []
-        if start.start() >= at:
-            with suppress(ValueError, RecursionError):
-                value, end = decoder.raw_decode(text, start.start())
-                lines = list(islice(json_lines(value, number=days + 1), MOST_LINES))
+    """The text, in which each JSON value that holds days is replaced by lines."""
+    parts, at = [], 0
+    for start, end, value in json_values(text):
+        lines = list(islice(json_lines(value), MOST_LINES))
         if any(map(DAY.match, lines)):
-            days += 1
-            parts += [text[at:start.start()], *lines]
-            at = end
+            parts, at = [*parts, text[at:start], *lines], end
     return "\n".join([*parts, text[at:]])
 
 
-def json_lines(value, key="", number=0, depth=0):
-    """Yield a JSON value as lines: "Day N", "key: text". number: for a day without its own."""
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        value = "; ".join(value)
-    if isinstance(value, list):
-        for n, one in enumerate(value if depth < 9 else (), 1):
-            yield from json_lines(one, key, number and n, depth + 1)
-        return
-    if not isinstance(value, dict):
-        if value is not None:
-            yield f"{key}: {value}"
-        return
-    table = {plain(str(k)).replace("_", " ").lower(): v for k, v in value.items()}
-    texts = {k: v for k, v in table.items() if isinstance(v, str)}
-    day = next((table.pop(k) for k in ("day", "days", "day number") if k in table), None)
-    labels = [k for k in table if FIELD.fullmatch(f"{k}:")]
-    name = next((texts[k] for k in texts if KEY.fullmatch(f"{k}:")), "")
-    if isinstance(day, (int, str)) or DAY.match(key) or number and len(labels) > 1:
-        title = str(day or key or number)
-        yield title if DAY.match(title) else f"Day {title if title.isdecimal() else number}"
-        table.pop("date", None)
-    elif name or "transport" in key or "flight" in key:
-        kind = next((texts[k] for k in ("type", "slot", "category", "meal") if k in texts), key)
-        place = [name, *(texts[k] for k in ("city", "location") if k in texts)]
-        parts = place if name else [f"{k}: {v}" for k, v in table.items()]
-        yield f"{kind}: {', '.join(parts)}"
-        return
-    for k, v in table.items() if depth < 9 else ():
-        yield from json_lines(v, k, number * (day is None and not labels), depth + 1)
+def json_lines(value, key="", depth=0):
+    """Yield a JSON value as lines: "Day N", "key: text"."""
+    if isinstance(value, list) and depth < 9:
+        for number, one in enumerate(value, 1):
+            if isinstance(one, dict) and {*one} & {*FIELDS} and not {*one} & {"day", "days"}:
+                one = {"day": number} | one
+            yield from json_lines(one, key, depth + 1)
+    elif isinstance(value, dict) and depth < 9:
+        if "name" in value:
+            yield f"{key}: {value['name']}" + (f", {value['city']}" if "city" in value else "")
+            return
+        if "flight_number" in value or "mode" in value:
+            value = {key: " ".join(f"{k} {v}" for k, v in value.items() if v)}
+        for name, one in sorted(value.items(), key=lambda item: item[0] not in ("day", "days")):
+            if name in ("day", "days") and isinstance(one, (int, str)):
+                yield f"Day {str(one).lower().removeprefix('day')}"
+            else:
+                yield from json_lines(one, str(name).replace("_", " "), depth + 1)
+    elif value is not None:
+        yield f"{key}: {value}"
 
 
 # ---------------------------------------------------------------- (2) days
 NUMBERS = {word: n for n, word in enumerate(
     ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], 1)}
-FIX = r"(?:correct|revis|updat|adjust|chang|amend|new|final)\w{0,6}"
-DAY = pattern(rf"""(?P<fix>{FIX}(?: to| for| on)?[ :,–—-]{{1,3}})?[(\[<=_-]{{0,9}} ?(?:the )?
-    (?:days?[ _]?[-:#]? ?|d(?=\d))(?P<n>\d{{1,2}}|{'|'.join(NUMBERS)})(?![\w-]\d|\w)
-    (?:/\d| of \d)?(?! (?!from|to)(?-i:[a-z]{{2}}))[^\w$~\[({{"']{{0,9}}""")
-MONTH = "(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6}"
-DATE = pattern(rf"""(?:(?:mon|tue|wed|thu|fri|sat|sun)[a-z]{{0,6}},? )?(?:{MONTH}\.? \d{{1,2}}|
-    \d{{1,2}}(?:st|nd|rd|th)? {MONTH}|\d{{4}}-\d\d-\d\d)(?:st|nd|rd|th)?(?:,? \d{{4}})?\b""")
+DAY = pattern(rf"""[(\[]?days? ?[-#:]? ?(?P<n>\d{{1,2}}|{'|'.join(NUMBERS)})\b
+    [^\w$\[(~"']{{0,9}}""")
+TIME = r"(?:(?:early |late )?(?:morning|afternoon|evening|night) ?[:|–—-]? ?)?"
 LABELS = {
-    "current_city": "current[ _]city|city|cities|location|destination|route|where",
-    "transportation": r"""transport(?:ation)?|travel|getting (?:there|around|back|home)|train|bus|
-        return(?: trip)?|(?:take |catch )?(?:an? |the |your )?(?:flights?|taxi|cab|uber)|fly|
-        flight (?:number|no\.?)|(?:self-? ?)?driv(?:e|ing)|(?:rental |hire )?car|rental""",
-    "breakfast": "breakfast|brunch|b(?= ?:)", "lunch": "lunch|l(?= ?:)",
-    "dinner": "dinner|supper|d(?= ?:)",
-    "attraction": r"""attractions?|activit(?:y|ies)|sightseeing|sights?|visits?|explore|
-        (?:places|things) to (?:visit|see|do)""",
-    "accommodation": r"""accommodations?|hotel|lodging|stay(?:ing)?|overnight(?: stay)?|airbnb|
-        check-? ?in|where to stay|sleep|night(?= ?:)"""}
-ANY_LABEL = f"(?:{'|'.join(LABELS.values())})"
-CLOCK = r"\d{1,2}(?::\d\d)? ?(?:[ap]\.?m\.?)?"
-TIME = rf"""(?:(?:(?:early |late |mid-?)?(?:morning|noon|midday|afternoon|evening|night)\b|
-    \(?{CLOCK}(?: ?(?:-|–|to) ?{CLOCK})?)(?: ?\([^()]{{0,40}}\))? ?[:|)–—-]{{0,3}} ?)?"""
-KIND = r"""(?:(?:main|optional|outbound|inbound|return|first|second|third|day|additional|suggested|
-    recommended|planned|other|local|morning|afternoon|evening|today's) ){0,2}(?:meals?: ?)?"""
-FIELD = pattern(rf"""{TIME}(?:(?P<revised>{FIX}) )?{KIND}(?:(?:have|enjoy|eat|grab) )?
+    "current_city": "current city|city|location|destination",
+    "transportation": "transport(?:ation)?|travel|getting (?:there|around|back)|flight number",
+    "breakfast": "breakfast", "lunch": "lunch", "dinner": "dinner",
+    "attraction": "attractions?|activit(?:y|ies)|sights?|sightseeing|see|visits?|places to visit",
+    "accommodation": "accommodations?|hotel|lodging|stay|overnight|check[ -]?in"}
+FIELD = pattern(rf"""{TIME}(?P<revised>(?:revised|updated|corrected|adjusted|final|new) )?
     (?:{'|'.join(f'(?P<{slot}>{words})' for slot, words in LABELS.items())})
-    (?:\ (?:to (?:consider|visit|see)|details?|plan|mode|time|venue|restaurant|spots?|options?|
-    choice|visits?|name|stop))?\ ?#?\d? ?(?:[^\w\s!-~–—] ?)?(?:\([^()]{{0,60}}\) ?)?
-    (?:[:=|@]| [-–—·] ?| (?:at|is)\b(?: {CLOCK}:?)?(?= )|$) ?""")
-STAY = r"""(?:check(?:ing)?[ -]?in(?:to| to| at)?|sleep at|
-    (?:stay(?:ing)?|spend the night|overnight)(?: overnight| the night)? (?:at|in))"""
-VISIT = r"(?:visit(?:ing)?|explor(?:e|ing)|tour|see|stroll through|walk along)"
-VERB = pattern(rf"""{TIME}(?:then |finally )?(?:(?P<accommodation>{STAY} )|(?P<attraction>{VISIT} )|
-    (?P<transportation>(?=(?:(?:take|catch|board|your|an?|the|outbound|return|by|early) ){{0,3}}
-    (?:flights?|fly|taxi|cab|uber|lyft|(?:self-? ?)?driv(?:e|ing)|travel|transfer|car|
-    return)\b)))""")
-NEXT = pattern(rf"""(?<=[^\s|;•·]) ?[|;•·]{{1,3}} ?(?={KIND}{ANY_LABEL} ?\d?(?: ?:| [–—-] ))|
-    [.,] (?={ANY_LABEL} ?:)|(?<=[.;|!]) (?=day \d\d?:)""")  # what separates the fields of a line
-RIDE = re.compile("(?P<transportation>)")  # matches any line
-KEY = pattern(r"""(?:(?:restaurant|venue|place|hotel|property|attraction)(?: name)?|name|
-    description|details) ?[:=] ?""")
-RIDE_LINE = pattern(r"(?:depart|arriv|duration|distance|costs?\b|price|fare|flight n)[^:]{0,20}:")
-DETAIL_LINE = pattern(rf"""{RIDE_LINE.pattern}|(?:from|to|average|avg|entry|cuisine|room type|note|
-    house rule|rating|phone|website|address|minimum|max)[^:]{{0,20}}:""")
-SECTION = pattern(r"""(?:[\w&'-]{1,20} ){0,3}(?:costs?|budget|expenses?|summary|breakdown|notes?|
-    tips?|highlights?|totals?|overview|reminders?|recommendations?|considerations?|information|
-    alternatives?|backups?|options)\b(?: [\w&'()-]{1,20}){0,4} ?:?$|why (?:this|it)\b""")
-MONEY = pattern(r"(?:(?:approx\w{0,9}\.?|about|around|estimated|total)(?: cost)?:? )?~?\$ ?\d")
+    (?: ?\d)?(?: ?\([^()]{{0,40}}\))?(?: ?[:=|·] ?| [–—-] | ?(?:at|to) (?=(?-i:[\[A-Z]))|$)""")
+RIDE = pattern(rf"""{TIME}(?P<transportation>(?:take (?:an? )?)?
+    (?:flight|fly|taxi|self-? ?driv(?:e|ing)|driv(?:e|ing))\b(?! ?time))""")
+SECTION = pattern(r"""(?:(?-i:[A-Z])[\w&'-]{0,20} ){0,3}(?:costs?|budget|expenses?|summary|
+    breakdown|    notes?|tips?|highlights?|totals?|checks?|alternatives?)\b[:(*-]{0,3}$""")
 
 
 class Day:
-    """What a text says about one day, as {slot: [text, ..]}: `fields` from the lines of the day,
-    `appendix` from sections after the last day (costs, notes), and `corrections`. `target` is the
-    one that new lines go to."""
+    """What a text says about a day: its number, its title, and {slot: [text, ..]}; `appendix` has
+    what stands in a section after the day (costs, notes), which is not about the last day."""
 
     def __init__(self, number, title):
-        self.number, self.title = number, title
-        self.fields, self.appendix, self.corrections = {}, {}, {}
+        self.number, self.title, self.fields, self.appendix = number, title, {}, {}
         self.target = self.fields
 
-    def add(self, slot, text, corrects=False):
-        """Keep a field's text if the field is empty or takes several -> whether it was kept"""
-        texts = (self.corrections if corrects else self.target).setdefault(slot, [])
-        kept = not texts or slot in ("attraction", "transportation")
-        texts += [text] * kept
-        return kept
-
-    def add_below(self, slot, line, city):
-        """Keep a line below a label without text -> whether it was kept. city: the line's match if
-        it names a city."""
+    def add(self, slot, text, revised=False):
+        """Keep a field's text, if it is the first, a correction, a further sight or ride."""
         texts = self.target.setdefault(slot, [])
-        if texts and (slot == "transportation" or city):
-            texts[-1] += ", " + line[city.end() if city and slot != "transportation" else 0:]
-            return True
-        kept = not city and not DETAIL_LINE.match(line) and (not texts or slot == "attraction")
-        if kept or slot == "transportation":
-            key = KEY.match(line)
-            texts.append(line[key.end():] if key else line)
-        return kept
+        if revised or not texts or slot in ("attraction", "transportation"):
+            texts[:] = [text] if revised else [*texts, text]
 
 
 def read_days(lines, names):
-    """(2) lines -> (days, unused lines)."""
-    versions, day, slot, nested, corrects, unused = [], Day(0, ""), None, False, False, []
-    numbered = any(DAY.match(line) for _, line in lines)
+    """(2) lines -> (days, unused lines). A text may give its days several times, as a draft and a
+    final plan: the version with the most fields counts, of equal ones the last."""
+    versions, day, slot, unused = [[]], Day(0, ""), None, []
     for listed, line in lines:
-        heading = DAY.match(line) if numbered else None if listed else DATE.match(line)
-        if heading and not MONEY.match(line, heading.end()):  # otherwise it is a row of costs
-            line, slot, nested = line[heading.end():], None, False
-            field = FIELD.match(line)
-            day, corrects = open_day(heading.groupdict(), field, line, versions, day)
-            if not field:
-                continue
-        field = FIELD.match(line) or verb(line, names)
-        kind = field.lastgroup if field else None
-        below = nested and (listed or not day.target.get(slot)) and (
-            kind in (None, "current_city") or kind == slot == "transportation")
-        if below and day.add_below(slot, line, field):
-            continue
-        if field and not below:
-            empty = field.end() == len(line)
-            nested, slot = empty or nested and kind == slot, kind
-            with_label = field.re is VERB or MODE.match(field[kind])  # "Visit X", "Taxi: A to B"
-            text = line[field.start(kind) if with_label else field.end():]
-            if empty or day.add(kind, text, corrects or field.groupdict().get("revised")):
-                continue
-        elif SECTION.match(line):
-            day.target, slot, nested = day.appendix, None, False
-        elif slot == "transportation" and day.target is day.fields and RIDE_LINE.match(line):
-            day.fields.setdefault(slot, [""])[-1] += f", {line}"
-            continue
-        unused.append(line)
-    return best_version(versions), unused
-
-
-def open_day(heading, field, title, versions, day):
-    """(the Day of a heading, whether the heading corrects an earlier day)."""
-    word = (heading.get("n") or str(day.number + 1)).casefold()  # casefold: also for the long s
-    number = NUMBERS.get(word) or int(word)
-    if heading.get("fix") or field and field["revised"]:
-        for earlier in [one for days in versions for one in days if one.number == number][-1:]:
-            return earlier, True
-    if number != day.number or not field:
-        if not versions or number <= day.number:
-            versions.append([])
-        day = Day(number, "" if field and field.lastgroup in SLOTS else title)
-        versions[-1].append(day)
-    return day, False
-
-
-def best_version(versions):
-    """A text may give its days several times, as a draft and a final plan: the version with the
-    most fields, and of equal ones the last."""
+        heading = DAY.match(line)
+        if heading:
+            line = line[heading.end():]
+            number = NUMBERS.get(heading["n"].lower()) or int(heading["n"])
+            if number != day.number or not FIELD.match(line):
+                if number <= day.number:
+                    versions.append([])
+                day, slot = Day(number, line), None
+                versions[-1].append(day)
+        found = FIELD.match(line) or RIDE.match(line)
+        if found and (found.re is FIELD or names.route(line) or FLIGHT_NUMBER.search(line)):
+            slot = found.lastgroup
+            if text := line[found.end() if found.re is FIELD else found.start(slot):]:
+                day.add(slot, text, found.re is FIELD and found["revised"])
+                slot = None
+        elif slot and listed:
+            day.add(slot, line)  # below a label without text
+        elif not heading:
+            unused.append(line)
+            slot = None
+            if SECTION.match(line):
+                day.target = day.appendix
     for days in versions:
-        for day in days:
-            appendix = day.appendix if day is not days[-1] else {}
-            day.fields = appendix | day.fields | day.corrections
-    return max(reversed(versions), key=lambda days: sum(len(day.fields) for day in days),
-               default=[])
-
-
-def verb(line, names):
-    """The match of a line that begins with a verb ("Check into ..") or gives a ride's route."""
-    found = VERB.match(line) or RIDE.match(line)
-    if found.lastgroup != "transportation":
-        return found
-    route = names.route(line)
-    if FLIGHT_NUMBER.search(line):
-        return found if route or found.re is VERB else None
-    return found if route and route[0] and found.re is VERB else None
+        for each in days[:-1]:
+            each.fields = each.appendix | each.fields
+    return max(reversed(versions), key=lambda days: sum(len(each.fields) for each in days)), unused
 
 
 # ---------------------------------------------------------------- (3) names
-CUISINE = r"""(?:american|italian|mexican|indian|chinese|french|mediterranean|seafood|pizza|
-    fast food|desserts?|tea|cafe|bbq|bakery)\b"""
-DETAIL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rat(?:ing|ed)|contact|phone|
-    website|minimum|max\w{0,5}|reviews?|house rules?|free|(?:private|shared|entire) (?:room|home)|
-    per|usd|child\w{0,4}|allow\w{0,3}|no|flight|approx\w{0,9}|about|around|entry|admission|note|closed|
-    open)\b"""
-REMARK = pattern(rf""" ?[|;→←⭐★]| [·@] | ?\[(?=\$)|,? ?[~≈]?\$ ?\d|,?\.? ?$|
-    [,.] (?={DETAIL}|{CUISINE}|(?-i:[a-z$~]))|
-    :? ?(?:[-–—:]{{1,3}}|\b) (?={DETAIL} ?[:$~\d]|[~≈]?\$)|
-    \ ?[-–—:]{{1,3}} (?={DETAIL}|{CUISINE}|[\d.,]{{1,6}} ?(?:/|per\b|night|star|usd)|
-    (?-i:(?!the [A-Z])[a-z])|(?-i:[A-Z][\w'-]{{0,20}} (?!(?:of|and|the|in|de|at|by|la) )[a-z]))|
-    (?<!\b(?-i:[A-Z]))(?<!\b(?-i:[A-Z][a-z]))(?<!\bAve)[.!] (?=["']?(?-i:[A-Z]))|
-    \ (?:or|instead of|rather than|before|after|then|where|which|followed by) |
-    \ (?:for|at|around|near|with|in|by) (?=[~$\d]|
-    (?:(?:an?|the|your) )?(?!(?:an?|the|your|of) )(?-i:[a-z]{{2}}))""")  # where a name ends
-ASIDE = pattern(rf"""\A(?-i:[a-z~])|[$\d:]|\b{CUISINE}|\b{DETAIL}|included\b|
-    friendly\b""")  # a remark in parentheses after a name, not part of it
-PAREN = re.compile(r" ?\(((?:[^()]|\([^()]{0,40}\)){0,120})\)")
-NOTHING = pattern(r"""\W{0,60}$|\(|[-–—]{1,5} ?(?:[(,.;|$]|$)|free\W{0,9}$|(?:none|n/?a|nil|null|
-    nothing|tbd|included|on your own|skip(?:ped)?|travel(?:ing)? day|departure|rest|leisure|
-    not (?:applicable|needed|required|planned|specified|available|provided|included)|
-    no (?:breakfast|lunch|dinner|meals?|attractions?|accommodations?|transport(?:ation)?|travel|
-    stay)|(?:back |at |return(?:ing)? )?home|check(?:ing)?[ -]?out|in[- ]flight|in transit|en route|
-    on the (?:road|way|go|flight|plane)|free (?:time|day|morning|afternoon|evening))\b
-    (?! (?-i:[A-Z])| ?[&'])""")
-LEAD = pattern(rf"""(?:(?-i:the)|at|to|we|in|into|try|eat|dine|go|enjoy|have|head to|
-    {VISIT}|{STAY}|(?:have |enjoy |eat |grab )?(?:an? )?(?:quick |light )?
-    (?:breakfast|lunch|dinner|meal|bite) at) |\d{{1,2}}[.)] |[\s:;,.|–—-]+|
-    \(?\d{{1,2}}:\d\d ?(?:[ap]\.?m\.?)?\)? ?|
-    (?-i:[A-Z][a-z]{{1,15}}(?: [a-z'-]{{1,15}}){{1,6}} (?:at|in|to) (?=[\["A-Z]))|
-    instead of [^;]{{1,120}}?, (?=(?:stay|eat|go|visit|try|have|dine|head|book|we)\b)""")
-SAME = pattern(r"""(?:(?:stay|return|back|overnight|at|to|in|the) ){0,4}same(?: (?:hotel|place|
-    accommodation|lodging|as (?:above|before|(?:on )?(?:day|night) \w{1,5}|
-    (?:the )?(?:previous|last) (?:night|day))))?""")
-WHOLE_STAY = pattern(r"(?:entire|whole) (?:stay|trip)|(?:both|all|for \w{1,5}) nights(?! min)")
-SIGHTS = re.compile(";| · ")
-JOINT = re.compile(r",? (?:and|&|\+|then) |[,/&+] ?(?=[\[A-Z])")
-SEPARATOR = re.compile(r" ?, ?| ?\(| in | [-–—] | at ")
-STATE = re.compile(r"(?:, ?| ?\()([A-Z]{2}\b|[A-Z][\w ]{1,30})(?: \d{5})?(?:, USA)?\)?")
-OPEN, CLOSE = re.compile(r"\[\"|\[|\"|"), {'["': '"]', "[": "]", '"': '"'}
-WORD = re.compile(r"\w+|.")
-ROUTE = pattern(r"\bfrom:? (?=(?-i:[A-Z]))([^|;]{1,60}?),? ?(?:\bto\b|→|->|—|–):? ?([^|;]{1,60})")
-ARROW = pattern(r"""(?:, ?(?-i:[A-Z])[\w ]{1,20}| ?\([^()]{0,40}\))? ?
-    (?:\bto\b|[→➔➡➜➝⇒⟶»✈🛫🚗🚕🚙]|-{0,2}>|=>|–|—|-) ?(?:travel to )?""")
-CITY_END = pattern(r""" ?$| ?[,;:|()\[\]→!"]|\.(?= |$)| [-–—→]| (?:on|at|by|via|for|with|using|in|
-    and|then|depart\w{0,6}|arriv\w{0,6}|duration|back|flight)\b""")
-MOVE = pattern(r"""travel|arriv|fl(?:y|ight)|driv|head|return|transfer|journey|welcome|taxi|self|
-    road|move|back|trip|by |(?:rental )?car\b|train|bus\b""")
+ASIDE = r"""(?:[~≈$\d]|(?:american|italian|mexican|indian|chinese|french|mediterranean|
+    seafood|pizza|fast food|desserts?|tea|cafe|bbq|bakery|average|avg|costs?|prices?|cuisines?|
+    address|room type|rat(?:ed|ings?)|free|contact|phone|website|minimum|max\w{0,5}|reviews?|
+    house rules?|private|shared|entire|note|per)\b)"""
+REMARK = pattern(rf""" ?[|;·★⭐>]|,? ?\$\d|(?:,| [–—-]| ?\() ?{ASIDE}|
+    (?: [–—-]| ?\() ?(?-i:(?!the [A-Z])[a-z])|
+    \ instead of | or |[.,]?\ ?$""")
+SENTENCE = re.compile(r"\. ")  # after a name of the database
+NOTHING = pattern(r"""[\W_]*(?:(?:none|n/?a|nil|null|tbd|not|no|free|on your own|nothing|skip)\b
+    (?! ?(?-i:[A-Z&'.]))|\$|$)|-+\ ?(?:[(,.;|$]|$)""")
+LEAD = pattern(r"""\A(?:\d{1,2}[.)]|at|visit|explore|check(?: |-)?in(?:to| to| at)?|stay at|the)
+    \ (?=[\["]|(?-i:[A-Z]))""")
+JOINT = re.compile(r",? (?:and|&) | ?[,;/·>] ?")
+COMMA = re.compile(r", ?| ?\(| in ")  # before a city
+END = re.compile(r" ?(?:[,;.:|()\]]|$)| [–—-]")  # after it
+STATE = re.compile(r"(?:, ?| ?\()([A-Z]{2}\b|[A-Z][a-z]{1,15}(?: [A-Z][a-z]{1,15})?)\)?")
+DETAIL = re.compile(rf"{ASIDE}|[A-Z][\w ]{{0,20}}:", re.I)
+ARROW = pattern(r"(?:, ?(?-i:[A-Z])[\w ]{1,20}| ?\([^()]{0,40}\))? ?(?:\bto\b|[-=]?>|–|—|-|➜) ?")
+ROUTE = pattern(r"""(?:\bfrom |^)(?-i:(?=[A-Z]))([^|;,()]{1,60}?) to
+    \ ((?-i:(?=[A-Z]))[^|;,()\[]{1,60}?)(?= ?(?:[|;,()\[.]|$))""")
 
 
 class Names:
     """The cities and venues of a database: finds them in a text, and where their names end."""
 
     def __init__(self, database):
-        self.database, self.cities, self.stored = database, dict(database.cities), {}
-        self.gapped = []  # (name with a line break or gap inside, the same with SEAM)
+        self.database, self.cities = database, dict(database.cities)
         for table in ("hotels", "restaurants", "attractions"):
-            for city in getattr(database, f"{table[:-1]}_cities"):
-                self.cities.setdefault(city, "")
-                for name in [row.name.strip() for row in getattr(database, table)(city)]:
-                    joined = GAP.sub(SEAM, name)
-                    self.gapped += [(name, joined)] * (joined != name)
-                    key = plain(joined).strip()
-                    word = WORD.match(key + " ")[0].lower()
-                    self.stored.setdefault((table, city, word), []).append((key.lower(), key, name))
-        for rows in self.stored.values():
-            rows.sort(key=lambda row: -len(row[0]))
-        initials = {}  # alternatives that differ in their first letter are searched fastest
-        for city in sorted(self.cities, key=len, reverse=True):
-            initials.setdefault(re.escape(city[:1]), []).append(re.escape(city[1:]))
-        self.city_names = re.compile("|".join(
-            rf"{first}(?<!\w{first})(?:{'|'.join(rest)})(?![^\W_])"
-            for first, rest in initials.items()) or "(?!)")
+            self.cities |= dict.fromkeys(getattr(database, f"{table[:-1]}_cities"), "")
+        self.cities |= database.cities
+        names = sorted(map(re.escape, self.cities), key=len, reverse=True)
+        self.city = re.compile(rf"(?<!\w)(?:{'|'.join(names)})(?!\w)")
+
+    @lru_cache(maxsize=4096)  # noqa: B019  lives as long as its database
+    def stored(self, table, city):
+        """[(the name as a text shows it, the name)] of a city's places, longest first."""
+        names = {row.name.strip() for row in getattr(self.database, table)(city)}
+        return sorted(((name.translate(TYPOGRAPHY).lower(), name) for name in names),
+                      key=lambda pair: (-len(pair[0]), pair))
 
     def known(self, text, slot, cities):
-        """(length, name as stored, city) of the longest venue of these cities that begins a text;
-        length 0 if none does."""
-        low, best = text[:300].lower(), (0, "", cities[0])
-        word = WORD.match(low + " ")[0]
-        for city in cities:
-            for lower, key, name in self.stored.get((TABLE_OF[slot], city, word), ()):
-                size = len(lower)
-                if low.startswith(lower) and size > best[0] and not text[size:size + 1].isalnum():
-                    best = size, name if text[:size] == key else text[:size], city
-                    break
-        return best
-
-    def cities_in(self, text):
-        """The matches of the cities in a text, without the states that follow them."""
-        found = list(self.city_names.finditer(text, 0, 400))
-        return [city for before, city in zip([None, *found], found, strict=False)
-                if not before or self.cities[before[0]] != city[0]
-                or text[before.end():city.start()].strip(" ,(")]
-
-    def city(self, text):
-        """The city at the beginning of a text, as it is written, without its state."""
-        text = text.lstrip(" :[\"'(")
-        found = self.city_names.match(text)
-        known = found and CITY_END.match(text, found.end())
-        return found[0] if known else text[:CITY_END.search(text).start()].strip(" .:]\"'")
+        """(length, name, city) of the longest place of these cities that begins a text."""
+        low = text[:300].lower()
+        found = ((len(shown), name, city) for city in cities
+                 for shown, name in self.stored(TABLE_OF[slot], city)
+                 if low.startswith(shown) and not low[len(shown):len(shown) + 1].isalnum())
+        return max(found, key=lambda each: each[0], default=(0, "", cities[0]))
 
     def route(self, text):
-        """(from, to, begin, end) of the first route in a text: "from A to B", "A -> B", or "to B",
-        which gives ("", B, ..); None without a route."""
+        """(from, to, begin, end) of the first route in a text, "A to B" or "A -> B", or None."""
         text = text[:400]
-        for found in ROUTE.finditer(text):
-            start, end = self.city(found[1]), self.city(found[2])
-            if end[:1].isupper():
-                named = start in self.cities or start[:1].isupper() and not MOVE.match(start)
-                start = start if named else ""
-                return start, end, found.start(), text.index(end, found.start(2)) + len(end)
-        cities = self.cities_in(text)
-        for one, two in zip(cities, cities[1:], strict=False):
-            if one[0] != two[0] and ARROW.fullmatch(text, one.end(), two.start()):
-                return one[0], two[0], one.start(), two.end()
-        to = next((city for city in cities
-                   if text[:city.start()].endswith((" to ", " for "))), None)
-        return to and ("", to[0], to.start() - 3, to.end())
+        cities = list(self.city.finditer(text))
+        for a, b in pairwise(cities):
+            if ARROW.fullmatch(text, a.end(), b.start()):
+                return a[0], b[0], a.start(), b.end()
+        found = ROUTE.search(text)
+        return found and (found[1], found[2], found.start(1), found.end(2))
 
-    def city_at(self, text, at, last):
-        """(city, end) of the known city at position `at`, after its state; ("", at) if there is
-        none. last: whether the text must end there."""
-        found = self.city_names.match(text, at)
-        end = found.end() if found else at
-        state = found and STATE.match(text, end)
-        if state and (len(state[1]) == 2 or state[1] == self.cities[found[0]]):
-            end = state.end()
-        end += text.startswith(")", end)
-        done = not text[end:].strip(" .,") or text.startswith(" (", end) \
-            or not last and JOINT.match(text, end)
-        return (found[0], end) if found and done else ("", at)
+    def city_after(self, text, at):
+        """(where the name ends, city, where the city and its state end) of the first ", City" in a
+        text; None without one. at: from where it is searched."""
+        for comma in COMMA.finditer(text, at):
+            if (city := self.city.match(text, comma.end())) and END.match(text, city.end()):
+                state = STATE.match(text, city.end())
+                known = state and (len(state[1]) == 2 or state[1] == self.cities[city[0]])
+                return comma.start(), city[0], state.end() if known else city.end()
+        return None
 
-    def venue(self, text, slot, cities):
-        """("Name, City", rest of the text) of the venue at the beginning of a text. Its name ends
-        with a name from the database, at a closing bracket, or where REMARK matches."""
+    def place(self, text, slot, cities):
+        """("Name, City", rest of the text) of the place at the beginning of a text."""
         size, name, home = self.known(text, slot, cities)
-        at, opener = size, "" if size else OPEN.match(text)[0]
-        if opener:
-            size, name, home = self.known(text[len(opener):], slot, cities)
-            close = text.find(CLOSE[opener], len(opener) + size)
-            inner = text[len(opener):close if close > 0 else len(text)]
-            text = inner + (text[close + len(opener):] if close > 0 else "")
-            at = size or len(inner)
-        text = text[:at] + PAREN.sub(
-            lambda aside: "" if ASIDE.search(aside[1]) and not self.city_names.fullmatch(aside[1])
-            else aside[0], text[at:])
-        end = max(at, REMARK.search(text, at).start())
-        piece, rest = text[:end], text[end:]
-        second = SEPARATOR.match(piece, at)  # "[The Museum, Houston], Houston": the second counts
-        for separator in filter(None, [second, *SEPARATOR.finditer(piece, size)]):
-            city, after = self.city_at(piece, separator.end(), slot != "attraction")
-            if city:
-                name = name if size == separator.start() else piece[:separator.start()].strip()
-                return f"{name}, {city}", piece[after:] + rest
-        joint = JOINT.match(piece, size) if size and slot == "attraction" else None
-        more = piece[joint.end():] if joint else ""
-        if more.startswith("[") or joint and self.known(more, slot, cities)[0]:
-            return f"{name}, {home}", piece[size:] + rest
-        if size == len(piece):
-            return f"{name}, {home}", rest
-        head, comma, tail = piece.rpartition(",")
-        if comma and tail.strip()[:1].isupper() and len(head) >= size:
-            return f"{head.strip()}, {tail.strip()}", rest  # a city that is not in the database
-        return f"{piece.strip(' ,')}, {home}", rest
+        at = size
+        if not size and text[0] in '["':
+            close = text.find("]" if text[0] == "[" else '"',
+                              1 + self.known(text[1:], slot, cities)[0])
+            inner = text[1:close] if close > 0 else text[1:]
+            size, name, home = self.known(inner, slot, cities)
+            at, text = size or len(inner), inner + (text[close + 1:] if close > 0 else "")
+        end = at if size and SENTENCE.match(text, at) else REMARK.search(text, at).start()
+        found = self.city_after(text[:end], at)
+        joint = JOINT.match(text, at) if slot == "attraction" and size and not (
+            found and found[0] == at) else None
+        more = text[joint.end():] if joint else ""
+        if more.startswith("[") or more and self.known(more, slot, cities)[0]:
+            return f"{name}, {home}", text[at:]
+        if found:
+            place = name if found[0] == size else text[:found[0]].strip()
+            return f"{place}, {found[1]}", text[found[2]:]
+        head, comma, tail = text[:end].rpartition(",")
+        if comma and len(head) >= at and tail.strip()[:1].isupper():
+            return f"{head.strip()}, {tail.strip()}", text[end:]  # an unknown city
+        return f"{name if end == size else text[:end].strip(' ,.')}, {home}", text[end:]
 
-    def venues(self, text, slot, cities):
-        """Yield "Name, City" of a field: its venue, or all its sights."""
-        for part in islice(SIGHTS.split(text), 60) if slot == "attraction" else [text]:
+    def places(self, text, slot, cities):
+        """Yield "Name, City" of a field: its place, or all its sights."""
+        for part in islice(text.split(";"), 60) if slot == "attraction" else [text]:
             for _ in range(20):
-                part = self.without_lead(part.strip(), slot, cities)
-                bare = part.lstrip('["')
-                if not self.known(bare, slot, cities)[0] and (
-                        NOTHING.match(bare) or MONEY.match(bare) or part[0].islower()
-                        or REMARK.match(part)):
+                part = part.strip()
+                if not self.known(part.lstrip('["'), slot, cities)[0]:
+                    part = LEAD.sub("", part, 1)
+                    if NOTHING.match(part.lstrip('["')) or part[0].islower() or DETAIL.match(part):
+                        break
+                place, rest = self.place(part, slot, cities)
+                yield place
+                joint = JOINT.match(rest)
+                if slot != "attraction" or not joint:
                     break
-                place, rest = self.venue(part, slot, cities)
-                yield place.replace(SEAM, " ")
-                joint = None if REMARK.match(rest) else JOINT.match(rest)
-                if slot != "attraction" or not joint and "[" not in rest:
-                    break
-                part = rest[joint.end() if joint else rest.index("["):]
-
-    def without_lead(self, text, slot, cities):
-        """A field's text from the name on: without "at", "Visit", "Enjoy a quick bite at"."""
-        for _ in range(8):
-            lead = LEAD.match(text)
-            if not lead or NOTHING.match(text) or self.known(text, slot, cities)[0] and \
-                    not self.known(text[lead.end():], slot, cities)[0]:
-                break
-            text = text[lead.end():]
-        return text
+                part = rest[joint.end():]
 
 
 names_of = cache(Names)  # collected once per database
@@ -528,110 +293,60 @@ RIDES = {"flight": "Flight", "taxi": "Taxi", "driving": "Self-driving"}
 MODE = pattern(r"""(?<![\w-])(?<!no )(?<!not )(?<!without )(?:(?P<flight>flights?\b|fly(?:ing)?\b|
     airline|(?:air)?plane\b)|(?P<taxi>(?:taxi|cab|uber|lyft)\b)|(?P<driving>self-? ?driv\w{0,9}|
     driv\w{1,9}\b(?! (?:time|dist|dur))|(?:(?:rental|rented|hire) )?cars?\b|rental\b))""")
-OTHER_MODE = pattern(r"""\b(?:train|bus|ferry|walk(?:ing)?|boat|shuttle|metro|subway|tram|
-    bik(?:e|ing))\b""")
-LOCAL = pattern(r"\b(?:local|(?:as|if) needed|within|around|downtown|on foot|in the city)\b")
-FLIGHT_NUMBER = pattern(r"""\b((?-i:F)\d{3,9})\b|\bflight ?(?:number|no\.?|#)?:? ?\[?
-    ((?-i:[A-Z]){1,3} ?\d{2,7})\b""")
-PARTS, FIRST_PART, DIGIT = re.compile(r", |[;|()→]"), re.compile(r"[^,;|(\[]*"), re.compile(r"\d")
-BACK = pattern(r"\b(?:return|home)\b")
+FLIGHT_NUMBER = re.compile(r"\bF\d{3,9}\b")
 CAPITALS = re.compile(r"[A-Z][\w.'-]{0,20}(?: [A-Z][\w.'-]{0,20}){0,3}")
-NO_CITY = pattern(r"""\b(?:day|\w{3,6}day|explor|adventure|sight|cultur|free|relax|arriv|depart|
-    final|tour|museum|morning|local|discover|histor|fun|arts?\b|more|travel|return|home|rest|leisure|
-    trip|nature|downtown|city|highlight|experience|itinerary|plan|full|march|april)""")
-
-
-def ends_of_day(day, before, home, names):
-    """(start, end): the cities of a day, equal on a day without travel. before: the end of the
-    previous day, which is also this day's city unless the day names another."""
-    routes = [route for text in day.fields.get("transportation", ())
-              if (route := names.route(text))]
-    ride = (routes[0][0] or before, routes[-1][1]) if routes else None
-    label = next(iter(day.fields.get("current_city", ())), "")
-    title = DATE.sub("", label or day.title, 1).strip(" :;-–—,.()|[]")
-    route = names.route(title) or (
-        " to " in title.lower() and names.route(f"from {title}")) or None
-    if route and route[0]:
-        return route[:2]
-    if route and (not ride or route[1] in ride):  # "Travel to B"
-        return ride[0] if ride else before, route[1]
-    known = [city[0] for city in names.cities_in(title)]
-    if ride and (not label or {names.city(label), *known} & {*ride}):
-        return ride
-    if label and names.city(label):
-        return names.city(label), names.city(label)
-    if known:
-        comes = MOVE.match(title) and not title.lower().startswith("depart")
-        return before if comes else known[-1], known[-1]
-    if CAPITALS.fullmatch(title) and not NO_CITY.search(title):
-        return title, title  # a city that is not in the database
-    return before, home if BACK.search(title) else before
+PARTS = re.compile(r", |[;|·()\[\]]")
 
 
 def ride(text, names):
-    """A ride in TravelPlanner's form, with the cities and figures of the text."""
-    number, route = FLIGHT_NUMBER.search(text), names.route(text)
-    if NOTHING.match(text.strip("[] ")) or MONEY.match(text):
+    """A ride in TravelPlanner's form; "-" if it is none, or one within a city."""
+    number, route, mode = FLIGHT_NUMBER.search(text), names.route(text), MODE.search(text)
+    if NOTHING.match(text.strip("[] ")) or not (number or route or MODE.match(text)):
         return "-"
     before, after = (text[:route[2]], text[route[3]:]) if route else (text, "")
-    words = before + FIRST_PART.match(after)[0] if route else FIRST_PART.match(before)[0]
-    mode, other = MODE.search(words) or MODE.search(f"{before} {after}"), OTHER_MODE.search(words)
-    if not route and not number and (not mode or LOCAL.search(words)):
-        bare = text.lower().startswith("cost") and not other
-        return f"Self-driving, {text.replace('$', '')}" if bare else "-"  # "-": within the city
-    parts = [words.strip(" .,") if other else RIDES[mode.lastgroup] if mode else "Self-driving"]
-    if number:
-        parts = [f"Flight Number: {number[1] or number[2]}"]
-        before, after = (FLIGHT_NUMBER.sub("", side) for side in (before, after))
-    if route:
-        parts.append(f"from {route[0]} to {route[1]}" if route[0] else f"to {route[1]}")
+    if after[:1] in ("", ",") and ("Flight Number: " in text or not number):
+        return text.replace("$", "")  # as it should be
+    kind = before.strip(" :,.") if not mode else RIDES[mode.lastgroup]
+    parts = [f"Flight Number: {number[0]}" if number else kind or "Self-driving"]
+    parts += [f"from {route[0]} to {route[1]}"] if route else []
     for part in PARTS.split(f"{before}|{after}"):  # times, lengths and prices, not remarks
-        part = part.strip(" .:[]=")
-        if DIGIT.search(part) and not MODE.search(part):
+        part = part.strip(" .:=-")
+        if re.search(r"\d", part) and not part.isdecimal() and not FLIGHT_NUMBER.search(part):
             parts.append(part)
     return ", ".join(parts)
 
 
-def rides(texts, names):
-    """The rides of a day as one field, without repetitions."""
-    found, joined = [], []
-    for text in texts:
-        if (joined and FLIGHT_NUMBER.search(text) and not names.route(text)
-                and not FLIGHT_NUMBER.search(joined[-1])):
-            joined[-1] += f", {text}"  # "Flight from A to B" and its number in a field of its own
-        else:
-            joined.append(text)
-    for text in joined:
-        one = ride(text, names)
-        if one != "-" and (not found or names.route(text)
-                           and not any(one in kept for kept in found)):
-            found.append(one)
-    return "; ".join(found) or "-"
+def ends_of_day(day, before, names):
+    """(start, end): the cities of a day, equal on a day without travel. before: the end of the day
+    before, which is this day's city unless the text names another."""
+    label, title = next(iter(day.fields.get("current_city", ())), ""), day.title
+    for text in filter(None, (label, title)):
+        if route := names.route(text):
+            return route[:2]
+    rides = [route for text in day.fields.get("transportation", ()) if (route := names.route(text))]
+    found = names.city.search(label or title)
+    named = label.split(",")[0] or title if label or CAPITALS.fullmatch(title) else before
+    city = found[0] if found else named.strip(" .[]\"'")  # also one that is not in the database
+    if rides and (not label or city in (rides[0][0], rides[-1][1])):
+        return rides[0][0], rides[-1][1]
+    return city, city
 
 
-def fill_day(day, plan, before, home, names):
-    """(the plan of a day, the city where the day ends). plan: the days before it; before: (the last
-    of their Days or None, the city where it ends)."""
-    last, city = before
-    start, end = ends_of_day(day, city, home, names)
+def fill_day(day, before, home, names):
+    """(the plan of a day, the city where it ends). before: where the day before ended."""
+    start, end = ends_of_day(day, before, names)
     filled = {"day": day.number, **dict.fromkeys(FIELDS, "-")}
     filled["current_city"] = f"from {start} to {end}" if start != end else end
-    filled["transportation"] = rides(day.fields.get("transportation") or [
-        day.title if FLIGHT_NUMBER.search(day.title) else ""], names)
+    rides = [ride(text, names) for text in day.fields.get("transportation", ())]
+    rides = dict.fromkeys(each for each in rides if each != "-")
+    filled["transportation"] = "; ".join(rides) or "-"
     cities = list(dict.fromkeys([start, end] if end == home else [end, start]))
-    stays = day.fields.get("accommodation")
-    if not stays and last and start == end == city:  # "X (for the entire stay)" is written once
-        stays = [text for text in last.fields.get("accommodation", ()) if WHOLE_STAY.search(text)]
-        day.fields["accommodation"] = stays
     for slot in SLOTS:
-        places = [place for text in day.fields.get(slot, ()) for place in names.venues(
+        places = [place for text in day.fields.get(slot, ()) for place in names.places(
             text, slot, [end] if slot == "accommodation" else cities)]
-        if slot == "attraction":
-            filled[slot] = "".join(f"{place};" for place in places) or "-"
-        elif places:
-            filled[slot] = places[0]
-    if plan and stays and SAME.fullmatch(PAREN.sub("", stays[0]).strip(" .[]-")):
-        filled["accommodation"] = plan[-1]["accommodation"]
+        if places:
+            filled[slot] = ("".join(f"{each};" for each in places) if slot == "attraction"
+                            else places[0])
     return filled, end
 
 
@@ -642,12 +357,12 @@ def read_plan(text, task, database):
     """
     if not isinstance(text, str):
         return None, [], None
-    names, home = names_of(database), task.get("org") or ""
-    lines = list(islice(read_lines(text, names), MOST_LINES))
+    names, home, plan = names_of(database), task.get("org") or "", []
+    lines = list(islice(read_lines(text), MOST_LINES))
     days, unused = read_days(lines, names)
-    plan, city = [], home
-    for last, day in zip([None, *days], days, strict=False):
-        filled, city = fill_day(day, plan, (last, city), home, names)
+    city = home
+    for day in days:
+        filled, city = fill_day(day, city, home, names)
         plan.append(filled)
     has_fields = any(day[slot] != "-" for day in plan for slot in FIELDS[1:])
     return plan if has_fields else None, unused, len(unused) / max(len(lines), 1)
@@ -682,7 +397,6 @@ def itinerary(plan):
 
 # ---------------------------------------------------------------- by an LLM
 IN_BRACKETS = re.compile(r" ?\([^()]{0,60}\)")
-LIST_START = re.compile(r"\[(?=\s{0,99}[{\]])")
 
 
 class NoPlan(ValueError):
@@ -690,35 +404,11 @@ class NoPlan(ValueError):
 
 
 def days_in(reply):
-    """The days in a formatter's reply. Of several lists, such as a draft and the plan, the longest,
-    and of equally long ones the last; [] for an empty list, None without a list of days."""
-    decoder, at, best = json.JSONDecoder(strict=False), 0, None
-    for start in islice(LIST_START.finditer(reply), MOST_VALUES):
-        if start.start() >= at:
-            with suppress(ValueError, RecursionError):
-                days, at = decoder.raw_decode(reply, start.start())
-                if all(isinstance(day, dict) and len(day.keys() & {*FIELDS}) > 1 for day in days) \
-                        and len(days) >= len(best or []):
-                    best = days
-    return best
-
-
-def format_plan(text, task, model, url, **options):
-    """(plan or None, tokens used) of an itinerary text, read by an LLM; NoPlan or ChatError.
-
-    options: those of runtime.chat. If a reply has no list of days, the LLM is asked once more."""
-    prompt, tokens = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8"), 0
-    ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text[:LONGEST_REPLY]}"
-    messages = [{"role": "system", "content": prompt}, {"role": "user", "content": ask}]
-    for _ in range(2):
-        reply = chat(url, model, messages, 0.0, max_tokens=8192, **options)
-        tokens += reply.tokens
-        days = days_in(spoken(reply))
-        if days is not None:
-            return [clean_day(day, i) for i, day in enumerate(days, 1)] or None, tokens
-    error = NoPlan(f"{url}: two replies without a list of days, from model {model}")
-    error.tokens = tokens
-    raise error
+    """The days in a formatter's reply; of several lists, such as a draft and the plan, the longest
+    and of equal ones the last. None without a list of days."""
+    found = [value for _, _, value in json_values(reply) if isinstance(value, list) and all(
+        isinstance(day, dict) and len(day.keys() & {*FIELDS}) > 1 for day in value)]
+    return max(reversed(found), key=len, default=None)
 
 
 def clean_day(day, number):
@@ -736,90 +426,72 @@ def clean_day(day, number):
     return clean
 
 
+def format_plan(text, task, model, url, **options):
+    """(plan or None, tokens used) of an itinerary text, read by an LLM; NoPlan or ChatError.
+
+    options: those of runtime.chat. If a reply has no list of days, the LLM is asked once more."""
+    prompt, tokens = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8"), 0
+    ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text[:LONGEST_TEXT]}"
+    messages = [{"role": "system", "content": prompt}, {"role": "user", "content": ask}]
+    for _ in range(2):
+        reply = chat(url, model, messages, 0.0, max_tokens=8192, **options)
+        tokens, days = tokens + reply.tokens, days_in(spoken(reply))
+        if days is not None:
+            return [clean_day(day, i) for i, day in enumerate(days, 1)] or None, tokens
+    error = NoPlan(f"{url}: two replies without a list of days, from model {model}")
+    error.tokens = tokens
+    raise error
+
+
 class Reader:
     """Turns answers into plans by rules, or by an LLM (the formatter) with many requests at a time.
 
-    An answer on which the formatter fails is judged as an answer without a plan, and counted. If
-    the formatter answers nothing for `bound` seconds, the run ends. counts: answers sent to the
-    formatter, failures, and the tokens of all its replies."""
+    An answer on which the formatter fails is judged as an answer without a plan, and counted. While
+    the endpoint answers nothing, it waits, since an unread answer must not be judged as a bad one;
+    after `bound` seconds the run ends with a ChatError."""
 
-    def __init__(self, endpoint=None, key=None, bound=300, retries=3):
-        self.endpoint, self.key = endpoint, key
-        self.bound, self.retries = bound, retries  # seconds for a request, its tries
-        self.counts = {"asked": 0, "failed": 0, "tokens": 0}
-        self.pool, self.futures, self.lock = None, {}, threading.Lock()
+    def __init__(self, endpoint=None, key=None, bound=300):
+        self.endpoint, self.pool = endpoint, ThreadPoolExecutor(CONCURRENCY)
+        self.options = {"api_key": key, "timeout": bound / 4, "retries": 3, "patience": bound}
+        self.asked = lru_cache(10_000)(lambda *text: self.pool.submit(self._ask, *text))
 
     def prefetch(self, answers):
         """Start to read [(text, task)] without waiting -> the Futures of the formatter's replies"""
-        asked = answers if self.endpoint else ()
-        return [self._future(text, task) for text, task in asked if isinstance(text, str)]
+        return [self.asked(text, task.get("query", "")) for text, task in answers
+                if self.endpoint and isinstance(text, str)]
 
     def read(self, text, task, database):
         """(plan, unused lines, their share, costs). The first three are as in read_plan; an LLM
         does not report which lines it used."""
         if not self.endpoint:
             return *read_plan(text, task, database), {}
-        if not isinstance(text, str):  # no answer, and nothing to pay for
-            return None, [], None, dict(zip(COSTS, (0.0, 0), strict=True))
+        answered = isinstance(text, str)
+        plan, problem, tokens = self.prefetch([(text, task)])[0].result() if answered else (
+            None, None, 0)
+        unread = [f"the formatter failed: {problem}"] if problem else []
+        costs = dict(zip(COSTS, (float(len(unread)), tokens), strict=True))
+        return plan, unread, 1.0 if problem else None, costs
+
+    def _ask(self, text, query):
+        """(plan, why there is none or None, tokens used)."""
+        url, model = self.endpoint
         try:
-            plan, problem, tokens = self._future(text, task).result(2 * self.bound)
-        except concurrent.futures.TimeoutError:
-            plan, tokens = None, 0
-            problem = f"{self.endpoint[0]} gave no reply within {2 * self.bound} s"
-        costs = dict(zip(COSTS, (float(bool(problem)), tokens), strict=True))
-        if problem:
-            self._count(failed=1)
-            return None, [f"the formatter failed: {problem}"], 1.0, costs
-        return plan, [], None, costs
+            plan, tokens = format_plan(text, {"query": query}, model, url, **self.options)
+            return plan, None, tokens
+        except (Refused, NoPlan) as error:
+            return None, str(error), getattr(error, "tokens", 0)
 
     def close(self):
         """Cancel the requests that have not been sent."""
-        if self.pool:
-            self.pool.shutdown(wait=False, cancel_futures=True)
-
-    def _future(self, text, task):
-        name = text, task.get("query", "")
-        with self.lock:
-            self.pool = self.pool or concurrent.futures.ThreadPoolExecutor(CONCURRENCY)
-            if len(self.futures) > 10_000:
-                del self.futures[next(iter(self.futures))]  # the oldest
-            if name not in self.futures:
-                self.futures[name] = self.pool.submit(self._ask, text, task)
-            return self.futures[name]
-
-    def _ask(self, text, task):
-        """(plan, why there is none or None, tokens used). While the endpoint answers no request,
-        wait: an unread answer must not be judged as a bad one. ChatError after `bound` seconds."""
-        url, model = self.endpoint
-        try:
-            plan, tokens = format_plan(text, task, model, url, api_key=self.key,
-                                       timeout=self.bound / 4, retries=self.retries,
-                                       patience=self.bound)
-            found = plan, None, tokens
-        except (Refused, NoPlan) as error:
-            found = None, str(error), getattr(error, "tokens", 0)
-        except ChatError as error:
-            raise ChatError(f"{error}; repair it, then repeat this command, which resumes from "
-                            "what was saved") from None
-        self._count(asked=1, tokens=found[2])
-        return found
-
-    def _count(self, **more):
-        with self.lock:
-            for name, number in more.items():
-                self.counts[name] += number
-
-
-def reader_of(text):
-    """A flag type: "rules" -> None, URL=MODEL -> (URL, MODEL)."""
-    return None if text == "rules" else endpoint(text)
+        self.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def add_reader_flags(parser):
     """Add the flags that choose how answers become plans."""
     add = parser.add_argument
-    add("--reader", type=reader_of, metavar="rules|URL=MODEL", help="how an answer becomes a plan: "
-        "rules (default), or the LLM MODEL at an OpenAI-compatible endpoint, as in the STAR paper")
+    add("--reader", type=lambda text: None if text == "rules" else endpoint(text),
+        metavar="rules|URL=MODEL", help="how an answer becomes a plan: rules (default), or the LLM "
+        "MODEL at an OpenAI-compatible endpoint, as in the STAR paper")
     add("--reader-key", metavar="FILE", help="file that holds the API key of --reader")
 
 
@@ -829,29 +501,17 @@ def open_reader(args):
 
 
 # ---------------------------------------------------------------- main
-def read_texts(path):
-    """Yield (line, task, text) of a jsonl file of episodes or texts."""
-    with errors_name(path), open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-                task = row["task"] if isinstance(row.get("task"), dict) else row
-                yield row, task, row["answer" if "answer" in row else "text"]
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: needs a JSON object with an answer or a "
-                                 f"text ({error!r:.80})") from None
-
-
 def read_all(args):
     """Print the rows with their plans."""
-    database, reader = open_database(args.database), open_reader(args)
-    rows = list(read_texts(args.file))  # check every line before the first request
+    database, reader, rows = open_database(args.database), open_reader(args), []
+    for number, row in enumerate(read_jsonl(args.file), 1):
+        if not isinstance(row, dict) or not {"answer", "text"} & {*row}:
+            raise Mistake(f"{args.file}, line {number}: needs an answer or a text")
+        rows.append((row, row.get("task", row), row["answer" if "answer" in row else "text"]))
     reader.prefetch([(text, task) for _, task, text in rows])
     for row, task, text in rows:
         plan = reader.read(text, task, database.of(task))[0]
         print(json.dumps({**row, "plan": plan}, ensure_ascii=False))
-    if args.reader:
-        print(f"format_plan.py: {reader.counts}", file=sys.stderr)
     reader.close()
 
 

@@ -35,11 +35,10 @@ import runtime  # first: if numpy is missing, it says in one line how to activat
 import numpy as np
 
 import evaluate
-from runtime import AMOUNT, COUNT, NATURAL, PART, Parser, web_address
+from runtime import AMOUNT, COUNT, NATURAL, PART, Mistake, Parser, web_address
 from sandbox import Episode, parse
-from toolstar.files import golds_of
-from toolstar.retriever import HTTP, QueryError, device, find_retriever, open_retriever
-from toolstar.text import normalize, token_f1  # in the order of Search-R1 [2]
+from toolstar.retriever import HTTP, QueryError, find_retriever, open_retriever
+from toolstar.text import golds_of, normalize, token_f1  # in the order of Search-R1 [2]
 
 # Shapes: n questions, M models, R bootstrap rounds.
 SETS = {  # FlashRAG's folder: (split, questions); the test split if there is one, else dev [2]
@@ -66,15 +65,14 @@ QA_PROMPTS = {"full": QA_PROMPT, "short": (
 
 def qa_prompt(name):
     """The text of --system-prompt: full, short, or a file."""
-    with runtime.errors_name(name):
-        return QA_PROMPTS.get(name) or Path(name).read_text(encoding="utf-8")
+    return QA_PROMPTS.get(name) or Path(name).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------- data
 
 def load_questions(args):
     """Tasks {id, set, query, golden_answers} of the chosen sets, in the order of the files.
-    ValueError if there is none, or if an id occurs twice."""
+    A Mistake if there is none, or if an id occurs twice."""
     tasks = []
     for name, path in find_sets(args).items():
         rows = [load_question(row, name, f"{path}, record {i}")
@@ -86,10 +84,10 @@ def load_questions(args):
             rows = [rows[i] for i in sorted(draw.sample(range(len(rows)), args.sample))]
         tasks += rows
     if not tasks:
-        raise ValueError(f"{args.data} holds no question, of its own or of FlashRAG: see --data")
+        raise Mistake(f"{args.data} holds no question, of its own or of FlashRAG: see --data")
     name, count = Counter(task["id"] for task in tasks).most_common(1)[0]
     if count > 1:
-        raise ValueError(f"{args.data}: the id {name} occurs twice: make ids unique within a set")
+        raise Mistake(f"{args.data}: the id {name} occurs twice: make ids unique within a set")
     return tasks
 
 
@@ -112,8 +110,8 @@ def load_question(row, name, where):
     """A record of FlashRAG -> task. Sets share ids, so the task's id begins with the set."""
     golds = golds_of(row.get("golden_answers")) if isinstance(row, dict) else []
     if not golds or "id" not in row or not isinstance(row.get("question"), str):
-        raise ValueError(f"{where}: id, question and golden_answers are needed, found "
-                         f"{str(row)[:100]}")
+        raise Mistake(f"{where}: id, question and golden_answers are needed, found "
+                      f"{str(row)[:100]}")
     return {"id": f"{name}/{row['id']}", "set": name, "query": row["question"],
             "golden_answers": golds}
 
@@ -152,6 +150,8 @@ class SearchSandbox:
         hits = self.retriever.search([query.strip()], self.topk)[0]
         if isinstance(hits, QueryError):
             return f"Error: the search engine does not answer this query ({hits}). Try other words."
+        if isinstance(hits, ConnectionError):
+            raise hits
         passages = "\n".join(passage(i, hit["document"]) for i, hit in enumerate(hits, 1))
         return passages or "No passage found. Try other words."
 
@@ -193,8 +193,8 @@ def read_verdicts(path):
                 verdict = Verdict(*scores, stop, row["calls"], row["task"])
                 found.setdefault(row["task"]["id"], verdict)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {i}: not an episode ({error!r:.100}); delete the "
-                                 "line, and its question is played again") from None
+                raise Mistake(f"{path}, line {i}: not an episode ({error!r:.100}); delete the "
+                              "line, and its question is played again") from None
     return found
 
 
@@ -202,13 +202,12 @@ def play_model(args, folder, settings, tasks):
     """Play the questions that OUT lacks, and append each episode as it ends."""
     done = read_verdicts(folder / "episodes.jsonl")
     if any(task["id"] in done and done[task["id"]].task != task for task in tasks):
-        raise ValueError(f"{folder}: other questions had these ids; choose another --out")
+        raise Mistake(f"{folder}: other questions had these ids; choose another --out")
     left = [task for task in tasks if task["id"] not in done]
     begun = len(tasks) - len(left)
     print(f"{folder.name}: {begun} of {len(tasks)} questions played", file=sys.stderr)
-    worked = any(verdict.stop != "refused" for verdict in done.values())
-    played = partial(play_questions, args, folder.name, settings["model"], worked)
-    rows = evaluate.in_processes("qa_eval.py", played, left, args)
+    played = partial(play_questions, args, folder.name, settings["model"])
+    rows = evaluate.in_processes(played, left, args)
     right = 0.0
     bar = runtime.progress(rows if left else (), folder.name, len(tasks), begun)
     for i, row in enumerate(bar, 1):
@@ -217,10 +216,10 @@ def play_model(args, folder, settings, tasks):
         bar.set_postfix_str(f"EM since this start {100 * right / i:.1f}", refresh=False)
 
 
-def play_questions(args, name, path, worked, tasks):
+def play_questions(args, name, path, tasks):
     """Yield the judged record of each question's episode as it ends."""
     prompt = qa_prompt(args.system_prompt)
-    play_here = choose_player(args, path, worked)
+    play_here = choose_player(args, path)
     # after the engine: vLLM 0.32.0 does not start once numba is imported, and bm25s imports it
     retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder,
                                tries=args.tries)
@@ -230,16 +229,15 @@ def play_questions(args, name, path, worked, tasks):
         yield episode.record(name) | {"score": qa_score(episode)}
 
 
-def choose_player(args, path, worked=False):
+def choose_player(args, path):
     """Return a function that plays episodes, by an API or by a vLLM engine in this process, and
-    yields each as it ends. worked: as in evaluate.play."""
+    yields each as it ends."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url:
         generate = partial(runtime.chat, args.url, path, **sampling,
                            api_key=runtime.read_key(args.key))
         return partial(evaluate.play, generate, concurrency=args.concurrency,
-                       max_context=args.max_context, max_tokens=args.max_tokens,
-                       worked=worked)
+                       max_context=args.max_context)
     llm, template = evaluate.open_engine(path, args.max_context, args.concurrency, args.tp,
                                          args.gpu_memory)
     return partial(evaluate.play_vllm, llm, template, max_context=args.max_context,
@@ -251,8 +249,6 @@ def play_all(args):
     tasks = load_questions(args)
     find_retriever(args.retriever, args.corpus)
     models = evaluate.named_paths(args.model)
-    for path in models.values() if not args.url else ():
-        runtime.check_model(path)
     qa_prompt(args.system_prompt)  # an unreadable file is reported now
     runtime.lock_folder(args.out)
     # a server may come back at another address
@@ -363,7 +359,7 @@ def flags(argv=None):
     add("--retriever", default="bm25", help="bm25, an index folder, or a server's address")
     add("--corpus", help="jsonl that bm25 searches; unset: corpus.jsonl in DATA")
     add("--encoder", help="E5-style HF folder or hub name; unset: the encoder of the index")
-    add("--devices", nargs="+", type=device, default=["cpu"],
+    add("--devices", nargs="+", default=["cpu"],
         help="torch devices that share an index's vectors")
     add("--tries", type=COUNT, default=4, help="tries per query of a server, after pauses of 1, 2, "
         "4 ... s")

@@ -31,11 +31,8 @@ import hashlib
 import json
 import os
 import random
-import re
 import sqlite3
 import sys
-import time
-import uuid
 from collections import namedtuple
 from functools import partialmethod
 from pathlib import Path
@@ -228,13 +225,6 @@ def list_rows(template, rows):
     return "\n".join([template % (i, *row[:width]) + "\n" for i, row in enumerate(rows, 1)])
 
 
-def compare(value, rows):
-    """Raise the error of pandas for comparing a column with a list of another length, because the
-    benchmark's tools show it to agents."""
-    if isinstance(value, list) and len(value) != rows:
-        raise ValueError("Lengths must match to compare", (rows,), (len(value),))
-
-
 class Sandbox:
     """The six tools for one episode. failure_rate: the probability that a call fails on purpose."""
 
@@ -273,7 +263,6 @@ class Sandbox:
         return failed
 
     def _list(self, name, table, word, prefix, template, city):
-        compare(city, self.database.counts[table][1])
         rows = getattr(self.database, table)(city) if isinstance(city, str) else ()
         if not rows:
             return NOTHING % (f"{word} in {city}", word)
@@ -281,26 +270,13 @@ class Sandbox:
                 + list_rows(template, rows))
 
     def _flights(self, departure, destination, date):
-        if all(isinstance(value, str) for value in (departure, destination, date)):
-            rows = self.database.flights(departure, destination, date)
-        else:
-            rows = self._flights_by_lists(departure, destination, date)
+        texts = all(isinstance(value, str) for value in (departure, destination, date))
+        rows = self.database.flights(departure, destination, date) if texts else ()
         if not rows:
             return NOTHING % (f"available flight from {departure} to {destination} on {date}",
                               "flight")
         return (f"A SearchFlight for {departure} to {destination} on {date} found the following "
                 f"{len(rows)} flights:\n" + list_rows(FLIGHT, rows))
-
-    def _flights_by_lists(self, departure, destination, date):
-        """The reference filters the table column by column, and compares lists item by item."""
-        compare(departure, self.database.counts["flights"][1])
-        rows = self.database.flights_from(departure) if isinstance(departure, str) else []
-        for column, value in ("destination", destination), ("date", date):
-            compare(value, len(rows))
-            values = value if isinstance(value, list) else [value] * len(rows)
-            rows = [row for row, wanted in zip(rows, values, strict=True)
-                    if getattr(row, column) == wanted]
-        return rows
 
     def _cities(self, state):
         cities = self.database.states.get(state)
@@ -310,8 +286,6 @@ class Sandbox:
                 + ", ".join(cities))
 
     def _distance(self, departure, destination, mode):
-        compare(departure, self.database.counts["distances"][1])
-        compare(destination, self.database.counts["distances"][1])
         strings = isinstance(departure, str) and isinstance(destination, str)
         row = self.database.distance(departure, destination) if strings else None
         if row is None:
@@ -356,13 +330,6 @@ class Distance(namedtuple("Distance", "duration distance origin destination")):
         return float(self.distance.removesuffix(" km").replace(",", "")) if self.distance else None
 
 
-def kilometres(text):
-    """The text itself; ValueError unless it is empty or like "1,144 km"."""
-    if text and not re.fullmatch(r"\d[\d,]*(\.\d+)? km", text, re.ASCII):
-        raise ValueError(f"{text!r} is not a distance in km")
-    return text
-
-
 class Table(NamedTuple):
     row: type
     file: str
@@ -389,7 +356,7 @@ TABLES = {
         "Name": str, "Website": str, "Address": str, "Phone": str,
     }, ("City",), 5302, 5302),
     "distances": Table(Distance, "distance.csv", "googleDistanceMatrix", {
-        "duration": str, "distance": kilometres,
+        "duration": str, "distance": str,
     }, ("origin", "destination"), 17602, 17602),
     "cities": Table(City, "citySet_with_states.txt", "background", {},
                     ("city", "state"), 312, 312),
@@ -406,24 +373,14 @@ def find_sources(folder):
 
 
 def read_table(path, table):
-    """A CSV -> {key: its kept rows in file order, each as JSON}, number of all rows.
-
-    Raises ValueError with the file and line of what is malformed.
-    """
-    groups, total, reader = {}, 0, None
+    """A CSV -> {key: its kept rows in file order, each as JSON}, number of all rows."""
+    groups, total, line = {}, 0, 1
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, strict=True)
-            if table.row is City:  # it has no header
-                reader = csv.DictReader(file, table.key, delimiter="\t", strict=True)
-            for column in (*table.columns, *table.key):
-                if column not in (reader.fieldnames or ()):
-                    raise ValueError(f"column {column!r} is missing")
-            for total, row in enumerate(reader, 1):
-                if total % 500_000 == 0:
-                    print(f"sandbox: indexing {path.name}, {total:,} rows", file=sys.stderr)
-                if None in row or None in row.values():
-                    raise ValueError(f"the row does not have {len(reader.fieldnames)} fields")
+            names = {"fieldnames": table.key, "delimiter": "\t"} if table.row is City else {}
+            reader = csv.DictReader(file, strict=True, **names)  # the list of cities has no header
+            for total, row in enumerate(reader, 1):  # noqa: B007  the last one is returned
+                line = reader.line_num
                 if not MISSING.isdisjoint(row.values()):
                     if table.row is not Distance:
                         continue
@@ -431,9 +388,8 @@ def read_table(path, table):
                 fields = [kind(row[column]) for column, kind in table.columns.items()]
                 key = tuple(row[column] for column in table.key)
                 groups.setdefault(key, []).append(json.dumps(fields, ensure_ascii=False))
-    except (csv.Error, ValueError) as error:
-        line = reader.line_num if reader else 1
-        raise ValueError(f"{path}, line {line}: {error}; download it again, {HELP}") from None
+    except (csv.Error, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}, line {line}: {error!r}; download it again, {HELP}") from None
     return groups, total
 
 
@@ -475,53 +431,36 @@ def fill_index(base, sources):
     base.commit()
 
 
-def write_index(path, sources):
-    """Build an index under a temporary name, then rename it: readers find the old or the new."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder where the index belongs: remove it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for old in path.parent.glob(path.name + ".*.tmp"):  # of killed writers: no build takes an hour
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - old.stat().st_mtime > 3600:
-                old.unlink()
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with contextlib.closing(sqlite3.connect(temporary)) as base:
-            fill_index(base, sources)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def connect(path, stamp):
+def connect(path, sources):
     """A connection to an index of these CSVs; sqlite3.DatabaseError if it is something else."""
     # immutable: SQLite takes no locks and looks for no changes; a changed index is another file
     base = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True,
                            check_same_thread=False)
-    if base.execute("SELECT identity FROM about").fetchall() != [(stamp,)]:
+    if base.execute("SELECT identity FROM about").fetchall() != [(identity(sources),)]:
         raise sqlite3.DatabaseError(f"{path} was made of other files")
     return base
 
 
 def open_index(folder, sources):
-    """(path, connection) of the index beside the CSVs or in the cache, built if necessary."""
+    """(path, connection) of the index, which is built if necessary: under a temporary name and then
+    renamed, so that other processes find the old or the new one."""
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    beside, cached = folder / "sandbox.index", Path(f"~/.cache/star/{name}.index").expanduser()
+    path = folder / "sandbox.index"
+    if not os.access(folder, os.W_OK) and not path.exists():
+        path = Path(f"~/.cache/star/{name}.index").expanduser()
     with open(sources["flights"]) as lock:
-        for locked in False, True:  # look again with the lock: another process may have built it
-            if locked:  # where locks do not work (NFS), several processes build the same file
-                with contextlib.suppress(OSError):
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-            for place in beside, cached:
-                with contextlib.suppress(FileNotFoundError, PermissionError, sqlite3.DatabaseError):
-                    return place, connect(place, identity(sources))
-        # root may write anywhere, but a folder without any write bit is left alone
-        writable = os.access(folder, os.W_OK) and folder.stat().st_mode & 0o222
-        place = beside if writable else cached
-        write_index(place, sources)
-        return place, connect(place, identity(sources))
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, the others wait for it
+        with contextlib.suppress(sqlite3.Error):
+            return path, connect(path, sources)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with contextlib.closing(sqlite3.connect(temporary)) as base:
+                fill_index(base, sources)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path, connect(path, sources)
 
 
 # ---------------------------------------------------------------- database
@@ -567,15 +506,9 @@ class Database:
 
     def _ask(self, question, *values):
         """The lines that the index answers with."""
-        try:
+        with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair names nothing
             return self._base.execute(question, values).fetchall()
-        except UnicodeEncodeError:
-            return []  # half a surrogate pair names nothing
-        except sqlite3.ProgrammingError:  # such as a value of a wrong type: a mistake in the code
-            raise
-        except sqlite3.DatabaseError as error:
-            raise OSError(f"{self.index} is damaged ({error}): delete it, and it is built again "
-                          "from the CSVs") from None
+        return []
 
     def _read(self, place, *values):
         """The rows of a line of the index, () if there is no such line."""
@@ -609,12 +542,6 @@ class Database:
         where = "origin = ? AND destination = ? AND date = ?"
         return self._rows("flights", where, origin, destination, date)
 
-    def flights_from(self, origin):
-        """All flights from a city, in file order."""
-        keys = self._ask("SELECT origin, destination, date FROM flights WHERE origin = ?", origin)
-        rows = [row for key in keys for row in self.flights(*key)]
-        return sorted(rows, key=lambda row: (len(row.number), row.number))
-
     def flight(self, number):
         """The flight of this number, None if there is none. Published numbers are unique."""
         keys = self._ask("SELECT origin, destination, date FROM numbers "
@@ -644,12 +571,12 @@ class Country:
         self.worlds = {path.name: Database(path) for path in sorted(folders)}
 
     def of(self, task):
-        """The database that a task names; ValueError if there is none of that name."""
+        """The database that a task names; LookupError if there is none of that name."""
         name = task.get("world")
         if isinstance(name, str) and name in self.worlds:
             return self.worlds[name]
-        raise ValueError(f"'world' is {name!r:.60}, which is not a folder of "
-                         f"{self.folder}; it has {min(self.worlds)} to {max(self.worlds)}")
+        raise LookupError(f"'world' is {name!r:.60}, which is not a folder of "
+                          f"{self.folder}; it has {min(self.worlds)} to {max(self.worlds)}")
 
 
 def open_database(path=None):
@@ -663,23 +590,15 @@ def open_database(path=None):
 # ---------------------------------------------------------------- main
 
 def check(folder):
-    """Print a folder's tables beside the published ones, and sample calls -> exit status."""
-    sources = find_sources(folder)
-    database = Database(folder) if None not in sources.values() else None
+    """Print the numbers of a folder's rows beside the published ones."""
+    database = Database(folder)
     print(f"{'table':12} {'rows':>10} {'published':>10} {'kept':>10} {'published':>10}")
     for name, table in TABLES.items():
-        if sources[name] is None:
-            print(f"{name:12} missing: copy {table.file} to {folder / table.subfolder}")
-        elif database:
-            rows, kept = database.counts[name]
-            same = (rows, kept) == (table.records, table.kept)
-            print(f"{name:12} {rows:10,} {table.records:10,} {kept:10,} {table.kept:10,}"
-                  + ("" if same else "  different: a part of the table, or another world"))
-    print(f"index: {database.index}" if database else HELP)
-    for city in database.hotel_cities[:1] if database else ():
-        for name in ("SearchRestaurant", "SearchAttraction", "SearchAccommodation"):
-            print(f"\n{name}({city})\n{Sandbox(database).call(name, {'city': city})[:300]}")
-    return 0 if database else 1
+        rows, kept = database.counts[name]
+        same = (rows, kept) == (table.records, table.kept)
+        print(f"{name:12} {rows:10,} {table.records:10,} {kept:10,} {table.kept:10,}"
+              + ("" if same else "  different: a part of the table, or another world"))
+    print(f"index: {database.index}")
 
 
 def main():

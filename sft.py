@@ -19,28 +19,18 @@ Writes  OUT/ (a HF folder: safetensors, config, tokenizer), OUT/log.jsonl, OUT/c
 
 Nothing below knows about travel: to imitate something else, supply other "messages".
 """
-import datetime
-import logging
 import math
-import os
 import random
-import sys
 import time
-import warnings
-from bisect import bisect_left
 from itertools import zip_longest
-from pathlib import Path
 from typing import NamedTuple
 
-try:
-    import runtime  # noqa: I001, first: it reports Ctrl-C while torch loads
-    import torch
-    import torch.distributed as dist
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-    from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Parser
-except ModuleNotFoundError as error:
-    sys.exit(f"{error}. {Path(__file__).name} needs runtime.py beside it, and the packages "
-             "of requirements.txt: type `. .venv/bin/activate`")
+import runtime
+from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Mistake, Parser
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary.
@@ -61,24 +51,10 @@ def flags():
     add("--warmup", type=SHARE, default=0.1, help="fraction of the updates, at the start, in which "
         "the learning rate rises linearly [1]")
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
-    add("--seed", type=SEED, default=0, help="seed of the order of the episodes")
-    add = p.add_argument_group("memory (python -m look.memory sft estimates it)").add_argument
     add("--cutoff", type=COUNT, default=20480, help="most tokens of an episode; longer ones are "
         "dropped [2]")
-    add("--pack-tokens", type=COUNT, default=20480, help="most tokens of a micro-batch, padding "
-        "included; a longer episode is a micro-batch of its own")
-    add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
-        help="keep the activations of this share of the layers (of all without SHARE) instead of "
-        "recomputing them: faster, but needs more memory")
-    add("--offload", action="store_true", help="run AdamW on the CPU and keep its states in the "
-        "host's memory: the same updates, slower")
-    add("--lora", type=COUNT, default=0, metavar="R", help="train adapters of rank R at all linear "
-        "layers instead of all weights; use about 10 times the --lr (runtime.py, add_adapters)")
-    add = p.add_argument_group("running").add_argument
-    add("--save-every", type=NATURAL, default=0, help="updates between two checkpoints; 0: none")
-    add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")
-    add("--track", type=runtime.tracker, metavar="TOOL", help="also log to wandb, tensorboard or "
-        "trackio")
+    add("--seed", type=SEED, default=0, help="seed of the order of the episodes")
+    runtime.trainer_flags(p, 20480)
     return p.parse_args()
 
 
@@ -120,31 +96,22 @@ def render(messages, template):
 
 def load_samples(path, template, cutoff):
     """Read and render the episodes of a file -> samples, and the number of dropped episodes: those
-    of more than `cutoff` tokens or without a reply. SystemExit if a row is not an episode, or if no
-    episode is left."""
-    samples, dropped = [], 0
-    for line, episode in enumerate(runtime.read_jsonl(path), 1):
-        messages = episode.get("messages") if isinstance(episode, dict) else None
-        fault = "no list of 'messages'"
-        if isinstance(messages, list) and messages:
-            fault = runtime.talk_fault(messages)
-            if not fault and messages[0]["role"] == "assistant":
-                fault = "message 1 is a reply, with no message before it"
-        if fault:
-            sys.exit(f"{path}:{line}: {fault}. An episode begins with system and user, then "
-                     "assistant alternates with user or result; synth.py writes such episodes")
+    of more than `cutoff` tokens or without a reply."""
+    samples, rows = [], runtime.read_jsonl(path)
+    for line, episode in enumerate(rows, 1):
+        messages = episode.get("messages")
+        if not runtime.is_talk(messages) or messages[0]["role"] == "assistant":
+            raise Mistake(f"{path}:{line}: its 'messages' are not a conversation: system and "
+                          "user, then assistant alternates with user or result")
         sample = render(messages, template)
         if episode.get("stop") in ("format", "context") and sample.mask[-1]:
             sample.ids.pop()  # the last reply was cut off: its end token was never sampled
             sample.mask.pop()
-        if len(sample.ids) > cutoff or not any(sample.mask):
-            dropped += 1
-        else:
+        if len(sample.ids) <= cutoff and any(sample.mask):
             samples.append(sample)
     if not samples:
-        sys.exit(f"{path}: no episode to train on ({dropped} are longer than --cutoff {cutoff} or "
-                 "have no reply)")
-    return samples, dropped
+        raise Mistake(f"{path}: no episode to train on (of at most --cutoff {cutoff} tokens)")
+    return samples, len(rows) - len(samples)
 
 
 def batch_of(step, n, size, seed):
@@ -161,68 +128,35 @@ def batch_of(step, n, size, seed):
 
 # ------------------------------------------------------------------------------------------- loss
 
-class ChunkedLogps(torch.autograd.Function):
-    """log pi and entropy of given tokens from hidden states, without (N, V) logits in memory.
-
-    (N, H), (V, H), (N,) -> (N,), (N,). Forward and backward process `chunk` tokens at a time, and
-    backward recomputes the logits of each chunk. With p = softmax(h W^T / t): d logp_y / d logits =
-    (onehot_y - p) / t. The entropy is only logged: no gradient flows through it.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk):
-        logps, entropy = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
-        for i in range(0, len(hidden), chunk):
-            logits = (hidden[i : i + chunk] @ weight.T).float().div_(temperature)  # (chunk, V)
-            total = logits.logsumexp(-1)
-            chosen = logits.gather(-1, targets[i : i + chunk, None]).squeeze(-1)
-            logps[i : i + chunk] = chosen - total
-            p = (logits - total[:, None]).exp_()
-            entropy[i : i + chunk] = total - logits.mul_(p).sum(-1)  # - sum p log p
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropy)
-        return logps, entropy
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        hidden, weight, targets = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        train_head = ctx.needs_input_grad[1]  # False with --lora
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train_head else None
-        for i in range(0, len(hidden), ctx.chunk):
-            h, y = hidden[i : i + ctx.chunk], targets[i : i + ctx.chunk, None]
-            g = grad[i : i + ctx.chunk, None].float()
-            logits = (h @ weight.T).float().div_(ctx.temperature)  # (chunk, V)
-            d = torch.softmax(logits, -1).mul_(-g).scatter_add_(-1, y, g)
-            d = d.div_(ctx.temperature).to(h.dtype)
-            grad_hidden[i : i + ctx.chunk] = d @ weight
-            if train_head:
-                grad_weight += d.T @ h
-        return grad_hidden, grad_weight.to(weight.dtype) if train_head else None, None, None, None
-
-
 class Policy(torch.nn.Module):
     """A causal language model that returns log-probabilities of chosen tokens instead of logits."""
 
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
-        self.borders = False  # whether to tell the layers where packed samples begin
         # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
         lm.get_output_embeddings().forward = self.head
 
     def head(self, hidden, targets, temperature):
+        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each. The (N, V) logits would not
+        fit: they are computed a chunk at a time, and again in the backward pass."""
         weight = self.lm.get_output_embeddings().weight  # (V, H)
-        chunk = max(1, min(1024, LOGITS // len(weight)))
-        return ChunkedLogps.apply(hidden, weight, targets, temperature, chunk)
+
+        def of_chunk(h, y):
+            logps = ((h @ weight.T).float() / temperature).log_softmax(-1)  # (chunk, V)
+            with torch.no_grad():
+                entropy = -(logps.exp() * logps).sum(-1)
+            return logps.gather(-1, y[:, None]).squeeze(-1), entropy
+
+        size = max(1, min(1024, LOGITS // len(weight)))
+        parts = [checkpoint(of_chunk, h, y, use_reentrant=False)
+                 for h, y in zip(hidden.split(size), targets.split(size), strict=True)]
+        return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def forward(self, ids, positions, keep, temperature=1.0):
         """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""
-        borders = runtime.borders(positions) if self.borders else {}
         # use_cache=False is needed: otherwise packed samples attend to each other under sdpa
-        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False,
-                                    **borders)[0]
+        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         head, kept = self.lm.get_output_embeddings(), keep[:, 1:]
         return head(hidden[:, :-1][kept], ids[:, 1:][kept], temperature)
 
@@ -236,10 +170,9 @@ def collate(samples, packed, device):
     has to run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
     rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(row_width(max(len(ids) for ids, _ in rows), device))
+    positions = range(max(len(ids) for ids, _ in rows))
     if packed:
         positions = [i for ids, _ in rows for i in range(len(ids))]
-        positions += range(row_width(len(positions), device) - len(positions))
         rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
     width = len(positions)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
@@ -247,53 +180,26 @@ def collate(samples, packed, device):
     return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
 
 
-def pack(lengths, budget, packed):
-    """Split a batch into micro-batches [[index]] of at most `budget` tokens; a sample longer than
-    that is a micro-batch of its own.
+def deal(lengths, ranks, budget, packed):
+    """Split a batch into micro-batches of at most `budget` tokens, padding included, and deal them
+    to the ranks: [rank][micro-batch] -> indices. A longer sample is a micro-batch of its own.
 
-    Unless packed, padding counts; going from long to short samples keeps it small.
+    Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each one all ranks wait
+    for the slowest, so they shall be equal: the longest sample first, each goes into the smallest
+    micro-batch. Their number grows until all fit.
     """
-    def tokens(micro):
-        return sum(lengths[i] for i in micro) if packed else lengths[micro[0]] * len(micro)
+    def size(micro):
+        chosen = [lengths[i] for i in micro] or [0]
+        return sum(chosen) if packed else max(chosen) * len(micro)
 
-    micros = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if micros and tokens([*micros[-1], i]) <= budget:
-            micros[-1].append(i)
-        else:
-            micros.append([i])
-    return micros
-
-
-def row_width(n, device):
-    """The width of a row for n tokens: on a GPU, n rounded up to a multiple of 512. Shapes then
-    repeat, and cuDNN seldom has to plan its attention for a new one, which is slow on Hopper
-    (docs/notes.md)."""
-    multiple = 1 if str(device) == "cpu" else 512
-    return math.ceil(n / multiple) * multiple
-
-
-def deal(lengths, ranks, budget, packed, device="cpu"):
-    """Split a batch into micro-batches and deal them to the ranks: [rank][micro-batch] -> indices.
-
-    Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each micro-batch all
-    ranks wait for the slowest. So `budget` is lowered as far as the number of micro-batches per
-    rank stays the same, which makes them equal in size, and those that take about the same time are
-    computed at the same time.
-    """
-    lengths = [n if packed else row_width(n, device) for n in lengths]
-
-    def rounds(budget):
-        return math.ceil(len(pack(lengths, budget, packed)) / ranks)
-
-    def work(micro):  # in a row of 40K tokens, attention costs as much as everything else (7B)
-        rows = [lengths[i] if packed else lengths[micro[0]] for i in micro]
-        return sum(n * (1 + n / 40_000) for n in rows)
-
-    smallest = bisect_left(range(budget), -rounds(budget), key=lambda lower: -rounds(lower))
-    micros = sorted(pack(lengths, smallest, packed), key=work, reverse=True)
-    micros += [[]] * (-len(micros) % ranks)
-    return [micros[rank::ranks] for rank in range(ranks)]
+    rounds = math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks) or 1
+    while True:
+        micros = [[] for _ in range(rounds * ranks)]
+        for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+            min(micros, key=size).append(i)
+        if all(len(micro) < 2 or size(micro) <= budget for micro in micros):
+            return [micros[rank::ranks] for rank in range(ranks)]
+        rounds += 1
 
 
 def learning_rate(step, steps, args):
@@ -305,152 +211,27 @@ def learning_rate(step, steps, args):
     return args.lr * (args.min_lr + (1 - args.min_lr) * cosine)
 
 
-# --------------------------------------------------------------------------------------- machines
-
-def setup():
-    """Join the ranks that torchrun has started -> rank, ranks, device"""
-    runtime.die_with_parent()
-    cuda = bool(runtime.visible_gpus())
-    runtime.prepare_op(None if cuda else "deepspeed_shm_comm")
-    if not cuda:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    # row shapes vary, and blocks of fixed size would leave unused gaps in the memory
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # DeepSpeed compiles with ninja, which is installed there
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed
-
-    # Create the process group before DeepSpeed does, and DeepSpeed uses it. It would bind a group
-    # of its own to a device, and NCCL would then create vLLM's groups by splits that need all
-    # ranks, which is known to hang.
-    backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # longer than any play
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    return dist.get_rank(), dist.get_world_size(), device
-
-
-def load(args, template, device):
-    """Load --model, in bfloat16 on a GPU and float32 on a CPU -> Policy, whether to pack rows
-
-    Rows are packed only with flash attention, and only if packing changes no log-probability.
-    """
-    from transformers import AutoModelForCausalLM
-
-    runtime.check_precision(args.model)
-    lm, loaded = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        output_loading_info=True, ignore_mismatched_sizes=True)  # check_weights refuses mismatches
-    runtime.check_weights(lm, template, loaded)
-    runtime.check_saving(lm, template, args.out)
-    if args.lora:
-        runtime.add_adapters(lm, template, args)
-    flash = device.type == "cuda" and runtime.use_flash_attention(lm)
-    recompute_layers(lm, 1 - args.no_checkpointing)
-    runtime.make_repeatable(lm)
-    return runtime.check_forwards(lm.to(device), Policy, collate, template, flash)
-
-
-def recompute_layers(lm, share):
-    """Recompute the activations of the first `share` of the layers in the backward pass. That pass
-    begins with the last layers, so their memory is free again when the first are recomputed."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    if share:
-        lm.gradient_checkpointing_enable()
-    layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
-    for layer in layers[round(share * len(layers)):]:
-        layer.gradient_checkpointing = False
-
-
-def zero3(policy, lr, device, offload=False):
-    """Shard parameters, gradients and AdamW's moments over all ranks -> the trainer, which is a
-    DeepSpeed engine. offload: AdamW runs on the CPU, whose memory then holds gradients, moments and
-    master weights.
-
-    Gradients accumulate over any number of trainer.backward calls until trainer.step.
-    """
-    import deepspeed
-
-    cuda = device.type == "cuda"
-    trained = [p for p in policy.parameters() if p.requires_grad]  # with --lora only the adapters
-    if offload:
-        runtime.prepare_op("cpu_adam")
-        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(trained, lr=lr, weight_decay=0.0)
-    else:
-        # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
-        optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=cuda or None)
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
-        # gather whole layers: hooks on each of their modules cost time (docs/notes.md)
-        "zero_optimization": {"stage": 3, "overlap_comm": cuda, "leaf_module": {
-            "classes": sorted(policy.lm._no_split_modules or ())}, "offload_optimizer": {
-                "device": "cpu" if offload else "none", "pin_memory": cuda}},
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": cuda}, "data_types": {"grad_accum_dtype": "fp32"}}
-    return deepspeed.initialize(model=policy, optimizer=optimizer, config=config)[0]
-
-
-def full_weights(trainer):
-    """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end.
-
-    With --lora R, the adapters are merged into the layers' weights: W + alpha / R * B A.
-    """
-    import deepspeed
-
-    adapted = {f"{name}.base_layer.weight": layer for name, layer
-               in trainer.module.lm.named_modules() if hasattr(layer, "get_delta_weight")}
-    for name, parameter in trainer.module.lm.named_parameters():
-        layer = adapted.get(name)
-        if ".lora_" not in name:
-            with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
-                weight = runtime.merge(layer) if layer else parameter.data
-                yield name.replace(".base_layer", ""), weight
-
-
-def save_model(trainer, template, out, rank):
-    """Write a plain HF folder, complete or not at all; with --lora also its adapter. Every rank
-    takes part."""
-    state = {name: tensor.to("cpu", copy=True) if rank == 0 else None
-             for name, tensor in full_weights(trainer)}
-    adapter = runtime.adapter_weights(trainer.module.lm)
-    if rank == 0:
-        with runtime.new_model(out) as part:
-            runtime.write_model(trainer.module.lm, template, state, part)
-            runtime.write_adapter(trainer.module.lm, adapter, part / "adapter")
-    dist.barrier()
-
-
 # ------------------------------------------------------------------------------------------- main
 
 def main():
     args = flags()
-    rank, ranks, device = setup()
+    rank, ranks, device = runtime.setup()
     runtime.lock_folder(args.out)
     # (1) render the episodes
     template = runtime.load_template(args.model)
     samples, dropped = load_samples(args.data, template, args.cutoff)
-    policy, packed = load(args, template, device)
-    runtime.keep_settings(args)  # only once all inputs were read without an error
-    trainer = zero3(policy, args.lr, device, args.offload)
+    policy, packed = runtime.load(args, template, device, Policy, collate)
+    trainer = runtime.zero3(policy, args, device)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
-    start = runtime.restore(trainer, args.out, args.resume, rank)
+    start = runtime.restore(trainer, args)
     interrupted = runtime.watch_sigterm()
-    if rank == 0:
-        print(f"sft: {len(samples)} episodes ({dropped} dropped), {steps} updates of {args.batch}, "
-              f"{ranks} ranks, {'packed' if packed else 'padded'} rows, "
-              f"{sum(p.ds_numel for p in policy.parameters()) / 1e6:.1f}M parameters")
+    runtime.say(f"sft: {len(samples)} episodes ({dropped} dropped), {steps} updates of "
+                f"{args.batch}, {ranks} ranks, {'packed' if packed else 'padded'} rows")
     for step in range(start, steps):
         began = time.time()
         # (2) the batch of this update, and the micro-batches of this rank
         batch = [samples[i] for i in batch_of(step, len(samples), args.batch, args.seed)]
-        micros = deal([len(s.ids) for s in batch], ranks, args.pack_tokens, packed, device)[rank]
+        micros = deal([len(s.ids) for s in batch], ranks, args.pack_tokens, packed)[rank]
         n_tokens = sum(sum(s.mask) for s in batch)
         # (3) one denominator for the whole batch. DeepSpeed averages over ranks, but the loss is a
         # sum over them: multiply by their number
@@ -466,24 +247,22 @@ def main():
         dist.all_reduce(total)
         loss, gnorm = total[0].item(), float(trainer.get_global_grad_norm())
         runtime.check_finite(args.out, step + 1, loss=loss, gnorm=gnorm)
-        log({"step": step + 1, "loss": loss, "entropy": total[1].item(), "gnorm": gnorm, "lr": lr,
-             "policy_tokens": n_tokens, "tokens": sum(len(s.ids) for s in batch),
-             "seconds": time.time() - began}, steps, args, rank)
-        runtime.save_checkpoint(trainer, args, step + 1, rank, last=interrupted(device))
-    runtime.check_parameters(trainer, args.out, steps)
-    save_model(trainer, template, args.out, rank)
-    runtime.report_end(args, "loss", f"python grpo.py --model {args.out} --tasks TASKS", rank)
+        if rank == 0:
+            log({"step": step + 1, "loss": loss, "entropy": total[1].item(), "gnorm": gnorm,
+                 "lr": lr, "policy_tokens": n_tokens, "tokens": sum(len(s.ids) for s in batch),
+                 "seconds": time.time() - began}, steps, args)
+        runtime.save_checkpoint(trainer, args, step + 1, last=interrupted(device))
+    runtime.save_model(trainer, template, args.out)
+    runtime.say(f"{args.out}: done. Next: python grpo.py --model {args.out} --tasks TASKS")
     dist.destroy_process_group()
 
 
-def log(line, steps, args, rank):
+def log(line, steps, args):
     """Print one line and append all numbers to log.jsonl."""
-    if rank == 0:
-        speed = line["tokens"] / line["seconds"]
-        print("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm "
-              "{gnorm:6.2f} | lr {lr:.2e} | {speed:6.0f} tokens/s".format(
-                  steps=steps, speed=speed, **line), flush=True)
-        runtime.write_log(line, args)
+    print("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm {gnorm:6.2f} | "
+          "lr {lr:.2e} | {speed:6.0f} tokens/s".format(
+              steps=steps, speed=line["tokens"] / line["seconds"], **line), flush=True)
+    runtime.write_log(line, args)
 
 
 if __name__ == "__main__":

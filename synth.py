@@ -16,7 +16,7 @@ Writes  jsonl, line by line, so that a killed run resumes; OUT.refused lists wha
 
     python synth.py tasks    --n 1000 --seed 1 --split train --out data/rl.jsonl
     python synth.py queries  --tasks data/rl.jsonl --endpoint http://a:8000/v1=M --out data/q.jsonl
-    python synth.py episodes --tasks data/q.jsonl --styles direct:5,exploring:3 --out data/sft.jsonl
+    python synth.py episodes --tasks data/q.jsonl --exploring 0.4 --out data/sft.jsonl
     python synth.py subsets  --tasks data/many.jsonl --exclude data/sft.jsonl --out data/subsets
 """
 import argparse
@@ -41,8 +41,8 @@ from format_plan import itinerary
 from runtime import (
     AMOUNT,
     COUNT,
-    ChatError,
-    NoRoom,
+    SHARE,
+    Mistake,
     Parser,
     Refused,
     endpoint,
@@ -62,7 +62,6 @@ from travel.world import LEVELS, Travel, load_task
 WISHES = ("house rule", "cuisine", "room type", "transportation")
 RULE_WISHES = ("pets", "smoking", "children under 10", "parties", "visitors")
 ROOM_WISHES = ("entire room", "private room", "shared room", "not shared room")
-STYLES = ("direct", "exploring", "backtracking")
 CUISINES = ("Chinese", "American", "Italian", "Mexican", "Indian", "Mediterranean", "French")
 PRONOUNS = {"We": "I", "we": "I", "are": "am", "Our": "My", "our": "my", "us": "me",
             "ourselves": "myself"}  # {word of a group: word of one traveller}
@@ -240,14 +239,14 @@ def key_of(task):
 
 def own_rows(path, kind, ids=""):
     """The rows that this command has already written. kind: a key that they have; ids: a pattern of
-    the tasks' ids. ValueError if the file has other rows."""
+    the tasks' ids. A Mistake if the file has other rows."""
     def check(rows):
         for number, row in enumerate(rows, 1):
             task = row.get("task", row) if isinstance(row, dict) else None
             if not (isinstance(task, dict) and kind in row
                     and re.search(ids, str(task.get("id", "\0")))):
-                raise ValueError(f"{path}, record {number}: not a row of this command, so it "
-                                 "cannot continue there; choose another --out, or remove it")
+                raise Mistake(f"{path}, record {number}: not a row of this command, so it "
+                              "cannot continue there; choose another --out, or remove it")
     return runtime.recover_jsonl(path, check)
 
 
@@ -275,16 +274,16 @@ def tasks(args):
     kept = [task for task in begun if take(task)]
     again = kept and make_task(args, int(kept[-1]["id"].rsplit("-", 1)[1]))
     if len(kept) < len(begun) or kept and again != kept[-1]:
-        raise ValueError(f"{args.out}: holds tasks that these flags do not ask for; choose another "
-                         "--out, or remove it")
+        raise Mistake(f"{args.out}: holds tasks that these flags do not ask for; choose another "
+                      "--out, or remove it")
     index = last = int(kept[-1]["id"].rsplit("-", 1)[1]) + 1 if kept else 0
     bar = runtime.progress(None, args.out, args.n, len(kept), "task")
     with bar, runtime.workers(args.workers) as pool:
         while any(lack.values()):
             if index - last > 200_000:
-                raise ValueError(f"{args.out}: no new task in 200,000 draws, {lack} to go; lower "
-                                 "--n, widen --days, raise --per-pair, or name a --month in which "
-                                 "the database has flights")
+                raise Mistake(f"{args.out}: no new task in 200,000 draws, {lack} to go; lower "
+                              "--n, widen --days, raise --per-pair, or name a --month in which "
+                              "the database has flights")
             block = [i for i in range(index, index + 1024) if lack[kinds[i % len(kinds)]]]
             for task in pool.map(partial(make_task, args), block, chunksize=16):
                 if task and take(task):
@@ -384,47 +383,23 @@ def paraphrase(args, task):
     for attempt in range(args.tries):
         _, generate = endpoint_of(args, f"{task['id']}/{attempt}")
         try:
-            reply = generate([{"role": "user", "content": text}])
-        except NoRoom as error:
-            missing, said = [str(error)], None
-            continue
+            query = " ".join(spoken(generate([{"role": "user", "content": text}])).split())
+            missing = unstated(query.strip('"'), task)
         except Refused as error:
-            missing, said = ["refused"], str(error)
-            continue
-        query = " ".join(spoken(reply).split()).strip('"')
-        missing, said = unstated(query, task), None
+            missing = [str(error)]
         if not missing:
-            return task | {"query": query}
-    return {"id": task["id"], "refused": missing} | ({"said": said} if said else {})
-
-
-def has_answered(args, kind):
-    """Whether OUT or OUT.refused shows that an endpoint has answered a request before."""
-    rows = own_rows(args.out, kind) + own_rows(f"{args.out}.refused", "refused")
-    return any(row.get("refused") != ["refused"] for row in rows)
+            return task | {"query": query.strip('"')}
+    return {"id": task["id"], "refused": missing}
 
 
 def queries(args, todo):
     """Yield each task with a query of an endpoint, or why there is none, in any order."""
     if not args.endpoint:
-        raise ValueError("queries needs --endpoint URL=MODEL, which puts the tasks into words")
-    answered, refused = has_answered(args, "query"), []
+        raise Mistake("queries needs --endpoint URL=MODEL, which puts the tasks into words")
     with ThreadPoolExecutor(args.concurrency) as pool, contextlib.ExitStack() as stack:
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # stop after an error
         for done in as_completed([pool.submit(paraphrase, args, task) for task in todo]):
-            row = done.result()
-            if row.get("refused") == ["refused"]:
-                refused.append(row)  # recorded only if the endpoints answer others
-            else:
-                answered = True
-                yield row
-            if answered:
-                yield from refused
-                refused = []
-            elif len(refused) >= max(evaluate.MANY_REFUSALS, args.concurrency):
-                break
-    if refused:
-        raise ChatError(f"every task was refused, the last one so: {refused[-1]['said']}")
+            yield done.result()
 
 
 def complete(make, args):
@@ -437,7 +412,7 @@ def complete(make, args):
         task = row.get("task", row)
         done[task["id"]] = task
         if keys.get(task["id"], key_of(task)) != key_of(task):
-            raise ValueError(f"{args.out}: holds another task {task['id']!r}; choose another --out")
+            raise Mistake(f"{args.out}: holds another task {task['id']!r}; choose another --out")
     left = [task for task in todo if task["id"] not in done]
     for row in runtime.progress(make(args, left), args.out, len(todo), len(todo) - len(left)):
         runtime.append_jsonl(refused if "refused" in row else args.out, row)
@@ -474,7 +449,7 @@ def make_episode(args, task):
     reason = solver.solve_report(task, database).reason
     if reason:
         return {"id": task["id"], "model": "solver", "refused": [reason]}
-    style = rng.choices(list(args.styles), list(args.styles.values()))[0]
+    style = "exploring" if rng.random() < args.exploring else "direct"
     author = Teacher(rng, task, database)
     if args.like == "tiny" and style == "direct":  # only a few words, because the model is small
         journey = author.good_draft()
@@ -509,8 +484,7 @@ def accept(world, episode, model):
     if strict == 1:
         return episode.record(model) | {"plan": plan, "score": verdict}
     wrong = [episode.stop] if episode.stop != "answer" else faults(verdict) or ["strict"]
-    said = {"said": episode.refusal} if episode.stop == "refused" else {}
-    return {"id": episode.task["id"], "model": model, "refused": wrong} | said
+    return {"id": episode.task["id"], "model": model, "refused": wrong}
 
 
 def episodes(args, todo):
@@ -525,8 +499,7 @@ def episodes(args, todo):
         return endpoint_of(args, messages[1]["content"])[1](messages)
 
     plays = (world.episode(task, args.seed, args) for task in todo)
-    answered = has_answered(args, "task")
-    for episode in evaluate.play(generate, plays, args.concurrency, worked=answered):
+    for episode in evaluate.play(generate, plays, args.concurrency):
         yield accept(world, episode, endpoint_of(args, episode.task["query"])[0])
 
 
@@ -543,21 +516,12 @@ def subsets(args):
         for level, n in zip(LEVELS, counts, strict=True):
             pool = [task for task in rows if task["level"] == level]
             if len(pool) < n:
-                raise ValueError(f"{args.tasks}: {len(pool)} {level} tasks after exclusion, {n} "
-                                 "are needed; make more, or lower --sizes")
+                raise Mistake(f"{args.tasks}: {len(pool)} {level} tasks after exclusion, {n} "
+                              "are needed; make more, or lower --sizes")
             chosen += pool[:n]
         random.Random(f"{args.seed}/{name}").shuffle(chosen)
         runtime.write_jsonl(Path(args.out) / f"{name}.jsonl", chosen)
     print(f"{args.out}: {' '.join(sizes)}")
-
-
-def convert(args):
-    """Rewrite published tasks, TravelPlanner's or the STAR release's, in our form."""
-    if Path(args.out).exists():
-        raise ValueError(f"{args.out} exists; choose another --out, or remove it")
-    rows = runtime.load_tasks(args.tasks, load_task)
-    runtime.write_jsonl(args.out, rows)
-    print(f"{args.out}: {len(rows)} tasks")
 
 
 # ---------------------------------------------------------------- main
@@ -593,8 +557,9 @@ def flags(argv=None):
 
     add = command("tasks", tasks, "draw solvable tasks with queries", world)
     add("--n", type=COUNT, default=1000, help="number of tasks")
-    add("--days", type=LENGTHS, default="3,5,7", help="lengths of the trips, in days")
-    add("--levels", type=MIXTURE, default="4:3:3", help="easy:medium:hard, a ratio [2]")
+    add("--days", type=int, nargs="+", choices=(3, 5, 7), default=[3, 5, 7], help="of the trips")
+    add("--levels", type=COUNT, nargs=3, default=[4, 3, 3], metavar=("EASY", "MEDIUM", "HARD"),
+        help="the ratio of the levels [2]")
     add("--month", dest="dates", type=days_of, default="2022-03", metavar="YYYY-MM",
         help="month of all dates; the database must have flights in it")
     add("--split", choices=("all", "train", "val"), default="all",
@@ -607,47 +572,13 @@ def flags(argv=None):
     add("--tries", type=COUNT, default=4, help="answers per task before it is dropped")
     add = command("episodes", partial(complete, episodes), "let the solver or endpoints play tasks",
                   source, world, teachers)
-    add("--styles", type=weights, default="direct",
-        help="styles of the solver and their weights, such as direct:5,exploring:3,backtracking:2; "
-        "a task without a dead end is explored instead of backtracked")
+    add("--exploring", type=SHARE, default=0.0,
+        help="share of the solver's episodes that look at more than they need")
     add = command("subsets", subsets, "draw the paper's data sets from many tasks", source)
     add("--exclude", nargs="*", default=[], help="files of tasks that must not be drawn again")
-    add("--sizes", type=AMOUNTS, default="100,200,500,1000,2000", help="tasks of each set, with "
-        "levels at 4:3:3 [2]")
-    command("convert", convert, "rewrite published tasks as ours", source)
+    add("--sizes", type=COUNT, nargs="+", default=[100, 200, 500, 1000, 2000],
+        help="tasks of each set, with levels at 4:3:3 [2]")
     return p.parse_args(argv)
-
-
-def whole_numbers(example, fits):
-    """A flag type: the whole numbers in a text like the example, for which fits(numbers) is true.
-    """
-    def parse(text):
-        parts = re.split("[:,]", text)
-        found = [int(part) for part in parts if part.isascii() and part.isdecimal()]
-        if len(found) < len(parts) or not fits(found):
-            raise argparse.ArgumentTypeError(f"{text!r} is not like {example}")
-        return found
-    return parse
-
-
-LENGTHS = whole_numbers("3,5,7, which are the trips' lengths in days",
-                        lambda days: set(days) <= {3, 5, 7} and len(set(days)) == len(days))
-MIXTURE = whole_numbers("4:3:3, which is easy:medium:hard",
-                        lambda parts: len(parts) == 3 and sum(parts) > 0)
-AMOUNTS = whole_numbers("100,200, numbers of tasks", lambda sizes: min(sizes) > 0)
-
-
-def weights(text):
-    """A flag type: "direct:5,exploring:3" -> {style: weight}."""
-    found = {}
-    for part in text.split(","):
-        name, _, weight = part.partition(":")
-        with contextlib.suppress(ValueError):
-            found[name] = float(weight or 1)
-    if found.keys() - set(STYLES) or len(found) <= text.count(",") or not (
-            min(found.values()) >= 0 < sum(found.values()) < math.inf):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like direct:5,exploring:3")
-    return found
 
 
 def start(args):

@@ -19,6 +19,7 @@ import copy
 import inspect
 import json
 
+from runtime import Mistake
 from sandbox import Episode
 
 PROMPT = """\
@@ -52,8 +53,8 @@ class Methods:
             return f"Error: {error}"
 
     def __copy__(self):
-        raise ValueError(f"{type(self.env).__name__} cannot be copied in the middle of an episode, "
-                         "which arpo.py needs to fork: train it with grpo.py")
+        raise Mistake(f"{type(self.env).__name__} cannot be copied in the middle of an episode, "
+                      "which arpo.py needs to fork: train it with grpo.py")
 
 
 class PlainEpisode(Episode):
@@ -72,7 +73,7 @@ class PlainWorld:
     def __init__(self, factory):
         missing = [name for name in ("reset", "get_reward") if not hasattr(factory, name)]
         if missing:
-            raise ValueError(f"{factory.__name__} has no method {missing[0]}()")
+            raise Mistake(f"{factory.__name__} has no method {missing[0]}()")
         self.factory = factory
 
     def load_task(self, row):
@@ -85,7 +86,7 @@ class PlainWorld:
         first = methods.env.reset(**copy.deepcopy(task))
         query = first or task.get("query") or task.get("prompt")
         if not isinstance(query, str):
-            raise ValueError(f"task {task['id']} has no 'query', and reset() returned no text")
+            raise Mistake(f"task {task['id']} has no 'query', and reset() returned no text")
         schemas = "\n".join(json.dumps(get_json_schema(one)) for one in methods.methods.values())
         return PlainEpisode(task | {"query": query}, methods, args.max_turns, PROMPT % schemas)
 

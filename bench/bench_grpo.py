@@ -205,10 +205,10 @@ def bench_here(args):
     os.environ.update(ALONE)
     sys.argv = ["grpo.py", *settings(args)]
     own = grpo.flags()
-    rank, ranks, device = grpo.setup()
+    rank, ranks, device = runtime.setup()
     template = runtime.load_template(own.model)
-    policy, _ = grpo.load(own, template, device)
-    engine, llm = grpo.zero3(policy, own.lr, device), runtime.load_engine(own, device)
+    policy, _ = runtime.load(own, template, device, grpo.Policy, grpo.collate)
+    engine, llm = runtime.zero3(policy, own, device), runtime.load_engine(own, device)
     world, rounds = Travel(open_database("database/mini")), args.rounds
     tasks = runtime.load_tasks(own.tasks, world.load_task)[: own.prompts]
     samples = bench_play(llm, template, world, tasks, own, rounds * ("play" in args.only))
@@ -237,7 +237,7 @@ def bench_deal():
                 for _ in range(20):
                     lengths = [min(30_000, max(500, round(10_300 * math.exp(draw.gauss(
                         -deviation * deviation / 2, deviation))))) for _ in range(256)]
-                    hands = grpo.deal(lengths, ranks, 32_768, packed, "cuda")
+                    hands = grpo.deal(lengths, ranks, 32_768, packed)
                     spent = sum(max(seconds(micro, lengths, packed) for micro in together)
                                 for together in zip(*hands, strict=True))
                     shares.append(seconds(range(256), lengths, True) / spent / ranks)

@@ -89,12 +89,13 @@ class Bench:
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
         import grpo
+        import runtime
 
         NATIVE["linear"] = torch.nn.functional.linear
         self.grpo, self.torch, self.args = grpo, torch, args
         sys.argv = f"grpo.py --lr 1e-6 --pack-tokens {args.pack_tokens}".split()
         self.flags = grpo.flags()
-        self.rank, self.ranks, self.device = grpo.setup()
+        self.rank, self.ranks, self.device = runtime.setup()
         self.cuda = self.device.type == "cuda"
         config = Qwen2Config(**dict(zip(NAMES, SHAPES[args.shape], strict=True)),
                              max_position_embeddings=32768)
@@ -103,8 +104,8 @@ class Bench:
             lm = Qwen2ForCausalLM(config)
         self.lm = lm.to(torch.bfloat16 if self.cuda else torch.float32).train()
         self.config, self.n = config, sum(p.numel() for p in lm.parameters())
-        grpo.recompute_layers(lm, 1)
-        self.trainer = grpo.zero3(grpo.Policy(lm), 1e-6, self.device)
+        self.lm.gradient_checkpointing_enable()
+        self.trainer = runtime.zero3(grpo.Policy(lm), self.flags, self.device)
         self.weighted, self.packed = make_rows(args, 1000), False
 
     def update(self):
@@ -173,12 +174,6 @@ def cudnn_off(bench):
     return lambda: bench.torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def widths_free(bench):
-    row_width = bench.grpo.row_width
-    bench.grpo.row_width = lambda n, device: n
-    return lambda: setattr(bench.grpo, "row_width", row_width)
-
-
 def native_linear(bench):
     functional = bench.torch.nn.functional
     deepspeeds, functional.linear = functional.linear, NATIVE["linear"]
@@ -232,7 +227,7 @@ def compiled(bench):
 # {name: (function that changes the setting and returns one that undoes it, works on a CPU)}
 VARIANTS = {
     "base": (lambda bench: lambda: None, True), "cuDNN off": (cudnn_off, False),
-    "widths free": (widths_free, True), "native linear": (native_linear, True),
+    "native linear": (native_linear, True),
     "not fused": (not_fused, False), "varlen": (varlen, False), "compiled": (compiled, False),
     "keep half": (keep(0.5), True), "keep all": (keep(1.0), True)}  # the last may fill the GPU
 

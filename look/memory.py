@@ -11,14 +11,12 @@ and of the stages' own loss, which never holds more than LOGITS logits.
 Prints a table. If a moment does not fit, it prints the missing GiB and the flags that help, and
 exits with status 1.
 """
-import itertools
 import math
 import re
 import sys
-from pathlib import Path
 
 import runtime
-from runtime import COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Parser
+from runtime import COUNT, NATURAL, PART, POSITIVE, SHARE, Help, Mistake, Parser
 from sft import LOGITS
 
 MOMENTS = {  # {moment of an update: what lowers its memory}
@@ -117,17 +115,15 @@ def load_shape(model):
         config = qwen(f"{known[1]}b")  # known without a hub
         config.max_position_embeddings = 32768
         return config, count(config)
-    if Path(model).is_dir():
-        runtime.check_config(Path(model))
     try:
         config = AutoConfig.from_pretrained(model)
     except OSError:
-        raise ValueError(f"{model} is not a folder here, and the hub does not provide it: name a "
-                         f"folder, or download it first (hf download {model})") from None
+        raise Mistake(f"{model} is not a folder here, and the hub does not provide it: name a "
+                      f"folder, or download it first (hf download {model})") from None
     text = config.get_text_config()  # the part of a model that also sees
     if not hasattr(text, "num_attention_heads"):
-        raise ValueError(f"{model} has no attention ({text.model_type}): the plan cannot tell its "
-                         "memory; run sft.py for an update with a long episode instead")
+        raise Mistake(f"{model} has no attention ({text.model_type}): the plan cannot tell its "
+                      "memory; run sft.py for an update with a long episode instead")
     for name, usual in (("num_key_value_heads", text.num_attention_heads),
                         ("intermediate_size", 4 * text.hidden_size),
                         ("max_position_embeddings", math.inf)):  # older models do not name them
@@ -149,8 +145,7 @@ def count(config):
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
-    add("stage", choices=(*ROOM, "recipes"), help="stage to plan, with the flags that it takes; "
-        "recipes: print the settings that run.sh chooses for different GPUs")
+    add("stage", choices=ROOM, help="stage to plan, with the flags that it takes")
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name")
     add("--gpus", type=COUNT, default=8, help="GPUs of all nodes together")
     add("--gpu-gib", type=POSITIVE, default=80, help="GiB of a GPU")
@@ -167,17 +162,7 @@ def flags(argv=None):
         "--offload")
     add("--tp", type=COUNT, default=1, help="grpo, arpo: ranks that share an engine's weights")
     add("--gpu-memory", type=PART, default=0.6, help="grpo, arpo: share that the engine may fill")
-    add("--out", metavar="FILE", help="write an episode per GPU that fills the plan's micro-batch, "
-        "to try the plan by sft.py")
     return p.parse_args(argv)
-
-
-def write_full(args, tokens):
-    """Write --out: episodes of nearly `tokens` tokens."""
-    per_word = len(runtime.load_template(args.model).encode(" word" * 100)) / 100
-    said = [("system", "x"), ("user", "x"), ("assistant", " word" * int(0.9 * tokens / per_word))]
-    row = {"messages": [{"role": role, "content": text} for role, text in said]}
-    runtime.write_jsonl(args.out, [row] * args.gpus)
 
 
 class Plan:
@@ -203,9 +188,6 @@ class Plan:
 
 def plan(args):
     """Print the table; SystemExit if a moment does not fit."""
-    if args.stage == "recipes":
-        print(*recipes(), sep="\n")
-        return
     config, n = load_shape(args.model)
     found = Plan(config, n, args)
     positions, heads = config.max_position_embeddings, config.num_attention_heads
@@ -237,24 +219,11 @@ def plan(args):
     if found.contexts < 1:
         sys.exit("this does not fit: the engine's cache holds no whole context; what helps: a "
                  "higher --gpu-memory, --tp, or a smaller --context")
-    if args.out:
-        write_full(args, found.tokens)
 
-
-# ------------------------------------------------------------------------------ recipes/cards.txt
 
 # Qwen2.5: hidden size, layers, heads, key heads, intermediate size, vocabulary, tied embeddings
 QWEN = {"0.5b": (896, 24, 14, 2, 4864, 151936, True), "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
         "3b": (2048, 36, 16, 2, 11008, 151936, True), "7b": (3584, 28, 28, 4, 18944, 152064, False)}
-LONGEST = {"0.5b": 16384}  # the context of the recipes if it is not 30000
-CARDS = {80: 79, 48: 44, 24: 22}  # {GB of a card: GiB that the smallest such card reports}
-COUNTS = (1, 2, 4, 8, 16)
-CONTEXTS = 2  # whole contexts that an engine's cache must hold; few plays need a whole one
-WAYS = ("", "--offload", "--lora 32", "--lora 32 --offload")
-SHARES = (0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2)
-HEAD = """# What fits which GPUs: python -m look.memory recipes > recipes/cards.txt
-# run.sh takes the first line of its size whose GPUs and memory it has. Columns: size, GPUs, GiB of
-# each, GiB of the host, context, --tp, share of a GPU that the engine fills, flags"""
 
 
 def qwen(size):
@@ -266,43 +235,6 @@ def qwen(size):
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=of_keys, intermediate_size=intermediate, vocab_size=vocabulary,
         tie_word_embeddings=tied, max_position_embeddings=1 << 18)
-
-
-def recipes():
-    """Yield the lines of recipes/cards.txt: for each size, number of GPUs and card, the first
-    choice of settings that fits and, if that needs --offload, also the first that does not.
-
-    The order of the choices: --offload, which does not change learning, then --lora, and a shorter
-    context only if nothing else helps.
-    """
-    yield HEAD
-    for size in QWEN:
-        config = qwen(size)
-        n, lines = count(config), set()
-        for gpus, gib in itertools.product(COUNTS, CARDS.values()):
-            for ways in (WAYS, [way for way in WAYS if "offload" not in way]):
-                lines |= choose(size, config, n, gpus, gib, ways)
-        yield from (line for *_, line in sorted(lines))
-
-
-def choose(size, config, n, gpus, gib, ways):
-    """The first choice that fits: a set of one (place among all choices, -GiB, GPUs, line)."""
-    heads = config.num_attention_heads
-    contexts = [length for length in (30000, 16384, 8192) if length <= LONGEST.get(size, 30000)]
-    engines = [tp for tp in (1, 2, 4) if gpus % tp == 0 and heads % tp == 0]
-    for choice in itertools.product(contexts, WAYS, engines, SHARES):
-        context, way, tp, share = choice
-        pack = 32768 if context == 30000 else context
-        words = f"{way} --gpus {gpus} --gpu-gib {gib} --pack-tokens {pack}".split()
-        sft = Plan(config, n, flags(["sft", *words, "--cutoff", str(pack)]))
-        rl = Plan(config, n, flags(["grpo", *words, *f"--context {context} --tp {tp} --gpu-memory "
-                                    f"{share}".split()]))
-        fullest = max(*sft.totals.values(), *rl.totals.values())
-        if way in ways and fullest <= gib and rl.contexts >= CONTEXTS:
-            line = f"{size} {gpus} {gib} {math.ceil(rl.host)} {context} {tp} {share} {way}".strip()
-            place = (-context, WAYS.index(way), tp, -share)
-            return {(place, -gib, gpus, line)}
-    return set()
 
 
 def main(argv=None):

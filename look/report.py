@@ -5,22 +5,20 @@ Look at a run: write one page with everything in it, or what a flag asks for ins
                 still writing, and change none of them
     (2) choose  choose at most --episodes episodes, with all plays of a task together
     (3) write   write curves, scores, failures by check, and each episode with its plan, verdicts,
-                tool calls and turns; pairs side by side; training plays token by token
+                tool calls and turns; pairs side by side
 
 The page is a single file that needs no server and no network. It shows a model's text only as text,
 never as HTML.
 
-Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, microscope/*.jsonl, *pairs*.jsonl
-Writes  OUT/report.html; with --curves OUT/curves.png, with --to tensorboard OUT/tensorboard/
+Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, *pairs*.jsonl
+Writes  OUT/report.html; with --curves OUT/curves.png
 
     python -m look.report out/tiny          # or a part of it: out/tiny/rl, out/tiny/eval
     python -m look.report out/tiny/rl --curves
-    python -m look.report --trace out/tiny/eval/rl/episodes.jsonl:val-0001658
 """
 import base64
 import contextlib
 import gzip
-import importlib.util
 import json
 import math
 import re
@@ -30,12 +28,11 @@ from pathlib import Path
 import evaluate
 import runtime
 from evaluate import STOPS, interval, mean, name_of, plays_of
-from runtime import COUNT, NATURAL, Help, Parser
+from runtime import COUNT, Help, Mistake, Parser
 from travel.world import LEVELS
 
 CURVES = {"success": ("success", "strict", "val_success"), "reward": ("reward",),
           "entropy": ("entropy",), "|dlogp|, engine to trainer": ("dlogp_mean", "dlogp_max")}
-NOT_JUDGED = "not judged: it does not apply to this task, or an earlier check failed"
 MEANS = ("success", "official", "strict", "reward", "turns", "calls", "tokens")
 
 
@@ -54,7 +51,7 @@ def scan(path, start=0):
                 try:
                     yield start, json.loads(line, parse_constant=finite, parse_float=finite)
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+                    raise Mistake(f"{path}, line {number}: not JSON ({error})") from None
             start += len(line)
 
 
@@ -64,7 +61,7 @@ def log_rows(log):
     rows = {}
     for _, row in scan(log):
         if not isinstance(row, dict):
-            raise ValueError(f"{log} is not a training log: a line of it is {str(row)[:60]}")
+            raise Mistake(f"{log} is not a training log: a line of it is {str(row)[:60]}")
         numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         if "step" in numbers:
             step = numbers.pop("step")
@@ -96,8 +93,7 @@ def drawing(picture, size, rows=1, columns=1):
         panel.grid(alpha=0.3)
     figure.tight_layout()
     picture.parent.mkdir(parents=True, exist_ok=True)
-    with runtime.errors_name(picture):
-        figure.savefig(picture, dpi=120)
+    figure.savefig(picture, dpi=120)
 
 
 def curves(log, picture):
@@ -125,65 +121,19 @@ def draw_line(panel, steps, values, name, color):
     panel.legend()
 
 
-def export(log, to, folder):
-    """Write a training log as TensorBoard events into FOLDER/tensorboard, or as a wandb run."""
-    if not importlib.util.find_spec(to):
-        raise ValueError(f"--to {to} needs a package that is not installed: pip install {to}")
-    rows = log_rows(log).items()
-    if to == "wandb":
-        import wandb
-
-        with wandb.init(project="star", name=str(log.parent), dir=folder) as board:
-            for step, numbers in rows:
-                board.log(numbers, step=step)
-        print(f"{len(rows)} steps of {log} are in wandb's project star, run {log.parent}")
-        return
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(folder / "tensorboard") as board:
-        for step, numbers in rows:
-            for key, value in numbers.items():
-                board.add_scalar(key, value, step)
-    print(f"{folder}/tensorboard: {len(rows)} steps; next: tensorboard --logdir {folder}")
-
-
 def is_episode(row):
     """Whether a record is an episode, of any world and version."""
     return (isinstance(row, dict) and isinstance(row.get("task"), dict)
             and isinstance(row.get("messages"), list) and "stop" in row)
 
 
-def trace(spec):
-    """Print an episode as a dialogue. spec: FILE.jsonl:ID, or FILE.jsonl for its first episode."""
-    path, colon, name = spec.partition(".jsonl:")
-    rows = (row for _, row in scan(f"{path}.jsonl" if colon else path))
-    rows = (row for row in rows if is_episode(row))
-    episode = next((row for row in rows if not colon or str(row["task"].get("id")) == name), None)
-    if episode is None:
-        raise ValueError(f"{spec}: no such episode; the part after .jsonl: is the id of its task")
-    for message in episode["messages"]:
-        print(f"--- {message['role']}\n{message['content']}\n")
-    print(f"--- stop: {episode['stop']}")
-    marks = {True: "ok", False: "NO", None: "-"}
-    checks = episode.get("score", {}).get("checks", {})
-    for check, (passed, reason) in checks.items():
-        print(f"{marks[passed]:3} {check}{': ' if reason else ''}{reason or ''}")
-    if any(passed is None for passed, _ in checks.values()):
-        print(f"\n-   {NOT_JUDGED}")
-
-
 # --------------------------------------------------------------------------------------- the page
 
-def write_report(folder, out, limit, plays):
-    """Write OUT/report.html from the logs and episodes anywhere below a folder.
-
-    limit: most episodes; plays: most of them that are shown token by token.
-    """
+def write_report(folder, out, limit):
+    """Write OUT/report.html from the logs and at most `limit` episodes below a folder."""
     logs, sources = find_records(folder)
     entries = [entry for name, files in sources.items() for entry in entries_of(name, files)]
     kept = choose(entries, limit)
-    for entry in choose([entry for entry in kept if entry["seen"]], plays):
-        entry["play"] = entry["seen"]["name"]
     index = page_index(sources, entries, kept) | {"run": str(folder), "logs": logs}
     # in ASCII and without "<", so that an HTML parser finds no tag in it
     index = json.dumps(index, separators=(",", ":")).replace("<", "\\u003c")
@@ -193,8 +143,6 @@ def write_report(folder, out, limit, plays):
     with runtime.replacing(page) as file:
         file.write(f'{head}<script type="application/json" id="index">{index}</script>{middle}')
         for number, entry in enumerate(kept):
-            if "play" in entry:
-                file.write(packed(f"t{number}", entry["seen"]["file"], entry["seen"]["offset"]))
             file.write(packed(f"e{number}", entry["file"], entry["offset"]))
         file.write(tail)
     size = page.stat().st_size / 1e6
@@ -211,7 +159,7 @@ def packed(name, path, offset):
 def find_records(folder):
     """([{name, columns: {key: [number per step]}} of each log], {name: files of episodes})."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; name the folder of a run, such as out/tiny")
+        raise Mistake(f"{folder} is not a folder; name the folder of a run, such as out/tiny")
     logs, sources, paths = [], {}, list(folder.rglob("*.jsonl"))
     paths.sort(key=lambda path: (path.parent.parent, path.stat().st_mtime_ns, path))
     for path in paths:
@@ -226,8 +174,8 @@ def find_records(folder):
               or "pairs" in path.stem):
             sources.setdefault(name, []).append(path)
     if not logs and not sources:
-        raise ValueError(f"{folder}: no log.jsonl, episodes.jsonl or rollouts/ anywhere below it; "
-                         "name the folder of a run, such as out/tiny")
+        raise Mistake(f"{folder}: no log.jsonl, episodes.jsonl or rollouts/ anywhere below it; "
+                      "name the folder of a run, such as out/tiny")
     return logs, sources
 
 
@@ -235,11 +183,11 @@ def entries_of(source, files):
     """The episodes of a folder, reduced to what the list and the tables of the page show."""
     seen, played = Counter(), set()
     for path in files:
-        step, plays = "" if path.name == "episodes.jsonl" else path.stem, seen_plays(path)
-        for number, (offset, row) in enumerate(scan(path)):
+        step = "" if path.name == "episodes.jsonl" else path.stem
+        for offset, row in scan(path):
             pair = isinstance(row, dict) and "chosen" in row
             if not pair and not is_episode(row):
-                raise ValueError(f"{path}: a line is not an episode: {str(row)[:60]}; delete it")
+                raise Mistake(f"{path}: a line is not an episode: {str(row)[:60]}; delete it")
             score = row.get("score") or {}
             task = row.get("task", {"query": row["prompt"][-1]["content"]} if pair else {})
             if not step and "id" in task:  # each play counts once, as in evaluate.py
@@ -250,7 +198,6 @@ def entries_of(source, files):
             key = "/".join(filter(None, (source, step, name))).encode("utf-8", "replace").decode()
             seen[key] += 1
             entry = {"source": source, "step": step, "file": path, "offset": offset, "pair": pair}
-            entry["seen"] = plays[number] if number < len(plays) else None
             entry["key"] = key if seen[key] == 1 else f"{key} #{seen[key]}"
             entry["task"] = {"id": name, "level": level, "query": str(task.get("query", ""))[:1000]}
             entry |= {name: None if pair else row.get(name) for name in ("stop", *MEANS)}
@@ -260,14 +207,6 @@ def entries_of(source, files):
                 entry["score"] = {"success": entry["success"]}
             entry["checks"] = {check: found[0] for check, found in score.get("checks", {}).items()}
             yield entry
-
-
-def seen_plays(path):
-    """The plays of a file of rollouts that --microscope kept, in its order: name, file, offset."""
-    tokens = path.parent.with_name("microscope") / path.name
-    if path.parent.name != "rollouts" or not tokens.exists():
-        return []
-    return [{"name": row["name"], "file": tokens, "offset": offset} for offset, row in scan(tokens)]
 
 
 def choose(entries, limit):
@@ -344,46 +283,23 @@ def standing(rows, checks):
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
-    add("run", nargs="?", metavar="RUN_DIR",
+    add("run", metavar="RUN_DIR",
         help="folder of a run: its logs and episodes may lie anywhere below")
     add("--out", help="folder to write into (default: RUN_DIR)")
     add("--episodes", type=COUNT, default=5000,
         help="maximum number of episodes in the page; if there are more, evenly spread tasks")
-    add("--tokens", type=NATURAL, default=400, metavar="PLAYS",
-        help="maximum number of training plays shown token by token; a trainer dumps them with "
-             "--microscope")
     add("--curves", action="store_true",
         help="draw RUN_DIR/log.jsonl into OUT/curves.png instead of writing the page")
-    add("--to", choices=("tensorboard", "wandb"),
-        help="export RUN_DIR/log.jsonl to TensorBoard or wandb instead of writing the page")
-    add("--trace", metavar="EPISODES.jsonl[:ID]",
-        help="print the dialogue and verdicts of the episode of task ID, or of the first episode")
-    args = p.parse_args(argv)
-    if not (args.run or args.trace):
-        p.error("name the folder of a run, or an episode with --trace")
-    return args
-
-
-def find_log(folder):
-    """RUN_DIR/log.jsonl; if it is missing, the error names folders below that have one."""
-    log = Path(folder, "log.jsonl")
-    if not log.is_file():
-        below = sorted(str(path.parent) for path in Path(folder).glob("**/log.jsonl"))
-        instead = ", ".join(below[:3]) or "the OUT of a training stage, such as out/tiny/rl"
-        raise ValueError(f"no log.jsonl in {folder}; name {instead}")
-    return log
+    return p.parse_args(argv)
 
 
 def look(args):
-    if args.trace:
-        return trace(args.trace)
-    out = Path(args.out or args.run)
-    if args.to:
-        export(find_log(args.run), args.to, out)
-    elif args.curves:
-        curves(find_log(args.run), out / "curves.png")
+    run = Path(args.run)
+    out = Path(args.out or run)
+    if args.curves:
+        curves(run / "log.jsonl", out / "curves.png")
     else:
-        write_report(Path(args.run), out, args.episodes, args.tokens)
+        write_report(run, out, args.episodes)
 
 
 def main(argv=None):

@@ -27,7 +27,7 @@ from statistics import median
 import runtime
 from evaluate import interval, mean, name_of, plays_of, span
 from look.report import drawing, log_rows, running_mean, scan, task_means
-from runtime import COUNT, Help, Parser
+from runtime import COUNT, Help, Mistake, Parser
 
 FILE = Path(__file__).parent.parent / "docs" / "paper.json"  # the papers' numbers, each once
 KNOWN = json.loads(FILE.read_text(encoding="utf-8"))
@@ -88,8 +88,8 @@ def read_runs(specs):
         else:
             print(f"{name}: no judged episodes in {folder} yet")
     if not any(runs.values()):
-        raise ValueError("none of the --runs has judged episodes: train and evaluate them first "
-                         "(bash run.sh SIZE axis NAME does)")
+        raise Mistake("none of the --runs has judged episodes: train and evaluate them first "
+                      "(bash run.sh SIZE axis NAME does)")
     return runs
 
 
@@ -98,15 +98,14 @@ def read_answers(specs):
     runs = {}
     for name, folder in map(named_folder, specs):
         file, seeds = folder.parent / "tax.json", runs.setdefault(name, [])
-        with runtime.errors_name(file):
-            scores = json.loads(file.read_text()) if file.exists() else {}
+        scores = json.loads(file.read_text()) if file.exists() else {}
         if folder.name in scores:
             seeds.append(scores[folder.name])
         else:
             print(f"{name}: no answered questions in {folder} yet")
     if not any(runs.values()):
-        raise ValueError("none of the --runs has answered questions: QA=DIR RETRIEVER=URL in front "
-                         "of bash run.sh SIZE axis NAME asks them")
+        raise Mistake("none of the --runs has answered questions: QA=DIR RETRIEVER=URL in front "
+                      "of bash run.sh SIZE axis NAME asks them")
     return runs
 
 
@@ -114,7 +113,7 @@ def named_folder(spec):
     """(NAME, folder) of NAME=OUT/eval/rl."""
     name, equals, folder = spec.partition("=")
     if not (name and equals and folder):
-        raise ValueError(f"--runs {spec!r} is not NAME=OUT/eval/rl")
+        raise Mistake(f"--runs {spec!r} is not NAME=OUT/eval/rl")
     return name, Path(folder)
 
 
@@ -188,7 +187,8 @@ def table_of(axis, runs, tasks="", gpus=0):
     head = ["setting", paper_head(places, "3B" if tools else test), ours, "95% over tasks",
             "minus the first trained", "tasks, seeds to tell", *PARTS.values(), "strict", *TRAINING]
     lines = [head, ["---"] * len(head)]
-    first = next((seeds for seeds in runs.values() if seeds and seeds[0][1]), [])
+    judged = list(filter(None, runs.values()))
+    first = next((seeds for seeds in judged if seeds[0][1]), judged[0])  # or the first
     for name in runs | places:  # settings that only the paper has come last
         lines.append([name, paper_cell(places, name), *table_row(runs.get(name, []), first)])
     more = cost_cells(runs, gpus) if axis == "algorithm" else gauge_cells(runs) if tools else {}

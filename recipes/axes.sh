@@ -68,14 +68,14 @@ train() {
 # draw_sets   draw the tasks of an axis: nested sets of mixed levels; for data, sets of one level
 # that share no task with these [1 app. D]; for memory, tasks in the cities of the evaluation
 draw_sets() {
-    local level levels=(easy 1:0:0 medium 0:1:0 hard 0:0:1)
-    draw_tasks pool pool --levels 1:1:1 --split train --n $((3 * alone)) --seed 6 --prefix pool \
+    local level levels=(easy "1 0 0" medium "0 1 0" hard "0 0 1")
+    draw_tasks pool pool --levels 1 1 1 --split train --n $((3 * alone)) --seed 6 --prefix pool \
         --exclude "$apart"
     stage subsets "$DATA/subsets/mixed-${amounts%%,*}.jsonl" python synth.py subsets \
         --tasks "$DATA/pool.jsonl" --sizes "$amounts" --seed 7 --out "$DATA/subsets"
     for level in $([[ $axis != data ]] || echo 0 2 4); do
         draw_tasks "${levels[level]}" "subsets/${levels[level]}-$alone" --split train --n "$alone" \
-            --levels "${levels[level + 1]}" --seed 8 --prefix "${levels[level]}" \
+            --levels ${levels[level + 1]} --seed 8 --prefix "${levels[level]}" \
             --exclude "$apart" "$DATA/pool.jsonl"
     done
     [[ $axis != memory ]] || stage home "$DATA/subsets/home-$full.jsonl" "${draw[@]}" --split train \
@@ -158,8 +158,7 @@ row() {
 # which is equal if both are equally hard [1]. The model has 128K tokens and 100 calls
 reliability() {
     local url=${endpoints[0]%=*} name=${endpoints[0]##*=} queries
-    check_teachers
-    draw_tasks reliability-tasks reliability --split all --n 200 --levels 1:1:1 --seed 9 \
+    draw_tasks reliability-tasks reliability --split all --n 200 --levels 1 1 1 --seed 9 \
         --prefix reliability
     for queries in synthetic validation; do
         words=("${evaluate[@]}")

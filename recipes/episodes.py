@@ -9,7 +9,7 @@ Writes  a table on the terminal, beside the paper's numbers [STAR, arXiv:2603.21
 import runtime
 from evaluate import mean, read_episodes
 from recipes.axes import TABLES
-from runtime import Help, Parser
+from runtime import Help, Mistake, Parser
 from travel.world import LEVELS
 
 
@@ -48,7 +48,7 @@ def flags(argv=None):
 def tabulate(args):
     rows = [*read_episodes(args.episodes).values()]
     if not rows:
-        raise ValueError(f"{args.episodes}: no episodes; synth.py episodes makes them")
+        raise Mistake(f"{args.episodes}: no episodes; synth.py episodes makes them")
     print(table(rows, runtime.load_template(args.model)))
 
 

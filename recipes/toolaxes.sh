@@ -58,8 +58,8 @@ critics() {
     judged sft+dpo "$plays/dpo-sft-s$1" dpo="$plays/dpo-sft-s$1/dpo" "$1"
     # tiny knows only its own system prompt: with the principles, 15 of 1,280 plays were right
     [[ $size != tool-tiny ]] || return 0
-    stage principles "$told" python -m toolstar.tools prompt --database "$held" \
-        --system-prompt "$DATA/system.txt" --principles $principles --out "$told"
+    stage principles "$told" bash -c 'cat "$1" <(echo) "$2" > "$3"' _ "$DATA/system.txt" \
+        $principles "$told"
     critic "told-s$1" "$plays/dpo-told-s$1" "$2" "$1" 1 "$told" $principles
     judged rl+dpo-told "$plays/dpo-told-s$1" dpo="$plays/dpo-told-s$1/dpo" "$1"
 }
@@ -79,16 +79,17 @@ study() {
 
 # helpers   the policy is its own helper. Refining must begin within the context, so tiny sets where
 helpers() {
-    local x at=$OUT/axis/helpers small=() able=(debug rollback refine)
-    [[ $size != tool-tiny ]] || small=(--refine-at $((room / 2)) --reply 128)
+    local x at=$OUT/axis/helpers more='' able=(debug rollback refine)
+    [[ $size != tool-tiny ]] || more=,refine_at=$((room / 2)),reply=128
     # pages are summarised only where there are some
     [[ $size != tool-tiny ]] && ! grep -qs '"Browse"' "$held/tools.json" || able+=(summarise)
     stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
-    stage worlds "$at/worlds/all/tools.json" python -m toolstar.helpers worlds --database "$held" \
-        "${small[@]}" --out "$at/worlds"
-    for x in none "${able[@]}" all; do
-        judged $x "$at/$x" $x="$OUT/rl" "$SEED" --database "$at/worlds/$x"
+    # the world's own tools.json may turn debug on
+    judged none "$at/none" none="$OUT/rl" "$SEED" --helpers debug=0
+    for x in "${able[@]}"; do
+        judged $x "$at/$x" $x="$OUT/rl" "$SEED" --helpers debug=0,$x=1$more
     done
+    judged all "$at/all" all="$OUT/rl" "$SEED" --helpers "$(printf '%s=1,' "${able[@]}")${more#,}"
 }
 
 if [[ $axis == helpers ]]; then helpers; else study; fi
@@ -99,10 +100,6 @@ if [[ $size == tool-star-* ]]; then  # set by set beside the paper's, as in the 
         --runs "${scored[@]}" ${JUDGE:+--judge "$JUDGE"} ${JUDGE_KEY:+--judge-key "$JUDGE_KEY"} \
         --out "${sets%/*}"
 fi
-if [[ $axis == helpers ]]; then
-    stage axis-helpers "$table" python -m toolstar.helpers table "${runs[@]}" --out "$table"
-else
-    stage "axis-$axis" "$table" python -m recipes.axes --axis "tool-$axis" \
-        --runs "${runs[@]}" --tasks "${evaluate[3]}" --out "$OUT/axis"
-fi
+stage "axis-$axis" "$table" python -m recipes.axes --axis "tool-$axis" \
+    --runs "${runs[@]}" --tasks "${evaluate[3]}" --out "$OUT/axis"
 finish "$table"

@@ -2,7 +2,6 @@
 #   bash run.sh tool-star-0.5b   or 1.5b, 3b, 7b: Tool-Star's recipe, from its published data
 #   bash run.sh tool-tiny        the laptop's recipe, from generated facts to the table per family
 # Sources: [2] ours   [3] Tool-Star, arXiv:2505.16410   [4] its released code, scripts and README
-tir=(python -m toolstar.tir)
 
 # critic NAME FOLDER MODEL SEED CYCLE [PROMPT PRINCIPLES]   the self-critic [3 app. B.1]: the model
 # plays, and DPO learns from its right and wrong plays
@@ -46,14 +45,8 @@ if [[ $size == tool-star-* ]]; then
     reward=paper prompts=128 group=8
     SFT_DATA=${SFT_DATA:-$DATA/published/sft.json} RL_DATA=${RL_DATA:-$DATA/published/rl.parquet}
     SETS=${SETS:-$DATA/published/sets} TOOLS=${TOOLS:-database/tool-star}
-    made "$DATA/rl.jsonl" || for file in "$SFT_DATA" "$RL_DATA"; do
-        must "no $file: SFT_DATA and RL_DATA name files of the data sets Tool-Star-SFT-54K and \
-Multi-Tool-RL-10K of dongguanting" test -e "$file"
-    done
-    made "$DATA/sets/tasks.jsonl" || must "no $SETS: SETS names a folder, see toolstar/sets.py" \
-        test -d "$SETS"
     # training tasks that occur in a test set are dropped; system.txt is the prompt of the SFT data
-    stage convert "$DATA/rl.jsonl" "${tir[@]}" convert --from tool-star --sft "$SFT_DATA" \
+    stage convert "$DATA/rl.jsonl" python -m toolstar.tir convert --from tool-star --sft "$SFT_DATA" \
         --rl "$RL_DATA" --sets "$SETS" --out "$DATA"
     # the same number of questions per set as in [3]
     stage sets "$DATA/sets/tasks.jsonl" python -m toolstar.sets read --sets "$SETS" \
@@ -61,14 +54,13 @@ Multi-Tool-RL-10K of dongguanting" test -e "$file"
     must "a tool fails, see above: $TOOLS/eval/tools.json names the retriever" \
         python -m toolstar.tools check --database "$TOOLS/eval"
     must "a tool fails, see above: $TOOLS/train/tools.json names the retriever" python -m \
-        toolstar.tools check --database "$TOOLS/train" --update $((prompts * group)) $context
+        toolstar.tools check --database "$TOOLS/train"
     [[ -z ${JUDGE:-} ]] || must "$JUDGE: JUDGE=http://host:port/v1=MODEL, JUDGE_KEY=its key" \
         python -c "$ask" "$JUDGE" ${JUDGE_KEY:+"$JUDGE_KEY"}
     # 3 calls in training; in evaluation 3 of each tool [4], here 6 of both together [2]. One call
     # over the budget is refused, so there are at most 7 turns and the answer
     tools=(--env tools --system-prompt "$DATA/system.txt")
-    world=("${tools[@]}" --database "$TOOLS/train") val='' tried=$DATA/sets/tasks.jsonl
-    preflight
+    world=("${tools[@]}" --database "$TOOLS/train")
     # full fine-tuning, cosine, warm-up 0.1, 4 GPUs x 4 rows [4]; unlike [4], results are masked [2]
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$DATA/sft.jsonl" --epochs 3 --batch 16 --lr $(rate 7e-6) --warmup 0.1 \
@@ -132,9 +124,9 @@ evaluate=(python evaluate.py --tasks "$DATA/val.jsonl" --database "$held" "${jud
 
 # serve_pages   serve the pages that Browse reads, until this script ends
 serve_pages() {
-    local said serve=("${tir[@]}" pages --database "$DATA/train" "$DATA/val" --port $port)
+    local said serve=(python -m tiny.facts pages --database "$DATA/train" "$DATA/val" --port $port)
     if [[ -n ${DRY:-} ]]; then
-        printf '\n# pages, until the end\n%s&\n' "$(print "${serve[@]}")"
+        printf '\n# pages, until the end\n%s&\n' "$(printf '%q ' "${serve[@]}")"
         return
     fi
     # a killed run.sh leaves no server behind on the port
@@ -147,12 +139,12 @@ serve_pages() {
 }
 
 # held-out tasks ask about a separate world, whose names and numbers occur nowhere else
-stage facts "$DATA/val.jsonl" "${tir[@]}" facts --seed 0 --port $port --out "$DATA"
+stage facts "$DATA/val.jsonl" python -m tiny.facts world --seed 0 --port $port --out "$DATA"
 serve_pages
-stage episodes "$DATA/sft.jsonl" "${tir[@]}" episodes --database "$DATA/train" \
+stage episodes "$DATA/sft.jsonl" python -m tiny.facts episodes --database "$DATA/train" \
     --tasks "$DATA/sft-tasks.jsonl" --out "$DATA/sft.jsonl"
 if [[ -z ${MODEL:-} ]]; then  # a random model, which first learns to copy
-    stage drills "$DATA/drills.jsonl" "${tir[@]}" drills --n 6000 --seed 5 --port $port \
+    stage drills "$DATA/drills.jsonl" python -m tiny.facts drills --n 6000 --seed 5 --port $port \
         --out "$DATA/drills.jsonl"
     stage init "$OUT/init/config.json" python -m tiny model --seed "$SEED" \
         --phrases database/words/phrases-tools.txt \

@@ -628,7 +628,7 @@ def attack(jail, host, kind, name, outcomes, program):
         wrong.append(result.stdout[-500:])
     if (after := jail.run(BENIGN, "", 20)).stdout != RIGHT:
         wrong.append(f"the next call is wrong: {after}")
-    for worker in list(jail.idle):
+    for worker in filter(None, list(jail.idle.queue)):
         if len(below(worker.process.pid)) != 1:
             wrong.append("bubblewrap has more below it than the worker")
     if host.visited():

@@ -2,7 +2,7 @@
 
     python tests/signal_at.py KILL 3 grpo.py --model out/sft ...
 
-sends SIGKILL when the shards of the third checkpoint are written, and mark.json, which makes them
+sends SIGKILL when the shards of the third checkpoint are written, and `latest`, which makes them
 count, is about to take its name.
 """
 import os
@@ -15,7 +15,7 @@ left = iter(range(int(times) - 1, -1, -1))
 
 
 def hook(event, arguments):
-    if event == "os.rename" and str(arguments[1]).endswith("mark.json") and next(left, 1) == 0:
+    if event == "os.rename" and str(arguments[1]).endswith("latest") and next(left, 1) == 0:
         os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
 
 

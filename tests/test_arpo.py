@@ -10,7 +10,6 @@ import torch
 from conftest import SEED, Replies, flags_of, train, weights
 
 import arpo
-from look.microscope import write_tokens
 from runtime import read_jsonl, write_jsonl
 from travel.world import Travel
 
@@ -120,22 +119,6 @@ def play(one_rank, template, world):
     return play
 
 
-@pytest.fixture
-def play_updates(one_rank, template, world):
-    """play_updates(script, flags, n) -> [(whole samples, waiting)] of n updates of three tasks."""
-    def play(script, words, n):
-        args, llm, waiting, found = flags(f"{words} --prompts 3"), Replies(template, script), [], []
-        rows = [{"id": f"t{i}", "query": f"Where to, traveller {i}?"} for i in range(3)]
-        for step in range(n):
-            for s in waiting:
-                s.query -= 3
-                s.starts.append(len(s.ids))
-            stretch = args.stretch if step + 1 < n else 0
-            samples = arpo.rollout(llm, template, world, rows, f"play/{step}", args.group, 1.0, 1.0,
-                                   args, waiting, stretch)
-            found.append((samples, list(waiting)))
-        return found
-    return play
 
 
 def wander(*endings, seed=SEED):
@@ -240,25 +223,6 @@ def test_all_entropies_are_there_for_the_entropy_weighted_advantage(law, play):
     assert all(len(s.entropies) == sum(s.mask) for s in samples.values())
 
 
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("group, start, stretch", [(5, 0, 1), (8, 1, 30), (8, 3, 60), (8, 8, 30)])
-def test_groups_are_whole_and_forks_real_when_plays_wait_for_the_next_update(
-        law, group, start, stretch, play_updates):
-    words = f"--branch {law} --group {group} --initial {start} --stretch {stretch}"
-    found, waited, forked_later = play_updates(wander(CALL, CALL, ANSWER, BREACH), words, 8), 0, 0
-    for step, (samples, waiting) in enumerate(found):
-        groups = arpo.by_query(samples)
-        assert all(len(plays) == group for plays in groups.values())
-        waited += bool(waiting)
-        for s in samples:
-            assert sorted(s.starts) == s.starts and len(s.starts) <= step + 1
-            if s.parent:
-                n, parent = s.shared, next(p for p in samples if p.name == s.parent)
-                assert list(s.ids[:n]) == list(parent.ids[:n]) and s.starts is not parent.starts
-                forked_later += len(s.starts) > 1
-    names = [s.name for samples, _ in found for s in samples]
-    assert len(names) == len(set(names)) == 8 * 3 * group and not found[-1][1]
-    assert waited and (forked_later or start == 8)
 
 
 # ------------------------------------------------------------------------------------------- loss
@@ -278,7 +242,7 @@ def family():
 def gradients(samples, words=""):
     """{sample: d loss / d (log pi of its policy tokens)} where w is 1."""
     weighted = arpo.token_weights(arpo.group_advantages(samples), flags(words))
-    logps, advantage, weight, _ = arpo.per_token(weighted, "cpu")
+    logps, advantage, weight = arpo.per_token(weighted, "cpu")
     logps.requires_grad_()
     arpo.policy_loss(logps, logps.detach(), advantage, weight, flags(words))[0].backward()
     parts = logps.grad.split([sum(s.mask) for s, _ in weighted])
@@ -325,16 +289,6 @@ def test_unsure_tokens_weigh_more_with_the_entropy_advantage():
     assert found["d"] == pytest.approx([-z / 8 for z in (1.2, 0.8, 1.2)], rel=1e-4)
 
 
-def test_the_microscope_keeps_forks_as_a_tree(one_rank, template, tmp_path):
-    samples = family()
-    arpo.group_advantages(samples)
-    write_tokens(tmp_path / "1.jsonl", samples, [], template, flags())
-    row = read_jsonl(tmp_path / "1.jsonl")[2]
-    assert (row["name"], row["parent"], row["shared"]) == ("c", "b", 6)
-    tree = [[play[key] for key in ("name", "parent", "shared", "length", "prompt")]
-            for play in row["group"]]
-    assert tree == [["a", "", 0, 7, 2], ["b", "a", 4, 8, 2], ["c", "b", 6, 7, 2],
-                    ["d", "", 0, 5, 2]]
 
 
 # -------------------------------------------------------------------------------------- processes

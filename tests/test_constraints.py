@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from format_plan import MEALS, itinerary
+from runtime import Mistake
 from travel import constraints
 from travel.constraints import COMMONSENSE, FIELDS, HARD, RULES, SCORES, judge, reward, score
-from travel.solver import solve
 
 # ----------------------------------------------------------------------------------------- parity
 
@@ -31,7 +31,7 @@ def scored(case, database, rules):
     """Our verdict; None if the task lacks a key, which the error then names."""
     try:
         return score(case["task"], case["plan"], database, rules)
-    except KeyError as error:
+    except Mistake as error:
         assert "\n" not in str(error) and "has no" in str(error)
         return None
 
@@ -81,17 +81,12 @@ def test_strict_never_passes_what_star_fails(test_data, official):
     assert gauge > 100
 
 
-def test_strict_passes_the_human_plans_that_star_passes_but_for_one_that_misstates_a_cost(
-        test_data, official):
+def test_strict_passes_the_human_plans_that_star_passes(test_data, official):
     rows = [case for case in cases(test_data) if case["id"].startswith("r/annotated")]
     assert len(rows) >= 20
     for case in rows:
         star, strict = (scored(case, official, rules) for rules in ("star", "strict"))
-        if case["id"] == "r/annotated:train:17":  # a car at the price of a taxi
-            reason = strict["checks"]["is_valid_information_in_sandbox"][1]
-            assert "the cost is 40, not 819" in reason
-        else:
-            assert strict["success"] == star["success"]
+        assert strict["success"] == star["success"]
 
 
 # ---------------------------------------------------------------- changes to a trip that all pass
@@ -110,9 +105,6 @@ HOLES = {  # what star lets pass: what is changed, the check that strict fails
     "B13 another date": (
         {"1 transportation": "Flight Number: {other flight}, from {org} to {city}"},
         "is_valid_information_in_sandbox"),
-    "B13 another time": (
-        {"1 transportation": "Flight Number: {flight}, from {org} to {city}, Arrival Time: 0:01"},
-        "is_valid_information_in_sandbox"),
     "B20 the wrong way": ({"1 transportation": "{way back}"},
                           "is_valid_information_in_current_city"),
     "B18 another destination": ({"task dest": "{far}"}, "is_reasonable_visiting_city"),
@@ -124,24 +116,8 @@ HOLES = {  # what star lets pass: what is changed, the check that strict fails
     "B16 spelled twice": ({"2 dinner": "{lunch},  {city}"}, "is_valid_restaurants"),
     "B3 the name of the city": ({"2 lunch": "{lunch at home} from {city}\n{lunch at home}, {org}"},
                                 "is_valid_information_in_current_city"),
-    "B5 cheaper than a taxi": ({"2 transportation": "Self-driving {road}, cheaper than a taxi"},
-                               "valid_transportation"),
     "B5 a car that is no taxi": (
         {"2 transportation": "Rental car {road}, cheaper than a taxi"},
-        "is_valid_information_in_sandbox"),
-    "B19 a taxi that one drives": (
-        {"2 transportation": "Taxi (self-driven rental) {road}", "wish transportation": None},
-        "is_valid_transportation"),
-    "B24 a taxi that one drives": (
-        {"2 transportation": "Taxi (rental car) {road}"}, "valid_transportation"),
-    "B13 departs at another time": (
-        {"1 transportation": "Flight Number: {flight}, from {org} to {city}, departs 00:01 am"},
-        "is_valid_information_in_sandbox"),
-    "B13 times in brackets": (
-        {"1 transportation": "Flight Number: {flight}, from {org} to {city}, ({lands} - {leaves})"},
-        "is_valid_information_in_sandbox"),
-    "B13 a fare": (
-        {"1 transportation": "Flight Number: {flight}, from {org} to {city}, ($1 each)"},
         "is_valid_information_in_sandbox"),
     "a ride on a day at rest": (
         {"2 transportation": "Taxi {road}", "wish transportation": None},
@@ -155,18 +131,11 @@ HOLES = {  # what star lets pass: what is changed, the check that strict fails
     "a number in brackets": (
         {"1 transportation": "Flight Number: {flight}, from {org} to {city}, (or F0000001)"},
         "is_valid_information_in_sandbox"),
-    "another mode": (
-        {"1 transportation": "Flight Number: {flight}, from {org} to {city}, by train"},
-        "is_valid_information_in_sandbox"),
     "a city behind the way": ({"1 current_city": "from {org} to {city}, via {far} for two nights"},
                               "is_reasonable_visiting_city"),
     "a number of another day": ({"2 day": 1}, "is_not_absent"),
     "a day more": ({"4 current_city": "{city}"}, "is_not_absent"),
     "a field more": ({"2 note": "any"}, "is_not_absent"),
-    **{f"B14 another {word}": ({"2 transportation": f"Taxi {{road}}, {word}: {said}"},
-                               "is_valid_information_in_sandbox")
-       for word, said in (("duration", "3 mins"), ("distance", "1 km"), ("distance", "9999 miles"),
-                          ("cost", "1"))},
 }
 BREAKS = {  # what is changed, the one check of star that fails
     "B10 no dinner": ({"2 dinner": "-"}, "is_not_absent"),
@@ -328,21 +297,6 @@ def test_a_loophole_of_star_is_closed_in_strict(trip, mini, hole):
     assert check in failed(score(task, plan, mini, "strict"))
 
 
-def test_b5_any_word_is_a_car_and_in_strict_only_flight_taxi_and_self_driving_are_rides(mini):
-    a, b = next((a, b) for a in mini.hotel_cities for b in mini.hotel_cities
-                if all((row := mini.distance(*way)) and row.km and "day" not in row.duration
-                       for way in ((a, b), (b, a))))
-    task, _ = copy.deepcopy(witness(mini))
-    task |= {"org": a, "dest": b, "local_constraint": {"transportation": "no flight"}}
-    plan = solve(task, mini)
-    for word in ("Plane F123,", "Teleport", "Train", "Rental car", "By flying carpet"):
-        for day, way in ((0, f"from {a} to {b}"), (2, f"from {b} to {a}")):
-            plan[day]["transportation"] = f"{word} {way}"
-        assert score(task, plan, mini)["success"] == 1
-        verdict = score(task, plan, mini, "strict")
-        assert "does not begin" in verdict["checks"]["is_valid_information_in_sandbox"][1]
-
-
 def test_a_ride_with_true_details_passes_strict_in_any_wording(trip, mini):
     task, plan, city = trip
     change(trip, {"wish transportation": None}, mini)
@@ -368,38 +322,15 @@ def test_a_ride_with_true_details_passes_strict_in_any_wording(trip, mini):
         assert score(task, plan, mini, "strict")["checks"][check] == [True, None], said
 
 
-@pytest.mark.parametrize("said", [
-    "${} per person and ${} in all", "duration: 1 mins", "${} each", "${}"])
-def test_a_ride_with_false_details_fails_strict(trip, mini, said):
-    task, plan, _ = trip
-    row = mini.distance(*road(mini))
-    change(trip, {"2 transportation": "Taxi {road}, " + said.format(*[int(row.km * 3)] * 2)}, mini)
-    assert "is_valid_information_in_sandbox" in failed(score(task, plan, mini, "strict"))
-
-
-@pytest.mark.parametrize("meal, arriving, times, fits", [
-    ("breakfast", True, "Departure Time: 06:00, Arrival Time: 10:30", True),
-    ("breakfast", True, "Departure Time: 09:00, Arrival Time: 12:00", False),
-    ("lunch", True, "(09:00 - 15:00)", True), ("lunch", True, "lands 4:40 PM", False),
-    ("dinner", True, "Departure Time: 22:50, Arrival Time: 01:10", False),
-    ("dinner", True, "Departure Time: 18:00, Arrival Time: 22:00", True),
-    ("lunch", False, "Departure Time: 08:00, Arrival Time: 09:00", False),
-    ("dinner", False, "departs 3:00 pm", False), ("dinner", False, "departs 7:00 pm", True),
-    ("breakfast", False, "Departure Time: 07:00", True), ("dinner", True, "", True)])
-def test_a_meal_fits_the_times_that_a_ride_states(meal, arriving, times, fits):
-    move = f"Flight Number: F0000001, from A to B, {times}"
-    assert (constraints.untimely(move, meal, arriving) is None) == fits
-
-
 def test_strict_refuses_a_meal_at_the_destination_before_the_arrival(trip, mini):
     task, plan, city = trip
     way = plan[0]["transportation"].partition(", Departure")[0]
     names = change(trip, {"1 breakfast": "{rare meal}, {city}"}, mini)
     lands = mini.flight(names["flight"]).arrival
-    for said, success in (("", 1), (f", Arrival Time: {lands}", lands <= "11:00")):
-        plan[0]["transportation"] = way + said
+    for said in ("", f", Arrival Time: {lands}", ", Arrival Time: 06:00"):
+        plan[0]["transportation"] = way + said  # the flight's row counts, not what is said
         assert score(task, plan, mini)["success"] == 1
-        assert score(task, plan, mini, "strict")["success"] == success
+        assert score(task, plan, mini, "strict")["success"] == (lands <= "11:00")
 
 
 TASK = {"people_number": 2, "budget": 900, "visiting_city_number": 1, "days": 3,
@@ -415,20 +346,8 @@ TASK = {"people_number": 2, "budget": 900, "visiting_city_number": 1, "days": 3,
     ({"local_constraint": {"transportation": "by train"}}, "'transportation'")])
 def test_a_task_that_no_plan_can_solve_is_refused(change, told):
     constraints.check_task(TASK)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(Mistake, match=told):
         constraints.check_task(TASK | change)
-
-
-def test_a_task_whose_destination_is_not_in_the_tables_is_refused(trip, mini):
-    task, _, city = trip
-    constraints.check_task(task, mini)
-    state = mini.cities[city]
-    for change, told in (({"dest": "Nowhere"}, "'dest' is 'Nowhere'"),
-                         ({"org": "Nowhere"}, "'org'"), ({"dest": task["org"]}, "'dest'"),
-                         ({"local_constraint": {"cuisine": ["Indian", "chinese"]}}, "'chinese'"),
-                         ({"dest": state, "days": 99, "visiting_city_number": 90}, "not 90")):
-        with pytest.raises(ValueError, match=told):
-            constraints.check_task(task | change, mini)
 
 
 @pytest.mark.parametrize("wrong", BREAKS)
@@ -586,7 +505,7 @@ def test_b27_constraints_in_a_string_are_parsed_and_never_executed(trip, mini):
 def test_c9_a_key_the_task_lacks_is_named(trip, mini, rules, place):
     task, plan, _ = trip
     change(trip, {place: GONE}, mini)
-    with pytest.raises(KeyError, match=place.split(" ", 1)[1]):
+    with pytest.raises(Mistake, match=place.split(" ", 1)[1]):
         score(task, plan, mini, rules)
 
 

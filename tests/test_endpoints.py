@@ -1,5 +1,4 @@
 """Endpoints: refusals, full contexts, limits, thoughts, restarts."""
-import itertools
 import json
 import random
 import threading
@@ -7,7 +6,6 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
-import httpx2
 import pytest
 import styles
 from conftest import SEED
@@ -17,13 +15,10 @@ import grpo
 from format_plan import COSTS, Reader, itinerary, parse_plan
 from runtime import (
     ChatError,
-    CheckedWorld,
     NoRoom,
     Refused,
     chat,
-    read_bounded,
     read_jsonl,
-    read_reply,
     with_thought,
     write_jsonl,
 )
@@ -170,15 +165,6 @@ def test_a_request_without_a_usable_reply_counts_as_refused(serve, found):
         chat(url, "m", HELLO, retries=1)
 
 
-@pytest.mark.parametrize("most, part", [(10, b"x" * 6), (10**9, b"")])
-def test_a_body_that_does_not_end_is_given_up(monkeypatch, most, part):
-    monkeypatch.setattr("runtime.LARGEST_BODY", most)
-    response = SimpleNamespace(iter_bytes=lambda: itertools.repeat(part), request=SimpleNamespace(
-        extensions={"timeout": {"read": 0.01}}))
-    with pytest.raises(httpx2.HTTPError, match="does not end"):
-        read_bounded(response)
-
-
 def test_an_endpoint_that_has_worked_is_waited_for(serve, monkeypatch):
     url, asked = serve(lambda body: (503, "loading") if len(asked) in down else said("a"))
     down = range(2, 6)
@@ -309,12 +295,6 @@ def test_separate_thoughts_and_those_without_an_opening_tag_keep_the_format(serv
     assert asked[-1]["messages"][2]["content"].startswith("<think>So."), "it is sent back, too"
 
 
-def test_a_reply_in_parts_is_joined():
-    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "So."}]},
-             {"type": "text", "text": CALL[:9]}, {"type": "text", "text": CALL[9:]}]
-    assert read_reply(said(parts)[1]) == f"<think>So.</think>\n{CALL}"
-
-
 def test_a_begun_message_keeps_its_own_thought(serve):
     url, _ = serve(lambda body: said("so.</think><answer>1</answer>", reasoning="no"))
     begun = [*HELLO, {"role": "assistant", "content": "<think>I think"}]
@@ -361,7 +341,7 @@ def judged(answers, mini, reader=None):
             failure_rate=0.0, max_turns=9, system_prompt="short"))
         episode.step(f"<think>.</think><answer>{text}</answer>")
         samples.append(grpo.Sample(episode, number, f"{number}", [1], [1], [0.0]))
-    grpo.judge_all(samples, CheckedWorld(world, "travel"), "sum")
+    grpo.judge_all(samples, world, "sum")
     return samples
 
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from runtime import Mistake
 from toolstar.files import golds_of, plain, read_rows, splits_of
 from toolstar.published import read_rows as read_by_converter
 from toolstar.sets import read_rows as read_by_sets
@@ -53,7 +54,7 @@ def test_rows_of_parquet_have_none_in_place_of_nan(tmp_path):
 @pytest.mark.skipif(find_spec("pyarrow") is not None, reason="pyarrow is installed")
 def test_without_pyarrow_the_line_says_what_to_do(tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match="pip install pyarrow"):
+    with pytest.raises(Mistake, match="pip install pyarrow"):
         read_rows(tmp_path / "x.parquet")
 
 
@@ -75,7 +76,7 @@ def test_an_error_takes_the_place_of_a_broken_line(tmp_path):
     ("x.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "download it again")])
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name}: .*{said}"):
+    with pytest.raises(Mistake, match=f"{name}: .*{said}"):
         read_rows(tmp_path / name)
 
 

@@ -37,20 +37,6 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(tmp_path):
     assert not (tmp_path / "gpu").exists()
 
 
-def test_the_simulation_of_play_takes_any_size_that_grpo_takes(monkeypatch, capsys):
-    play = load("bench_play")
-    words = "play --prompts 3 --group 4 --sigma 0.5"
-    for more, groups in (("--flight 1 --engines 5 --updates 2", 3), ("--updates 9", 3)):
-        monkeypatch.setattr(sys, "argv", f"{words} {more}".split())
-        seconds, busy, *_, least, most = play.simulate(0.5, play.flags())
-        assert seconds > 0 and 0 < busy <= 1 and least == most == groups
-    for wrong in "--engines 0", "--updates 1", "--tokens 0", "--prefill 0":
-        monkeypatch.setattr(sys, "argv", f"{words} {wrong}".split())
-        with pytest.raises(SystemExit):
-            play.flags()
-        assert wrong.split()[0] in capsys.readouterr().err
-
-
 def test_flops_count_weights_the_head_of_policy_tokens_and_causal_attention_by_hand(trainer):
     config = SimpleNamespace(num_hidden_layers=10, hidden_size=1000, vocab_size=100_000,
                              tie_word_embeddings=True)

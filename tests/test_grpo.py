@@ -2,7 +2,6 @@
 import copy
 import math
 import random
-import sys
 import threading
 from collections import Counter
 from itertools import pairwise
@@ -11,19 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from babble import Babble
-from conftest import SEED, Plain, Replies, flags_of, said, train, train_broken, weights, witness
+from conftest import SEED, Plain, Replies, flags_of, said, train, weights, witness
 
 import grpo
-import runtime
 import sft
-from look.microscope import pieces, write_tokens
-from runtime import read_jsonl, write_jsonl
+from runtime import Mistake, read_jsonl, write_jsonl
 from travel.solver import solver_replies
 from travel.world import Travel, load_task
 
 REPLY = "<think>a</think>\n<answer>b</answer>"
 CPU = torch.device("cpu")
-WORLD = runtime.CheckedWorld(Babble(), "babble")  # as open_world returns it
+WORLD = Babble()
 
 
 def flags(words=""):
@@ -101,7 +98,7 @@ def test_a_reply_that_a_stop_string_ends_gets_its_end_token_from_the_template(pl
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_the_fix(play):
-    with pytest.raises(ValueError, match="raise --context above 20"):
+    with pytest.raises(Mistake, match="raise --context above 20"):
         play([], flags("--context 20"))
 
 
@@ -119,20 +116,6 @@ def test_a_rollout_plays_every_task_g_times_in_whatever_order_replies_end(one_ra
     assert all(len(ids) + params.max_tokens <= 4000 for ids, params in llm.asked.values())
 
 
-@pytest.mark.parametrize("differing, kinds", [(3, "...u."), (2, "..uu.."), (0, "u" * 12)])
-def test_refill_plays_until_enough_groups_differ_or_its_batches_are_spent(
-        differing, kinds, one_rank, template):
-    def script(name, text):  # of play/0/query/place in the group/turn: so many queries differ
-        _, _, query, place, _ = name.split("/")
-        return (place if int(query) < differing else "7"), 0.5
-
-    llm, args = Replies(template, script), flags("--drop-uniform --refill 2 --prompts 4 --group 3")
-    samples, _ = grpo.play_batch(llm, template, WORLD, BABBLED, 0, 9, "digits", [], args)
-    groups = grpo.by_query(samples)
-    assert "".join("u" if grpo.uniform(group) else "." for group in groups.values()) == kinds
-    assert all(len({s.record["task"]["id"] for s in group}) == 1 for group in groups.values())
-    told = grpo.describe(samples, groups, Babble.parts)
-    assert told["uniform"] == pytest.approx(kinds.count("u") / len(kinds))
 
 
 def test_curriculum_is_the_worlds_first_kind_then_its_second_then_its_third():
@@ -145,12 +128,6 @@ def test_a_reward_is_the_worlds_first_kind_unless_it_is_named():
     assert named == ["sum", "success"]
 
 
-@pytest.mark.parametrize("words", ["--refill 1", "--tis-cap 2",
-                                   "--refill 1 --drop-uniform --stretch 9", "--stretch -1",
-                                   "--stretch 9 --recompute", "--stretch 9 --train-results"])
-def test_a_flag_without_the_one_it_adds_to_is_refused(words):
-    with pytest.raises(SystemExit):
-        flags(words)
 
 
 @pytest.mark.parametrize("words, ranks", [("--tp 2", 3), ("--tp 4", 2)])
@@ -158,7 +135,7 @@ def test_ranks_that_make_no_whole_engines_are_refused(words, ranks, monkeypatch,
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(SystemExit):
         flags(words)
-    assert f"does not divide {ranks} ranks into engines" in capsys.readouterr().err
+    assert "does not divide the ranks into engines" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------- stretch
@@ -167,126 +144,22 @@ def test_ranks_that_make_no_whole_engines_are_refused(words, ranks, monkeypatch,
 REPLY_TOKENS = 4  # of "1 2" and its end
 
 
-@pytest.fixture
-def updates_of(one_rank, template):
-    """updates_of(turns of each task, flags, kinds) -> [(whole samples, waiting)] of as many updates
-    as there are kinds of reward. Every reply is "1 2"."""
-    begun = 0  # the counter of an update's queries can be used only once
-
-    def play(turns, words, kinds):
-        nonlocal begun
-        tasks = [{"id": f"{i}", "query": f"Go on, {i}.", "turns": n, "success": 0.5}
-                 for i, n in enumerate(turns)]
-        args, waiting, found = flags(words), [], []
-        llm, first, begun = Replies(template, lambda *_: ("1 2", 0.5)), begun, begun + len(kinds)
-        for step, kind in enumerate(kinds, first):
-            samples, _ = grpo.play_batch(llm, template, WORLD, tasks, step, begun, kind, waiting,
-                                         args)
-            found.append((samples, copy.deepcopy(waiting)))
-        return found
-    return play
 
 
-@pytest.mark.parametrize("k, replies", [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (99, 9)])
-def test_a_play_waits_at_the_end_of_the_reply_in_which_it_has_sampled_k_tokens(
-        k, replies, updates_of):
-    words = f"--stretch {k} --group 2 --prompts 2 --max-turns 9"
-    *early, (_, left) = updates_of((1, 7), words, ["digits"] * 4)
-    learnt = [s for samples, _ in early for s in samples if s.record["turns"] == 7]
-    for s in learnt:
-        prompt = s.mask.index(1)
-        said = [sum(s.mask[prompt:start]) for start in [*s.starts[1:], len(s.mask)]]
-        whole = range(replies * REPLY_TOKENS, 7 * REPLY_TOKENS, replies * REPLY_TOKENS)
-        assert said == [*whole, 7 * REPLY_TOKENS][:len(said)] and said[-1] == 7 * REPLY_TOKENS
-    waited = -(-7 // replies) - 1
-    assert all(len(s.starts) - 1 == waited for s in learnt) and bool(learnt) == (waited < 3)
-    assert not left, "the last update plays to the end"
 
 
-def test_a_group_is_learnt_once_with_all_its_plays_and_none_is_lost(updates_of):
-    words = "--stretch 5 --group 3 --prompts 2 --max-turns 9"
-    found = updates_of((1, 2, 3, 4, 5, 6), words, ["digits"] * 6)
-    names = [[s.name for s in samples] for samples, _ in found]
-    assert Counter(sum(names, [])) == dict.fromkeys({name for each in names for name in each}, 1)
-    assert len(sum(names, [])) == 6 * 2 * 3 and any(waiting for _, waiting in found)
-    for samples, waiting in found:
-        groups = grpo.by_query(samples)
-        assert all(len(group) == 3 and len({s.record["task"]["id"] for s in group}) == 1
-                   for group in groups.values())
-        begun, left = ({s.name.rpartition("/")[0] for s in some} for some in (samples, waiting))
-        assert len(groups) == len(begun) >= 1 and not begun & left
 
 
-def test_where_no_group_is_whole_all_plays_get_another_stretch_under_the_same_weights(updates_of):
-    words = "--stretch 4 --group 2 --prompts 2 --max-turns 9"
-    (samples, waiting), _ = updates_of((2, 5), words, ["digits"] * 2)
-    assert {s.record["turns"] for s in samples} == {2}
-    assert all(s.starts == [0] for s in samples), "the weights were the same, so nothing is stale"
-    assert {s.episode.turns for s in waiting} == {2}
 
 
-def test_a_group_is_judged_by_the_kind_in_force_when_it_is_whole(updates_of):
-    words = "--stretch 4 --group 2 --prompts 2 --max-turns 9"
-    first, second, _ = (samples for samples, _ in updates_of(
-        (1, 2), words, ["digits", "apart", "digits"]))
-    assert {(s.record["turns"], s.record["kind"]) for s in first} == {(1, "digits")}
-    assert {(s.record["turns"], s.record["kind"]) for s in second} == {(2, "apart"), (1, "apart")}
 
 
-def test_tokens_of_tools_do_not_count_for_a_stretch(updates_of):
-    for words in "", "--train-results --tis-cap 2":
-        words += " --stretch 9 --group 2 --prompts 2 --max-turns 9"
-        (samples, waiting), _ = updates_of((1, 5), words, ["digits"] * 2)
-        assert {s.episode.turns for s in waiting} == {3} and len(samples) == 2
 
 
-def test_ages_by_hand():
-    # two prompt tokens; 3 sampled, a tool's 2, then 1 sampled; waited twice; 4 sampled; waited; 2
-    s = sample(0, 0.0)
-    s.mask = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1]
-    s.logps = [-1.0 * m for m in s.mask]
-    s.starts = [0, 7, 8, 12]
-    assert grpo.ages(s) == [2, 4, 1, 3]  # 14 tokens, of which those before 12 are not fresh
-    young = sample(0, 0.0, tokens=10)
-    for each in s, young:
-        each.record = {"score": {}, "strict": 0, "turns": 1, "calls": 0, "failures": 0}
-    told = grpo.describe([s, young], grpo.by_query([s, young]), ())
-    assert (told["age_max"], told["stale"]) == (3, pytest.approx(8 / 20))
-    assert told["age"] == pytest.approx((1 * 4 + 2 * 1 + 3 * 3) / 20)
 
 
-def test_a_checkpoint_gives_back_its_plays_and_refuses_another_stretch(tmp_path, updates_of):
-    words = "--stretch 4 --group 2 --prompts 2 --max-turns 9"
-    (_, waiting), _ = updates_of((1, 5), words, ["digits"] * 2)
-    folder = tmp_path / "checkpoints" / "step-3"
-    folder.mkdir(parents=True)
-    for stretch in 0, 4:
-        assert runtime.restore_plays(tmp_path, 0, 0, stretch) == []
-    with pytest.raises(SystemExit, match="step-3 was saved with --stretch 0"):
-        runtime.restore_plays(tmp_path, 3, 0, 4)
-    torch.save((4, waiting), folder / "plays-0.pt")
-    again = runtime.restore_plays(tmp_path, 3, 0, 4)
-    assert waiting and [vars(s.episode).keys() for s in again] == [
-        vars(s.episode).keys() for s in waiting]
-    assert [(s.name, s.ids, s.mask, s.logps, s.starts, s.episode.messages) for s in again] == [
-        (s.name, s.ids, s.mask, s.logps, s.starts, s.episode.messages) for s in waiting]
-    for stretch in 0, 5:
-        with pytest.raises(SystemExit, match="was saved with --stretch 4: resume with the same"):
-            runtime.restore_plays(tmp_path, 3, 0, stretch)
 
 
-def test_travel_episodes_go_on_alike_after_a_checkpoint(task, mini, world):
-    replies = list(solver_replies(task, mini))
-    for seed in range(8):
-        here = world.episode(task, f"{SEED}/{seed}", flags("--failure-rate 0.5"))
-        for reply in replies[:2]:
-            here.step(reply)
-        there = runtime.copy_by_pickle(here)
-        for reply in replies[2:]:
-            here.step(reply)
-            there.step(reply)
-        assert here.record() == there.record() and here.turns > 2
-        assert world.verdict(here) == world.verdict(there)
 
 
 class Locked(Babble):
@@ -298,25 +171,8 @@ class Locked(Babble):
         return episode
 
 
-def test_a_world_whose_episodes_do_not_pickle_is_refused_before_an_engine_starts():
-    world = runtime.CheckedWorld(Locked(), "locked.py")
-    runtime.check_world(world, BABBLED[0], flags())
-    with pytest.raises(ValueError, match="locked.py: an episode must pickle for --stretch, task"):
-        runtime.check_world(world, BABBLED[0], flags("--stretch 9"))
 
 
-def test_a_play_that_cannot_be_saved_or_loaded_is_one_line(one_rank, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime, "check_parameters", lambda *_: None)
-    trainer = SimpleNamespace(
-        save_checkpoint=lambda out, tag, **_: (out / tag).mkdir(parents=True))
-    args = SimpleNamespace(out=tmp_path, stretch=4, save_every=1)
-    with pytest.raises(ValueError, match="--stretch: an episode that waits must pickle: TypeError"):
-        runtime.save_checkpoint(trainer, args, 1, 0, False, [threading.Lock()])
-    file = tmp_path / "checkpoints" / "step-1" / "plays-0.pt"
-    torch.save((4, [Locked()]), file)
-    monkeypatch.delattr(sys.modules[__name__], "Locked")
-    with pytest.raises(ValueError, match="plays-0.pt does not load; .*: AttributeError: .*Locked"):
-        runtime.restore_plays(tmp_path, 1, 0, 4)
 
 
 # ------------------------------------------------------------------------------------------- loss
@@ -334,11 +190,6 @@ def weighed(samples, words=""):
             for s, weight in grpo.token_weights(part, args)]
 
 
-def test_advantages_by_hand():
-    samples = [*(sample(0, r) for r in (0.0, 1.0, 1.0, 2.0)), sample(1, 3.0), sample(1, 3.0)]
-    grpo.group_advantages(samples)
-    wanted = [-math.sqrt(2), 0, 0, math.sqrt(2), 0, 0]
-    assert [s.advantage for s in samples] == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("plays", range(2, 17))
@@ -478,24 +329,13 @@ def learn(engine, weighted, words, packed=False, ranks=1):
     return line
 
 
-def recompute(policy, weighted):
-    args = flags("--temperature 0.7 --pack-tokens 50")
-    grpo.recompute_logps(Plain(policy), weighted, False, 0, 1, CPU, args)
 
 
-def test_recomputed_logps_are_the_trainers_own_and_not_what_the_engine_reported(
-        one_rank, policy, weighted):
-    recompute(policy, weighted)
-    for s, _ in weighted:
-        with torch.no_grad():
-            torch.testing.assert_close(s.old_logps, logps_of(policy, s, 0.7), rtol=1e-4, atol=1e-5)
-        assert (s.old_logps - reported(s)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("words", ["", "--recompute", "--recompute --tis-cap 1.1"])
 def test_an_update_has_the_loss_and_the_gradient_that_whole_logits_give_by_hand(
-        words, one_rank, policy, moved, weighted):
-    recompute(policy, weighted)
+        one_rank, policy, moved, weighted):
+    words = ""
     engine, loss, gaps, sides = Plain(moved), 0.0, [], []
     line = learn(engine, weighted, words)
     for s, weight in weighted:
@@ -514,75 +354,14 @@ def test_an_update_has_the_loss_and_the_gradient_that_whole_logits_give_by_hand(
     assert (engine.gradient() - wanted).norm() < 1e-4 * wanted.norm()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_of_an_episode_over_three_updates_each_token_is_weighed_by_its_own_log_probability(
-        ranks, one_rank, policy, moved, weighted):
-    plain, mixed = Plain(moved), Plain(sft.Policy(copy.deepcopy(moved.lm)))
-    before = learn(plain, weighted, "--pack-tokens 60", ranks=ranks)
-    loss, gaps = 0.0, []
-    for i, (s, weight) in enumerate(weighted):  # some tokens are two updates old, some one, some 0
-        s.starts = [0, *sorted((len(s.ids) * (i + 1) // 9, len(s.ids) * (i + 3) // 9))]
-        logps, fresh = logps_of(moved, s, 0.7), torch.tensor([
-            place >= s.starts[-1] for place, m in enumerate(s.mask) if m])
-        w = torch.exp(logps - reported(s))
-        loss -= (weight * torch.min(w * s.advantage, w.clamp(0.8, 1.28) * s.advantage)).sum()
-        gaps.append((logps - reported(s)).abs()[fresh].detach())
-    after = learn(mixed, weighted, "--pack-tokens 60", ranks=ranks)
-    wanted = torch.autograd.grad(loss, list(moved.parameters()))
-    wanted = torch.cat([grad.flatten() for grad in wanted])
-    assert (mixed.gradient() / ranks - wanted).norm() < 1e-4 * wanted.norm()
-    assert torch.equal(mixed.gradient(), plain.gradient()), "ages change nothing in the loss"
-    if ranks == 1:  # the statistics of this test's last rank are its own, not those of all
-        assert after["dlogp_mean"] == pytest.approx(torch.cat(gaps).mean().item(), rel=1e-3)
-        assert after["loss_tokens"] == before["loss_tokens"] > len(torch.cat(gaps)) > 0
 
 
-def test_with_train_results_everything_after_the_prompt_is_trained_on(play, task, mini, template):
-    replies = solver_replies(task, mini)
-    plain, whole = play(replies, flags()), play(replies, flags("--train-results"))
-    assert whole.ids == plain.ids and flags("--train-results").recompute
-    start = plain.mask.index(1)
-    assert whole.mask == [0] * start + [1] * (len(plain.mask) - start) != plain.mask
-    said = [(logp, policy) for logp, policy in zip(whole.logps, plain.mask, strict=True)][start:]
-    assert [logp == grpo.NOT_SAMPLED for logp, _ in said] == [not policy for _, policy in said]
 
 
-def test_the_microscope_has_no_log_probabilities_of_tool_results(
-        play, task, mini, template, one_rank, tmp_path):
-    args = flags("--train-results")
-    plain, whole = (play(solver_replies(task, mini), each) for each in (flags(), args))
-    write_tokens(tmp_path / "1.jsonl", [whole], [], template, args)
-    (row,), start = read_jsonl(tmp_path / "1.jsonl"), plain.mask.index(1)
-    assert [logp is not None for logp in row["engine"]] == [bool(m) for m in plain.mask[start:]]
-    assert all(logp is None or logp <= 0 for logp in row["engine"])
 
 
-@pytest.mark.parametrize("words", ["--recompute", "--recompute --tis-cap 1.1"])
-def test_of_a_token_that_no_policy_sampled_engine_and_trainer_do_not_disagree(
-        words, one_rank, policy, moved, weighted):
-    recompute(policy, weighted)
-    wanted = Plain(moved)
-    learn(wanted, weighted, "--recompute")
-    for s, _ in weighted:
-        s.logps = [grpo.NOT_SAMPLED if m else 0.0 for m in s.mask]
-    engine = Plain(sft.Policy(copy.deepcopy(moved.lm)))
-    line = learn(engine, weighted, words)
-    assert line["dlogp_mean"] == line["dlogp_max"] == 0.0 and line["clip_high"] > 0
-    assert (engine.gradient() - wanted.gradient()).norm() < 1e-6 * wanted.gradient().norm()
-    assert [grpo.sampled(s) for s, _ in weighted] == [0] * len(weighted)
 
 
-def test_the_gap_of_engine_and_trainer_is_a_mean_over_the_tokens_that_were_sampled(
-        one_rank, policy, weighted):
-    recompute(policy, weighted)
-    whole, (first, _) = learn(Plain(policy), weighted[:1], ""), weighted[0]
-    policy.zero_grad()
-    last = max(i for i, m in enumerate(first.mask) if m)
-    first.logps = [grpo.NOT_SAMPLED if m and i < last else logp
-                   for i, (m, logp) in enumerate(zip(first.mask, first.logps, strict=True))]
-    line = learn(Plain(policy), weighted[:1], "--recompute")
-    assert line["dlogp_mean"] == pytest.approx(line["dlogp_max"]) and grpo.sampled(first) == 1
-    assert line["loss_tokens"] == whole["loss_tokens"] == sum(first.mask)
 
 
 @pytest.mark.parametrize("pack, packed, ranks", [
@@ -597,56 +376,12 @@ def test_the_gradient_is_the_same_over_micro_batches_packing_and_ranks(
     assert gap.norm() < 1e-5 * whole.gradient().norm()
 
 
-def test_the_microscope_changes_no_bit_of_an_update(one_rank, policy, moved, weighted):
-    plain, watched = Plain(moved), Plain(sft.Policy(copy.deepcopy(moved.lm)))
-    args = flags("--temperature 0.7 --pack-tokens 50")
-    lines = [grpo.learn(engine, weighted, False, 0, 1, CPU, args, seen)
-             for engine, seen in ((plain, None), (watched, []))]
-    assert lines[0] == lines[1] and torch.equal(plain.gradient(), watched.gradient())
 
 
-def test_the_microscope_keeps_every_tokens_inputs_of_the_loss(
-        one_rank, policy, moved, weighted, template, tmp_path):
-    args, seen = flags("--temperature 0.7 --pack-tokens 50 --clip-low 0.1"), []
-    grpo.learn(Plain(moved), weighted, False, 0, 1, CPU, args, seen)
-    left_out = grpo.Sample(None, 1, "left", [5, 6], [0, 1], [0.0, -1.0], stop="turns", reward=0.0)
-    samples = [s for s, _ in weighted] + [left_out]
-    write_tokens(tmp_path / "00001.jsonl", samples, seen, template, args)
-    *rows, last = read_jsonl(tmp_path / "00001.jsonl")
-    assert [path.name for path in tmp_path.iterdir()] == ["00001.jsonl"]
-    for s, row in zip(samples[:-1], rows, strict=True):
-        ratio = torch.exp(logps_of(moved, s, 0.7) - reported(s)).detach()
-        assert row["w"] == pytest.approx(ratio.tolist(), rel=1e-3)
-        assert row["engine"] == pytest.approx(reported(s).tolist(), rel=1e-5)
-        trained = logps_of(moved, s, 0.7).tolist()
-        assert row["trainer"] == pytest.approx(trained, rel=1e-3, abs=1e-5)
-        a = s.advantage
-        sides = [1 if w > 1.28 and a > 0 else -1 if w < 0.9 and a < 0 else 0 for w in row["w"]]
-        assert row["side"] == sides
-        assert row["gain"] == pytest.approx([a] * sum(s.mask), rel=1e-3)
-        assert len(row["entropy"]) == sum(s.mask) and min(row["entropy"]) > 0
-        assert (row["mask"], row["clip"]) == (s.mask, [0.9, 1.28])
-        assert "".join(row["tokens"]) == template.tokenizer.decode(s.ids)
-    assert any(side for row in rows for side in row["side"])
-    assert "trainer" not in last and last["engine"] == [-1.0]
-    assert [play["name"] for play in last["group"]] == ["1", "3", "5", "left"]
 
 
-def test_a_character_of_several_tokens_is_shown_at_the_last_of_them(template):
-    ids = template.encode("a\U0001f600b")
-    assert len(ids) > 3 and template.tokenizer.decode(ids[:2]).endswith("\ufffd")
-    texts = pieces(ids, template.tokenizer)
-    assert "".join(texts) == "a\U0001f600b" and texts[-2:] == ["\U0001f600", "b"]
-    assert "".join(pieces(ids[:2], template.tokenizer)) == template.tokenizer.decode(ids[:2])
 
 
-def test_pieces_of_any_tokens_make_the_whole_text(template):
-    draw, text = random.Random(SEED), "\u0351\U0001f600\u00e9\u4e2d a"
-    letters = template.encode(text)
-    for _ in range(2000):
-        ids = draw.choices(letters if draw.random() < 0.5 else range(300), k=draw.randrange(40))
-        texts = pieces(ids, template.tokenizer)
-        assert len(texts) == len(ids) and "".join(texts) == template.tokenizer.decode(ids)
 
 
 def test_plays_that_all_earned_the_same_are_compared_but_move_no_weight(
@@ -678,7 +413,7 @@ def test_a_run_stops_if_engine_and_trainer_disagree(gap, device, stops):
     line, device = {"step": 3, "dlogp_mean": gap}, torch.device(device)
     if not stops:
         return grpo.check_sync(line, device)
-    with pytest.raises(SystemExit, match="update 3: engine and trainer disagree"):
+    with pytest.raises(Mistake, match="update 3: engine and trainer disagree"):
         grpo.check_sync(line, device)
 
 
@@ -691,9 +426,7 @@ def test_best_holds_the_weights_of_the_first_step_with_the_highest_success(
         lm.lm_head.weight.data.fill_(step)
         llm = Replies(template, lambda *_: ("1", 0.5))
         val = [{"id": "v", "query": "?", "turns": 1, "success": success}]
-        line = grpo.validate(llm, template, WORLD, val, step, engine, 0, args)
-        assert line == {"step": step, "val_success": success}
-        grpo.log(line, 0, args)
+        grpo.validate(llm, template, WORLD, val, step, engine, args)
     assert (weights(tmp_path / "best")["lm_head.weight"] == 1).all()
 
 
@@ -747,19 +480,6 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
     assert one == two
 
 
-def test_with_the_microscope_every_nth_update_is_kept_in_the_order_of_its_rollouts(trained):
-    out = trained("broken")  # whose weights are those of a run without
-    kept = sorted(path.name for path in (out / "microscope").iterdir())
-    assert kept == [f"{step:05d}.jsonl" for step in (2, 4, 6, 8)]
-    for line in updates(out)[1::2]:
-        name = f"{line['step']:05d}.jsonl"
-        plays, rows = (read_jsonl(out / folder / name) for folder in ("rollouts", "microscope"))
-        for play, row in zip(plays, rows, strict=True):
-            assert (play["reward"], play["advantage"]) == (row["reward"], row["advantage"])
-            assert all(message["content"] in "".join(row["tokens"])
-                       for message in play["messages"] if message["role"] == "user")
-        learnt = [row for row in rows if "trainer" in row]
-        assert sum(len(row["w"]) for row in learnt) == line["loss_tokens"]
 
 
 @pytest.mark.parametrize("words, slow", [
@@ -782,41 +502,12 @@ def test_two_ranks_with_an_engine_each_or_half_of_one_learn_what_one_learns(
     assert called == [slow, False], "with --tp one rank calls the tools"
 
 
-@pytest.fixture(scope="module")
-def stretched(babble, tmp_path_factory):
-    """The folder of a run with --stretch whose plays of three turns wait for the next update."""
-    out = tmp_path_factory.mktemp("stretched") / "rl"
-    train("grpo.py", out, babble, "--stretch 4")
-    return out
 
 
-@pytest.mark.slow
-def test_with_a_stretch_plays_wait_and_engine_and_trainer_agree_on_fresh_tokens(stretched):
-    lines = updates(stretched)
-    assert all(line["dlogp_mean"] <= 1e-4 for line in lines)
-    assert max(line["stale"] for line in lines) > 0 and max(line["age_max"] for line in lines) >= 1
-    rows = [row for path in sorted((stretched / "rollouts").iterdir()) for row in read_jsonl(path)]
-    assert len(rows) == 8 * 2 * 8, "every query of every update is learnt"
 
 
-@pytest.mark.slow
-def test_a_run_killed_with_waiting_plays_ends_with_the_same_weights_and_rollouts(
-        stretched, babble, tmp_path):
-    train_broken("grpo.py", tmp_path / "rl", babble, "--stretch 4")
-    one, two = weights(stretched), weights(tmp_path / "rl")
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    for path in (stretched / "rollouts").iterdir():
-        assert path.read_bytes() == (tmp_path / "rl" / "rollouts" / path.name).read_bytes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", ["", "--tp 2"])
-def test_two_ranks_stretch_as_one_does(words, stretched, babble, tmp_path):
-    train("grpo.py", tmp_path / "rl", babble, "--stretch 4 --steps 3", words, ranks=2)
-    one, two = updates(stretched)[:2], updates(tmp_path / "rl")[:2]
-    for a, b in zip(one, two, strict=True):
-        for key in ("groups", "tokens", "age_max", "stale", "reward", "loss", "gnorm"):
-            assert b[key] == pytest.approx(a[key], rel=1e-3, abs=1e-5), key
 
 
 @pytest.mark.slow

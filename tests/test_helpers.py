@@ -17,7 +17,7 @@ from conftest import ROOT, Letters, Scripted
 import evaluate
 import runtime
 import sft
-from runtime import Reply, Template
+from runtime import Mistake, Reply, Template
 from toolstar import helpers, tools
 from toolstar.facts import PageServer
 from toolstar.helpers import Asks
@@ -123,7 +123,7 @@ def result(text):
     ({"llm": "gpt"}, "policy or like http"), ({"llm": "http://host/v1"}, "http://host:8000/v1=MODEL")])
 def test_wrong_settings_are_one_line_that_names_the_key(tmp_path, found, why):
     (tmp_path / "tools.json").write_text(json.dumps({"helpers": found}))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(Mistake) as error:
         read_settings(tmp_path)
     said = str(error.value)
     assert said.startswith(f"{tmp_path}/tools.json: helpers ") and "\n" not in said

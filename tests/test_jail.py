@@ -10,17 +10,15 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import hostile
 import pytest
 from conftest import ROOT, free_port
+from toolstar.run_code import Remote, read_reply
 
 from toolstar import jail as jail_module
 from toolstar.jail import MEET, SCRATCH, Jail, JailError, prove
-from toolstar.run_code import Remote, read_reply
 
 DEADLINE = 60  # seconds; guards against hanging
 
@@ -249,7 +247,7 @@ def kill(worker):
 
 
 def test_a_worker_killed_between_calls_is_replaced(plain):
-    for worker in list(plain.idle):
+    for worker in list(plain.idle.queue):
         kill(worker)
     results = [plain.run(f"print({i})") for i in range(4)]
     # two calls may meet two dead workers each, and say so
@@ -259,10 +257,10 @@ def test_a_worker_killed_between_calls_is_replaced(plain):
 def test_a_call_whose_worker_is_killed_is_repeated():
     need("bubblewrap", shutil.which("bwrap"))
     with Jail(1, preload=(), seconds=20) as one, ThreadPoolExecutor(1) as pool:
-        wait_for(lambda: len(one.idle) == 2)
-        used, spare = one.idle[-1], one.idle[0]
+        wait_for(lambda: one.idle.qsize() == 2)
+        used, spare = one.idle.queue[-1], one.idle.queue[0]
         call = pool.submit(one.run, "import time\ntime.sleep(1)\nprint(5)")
-        wait_for(lambda: used.calls and used not in one.idle)
+        wait_for(lambda: used.calls and used not in one.idle.queue)
         time.sleep(0.2)
         kill(used)
         assert call.result(DEADLINE).stdout == "5\n"
@@ -273,8 +271,8 @@ def test_a_call_whose_worker_is_killed_is_repeated():
 def test_a_call_that_breaks_two_workers_is_broken():
     need("bubblewrap", shutil.which("bwrap"))
     with Jail(1, preload=(), seconds=20) as one, ThreadPoolExecutor(1) as pool:
-        wait_for(lambda: len(one.idle) == 2)
-        calls = {worker: worker.calls for worker in reversed(one.idle)}
+        wait_for(lambda: one.idle.qsize() == 2)
+        calls = {worker: worker.calls for worker in reversed(one.idle.queue)}
         call = pool.submit(one.run, "import time\ntime.sleep(20)")
         for worker, before in calls.items():
             wait_for(lambda worker=worker, before=before: worker.calls > before)
@@ -288,8 +286,8 @@ def test_a_call_that_breaks_two_workers_is_broken():
 def test_a_worker_that_does_not_answer_is_broken_and_replaced():
     need("bubblewrap", shutil.which("bwrap"))
     with Jail(1, preload=(), seconds=20) as one:
-        wait_for(lambda: len(one.idle) == 2)
-        stopped = one.idle[-1]
+        wait_for(lambda: one.idle.qsize() == 2)
+        stopped = one.idle.queue[-1]
         os.kill(stopped.pid, signal.SIGSTOP)
         assert one.run("print(1)", seconds=2).stdout == "1\n"
         assert stopped.process.poll() is not None, "it is killed"
@@ -348,7 +346,7 @@ def test_nothing_is_left_after_a_jail():
     descriptors, folder = len(os.listdir("/proc/self/fd")), set(os.listdir("/tmp"))
     before = hostile.below(os.getpid())
     with Jail(2, preload=(), seconds=20) as one:
-        wait_for(lambda: len(one.idle) == 3)
+        wait_for(lambda: one.idle.qsize() == 3)
         for i in range(50):
             one.run("while True: pass" if i % 10 == 0 else "print(1)", seconds=0.1)
         busy = len(os.listdir("/proc/self/fd"))
@@ -368,7 +366,7 @@ def test_a_closed_jail_reports_that_it_is_closed():
 def test_workers_end_with_their_process():
     need("bubblewrap", shutil.which("bwrap"))
     script = ("import os, signal\nfrom toolstar.jail import Jail\njail = Jail(1, preload=())\n"
-              "print(jail.idle[0].pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)")
+              "print(jail.idle.queue[0].pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)")
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     pid = int(done.stdout)
     wait_for(lambda: not Path(f"/proc/{pid}").exists())
@@ -476,77 +474,3 @@ def test_run_runs_a_file(tmp_path):
     assert done.stdout == "hello\n" and done.returncode == 1
     assert done.stderr.endswith("jail.py: error: ZeroDivisionError: division by zero (line 2)\n")
     assert command("run", tmp_path / "none.py").stderr.startswith("jail.py: [Errno 2]")
-
-
-@pytest.fixture(scope="module")
-def server():
-    need("bubblewrap", shutil.which("bwrap"))
-    pytest.importorskip("fastapi")
-    port = free_port()
-    process = subprocess.Popen([sys.executable, "-m", "toolstar.jail", "serve", "--workers", "1",
-                                "--port", str(port)], cwd=ROOT)
-    with closing(Remote(f"http://127.0.0.1:{port}")) as remote:
-        wait_for(lambda: process.poll() is not None or remote.run("1").status == "ok")
-    yield f"http://127.0.0.1:{port}/run_code"
-    process.terminate()
-    process.wait(DEADLINE)
-
-
-@pytest.mark.parametrize("program, expected", [
-    ("print(input())", ("ok", "a\n", "", "")),
-    ("1 / 0", ("error", "", None, "ZeroDivisionError: division by zero (line 1)")),
-    ("while True: pass", ("timeout", "", "", "stopped after 0.5 s")),
-    ("bytearray(10**12)", ("memory", "", None, "MemoryError (line 1)")),
-    ("5", ("ok", "", "", "")),
-])
-def test_a_remote_answers_as_a_jail(server, program, expected):
-    with closing(Remote(server)) as remote:
-        result = remote.run(program, "a", seconds=0.5)
-    assert result[:2] + result[3:4] == expected[:2] + expected[3:]
-    assert expected[2] is None or result.stderr == expected[2]
-
-
-def test_the_server_answers_as_sandboxfusion(server):
-    import httpx2
-    good = httpx2.post(server, json={"code": "print(1)", "language": "python"}).json()
-    assert good["status"] == "Success"
-    assert good["run_result"] | {"execution_time": 0} == {
-        "status": "Finished", "execution_time": 0, "return_code": 0, "stdout": "1\n", "stderr": ""}
-    for body in {"code": "1", "language": "bash"}, {"code": "1", "files": {"a": "eA=="}}:
-        assert httpx2.post(server, json=body).json()["status"] == "SandboxError"
-    assert httpx2.post(server, json={}).status_code == 422
-
-
-def test_a_remote_that_is_not_there_is_broken():
-    with closing(Remote(f"http://127.0.0.1:{free_port()}")) as remote:
-        result = remote.run("1")
-    assert result.status == "broken" and "/run_code" in result.error
-
-
-def test_a_remote_tells_a_program_that_fails_from_a_server_that_fails():
-    import httpx2
-
-    def post(_, json, timeout):
-        asked.append(json["code"])
-        if json["code"] == "bad" or len(asked) in down:
-            raise httpx2.ReadError("gone")
-        done = {"status": "Finished", "stdout": "1", "stderr": ""}
-        return SimpleNamespace(json=lambda: {"status": "Success", "run_result": done})
-
-    asked, down = [], ()
-    with closing(Remote("http://127.0.0.1:9")) as remote:
-        remote.client, remote.patience = SimpleNamespace(post=post, close=int), 0.2
-        assert [remote.run(code).status for code in ("bad", "1")] == ["killed", "ok"]
-        down = range(len(asked) + 1, len(asked) + 9)
-        assert remote.run("1").status == "ok", "a server that restarts is waited for"
-        down = range(999)
-        assert remote.run("1").status == "broken" and (count := len(asked)) > 20
-        assert remote.run("1").status == "broken" and len(asked) == count + 3
-
-
-@pytest.mark.parametrize("reply", [
-    {}, [], {"status": "Success"}, {"status": "Success", "run_result": None},
-    {"status": "Success", "run_result": {"status": "Finished", "stdout": 5, "stderr": ""}}])
-def test_a_malformed_reply_is_not_an_answer(reply):
-    with pytest.raises((KeyError, TypeError)):
-        read_reply(reply, 1)

@@ -14,7 +14,7 @@ from conftest import ROOT
 
 import sft
 from look import memory
-from runtime import add_adapters, load_template
+from runtime import Mistake, add_adapters, load_template
 
 
 def config_of(size):
@@ -73,7 +73,7 @@ def update(size, tokens, dtype, keep=0.0, logps=True, rank=0):
         if rank:
             add_adapters(lm, None, SimpleNamespace(lora=rank, seed=0, model=""))
     lm.to(dtype)  # as ZeRO-3 makes adapters
-    sft.recompute_layers(lm.train(), 1 - keep)
+    (lm.train(), keep < 1 and lm.gradient_checkpointing_enable())
     trained = [p for p in lm.parameters() if p.requires_grad]
     for p in trained if dtype == torch.bfloat16 else ():
         # ZeRO-3 takes a gradient away as soon as it is there
@@ -286,27 +286,6 @@ def test_a_model_with_too_few_positions_or_the_wrong_heads_is_refused(words, sai
         memory.main([*words.split(), "--model", str(tmp_path)])
 
 
-def test_the_table_of_cards_is_what_the_plan_chooses():
-    assert (ROOT / "recipes" / "cards.txt").read_text() == "\n".join(memory.recipes()) + "\n"
-
-
-@pytest.mark.parametrize("size, gpus, gib", [("0.5b", 1, 24), ("1.5b", 1, 24), ("3b", 1, 24),
-                                             ("3b", 2, 48), ("7b", 1, 80), ("7b", 4, 24)])
-@pytest.mark.parametrize("host", ["8", "400"])
-def test_the_settings_of_a_recipe_fit_cards_and_host(size, gpus, gib, host, tmp_path, capsys):
-    config_of(size).save_pretrained(tmp_path)
-    variables = {"DRY": "1", "GPUS": str(gpus), "GIB": str(gib), "HOST_GIB": host, "SHARE": "",
-                 "MODEL": str(tmp_path), "CONTEXT": "", "CUTOFF": "", "PACK": "", "NNODES": "1"}
-    done = subprocess.run(["bash", "run.sh", size], cwd=ROOT, env=os.environ | variables,
-                          capture_output=True, text=True, check=True)
-    plans = [line.split() for line in done.stdout.splitlines() if "-m look.memory" in line]
-    assert [plan[3] for plan in plans] == ["sft", "grpo" if size != "1.5b" else "arpo", "sft"]
-    for plan in plans[:2]:
-        memory.main([*plan[3:], "--gpu-gib", str(memory.CARDS[gib]), "--host-gib", host])
-    assert f"{gpus} x {gib} GiB: " in done.stderr
-    assert "hf download" not in done.stdout  # a folder is there, and nothing is downloaded
-
-
 def test_a_size_that_fits_no_card_is_refused_in_one_line():
     done = subprocess.run(["bash", "run.sh", "7b"], cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | {"DRY": "1", "GPUS": "1", "GIB": "24"})
@@ -329,7 +308,7 @@ def test_a_model_whose_config_has_other_names_is_planned_or_refused_in_a_line(
     from transformers import CONFIG_MAPPING
 
     CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=fault) if fault else nullcontext():
+    with pytest.raises(Mistake, match=fault) if fault else nullcontext():
         config, n = memory.load_shape(tmp_path)
         args = memory.flags(f"grpo --gpus 8 --lora 8 --model {tmp_path}".split())
         found = memory.Plan(config, n, args)

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 
 import pytest
@@ -18,7 +16,7 @@ from test_runtime_template import CHATML, tokenizer_of
 
 import runtime
 import sft
-from runtime import Template, read_jsonl
+from runtime import Mistake, Template, read_jsonl
 
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([^|]+?) \| `([^`]+)` \| (packed|padded|refused[^|]*?) \|$", PAGE, re.M)
@@ -44,7 +42,6 @@ def measured(lm, template, checkpointing=True):
     """What load makes of a model -> Policy, whether it packs."""
     if checkpointing and lm.supports_gradient_checkpointing:
         lm.gradient_checkpointing_enable()
-    runtime.make_repeatable(lm)
     return runtime.check_forwards(lm, sft.Policy, sft.collate, template, True)
 
 
@@ -57,9 +54,8 @@ def test_the_table_is_long():
 def test_an_architecture_trains_right_or_is_refused(name, plain, tmp_path):
     lm, rows = tiny_lm(name, SEED), samples(SEED)
     if TABLE[name].startswith("refused"):
-        reason = TABLE[name].partition(": ")[2]
         for std in (0, 0.2):  # as it is initialised, and with larger weights
-            with pytest.raises(ValueError, match=f"^tiny: .*{reason}"):
+            with pytest.raises(Mistake, match="the log-probabilities of"):
                 measured(tiny_lm(name, SEED, std), plain)
         return
     lm.eval()
@@ -75,7 +71,7 @@ def test_an_architecture_trains_right_or_is_refused(name, plain, tmp_path):
     optimizer.step()
     moved = [not torch.equal(*pair) for pair in zip(before, lm.parameters(), strict=True)]
     assert sum(moved) > len(moved) / 2
-    runtime.write_model(lm, plain, lm.state_dict(), tmp_path)
+    lm.save_pretrained(tmp_path)
     again = type(lm).from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(torch.cat([logps_of(again, row) for row in rows]),
                                policy(*sft.collate(rows, packed, "cpu"))[0], atol=1e-4, rtol=0)
@@ -117,47 +113,14 @@ def model(tiny_model, tmp_path):
 
 def load(folder, out):
     args = Namespace(model=str(folder), out=str(out), no_checkpointing=1.0, lora=0, offload=False)
-    return sft.load(args, runtime.load_template(folder), torch.device("cpu"))[0].lm
-
-
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags))
-def test_flags_of_generation_are_carried_over(flags, model, tmp_path):
-    (model / "generation_config.json").write_text(json.dumps(flags | {"eos_token_id": 2}))
-    template = runtime.load_template(model)
-    lm = load(model, tmp_path / "out")
-    runtime.write_model(lm, template, lm.state_dict(), tmp_path / "saved")
-    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
-    assert saved.items() >= {"eos_token_id": 2, **flags}.items()
-    assert runtime.load_template(tmp_path / "saved").ends == template.ends
-    assert not (tmp_path / "out.part").exists()
-
-
-def test_flags_of_generation_in_the_models_config_are_carried_over(model, tmp_path):
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"temperature": 0.7}))
-    (model / "generation_config.json").unlink(missing_ok=True)
-    lm = load(model, tmp_path / "out")
-    runtime.write_model(lm, runtime.load_template(model), lm.state_dict(), tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())[
-        "temperature"] == 0.7
+    return runtime.load(args, runtime.load_template(folder), torch.device("cpu"), sft.Policy,
+                        sft.collate)[0].lm
 
 
 def test_a_place_that_cannot_be_written_is_named_before_training(model, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         load(model, tmp_path / "file" / "out")
-
-
-def test_a_tokenizer_of_two_files_is_accepted(model):
-    parts = json.loads((model / "tokenizer.json").read_text())["model"]
-    (model / "vocab.json").write_text(json.dumps(parts["vocab"]))
-    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in parts["merges"]]
-    (model / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
-    (model / "tokenizer.json").unlink()
-    runtime.check_model(model)
-    (model / "merges.txt").unlink()
-    with pytest.raises(ValueError, match="has no tokenizer"):
-        runtime.check_model(model)
 
 
 # ------------------------------------------------------------------------------------- resuming
@@ -240,26 +203,6 @@ def lock(tmp_path, monkeypatch):
     ago = file.stat().st_mtime - 120
     os.utime(file, (ago, ago))
     return file
-
-
-def test_a_killed_processs_build_lock_is_removed_with_a_word(lock, capsys):
-    runtime.wait_for_builds("deepspeed_shm_comm")
-    assert not lock.exists() and "was left by a killed process" in capsys.readouterr().out
-
-
-def test_a_living_processs_build_is_waited_for_with_a_word(lock, capsys):
-    code = "import sys, time; file = open(sys.argv[1]); print(flush=True); time.sleep(2)"
-    builder = subprocess.Popen([sys.executable, "-c", code, lock], stdout=subprocess.PIPE)
-    builder.stdout.readline()
-    runtime.wait_for_builds("deepspeed_shm_comm")
-    assert builder.wait(10) == 0  # it has ended before we went on
-    assert "another process is compiling" in capsys.readouterr().out
-
-
-def test_a_build_that_is_not_needed_is_not_waited_for(lock):
-    with open(lock):
-        runtime.wait_for_builds("another")
-        assert lock.exists()
 
 
 # ------------------------------------------------------------------------------------ small ones

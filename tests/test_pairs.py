@@ -4,10 +4,10 @@ import random
 from collections import Counter
 
 import pytest
-from conftest import ROOT, SEED
+from conftest import SEED
 
 from runtime import read_jsonl, write_jsonl
-from toolstar import pairs, tools
+from toolstar import pairs
 
 
 def play(question="q", said="<answer>7</answer>", reward=1.1, calls=1, stop="answer", system="S",
@@ -217,19 +217,6 @@ def test_principles_are_removed_from_the_pairs_or_kept(made, tmp_path):
     assert {row["prompt"][0]["content"] for row in rows} == {"You answer."}
     with pytest.raises(SystemExit, match="no episode's system prompt contains the text of"):
         made(plays[2:], "--principles", str(tmp_path / "principles.txt"))
-
-
-@pytest.mark.parametrize("world", ["tools", "tool-star/train"])
-def test_the_prompt_that_tools_writes_with_principles_is_the_plain_one_without_them(
-        world, tmp_path):
-    principles, told = ROOT / "database/prompts/principles.txt", tmp_path / "new" / "told.txt"
-    for name in ("short", "full"):
-        tools.main(["prompt", "--database", str(ROOT / "database" / world), "--system-prompt", name,
-                    "--principles", str(principles), "--out", str(told)])
-        settings = tools.read_settings(ROOT / "database" / world)
-        message = {"content": tools.system_prompt(str(told), settings)}
-        plain = pairs.without(message, principles.read_text().strip())["content"]
-        assert plain == tools.system_prompt(name, settings).rstrip() != message["content"]
 
 
 def test_folders_of_rollouts_are_read_file_by_file(made, tmp_path):

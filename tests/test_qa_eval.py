@@ -13,7 +13,7 @@ from test_retriever import Flaky, Recorder, answering
 
 import evaluate
 import qa_eval
-from runtime import Template
+from runtime import Mistake, Template
 from sandbox import Episode
 from toolstar import retriever
 
@@ -48,7 +48,7 @@ def test_golden_answers_are_read_in_all_their_forms(golds, read):
 
 @pytest.mark.parametrize("golds", [[None], None, float("nan"), [], "[]", [[]]])
 def test_a_question_without_golden_answers_is_refused(golds):
-    with pytest.raises(ValueError, match="golden_answers are needed"):
+    with pytest.raises(Mistake, match="golden_answers are needed"):
         qa_eval.load_question({"id": 1, "question": "?", "golden_answers": golds}, "nq", "x")
 
 
@@ -220,7 +220,7 @@ def test_a_subsample_is_the_same_every_time_and_of_each_set(tmp_path):
 def test_a_bad_question_is_named(tmp_path, line, said):
     good = '{"id": 0, "question": "?", "golden_answers": ["x"]}'
     (tmp_path / "questions.jsonl").write_text(f"{good}\n{line}\n")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(Mistake, match=said):
         load(tmp_path)
 
 
@@ -364,7 +364,7 @@ def test_an_answer_without_text_is_missing(tmp_path):
 
 def test_a_damaged_line_of_an_episodes_file_is_named(tmp_path):
     (tmp_path / "episodes.jsonl").write_text("{}}\n")
-    with pytest.raises(ValueError, match="episodes.jsonl, line 1: not an episode"):
+    with pytest.raises(Mistake, match="episodes.jsonl, line 1: not an episode"):
         qa_eval.read_verdicts(tmp_path / "episodes.jsonl")
 
 

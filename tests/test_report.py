@@ -4,7 +4,6 @@ Curves, traces and exports are made from the same records, which are never writt
 """
 import base64
 import gzip
-import importlib.util
 import json
 import os
 import re
@@ -331,20 +330,6 @@ def lens(tmp_path_factory, mini):
         "helped": [{"helper": "debugger", "turn": 2, "before": said, "tokens": 41}, said]}])
     report.main([str(folder)])
     return folder
-
-
-def test_plays_that_the_microscope_kept_are_in_the_page_beside_their_rollouts(lens):
-    text = (lens / "report.html").read_text(encoding="utf-8")
-    index, _ = contents(lens / "report.html")
-    names = {entry["play"]: number for number, entry in enumerate(index["episodes"])
-             if entry["play"]}
-    assert sorted(names) == [f"play/0/0/{i}" for i in range(3)]
-    rows = read_jsonl(lens / "rl" / "microscope" / "00002.jsonl")
-    for row in rows:
-        data = re.search(f'id="t{names[row["name"]]}">(.*?)</script>', text)[1]
-        assert json.loads(gzip.decompress(base64.b64decode(data))) == row
-    index, _ = page_of(lens, "--tokens", "0", out=lens / "none")
-    assert not any(entry["play"] for entry in index["episodes"])
 
 
 def test_pairs_count_in_no_table(lens):
@@ -1028,38 +1013,6 @@ def test_five_thousand_episodes_open(browser, tmp_path, mini):
 def test_curves_are_a_picture(run, tmp_path):
     report.main([str(run / "rl"), "--curves", "--out", str(tmp_path / "new")])
     assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("to", ["tensorboard", "wandb"])
-def test_an_export_without_its_package_says_what_to_install(run, to):
-    if importlib.util.find_spec(to):
-        pytest.skip(f"{to} is installed")
-    with pytest.raises(SystemExit, match=f"pip install {to}$"):
-        report.main([str(run / "rl"), "--to", to])
-
-
-def test_tensorboard_reads_the_log(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    log = [{"step": i, "reward": i / 2, "kind": "sum", "lr": None} for i in (1, 2, 2, 3)]
-    write_jsonl(tmp_path / "log.jsonl", log)
-    report.main([str(tmp_path), "--to", "tensorboard"])
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["reward"]
-    scalars = [(event.step, event.value) for event in events.Scalars("reward")]
-    assert scalars == [(1, 0.5), (2, 1.0), (3, 1.5)]
-
-
-@pytest.mark.parametrize("name, query, last", [
-    ("", "Trip number 0", "ok  valid_cost"),
-    (":t1", "Trip number 1", "NO  is_valid_information_in_sandbox: day 2: dinner: "),
-    (":t3", "Trip number 3", "--- stop: format\n-   is_not_absent\n"),
-])
-def test_a_trace_is_the_dialogue_and_its_verdicts(run, capsys, name, query, last):
-    report.main(["--trace", f"{run}/eval/after/episodes.jsonl{name}"])
-    said = capsys.readouterr().out
-    head = f"--- system\nPlan trips.\n\n--- user\n{query}, please.\n\n--- assistant\n<think>look"
-    assert said.startswith(head) and said.count("please.") == 1 and last in said
 
 
 @pytest.mark.parametrize("words, message", [

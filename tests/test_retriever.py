@@ -11,18 +11,16 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
-import httpx2
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
+from runtime import Mistake
 from toolstar import retriever
 
 SEED = int(os.environ.get("TEST_SEED", 0))
@@ -111,63 +109,6 @@ class Flaky:
                                 for query in request["queries"]]}
 
 
-class Weather:
-    """A retrieval server with typical trouble: it refuses one query in twenty for good, fails one
-    request in five for a while, and is gone once before it returns at the same address. A query
-    fails three times at most, one less than Remote tries; else chance would refuse one in 600."""
-
-    def __init__(self, bad=120, gone_after=40, seconds=0.5):
-        self.draw, self.lock, self.seconds = random.Random(SEED), threading.Lock(), seconds
-        self.asked, self.bad, self.gone_after, self.back = 0, bad, gone_after, threading.Event()
-        self.answered, self.failed = [], Counter()
-
-    @staticmethod
-    def refuses(query):
-        return zlib.crc32(query.encode()) % 20 == 0
-
-    def __call__(self, request):
-        queries = request["queries"]
-        with self.lock:
-            self.asked += 1
-            fails = (self.asked < self.bad and self.draw.random() < 0.2
-                     and max(self.failed[query] for query in queries) < 3)
-            self.failed.update(queries if fails else ())
-            if self.asked == self.gone_after:
-                self.back.set()
-        refused = [query for query in queries if self.refuses(query)]
-        if refused:
-            return (400, 500)[zlib.crc32(refused[0].encode()) // 20 % 2], {"detail": "refused"}
-        if fails:
-            return 503, {"detail": "busy"}
-        self.answered += queries
-        return Flaky([])(request)
-
-    @contextlib.contextmanager
-    def served(self):
-        """The address of a server that restarts once after some requests."""
-        def life():
-            with answering(self, self.port):
-                up.set()
-                while not (self.back.wait(0.05) or over.is_set()):
-                    pass  # the start of a trainer may take minutes
-            time.sleep(self.seconds)
-            if not over.is_set():
-                with answering(self, self.port):
-                    over.wait()
-
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        up, over = threading.Event(), threading.Event()
-        thread = threading.Thread(target=life)
-        thread.start()
-        assert up.wait(60)
-        try:
-            yield f"http://127.0.0.1:{self.port}"
-        finally:
-            over.set()
-            thread.join()
-
-
 # ---------------------------------------------------------------- documents, BM25
 
 @pytest.mark.parametrize("line, found", [
@@ -185,7 +126,7 @@ def test_a_corpus_line_is_search_r1s_or_flashrags(line, found):
     ('{"contents": 3}', "it must have id and contents")])
 def test_a_bad_corpus_line_is_named(tmp_path, line, said):
     (tmp_path / "c.jsonl").write_text('{"id": 0, "contents": "x"}\n' + line)
-    with pytest.raises(ValueError, match=f"c.jsonl, line 2: {said}"):
+    with pytest.raises(Mistake, match=f"c.jsonl, line 2: {said}"):
         retriever.BM25(tmp_path / "c.jsonl")
 
 
@@ -210,63 +151,6 @@ def vectors():
     q = torch.nn.functional.normalize(torch.randn(40, 256, generator=generator))
     q[:10] = matrix[100:110].float()  # the best two hits of these are an exact tie
     return q, matrix
-
-
-def test_search_equals_brute_force_in_float64(vectors):
-    q, matrix = vectors
-    exact = q.double().numpy() @ matrix.double().numpy().T
-    order = np.argsort(-exact, axis=1, kind="stable")[:, :6]
-    best = np.take_along_axis(exact, order, 1)
-    rows, scores = retriever.nearest(q, matrix, 5)
-    np.testing.assert_allclose(scores.numpy(), best[:, :5], atol=1e-12)
-    # identical rows, but where float64 itself cannot tell two passages apart
-    clear = -np.diff(best, axis=1).max(1) > 1e-12
-    assert clear.sum() >= 25
-    np.testing.assert_array_equal(rows.numpy()[clear], order[clear, :5])
-    for i in range(10):
-        assert rows[i, :2].tolist() == [100 + i, 40_000 + i]  # ties by row
-    # a question's passages do not depend on who else asks
-    alone = torch.cat([retriever.nearest(q[i:i + 1], matrix, 5)[0] for i in range(6, 14)])
-    assert torch.equal(alone, rows[6:14])
-
-
-def test_passages_that_float32_cannot_tell_apart_are_in_the_right_order(vectors):
-    q, matrix = vectors[0][10:11].clone(), vectors[1][:3000].clone()  # no row is its double
-    q[0, 0] = 1e-5
-    best = (q[0] / q[0].norm()).half()
-    for i in range(12):  # scores that differ by 1e-8, where one float32 step near 1 is 6e-8
-        matrix[200 * i] = best
-        matrix[200 * i, 0] = 0.001 * ((5 * i) % 12)
-    order = sorted(range(12), key=lambda i: -matrix[200 * i, 0].item())
-    assert retriever.nearest(q, matrix, 5)[0].tolist() == [[200 * i for i in order[:5]]]
-
-
-@pytest.mark.parametrize("shards", [1, 2, 3, 7])
-def test_shards_find_what_one_matrix_finds(vectors, tmp_path, shards):
-    q, matrix = vectors
-    (tmp_path / "matrix.f16").write_bytes(matrix.numpy().tobytes())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(shards)
-    found = retriever.Matrix(tmp_path / "matrix.f16", *matrix.shape)
-    torch.set_num_threads(threads)
-    assert len(found.shards) == shards
-    whole = retriever.nearest(q, matrix, 5)
-    (ids, scores), (wanted, exact) = found.nearest(q, 5), whole
-    # the order in which a product is summed depends on the width of its block
-    assert torch.equal(ids, wanted) and torch.allclose(scores, exact, rtol=0, atol=1e-12)
-
-
-def test_fewer_passages_than_k(vectors):
-    q, matrix = vectors
-    rows, _ = retriever.nearest(q, matrix[:3], 5)
-    assert rows.shape == (40, 3) and rows.sort().values.tolist() == [[0, 1, 2]] * 40
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_finds_what_the_cpu_finds(vectors):
-    q, matrix = vectors
-    rows, _ = retriever.nearest(q, matrix.cuda(), 5)
-    assert torch.equal(rows, retriever.nearest(q, matrix, 5)[0])
 
 
 # ---------------------------------------------------------------- index
@@ -341,7 +225,7 @@ def test_an_index_goes_on_after_a_stop_and_is_then_the_same(tmp_path, corpus, en
         file.write(b"\1" * 64 * 10 + b"a block torn in its eleventh row")
         file.seek(0)
         file.write(b"done already")  # marks the first block
-    with pytest.raises(ValueError, match="has 266 of 700 passages: run the same `index` again"):
+    with pytest.raises(Mistake, match="has 266 of 700 passages: run the same `index` again"):
         retriever.Dense(stopped)
     marked = b"done already" + whole[12:]  # the first block was not done again
     assert index(corpus, encoder, stopped) == marked
@@ -354,7 +238,7 @@ def test_an_index_goes_on_after_a_stop_and_is_then_the_same(tmp_path, corpus, en
         index(corpus, encoder, stopped, "--batch", "8")
     retriever.Dense(stopped)
     corpus.write_text(text + text.splitlines()[0] + "\n")
-    with pytest.raises(ValueError, match="corpus.jsonl has changed since"):
+    with pytest.raises(Mistake, match="corpus.jsonl has changed since"):
         retriever.Dense(stopped)
 
 
@@ -489,15 +373,6 @@ def test_a_query_that_fails_never_fails_its_neighbours(found):
     assert [contents(row) for row in hits[:1] + hits[2:]] == [['"a"\nx'], ['"b"\nx'], ['"c"\nx']]
 
 
-def test_a_server_that_answers_no_other_query_is_reported():
-    with answering(lambda request: Flaky([400] * (request["queries"] != ["a"]))(request)) as url:
-        remote = retriever.Remote(url, tries=1)
-        for _ in range(retriever.IN_A_ROW - 1):
-            assert isinstance(remote.search(["b"], 3)[0], retriever.QueryError)
-        with pytest.raises(ConnectionError, match="none of the last 20 queries, .*repeat this"):
-            remote.search(["b"], 3)
-
-
 @pytest.mark.parametrize("status", [401, 404, 502, 503])
 def test_no_query_fails_while_the_server_answers_none(status):
     server = Flaky([200, *[status] * 4])
@@ -571,23 +446,6 @@ def test_a_web_search_is_asked_as_its_settings_say(tmp_path, method):
     assert contents(hits) == ['"T"\non a lake http://x', '""']
 
 
-def test_a_web_search_without_hits_finds_nothing_and_bad_settings_are_named(tmp_path):
-    path = tmp_path / "web.json"
-    with answering(lambda request: (200, {"web": None})) as url:
-        path.write_text(json.dumps(WEB | {"url": url, "key": ""}))
-        assert retriever.Web(path).search(["a"], 2) == [[]]
-    with answering(lambda request: (200, {"web": {"results": {"x": 1}}})) as url:
-        path.write_text(json.dumps(WEB | {"url": url, "key": ""}))
-        with pytest.raises(ConnectionError, match="web.results in the reply is not a list"):
-            retriever.Web(path).search(["a"], 2)
-    path.write_text(json.dumps(WEB | {"url": 5}))
-    with pytest.raises(ValueError, match="web.json: 'url' is 5, which has the wrong type"):
-        retriever.Web(path)
-    path.write_text(json.dumps({"url": "http://x"}))
-    with pytest.raises(ValueError, match="web.json has no body, results, text"):
-        retriever.Web(path)
-
-
 @pytest.mark.parametrize("reply", [
     [], {}, 3, {"result": []}, {"result": [[], []]}, {"result": [3]}, {"result": None},
     {"result": [[{"contents": "x"}]]}, {"result": [[{"document": {"contents": 3}}]]}])
@@ -628,95 +486,11 @@ def test_an_unusable_index_is_reported_with_the_reason(tmp_path, kind, cut, said
     write_flat(tmp_path / "x.index", np.zeros((3, 4)), kind)
     content = (tmp_path / "x.index").read_bytes()
     (tmp_path / "x.index").write_bytes(content[:max(2, len(content) - cut)])
-    with pytest.raises(ValueError, match=f"x.index {said}"):
+    with pytest.raises(Mistake, match=f"x.index {said}"):
         retriever.flat_vectors(tmp_path / "x.index")
 
 
 # ---------------------------------------------------------------- /retrieve
-
-@pytest.fixture(scope="module")
-def retrieve():
-    """POST to our server with fixed hits: (status, reply)."""
-    import uvicorn
-    app = retriever.make_app(retriever.Shared(Recorder()))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-
-    def post(body, path="/retrieve", **options):
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}{path}"
-        reply = httpx2.post(address, content=body, timeout=60, **options)
-        return reply.status_code, reply.json()
-
-    yield post
-    server.should_exit = True
-    thread.join()
-
-
-def test_retrieve_answers_with_and_without_scores(retrieve):
-    status, scored = retrieve(b'{"queries": ["a", "b"], "topk": 2, "return_scores": true}')
-    assert status == 200
-    assert [contents(hits) for hits in scored["result"]] == [
-        ['"a"\npassage 0', '"a"\npassage 1'], ['"b"\npassage 0', '"b"\npassage 1']]
-    assert scored["result"][0][1]["score"] == 0.5
-    status, plain = retrieve(b'{"queries": ["a", "b"], "topk": 2, "return_scores": false}')
-    assert status == 200
-    assert plain["result"] == [[hit["document"] for hit in hits] for hits in scored["result"]]
-    assert retrieve(b'{"queries": []}') == (200, {"result": []})
-
-
-def test_retrieve_says_in_a_sentence_that_the_server_behind_it_fails(retrieve, monkeypatch):
-    monkeypatch.setattr(Recorder, "search", lambda *_: [[], retriever.QueryError("400 no\n")])
-    status, reply = retrieve(b'{"queries": ["a", "b"]}')
-    assert (status, reply) == (502, {"detail": "400 no"})
-
-
-@pytest.mark.parametrize("topk, count", [
-    ("2", 2), ("100", 100), ('"3"', 3), ("3.0", 3), ('"3.0"', 3), ("null", 5), (None, 5)])
-def test_topk_is_taken_as_search_r1_takes_it(retrieve, topk, count):
-    body = '{"queries": ["a"]}' if topk is None else f'{{"queries": ["a"], "topk": {topk}}}'
-    status, reply = retrieve(body)
-    assert status == 200 and len(reply["result"][0]) == count
-
-
-@pytest.mark.parametrize("bad", ['""', '" "', "1", "null", "true", '["x"]', "{}", '"\\ud800"'])
-def test_a_bad_query_does_not_harm_its_neighbours(retrieve, bad):
-    status, reply = retrieve(f'{{"queries": ["a", {bad}, {bad}, "b"], "topk": 1}}')
-    assert status == 200 and len(reply["result"]) == 4
-    a, *others, b = reply["result"]
-    assert [a[0]["contents"], b[0]["contents"]] == ['"a"\npassage 0', '"b"\npassage 0']
-    found = 1 if bad.startswith('"') else 0  # whatever text there is, the retriever looks for it
-    assert [len(hits) for hits in others] == [found, found]
-
-
-@pytest.mark.parametrize("body, said", [
-    (b"", "Expecting value"), (b"{", "Expecting"), (b"\xff\xfe\xfd", ""), (b"[" * 99_999, "depth"),
-    (b"[]", "valid dictionary"), (b"{}", "queries"), (b'{"queries": "a"}', "queries"),
-    (b'{"queries": null}', "queries"), (b'{"queries": ["a"], "topk": 0}', "topk"),
-    (b'{"queries": ["a"], "topk": "five"}', "topk"), (b'{"queries": ["a"], "topk": 2.5}', "topk"),
-    (b'{"queries": ["a"], "topk": 1e9}', "topk"), (b'{"queries": ["a"], "topk": NaN}', "topk"),
-    (b'{"queries": ["a"], "return_scores": 3}', "return_scores"),
-    (b'{"queries": ["' + b"a" * 2**24 + b'"]}', "16 MiB"),
-])
-def test_retrieve_refuses_unreadable_requests_in_a_sentence(retrieve, body, said):
-    status, reply = retrieve(body)
-    assert 400 <= status < 500
-    assert said in reply["detail"] and "\n" not in reply["detail"] and len(reply["detail"]) < 200
-    assert retrieve(b'{"queries": ["a"]}')[0] == 200  # and goes on
-
-
-def test_a_body_whose_length_is_not_said_is_refused(retrieve):
-    status, reply = retrieve(iter([b'{"queries": ', b'["a"]}']))
-    assert status == 413 and "Content-Length" in reply["detail"]
-
-
-def test_retrieve_lives_at_one_address(retrieve):
-    assert retrieve(b'{"queries": ["a"]}', "/search")[0] == 404
-    assert retrieve(b'{"queries": ["a"]}', "/retrieve/")[0] == 200
-    form = {"Content-Type": "application/x-www-form-urlencoded"}  # curl says so unless told
-    assert retrieve(b'{"queries": ["a"]}', headers=form)[0] == 200
-
 
 def test_serve_is_one_command_and_holds_two_hundred_clients_at_once(tmp_path):
     """They come while the server is stopped, so that all of them wait at the same moment."""

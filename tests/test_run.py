@@ -9,9 +9,7 @@ import subprocess
 import sys
 import time
 from functools import lru_cache
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
-from threading import Thread
 
 import pytest
 from conftest import ROOT
@@ -252,17 +250,6 @@ def test_the_lengths_that_a_user_sets_are_those_of_the_stages():
     assert value(stages, "rl", "--context") == "20000"
     assert value(stages, "sft", "--cutoff") == "9000"
     assert value(stages, "rl", "--pack-tokens") == "16384"
-
-
-@pytest.mark.parametrize("size, variables", [
-    ("7b", {}), ("7b", {"GIB": "24", "GPUS": "4"}), ("1.5b", {"PACK": "4096"}),
-    ("3b", {"CONTEXT": "9000", "CUTOFF": "12000"}), ("tool-star-7b", {"GIB": "24", "GPUS": "4"})])
-def test_the_preflight_tries_the_largest_micro_batch_of_all_stages(size, variables):
-    stages = dry(size, **variables)
-    tried, *most = ({int(value(stages, stage, flag)) for flag in flags} for stage, flags in (
-        ("preflight-full", ("--cutoff", "--pack-tokens")),
-        ("sft", ("--cutoff", "--pack-tokens")), ("rl", ("--context", "--pack-tokens"))))
-    assert tried == {max(set().union(*most))}
 
 
 def test_every_trainer_of_a_recipe_gets_the_choice_of_how_to_train():
@@ -697,31 +684,6 @@ def test_an_output_that_a_killed_stage_left_in_half_does_not_count(house):
     assert len(again) == 1 and "rl.jsonl" in again[0] and not mark.exists()
 
 
-@pytest.mark.parametrize("changed, said", [
-    ({"SEED": "1"}, "out/tiny/init/config.json was made by another command: --seed was 0, is 1"),
-    ({"FLAGS_rl": "--lr 7"}, "out/tiny/rl/config.json was made by another command: --lr was 1.5"),
-    ({"FLAGS_eval": "--limit 5"}, "made by another command: --limit was not given, is 5"),
-    ({"DATA": "d"}, "out/tiny/init/config.json was made by another command: --corpus was")])
-def test_a_run_is_not_shown_as_that_of_other_settings(house, changed, said):
-    assert run_sh(house, "tiny").returncode == 0
-    commands = json.loads((house / "out/tiny/run.json").read_text())
-    assert "--seed" in commands["out/tiny/rl/config.json"]
-    other = run_sh(house, "tiny", **changed)
-    assert other.returncode == 1 and said in other.stderr.splitlines()[-1], other.stderr
-    assert "Use another OUT, or remove this output" in other.stderr.splitlines()[-1]
-    assert "done before" not in other.stdout, "no table is shown"
-    assert run_sh(house, "tiny", GPUS="1").returncode == 0, "the number of ranks is free"
-
-
-def test_a_stage_that_failed_may_be_tried_with_other_flags(house):
-    (house / "broken").write_text("grpo.py")
-    assert run_sh(house, "tiny").returncode == 1
-    (house / "broken").write_text("")
-    assert run_sh(house, "tiny", FLAGS_rl="--lr 7").returncode == 0
-    commands = json.loads((house / "out/tiny/run.json").read_text())
-    assert commands["out/tiny/rl/config.json"][-2:] == ["--lr", "7"]
-
-
 def test_the_table_is_shown_once_and_the_end_names_the_next_command(house):
     first, second = run_sh(house, "tiny"), run_sh(house, "tiny")
     assert first.stdout.count("made") == 0, "evaluate.py has printed it"
@@ -859,73 +821,11 @@ def station(house, monkeypatch):
     return house
 
 
-@pytest.mark.parametrize("size", SIZES[1:] + STARS)
-def test_preflight_comes_before_anything_is_spent_and_plans_what_is_run(size):
-    stages = dry(size)
-    spent = [stage for stage in stages if stage in ("sft-tasks", "episodes", "sft", "rl")]
-    assert list(stages).index("preflight") < min(map(list(stages).index, spent))
-    text = printed(size, "preflight", NNODES="2", NODE_RANK="0", MASTER_ADDR="a")
-    plans = [shlex.split(line) for line in text.splitlines() if " look.memory " in line
-             and "--out" not in line]
-    for words, stage, flag in zip(plans, ("sft", "rl"), ("--cutoff", "--context"), strict=True):
-        plan = arguments(words)
-        assert f"{plan.pop('')[0]}.py" == script(stages[stage][1])[0] and (
-            plan["--gpus"], plan["--gpu-gib"]) == (
-            (["2"], ["24"]) if size == "0.5b" else (["16"], ["80"]))
-        assert plan[flag] == [value(stages, stage, flag)]
-        assert plan["--model"] == [value(stages, "sft", "--model")]
-        assert plan.keys() <= flags_of("-m look.memory")
-    words = dry(size, "preflight", NNODES="2", NODE_RANK="0", MASTER_ADDR="a")["preflight"][1]
-    assert arguments(words)["--prompts"] == plan["--gpus"], "a query for every rank"
-    assert script(words)[0] == script(stages["rl"][1])[0]
-
-
 def test_a_download_asks_for_every_kind_of_file_by_a_flag_of_its_own():
     line = next(line for line in printed("7b").splitlines() if line.startswith("hf download"))
     words = shlex.split(line)
     wanted = [words[i + 1] for i, word in enumerate(words) if word == "--include"]
     assert wanted == ["*.json", "*.txt", "*.jinja", "*.safetensors"] and len(words) == 3 + 2 * 4
-
-
-def test_preflight_passes_once_and_leaves_no_weights(station):
-    first = run_sh(station, "7b", "preflight", MODEL="model", ENDPOINT_KEY="key",
-                   ENDPOINT="http://a/v1=m http://b/v1=n")
-    assert first.returncode == 0 and "preflight passed" in first.stderr, first.stderr
-    said = (station / "calls").read_text()
-    assert "--gpus 2 --gpu-gib 79" in said and "hf " not in said
-    assert "http://a/v1=m key" in said and "http://b/v1=n key" in said
-    assert not list((station / "out/7b/preflight").glob("*.safetensors"))
-    run_sh(station, "7b", MODEL="model", ENDPOINT_KEY="key",
-           ENDPOINT="http://a/v1=m http://b/v1=n")
-    again = (station / "calls").read_text()[len(said):]
-    assert "sft.py" in again and "look.memory" not in again and "out/7b/preflight" not in again
-    # what evaluates is tried too, and so are the largest micro-batch and the validation
-    named = [re.search(r"look\.memory|\w+\.py", line) for line in said.splitlines()
-             if "out/7b/preflight/" in line]
-    tried = [found.string for found in named if found]
-    scripts = [found[0] for found in named if found]
-    assert scripts == ["look.memory", "sft.py", "grpo.py", "evaluate.py"]
-    assert "--pack-tokens 32768" in tried[1] and "--cutoff 32768" in tried[1]
-    assert "--val data/full/val.jsonl" in tried[2] and "--context 30000" in tried[2]
-
-
-@pytest.mark.parametrize("broken, variables, fix", [
-    ("", {"GPUS": "4"}, "this node has 2 GPUs, 4 are asked for: GPUS=2"),
-    ("look.memory sft --cutoff 20480", {}, "model is too large for 2 x 79 GiB"),
-    ("look.memory grpo --context 30000", {}, "model is too large for 2 x 79 GiB"),
-    ("Are you there", {"ENDPOINT": "http://a/v1=m"}, "http://a/v1=m: ENDPOINT=http://host:port/v1"),
-    ("download", {"MODEL": "Qwen/none"}, "there is no model Qwen/none: MODEL=a folder"),
-    ("--out out/7b/preflight/full.jsonl", {}, "stage preflight-fill failed, see above"),
-    ("sft.py --model model --data out/7b/preflight", {}, "stage preflight-full failed, see above"),
-    ("out/7b/preflight/rl", {}, "stage preflight failed, see above"),
-    ("out/7b/preflight/eval", {}, "stage preflight-eval failed, see above"),
-    ("visible_gpus", {}, "PyTorch cannot use 2 GPUs: install driver R580 or cuda-compat-13-0"),
-])
-def test_preflight_refuses_in_one_line_that_says_the_fix(station, broken, variables, fix):
-    (station / "broken").write_text(broken)
-    done = run_sh(station, "7b", **{"MODEL": "model"} | variables)
-    assert done.returncode == 1 and fix in done.stderr.splitlines()[-1], done.stderr
-    assert "episodes" not in (station / "calls").read_text(), "nothing is spent"
 
 
 @pytest.fixture
@@ -952,68 +852,6 @@ def test_tool_stars_recipe_runs_from_its_data_to_the_scores_once(station, publis
                     "sft.py", "grpo.py", "evaluate.py", "toolstar.scores ", "look.report"]
     assert run_sh(station, "tool-star-3b", **published).returncode == 0
     assert called()[len(once):] == asked, "the tools and the judge are asked again, no more"
-
-
-@pytest.mark.parametrize("broken, changed, fix", [
-    ("", {"SFT_DATA": "none.json"}, "no none.json: SFT_DATA and RL_DATA name files of"),
-    ("", {"SETS": "none"}, "no none: SETS names a folder, see toolstar/sets.py"),
-    ("tools check --database database/tool-star/train", {}, "train/tools.json names the retriever"),
-    ("tools check --database database/tool-star/eval", {}, "eval/tools.json names the retriever"),
-    ("Are you there", {}, "http://j/v1=m: JUDGE=http://host:port/v1=MODEL, JUDGE_KEY=its key"),
-    ("look.memory grpo --context 5632", {}, "model is too large for 2 x 79 GiB"),
-    ("out/tool-star-3b/preflight/rl", {}, "stage preflight failed, see above")])
-def test_tool_stars_preflight_refuses_in_one_line_that_says_the_fix(
-        station, published, broken, changed, fix):
-    (station / "broken").write_text(broken)
-    done = run_sh(station, "tool-star-3b", **published | changed)
-    assert done.returncode == 1 and fix in done.stderr.splitlines()[-1], done.stderr
-    made = calls(station) if (station / "calls").exists() else []
-    assert not any("--out out/tool-star-3b/sft" in call for call in made), "nothing is spent"
-
-
-def test_preflight_wants_disk_memory_and_a_token_to_compare(station):
-    disk(station, free="1000000")
-    done = run_sh(station, "7b", "preflight", MODEL="model")
-    assert "1 GB of disk are free, 685 are needed: OUT=" in done.stderr.splitlines()[-1]
-    disk(station, free="2000000000")
-    stand_in(station / "bin" / "du", "echo 900000000 model")
-    done = run_sh(station, "7b", "preflight", MODEL="model")
-    assert "GB of the host's memory are free, 1808 are needed" in done.stderr.splitlines()[-1]
-    (station / "bin" / "du").unlink()
-    stand_in(station / ".venv" / "bin" / "python", STAND_IN.replace('s": 64', 's": 0'))
-    done = run_sh(station, "7b", "preflight", MODEL="model")
-    assert "nothing was trained on: remove out/7b/preflight" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("model, status", [("m", 0), ("other", 1)])
-def test_preflight_asks_the_teacher_and_shows_its_key(tmp_path, model, status):
-    heard = []
-
-    class Teacher(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            heard.append((self.path, self.headers["Authorization"], body["model"]))
-            message = {"role": "assistant", "content": "Yes."}
-            reply = json.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "m",
-                                "choices": [{"index": 0, "finish_reason": "stop",
-                                             "message": message}]}).encode()
-            self.send_response(200 if body["model"] == "m" else 404)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(reply)))
-            self.end_headers()
-            self.wfile.write(reply)
-
-    server = HTTPServer(("127.0.0.1", 0), Teacher)
-    Thread(target=server.serve_forever, daemon=True).start()
-    (tmp_path / "key").write_text("secret\n")
-    text = printed("7b", "preflight", ENDPOINT_KEY=str(tmp_path / "key"),
-                   ENDPOINT=f"http://127.0.0.1:{server.server_port}/v1={model}")
-    line = next(line for line in text.splitlines() if line.startswith("python -c"))
-    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60)
-    server.shutdown()
-    assert done.returncode == status, done.stderr
-    assert set(heard) == {("/v1/chat/completions", "Bearer secret", model)}
 
 
 # ------------------------------------------------------------------------------------------- pins

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 import evaluate
-from runtime import read_jsonl, write_jsonl
+from runtime import Mistake, read_jsonl, write_jsonl
 from toolstar import scores, sets
 from toolstar.sets import SETS, contaminated, load_sets
 from toolstar.tools import Tools
@@ -218,7 +218,7 @@ def test_a_task_that_a_set_asks_is_dropped_and_listed(tmp_path):
 
 def test_without_a_question_of_a_set_nothing_is_called_clean(tmp_path):
     (tmp_path / "sets").mkdir()
-    with pytest.raises(ValueError, match="sets holds no question of an evaluation set"):
+    with pytest.raises(Mistake, match="sets holds no question of an evaluation set"):
         sets.questions_of(tmp_path / "sets")
 
 

@@ -19,7 +19,7 @@ import pytest
 import runtime
 import synth
 from evaluate import play_replies
-from runtime import load_tasks, read_jsonl, write_jsonl
+from runtime import Mistake, load_tasks, read_jsonl, write_jsonl
 from sandbox import open_database, parse
 from tiny import worlds
 from tiny.__main__ import main
@@ -302,14 +302,14 @@ def test_a_task_of_no_world_of_the_folder_is_refused_by_file_and_row(country, na
     rows = read_jsonl(path)
     rows[1]["world"] = name
     write_jsonl(tmp_path / "tasks.jsonl", rows)
-    with pytest.raises(ValueError, match=r"tasks.jsonl, row 2: 'world' is .*world-00 to world-02"):
+    with pytest.raises(Mistake, match=r"tasks.jsonl, row 2: 'world' is .*world-00 to world-02"):
         load_tasks(tmp_path / "tasks.jsonl", Travel(open_database(folder)).load_task)
 
 
 def test_a_task_that_starts_in_no_city_of_the_tables_is_refused(trip, mini):
     task, _, _ = trip
     assert Travel(mini).load_task(task)["org"] == task["org"]
-    with pytest.raises(ValueError, match="'org' is 'Reno', which is not a city of .*mini: --data"):
+    with pytest.raises(Mistake, match="'org' is 'Reno', which is not a city of .*mini: --data"):
         Travel(mini).load_task(task | {"org": "Reno"})
 
 

@@ -13,6 +13,7 @@ import runtime
 import sandbox
 import synth
 from format_plan import MEALS
+from runtime import Mistake
 from sandbox import Sandbox, observation_message, open_database
 from tiny.worlds import HOME, MONTHS, write_world
 from travel import solver, teacher
@@ -28,13 +29,13 @@ def drills(args):
     if Path(args.out).exists():  # refuse another kind of file now, not after minutes
         begun = runtime.read_jsonl(args.out)
         if not all(isinstance(row, dict) and "messages" in row for row in begun):
-            raise ValueError(f"{args.out}: not a file of this command; choose another --out")
+            raise Mistake(f"{args.out}: not a file of this command; choose another --out")
     with runtime.workers(args.workers) as pool:
         parts = pool.map(partial(world_rows, args), range(args.worlds))
         parts = list(runtime.progress(parts, args.out, args.worlds, unit="world"))
     rows = [row for part in parts for row in part]
     random.Random(args.seed).shuffle(rows)
-    runtime.write_own(args.out, rows)
+    runtime.write_jsonl(args.out, rows)
     print(f"{args.out}: {len(rows)} rows from {args.worlds} worlds")
 
 

@@ -6,14 +6,13 @@ import re
 from pathlib import Path
 
 import runtime
-from runtime import COUNT
+from runtime import COUNT, Mistake
 from tiny.worlds import WORDS
 
 
 def read_phrases(file):
     """The phrases of a file, which "@" and line breaks separate."""
-    with runtime.errors_name(file):
-        return re.split("[@\n]", Path(file).read_text(encoding="utf-8").strip("\n"))
+    return re.split("[@\n]", Path(file).read_text(encoding="utf-8").strip("\n"))
 
 
 # Frequent phrases of the tools and the protocol, and the pairs of digits, are one token each, so
@@ -125,11 +124,11 @@ def read_talks(path):
     for number, row in enumerate(runtime.read_jsonl(path), 1):
         talk = row.get("messages") if isinstance(row, dict) else None
         if not isinstance(talk, list) or not talk or not runtime.is_talk(talk):
-            raise ValueError(f"{path}, record {number} must hold messages, each with a role and a "
-                             f"content, in alternating turns, but is {str(row)[:60]}")
+            raise Mistake(f"{path}, record {number} must hold messages, each with a role and a "
+                          f"content, in alternating turns, but is {str(row)[:60]}")
         talks.append(talk)
     if not talks:
-        raise ValueError(f"{path} holds no messages; `python -m tiny drills` writes some")
+        raise Mistake(f"{path} holds no messages; `python -m tiny drills` writes some")
     return talks
 
 
@@ -173,7 +172,7 @@ def heads_of_32(text):
 
 def model(args):
     if (Path(args.out) / "config.json").exists():
-        raise ValueError(f"{args.out} already holds a model: choose another --out, or remove it")
+        raise Mistake(f"{args.out} already holds a model: choose another --out, or remove it")
     runtime.lock_folder(args.out)
     phrases = read_phrases(args.phrases) if args.phrases else PHRASES
     make_tiny(args.corpus, args.out, args.seed, args.width, phrases=phrases)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import runtime
 import synth
+from runtime import Mistake
 from travel.constraints import ROOM_TYPES
 
 WORDS = Path(__file__).parent.parent / "database" / "words"
@@ -196,8 +197,8 @@ def write_world(folder, seed, dates=synth.MARCH, avoid=frozenset()):
     for name, text in make_world(seed, dates, avoid).items():
         path = Path(folder) / name
         if path.exists() and path.read_bytes() != text.encode():
-            raise ValueError(f"{path} belongs to another database: choose another --out, or "
-                             "remove it")
+            raise Mistake(f"{path} belongs to another database: choose another --out, or "
+                          "remove it")
         runtime.write_text(path, text)
 
 

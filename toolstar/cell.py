@@ -43,29 +43,27 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 # ---------------------------------------------------------------- the program
 
-class Ending(contextlib.AbstractContextManager):
-    """Catches whatever ends the program and prints it as Python does; `code` is the exit code."""
-    code = 70
-
-    def __exit__(self, kind, error, trace):
-        if kind is None:
-            self.code = 0
-            return True
+def code_of(program, *arguments):
+    """Call the program -> its exit code. Whatever ends it is printed as Python prints it."""
+    try:
+        program(*arguments)
+        return 0
+    except BaseException as error:
         # the program may have used up its memory limit, and printing the error needs some more
         resource.setrlimit(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)[1:] * 2)
-        self.code = 1
-        if issubclass(kind, SystemExit) and (error.code is None or isinstance(error.code, int)):
-            self.code = (error.code or 0) & 0xff
-        elif issubclass(kind, SystemExit):
+        if isinstance(error, SystemExit):
+            if error.code is None or isinstance(error.code, int):
+                return (error.code or 0) & 0xff
             print(error.code, file=sys.stderr)
-        else:
-            while trace and trace.tb_frame.f_code.co_filename != NAME:
-                trace = trace.tb_next  # skip our own frames
-            sys.excepthook(kind, error.with_traceback(trace), trace)
-        return True
+            return 1
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename != NAME:
+            trace = trace.tb_next  # skip our own frames
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return 1
 
 
-def play(fd, display):
+def play(fd):
     """Run a program as `python program.py` would; show the value of a last bare expression.
 
     fd: descriptor of the program's source. This is the only place in the repository that compiles
@@ -80,7 +78,7 @@ def play(fd, display):
     module.__file__ = NAME
     tree = ast.parse(program, NAME)
     last = tree.body[-1] if tree.body else None
-    if display and isinstance(last, ast.Expr):
+    if isinstance(last, ast.Expr):
         shown = ast.parse("__import__('sys').displayhook(0)", mode="eval").body
         for node in ast.walk(shown):
             ast.copy_location(node, last.value)
@@ -94,11 +92,7 @@ def set_limits(frame, settings):
     seconds = int(frame["seconds"]) + 1
     limits = {"CPU": (seconds, seconds + 1), "AS": (frame["memory"], frame["memory"] + RESERVE),
               "FSIZE": settings["files"], "NOFILE": 64, "CORE": 0, "STACK": 64 * MIB,
-              "MEMLOCK": 0, "MSGQUEUE": 0}
-    # NPROC counts threads too; it does not bind root
-    limits["NPROC"] = settings["threads"] + 2 if settings["threads"] else 0
-    if not settings["jailed"]:
-        del limits["NPROC"]  # without a namespace it counts all processes of the user
+              "MEMLOCK": 0, "MSGQUEUE": 0, "NPROC": 0}
     for name, limit in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         most = resource.getrlimit(kind)[1]
@@ -110,7 +104,7 @@ def set_limits(frame, settings):
 
 def run_fork(frame, fds, settings):
     """Everything that a fork does; never returns."""
-    ending, late = Ending(), Ending()
+    code = 70
     try:
         os.setsid()
         for target, fd in enumerate(fds):
@@ -119,19 +113,22 @@ def run_fork(frame, fds, settings):
         sys.path[0], sys.argv = os.getcwd(), [NAME]
         random.seed(0)  # Python reseeds it in every fork
         set_limits(frame, settings)
-        if settings["filter"] and LIBC.prctl(22, 2, settings["rules"], 0, 0):  # PR_SET_SECCOMP
+        if LIBC.prctl(22, 2, settings["rules"], 0, 0):  # PR_SET_SECCOMP
             raise OSError(ctypes.get_errno(), "the filter is refused")
-        with ending:
-            play(len(fds) - 1, settings["display"])
-        with late:  # what an interpreter does at its end: threads, atexit, __del__ of the globals
-            threading._shutdown()
-            atexit._run_exitfuncs()
-            sys.modules["__main__"].__dict__.clear()
-            for stream in sys.stdout, sys.stderr, sys.__stdout__:
-                if stream is not None and not stream.closed:
-                    stream.flush()
+        code = code_of(play, len(fds) - 1)
+        code = code_of(end) or code
     finally:
-        os._exit(ending.code or late.code)
+        os._exit(code)
+
+
+def end():
+    """What an interpreter does at its end: threads, atexit, __del__ of the globals."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.modules["__main__"].__dict__.clear()
+    for stream in sys.stdout, sys.stderr, sys.__stdout__:
+        if stream is not None and not stream.closed:
+            stream.flush()
 
 
 # ---------------------------------------------------------------- the worker
@@ -163,19 +160,16 @@ def watch(pid, control, seconds, scratch):
             why = "timeout"
         else:
             room = os.statvfs(scratch)
-            if os.getpid() == 1 and room.f_files - room.f_ffree > INODES:
+            if room.f_files - room.f_ffree > INODES:
                 why = "files"
     os.close(child)
     with contextlib.suppress(ProcessLookupError):
-        if os.getpid() == 1:
-            os.kill(-1, signal.SIGKILL)  # all other processes of the namespace
-        else:
-            os.killpg(pid, signal.SIGKILL)
+        os.kill(-1, signal.SIGKILL)  # all other processes of the namespace
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, 0 if os.getpid() == 1 else os.WNOHANG)[0]:
+        while os.waitpid(-1, 0)[0]:
             pass
-    return why, status
+    return why, os.waitstatus_to_exitcode(status)
 
 
 def sweep(scratch):
@@ -201,8 +195,8 @@ def work(settings):
     for name in "numpy.random", "sympy.core.random":
         if name in sys.modules:
             sys.modules[name].seed(0)
-    if settings["jailed"]:  # the filter denies to set them: a copy goes without
-        shutil.copymode = shutil.copystat = lambda *_, **__: None
+    # the filter denies to set modes and times: a copy goes without
+    shutil.copymode = shutil.copystat = lambda *_, **__: None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     LIBC.prctl(4, 0)  # PR_SET_DUMPABLE: forks can neither trace nor read this process
     code = ctypes.create_string_buffer(bytes.fromhex(settings["filter"]))

@@ -7,25 +7,20 @@ The interpreter of the tools world: run a model's programs in warm Python proces
     (2) prove    a probe tries one forbidden action of each class; if one succeeds, JailError
     (3) call     the worker forks; the fork sets limits and a second, stricter filter, and runs the
                  program; then the worker kills all other processes in its namespace
-    (4) replace  a worker that failed, has grown, or has answered CALLS calls is killed and replaced
-                 by a spare one
+    (4) replace  a worker that failed or has answered CALLS calls is killed and replaced
 
 This file is the outside of the jail, cell.py the inside. Program, input and output do not pass
 through the worker: the caller sends descriptors of them that only the fork opens, so no program can
 read another one's data in the worker. Frames, packets of JSON on a socket that forks close, hold
 only limits and how a call ended.
 
-There are two levels. "jailed" is proved at each start. "unsafe" must be asked for: a plain process
-under limits, which can read and write whatever its user can.
-[1] github.com/containers/bubblewrap   [2] SandboxFusion, arXiv:2412.00535
+A machine without user namespaces has no jail: name a SandboxFusion server instead (tools.py).
+[1] github.com/containers/bubblewrap
 
 Reads   only the program       Writes  nothing that outlives the call
 
-    python -m toolstar.jail check              print the level and the proof
-    python -m toolstar.jail run FILE           run a program, with this command's input
-    python -m toolstar.jail serve --port 8080  answer POST /run_code, with SandboxFusion's API [2]
+    python -m toolstar.tools check    print the proof
 """
-import argparse
 import contextlib
 import fcntl
 import json
@@ -40,13 +35,11 @@ import socket
 import struct
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from errno import ENOSYS, EPERM
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, LifoQueue
 from subprocess import DEVNULL, Popen
 from typing import NamedTuple
 
@@ -57,7 +50,6 @@ CELL = Path(__file__).resolve().with_name("cell.py")
 SCRATCH = "/jail"  # a program's folder, the only place where it can write
 MIB = 2**20
 CALLS = 2000  # after which a worker is replaced
-GROWTH = 1.2  # factor of a new worker's memory above which a worker is replaced
 GRACE = 1.0  # seconds that a worker may take beyond the program's limit
 DAY = 86400.0  # seconds, the highest limit of a program
 LIBSECCOMP = "pip install pyseccomp; apt install libseccomp2"
@@ -113,15 +105,12 @@ WORKERS = """
     clone fork execve kill prctl seccomp sendmsg recvmsg pidfd_open prlimit64 setsid"""
 
 
-def write_filter(threads=None):
-    """A seccomp filter as BPF bytes; b"" if libseccomp is missing.
-
-    threads: the number of threads that a program may start; None: the filter is for a worker.
-    """
+def write_filter(worker):
+    """A seccomp filter as BPF bytes, for a worker or for a program."""
     try:
         import pyseccomp as seccomp
-    except (ImportError, RuntimeError):  # the package or its library is missing
-        return b""
+    except (ImportError, RuntimeError) as error:  # the package or its library is missing
+        raise JailError(f"a jail needs a seccomp filter ({error}): {LIBSECCOMP}") from None
     rules = seccomp.SyscallFilter(seccomp.ERRNO(ENOSYS))
 
     def add(action, name, *conditions):
@@ -132,14 +121,11 @@ def write_filter(threads=None):
     special = {"socketpair": [(0, seccomp.EQ, socket.AF_UNIX),
                               (1, seccomp.MASKED_EQ, 15, socket.SOCK_STREAM)]}
     free = ALLOWED.split()
-    if threads is None:
+    if worker:
         free += WORKERS.split()
     else:
         special["prlimit64"] = [(0, seccomp.EQ, 0)]
         special["kill"] = [(0, seccomp.MASKED_EQ, 2**31, 0)]  # it can reach only itself
-    if threads:
-        special["clone"] = [(0, seccomp.MASKED_EQ, 2**16, 2**16)]  # CLONE_THREAD
-        add(seccomp.ERRNO(EPERM), "clone", (0, seccomp.MASKED_EQ, 2**16, 0))
     for name in free:
         add(seccomp.ALLOW, name)
     for name, conditions in special.items():
@@ -188,16 +174,11 @@ def view():
 
 def command(settings, control, outer):
     """The command line of a worker. control, outer: descriptors of its socket and its filter."""
-    told = {**settings, "control": control}
     # not -I, which would ignore PYTHONHASHSEED; Worker sets the whole environment
-    python = [sys.executable, "-s", "-B"]
-    if not settings["jailed"]:
-        return [*python, str(CELL), json.dumps(told)]
-    jail = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session",
-            "--as-pid-1", "--hostname", "jail", "--cap-drop", "ALL", *view(),
-            "--setenv", "LD_LIBRARY_PATH", f"{sys.base_prefix}/lib"]
-    jail += ["--seccomp", str(outer)] if outer else []
-    return [*jail, *python, "/cell.py", json.dumps(told)]
+    python = [sys.executable, "-s", "-B", "/cell.py", json.dumps(settings | {"control": control})]
+    return [shutil.which("bwrap"), "--unshare-all", "--die-with-parent", "--new-session",
+            "--as-pid-1", "--hostname", "jail", "--cap-drop", "ALL", *view(), "--seccomp",
+            str(outer), "--setenv", "LD_LIBRARY_PATH", f"{sys.base_prefix}/lib", *python]
 
 
 def memory_file(data):
@@ -219,27 +200,15 @@ class Worker:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self.log = os.memfd_create("log")  # error messages of bubblewrap and of imports
-        filters = [memory_file(outer)] if outer else []
-        # an unsafe worker uses a folder of the host, a jailed one its own tmpfs
-        self.folder = None if settings["jailed"] else tempfile.TemporaryDirectory(prefix="unsafe-")
-        folder = self.folder.name if self.folder else SCRATCH
-        threads = str(settings["threads"] or 1)
-        clean = {"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
-                 "PYTHONIOENCODING": "utf-8:strict", "OMP_NUM_THREADS": threads,
-                 "OPENBLAS_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        words = command(settings, theirs.fileno(), *(filters or [None]))
-        try:
-            self.process = Popen(words, stdin=DEVNULL, stdout=DEVNULL, stderr=self.log, env=clean,
-                                 pass_fds=[theirs.fileno(), *filters], cwd=self.folder and folder,
-                                 start_new_session=True)
-        except OSError:
-            self.control.close()
-            os.close(self.log)
-            raise
-        finally:
-            theirs.close()
-            for fd in filters:
-                os.close(fd)
+        filters = memory_file(outer)
+        clean = {"HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+                 "PYTHONIOENCODING": "utf-8:strict", "OMP_NUM_THREADS": "1",
+                 "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.process = Popen(command(settings, theirs.fileno(), filters), stdin=DEVNULL, env=clean,
+                             stdout=DEVNULL, stderr=self.log, start_new_session=True,
+                             pass_fds=[theirs.fileno(), filters])
+        theirs.close()
+        os.close(filters)
 
     def wait(self, seconds=60):
         """Wait until it is warm; JailError with its last message if it does not start."""
@@ -251,26 +220,18 @@ class Worker:
         if said:
             self.pid = struct.unpack("3i", kept[0][2][:12])[0]  # in the namespace of this process
             self.control.settimeout(None)
-            self.fresh = self.pages()[1]
             return
-        self.process.kill()
-        words = os.pread(self.log, MIB, 0).decode(errors="replace").split("\n")
+        words = os.pread(self.log, MIB, 0).decode(errors="replace").strip().rpartition("\n")[2]
         self.close()
-        why = next((line for line in reversed(words) if line.strip()), f"nothing in {seconds} s")
-        fix = f": allow user namespaces, {NAMESPACES}" if why.startswith("bwrap") else ""
-        raise JailError(f"no worker starts: {why}{fix}")
-
-    def pages(self):
-        """(bytes of address space, bytes of resident memory) of the worker."""
-        numbers = Path(f"/proc/{self.pid}/statm").read_text().split()
-        return [int(number) * resource.getpagesize() for number in numbers[:2]]
+        fix = f": allow user namespaces, {NAMESPACES}" if words.startswith("bwrap") else ""
+        raise JailError(f"no worker starts: {words or f'nothing in {seconds} s'}{fix}")
 
     def call(self, program, stdin, seconds):
         """Run a program -> Result; an OSError (BrokenWorker) if the worker fails."""
         self.calls += 1
-        space, memory = self.pages()
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[0])  # its address space
         frame = {"call": self.calls, "seconds": seconds,
-                 "memory": space + self.settings["memory"] * MIB}
+                 "memory": pages * resource.getpagesize() + self.settings["memory"] * MIB}
         streams, theirs = {}, []
         try:
             theirs.append(memory_file(stdin))
@@ -288,9 +249,7 @@ class Worker:
                 os.close(fd)
         if answer["call"] != self.calls:
             raise BrokenWorker("a worker answered another call")
-        # the first two calls still add pages that all calls need
-        self.fresh = max(self.fresh, memory) if self.calls <= 2 else self.fresh
-        self.fit = answer["clean"] and self.calls < CALLS and memory <= GROWTH * self.fresh
+        self.fit = answer["clean"] and self.calls < CALLS
         limit = self.settings["output"]
         out, err = (mask(text[:limit].decode("utf-8", "replace")) for text in streams.values())
         if size > limit:
@@ -332,13 +291,11 @@ class Worker:
         self.process.wait()
         self.control.close()
         os.close(self.log)
-        if self.folder:
-            self.folder.cleanup()
 
 
 def read_end(answer, err, seconds):
     """(status, error) of a call, from the worker's frame and the program's stderr."""
-    code = os.waitstatus_to_exitcode(answer["status"])
+    code = answer["status"]
     if answer["why"] == "timeout" or code == -signal.SIGXCPU:
         return "timeout", f"stopped after {seconds:g} s"
     if answer["why"] == "files":
@@ -366,40 +323,32 @@ def mask(text):
 # ---------------------------------------------------------------- the pool
 
 class Jail(contextlib.AbstractContextManager):
-    """A pool of workers for many threads, which are served in their order of arrival.
+    """A pool of workers for many threads.
 
-    workers: how many programs run at once; None: one per core. One more worker stands by
-    unsafe: use plain processes under limits, which can read and write whatever this user can
+    workers: how many programs run at once; None: one per core
     preload: modules that workers import before any call
     seconds, memory, output, files: limits of a program: wall and CPU seconds, MiB above those of a
         warm worker, bytes of stdout and stderr together, bytes of a file
-    threads: how many threads a program may start
-    display: show the value of a last bare expression, as a notebook does
     Raises JailError if this machine cannot run a jail.
     """
+    level = "jailed"
 
-    def __init__(self, workers=None, unsafe=False, preload=PRELOAD, seconds=5.0, memory=512,
-                 output=65536, files=16 * MIB, threads=0, display=True):
+    def __init__(self, workers=None, preload=PRELOAD, seconds=5.0, memory=512, output=65536,
+                 files=16 * MIB):
         self.workers, self.seconds = workers or len(os.sched_getaffinity(0)), seconds
-        self.level = "unsafe" if unsafe else "jailed"
-        inner, self.outer = (b"", b"") if unsafe else (write_filter(threads), write_filter())
-        if not unsafe and not shutil.which("bwrap"):
+        if not shutil.which("bwrap"):
             raise JailError("bubblewrap is missing: apt install bubblewrap")
-        if not unsafe and os.geteuid() == 0 and not inner:
-            raise JailError(f"a jail needs a seccomp filter when run by root: {LIBSECCOMP}")
+        self.outer = write_filter(worker=True)
         self.settings = {"preload": list(preload), "memory": memory, "output": output,
-                         "files": files, "threads": threads, "display": display,
-                         "jailed": not unsafe, "filter": inner.hex()}
-        self.lock, self.waiting, self.idle = threading.Lock(), deque(), []
-        self.busy = self.alive = 0  # workers in use; workers that exist or are ordered
-        self.failure, self.orders = "", SimpleQueue()
+                         "files": files, "filter": write_filter(worker=False).hex()}
+        self.idle, self.open = LifoQueue(), True
         # the kernel kills a worker when the thread that started it ends, so one thread starts all
-        threading.Thread(target=self.supply, name="jail", daemon=True).start()
+        self.starter = ThreadPoolExecutor(1, "jail")
+        for _ in range(self.workers):
+            self.idle.put(None)  # started when it is first needed
         try:
-            if (first := self.take()) is None:
-                raise JailError(self.failure)
-            self.put_back(first, True)
-            self.proof = {} if unsafe else prove(self)
+            self.put_back(self.take(), True)
+            self.proof = prove(self)
         except JailError:
             self.close()
             raise
@@ -414,89 +363,52 @@ class Jail(contextlib.AbstractContextManager):
         program, stdin = program.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "replace")
         why = ""
         for _ in "first", "again":  # if a worker breaks, try once more
-            if (worker := self.take()) is None:
-                why = self.failure
-                break
-            result = None
+            worker, fit = None, False
             try:
+                worker = self.take()
                 result = worker.call(program, stdin, seconds)
+                fit = worker.fit
                 return result
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, ValueError, KeyError, RuntimeError) as error:
                 why = str(error)
             finally:
-                self.put_back(worker, result is not None and worker.fit)
+                if worker:
+                    self.put_back(worker, fit)
         return Result("broken", "", "", why, 0.0)
 
     def take(self):
-        """Wait for a worker; None if there is none and none can be started."""
-        turn = Future()
-        with self.lock:
-            if self.orders is None:
-                return None
-            self.waiting.append(turn)
-            self.deal()
-        return turn.result()
+        """Wait for a worker; JailError if none can be started."""
+        worker = self.idle.get()
+        try:
+            if not self.open:
+                raise JailError("the jail is closed")
+            return worker or self.starter.submit(self.start).result()
+        except BaseException:
+            self.idle.put(None)
+            raise
+
+    def start(self):
+        worker = Worker(self.settings, self.outer)
+        worker.wait()
+        return worker
 
     def put_back(self, worker, fit):
         """Return a worker to the pool, or kill it if it is not fit."""
-        with self.lock:
-            fit = fit and self.orders is not None
-            self.busy -= 1
-            self.alive -= not fit
-            self.idle += [worker] if fit else []
-            self.deal()
+        fit = fit and self.open
         if not fit:
             worker.close()
-
-    def deal(self):
-        """Order the missing workers and give idle ones to waiting threads. Call with the lock."""
-        missing = self.workers + 1 - self.alive
-        if missing > 0 and self.orders:
-            self.alive += missing
-            self.orders.put(missing)
-        while self.waiting and self.idle and self.busy < self.workers:
-            self.busy += 1
-            self.waiting.popleft().set_result(self.idle.pop())
-
-    def supply(self):
-        """Start the workers that are ordered, in a thread of its own."""
-        orders = self.orders
-        while count := orders.get():
-            started = []
-            for _ in range(count):
-                with self.failing():
-                    started.append(Worker(self.settings, self.outer))
-            for worker in started:  # they warm up at the same time
-                with self.failing():
-                    worker.wait()
-                    with self.lock:
-                        self.busy += 1
-                    self.put_back(worker, True)
-
-    @contextlib.contextmanager
-    def failing(self):
-        """Note that an ordered worker did not start; if none is left, waiting threads get None."""
-        try:
-            yield
-        except (OSError, JailError) as error:
-            with self.lock:
-                self.failure = str(error)
-                self.alive -= 1
-                while self.waiting and not self.alive:
-                    self.waiting.popleft().set_result(None)
+        self.idle.put(worker if fit else None)
 
     def close(self):
-        """Kill all workers. Waiting and later calls return "broken"."""
-        with self.lock:
-            orders, self.orders = self.orders, None
-            idle, self.idle = self.idle, []
-            self.failure = self.failure or "the jail is closed"
-            while self.waiting:
-                self.waiting.popleft().set_result(None)
-        if orders:
-            orders.put(0)
-        for worker in idle:
-            worker.close()
+        """Kill the idle workers; busy ones end with their call. Later calls return "broken"."""
+        self.open, held = False, []
+        with contextlib.suppress(Empty):
+            while True:
+                held.append(self.idle.get_nowait())
+        for worker in held:
+            if worker:
+                worker.close()
+            self.idle.put(None)
 
 
 # ---------------------------------------------------------------- the proof
@@ -560,66 +472,6 @@ def prove(jail):
     calls = [jail.run(MEET, seconds=10) for _ in range(3)]  # at least two by the same worker
     met = [call.stdout.strip() or call.error for call in calls if call.stdout.strip() or call.error]
     found["other calls"] = f"ESCAPED {met[0]}" if met else "nothing of the call before is found"
-    loops = {"time": ("while True: pass", 0.2), "output": ("while True: print('x' * 9999)", 2)}
-    for kind, (program, seconds) in loops.items():
-        status = jail.run(program, seconds=seconds).status
-        ended = status in ("timeout", "output", "killed")  # which one depends on the machine's load
-        found[kind] = status if ended else f"ESCAPED with status {status}"
     if escaped := [kind for kind, words in found.items() if words.startswith("ESCAPED")]:
         raise JailError(f"this jail does not hold ({', '.join(escaped)}): {LIBSECCOMP}")
     return found
-
-
-# ---------------------------------------------------------------- commands
-
-def flags(argv=None):
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("command", choices=["check", "run", "serve"], help="what to do")
-    p.add_argument("file", nargs="?", type=Path, help="run: file of the program")
-    p.add_argument("--workers", type=int, help="programs that run at once; default: one per core")
-    p.add_argument("--seconds", type=float, default=10, help="time limit of a program (10)")
-    p.add_argument("--memory", type=int, default=512, help="memory limit of a program in MiB (512)")
-    p.add_argument("--unsafe", action="store_true",
-                   help="no jail: programs can read and write whatever this user can")
-    p.add_argument("--host", default="127.0.0.1", help="serve: address to listen on (127.0.0.1)")
-    p.add_argument("--port", type=int, default=8080, help="serve: port to listen on (8080)")
-    args = p.parse_args(argv)
-    if args.command == "run" and args.file is None:
-        p.error("run needs the name of a file")
-    if args.seconds <= 0 or args.memory <= 0 or (args.workers or 1) < 1:
-        p.error("--seconds, --memory and --workers must be more than 0")
-    if not 0 <= args.port < 65536:
-        p.error(f"--port {args.port} must be from 0 to 65535")
-    return args
-
-
-def main(argv=None):
-    args = flags(argv)
-    try:
-        program = args.file.read_text(encoding="utf-8") if args.command == "run" else ""
-        workers = 1 if args.command == "run" else args.workers
-        jail = Jail(workers, args.unsafe, seconds=args.seconds, memory=args.memory,
-                    display=False)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"jail.py: {error}") from None
-    with jail:
-        if args.command == "serve":
-            from toolstar.run_code import serve
-
-            serve(jail, args.host, args.port)
-        elif args.command == "run":
-            result = jail.run(program, "" if sys.stdin.isatty() else sys.stdin.read())
-            sys.stdout.write(result.stdout)
-            sys.stderr.write(result.stderr)
-            if result.status != "ok":
-                raise SystemExit(f"jail.py: {result.status}: {result.error}")
-        else:
-            print(jail.level)
-            for kind, words in jail.proof.items():
-                print(f"{kind:10} {words}")
-            raise SystemExit(int(jail.level != "jailed"))
-
-
-if __name__ == "__main__":
-    main()

@@ -27,122 +27,61 @@ Writes  OUT/train.jsonl and, unless --held-out is 0, OUT/val.jsonl
 """
 import random
 from collections import Counter
-from itertools import permutations, product
+from itertools import permutations
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from evaluate import mean
-from runtime import COUNT, NATURAL, SHARE, Help, Parser, read_jsonl, run, write_jsonl
+from runtime import COUNT, NATURAL, SHARE, Help, Mistake, Parser, read_jsonl, run, write_jsonl
 from toolstar.text import normalize
 
 
-class Play(NamedTuple):
-    """The parts of a judged episode that pairs need."""
-    task: dict
-    prompt: list  # messages before the first reply
-    said: list  # messages from there on
-    reward: float
-    calls: int
-    stop: str
-
-    @property
-    def replies(self):
-        """The texts of the policy's replies, without the results of tools."""
-        return [message["content"] for message in self.said if message["role"] == "assistant"]
-
-    @property
-    def length(self):
-        """The number of characters of the replies."""
-        return sum(map(len, self.replies))
-
-
-# ---------------------------------------------------------------- plays
-
-def files_of(paths):
-    """The jsonl files in paths; those of a folder in the order of their names."""
-    files = []
-    for path in map(Path, paths):
+def plays_of(args):
+    """({(question, prompt): its plays}, Counter of the plays left out by cause)."""
+    told = args.principles and Path(args.principles).read_text(encoding="utf-8").strip()
+    groups, left_out, files = {}, Counter(), []
+    for path in map(Path, args.episodes):
         files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"no *.jsonl in {' '.join(paths)}; --episodes names files of episodes, "
-                         "or folders like OUT/rollouts")
-    return files
-
-
-def worth(row, by):
-    """The number `by` in an episode's record or its score; None if there is none."""
-    found = row.get(by)
-    found = (row.get("score") or {}).get(by) if found is None else found
-    return float(found) if isinstance(found, (int, float)) and found == found else None
-
-
-def read_play(row, by, principles):
-    """A row as a Play, or a text that says why it is left out. KeyError if it is no episode."""
-    messages, reward = row["messages"], worth(row, by)
-    roles = [message["role"] for message in messages]
-    if reward is None:
-        return f"no {by}"
-    if "assistant" not in roles:
-        return "no reply"
-    if any(call.get("status") == "broken" for call in row.get("tools", ())):
-        return "a tool was broken"
-    first = roles.index("assistant")
-    prompt = [without(message, principles) for message in messages[:first]]
-    # a TypeError if the task is not a dict or calls is not a number
-    play = Play({**row["task"]}, prompt, messages[first:], reward, row["calls"] + 0, row["stop"])
-    return play if play.length else "no reply"
-
-
-def without(message, principles):
-    """A message of the prompt without the text of --principles."""
-    before, found, after = message["content"].partition(principles or "\0")
-    return message | {"content": before.rstrip() + after} if found else message
-
-
-def read_plays(args):
-    """({(task id, prompt): its plays}, Counter of the plays left out by cause)."""
-    principles = args.principles and Path(args.principles).read_text(encoding="utf-8").strip()
-    groups, seen, left_out, stripped = {}, set(), Counter(), 0
-    for path in files_of(args.episodes):
+    for path in files:
         for line, row in enumerate(read_jsonl(path), 1):
             try:
-                play = read_play(row, args.by, principles)
-                stripped += bool(principles) and principles in str(row["messages"][0]["content"])
-            except (KeyError, TypeError, AttributeError, IndexError) as error:
+                messages = row["messages"]
+                worth = row.get(args.by, (row.get("score") or {}).get(args.by))
+                first = next((i for i, one in enumerate(messages) if one["role"] == "assistant"), 0)
+                prompt = [one | {"content": one["content"].replace(told or "\0", "").rstrip()}
+                          for one in messages[:first]]
+                play = SimpleNamespace(
+                    task=row["task"], prompt=prompt, said=messages[first:], reward=worth,
+                    calls=row["calls"], stop=row["stop"],
+                    replies=[one["content"] for one in messages if one["role"] == "assistant"])
+                play.length = sum(map(len, play.replies))
+            except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}, line {line} is not a judged episode of grpo.py or "
                                  f"evaluate.py ({error!r})") from None
-            if isinstance(play, str):
-                left_out[play] += 1
-                continue
-            kind = args.by == "reward" and row.get("kind")  # it changes in a curriculum
-            key = str(play.task.get("id")), f"{play.prompt} {kind}"
-            if (key, str(play.said)) in seen:
-                left_out["seen before"] += 1
-                continue
-            seen.add((key, str(play.said)))
-            groups.setdefault(key, []).append(play)
-    if principles and not stripped:
-        raise ValueError(f"no episode's system prompt contains the text of {args.principles}; "
-                         "leave out --principles, or play with that prompt")
+            key = str(play.task.get("id")), f"{prompt} {args.by == 'reward' and row.get('kind')}"
+            group = groups.setdefault(key, [])
+            cause = (f"no {args.by}" if worth is None else "no reply" if not play.length else
+                     "a tool was broken" if any(call.get("status") == "broken"
+                                                for call in row.get("tools", ())) else
+                     "seen before" if any(one.said == play.said for one in group) else "")
+            if cause:
+                left_out[cause] += 1
+            else:
+                group.append(play)
     return groups, left_out
 
 
 # ---------------------------------------------------------------- pairs
 
-def candidates(plays, args):
-    """All pairs of a group, [(kind, chosen, rejected)]: kind 0 by reward, 1 by fewer calls."""
-    right = [play for play in plays if play.reward >= args.chosen]
-    wrong = [play for play in plays if play.reward < args.rejected]
-    found = [(0, *pair) for pair in product(right, wrong) if pair[0].reward > pair[1].reward]
-    if args.fewer_calls:
-        found += [(1, a, b) for a, b in permutations(right, 2)
-                  if a.reward == b.reward and a.calls < b.calls]
-    return [(kind, a, b) for kind, a, b in found if a.replies != b.replies]
-
-
 def pair_up(plays, args, rng):
     """At most --per-question pairs of a group, the best first: [(chosen, rejected)]."""
-    left, used, pairs = candidates(plays, args), Counter(), []
+    right = [play for play in plays if play.reward >= args.chosen]
+    left = [(0, a, b) for a in right for b in plays
+            if b.reward < args.rejected and b.reward < a.reward and a.replies != b.replies]
+    if args.fewer_calls:
+        left += [(1, a, b) for a, b in permutations(right, 2)
+                 if a.reward == b.reward and a.calls < b.calls]
+    used, pairs = Counter(), []
     rng.shuffle(left)  # a random choice among candidates of equal burden
 
     def burden(candidate):
@@ -151,70 +90,47 @@ def pair_up(plays, args, rng):
                 abs(chosen.length - rejected.length))
 
     while left and len(pairs) < args.per_question:
-        best = min(left, key=burden)
-        left.remove(best)
+        left.remove(best := min(left, key=burden))
         pairs.append(best[1:])
         used.update(map(id, best[1:]))
     return pairs
 
 
 def as_row(chosen, rejected):
-    """A pair as dpo.py reads it."""
-    both, past = (chosen, rejected), common_past(chosen.said, rejected.said)
+    """A pair as dpo.py reads it. What both plays share before they first differ is the prompt, but
+    never the last reply of either: a play that was cut may be the beginning of the other."""
+    both = chosen, rejected
+    most = min(max(i for i, one in enumerate(play.said) if one["role"] == "assistant")
+               for play in both)
+    past = next((i for i in range(most) if chosen.said[i] != rejected.said[i]), most)
     return {"task": chosen.task, "prompt": chosen.prompt + chosen.said[:past],
             "chosen": chosen.said[past:], "rejected": rejected.said[past:],
-            "rewards": [play.reward for play in both],
-            "calls": [play.calls for play in both], "stops": [play.stop for play in both]}
-
-
-def common_past(one, other):
-    """How many messages two plays share before they first differ. The last reply of either is not
-    among them: a play that was cut short may be the beginning of the other."""
-    past = min(max(i for i, message in enumerate(said) if message["role"] == "assistant")
-               for said in (one, other))
-    return next((i for i in range(past) if one[i] != other[i]), past)
-
-
-def describe_pairs(pairs):
-    """How the two sides differ apart from the reward, in words: lengths, calls, formats."""
-    lengths = [mean([pair[side].length for pair in pairs]) for side in (0, 1)]
-    calls = [mean([pair[side].calls for pair in pairs]) for side in (0, 1)]
-    kept = mean([pair[1].stop == "answer" for pair in pairs])
-    return (f"chosen {lengths[0]:.0f} characters and {calls[0]:.1f} calls, rejected "
-            f"{lengths[1]:.0f} and {calls[1]:.1f}; {kept:.0%} of the rejected end in an answer")
+            **{f"{name}s" if name != "calls" else name: [getattr(play, name) for play in both]
+               for name in ("reward", "calls", "stop")}}
 
 
 def make_pairs(args):
-    groups, left_out = read_plays(args)
-    if not groups and not left_out:
-        raise ValueError(f"{', '.join(args.episodes)} holds no episode; evaluate.py writes some")
-    parts, asked = {"train": [], "val": []}, Counter()
+    groups, left_out = plays_of(args)
+    parts = {"train": [], "val": []}
     for key in sorted(groups):
+        if not groups[key]:
+            continue
         # the question decides, not its id, so that every cycle holds out the same questions
         question = normalize(str(groups[key][0].task.get("query", key[0]))) or key[0]
         rng = random.Random(f"{args.seed}/{question}")
         part = "val" if rng.random() < args.held_out else "train"
-        pairs = pair_up(groups[key], args, rng)
-        parts[part] += pairs
-        asked[part] += bool(pairs)
+        parts[part] += pair_up(groups[key], args, rng)
     for cause, count in left_out.items():
         print(f"{count} plays left out: {cause}")
     if not parts["train"] or (args.held_out and not parts["val"]):
-        many = sum(len(plays) for plays in groups.values())
-        raise ValueError(f"no pair{' to hold out' * bool(parts['train'])} in {many} plays of "
-                         f"{len(groups)} questions: no question has one play with a reward of "
-                         f"{args.chosen} or more and another below {args.rejected}; play more "
-                         "questions or each more often, or see --by and --held-out")
-    for path in [Path(args.out) / f"{part}.jsonl" for part in parts]:
-        if path.exists() and not all("'chosen': [" in str(row) for row in read_jsonl(path)[:1]):
-            raise ValueError(f"{path} holds no pairs: choose another --out, or remove it")
+        raise ValueError(f"no pair for train or val: of {len(groups)} questions "
+                         f"none has one play with a reward of {args.chosen} or more and another "
+                         f"below {args.rejected}; play more questions or each more often")
     for part, pairs in parts.items():
-        path = Path(args.out) / f"{part}.jsonl"
-        path.unlink(missing_ok=True)  # the file of a run with another --held-out
         if pairs:
-            write_jsonl(path, [as_row(*pair) for pair in pairs])
-            print(f"{path}: {len(pairs)} pairs of {asked[part]} questions; "
-                  f"{describe_pairs(pairs)}")
+            write_jsonl(Path(args.out) / f"{part}.jsonl", [as_row(*pair) for pair in pairs])
+        lengths = [mean([pair[side].length for pair in pairs]) for side in (0, 1)] if pairs else []
+        print(f"{part}: {len(pairs)} pairs; characters of chosen and rejected: {lengths}")
 
 
 # ---------------------------------------------------------------- main

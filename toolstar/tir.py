@@ -11,21 +11,17 @@ Make the training data of the tools world, as Tool-Star's synthesis does [1].
     (5) choose   if (1) is right, SFT learns to answer without tools. Else, if (2) or (3) is right,
                  SFT learns the right chain with the fewest calls. Else the task goes to RL
 
-A language model plays, at an endpoint or in vLLM. The other commands make the tiny world
-(facts.py) and convert the published data (published.py).
+A language model plays, at an endpoint or in vLLM. The command `convert` converts the published data
+(published.py).
 [1] Tool-Star, arXiv:2505.16410, section 3; its code for this is not released
 
 Reads   a world's folder, tasks; database/prompts/direct.txt, doubts.txt and hints.txt
 Writes  OUT/samples.jsonl, a line per sample: a run that was killed resumes from it, and another
         --right or --max-calls chooses again from it. OUT/sft.jsonl, rl.jsonl, report.json
 
-    python -m toolstar.tir facts    --seed 0 --out out/facts
-    python -m toolstar.tir episodes --database out/facts/train --tasks out/facts/sft-tasks.jsonl \\
-        --out out/facts/sft.jsonl
-    python -m toolstar.tir pages    --database out/facts/train out/facts/val --port 8123
-    python -m toolstar.tir tir      --database my/world --tasks my/questions.jsonl \\
+    python -m toolstar.tir tir     --database my/world --tasks my/questions.jsonl \\
         --endpoint http://localhost:8000/v1=Qwen2.5-3B-Instruct --out out/tir
-    python -m toolstar.tir convert  --from tool-star --sft final_sft.json --rl rl.parquet --out data
+    python -m toolstar.tir convert --from tool-star --sft final_sft.json --rl rl.parquet --out data
 """
 import json
 import random
@@ -35,10 +31,9 @@ from functools import partial
 
 import evaluate
 import runtime
-from evaluate import mean, name_of
-from runtime import COUNT, NATURAL, PORT, SHARE, Help, Parser, endpoint, entries, fill
+from evaluate import name_of
+from runtime import COUNT, NATURAL, Help, Parser, endpoint, entries, fill
 from sandbox import PROMPTS
-from toolstar.facts import drills, facts, pages, solver_episodes
 from toolstar.published import convert
 from toolstar.sets import contaminated, questions_of
 from toolstar.verdict import bare
@@ -88,14 +83,12 @@ def play_samples(args, worked, todo):
     from toolstar.tools import open_world
 
     world = open_world(args)
-    try:
-        for episode in player(args, world, (begin(args, world, task) for task in todo), worked):
-            answer, score, strict = world.verdict(episode)
-            yield episode.record(model_of(args)) | {
-                "plan": answer, "score": score, "strict": strict,
-                "tokens": getattr(episode, "tokens", None)}
-    finally:
-        world.close()
+    for episode in player(args, world, (begin(args, world, task) for task in todo), worked):
+        answer, score, strict = world.verdict(episode)
+        yield episode.record(model_of(args)) | {
+            "plan": answer, "score": score, "strict": strict,
+            "tokens": getattr(episode, "tokens", None)}
+    world.close()
 
 
 def model_of(args):
@@ -110,7 +103,7 @@ def player(args, world, episodes, worked=False):
         generate = partial(runtime.chat, *args.endpoint, **sampling, retries=40,
                            api_key=runtime.read_key(args.key), stops=world.stops)
         return evaluate.play(lambda messages: generate(merged(messages)), episodes,
-                             args.concurrency, max_tokens=args.max_tokens, worked=worked)
+                             args.concurrency)
     llm, template = evaluate.open_engine(args.model, args.max_context, args.concurrency,
                                          args.tp, args.gpu_memory)
     return evaluate.play_vllm(llm, template, episodes, args.max_context, **sampling,
@@ -206,17 +199,6 @@ def fault_of(row, most):
     return next((fault for fault, found in faults.items() if found), "")
 
 
-def least_right(right, samples):
-    """The number of right samples that --right asks for: "majority", "all", or "KofSAMPLES"."""
-    known = {"majority": samples // 2 + 1, "all": samples}
-    named = re.fullmatch(r"(\d+)of(\d+)", right)
-    least = known.get(right, int(named[1]) if named and int(named[2]) == samples else 0)
-    if not 1 <= least <= samples:
-        raise ValueError(f"--right {right} is none of 1of{samples}, majority, all of the "
-                         f"{samples} --samples")
-    return least
-
-
 def choose(task, rows, args):
     """(5) (whether (1) is right, {right modes of (2) and (3)}, record for SFT or None) of a task.
 
@@ -225,7 +207,7 @@ def choose(task, rows, args):
     good = [row for row in rows if row["strict"] == 1 and not fault_of(row, args.max_calls)]
     by_mode = {mode: [row for row in good if mode_of(row["task"]) == mode] for mode in MODES}
     direct = by_mode["dr"]
-    known = len(direct) >= least_right(args.right or f"1of{args.samples}", args.samples)
+    known = len(direct) >= args.right
     chains = by_mode["prompt"] + by_mode["hint"]
     found = {mode for mode in MODES[1:] if by_mode[mode]}
     if known:
@@ -242,41 +224,22 @@ def as_episode(row, prompt):
     return row | {"task": task, "messages": messages, "source": mode_of(row["task"])}
 
 
-def summary(rows, args):
-    """The report on one mode's samples: how many are right, kept and refused, and their cost."""
-    faults = Counter(fault_of(row, args.max_calls) for row in rows)
-    right = [row for row in rows if row["strict"] == 1]
-    calls = [call for row in rows for call in row["tools"]]
-    return {"samples": len(rows), "right": len(right),
-            "kept": sum(not fault_of(row, args.max_calls) for row in right),
-            "refused": {fault: n for fault, n in faults.most_common() if fault},
-            "calls": mean(len(row["tools"]) for row in rows),
-            "calls of right ones": mean(len(row["tools"]) for row in right),
-            "failed calls": dict(Counter(call["status"] for call in calls
-                                         if call["status"] != "ok").most_common()),
-            "time-outs": sum(call["status"] == "timeout" for call in calls),
+def report_on(args, rows, cells, chosen):
+    """The content of report.json: for each check how many tasks are right in which modes, where the
+    episodes for SFT come from, and why samples are refused.
+
+    cells: Counter of (check, whether (1) is right, the right modes of (2) and (3)).
+    """
+    faults = Counter((mode_of(row["task"]), fault_of(row, args.max_calls)) for row in rows)
+    return {"model": model_of(args), "samples": args.samples,
+            "right": args.right, "max calls": args.max_calls,
+            "tasks": {f"{check}, dr {'right' if known else 'wrong'}, tir right by "
+                      f"{' and '.join(found) or 'none'}": n
+                      for (check, known, found), n in sorted(cells.items())},
+            "sft": dict(Counter(row["source"] for row in chosen)),
+            "hints": dict(Counter(row["task"]["hint"] for row in rows if "hint" in row["task"])),
+            "refused": {f"{mode}: {fault}": n for (mode, fault), n in faults.items() if fault},
             "tokens": sum(row["tokens"] or 0 for row in rows)}
-
-
-def report_on(args, tasks, rows, cells, chosen):
-    """The content of report.json. cells: {check: Counter of (is (1) right?, right modes)}."""
-    counts = {}
-    for check, cell in cells.items():
-        table = counts[check] = {}
-        for dr in (True, False):
-            table[f"dr {'right' if dr else 'wrong'}"] = {
-                "tir wrong": cell[dr, ()], "tir right by prompt": cell[dr, ("prompt",)],
-                "tir right by hint": cell[dr, ("hint",)],
-                "tir right by both": cell[dr, ("hint", "prompt")]}
-    hints = Counter(row["task"]["hint"] for row in rows if "hint" in row["task"])
-    # the samples of (1) without an answer
-    hints["no thought to start from"] = len(tasks) * args.samples - hints.total()
-    return {"model": model_of(args), "tasks": len(tasks), "samples": args.samples,
-            "right": args.right or f"1of{args.samples}", "max calls": args.max_calls,
-            "cells": counts, "sft": dict(Counter(row["source"] for row in chosen)),
-            "rl": len(tasks) - len(chosen), "hints": dict(hints),
-            "modes": {mode: summary([row for row in rows if mode_of(row["task"]) == mode], args)
-                      for mode in MODES}}
 
 
 # ---------------------------------------------------------------- tir
@@ -289,7 +252,7 @@ def play_missing(args, folder, settings, tasks, tools):
     now = {task["id"]: task for task in tasks}
     if any(not now.get(row["task"]["id"], {}).items() <= row["task"].items()
            for row in rows.values()):
-        raise ValueError(f"{folder}: other tasks with these ids were played; choose another --out")
+        raise Mistake(f"{folder}: other tasks with these ids were played; choose another --out")
     for what in "dr, prompt", "hint":  # (3) starts from (1), so it is a second round
         todo = list(wanted_samples(args, tasks, rows, tools))
         worked = any(row["stop"] != "refused" for row in rows.values())
@@ -312,34 +275,29 @@ def tir(args):
 
     if bool(args.endpoint) == bool(args.model):
         raise ValueError("name either --endpoint or --model, which plays")
-    least_right(args.right or f"1of{args.samples}", args.samples)
     world = open_world(args)
     world.close()  # play_samples opens its own
     tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit)
-    tasks, dropped = contaminated(tasks, questions_of(args.sets)[0] if args.sets else [])
+    tasks, dropped = contaminated(tasks, questions_of(args.sets) if args.sets else [])
     settings = {"model": model_of(args)} | {key: getattr(args, key) for key in SETTINGS}
     runtime.lock_folder(args.out)
     folder = evaluate.open_folder(args.out, "", settings, KEPT)
-    others = [name for name in ("sft.jsonl", "rl.jsonl") if (folder / name).exists()]
-    if others and not (folder / KEPT).exists():
-        raise ValueError(f"{folder} holds a {others[0]} of something else, since it has no {KEPT}: "
-                         "choose another --out")
     rows = play_missing(args, folder, settings, tasks, world.settings.tools)
     # (4) (5)
-    by_task, cells, sft, rl = {task["id"]: [] for task in tasks}, {}, [], []
+    by_task, cells, sft, rl = {task["id"]: [] for task in tasks}, Counter(), [], []
     for row in rows:
         by_task[row["task"]["id"]].append(row)
     prompt = system_prompt(args.system_prompt, world.settings)
     for task in tasks:
         known, found, row = choose(task, by_task[task["id"]], args)
-        cells.setdefault(task["check"], Counter())[known, tuple(sorted(found))] += 1
+        cells[task["check"], known, tuple(sorted(found))] += 1
         if row:
             sft.append(as_episode(row, prompt))
         else:
             rl.append(task)
     runtime.write_jsonl(folder / "sft.jsonl", sft)
     runtime.write_jsonl(folder / "rl.jsonl", rl)
-    report = report_on(args, tasks, rows, cells, sft) | {"contaminated": dropped}
+    report = report_on(args, rows, cells, sft) | {"rl": len(rl), "contaminated": dropped}
     runtime.write_text(folder / "report.json",
                         json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     print(f"{folder}: {len(tasks)} tasks, {len(sft)} episodes for SFT, {len(rl)} tasks for RL; "
@@ -357,34 +315,8 @@ def flags(argv=None):
         p.set_defaults(run=run, **settings)
         return p.add_argument
 
-    add = command("facts", facts, "write worlds of facts and their tasks")
-    add("--out", required=True, help="folder to write into")
-    add("--seed", type=int, default=0, help="the same seed gives the same files")
-    add("--worlds", type=COUNT, default=60, help="number of training worlds; they share one corpus")
-    add("--places", type=COUNT, default=40, help="places per training world; each has a passage")
-    add("--held-out", type=COUNT, default=400, help="places of the held-out world")
-    add("--sft", type=COUNT, default=2400, help="number of tasks for the solver's episodes")
-    add("--by-heart", type=SHARE, default=0.35, help="share of the tasks that need tools in which "
-        "the solver answers from memory instead")
-    add("--rl", type=COUNT, default=960, help="number of tasks for RL")
-    add("--val", type=COUNT, default=400, help="number of held-out tasks")
-    add("--port", type=PORT, default=8123, help="port of the pages' server, in the passages' URLs")
-    add = command("episodes", solver_episodes, "play tasks with the solver through the real tools",
-                  failure_rate=0.0, max_turns=7, system_prompt="short")
-    add("--tasks", required=True, metavar="JSONL", help="file of tasks that facts wrote")
-    add("--database", required=True, help="the world's folder, with tools.json")
-    add("--out", required=True, help="file to write the episodes into")
-    add("--seed", type=int, default=0, help="seed of the world's random events")
-    add = command("drills", drills, "write reading exercises, for a base model")
-    add("--n", type=COUNT, default=6000, help="number of exercises")
-    add("--out", required=True, help="file to write the messages into")
-    add("--seed", type=int, default=0, help="the same seed gives the same file")
-    add("--port", type=PORT, default=8123, help="port in the pages' URLs")
-    add = command("pages", pages, "serve the pages of worlds to this machine only")
-    add("--database", nargs="+", required=True, metavar="DIR", help="folders of worlds")
-    add("--port", type=PORT, default=8123, help="port; 0: any free port")
     tir_flags(command("tir", tir, "make chains for SFT and tasks for RL from questions [1]",
-                      failure_rate=0.0, url=None))
+                      failure_rate=0.0, helpers="", url=None))
     add = command("convert", convert, "convert Tool-Star's published data")
     add("--from", dest="source", choices=("tool-star",), default="tool-star", help="format to read")
     add("--sft", metavar="FILE", help="the 54K chains: json, jsonl or parquet")
@@ -404,8 +336,8 @@ def tir_flags(add):
     add("--key", metavar="FILE", help="file that holds the endpoint's API key")
     add("--model", metavar="PATH", help="checkpoint that plays in vLLM, instead of --endpoint")
     add("--samples", type=COUNT, default=3, help="samples per task and mode [1]")
-    add("--right", help="how many samples of (1) must be right for a task to need no tools: 1of3, "
-        "majority or all; default: one")
+    add("--right", type=COUNT, default=1, help="how many samples of (1) must be right "
+        "for a task to need no tools")
     add("--max-calls", type=NATURAL, default=5, help="refuse chains with more calls [1]")
     add("--limit", type=COUNT, help="use only the first LIMIT tasks")
     add("--sets", metavar="DIR", help="evaluation sets (sets.py), whose questions are left out")

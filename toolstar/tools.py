@@ -3,7 +3,7 @@ The tools world: one policy that searches, runs programs and browses while it re
 
     (1) settings  read DATABASE/tools.json and check each key: tools, grammar, budget, limits
     (2) call      Search finds passages (retriever.py), Python runs a program in a jail (jail.py),
-                  Browse reads a web page (browse.py); all ranks share a cache of results on disk
+                  Browse reads a web page (browse.py); a process keeps the results of both
     (3) observe   a result is cut to size and its tags are escaped; a broken tool is counted apart
                   from a program that fails, and if tools break too often the run stops
     (4) judge     verdict.py scores the episode from the recorded calls, not from its text alone
@@ -15,57 +15,49 @@ published checkpoints and data use "tags".
 [1] Tool-Star, arXiv:2505.16410
 
 Reads   DATABASE/tools.json and the corpus that it names
-Writes  the cache, DATABASE/cache.sqlite by default (+ .nodes if the ranks are on several hosts)
 
     python -m toolstar.tools check --database database/tools
     python evaluate.py --env tools --agent person --tasks database/tools/questions.jsonl
     torchrun --standalone grpo.py --env tools --database database/tools --tasks data/rl.jsonl
 """
 import argparse
-import contextlib
 import hashlib
 import json
 import os
 import re
-import sqlite3
-import sys
 import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from multiprocessing import parent_process
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 
-from runtime import SHARE, Parser, run, write_text
+from runtime import SHARE, Parser, run
 from sandbox import PROMPTS, Action, Episode, Sandbox, parse
-from toolstar import helpers, mathematics, rewrite, verdict
+from toolstar import helpers, mathematics, verdict
+from toolstar.browse import Browser, BrowserBroken, PageError
+from toolstar.jail import Jail, Result, read_error
 from toolstar.text import truncate
 
 # the functions of the judge that programs outside of this repository call
-math_equal, qa_metrics, reward = mathematics.math_equal, verdict.qa_metrics, verdict.reward
-SETTINGS = {  # key of tools.json: (type, default)
-    "grammar": (str, "turns"),  # "turns" or "tags"
-    "tools": (list, ["Search", "Python", "Browse"]),
-    "max_calls": (int, 6),  # per episode; the next call is refused, the one after ends the episode
-    "retriever": (str, "bm25"),  # or an index folder, the URL of a server, or a .json file with
-                                 # the settings of a web search (retriever.py)
-    "corpus": (str, "corpus.jsonl"),  # file of bm25's passages, beside tools.json
-    "top_k": (int, 5),  # passages per search
-    "python": (str, "jail"),  # or the URL of a /run_code server (run_code.Remote)
-    "unsafe_python": (bool, False),  # True: no jail, programs can do whatever you can
-    "workers": (int, 0),  # programs that run at once; 0: one per core of a rank, at most 16
-    "seconds": (float, 5.0),  # time limit of a program
-    "memory": (int, 512),  # MiB per program
-    "output": (int, 400),  # characters of a program's output that are shown: its start and its end
-    "allow": (list, []),  # "host:port" of non-public servers that Browse may visit
-    "page": (int, 2000),  # characters of a page that are shown
-    "cache": (str, "cache.sqlite"),  # file beside tools.json; "" for no cache
-    "cache_python": (bool, False),  # True: also cache what programs print
-    "helpers": (dict, {}),  # budgets per episode and the model that helps; only in evaluation
+math_equal, qa_metrics = mathematics.math_equal, verdict.qa_metrics
+SETTINGS = {  # key of tools.json: default; a value must have its type
+    "grammar": "turns",  # "turns" or "tags"
+    "tools": ["Search", "Python", "Browse"],
+    "max_calls": 6,  # per episode; the next call is refused, the one after ends the episode
+    "retriever": "bm25",  # or an index folder, or the URL of a server
+    "corpus": "corpus.jsonl",  # file of bm25's passages, beside tools.json
+    "top_k": 5,  # passages per search
+    "python": "jail",  # or the URL of a SandboxFusion server
+    "workers": 0,  # programs that run at once; 0: one per core of a rank, at most 16
+    "seconds": 5.0,  # time limit of a program
+    "memory": 512,  # MiB per program
+    "output": 400,  # characters of a program's output that are shown: its start and its end
+    "allow": [],  # "host:port" of non-public servers that Browse may visit
+    "page": 2000,  # characters of a page that are shown
+    "helpers": {},  # budgets per episode and the model that helps; only in evaluation
 }
 ANSWERING = ("retriever", "corpus", "top_k", "python", "seconds", "memory", "output", "allow",
              "page")  # the settings on which a tool's answer depends
@@ -82,9 +74,8 @@ TAG_OF = {name: tag for tag, name in TAGS.items()}
 # tags of the grammars and of chat templates, which a tool's result must not contain
 FORGED = re.compile(r"<(?=\||/?(?:think|tool_call|tool_response|answer|result|search|python|browse)"
                     r"\b)")
-# the run stops after more than MOST_BROKEN broken calls of the last OF_LAST, or IN_A_ROW in a row
-MOST_BROKEN, IN_A_ROW, OF_LAST = 10, 20, 1000
-KEEP_FAILURE = 600  # seconds for which the cache keeps a page that could not be read
+MOST_BROKEN, OF_LAST = 10, 1000  # the run stops if more of so many calls were broken
+KEPT = 2**14  # results of Search and Browse that a process keeps
 UNANSWERED = "Error: the search engine does not answer this query ({}). Try other words."
 NOT_AVAILABLE = "Error: Current tool {} is not available."  # also the text of injected failures
 SHORT = {"turns": 'You answer questions with tools. Reply <think>...</think><tool_call>{"name": '
@@ -95,51 +86,23 @@ SHORT = {"turns": 'You answer questions with tools. Reply <think>...</think><too
 # ---------------------------------------------------------------- settings
 
 def read_settings(folder):
-    """Read FOLDER/tools.json into a namespace, with defaults for missing keys.
-
-    Raises ValueError, which names the file and the key, for anything that is wrong.
-    """
+    """Read FOLDER/tools.json into a namespace, with defaults for missing keys. ValueError names a
+    key that is wrong."""
     path = Path(folder) / "tools.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is not there: --database needs a folder with a tools.json, such "
-                         "as database/tools") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: it must hold one JSON object of settings")
-    settings = {key: default for key, (_, default) in SETTINGS.items()}
+    found = json.loads(path.read_text(encoding="utf-8"))
     for key, value in found.items():
         if key not in SETTINGS:
             raise ValueError(f"{path}: unknown setting {key!r}; the settings are {list(SETTINGS)}")
-        kind = SETTINGS[key][0]
-        whole = kind is float and type(value) is int
-        if type(value) is not kind and not whole:
+        kind = type(SETTINGS[key])
+        if type(value) is not kind and not (kind is float and type(value) is int):
             raise ValueError(f"{path}: {key} is {value!r:.80}, it must be {kind.__name__}")
-        settings[key] = value
-    for key, wrong in wrong_values(settings):
-        raise ValueError(f"{path}: {key} {wrong}, not {settings[key]!r:.80}")
-    return SimpleNamespace(**settings, folder=Path(folder))
-
-
-def wrong_values(settings):
-    """Yield (key, requirement) for each value that is out of range."""
-    for key, (kind, _) in SETTINGS.items():
-        if key != "workers" and kind in (int, float) and not 0 < settings[key] < 1e9:
-            yield key, "must be above 0"
-    if settings["workers"] < 0:
-        yield "workers", "must be 0 or more"
-    if settings["grammar"] not in ("turns", "tags"):
-        yield "grammar", "must be turns or tags"
-    if not settings["tools"] or not all(name in DECLARED for name in map(str, settings["tools"])):
-        yield "tools", f"must be some of {', '.join(DECLARED)}"
-    if not all(re.fullmatch(r"[^/:]+:\d+", str(place)) for place in settings["allow"]):
-        yield "allow", 'must be a list of "host:port"'
-    if not re.match("jail$|https?://", settings["python"]):
-        yield "python", "must be jail or http://..."
-    if why := helpers.settings_fault(settings["helpers"]):
-        yield "helpers", why
+    chosen = SimpleNamespace(**SETTINGS | found, folder=Path(folder))
+    if chosen.grammar not in ("turns", "tags"):
+        raise ValueError(f"{path}: grammar must be turns or tags, not {chosen.grammar!r}")
+    if not chosen.tools or not {*chosen.tools} <= DECLARED.keys():
+        raise ValueError(f"{path}: tools must be some of {', '.join(DECLARED)}")
+    chosen.helpers = helpers.chosen_by(chosen.helpers)
+    return chosen
 
 
 def system_prompt(name, settings):
@@ -227,85 +190,6 @@ def one_as_tags(message):
     return f"{thought}<{tag}>{inside}</{tag}>"
 
 
-# ---------------------------------------------------------------- cache
-
-class Cache:
-    """Tool results in a SQLite file that ranks share: {key of a call: (status, text)}.
-
-    most: characters of text; above it, the results that were not used for longest are deleted. A
-    damaged file is renamed. If the file breaks during the run, a message says so and the cache is
-    off.
-    """
-
-    def __init__(self, path, most=2**30):
-        # SQLite's WAL works between processes of one host only, and switching a file that others
-        # have open to another journal fails: so runs on several hosts use a file of their own
-        alone = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
-        path, self.journal = (path, "WAL") if alone else (f"{path}.nodes", "DELETE")
-        self.path, self.most, self.lock, self.file = path, most, threading.Lock(), None
-        try:
-            self.open()
-        except sqlite3.OperationalError as error:
-            raise ValueError(f'{path}: {error}; "cache" in tools.json names another place, or "" '
-                             "for none") from None
-        except sqlite3.DatabaseError:
-            with contextlib.suppress(FileNotFoundError):  # another rank has renamed it already
-                os.replace(path, f"{path}.damaged")
-            print(f"{path} was damaged, and is {path}.damaged now", file=sys.stderr)
-            self.open()
-
-    def open(self):
-        self.file = sqlite3.connect(self.path, timeout=30, check_same_thread=False,
-                                    isolation_level=None)
-        self.file.execute(f"PRAGMA journal_mode = {self.journal}")
-        self.file.execute("PRAGMA synchronous = OFF")  # a lost result is only computed again
-        self.file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, status TEXT, "
-                          "text TEXT, used REAL, until REAL)")
-        self.size = self.count()
-
-    def ask(self, query, *values):
-        with self.lock:
-            if self.file is None:
-                return []
-            try:
-                return self.file.execute(query, values).fetchall()
-            except sqlite3.DatabaseError as error:
-                print(f"{self.path}: {error}; the run continues without it", file=sys.stderr)
-                self.file.close()
-                self.file = None
-                return []
-
-    def get(self, key):
-        rows = self.ask("SELECT status, text, until FROM answers WHERE key = ?", key)
-        now = time.time()
-        if not rows or rows[0][2] < now:
-            return None
-        self.ask("UPDATE answers SET used = ? WHERE key = ?", now, key)
-        return rows[0][:2]
-
-    def put(self, key, status, text, until):
-        text = text.encode("utf-8", "replace").decode()
-        self.ask("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", key, status, text,
-                 time.time(), until)
-        self.size += len(text)
-        if self.size > self.most:  # self.size counts this rank's additions; now count all ranks'
-            self.size = self.count()
-        while self.size > self.most:
-            self.ask("DELETE FROM answers WHERE key IN (SELECT key FROM answers ORDER BY used "
-                     "LIMIT max(1, (SELECT count(*) FROM answers) / 10))")
-            self.size = self.count()
-
-    def count(self):
-        """The number of characters of all results. Reads the whole file."""
-        return (self.ask("SELECT total(length(text)) FROM answers") or [(0,)])[0][0]
-
-    def close(self):
-        with self.lock:
-            if self.file:
-                self.file.close()
-            self.file = None
-
-
 # ---------------------------------------------------------------- tools
 
 class Faults:
@@ -313,20 +197,81 @@ class Faults:
     trains with broken tools learns not to use them, and nobody would notice."""
 
     def __init__(self):
-        self.lock, self.last, self.row = threading.Lock(), deque(maxlen=OF_LAST), 0
+        self.lock, self.last = threading.Lock(), deque(maxlen=OF_LAST)
 
     def note(self, name, cause):
-        """Count one call of the tool `name`. cause: why the tool broke, "" if it answered.
-
-        Raises SystemExit when too many calls have broken.
-        """
+        """Count one call of the tool `name`. cause: why the tool broke, "" if it answered."""
         with self.lock:
             self.last.append(bool(cause))
-            self.row = self.row + 1 if cause else 0
             count = sum(self.last) if cause else 0
-        if count > MOST_BROKEN or self.row >= IN_A_ROW:
-            raise SystemExit(f"{name} has failed in {count} of the last {len(self.last)} calls, "
-                             f"{self.row} in a row: {cause}. Repair it, then use --resume")
+        if count > MOST_BROKEN:
+            raise SystemExit(f"{name} has failed in {count} of the last {len(self.last)} calls: "
+                             f"{cause}. Repair it, then use --resume")
+
+
+class Remote:
+    """Runs programs on a SandboxFusion server (POST /run_code), with the methods of a Jail."""
+    level = "remote"
+
+    def __init__(self, url, seconds):
+        import httpx2
+        self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
+        self.seconds, self.client = seconds, httpx2.Client(trust_env=False, timeout=seconds + 30)
+
+    def run(self, program, stdin="", seconds=None):
+        body = {"code": program.encode("utf-8", "replace").decode(), "language": "python",
+                "stdin": stdin, "run_timeout": seconds or self.seconds}
+        for pause in 1, 4, 16, 64, 0:  # a server may restart
+            try:
+                reply = self.client.post(self.url, json=body).json()
+                done = reply["run_result"]
+                out, err = done["stdout"] or "", done["stderr"] or ""
+                status, error = "ok", ""
+                if done["status"] == "TimeLimitExceeded":
+                    status = "timeout"
+                elif reply["status"] != "Success":
+                    status, error = read_error(done.get("return_code"), err)
+                return Result(status, out, err, error, float(done.get("execution_time") or 0))
+            except Exception as failure:  # httpx2's, or a reply of another form
+                why = f"{self.url}: {failure!r}"
+                time.sleep(pause)
+        return Result("broken", "", "", why, 0.0)
+
+    def close(self):
+        self.client.close()
+
+
+class Remote:
+    """Runs programs on a SandboxFusion server (POST /run_code), with the methods of a Jail."""
+    level = "remote"
+
+    def __init__(self, url, seconds):
+        import httpx2
+        self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
+        self.seconds, self.client = seconds, httpx2.Client(trust_env=False, timeout=seconds + 30)
+
+    def run(self, program, stdin="", seconds=None):
+        from toolstar.jail import Result, read_error
+        body = {"code": program.encode("utf-8", "replace").decode(), "language": "python",
+                "stdin": stdin, "run_timeout": seconds or self.seconds}
+        for pause in 1, 4, 16, 64, 0:  # a server may restart
+            try:
+                reply = self.client.post(self.url, json=body).json()
+                done = reply["run_result"]
+                out, err = done["stdout"] or "", done["stderr"] or ""
+                status, error = "ok", ""
+                if done["status"] == "TimeLimitExceeded":
+                    status = "timeout"
+                elif reply["status"] != "Success":
+                    status, error = read_error(done.get("return_code"), err)
+                return Result(status, out, err, error, float(done.get("execution_time") or 0))
+            except Exception as failure:  # httpx2's, or a reply of another form
+                why = f"{self.url}: {failure!r}"
+                time.sleep(pause)
+        return Result("broken", "", "", why, 0.0)
+
+    def close(self):
+        self.client.close()
 
 
 class ToolSandbox(Sandbox):
@@ -366,8 +311,6 @@ class ToolSandbox(Sandbox):
 class ToolEpisode(Episode):
     """An episode of one question, in either grammar. Too many calls end it with stop "calls"."""
 
-    seen = 0  # tokens of the last observation
-
     def __init__(self, task, sandbox, max_turns, prompt):
         settings = sandbox.world.settings
         self.tags = settings.grammar == "tags"
@@ -380,8 +323,9 @@ class ToolEpisode(Episode):
                          parse=parse_tags if self.tags else parse_turn)
 
     def begin(self, reply):
+        if self.sandbox.calls:  # how long the last result was
+            self.sandbox.calls[-1].setdefault("tokens", self.observation_tokens)
         self.tokens = getattr(reply, "tokens", None)  # of the conversation, if an endpoint says so
-        self.made = len(self.sandbox.calls)  # calls before this reply
         self.begun = 0  # characters of the reply that existed before: of a hint or after a rollback
         if not self.stop and self.messages[-1]["role"] == "assistant":
             self.begun = len(self.messages[-1]["content"])
@@ -409,27 +353,12 @@ class ToolEpisode(Episode):
 
     def finish(self, observation):
         self.rewritten, self.change = self.change, None
-        if self.rewritten and rewrite.rewrite(self) == "rollback":
+        if self.rewritten and helpers.rewrite(self) == "rollback":
             return observation  # the rollback has removed the call, so its result is dropped
         if not self.tags:
             return super().finish(observation)
         self.messages.append({"role": "result", "content": f" <result>\n{observation}\n</result>"})
         return observation
-
-    @property
-    def observation_tokens(self):
-        """Tokens of the last observation with its chat template markup; the player sets it."""
-        return self.seen
-
-    @observation_tokens.setter
-    def observation_tokens(self, tokens):
-        self.seen = tokens
-        for call in self.sandbox.calls[self.made:]:  # empty after a format error or a refusal
-            call["tokens"] = tokens
-
-    def __getstate__(self):
-        """The state for the checkpoints of --stretch; a running Future cannot be pickled."""
-        return self.__dict__ | {"ahead": None}
 
     def fork(self, seed):
         twin = super().fork(seed)
@@ -441,7 +370,7 @@ class ToolEpisode(Episode):
 
         ids: the token ids before that, without the observation.
         """
-        return rewrite.tokens_again(self, ids, template)
+        return helpers.tokens_again(self, ids, template)
 
     def record(self, model=""):
         world = self.sandbox.world
@@ -460,82 +389,50 @@ class Tools:
 
     kinds, slow = verdict.KINDS, True
     reward = staticmethod(verdict.reward_of)
-    opened = {}  # {folder: world} of this process
 
     def __init__(self, settings):
         self.settings, self.faults = settings, Faults()
-        self.opened[str(settings.folder)] = self
         self.stops = tuple(f"</{TAG_OF[name]}>" for name in settings.tools
                            if settings.grammar == "tags")
-        self.lock, self.retriever, self.cache = threading.Lock(), None, None
+        self.lock, self.retriever, self.kept = threading.Lock(), None, {}
         self.judging = ThreadPoolExecutor(8, "judging")
         self.jail = self.browser = self.ask = None
         chosen = json.dumps([getattr(settings, key) for key in ANSWERING])
-        self.identity = self.hash = hashlib.sha256(chosen.encode()).hexdigest()[:12]
+        self.hash = hashlib.sha256(chosen.encode()).hexdigest()[:12]
         self.parts = verdict.PARTS + ("cached", "tool_seconds")
-        self.parts += ("unsafe",) * settings.unsafe_python
-        if settings.cache:
-            self.cache = Cache(settings.folder / settings.cache)
         if "Search" in settings.tools:
             self.find_corpus()
-        if "Python" in settings.tools:
-            self.open_python()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        workers = settings.workers or max(1, min(16, len(os.sched_getaffinity(0)) // ranks))
+        if "Python" in settings.tools and settings.python == "jail":
+            self.jail = Jail(workers, seconds=settings.seconds, memory=settings.memory)
+        elif "Python" in settings.tools:
+            self.jail = Remote(settings.python, settings.seconds)
         if "Browse" in settings.tools:
-            self.open_browser()
+            jail = Jail(1, ("trafilatura",), output=2**22)
+            self.browser = Browser(jail, settings.allow, passages=settings.page)
+        self.level = self.jail.level if self.jail else "off"  # or jailed, remote
 
     def find_corpus(self):
         """Check the retriever's files, or send its server one query, before anything is spent."""
-        from toolstar.retriever import HTTP, find_retriever, load_document, open_retriever
+        from toolstar.retriever import HTTP, find_retriever, open_retriever
 
         chosen, corpus = self.settings.retriever, self.settings.folder / self.settings.corpus
         if chosen.startswith(HTTP):
-            open_retriever(chosen, patience=0).search(["a"], 1)
+            hits = open_retriever(chosen, tries=1).search(["a"], 1)[0]
+            if isinstance(hits, ConnectionError):
+                raise hits
         else:
             chosen = chosen if chosen == "bm25" else str(self.settings.folder / chosen)
             find_retriever(chosen, corpus)
-            if chosen == "bm25":
-                with open(corpus, encoding="utf-8") as lines:
-                    for number, line in enumerate(lines, 1):
-                        load_document(line, f"{corpus}, line {number}")
-            found = os.stat(corpus if chosen == "bm25" else chosen if chosen.endswith(".json") else
-                            Path(chosen) / "matrix.f16")
-            self.identity += f"/{found.st_size}/{found.st_mtime_ns}"
         # the first search opens it: bm25s imports numba, after which vLLM 0.32.0 does not start
         self.open_search = partial(open_retriever, chosen, corpus)
-
-    def open_python(self):
-        from toolstar.jail import Jail
-        from toolstar.run_code import Remote
-
-        chosen = self.settings
-        if chosen.python != "jail":
-            self.jail = Remote(chosen.python, seconds=chosen.seconds)
-            return
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        workers = chosen.workers or max(1, min(16, len(os.sched_getaffinity(0)) // ranks))
-        self.jail = Jail(workers, chosen.unsafe_python, seconds=chosen.seconds,
-                           memory=chosen.memory)
-
-    def open_browser(self):
-        from toolstar.browse import Browser
-        from toolstar.jail import Jail
-
-        jail = Jail(1, self.settings.unsafe_python, ("trafilatura",), output=2**22)
-        self.browser = Browser(jail, self.settings.allow, passages=self.settings.page)
-
-    def __reduce__(self):
-        """A pickled episode refers to its world by folder; unpickling uses the one that is open."""
-        return find_opened, (str(self.settings.folder),)
-
-    @property
-    def level(self):
-        """How programs are isolated: "jailed", "unsafe" or "remote"; "off" without Python."""
-        return self.jail.level if self.jail else "off"
 
     def judge_ahead(self, episode):
         """Start to compare an answer with the golds in a thread, since mathematics can be slow.
 
-        verdict() then finds the outcome in the cache of verify.compared. Returns a Future or None.
+        verdict() then finds the outcome in the cache of mathematics.compared. Returns a Future or
+        None.
         """
         said = verdict.bare(episode.answer)
         return self.judging.submit(verdict.is_right, said, episode.task) if said else None
@@ -543,26 +440,18 @@ class Tools:
     def close(self):
         """Stop the workers and close the files."""
         self.judging.shutdown(wait=False, cancel_futures=True)
-        for held in self.jail, self.browser and self.browser.jail, self.browser, self.cache:
+        for held in self.jail, self.browser and self.browser.jail, self.browser:
             if held:
                 held.close()
 
     def load_task(self, row):
         """A task {id, query, golds, check, needs?, family?}; ValueError names what is wrong."""
-        if not isinstance(row, dict):
-            raise ValueError(f"a task must be a JSON object, not a {type(row).__name__}")
-        for key in ("query", "golds", "check"):
-            if key not in row:
-                raise ValueError(f"a task needs a {key!r}; this one has {list(row)}")
-        if not isinstance(row["query"], str):
-            raise ValueError(f"'query' must be a text, not {row['query']!r:.60}")
-        golds = row["golds"]
+        golds, needs = row.get("golds"), row.get("needs", [])
+        if not isinstance(row.get("query"), str) or row.get("check") not in ("math", "qa"):
+            raise ValueError(f"a task needs a query and a check, math or qa: {str(row)[:80]}")
         if not (isinstance(golds, list) and golds and all(isinstance(g, str) for g in golds)):
             raise ValueError(f"'golds' must be a list of right answers, not {golds!r:.60}")
-        if row["check"] not in ("math", "qa"):
-            raise ValueError(f"'check' must be math or qa, not {row['check']!r:.60}")
-        needs = row.get("needs", [])
-        if not (isinstance(needs, list) and all(need in list(TAGS) for need in needs)):
+        if not {*needs} <= TAGS.keys():
             raise ValueError(f"'needs' must be some of {list(TAGS)}, not {needs!r:.60}")
         return row | {"id": str(row.get("id", row.get("idx", "?")))}
 
@@ -584,19 +473,24 @@ class Tools:
         """
         asks = None if generate else helpers.Asks()
         if any(map(self.settings.helpers.get, helpers.NAMES)):
-            self.ask = helpers.asker(self.settings, asks, generate)
+            self.ask = helpers.asker(self.settings.helpers, self.settings.folder, asks, generate)
         return asks
 
     def lines(self, row):
-        """The lines that this world adds to evaluate.py's table: success and use of the needed
-        tools, by family of tasks. row: the record of a judged episode."""
+        """The lines that this world adds to evaluate.py's table: TE, success where a tool was used
+        [1]; what the helpers did; success and use of the needed tools, by family of tasks.
+
+        row: the record of a judged episode."""
         task, success = row["task"], row["score"]["success"]
+        told = {"TE": success} if row["calls"] else {}
+        for item in row.get("helped", ()):
+            told[f"{item['helper']} helped"] = item["status"] == "ok"
         if "family" not in task:
-            return {}
+            return told
         used = {call["name"].lower() for call in row.get("tools", ())}
         needs = set(task.get("needs", ()))
-        return {f"success, {task['family']}": success,
-                f"tools as needed, {task['family']}": used >= needs if needs else not used}
+        return told | {f"success, {task['family']}": success,
+                       f"tools as needed, {task['family']}": used >= needs if needs else not used}
 
     def verdict(self, episode):
         """(answer, score, strict success) of an episode that has ended.
@@ -613,8 +507,6 @@ class Tools:
                               stop in ("turns", "context"), said)
         score["tool_seconds"] = sum((call["seconds"] for call in calls), 0.0)
         score["cached"] = sum(call["cached"] for call in calls) / max(1, len(calls))
-        if self.settings.unsafe_python:
-            score["unsafe"] = 1.0  # shown in every log and table
         if episode.helpers:
             score["helpers"] = len(episode.helped)
             score["helpers' tokens"] = sum(item["tokens"] for item in episode.helped)
@@ -624,7 +516,7 @@ class Tools:
     # ------------------------------------------------------------ calls
 
     def answer(self, name, arguments):
-        """(status, text, whether it came from the cache) of a call.
+        """(status, text, whether the result was kept from an earlier call) of a call.
 
         status: "ok"; "error", "timeout", "memory", "output" or "killed" if the agent's call or
         program is at fault; "broken" if the tool is; "refused" if the search engine answers other
@@ -633,28 +525,27 @@ class Tools:
         wrong = check_arguments(name, arguments)
         if wrong:
             return "error", wrong, False
-        kept = self.cache and (name != "Python" or self.settings.cache_python)
-        key = json.dumps([name, arguments, self.identity], sort_keys=True)
-        if kept and (found := self.cache.get(key)):
+        key = name, *sorted(arguments.items())
+        if found := self.kept.get(key):
             return *found, True
         status, text = getattr(self, name.lower())(**arguments)
         self.faults.note(name, text if status == "broken" else "")
         if status == "broken":
             return status, NOT_AVAILABLE.format(name), False
-        if kept and status in ("ok", "error"):
-            missed = status == "error" and name == "Browse"
-            self.cache.put(key, status, text, time.time() + KEEP_FAILURE if missed else 2.0**40)
+        if status == "ok" and name != "Python" and len(self.kept) < KEPT:
+            self.kept[key] = status, text
         return status, text, False
 
     def search(self, query):
+        from toolstar.retriever import QueryError
+
         with self.lock:
             self.retriever = self.retriever or self.open_search()
-        try:
-            hits = self.retriever.search([query], self.settings.top_k)[0]
-        except ConnectionError as error:
-            return "broken", str(error)
-        if isinstance(hits, ConnectionError):
+        hits = self.retriever.search([query], self.settings.top_k)[0]
+        if isinstance(hits, QueryError):
             return "refused", UNANSWERED.format(hits)
+        if isinstance(hits, ConnectionError):
+            return "broken", str(hits)
         return "ok", "\n".join(f"Doc {i} {hit['document']['contents'].strip()}"
                                for i, hit in enumerate(hits, 1))
 
@@ -672,8 +563,6 @@ class Tools:
         return done.status, "\n".join(filter(None, (shown, why)))
 
     def browse(self, url, query="", passages=None):
-        from toolstar.browse import BrowserBroken, PageError
-
         try:
             return "ok", self.browser.read(url, query, passages)
         except PageError as error:
@@ -701,108 +590,49 @@ def flags(parser):
         help="full, short, or a file; evaluate a checkpoint with the prompt of its training")
     add("--failure-rate", type=SHARE, default=0.0,
         help="probability that a tool call is made to fail")
-
-
-def find_opened(folder):
-    """The open world of this folder, for unpickled episodes; ValueError if there is none."""
-    if folder not in Tools.opened:
-        raise ValueError(f"the checkpoint's plays need --database {folder}: resume with that one")
-    return Tools.opened[folder]
+    add("--helpers", default="", metavar="NAME=N,..", help="in evaluation: how often an "
+        "episode may be helped by debug, rollback, refine, summarise (toolstar/helpers.py)")
 
 
 def open_world(args):
     """The world of args.database, a folder with tools.json; database/tools by default."""
     folder = args.database or Path(__file__).resolve().parent.parent / "database" / "tools"
-    world = Tools(read_settings(folder))
+    settings = read_settings(folder)
+    settings.helpers = helpers.chosen_by(settings.helpers, getattr(args, "helpers", ""))
+    world = Tools(settings)
     if os.environ.get("RANK", "0") == "0" and parent_process() is None:
-        chosen = {key: getattr(world.settings, key) for key in SETTINGS}
-        print(f"tools {world.identity}, Python {world.level}: {json.dumps(chosen)}")
+        chosen = {key: getattr(settings, key) for key in SETTINGS}
+        print(f"tools {world.hash}, Python {world.level}: {json.dumps(chosen)}")
     return world
 
 
 # ---------------------------------------------------------------- main
 
 TRIED = {"Search": {"query": "the tallest tower"}, "Python": {"code": "print(6 * 7)"},
-         "Browse": {"url": "http://127.0.0.1:9/"}}  # must be refused; needs no network
-AT_ONCE = 64  # calls in flight while a tool's speed is measured
-
-
-def pace(world, name):
-    """The speed of a tool without the cache: (median seconds of a single call, calls per second
-    with AT_ONCE in flight, the number of broken ones among the latter)."""
-    key, text = next(iter(TRIED[name].items()))
-
-    def call(number):
-        return getattr(world, name.lower())(**{key: f"{text} # {number}"})[0]
-
-    times = [time.monotonic()]
-    for number in range(5):
-        call(number)
-        times.append(time.monotonic())
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        statuses = list(pool.map(call, range(AT_ONCE)))
-    rate = AT_ONCE / (time.monotonic() - times[-1])
-    return median(b - a for a, b in pairwise(times)), rate, statuses.count("broken")
+         "Browse": {"url": "http://127.0.0.1:9/"}}  # an error, as it must be; needs no network
 
 
 def check(args):
-    """Call each tool once; print its answer and its speed. Returns the exit status."""
-    world, rates = open_world(args), []
-    print(f"\nPython: {world.level}")
+    """Call each tool once and print its answer; SystemExit if one is broken."""
+    world, broken = open_world(args), []
     for what, outcome in getattr(world.jail, "proof", {}).items():
         print(f"    {what:40} {outcome}")
-    statuses = []
     for name in world.settings.tools:
-        status, text, cached = world.answer(name, TRIED[name])
-        statuses.append(status)
-        # Browse is given an address that it must refuse
-        told = "refused, as it must be" if (name, status) == ("Browse", "error") else status
-        print(f"\n{name} {json.dumps(TRIED[name])} -> {told}{', cached' * cached}\n{text}")
-        if status == "ok":  # the speed of Browse depends on the page's server
-            alone, rate, broken = pace(world, name)
-            rates.append(rate)
-            statuses += ["broken"] * broken
-            print(f"{1000 * alone:.1f} ms a call; {AT_ONCE} at once: {rate:.0f} calls/s, "
-                  f"{broken} broken")
-    (plays, tokens), calls = args.update, world.settings.max_calls
-    if plays and rates:
-        print(f"\nan update: up to {plays} plays x {calls} calls = {plays * calls} calls and "
-              f"{plays * tokens:,} tokens; if all calls go to the slowest tool, about "
-              f"{plays * calls / min(rates):.0f} s of waiting")
+        status, text, _ = world.answer(name, TRIED[name])
+        broken += [name] * (status == "broken")
+        print(f"\n{name} {json.dumps(TRIED[name])} -> {status}\n{text}")
     world.close()
-    return int("broken" in statuses)
-
-
-def prompt(args):
-    """Print the system prompt of a world, followed by --principles, and write it to --out."""
-    text = system_prompt(args.system_prompt, read_settings(args.database))
-    if args.principles:
-        text += "\n\n" + Path(args.principles).read_text(encoding="utf-8").strip()
-    write_text(args.out, text + "\n")
-    print(text)
-
-
-def command_flags(argv=None):
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = p.add_subparsers(dest="command", required=True)
-    words = "call each tool once; exit with status 1 if one is broken"
-    add = commands.add_parser("check", help=words).add_argument
-    add("--database", help="folder with tools.json (database/tools)")
-    add("--update", type=int, nargs=2, default=(0, 0), metavar=("PLAYS", "TOKENS"),
-        help="estimate the tools' time in an update of PLAYS plays with TOKENS tokens each")
-    add = commands.add_parser("prompt", help="write the system prompt of a world").add_argument
-    add("--database", required=True, help="folder with tools.json")
-    add("--system-prompt", default="full", help="full, short, or a file")
-    add("--principles", metavar="FILE", help="append this text: the principles of the reward, "
-        "which toolstar.pairs --principles removes again")
-    add("--out", required=True, help="file to write the prompt into")
-    return p.parse_args(argv)
+    if broken:
+        raise SystemExit(f"broken: {', '.join(broken)}")
 
 
 def main(argv=None):
-    args = command_flags(argv)
-    return run("toolstar.tools", check if args.command == "check" else prompt, args)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("command", choices=("check",), help="call each tool once; exit with status 1 if "
+                   "one is broken")
+    p.add_argument("--database", help="folder with tools.json (database/tools)")
+    run("toolstar.tools", check, p.parse_args(argv))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

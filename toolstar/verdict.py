@@ -23,14 +23,13 @@ The text of a model may be hostile: nothing here raises because of it, and nothi
 
 Reads and writes nothing.   [1] Tool-Star, arXiv:2505.16410
 
-    python -c "from toolstar import verdict; print(verdict.reward('...', ['42'], 'released'))"
+    python -c "from toolstar import verdict; print(verdict.released('...', ['42']))"
 """
 import re
 from collections import Counter
 
-from toolstar.files import golds_of
-from toolstar.mathematics import is_mathematics, math_equal
-from toolstar.text import normalize, same_text, token_f1, untexted, words_f1
+from toolstar.mathematics import math_equal
+from toolstar.text import golds_of, normalize, same_text, token_f1, untexted, words_f1
 
 KINDS = ("strict", "paper", "released", "needed", "answer")
 PARTS = ("success", "f1", "em", "format_ok", "python", "search", "browse", "both", "errors",
@@ -104,12 +103,13 @@ def qa_metrics(prediction, golds):
     prediction: a text, or None for no answer. acc: 1 if the prediction contains a gold. Tool-Star's
     evaluator differs: it keeps the metrics of the last gold.
     """
-    said = normalize(prediction or "")
-    rows = [normalize(gold) for gold in golds_of(golds)]
+    said, golds = normalize(prediction or ""), golds_of(golds)
+    rows = [normalize(gold) for gold in golds]
     return {
-        "em": float(said in rows),
+        "em": float(any(same_text(prediction or "", gold) for gold in golds)),
         "f1": max((words_f1(said, gold) for gold in rows), default=0.0),
-        "acc": float(any(gold in said for gold in rows)),
+        # a gold that normalises to nothing, such as the choice A, would be part of every text
+        "acc": float(any(gold in said for gold in rows if gold)),
     }
 
 
@@ -239,28 +239,6 @@ def reward_of(score, kind):
         return accuracy + BONUS * (accuracy >= ENOUGH and score["earned"])
     return accuracy + BONUS * (accuracy >= ENOUGH and score["needed"]) \
         - UNNEEDED * score["unneeded"]
-
-
-def reward(text, golds, kind, check=None):
-    """The reward of a response, for the kinds that need no record of calls.
-
-    kind: "released", "paper" or "answer", else ValueError. "paper" counts tags outside of results
-    as calls. check: "math" or "qa"; None: "math" if all golds are mathematics.
-    """
-    if kind not in ("released", "paper", "answer"):
-        raise ValueError(f"the reward {kind!r} needs an episode's record of calls; a text alone "
-                         "has the rewards released, paper or answer")
-    text = text or ""
-    if kind == "released":
-        return released(text, golds)
-    golds = golds_of(golds)
-    check = check or ("math" if golds and all(map(is_mathematics, golds)) else "qa")
-    said = without_results(text)
-    calls = [{"name": name, "status": "ok", "empty": False, "repeated": False}
-             for name in ("search", "python") if f"<{name}>" in said and f"</{name}>" in said]
-    row = score({"golds": golds, "check": check}, answer_of(text), calls, released_format(text),
-                False, text)
-    return reward_of(row, kind)
 
 
 def without_results(text):

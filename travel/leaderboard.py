@@ -2,7 +2,7 @@
 Write the submission of an evaluated agent to TravelPlanner's leaderboard, and print its rates.
 
 Reads   OUT/AGENT/episodes.jsonl of evaluate.py, the database
-Writes  OUT/AGENT/submission.jsonl; prints what the leaderboard would refuse or crash on
+Writes  OUT/AGENT/submission.jsonl; prints the rates
 
     python evaluate.py --model rl=out/7b/rl/best --tasks osunlp/TravelPlanner --split validation \\
         --database database/full
@@ -17,9 +17,9 @@ import re
 from pathlib import Path
 
 from evaluate import read_episodes
-from runtime import Help, Parser, run, write_jsonl
+from runtime import Help, Mistake, Parser, run, write_jsonl
 from sandbox import open_database
-from travel.constraints import EMPTY, FIELDS, HARD, PLACES, from_to, score
+from travel.constraints import FIELDS, HARD, score
 
 # the leaderboard's denominators: (number of queries, number of hard constraints in them)
 SIZES = {"train": (45, 105), "validation": (180, 420), "test": (1000, 2290)}
@@ -69,40 +69,6 @@ def submission(rows):
     return sorted(lines, key=lambda line: line["idx"])
 
 
-def submission_faults(rows, split=None):
-    """[what the leaderboard would refuse or crash on], each with its line, day and field."""
-    faults = []
-    if split and len(rows) != SIZES[split][0]:
-        faults.append(f"the file has {len(rows)} lines, not the split's {SIZES[split][0]}")
-    for line, row in enumerate(rows, 1):
-        if row.get("idx") != line - 1 and (split != "train" or row.get("idx") != line):
-            faults.append(f"line {line}: idx is {row.get('idx')!r}; lines are in the order of the "
-                          "queries, from 0")
-        for number, day in enumerate(row.get("plan") or [], 1):
-            faults += [f"line {line}, day {number}, {fault}" for fault in day_faults(day)]
-    return faults
-
-
-def day_faults(day):
-    """[faults of a day for the leaderboard's code]; the day {} is a missing one, and allowed."""
-    lacking = [f"{key}: it must be text" for key in PLACES
-               if day and not isinstance(day.get(key), str)]
-    if lacking or not day:
-        return lacking
-    city, move, faults = day["current_city"], day["transportation"], []
-    lost, flies = from_to(city, True)[0] is None, "flight number" in move.lower()
-    if "from" in city and lost:
-        faults.append('current_city: it must say "from A to B"')
-    if flies and "Flight Number: " not in move:
-        faults.append('transportation: a flight is written "Flight Number: F1234567, from A to B"')
-    elif flies and lost and from_to(move, True)[0] is None:
-        faults.append("transportation: the flight has no cities")
-    if move not in EMPTY and not re.search("flight number|taxi|self-driving", move, re.I):
-        faults.append("transportation: neither a flight number nor taxi nor self-driving, "
-                      "so it would not be judged")
-    return faults
-
-
 def hand_in(args):
     """Write the submission, and print its faults and the rates."""
     file = args.folder / "episodes.jsonl"
@@ -110,14 +76,14 @@ def hand_in(args):
     for row in rows:
         number = row["task"].get("idx", row["task"]["id"])
         if "query" not in row["task"] or "plan" not in row or not str(number).isdecimal():
-            raise ValueError(f"{file}: task {number!r} is not of the {args.split} split, whose ids "
-                             "are numbers; evaluate.py --split plays those")
+            raise Mistake(f"{file}: task {number!r} is not of the {args.split} split, whose ids "
+                          "are numbers; evaluate.py --split plays those")
     if not rows:
-        raise ValueError(f"{file} is missing or empty; evaluate.py writes it")
+        raise Mistake(f"{file} is missing or empty; evaluate.py writes it")
     lines, file = submission(rows), args.folder / "submission.jsonl"
     write_jsonl(file, lines)
-    for fault in submission_faults(lines, args.split):
-        print(f"{file}, {fault}")
+    if len(lines) != SIZES[args.split][0]:
+        print(f"{file} has {len(lines)} lines, not the split's {SIZES[args.split][0]}")
     played = args.folder / "settings.json"
     tables = args.database or json.loads(played.read_text(encoding="utf-8"))["database"]
     for name, rate in official_rates(rows, args.split, open_database(tables)).items():

@@ -27,8 +27,8 @@ SEARCHES = {"hotels": "SearchAccommodation", "restaurants": "SearchRestaurant",
 Lodging = namedtuple("Lodging", "cost nights name")  # dollars per night for all; minimum nights
 Meal = namedtuple("Meal", "cost mask name")  # dollars per person; bit i: serves the i-th cuisine
 Road = namedtuple("Road", "km words")
-# a ride from a to b. cost: dollars for all people; words: its text in a plan; flies: True or False
-Way = namedtuple("Way", "cost words a b date flies")
+# a ride from a to b. cost: dollars for all; words: its text in a plan; flight: its row, or ()
+Way = namedtuple("Way", "cost words a b date flight")
 Stay = namedtuple("Stay", "city nights bed meals sights")  # three meals and one sight per full day
 Journey = namedtuple("Journey", "mode route stays ways")  # all parts of a plan
 Search = namedtuple("Search", "thought tool arguments")  # a tool call and the thought before it
@@ -144,12 +144,12 @@ def ways(task, database, mode, a, b, date):
     for flight in database.flights(a, b, date) if mode == "air" else ():
         words = (f"Flight Number: {flight.number}, from {a} to {b}, Departure Time: "
                  f"{flight.departure}, Arrival Time: {flight.arrival}")
-        found.append(Way(flight.price * people, words, a, b, date, True))
+        found.append(Way(flight.price * people, words, a, b, date, flight))
     if road:
         name, per_km, seats = ("Self-driving", 0.05, 5) if mode == "road" else ("Taxi", 1, 4)
         cost = int(road.km * per_km)  # dollars of one car
         words = f"{name}, {road.words}, cost: {cost}"
-        found.append(Way(cost * math.ceil(people / seats), words, a, b, date, False))
+        found.append(Way(cost * math.ceil(people / seats), words, a, b, date, ()))
     return sorted(found)
 
 
@@ -304,13 +304,15 @@ def lay_out(task, journey):
     starts = [0, *itertools.accumulate(stay.nights for stay in journey.stays)]
     for start, way in zip(starts, journey.ways, strict=True):
         plan[start] |= {"current_city": f"from {way.a} to {way.b}", "transportation": way.words}
-    for start, (city, nights, bed, meals, sights) in zip(starts, journey.stays, strict=False):
+    for i, (city, nights, bed, meals, sights) in enumerate(journey.stays):
+        start, comes, goes = starts[i], journey.ways[i].flight, journey.ways[i + 1].flight
         arrival, *full, leaving = plan[start:start + nights + 1]
         slots = [(day, slot) for day in full for slot in MEALS]
-        slots += sorted(
-            [(arrival, slot) for slot in MEALS[::-1]] + [(leaving, slot) for slot in MEALS],
-            key=lambda place: bool(untimely(
-                place[0]["transportation"], place[1], place[0] is arrival)))
+        edges = [(arrival, slot, comes) for slot in MEALS[::-1]]
+        edges += [(leaving, slot, goes) for slot in MEALS]
+        edges.sort(key=lambda edge: bool(edge[2] and untimely(
+            edge[2], edge[1], edge[0] is arrival)))
+        slots += [(day, slot) for day, slot, _ in edges]
         for (day, slot), meal in zip(slots, meals, strict=False):
             day[slot] = f"{meal.name}, {city}"
         for day, sight in zip(full, sights, strict=True):
@@ -326,7 +328,7 @@ def searches(task, journey):
     """The searches for all parts of a plan, in the order in which an agent would make them."""
     steps = [state_search(task["dest"])] if len(journey.stays) > 1 else []
     for way in journey.ways:
-        steps += way_searches(task, journey.mode, way.a, way.b, way.date, way.flies)
+        steps += way_searches(task, journey.mode, way.a, way.b, way.date, bool(way.flight))
     return steps + [Search(f"{table} in {stay.city}", tool, {"city": stay.city})
                     for stay in journey.stays for table, tool in SEARCHES.items()]
 

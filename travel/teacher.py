@@ -1,9 +1,9 @@
 """
-The solver as a teacher: plays from which a model learns to search, to compare and to turn back.
+The solver as a teacher: plays from which a model learns to search and to compare.
 
     (1) draft   draw a random journey that satisfies every wish and the budget
     (2) lesson  make the searches for it in an agent's order: cities, hotels, rides, meals. The
-                teacher also looks at other cities, and runs into a dead end if asked to
+                teacher also looks at other cities if asked to
     (3) argue   before each search, write a thought on the last result: prices for the group,
                 minimum nights, room type, house rule, missing cuisines, dollars spent
 
@@ -49,7 +49,7 @@ class Teacher:
         ways, beds, sights = [], [], []
         for leg in solver.legs(task, route, nights):
             options = solver.ways(task, database, mode, *leg)
-            ways.append([way for way in options if way.flies] or options)
+            ways.append([way for way in options if way.flight] or options)
         for city, n in zip(route, nights, strict=True):
             options = solver.lodgings(task, database, city)
             beds.append([bed for bed in options if bed.nights <= n])
@@ -102,7 +102,7 @@ class Teacher:
         by_car = self.costs.get("road", np.array(math.inf)).min() <= self.task["budget"]
         for _ in range(5):
             journey = self.good_draft()
-            if journey.mode == "air" and by_car and not any(way.flies for way in journey.ways):
+            if journey.mode == "air" and by_car and not any(way.flight for way in journey.ways):
                 self.mode = "road"
             elif all(map(self.is_plain, journey.stays)):
                 stays = [stay._replace(bed=self.better(stay)) for stay in journey.stays]
@@ -155,13 +155,12 @@ class Lesson:
     """A journey, played as an agent would play it.
 
     steps: the searches with their thoughts. notes: sentences for the next thought, on the last
-    results. end: the dead end to run into (see dead_ends). further: whether the agent has looked at
-    more than the journey needs.
+    results. further: whether the agent has looked at more than the journey needs.
     """
 
     def __init__(self, rng, task, database, journey):
         self.rng, self.task, self.database, self.journey = rng, task, database, journey
-        self.steps, self.notes, self.end, self.further = [], [], (None,), False
+        self.steps, self.notes, self.further = [], [], False
         self.wish, self.people = task["local_constraint"], task["people_number"]
         people = "1 person" if self.people == 1 else f"{self.people} people"
         self.place = {"city": journey.route[0], "people": people}
@@ -179,27 +178,17 @@ class Lesson:
         self.notes = []
 
     def teach(self, style):
-        """(searches, last thought, the style that was possible). style: "direct", "exploring" or
-        "backtracking"; the latter becomes exploring if the task has no dead end, and exploring
-        becomes direct if there is nothing else to look at."""
-        ends = self.dead_ends() if style == "backtracking" else {}
-        if ends:
-            likely = [kind for kind in ends if kind != "budget"] or list(ends)
-            self.end = self.rng.choice(ends[self.rng.choice(likely)])
-        elif style == "backtracking":
-            style = "exploring"
+        """(searches, last thought, the style that was possible). style: "direct" or "exploring",
+        which becomes direct if there is nothing else to look at."""
         self.open()
-        if self.end[0] in ("way", "hotel"):
-            self.run_into_city(*self.end)
         if len(self.journey.route) > 1:
-            self.survey({"direct": 1, "exploring": 3, "backtracking": 1}[style])
+            self.survey({"direct": 1, "exploring": 3}[style])
         self.go_out_and_home(style)
         if len(self.journey.route) == 1:
             self.ask("beds", self.look("hotels", *self.journey.route), **self.place)
             self.hotel(self.journey.stays[0])
         self.hops()
-        if self.end[0] != "budget":
-            self.say("so far", **self.settle(meals=False))
+        self.say("so far", **self.settle(meals=False))
         for i, stay in enumerate(self.journey.stays):
             self.eat_and_see(i, stay)
         self.say("final", **self.settle())
@@ -270,8 +259,7 @@ class Lesson:
 
     def hotel(self, stay):
         """Say what a list of hotels showed: the hotel that is taken, and another one."""
-        bed = self.taken(stay)
-        row = self.row_of(bed, stay.city)
+        bed, row = stay.bed, self.row_of(stay.bed, stay.city)
         self.say("hotel", city=stay.city, bed=bed.name, cost=self.night(row),
                  least=counted(bed.nights, "night") + " at least")
         self.fits(row)
@@ -288,15 +276,12 @@ class Lesson:
             other = self.rng.choice(unfit or dear)
             self.say("unfit" if unfit else "dearer", other=other.name, cost=self.night(other),
                      why=self.why_not(other))
-        if bed is not stay.bed:
-            self.say("takes it")
 
     def survey(self, extras):
         """Search the hotels of the journey's cities and of `extras` others."""
         stays = {stay.city: stay for stay in self.journey.stays}
-        most = max(self.taken(stay).cost for stay in stays.values())
-        given_up = self.end[1] if self.end[0] in ("way", "hotel") else ""
-        spare = {city: self.cheapest(city) for city in self.spare if city != given_up}
+        most = max(stay.bed.cost for stay in stays.values())
+        spare = {city: self.cheapest(city) for city in self.spare}
         likely = [city for city, row in spare.items()
                   if row is None or row.price * self.rooms(row) > most]
         others = self.rng.sample(likely, min(len(likely), extras))
@@ -316,7 +301,7 @@ class Lesson:
                 self.say("nothing", city=city)
         route = join_words(self.journey.route)
         for city in dearer:
-            worse = spare[city].review < min(self.row_of(self.taken(stay), stay.city).review
+            worse = spare[city].review < min(self.row_of(stay.bed, stay.city).review
                                              for stay in stays.values())
             slot = "choose dearer" if city in likely else "choose rated" if worse else "spare"
             self.say(slot, city=city, route=route, bed=spare[city].name,
@@ -328,15 +313,11 @@ class Lesson:
         rows = [row for row in self.database.hotels(city) if not self.why_not(row)]
         return min(rows, key=lambda row: row.price * self.rooms(row), default=None)
 
-    def taken(self, stay):
-        """The bed in the plan so far: the dear one of a dead end by budget, or the stay's."""
-        return self.end[2] if self.end[:2] == ("budget", stay) else stay.bed
-
     # ------------------------------------------------------------ ways
 
     def units(self, way):
         """The number of tickets or cars for a way."""
-        return self.people if way.flies else math.ceil(
+        return self.people if way.flight else math.ceil(
             self.people / (5 if self.journey.mode == "road" else 4))
 
     def go_out_and_home(self, style):
@@ -353,9 +334,9 @@ class Lesson:
         found = self.database.flights(way.a, way.b, way.date)
         kind = "driving" if self.journey.mode == "road" else "taxi"
         for search in solver.way_searches(self.task, self.journey.mode, way.a, way.b, way.date,
-                                          way.flies):
+                                          way.flight):
             self.ask(slot, search, a=way.a, b=way.b)
-            if search.tool == "SearchFlight" and not way.flies:
+            if search.tool == "SearchFlight" and not way.flight:
                 slot = kind
                 if found:
                     least = min(found, key=lambda row: row.price)
@@ -363,7 +344,7 @@ class Lesson:
                              cost=spelled((least.price, self.people), noun=" people"))
                 else:
                     self.say("no flight that day", a=way.a, b=way.b)
-        if way.flies:
+        if way.flight:
             self.flight(way, found)
             return
         units, duration = self.units(way), self.database.distance(way.a, way.b).duration
@@ -389,7 +370,7 @@ class Lesson:
     def compare(self, way):
         """Search another way without taking it; False if there is none to search."""
         by_air = self.journey.mode == "air"
-        if by_air and not way.flies:
+        if by_air and not way.flight:
             return False
         by_taxi = not by_air or bool(self.wish.get("transportation"))
         words, per_km, seats = ("a taxi", 1, 4) if by_taxi else ("driving", 0.05, 5)
@@ -408,11 +389,6 @@ class Lesson:
     def hops(self):
         """Split the nights, then search the ways between the cities."""
         journey = self.journey
-        if self.end[0] == "split":
-            _, nights, a, b, date = self.end
-            self.split(nights)
-            self.run_into("hop", a, b, date)
-            self.say("no hop", a=a, b=b)
         if len(journey.route) > 1:
             self.split([stay.nights for stay in journey.stays])
         for way in journey.ways[1:-1]:
@@ -422,7 +398,7 @@ class Lesson:
         shares = [f"{n} in {city}" for n, city in zip(nights, self.journey.route, strict=True)]
         total = " + ".join(map(str, nights)) + f" = {sum(nights)}"
         self.say("split", sum=total, shares=join_words(shares))
-        longest = max(map(self.taken, self.journey.stays), key=lambda bed: bed.nights)
+        longest = max((stay.bed for stay in self.journey.stays), key=lambda bed: bed.nights)
         if longest.nights > 1:
             self.say("minimum", bed=longest.name, least=counted(longest.nights, "night"))
 
@@ -447,8 +423,6 @@ class Lesson:
                 self.say("missing", cuisines=join_words(missing))
             elif self.unserved(served):
                 self.say("covered")
-        if i == 0 and self.end[0] == "budget":
-            self.say("so far", **self.settle(meals=False))
         if stay.sights:
             self.ask("attractions", self.look("attractions", stay.city), city=stay.city)
             self.say("sights", sights=join_words([f"[{name}]" for name in stay.sights]))
@@ -462,84 +436,15 @@ class Lesson:
         """[(kind of cost, terms)] of the plan so far."""
         journey = self.journey
         ways = [(way.cost / self.units(way), self.units(way)) for way in journey.ways]
-        beds = [(self.taken(stay).cost, stay.nights) for stay in journey.stays]
+        beds = [(stay.bed.cost, stay.nights) for stay in journey.stays]
         eaten = [(sum(meal.cost for meal in stay.meals), self.people)
                  for stay in journey.stays if stay.meals]
         return [("ways", ways), ("nights", beds)] + [("meals", eaten)] * meals
 
     def settle(self, meals=True):
-        """The bill in words. If it exceeds the budget, first give up the dear hotel."""
+        """The bill in words."""
         bill = self.bill(meals)
         sums = [sum(cost * n for cost, n in terms) for _, terms in bill]
-        said = {what: spelled(*terms) for what, terms in bill}
-        values = said | {"sum": spelled(*((cost, 1) for cost in sums)),
-                         "budget": money(self.task["budget"]), "spent": money(sum(sums)),
-                         "left": f"${money(self.task['budget'] - sum(sums))}"}
-        if sum(sums) <= self.task["budget"]:
-            return values
-        _, stay, dear = self.end
-        row, self.end = self.row_of(stay.bed, stay.city), (None,)
-        values |= {"dear": dear.name, "city": stay.city, "bed": stay.bed.name,
-                   "least": counted(stay.bed.nights, "night"), "cost": self.night(row),
-                   "parts": join_words([f"{what} {text}" for what, text in said.items()])}
-        self.say("over", **values)
-        self.fits(row)
-        return self.settle(meals)
-
-    # ------------------------------------------------------------ dead ends
-
-    def dead_ends(self):
-        """{kind: [possible dead ends]}: "way" and "hotel", a city without a ride or hotel; "split",
-        a split of the nights without a ride between two cities; "budget", a hotel too dear."""
-        task, database, (mode, route, stays, _) = self.task, self.database, self.journey
-        home, first, last = task["org"], task["date"][0], task["date"][-1]
-        ends = {"way": [], "hotel": [], "split": [], "budget": []}
-        for city in self.spare:
-            if self.why_none(city):
-                ends["hotel"].append(("hotel", city))
-            for leg in (home, city, first), (city, home, last):
-                if self.barred(*leg):
-                    ends["way"].append(("way", city, *leg))
-        for nights in solver.splits(task) if mode == "air" and len(route) > 1 else ():
-            leg = *route[:2], task["date"][nights[0]]
-            fits = all(stay.bed.nights <= n for stay, n in zip(stays, nights, strict=True))
-            if fits and nights[0] != stays[0].nights and self.barred(*leg):
-                ends["split"].append(("split", nights, *leg))
-        total = sum(cost * n for _, terms in self.bill() for cost, n in terms)
-        for stay in stays:
-            for bed in solver.lodgings(task, database, stay.city):
-                more = (bed.cost - stay.bed.cost) * stay.nights
-                if (bed.nights <= stay.nights and total + more > task["budget"]
-                        and means_one(database, "hotels", stay.city, bed.name)):
-                    ends["budget"].append(("budget", stay, bed))
-        return {kind: found for kind, found in ends.items() if found}
-
-    def barred(self, a, b, date):
-        """Whether no way from a to b on a date satisfies the wishes."""
-        flies = self.wish.get("transportation") != "no flight"
-        return not (flies and self.database.flights(a, b, date)
-                    or solver.drive(self.database, a, b))
-
-    def run_into(self, slot, a, b, date, **values):
-        """Make the searches that find no way: by air if it is allowed, then by road."""
-        road = "taxi" if self.wish.get("transportation") == "no self-driving" else "driving"
-        if slot == "hop":
-            road = "taxi"  # the way out was by air
-        pair, kinds = {"departure": a, "destination": b}, "road"
-        if self.wish.get("transportation") != "no flight":
-            self.ask(slot, solver.Search("", "SearchFlight", pair | {"date": date}),
-                     a=a, b=b, **values)
-            self.say("no flight that day", a=a, b=b)
-            slot, kinds = road, "air or by road"
-        search = solver.Search("", "GoogleDistanceMatrix", pair | {"mode": road})
-        self.ask(slot, search, a=a, b=b, **values)
-        return kinds
-
-    def run_into_city(self, kind, city, *leg):
-        if kind == "way":
-            slot = "try way out" if leg[1] == city else "try way home"
-            kinds = self.run_into(slot, *leg, city=city)
-            self.say("no way", a=leg[0], b=leg[1], city=city, kinds=kinds)
-        else:
-            self.ask("try hotel", self.look("hotels", city), city=city)
-            self.say("no bed", city=city, why=self.why_none(city))
+        return {what: spelled(*terms) for what, terms in bill} | {
+            "sum": spelled(*((cost, 1) for cost in sums)), "budget": money(self.task["budget"]),
+            "spent": money(sum(sums)), "left": f"${money(self.task['budget'] - sum(sums))}"}

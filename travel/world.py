@@ -14,9 +14,8 @@ import re
 from contextlib import suppress
 
 from format_plan import COSTS, Reader, add_reader_flags, open_reader
-from runtime import SHARE, errors_name
+from runtime import SHARE, Mistake
 from sandbox import Episode, Sandbox, open_database, read_prompt
-from travel.backtracking import backtracking
 from travel.constraints import SCORES, check_task, judge, literal, need, reward
 from travel.solver import solver_replies
 
@@ -39,10 +38,12 @@ def flags(parser):
 
 def open_world(args):
     """The world of a stage's flags."""
-    with errors_name(args.system_prompt):  # an unreadable file is reported now
+    try:
         read_prompt(args.system_prompt)
-    return Travel(open_database(args.database), getattr(args, "split", None) == "test",
-                  open_reader(args))
+        database = open_database(args.database)
+    except FileNotFoundError as error:
+        raise Mistake(error) from None
+    return Travel(database, getattr(args, "split", None) == "test", open_reader(args))
 
 
 # ------------------------------------------------------------------------------------------ tasks
@@ -50,7 +51,7 @@ def open_world(args):
 def load_task(row):
     """A task from a record of TravelPlanner, of STAR or of ours.
 
-    Raises KeyError or ValueError, which name the key.
+    A Mistake names the key.
     """
     task = {key: value for key, value in row.items()
             if key not in ("reference_information", "annotated_plan")}
@@ -60,17 +61,17 @@ def load_task(row):
             task[key] = value_in(task[key])
     asked = wish_in(task.pop("constraint", None) or task.get("local_constraint"), False) or {}
     if not isinstance(asked, dict):
-        raise ValueError(f"'local_constraint' must be a table of constraints, not {asked!r:.60}")
+        raise Mistake(f"'local_constraint' must be a table of constraints, not {asked!r:.60}")
     asked = {"house rule": asked.get("room rule")} | asked
     task["local_constraint"] = {key: wish_in(asked.get(key), key == "cuisine") for key in (
         "house rule", "cuisine", "room type", "transportation")}
     for key, kind in {"org": str, "dest": str, "date": list, "days": int, "people_number": int,
                       "budget": (int, float), "query": str}.items():
         if not isinstance(need(task, key), kind):
-            raise ValueError(f"{key!r} is {task[key]!r:.60}, which has the wrong type")
+            raise Mistake(f"{key!r} is {task[key]!r:.60}, which has the wrong type")
     for key in ("days", "people_number"):
         if task[key] < 1:
-            raise ValueError(f"{key!r} is {task[key]!r:.60}; it must be 1 or more")
+            raise Mistake(f"{key!r} is {task[key]!r:.60}; it must be 1 or more")
     task.setdefault("id", str(task.get("idx", "?")))
     task.setdefault("level", "easy")
     # the benchmark visits 1, 2, 3 cities in 3, 5, 7 days
@@ -101,23 +102,23 @@ def wish_in(value, several):
 
 
 def check_types(task):
-    """Raise ValueError if a task's dates, constraints, id or level have the wrong type."""
+    """Raise a Mistake if a task's dates, constraints, id or level have the wrong type."""
     try:
         days = [datetime.date.fromisoformat(day) for day in task["date"]]
     except (TypeError, ValueError):
-        raise ValueError(f"'date' is {task['date']!r:.60}, not days like 2022-03-01") from None
+        raise Mistake(f"'date' is {task['date']!r:.60}, not days like 2022-03-01") from None
     if len(task["date"]) != task["days"]:
-        raise ValueError(f"'date' has {len(task['date'])} of the trip's {task['days']} days")
+        raise Mistake(f"'date' has {len(task['date'])} of the trip's {task['days']} days")
     if days != sorted(set(days)):
-        raise ValueError(f"'date' is {task['date']!r:.60}, not days in their order")
+        raise Mistake(f"'date' is {task['date']!r:.60}, not days in their order")
     words = {key: task[key] for key in ("id", "level")} | task["local_constraint"]
     for key, value in words.items():
         several = value if isinstance(value, list) and key == "cuisine" else [value]
         if not all(one is None or isinstance(one, str) or key == "id" and isinstance(one, int)
                    for one in several):
-            raise ValueError(f"{key!r} is {value!r:.60}, which has the wrong type")
+            raise Mistake(f"{key!r} is {value!r:.60}, which has the wrong type")
     if not isinstance(task["visiting_city_number"], int) or not math.isfinite(task["budget"]):
-        raise ValueError("'visiting_city_number' and 'budget' must be numbers")
+        raise Mistake("'visiting_city_number' and 'budget' must be numbers")
 
 
 # ------------------------------------------------------------------------------------------ world
@@ -136,16 +137,18 @@ class Travel:
         self.parts = SCORES + COSTS * bool(self.reader.endpoint)
 
     def load_task(self, row):
-        """A task with an "id" from a row of a file; KeyError or ValueError names the key."""
+        """A task with an "id" from a row of a file; a Mistake names the key."""
         if self.test_split and "days" in row and "org" not in row:
             kept = {key: row[key] for key in ("idx", "level", "days", "query") if key in row}
             return {"id": str(row.get("id", row.get("idx")))} | kept
         task = load_task(row)
-        database = self.database.of(task)  # raises if the task is about none of our databases
+        try:
+            database = self.database.of(task)
+        except LookupError as error:  # the task is about none of our databases
+            raise Mistake(error.args[0]) from None
         if task["org"] not in database.cities:
-            raise ValueError(f"'org' is {task['org']!r:.60}, which is not a city of "
-                             f"{database.folder}: --database names the folder of the tables")
-        check_task(task, database)
+            raise Mistake(f"'org' is {task['org']!r:.60}, which is not a city of "
+                          f"{database.folder}: --database names the folder of the tables")
         return task
 
     def episode(self, task, seed, args):
@@ -181,22 +184,10 @@ class Travel:
         found = {f"success, {name}": success if level == name else None for name in LEVELS}
         found |= {"success, official": row["score"].get("official"),
                   "hack gauge: star - strict": success - row["strict"]}
-        return found | self._dead_end_lines(row)
-
-    def _dead_end_lines(self, row):
-        """The lines of backtracking.py: whether an episode meets a dead end and, by level, whether
-        it leaves or keeps it."""
-        found = backtracking(row, self.database.of(row["task"]))
-        lines = {"dead end: met": found["met"]}
-        for words, key in ("left by another city, ride or hotel", "left"), ("kept", "kept"):
-            lines[f"dead end: {words}"] = found[key]
-            for level in LEVELS:
-                here = row["task"].get("level") == level
-                lines[f"dead end: {words}, {level}"] = found[key] if here else None
-        return lines
+        return found
 
     def solver(self, task):
         """The replies of the exact solver: its searches, then the cheapest plan."""
         if "org" not in task:
-            raise ValueError("the solver cannot plan tasks of the published test split")
+            raise Mistake("the solver cannot plan tasks of the published test split")
         return solver_replies(task, self.database.of(task))

@@ -1,7 +1,7 @@
 """
 A tiny world of facts for the tools: its passages, pages and tasks, and episodes of a solver.
 
-    (1) facts     write worlds of invented places: passages to search, pages to browse, and tasks
+    (1) world     write worlds of invented places: passages to search, pages to browse, and tasks
                   of five families, each with the tools that it needs; 60 worlds to train in and one
                   that is held out
     (2) episodes  the solver plays tasks through the real tools. All that it says occurs in the
@@ -19,7 +19,13 @@ Reads   database/words/names.txt, database/prompts/*-tiny.*; (2) tasks and a wor
 Writes  (1) OUT/train and OUT/val, worlds for --database: corpus.jsonl, pages/*.html, tools.json;
         OUT/sft-tasks.jsonl, rl.jsonl, val.jsonl   (2) jsonl of episodes
 
-tir.py holds the commands; database/tools is OUT/val of its `facts --seed 0`. arXiv:2505.16410
+database/tools is OUT/val of `world --seed 0`.
+
+    python -m tiny.facts world    --out out/facts
+    python -m tiny.facts episodes --database out/facts/train --tasks out/facts/sft-tasks.jsonl \\
+        --out out/facts/sft.jsonl
+    python -m tiny.facts drills   --out out/facts/drills.jsonl
+    python -m tiny.facts pages    --database out/facts/train out/facts/val
 """
 import contextlib
 import json
@@ -30,12 +36,13 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import runtime
 from runtime import (
+    COUNT,
+    PORT,
+    SHARE,
     entries,
-    errors_name,
     load_tasks,
-    lock_file,
-    lock_folder,
     portions,
     stable_draw,
     write_jsonl,
@@ -253,22 +260,22 @@ def make_tasks(rng, n, part, places, held_out, asked):
             draws = (ask(rng, places, held_out) for _ in range(2000))
             task = next((task for task in draws if task and task["query"] not in asked), None)
             if task is None:
-                raise ValueError(f"too few places for {n} tasks of {part}: found no new question "
-                                 f"of {family}; raise --places and --held-out, or lower --{part}")
+                raise Mistake(f"too few places for {n} tasks of {part}: found no new question "
+                              f"of {family}; raise --places and --held-out, or lower --{part}")
             asked.add(task["query"])
             tasks.append({"family": family, "needs": needs, **task})
     rng.shuffle(tasks)
     return [{"id": f"{part}-{i:05d}", **task} for i, task in enumerate(tasks)]
 
 
-def facts(args):
+def world(args):
     """Write the worlds and the tasks. SFT asks about the places of two thirds of the training
     worlds and RL about the others, so that RL pays for no fact that SFT may have memorised."""
     if args.worlds < 2:
-        raise ValueError("--worlds must be at least 2: SFT and RL ask about different worlds")
+        raise Mistake("--worlds must be at least 2: SFT and RL ask about different worlds")
     if args.worlds * args.places > 12_000 or args.held_out > 2000:
-        raise ValueError("there are too few names: --worlds times --places may be at most 12,000, "
-                         "and --held-out 2,000")
+        raise Mistake("there are too few names: --worlds times --places may be at most 12,000, "
+                      "and --held-out 2,000")
     out, rng, taken = Path(args.out), random.Random(f"tools/{args.seed}"), set()
     train = [draw_places(rng, args.places, False, taken) for _ in range(args.worlds)]
     val = [draw_places(rng, args.held_out, True, taken)]
@@ -284,7 +291,6 @@ def facts(args):
                 if "python" in task["needs"] and "by_heart" not in task]
     for task in programs[:args.sft // 10]:
         task["slip"] = rng.choice(SLIPS)
-    lock_folder(out)
     write_folder(rng, out / "train", train, args.port)
     write_folder(rng, out / "val", val, args.port)
     for part, file in ("sft", "sft-tasks"), ("rl", "rl"), ("val", "val"):
@@ -357,26 +363,23 @@ def play_solution(task, episode):
     return episode
 
 
-def solver_episodes(args):
+def episodes(args):
     """Play tasks with the solver through the world's tools and write the right episodes; the others
     are counted."""
     from toolstar.tools import open_world
 
-    lock_file(args.out)
-    world, rows, refused = open_world(args), [], Counter()
-    try:
-        for task in load_tasks(args.tasks, world.load_task):
-            episode = play_solution(task, world.episode(task, args.seed, args))
-            answer, score, _ = world.verdict(episode)
-            if episode.stop == "answer" and score["success"] == 1:
-                rows.append(episode.record("solver") | {"plan": answer, "score": score})
-            else:
-                refused[f"{task.get('family')}: {episode.stop}"] += 1
-    finally:
-        world.close()
+    tools, rows, refused = open_world(args), [], Counter()
+    for task in load_tasks(args.tasks, tools.load_task):
+        episode = play_solution(task, tools.episode(task, args.seed, args))
+        answer, score, _ = tools.verdict(episode)
+        if episode.stop == "answer" and score["success"] == 1:
+            rows.append(episode.record("solver") | {"plan": answer, "score": score})
+        else:
+            refused[f"{task.get('family')}: {episode.stop}"] += 1
+    tools.close()
     if not rows:
         raise ValueError(f"no episode of {args.tasks} is right; refused: {dict(refused)}; --tasks "
-                         "and --database must come from the same run of `facts`")
+                         "and --database must come from the same run of `world`")
     write_jsonl(args.out, rows)
     print(f"{args.out}: {len(rows)} episodes; refused: {dict(refused)}")
 
@@ -440,9 +443,8 @@ class PageServer(ThreadingHTTPServer):
                       for path in (Path(folder) / "pages").glob("*.html")}
         if not self.texts:
             raise ValueError(f"no pages/*.html in {' or '.join(map(str, folders))}; "
-                             "python -m toolstar.tir facts writes some")
-        with errors_name(f"port {port}"):
-            super().__init__(("127.0.0.1", port), PageHandler)
+                             "python -m tiny.facts world writes some")
+        super().__init__(("127.0.0.1", port), PageHandler)
 
 
 class PageHandler(BaseHTTPRequestHandler):
@@ -465,3 +467,53 @@ def pages(args):
         print(f"{len(server.texts)} pages on http://127.0.0.1:{server.server_port}/", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+# ---------------------------------------------------------------- main
+
+def flags(argv=None):
+    p = runtime.Parser(description=__doc__, formatter_class=runtime.Help)
+    commands = p.add_subparsers(dest="command", required=True)
+
+    def command(run, words, **settings):
+        p = commands.add_parser(run.__name__, help=words, description=words,
+                                formatter_class=runtime.Help)
+        p.set_defaults(run=run, **settings)
+        return p.add_argument
+
+    add = command(world, "write worlds of facts and their tasks")
+    add("--out", required=True, help="folder to write into")
+    add("--seed", type=int, default=0, help="the same seed gives the same files")
+    add("--worlds", type=COUNT, default=60, help="number of training worlds; they share one corpus")
+    add("--places", type=COUNT, default=40, help="places per training world; each has a passage")
+    add("--held-out", type=COUNT, default=400, help="places of the held-out world")
+    add("--sft", type=COUNT, default=2400, help="number of tasks for the solver's episodes")
+    add("--by-heart", type=SHARE, default=0.35, help="share of the tasks that need tools in which "
+        "the solver answers from memory instead")
+    add("--rl", type=COUNT, default=960, help="number of tasks for RL")
+    add("--val", type=COUNT, default=400, help="number of held-out tasks")
+    add("--port", type=PORT, default=8123, help="port of the pages' server, in the passages' URLs")
+    add = command(episodes, "play tasks with the solver through the real tools",
+                  failure_rate=0.0, max_turns=7, system_prompt="short", helpers="")
+    add("--tasks", required=True, metavar="JSONL", help="file of tasks that `world` wrote")
+    add("--database", required=True, help="the world's folder, with tools.json")
+    add("--out", required=True, help="file to write the episodes into")
+    add("--seed", type=int, default=0, help="seed of the world's random events")
+    add = command(drills, "write reading exercises, for a base model")
+    add("--n", type=COUNT, default=6000, help="number of exercises")
+    add("--out", required=True, help="file to write the messages into")
+    add("--seed", type=int, default=0, help="the same seed gives the same file")
+    add("--port", type=PORT, default=8123, help="port in the pages' URLs")
+    add = command(pages, "serve the pages of worlds to this machine only")
+    add("--database", nargs="+", required=True, metavar="DIR", help="folders of worlds")
+    add("--port", type=PORT, default=8123, help="port; 0: any free port")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = flags(argv)
+    runtime.run("tiny.facts", args.run, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,9 +6,9 @@ from decimal import Decimal
 from importlib.util import find_spec
 
 import pytest
+from toolstar.files import golds_of, plain, read_rows, splits_of
 
 from runtime import Mistake
-from toolstar.files import golds_of, plain, read_rows, splits_of
 from toolstar.published import read_rows as read_by_converter
 from toolstar.sets import read_rows as read_by_sets
 

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, Letters, Scripted
+from toolstar.facts import PageServer
+from toolstar.rewrite import ids_of, rolled_back
 
 import evaluate
 import runtime
 import sft
 from runtime import Mistake, Reply, Template
 from toolstar import helpers, tools
-from toolstar.facts import PageServer
 from toolstar.helpers import Asks
-from toolstar.rewrite import ids_of, rolled_back
 from toolstar.tools import read_settings
 
 FILE = ROOT / "database" / "tools"

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import hostile
 import pytest
-from conftest import ROOT, free_port
-from toolstar.run_code import Remote, read_reply
+from conftest import ROOT
 
 from toolstar import jail as jail_module
 from toolstar.jail import MEET, SCRATCH, Jail, JailError, prove

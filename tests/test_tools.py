@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_retriever import Weather
 from test_sets import endpoint
+from toolstar.facts import PageServer
 
 import evaluate
 import runtime
@@ -27,7 +28,6 @@ import sft
 from runtime import Calls, Mistake, Template
 from sandbox import Action
 from toolstar import retriever, tools
-from toolstar.facts import PageServer
 from toolstar.tools import as_tags, parse_tags, parse_turn, read_settings
 
 FILE = ROOT / "database" / "tools"

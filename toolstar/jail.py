@@ -43,6 +43,8 @@ from queue import Empty, LifoQueue
 from subprocess import DEVNULL, Popen
 from typing import NamedTuple
 
+from runtime import Mistake
+
 PRELOAD = ("numpy", "numpy.random", "numpy.linalg", "sympy", "math", "cmath", "fractions",
            "decimal", "itertools", "functools", "collections", "statistics", "random", "re",
            "string", "datetime", "heapq", "bisect", "operator", "typing", "dataclasses")
@@ -58,7 +60,7 @@ NAMESPACES = ("sysctl kernel.unprivileged_userns_clone=1 "
               "seccomp=unconfined")
 
 
-class JailError(ValueError):
+class JailError(Mistake):
     """This machine cannot run a jail; the message is one line with the cause and the remedy."""
 
 
@@ -369,7 +371,7 @@ class Jail(contextlib.AbstractContextManager):
                 result = worker.call(program, stdin, seconds)
                 fit = worker.fit
                 return result
-            except (OSError, ValueError, KeyError, RuntimeError) as error:
+            except (OSError, ValueError, KeyError, RuntimeError, JailError) as error:
                 why = str(error)
             finally:
                 if worker:

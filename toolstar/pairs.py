@@ -56,8 +56,8 @@ def plays_of(args):
                     replies=[one["content"] for one in messages if one["role"] == "assistant"])
                 play.length = sum(map(len, play.replies))
             except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {line} is not a judged episode of grpo.py or "
-                                 f"evaluate.py ({error!r})") from None
+                raise Mistake(f"{path}, line {line} is not a judged episode of grpo.py or "
+                              f"evaluate.py ({error!r})") from None
             key = str(play.task.get("id")), f"{prompt} {args.by == 'reward' and row.get('kind')}"
             group = groups.setdefault(key, [])
             cause = (f"no {args.by}" if worth is None else "no reply" if not play.length else
@@ -123,9 +123,9 @@ def make_pairs(args):
     for cause, count in left_out.items():
         print(f"{count} plays left out: {cause}")
     if not parts["train"] or (args.held_out and not parts["val"]):
-        raise ValueError(f"no pair for train or val: of {len(groups)} questions "
-                         f"none has one play with a reward of {args.chosen} or more and another "
-                         f"below {args.rejected}; play more questions or each more often")
+        raise Mistake(f"no pair for train or val: of {len(groups)} questions "
+                      f"none has one play with a reward of {args.chosen} or more and another "
+                      f"below {args.rejected}; play more questions or each more often")
     for part, pairs in parts.items():
         if pairs:
             write_jsonl(Path(args.out) / f"{part}.jsonl", [as_row(*pair) for pair in pairs])

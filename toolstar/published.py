@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime import write_jsonl, write_text
+from runtime import Mistake, write_jsonl, write_text
 from toolstar.sets import contaminated, questions_of, read_rows
 from toolstar.text import golds_of
 from toolstar.verdict import answer_of, without_results
@@ -105,7 +105,7 @@ def convert_file(path, make, sets):
     told = {cause: {"count": len(lines), "first lines": lines[:5]}
             for cause, lines in refused.items()}
     if not records:
-        raise ValueError(f"{path}: none of its {len(rows)} rows can be used: {told}")
+        raise Mistake(f"{path}: none of its {len(rows)} rows can be used: {told}")
     kept, dropped = contaminated(records, sets)
     print(f"{path}: {len(kept)} of {len(rows)} rows; refused: {told}; in an evaluation set: "
           f"{len(dropped)}")
@@ -119,7 +119,7 @@ def convert(args):
     out, report = Path(args.out), {}
     sets = questions_of(args.sets) if args.sets else []
     if not (args.sft or args.rl):
-        raise ValueError("name the file to convert by --sft FILE, --rl FILE or both")
+        raise Mistake("name the file to convert by --sft FILE, --rl FILE or both")
     if args.sft:
         ours = SETTINGS | {"grammar": "tags", "tools": ["Search", "Python"]}
         prompt = system_prompt("full", SimpleNamespace(**ours))

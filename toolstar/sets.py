@@ -62,10 +62,15 @@ SPLITS = ("test", "main", "validation", "dev", "val", "")  # in order of prefere
 # ---------------------------------------------------------------- files
 
 def read_rows(path):
-    """The rows of a published file, a list of dicts. ValueError names a line that is not JSON."""
+    """The rows of a published file, a list of dicts. A Mistake names a line that is not JSON."""
     path = Path(path)
+    if not path.is_file():
+        raise Mistake(f"{path} is not a file")
     if path.suffix == ".parquet":
-        from pyarrow import parquet  # pip install pyarrow
+        try:
+            from pyarrow import parquet
+        except ImportError:
+            raise Mistake(f"{path} needs pyarrow: pip install pyarrow") from None
         return parquet.read_table(path).to_pylist()
     with open(path, encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".csv":
@@ -81,7 +86,7 @@ def read_rows(path):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+            raise Mistake(f"{path}, line {number}: not JSON ({error})") from None
     return rows
 
 
@@ -94,7 +99,7 @@ def find_sets(folder):
     """{set: lists of files, one per split, in order of preference}.
 
     Files of a training split are used only for a set that has no training split: some copies of
-    aime24 on the hub call their only split "train". ValueError if a set is there twice.
+    aime24 on the hub call their only split "train". A Mistake if a set is there twice.
     """
     found = {}
     for path in sorted(Path(folder).iterdir()):
@@ -103,7 +108,7 @@ def find_sets(folder):
         if name is None or not (path.is_dir() or path.suffix in SUFFIXES):
             continue
         if name in found:
-            raise ValueError(f"{path} and {found[name][-1][0]} are both {name}: remove one")
+            raise Mistake(f"{path} and {found[name][-1][0]} are both {name}: remove one")
         files = sorted(each for each in path.rglob("*") if each.suffix in SUFFIXES)
         if name in TRAINING:
             files = [each for each in files if "train" not in str(each.relative_to(path)).lower()]
@@ -134,11 +139,11 @@ def load_sets(folder, sample=0):
 
 
 def questions_of(folder):
-    """The tasks of a folder of sets; ValueError if it holds no question at all."""
+    """The tasks of a folder of sets; a Mistake if it holds no question at all."""
     tasks, causes = load_sets(folder)
     if not tasks:
-        raise ValueError(f"{folder} holds no question of the sets {', '.join(SETS)}, each a file "
-                         f"such as gsm8k.jsonl or a folder: {causes}")
+        raise Mistake(f"{folder} holds no question of the sets {', '.join(SETS)}, each a file "
+                      f"such as gsm8k.jsonl or a folder: {causes}")
     return tasks
 
 
@@ -233,7 +238,7 @@ def read(args):
         missing = [] if name in causes else [f"no file or folder of that name in {args.sets}"]
         print("; ".join([f"{name:12} {counts[name]:5} tasks", *told, *missing]))
     if not tasks:
-        raise ValueError(f"{args.sets} holds no question with an answer, see above")
+        raise Mistake(f"{args.sets} holds no question with an answer, see above")
     write_jsonl(Path(args.out) / "tasks.jsonl", tasks)
 
 

@@ -28,6 +28,7 @@ Reads and writes nothing.   [1] Tool-Star, arXiv:2505.16410
 import re
 from collections import Counter
 
+from runtime import Mistake
 from toolstar.mathematics import math_equal
 from toolstar.text import golds_of, normalize, same_text, token_f1, untexted, words_f1
 
@@ -223,9 +224,9 @@ def count_calls(calls, needs):
 
 
 def reward_of(score, kind):
-    """The reward for a score, a float. kind: one of KINDS, else ValueError."""
+    """The reward for a score, a float. kind: one of KINDS, else a Mistake."""
     if kind not in KINDS:
-        raise ValueError(f"--reward {kind}: the kinds are {', '.join(KINDS)}")
+        raise Mistake(f"--reward {kind}: the kinds are {', '.join(KINDS)}")
     if kind == "released":
         return score["released"]
     accuracy = score["acc"]

@@ -80,13 +80,14 @@ def task_of(row, line):
     ability = str(row.get("ability", "")).lower()
     check = next((check for check, words in ABILITIES.items()
                   if any(word in ability for word in words)), None)
-    golds = golds_of(row.get("reward_model", row).get("ground_truth"))
+    model = row.get("reward_model", row)
+    golds = golds_of(model.get("ground_truth")) if isinstance(model, dict) else []
     for wrong, cause in ((not is_text(query), "no question"), (not golds, "no gold"),
                          (not check, f"ability {ability!r:.40} is neither mathematics nor a fact")):
         if wrong:
             raise Refused(cause)
-    source, index = row.get("data_source", "rl"), (row.get("extra_info") or {}).get("index", line)
-    return {"id": str(row.get("id", f"{source}-{index}")), "query": query, "golds": golds,
+    source = row.get("data_source", "rl")
+    return {"id": str(row.get("id", f"{source}-{line}")), "query": query, "golds": golds,
             "check": check, "data_source": source, "ability": row["ability"]}
 
 

@@ -140,9 +140,14 @@ def declare_tag(name):
 parse_turn = partial(parse, load=partial(json.loads, strict=False))
 
 
-def parse_tags(reply):
-    """The Action of one segment of Tool-Star's message. Never raises; takes linear time."""
-    text = reply.rstrip()  # the token that ends a stop string may also hold blanks after it
+def parse_tags(reply, stops=tuple(f"</{tag}>" for tag in TAGS)):
+    """The Action of one segment of Tool-Star's message. Never raises; takes linear time.
+
+    stops: the stop strings of the engine, which ends a reply at the first of them. Its last token
+    may hold more, as "><" in Qwen's vocabulary, so what follows the stop string is not read.
+    """
+    ends = [reply.find(stop) + len(stop) for stop in stops if stop in reply]
+    text = reply[:min(ends)] if ends else reply.rstrip()
     if "<result>" in text or "</result>" in text:
         return Action("error", why="only the tools write results")
     for tag, name in TAGS.items():
@@ -280,14 +285,14 @@ class ToolEpisode(Episode):
 
     def __init__(self, task, sandbox, max_turns, prompt):
         settings = sandbox.world.settings
-        self.tags = settings.grammar == "tags"
+        self.tags, stops = settings.grammar == "tags", sandbox.world.stops
         self.most, self.refused = settings.max_calls, False
         # helpers: None in training. helped: items for the record. change: the item with which the
         # next finish() rewrites the messages. rewritten: the item with which the last one did
         self.helpers, self.helped, self.change, self.rewritten = None, [], None, None
         self.ahead = None  # Future: the comparison of its answer, which runs while others play
         super().__init__(task, sandbox, max_turns, prompt,
-                         parse=parse_tags if self.tags else parse_turn)
+                         parse=partial(parse_tags, stops=stops) if self.tags else parse_turn)
 
     def begin(self, reply):
         if self.sandbox.calls:  # how long the last result was

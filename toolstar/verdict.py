@@ -104,7 +104,9 @@ def qa_metrics(prediction, golds):
     prediction: a text, or None for no answer. acc: 1 if the prediction contains a gold. Tool-Star's
     evaluator differs: it keeps the metrics of the last gold.
     """
-    said, golds = normalize(prediction or ""), golds_of(golds)
+    said = normalize(prediction or "")
+    if not (isinstance(golds, list) and all(isinstance(gold, str) for gold in golds)):
+        golds = golds_of(golds)
     rows = [normalize(gold) for gold in golds]
     return {
         "em": float(any(same_text(prediction or "", gold) for gold in golds)),

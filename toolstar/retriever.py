@@ -43,12 +43,14 @@ FLAT = 45  # bytes of the head of a flat faiss index, before its float32 vectors
 
 # ---------------------------------------------------------------- search
 
-def load_document(line):
-    """The {"id", "contents"} of a line of a corpus."""
-    row = json.loads(line)
-    if "contents" not in row:  # FlashRAG's older form
-        row["contents"] = f'"{row.get("title", "")}"\n{row["text"]}'
-    return {"id": str(row.get("id", "")), "contents": row["contents"]}
+def document_of(row):
+    """The {"id", "contents"} of a row of a corpus."""
+    text = row.get("contents")
+    if text is None and "text" in row:  # FlashRAG's older form
+        text = f'"{row.get("title", "")}"\n{row["text"]}'
+    if not isinstance(text, str):
+        raise Mistake(f"a passage needs an id and contents: {str(row)[:80]}")
+    return {"id": str(row.get("id", "")), "contents": text}
 
 
 class BM25:
@@ -56,8 +58,7 @@ class BM25:
 
     def __init__(self, path):
         import bm25s
-        with open(path, encoding="utf-8-sig") as file:
-            self.documents = list(map(load_document, file))
+        self.documents = list(map(document_of, runtime.read_jsonl(path)))
         self.words = partial(bm25s.tokenize, stopwords="en", show_progress=False)
         self.index = bm25s.BM25()
         self.index.index(self.words([d["contents"] for d in self.documents]), show_progress=False)
@@ -90,7 +91,7 @@ class Dense:
 
     def document(self, row):
         start, end = self.starts[row:row + 2].tolist()
-        return load_document(os.pread(self.corpus, end - start, start))
+        return document_of(json.loads(os.pread(self.corpus, end - start, start)))
 
     @torch.inference_mode()
     def search(self, queries, k):
@@ -289,7 +290,7 @@ def build_index(args):
     if args.vectors and len(given) != total:
         raise Mistake(f"{args.vectors} has {len(given):,} vectors, {args.corpus} {total:,} "
                       "passages: they do not belong together")
-    out.mkdir(parents=True, exist_ok=True)
+    runtime.lock_folder(out)
     np.save(out / "starts.npy", starts)
     write_text(out / "meta.json", json.dumps(meta, indent=1))
     with open(args.corpus, "rb") as lines, open(out / "matrix.f16", "ab") as file:
@@ -297,7 +298,7 @@ def build_index(args):
         done -= done % block if done != total else 0
         file.truncate(2 * dim * done)
         lines.seek(starts[done])
-        texts = (load_document(line)["contents"] for line in lines)
+        texts = (document_of(json.loads(line))["contents"] for line in lines)
         bar, pool = progress(None, "index", total, done, " passages"), ThreadPoolExecutor()
         while done < total:
             if args.vectors:

@@ -106,6 +106,8 @@ def find_sets(folder):
     aime24 on the hub call their only split "train". A Mistake if a set is there twice.
     """
     found = {}
+    if not Path(folder).is_dir():
+        raise Mistake(f"{folder} is not a folder; it must hold the sets, see toolstar/sets.py")
     for path in sorted(Path(folder).iterdir()):
         plain = squeezed(path.name if path.is_dir() else path.stem)
         name = next((name for name, one in SETS.items() if plain in one.names), None)

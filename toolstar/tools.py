@@ -89,7 +89,10 @@ def read_settings(folder):
     """Read FOLDER/tools.json into a namespace, with defaults for missing keys. A Mistake names
     a key that is wrong."""
     path = Path(folder) / "tools.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise Mistake(f"{path} must hold one JSON object: {error}") from None
     for key, value in found.items():
         if key not in SETTINGS:
             raise Mistake(f"{path}: unknown setting {key!r}; the settings are {list(SETTINGS)}")
@@ -99,6 +102,8 @@ def read_settings(folder):
     chosen = SimpleNamespace(**SETTINGS | found, folder=Path(folder))
     if chosen.grammar not in ("turns", "tags"):
         raise Mistake(f"{path}: grammar must be turns or tags, not {chosen.grammar!r}")
+    if chosen.python != "jail" and not chosen.python.startswith("http"):
+        raise Mistake(f"{path}: python must be jail or http://..., not {chosen.python!r}")
     if not chosen.tools or not {*chosen.tools} <= DECLARED.keys():
         raise Mistake(f"{path}: tools must be some of {', '.join(DECLARED)}")
     chosen.helpers = helpers.chosen_by(chosen.helpers)
@@ -146,10 +151,10 @@ def parse_tags(reply, stops=tuple(f"</{tag}>" for tag in TAGS)):
     stops: the stop strings of the engine, which ends a reply at the first of them. Its last token
     may hold more, as "><" in Qwen's vocabulary, so what follows the stop string is not read.
     """
+    if "<result>" in reply or "</result>" in reply:
+        return Action("error", why="only the tools write results")
     ends = [reply.find(stop) + len(stop) for stop in stops if stop in reply]
     text = reply[:min(ends)] if ends else reply.rstrip()
-    if "<result>" in text or "</result>" in text:
-        return Action("error", why="only the tools write results")
     for tag, name in TAGS.items():
         if text.endswith(f"</{tag}>"):
             before, opening, inside = text[:-len(tag) - 3].rpartition(f"<{tag}>")
@@ -420,7 +425,7 @@ class Tools:
         """A task {id, query, golds, check, needs?, family?}; a Mistake names what is wrong."""
         golds, needs = row.get("golds"), row.get("needs", [])
         if not isinstance(row.get("query"), str) or row.get("check") not in ("math", "qa"):
-            raise Mistake(f"a task needs a query and a check, math or qa: {str(row)[:80]}")
+            raise Mistake(f"a task needs a 'query' and a 'check', math or qa: {str(row)[:80]}")
         if not (isinstance(golds, list) and golds and all(isinstance(g, str) for g in golds)):
             raise Mistake(f"'golds' must be a list of right answers, not {golds!r:.60}")
         if not {*needs} <= TAGS.keys():

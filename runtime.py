@@ -723,6 +723,8 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     text, thought = message.content or "", getattr(message, "reasoning_content", None)
     if not text.strip() and not begun:
         raise Refused(f"{url}: a reply without text ({body.choices[0].finish_reason})")
+    for stop in stops if body.choices[0].finish_reason == "stop" else ():  # most servers cut it off
+        text += stop * (text.rfind(stop.replace("/", "")) > text.rfind(stop))
     if len(text) > LONGEST_REPLY:
         raise NoRoom(f"{url}: a reply of {len(text):,} characters fits into no context")
     reply = Reply(text if begun else with_thought(text, thought))

@@ -28,6 +28,7 @@ Reads and writes nothing.   [1] Tool-Star, arXiv:2505.16410
 import re
 from collections import Counter
 
+from runtime import Mistake
 from toolstar.mathematics import math_equal
 from toolstar.text import golds_of, normalize, same_text, token_f1, untexted, words_f1
 
@@ -103,7 +104,9 @@ def qa_metrics(prediction, golds):
     prediction: a text, or None for no answer. acc: 1 if the prediction contains a gold. Tool-Star's
     evaluator differs: it keeps the metrics of the last gold.
     """
-    said, golds = normalize(prediction or ""), golds_of(golds)
+    said = normalize(prediction or "")
+    if not (isinstance(golds, list) and all(isinstance(gold, str) for gold in golds)):
+        golds = golds_of(golds)
     rows = [normalize(gold) for gold in golds]
     return {
         "em": float(any(same_text(prediction or "", gold) for gold in golds)),
@@ -223,9 +226,9 @@ def count_calls(calls, needs):
 
 
 def reward_of(score, kind):
-    """The reward for a score, a float. kind: one of KINDS, else ValueError."""
+    """The reward for a score, a float. kind: one of KINDS, else a Mistake."""
     if kind not in KINDS:
-        raise ValueError(f"--reward {kind}: the kinds are {', '.join(KINDS)}")
+        raise Mistake(f"--reward {kind}: the kinds are {', '.join(KINDS)}")
     if kind == "released":
         return score["released"]
     accuracy = score["acc"]

@@ -304,21 +304,8 @@ def print_episode(row):
 
 # ------------------------------------------------------------------------------------------- main
 
-def parser():
-    """The flags, to which a world adds its own."""
+def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
-    add = p.add_argument_group("agent").add_argument
-    add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
-        help="checkpoint folders, hub names, or model names at --url; NAME= names the table's "
-        "column")
-    add("--agent", choices=("model", "solver"), default="model",
-        help="model: --model plays; solver: the world's exact solver")
-    add("--url", type=runtime.web_address, metavar="URL",
-        help="let an OpenAI-compatible endpoint play instead of vLLM, such as http://host:8000/v1; "
-        "run it without a tool parser")
-    add("--key", metavar="FILE", help="file with the endpoint's API key")
-    add("--tp", type=COUNT, default=1, help="GPUs per engine (tensor parallel)")
-    add("--gpu-memory", type=PART, default=0.9, help="share of a GPU's memory that vLLM may fill")
     add = p.add_argument_group("tasks").add_argument
     add("--tasks", metavar="FILE|DIR|HUB_ID", help="tasks, ours or as published; with --split, a "
         "folder of SPLIT.csv or SPLIT.jsonl, or a data set on the hub (osunlp/TravelPlanner)")
@@ -329,28 +316,42 @@ def parser():
     add("--limit", type=COUNT, metavar="N", help="play only the first N tasks")
     add("--samples", type=COUNT, default=1, help="plays per task; several add pass@k")
     add("--split", choices=("train", "validation", "test"), help="part of a data set")
+    add("--agent", choices=("model", "solver"), default="model",
+        help="model: --model plays; solver: the world's exact solver")
+    add("--check", action="store_true", help="only check the world: load the tasks, play one "
+        "scripted reply, and print what came back")
+    play_flags(p, "out/eval", 4096)
+    return runtime.parse_args(p, argv)
+
+
+def play_flags(p, out, max_tokens):
+    """Which models play, and how."""
+    add = p.add_argument_group("models").add_argument
+    add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
+        help="checkpoint folders, hub names, or model names at --url; NAME= names the table's "
+        "column")
+    add("--url", type=runtime.web_address, metavar="URL",
+        help="let an OpenAI-compatible endpoint play instead of vLLM, such as http://host:8000/v1; "
+        "run it without a tool parser")
+    add("--key", metavar="FILE", help="file with the endpoint's API key")
+    add("--tp", type=COUNT, default=1, help="GPUs per engine (tensor parallel); each --tp GPUs "
+        "that are seen run an engine with a share of the tasks")
+    add("--gpu-memory", type=PART, default=0.9, help="share of a GPU's memory that vLLM may fill")
     add = p.add_argument_group("play").add_argument
     add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")
     add("--top-p", type=PART, default=0.95, help="nucleus sampling [1]")
     add("--max-context", type=COUNT, default=32768, help="most tokens of an episode [1]")
     add("--max-turns", type=COUNT, default=60, help="most tool calls, then an answer [1]")
-    add("--max-tokens", type=NATURAL, default=4096, help="most tokens of a reply; 0: no limit "
-        "other than the context; a --url is then sent no limit")
+    add("--max-tokens", type=NATURAL, default=max_tokens, help="most tokens of a reply; 0: no "
+        "limit other than the context")
     add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
         "format, and continue; otherwise such a reply ends the episode, as in training and in [1]")
     add("--concurrency", type=COUNT, default=64, help="most episodes that play at a time")
-    add("--seed", type=int, default=0, help="seed of the sampling and of the world")
+    add("--seed", type=NATURAL, default=0, help="seed of the sampling and of the world")
     add = p.add_argument_group("output").add_argument
-    add("--check", action="store_true", help="only check the world: load the tasks, play one "
-        "scripted reply, and print what came back")
     add("--show", action="store_true", help="print each episode turn by turn, with its verdict")
-    add("--out", default="out/eval", help="folder of table.md and of one folder per agent; a rerun "
-        "plays only the episodes that it lacks")
-    return p
-
-
-def flags(argv=None):
-    return runtime.parse_args(parser(), argv)
+    add("--out", default=out, help="folder of the table and of one folder per agent; a rerun plays "
+        "only the episodes that it lacks")
 
 
 def named_paths(specs):
@@ -414,7 +415,7 @@ def play_agent(args, folder, path, tasks):
 
 
 def play_agents(args, tasks):
-    """(1) (2) -> {agent: the records of all tasks}"""
+    """(1) (2) -> {agent: the records of all tasks, without their messages}"""
     agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
     runtime.lock_folder(args.out)
     keys = (*SETTINGS, *(SAMPLING if args.agent == "model" else ()), *args.world_flags)
@@ -423,8 +424,10 @@ def play_agents(args, tasks):
         settings = model_settings(path, args.url) | {key: getattr(args, key) for key in keys}
         folder = open_folder(args.out, name, settings)
         played[name] = play_agent(args, folder, path, tasks)
-        for row in played[name] if args.show else ():
-            print_episode(row)
+        for row in played[name]:
+            if args.show:
+                print_episode(row)
+            del row["messages"]  # those of 50,000 plays are gigabytes
     return played
 
 

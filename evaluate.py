@@ -386,7 +386,9 @@ def open_folder(out, name, settings, kept="episodes.jsonl"):
     """The folder OUT/name. A Mistake if its episodes were played with other settings."""
     folder = Path(out) / name
     file, settings = folder / "settings.json", json.loads(json.dumps(settings))  # tuples are lists
-    before = json.loads(file.read_text()) if (folder / kept).exists() else settings
+    before = settings
+    if file.exists() and (folder / kept).exists():
+        before = json.loads(file.read_text())
     changed = [f"{key} was {before[key]} and is {value}" for key, value in settings.items()
                if before.get(key, value) != value]
     if changed:

@@ -8,7 +8,8 @@ ARPO: GRPO whose plays fork where an observation leaves the policy unsure. Read 
           paper     fork before the reply if 0.5 + w dE > 0.5 [5], which means if dE > 0
           released  fork after the next observation with probability clip(0.5 + w dE, 0, 1) [5]
     (2) the world's verdict on a play becomes its reward r, a number [1 sec. 3]
-    (3) advantage A = (r - mean of the group) / (std of the group + 1e-6), one per play [2]
+    (3) advantage A = (r - mean of the group) / (std of the group + 1e-6), one per play [2]. The
+        std is the population's: it divides by G, not by G - 1
     (4) an overlength play (stopped by the context limit [1] or the turn limit, which is our choice)
         counts in that mean and std, but its tokens are left out of the loss and its denominator
         [1], unless --keep-overlength
@@ -23,7 +24,7 @@ there is no KL term and no reference model.
 
 Reads   a HF folder (from sft.py), tasks (from synth.py), the world's data
 Writes  OUT/ (a HF folder), OUT/best/ (best on --val), OUT/log.jsonl, OUT/rollouts/<step>.jsonl,
-        OUT/checkpoints/
+        OUT/checkpoints/, OUT/microscope/<step>.jsonl
 
     torchrun --standalone --nproc_per_node 8 arpo.py --model out/sft --tasks data/rl.jsonl
 
@@ -67,7 +68,9 @@ def flags():
     add("--out", default="out/rl", help="folder of the model, its log, rollouts and checkpoints")
     play_flags(p.add_argument_group("play").add_argument)
     learn_flags(p.add_argument_group("learn").add_argument)
-    runtime.trainer_flags(p, 32768)
+    add = runtime.trainer_flags(p, 32768)
+    add("--microscope", type=NATURAL, default=0, help="N: write all tokens of every Nth update for "
+        "look.report; 0: none")
     args = runtime.parse_args(p)  # with the world's own flags
     if int(os.environ.get("WORLD_SIZE", args.tp)) % args.tp:
         p.error(f"--tp {args.tp} does not divide the ranks into engines")
@@ -95,7 +98,8 @@ def learn_flags(add):
         "success. curriculum: train with the first, then the second, then the third [1]")
     add("--epochs", type=POSITIVE, default=5, help="passes over the tasks [1]")
     add("--steps", type=NATURAL, default=0, help="number of updates; 0: set by --epochs")
-    add("--lr", type=AMOUNT, default=2e-6, help="learning rate, constant until --decay [1]")
+    add("--lr", type=AMOUNT, default=2e-6, help="learning rate of AdamW, constant until --decay "
+        "[1]. The gradient's norm is clipped at 1, betas are 0.9 and 0.999, no weight decay")
     add("--decay", type=SHARE, default=0.0, help="fraction of the updates, at the end, in which "
         "the learning rate falls linearly to 0")
     add("--clip-low", type=SHARE, default=0.2, help="clip w to at least 1 minus this [2]")
@@ -124,8 +128,8 @@ def learn_flags(add):
 class Sample:
     """One play of one query: exactly the tokens that the engine read and sampled."""
     episode: Episode
-    query: int  # index of its group in the step
-    name: str  # seeds the sampling: the same name gives the same tokens
+    group: int  # index of its query in the batch: the plays of one query are a group
+    seed_name: str  # seeds the sampling: the same name gives the same tokens
     ids: list = field(default_factory=list)  # prompt, replies, observations
     mask: list = field(default_factory=list)  # 1 on the policy's tokens, 0 elsewhere
     logps: list = field(default_factory=list)  # the engine's log pi where mask is 1, 0 elsewhere
@@ -145,9 +149,9 @@ class Sample:
     gains: torch.Tensor = None  # with --entropy-advantage: factor on each policy token's advantage
 
 
-def new_sample(task, query, name, world, template, args):
+def new_sample(task, group, name, world, template, args):
     """Start a play with the tokens of its prompt. A Mistake if these alone fill the context."""
-    s = Sample(world.episode(task, f"failures/{name}", args), query, name)
+    s = Sample(world.episode(task, f"failures/{name}", args), group, name)
     append(s, template.prompt(s.episode.messages))
     if len(s.ids) >= args.context:
         raise Mistake(f"task {task['id']}: its prompt has {len(s.ids)} tokens; "
@@ -164,7 +168,7 @@ def append(s, ids, logps=None):
 
 def submit(engine, s, world, template, temperature, top_p, args):
     """Ask the engine for the next reply of this play -> name of the request"""
-    name = f"{s.name}/{s.episode.turns}"
+    name = f"{s.seed_name}/{s.episode.turns}"
     runtime.add_request(engine, name, s.ids, template, world.stops, f"{args.seed}/{name}",
                         max_tokens=min(args.turn_tokens, args.context - len(s.ids)),
                         temperature=temperature, top_p=top_p, logprobs=TOP)
@@ -216,14 +220,14 @@ def branch(s, log_v, names, args):
         return None  # no observation yet, or only the one at which its parent decided
     s.decisions.append((now, now - s.baseline))
     chance = (0.5 + args.weight * (now - s.baseline)) * max(0.0, 1 - args.branch_penalty * s.streak)
-    coin = random.Random(f"{args.seed}/{s.name}/{s.episode.turns}/fork").random()
+    coin = random.Random(f"{args.seed}/{s.seed_name}/{s.episode.turns}/fork").random()
     if chance <= (0.5 if paper else coin):
         s.streak = 0
         return None
     s.streak += 1
     name = names.pop(0)
     return Sample(**vars(s) | {
-        "name": name, "episode": s.episode.fork(f"failures/{name}"), "parent": s.name,
+        "seed_name": name, "episode": s.episode.fork(f"failures/{name}"), "parent": s.seed_name,
         "ids": list(s.ids), "mask": list(s.mask), "logps": list(s.logps), "decisions": [],
         "entropies": list(s.entropies), "shared": len(s.ids), "depth": s.episode.turns,
         "baseline": s.baseline if paper else None})
@@ -231,7 +235,7 @@ def branch(s, log_v, names, args):
 
 def unforked(query, plays, left, args):
     """The query's plays that have not started, by name, once none of its plays can fork."""
-    if any(s.query == query and not s.episode.stop and s.episode.turns < args.max_turns
+    if any(s.group == query and not s.episode.stop and s.episode.turns < args.max_turns
            for s in plays):
         return []
     names, left[query] = left[query], []
@@ -253,7 +257,7 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
         live[submit(engine, s, world, template, temperature, top_p, args)] = s
 
     while True:
-        while calls.free(live) >= start and (query := next(queries, None)) is not None:
+        while calls.room(live) >= start and (query := next(queries, None)) is not None:
             left[query] = [f"{name}/{query}/{g}" for g in range(start, group)]
             for g in range(start):
                 queue(new_sample(tasks[query], query, f"{name}/{query}/{g}", world, template, args))
@@ -264,43 +268,45 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]
                 s.reply_entropies = entropy(reply.logprobs, args)
-                if fork := args.branch == "paper" and branch(s, log_v, left[s.query], args):
+                if fork := args.branch == "paper" and branch(s, log_v, left[s.group], args):
                     queue(fork)
                 s.entropies += s.reply_entropies
                 calls.start(s, s.episode, take_reply(s, reply, template, args))
         for s, observation in calls.ready(block=not live):
             if take_observation(s, observation, template, args):
-                if fork := args.branch == "released" and branch(s, log_v, left[s.query], args):
+                if fork := args.branch == "released" and branch(s, log_v, left[s.group], args):
                     queue(fork)
                 queue(s)
             else:
                 done.append(s)
                 begun = [*live.values(), *calls.plays(), *done]
-                for n in unforked(s.query, begun, left, args):
-                    queue(new_sample(s.episode.task, s.query, n, world, template, args))
+                for n in unforked(s.group, begun, left, args):
+                    queue(new_sample(s.episode.task, s.group, n, world, template, args))
 
 
-def judge_all(samples, world, kind):
+def judge_all(samples, world, reward):
     """(2) Set stop, reward and record of each sample by the world's verdict on its episode."""
     runtime.prepare(world, [s.episode for s in samples])  # a world may read all answers at once
     for s in samples:
         plan, score, strict = world.verdict(s.episode)
-        s.stop, s.reward = s.episode.stop, world.reward(score, kind)
+        s.stop, s.reward = s.episode.stop, world.reward(score, reward)
         s.record = s.episode.record() | {
-            "plan": plan, "score": score, "strict": strict, "reward": s.reward, "kind": kind}
+            "plan": plan, "score": score, "strict": strict, "reward": s.reward,
+            "reward_name": reward}
         # samples are pickled to other ranks: drop the episode, store numbers compactly
         s.episode, s.ids, s.mask = None, array("i", s.ids), array("b", s.mask)
         s.logps = array("d", s.logps)
 
 
-def reward_kind(kind, kinds, progress):
-    """The reward to use after a fraction `progress` of training.
+def reward_name(chosen, kinds, progress):
+    """The reward to use after a fraction `progress` of training. chosen: --reward, kinds: the
+    world's rewards.
 
     The curriculum goes from dense to sparse rewards: the world's first kind for 2/5 of training,
     its second for 2/5, then its third [1 sec. 3].
     """
-    if kind != "curriculum":
-        return kind or kinds[0]
+    if chosen != "curriculum":
+        return chosen or kinds[0]
     return kinds[0] if progress < 2 / 5 else kinds[1] if progress < 4 / 5 else kinds[2]
 
 
@@ -318,11 +324,11 @@ def batch_of(step, n, size, seed):
 
 # --------------------------------------------------------------------------------------- learning
 
-def by_query(samples):
-    """Samples -> {query: its group of samples}"""
+def by_group(samples):
+    """Samples -> {group: its samples}"""
     groups = {}
     for s in samples:
-        groups.setdefault(s.query, []).append(s)
+        groups.setdefault(s.group, []).append(s)
     return groups
 
 
@@ -332,8 +338,8 @@ def uniform(group):
 
 
 def group_advantages(samples):
-    """(3) (4) Set advantages; overlength plays count in mean and std -> {query: its samples}"""
-    groups = by_query(samples)
+    """(3) (4) Set advantages; overlength plays count in mean and std -> {group: its samples}"""
+    groups = by_group(samples)
     for group in groups.values():
         rewards = torch.tensor([s.reward for s in group], dtype=torch.float64)
         rewards -= rewards[0].clone()  # makes the advantages of equal rewards exactly 0
@@ -354,15 +360,18 @@ def token_weights(groups, args):
     set_gains(sum(kept, []), args)
     tokens = [sum(sum(s.mask) for s in group) for group in kept]
     n_groups, n_tokens = sum(n > 0 for n in tokens), sum(tokens)
+    if not n_tokens:  # all plays are overlength: weigh 0, so that engine and trainer are compared
+        return [(s, 0.0) for group in groups.values() for s in group]
     # A group of equal rewards has no gradient: skip it to save work. If all groups are like that,
-    # keep them, so that the log still compares engine and trainer.
+    # keep them, for the same comparison. A loss with a term that does not vanish where the
+    # advantages do (KL, say) must keep all groups, here and in learn's has_gradient.
     has_gradient = [any(s.advantage for s in group) for group in kept]
-    weighted = []
+    in_loss = []
     for group, n, useful in zip(kept, tokens, has_gradient, strict=True):
         if n and (useful or not any(has_gradient)):  # n is 0 if all plays are overlength
             weight = 1 / n_tokens if args.loss_norm == "batch" else 1 / n / n_groups
-            weighted += [(s, weight) for s in group]
-    return weighted
+            in_loss += [(s, weight) for s in group]
+    return in_loss
 
 
 def set_gains(samples, args):
@@ -374,15 +383,15 @@ def set_gains(samples, args):
 
 
 def policy_loss(logps, old_logps, advantage, weight, args):
-    """(5) The clipped loss of a micro-batch's tokens, all arguments (N,) -> loss, side
+    """(5) The clipped loss of a micro-batch's tokens, all arguments (N,) -> loss, clipped
 
-    weight: 1 / denominator. side: (N,), -1 where w is clipped below, 1 above, else 0.
+    weight: 1 / denominator. clipped: (N,), -1 where w is clipped below, 1 above, else 0.
     """
     w = torch.exp((logps - old_logps).clamp(max=20))  # without the bound, inf * 0 would be NaN
-    clipped = w.clamp(1 - args.clip_low, 1 + args.clip_high)
+    bounded = w.clamp(1 - args.clip_low, 1 + args.clip_high)
     if args.keep_gradient:  # the value stays the same; the gradient is that of w at the bound
-        clipped = clipped + (w > 1 + args.clip_high) * clipped.detach() * (logps - logps.detach())
-    loss = -(torch.min(w * advantage, clipped * advantage) * weight).sum()
+        bounded = bounded + (w > 1 + args.clip_high) * bounded.detach() * (logps - logps.detach())
+    loss = -(torch.min(w * advantage, bounded * advantage) * weight).sum()
     with torch.no_grad():
         high = (w > 1 + args.clip_high) & (advantage > 0)
         low = (w < 1 - args.clip_low) & (advantage < 0)
@@ -394,27 +403,30 @@ def learning_rate(step, steps, args):
     return args.lr * min(1, (steps - step) / max(1, args.decay * steps))
 
 
-def learn(trainer, weighted, packed, rank, ranks, device, args):
-    """(5) One update -> statistics of its policy tokens. weighted: [(sample, weight)], all ranks"""
-    micros = deal([len(s.ids) for s, _ in weighted], ranks, args.pack_tokens, packed)[rank]
-    measured = []
+def learn(trainer, in_loss, packed, rank, ranks, device, args, seen=None):
+    """(5) One update -> statistics of its policy tokens. in_loss: [(sample, weight)], all ranks.
+    seen: a list to fill for --microscope, or None."""
+    micros = micro_batches([len(s.ids) for s, _ in in_loss], ranks, args.pack_tokens, packed)[rank]
+    parts = []
     for micro in micros:
-        batch = [weighted[i] for i in micro]
+        batch = [in_loss[i] for i in micro]
         logps, entropy = trainer(*collate([s for s, _ in batch], packed, device), args.temperature)
         loss = logps.sum() * 0  # a rank without work still runs a forward, or ZeRO-3 hangs
         if batch:
             old_logps, advantage, weight = per_token(batch, device)
-            loss, side = policy_loss(logps, old_logps, advantage, weight, args)
+            loss, clipped = policy_loss(logps, old_logps, advantage, weight, args)
             gap = (logps.detach() - old_logps).abs()
-            measured.append((loss.detach(), entropy, gap, side))
+            parts.append((loss.detach(), entropy, gap, clipped))
+            if seen is not None:
+                seen.append((batch, logps.detach(), old_logps, advantage, entropy, clipped))
         trainer.backward(loss * ranks)  # DeepSpeed averages over ranks, the loss is a sum
-    # every rank agrees on this: if all advantages are 0, skip the step, because AdamW's momentum
-    # would still move the weights
-    moves = any(s.advantage for s, _ in weighted)
-    if moves:
+    # every rank agrees on this: without a gradient skip the step, because AdamW's momentum would
+    # still move the weights
+    has_gradient = any(s.advantage * weight for s, weight in in_loss)
+    if has_gradient:
         trainer.step()
-    gnorm = float(trainer.get_global_grad_norm() or 0) if moves else 0.0
-    return statistics(measured, device) | {"gnorm": gnorm}
+    gnorm = float(trainer.get_global_grad_norm() or 0) if has_gradient else 0.0
+    return statistics(parts, device) | {"gnorm": gnorm}
 
 
 def per_token(batch, device):
@@ -428,13 +440,13 @@ def per_token(batch, device):
     return torch.tensor(logps, device=device), advantage.to(device), weight.to(device)
 
 
-def statistics(measured, device):
-    """Means over all policy tokens of all ranks, for the log. measured: [(loss, entropy, |dlogp|,
-    side)] of the micro-batches, loss a number and the others (N,)."""
+def statistics(parts, device):
+    """Means over all policy tokens of all ranks, for the log. parts: [(loss, entropy, |dlogp|,
+    clipped)] of the micro-batches, loss a number and the others (N,)."""
     sums, worst = torch.zeros(6, device=device), torch.zeros((), device=device)
-    for loss, entropy, gap, side in measured:
-        sums += torch.stack([loss, entropy.sum(), gap.sum(), (side < 0).sum(), (side > 0).sum(),
-                             torch.ones_like(gap).sum()])
+    for loss, entropy, gap, clipped in parts:
+        sums += torch.stack([loss, entropy.sum(), gap.sum(), (clipped < 0).sum(),
+                             (clipped > 0).sum(), torch.ones_like(gap).sum()])
         worst = torch.maximum(worst, gap.max())
     dist.all_reduce(sums)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -496,26 +508,43 @@ def collate(samples, packed, device):
     return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
 
 
-def deal(lengths, ranks, budget, packed):
+def micro_batches(lengths, ranks, budget, packed):
     """Split a batch into micro-batches of at most `budget` tokens, padding included, and deal them
     to the ranks: [rank][micro-batch] -> indices. A longer sample is a micro-batch of its own.
 
     Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each one all ranks wait
-    for the slowest, so they shall be equal: the longest sample first, each goes into the smallest
-    micro-batch. Their number grows until all fit.
+    for the slowest, so they shall be equal. Packed: the longest sample first, each goes into the
+    smallest micro-batch. Padded: samples of neighbouring lengths, which need little padding.
     """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+
     def size(micro):
         chosen = [lengths[i] for i in micro] or [0]
         return sum(chosen) if packed else max(chosen) * len(micro)
 
-    rounds = math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks) or 1
+    def neighbours(most):
+        micros = []
+        for i in order:
+            if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= most:
+                micros[-1].append(i)
+            else:
+                micros.append([i])
+        return micros
+
+    count = ranks * max(1, math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks))
     while True:
-        micros = [[] for _ in range(rounds * ranks)]
-        for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-            min(micros, key=size).append(i)
+        if packed:
+            micros = [[] for _ in range(count)]
+            for i in order:
+                min(micros, key=size).append(i)
+        else:
+            most = sum(lengths) / count
+            while len(micros := neighbours(most)) > count:
+                most *= 1.02
+            micros += [[]] * (count - len(micros))
         if all(len(micro) < 2 or size(micro) <= budget for micro in micros):
             return [micros[rank::ranks] for rank in range(ranks)]
-        rounds += 1
+        count += ranks
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -529,6 +558,8 @@ def main():
     trainer = runtime.zero3(policy, args, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
     start = runtime.restore(trainer, args)
+    runtime.compare_with_log(args, start, lr=learning_rate(start - 1, steps, args),
+                             reward_name=reward_name(args.reward, world.kinds, (start - 1) / steps))
     interrupted = runtime.watch_sigterm()
     llm = runtime.load_engine(args, device)
     runtime.say(f"{len(tasks)} tasks, {steps} updates of {args.prompts} x {args.group} plays, "
@@ -543,11 +574,12 @@ def main():
             break
         clock.append(time.time())
         # (1) (2) play and judge
-        kind = reward_kind(args.reward, world.kinds, step / steps)
+        reward = reward_name(args.reward, world.kinds, step / steps)
         batch = [tasks[i] for i in batch_of(step, len(tasks), args.prompts, args.seed)]
         played = rollout(llm, template, world, batch, f"play/{step}", args.group, args.temperature,
                          1.0, args)
-        judge_all(played, world, kind)
+        clock.append(time.time())
+        judge_all(played, world, reward)
         samples = gather(played)
         if device.type == "cuda":
             llm.sleep(level=2)
@@ -556,13 +588,20 @@ def main():
         groups = group_advantages(samples)
         lr = trainer.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
         updates = [token_weights(part, args) for part in split(groups, args)]
-        stats = [learn(trainer, weighted, packed, rank, ranks, device, args)
-                 for weighted in updates]
+        seen = [] if args.microscope and (step + 1) % args.microscope == 0 else None
+        stats = [learn(trainer, in_loss, packed, rank, ranks, device, args, seen)
+                 for in_loss in updates]
         clock.append(time.time())
         for update in stats:
             runtime.check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
-        line |= timings(samples, clock) | {"later": stats[1:], "kind": kind, "lr": lr}
+        line |= {"minibatches": stats[1:], "reward_name": reward, "lr": lr}
+        line |= timings(samples, clock)
+        if seen is not None:
+            from look.microscope import write_tokens
+
+            write_tokens(f"{args.out}/microscope/{step + 1:05d}.jsonl", samples, seen, template,
+                         args)
         if rank == 0:
             records = [s.record | {"advantage": s.advantage} for s in samples]
             runtime.write_jsonl(f"{args.out}/rollouts/{step + 1:05d}.jsonl", records)
@@ -615,21 +654,21 @@ def validate(llm, template, world, val, step, trainer, args):
 
 
 def split(groups, args):
-    """Split {query: samples} into --minibatches parts of nearly equal size, one for each update.
+    """Split {group: samples} into --minibatches parts of nearly equal size, one for each update.
 
     --drop-uniform: queries whose plays all earned the same reward are left out.
     """
-    names = [query for query in sorted(groups)
-             if not (args.drop_uniform and uniform(groups[query]))]
-    return [{query: groups[query] for query in names[i :: args.minibatches]}
-            for i in range(max(1, min(args.minibatches, len(names))))]
+    kept = [group for group in sorted(groups)
+            if not (args.drop_uniform and uniform(groups[group]))]
+    return [{group: groups[group] for group in kept[i :: args.minibatches]}
+            for i in range(max(1, min(args.minibatches, len(kept))))]
 
 
 def gather(samples):
     """The samples of all ranks, on every rank, in an order that does not depend on timing."""
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, samples)
-    return sorted((s for part in parts for s in part), key=lambda s: (s.query, s.name))
+    return sorted((s for part in parts for s in part), key=lambda s: (s.group, s.seed_name))
 
 
 def sampled(s):
@@ -654,8 +693,8 @@ def describe(samples, groups, parts):
 
 def timings(samples, clock):
     """Seconds of each part of a step, and tokens per second of playing and of learning."""
-    sync, play, learned = (end - start for start, end in pairwise(clock))
-    return {"sync_s": sync, "play_s": play, "learn_s": learned,
+    sync, play, judge, learned = (end - start for start, end in pairwise(clock))
+    return {"sync_s": sync, "play_s": play, "judge_s": judge, "learn_s": learned,
             "play_tps": sum(map(sampled, samples)) / play,
             "learn_tps": sum(len(s.ids) for s in samples) / learned}
 

@@ -204,7 +204,7 @@ def sum_logps(trainer, rows, packed, rank, ranks, device, args):
     """(3) log pi of each episode, summed over its policy tokens -> (2, P) float64, on every rank"""
     sums = torch.zeros(len(rows), dtype=torch.float64, device=device)
     lengths = [len(row.ids) for row in rows]
-    for micro in deal(lengths, ranks, args.pack_tokens, packed)[rank]:
+    for micro in micro_batches(lengths, ranks, args.pack_tokens, packed)[rank]:
         batch = [rows[i] for i in micro]
         logps, _ = trainer(*collate(batch, packed, device))
         if batch:  # a rank without work still runs a forward, or ZeRO-3 hangs
@@ -239,7 +239,7 @@ def learn_pairs(trainer, rows, reference, packed, rank, ranks, device, args):
     logps = sum_logps(trainer, rows, packed, rank, ranks, device, args)
     weights, numbers = preference(logps, reference, rows, args)
     lengths = [len(row.ids) for row in rows]
-    for micro in deal(lengths, ranks, args.pack_tokens, packed)[rank]:
+    for micro in micro_batches(lengths, ranks, args.pack_tokens, packed)[rank]:
         batch = [rows[i] for i in micro]
         logps, _ = trainer(*collate(batch, packed, device))  # (N,)
         loss = logps.sum() * 0
@@ -316,26 +316,43 @@ def collate(samples, packed, device):
     return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
 
 
-def deal(lengths, ranks, budget, packed):
+def micro_batches(lengths, ranks, budget, packed):
     """Split a batch into micro-batches of at most `budget` tokens, padding included, and deal them
     to the ranks: [rank][micro-batch] -> indices. A longer sample is a micro-batch of its own.
 
     Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each one all ranks wait
-    for the slowest, so they shall be equal: the longest sample first, each goes into the smallest
-    micro-batch. Their number grows until all fit.
+    for the slowest, so they shall be equal. Packed: the longest sample first, each goes into the
+    smallest micro-batch. Padded: samples of neighbouring lengths, which need little padding.
     """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+
     def size(micro):
         chosen = [lengths[i] for i in micro] or [0]
         return sum(chosen) if packed else max(chosen) * len(micro)
 
-    rounds = math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks) or 1
+    def neighbours(most):
+        micros = []
+        for i in order:
+            if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= most:
+                micros[-1].append(i)
+            else:
+                micros.append([i])
+        return micros
+
+    count = ranks * max(1, math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks))
     while True:
-        micros = [[] for _ in range(rounds * ranks)]
-        for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-            min(micros, key=size).append(i)
+        if packed:
+            micros = [[] for _ in range(count)]
+            for i in order:
+                min(micros, key=size).append(i)
+        else:
+            most = sum(lengths) / count
+            while len(micros := neighbours(most)) > count:
+                most *= 1.02
+            micros += [[]] * (count - len(micros))
         if all(len(micro) < 2 or size(micro) <= budget for micro in micros):
             return [micros[rank::ranks] for rank in range(ranks)]
-        rounds += 1
+        count += ranks
 
 
 def learning_rate(step, steps, args):
@@ -361,6 +378,7 @@ def main():
     trainer = runtime.zero3(policy, args, device)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
     start = runtime.restore(trainer, args)
+    runtime.compare_with_log(args, start, lr=learning_rate(start - 1, steps, args))
     interrupted = runtime.watch_sigterm()
     runtime.say(f"dpo: {n} pairs, {len(val)} held out, {steps} updates of {args.batch}, {ranks} "
                 f"ranks, {'packed' if packed else 'padded'} rows")

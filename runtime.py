@@ -117,13 +117,14 @@ def endpoint(text):
 
 
 def trainer_flags(p, tokens):
-    """The flags that all trainers share: memory and running. tokens: default of --pack-tokens."""
+    """The flags that all trainers share: memory and running -> what adds a flag to the latter.
+    tokens: default of --pack-tokens."""
     add = p.add_argument_group("memory (python -m look.memory estimates it)").add_argument
     add("--pack-tokens", type=COUNT, default=tokens, help="most tokens of a micro-batch, padding "
         "included; a longer episode is a micro-batch of its own")
-    add("--no-checkpointing", type=SHARE, nargs="?", const=1.0, default=0.0, metavar="SHARE",
-        help="keep the activations of this share of the layers (of all without SHARE) instead of "
-        "recomputing them: faster, but needs more memory")
+    add("--keep-activations", type=NATURAL, default=0, metavar="K", help="keep the activations of "
+        "micro-batches of at most K tokens, padding included, for the backward pass; those of "
+        "larger ones are recomputed, which takes a fourth longer but less memory")
     add("--offload", action="store_true", help="run AdamW on the CPU and keep its states in the "
         "host's memory: the same updates, slower")
     add("--lora", type=COUNT, default=0, metavar="R", help="train adapters of rank R at all linear "
@@ -132,6 +133,7 @@ def trainer_flags(p, tokens):
     add("--save-every", type=NATURAL, default=0, help="updates between two checkpoints; 0: none")
     add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")
     add("--track", choices=("wandb", "trackio"), help="also log to this package")
+    return add
 
 
 # ------------------------------------------------------------------------------------ (2) processes
@@ -567,7 +569,7 @@ def add_request(engine, number, ids, template, stops, seed, **sampling):
         seed=random.Random(seed).getrandbits(31)))
 
 
-class Calls:
+class ToolCalls:
     """The plays that wait for an observation. If the world is slow, its tools run in threads, so
     that neither the engine nor another play waits for them; otherwise they are called at once.
 
@@ -588,7 +590,7 @@ class Calls:
         """The plays that wait for an observation."""
         return [play for play, _ in self.waiting.values()]
 
-    def free(self, live):
+    def room(self, live):
         """How many plays may begin while the `live` ones are in the engine."""
         return min(self.places, WAITING * self.places - len(self)) - len(live)
 
@@ -619,11 +621,11 @@ class Calls:
 
 
 def open_calls(slow, n, group, args):
-    """The Calls of a trainer's rank. All engines share n queries of `group` plays each."""
+    """The ToolCalls of a trainer's rank. All engines share n queries of `group` plays each."""
     engines = int(os.environ.get("WORLD_SIZE", 1)) // args.tp
     # at most an equal share, or the first engine to start would take the plays of all queries
     seats = max(group, min(args.concurrency, -(-n // engines) * group))
-    return Calls(slow, seats, is_tp_leader(args), args.tp > 1 and broadcast_in_tp)
+    return ToolCalls(slow, seats, is_tp_leader(args), args.tp > 1 and broadcast_in_tp)
 
 
 def is_tp_leader(args):
@@ -747,8 +749,10 @@ def spoken(reply):
 # ---------------------------------------------------------------------------------- (8) the trainer
 
 ALPHA = 32  # as in LoRA Without Regret (thinkingmachines.ai/blog/lora) and TRL's guide to it
-ROUNDING = {"cpu": 1e-4, "cuda": 0.25}  # most |dlogp| of two forwards, in float32 and bfloat16
-MEASURED = ("The first train to the coast leaves at nine.", "The last bus is full now.")
+# bounds on the |dlogp| of two forwards, in float32 and bfloat16: of different shapes, of equal ones
+ROUNDING, LEAK = {"cpu": 1e-4, "cuda": 0.25}, {"cpu": 1e-5, "cuda": 1e-3}
+MEASURED = ("The first train to the coast leaves at nine.", "The last bus to the lake is full now.",
+            "A ferry stops here only once on Sundays.")
 
 
 def setup():
@@ -803,9 +807,10 @@ def load(args, template, device, make_policy, collate):
     from transformers.utils import is_flash_attn_2_available
 
     config = AutoConfig.from_pretrained(args.model)
-    for name in vars(config.get_text_config()):  # two forwards of the same tokens must be equal
-        if re.search("drop|jitter", name) and isinstance(getattr(config, name, None), float):
-            setattr(config, name, 0.0)
+    text = config.get_text_config()
+    for name in vars(text):  # two forwards of the same tokens must be equal
+        if re.search("drop|jitter", name) and isinstance(getattr(text, name, None), float):
+            setattr(text, name, 0.0)
     lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, config=config, output_loading_info=True,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -818,38 +823,91 @@ def load(args, template, device, make_policy, collate):
     flash = device.type == "cuda" and is_flash_attn_2_available(kernels_fallback_ok=True)
     if flash:
         lm.set_attn_implementation("flash_attention_2")
-    # recompute the activations of the first layers: the backward pass begins with the last ones, so
-    # their memory is free again when the first are recomputed
-    if args.no_checkpointing < 1:
+    if lm.supports_gradient_checkpointing:
         lm.gradient_checkpointing_enable()
     layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
-    for layer in layers[round((1 - args.no_checkpointing) * len(layers)):]:
-        layer.gradient_checkpointing = False
-    return check_forwards(lm.to(device).train(), make_policy, collate, template, flash)
+
+    def choose(model, positional, named):
+        for layer in layers:
+            layer.gradient_checkpointing = named["input_ids"].numel() > args.keep_activations
+    lm.base_model.register_forward_pre_hook(choose, with_kwargs=True)
+    longest = args.context if "context" in args else args.cutoff
+    return check_forwards(lm.to(device).train(), make_policy, collate, template, flash, longest)
 
 
-def check_forwards(lm, make_policy, collate, template, flash):
-    """-> Policy, whether to pack rows: only with flash attention, and only if samples in one row do
-    not change each other, as they do in some models with linear attention. A Mistake if the
-    model's logits are more than a product with its head (scaled, capped), which Policy computes."""
+def check_forwards(lm, make_policy, collate, template, flash, longest):
+    """Compare a few short forwards -> Policy, whether to pack rows
+
+    Rows are packed with flash attention, unless that lets samples change each other, as in some
+    models with linear attention. A Mistake if the model's logits are more than a product with its
+    head (scaled, capped, with a bias), which is what Policy computes, or if a sample of `longest`
+    tokens changes the rotary embeddings of the others in its micro-batch.
+    """
     import torch
 
-    first, sample = (types.SimpleNamespace(ids=ids, mask=[0] + [1] * (len(ids) - 1))
-                     for ids in map(template.encode, MEASURED))
-    device = next(lm.parameters()).device
-    bound, n = ROUNDING[device.type], len(sample.ids) - 1
+    head, device, name = lm.get_output_embeddings(), lm.device, type(lm).__name__
+    if head is None or lm.base_model is lm:
+        raise Mistake(f"a {name} cannot be trained: it has no head, or transformers does not say "
+                      "which of its modules computes the head's input")
+    one, other, sample = (types.SimpleNamespace(ids=ids, mask=[0] + [1] * (len(ids) - 1))
+                          for ids in (template.encode(text)[:8] for text in MEASURED))
+    n, bound = len(sample.ids) - 1, ROUNDING[device.type]
     with torch.no_grad():
-        ids = torch.tensor([sample.ids], device=device)
-        logits = lm(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        own = logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        ids, own = torch.tensor([sample.ids], device=device), {}
+        largest = lm(input_ids=ids, use_cache=False).logits.abs().max().item()
+        for factor in (1, 1000 / largest):  # a cap hardly changes small logits
+            hook = head.register_forward_pre_hook(lambda _, hidden, by=factor: (hidden[0] * by,))
+            logits = lm(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            hook.remove()
+            own[factor] = logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
         policy = make_policy(lm)
-        alone = policy(*collate([sample], False, device))[0]
-        if not (alone - own).abs().max() <= bound:
-            raise Mistake(f"the log-probabilities of a {type(lm).__name__} are not those of its "
-                          "hidden states and its head, which is all that the stages compute")
-        packs = flash and (policy(*collate([first, sample], True, device))[0][-n:]
-                           - alone).abs().max() <= bound
-    return policy, bool(packs)
+
+        def gap(logps, reference):
+            return (logps[-n:] - reference[-n:]).abs().max().item()
+
+        alone = collate([sample], False, device)
+        if getattr(head, "bias", None) is not None or not all(
+                gap(policy(*alone, 1 / factor)[0], logps) <= bound * factor
+                for factor, logps in own.items()):
+            raise Mistake(f"the log-probabilities of a {name} are not those of its hidden states "
+                          "and its head, which is all that the stages compute: its logits are "
+                          "scaled, capped or have a bias")
+        check_rotary(policy, alone, longest)
+        if not flash:
+            return policy, False
+        after_one, after_other = (policy(*collate([first, sample], True, device))[0]
+                                  for first in (one, other))
+        return policy, (gap(after_one, after_other) <= LEAK[device.type]
+                        and gap(after_one, policy(*alone)[0]) <= bound)
+
+
+def check_rotary(policy, alone, longest):
+    """A Mistake if the rotary embeddings of a sample change beside one of `longest` tokens: some
+    rules (longrope, dynamic) choose their frequencies by the largest position of the batch.
+
+    alone: the collated sample. For the long one, positions suffice: it consists of the last few.
+    """
+    import torch
+
+    text, seen = policy.lm.config.get_text_config(), []
+    ids, positions, keep = alone
+    if not getattr(text, "rope_parameters", None) or longest <= len(ids[0]):
+        return
+    far = positions + longest - len(ids[0])
+    hooks = [module.register_forward_hook(lambda _, inputs, turns: seen.append(turns[0][0]))
+             for module in policy.lm.modules() if "Rotary" in type(module).__name__]
+    policy(*alone)
+    policy(torch.cat([ids, ids]), torch.cat([positions, far]), torch.cat([keep, keep]))
+    for hook in hooks:
+        hook.remove()
+    half = len(seen) // 2
+    if not all(torch.allclose(*pair, atol=1e-3)
+               for pair in zip(seen[:half], seen[half:], strict=True)):
+        limit = getattr(text, "original_max_position_embeddings", None) or text.rope_parameters.get(
+            "original_max_position_embeddings", text.max_position_embeddings)
+        raise Mistake(f"a sample of {longest} tokens (--context or --cutoff) would change how this "
+                      f"model reads the others in its micro-batch, because its rotary embeddings "
+                      f"depend on the longest one; use at most {limit}, its original length")
 
 
 def add_adapters(lm, args):
@@ -947,6 +1005,7 @@ def save_model(trainer, template, out):
         lm = trainer.module.lm
         # copied unchanged, because transformers refuses to save some configs that it has loaded
         config, lm.generation_config = lm.generation_config, type(lm.generation_config)()
+        config.eos_token_id = sorted(template.ends)  # so that other engines stop there too
         with new_model(out) as part:
             lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
@@ -992,7 +1051,8 @@ def save_checkpoint(trainer, args, step, last):
         dist.barrier()  # every rank's shard is on disk
         if rank() == 0:
             size = (Path(args.out) / "log.jsonl").stat().st_size
-            write_text(folder / "latest", json.dumps({"step": step, "log_bytes": size}))
+            write_text(folder / "latest", json.dumps(
+                {"step": step, "log_bytes": size, "ranks": dist.get_world_size()}))
             for other in {*folder.glob("step-*")} - {folder / f"step-{step}"}:
                 shutil.rmtree(other)
         dist.barrier()
@@ -1010,7 +1070,13 @@ def restore(trainer, args):
     latest, log, settings = out / "checkpoints" / "latest", out / "log.jsonl", out / "settings.json"
     if log.exists() and not args.resume:
         raise Mistake(f"{out} already holds a run: --resume continues it; or choose another --out")
-    mark = json.loads(latest.read_text()) if latest.exists() else {"step": 0, "log_bytes": 0}
+    ranks = dist.get_world_size()
+    mark = {"step": 0, "log_bytes": 0, "ranks": ranks}
+    if latest.exists():
+        mark = json.loads(latest.read_text())
+    if mark["ranks"] != ranks:
+        raise Mistake(f"{out} was trained by {mark['ranks']} ranks and its checkpoint is split "
+                      f"into as many parts: resume with --nproc_per_node {mark['ranks']}")
     dist.barrier()  # all ranks have looked
     if rank() == 0:
         flags = json.loads(json.dumps(vars(args), default=str))
@@ -1028,6 +1094,19 @@ def restore(trainer, args):
         say(f"{out}: resuming after update {mark['step']}")
     dist.barrier()
     return mark["step"]
+
+
+def compare_with_log(args, start, **now):
+    """After a resume, say what the last update would have been with the flags of now, if they
+    change it: with another --steps the learning rate jumps. now: {key of the log: value}."""
+    if start and rank() == 0:
+        rows = read_jsonl(Path(args.out) / "log.jsonl")
+        last = next(row for row in rows if row["step"] == start and "lr" in row)
+        changes = [f"{key} {value} instead of {last[key]}" for key, value in now.items()
+                   if last[key] != value]
+        if changes:
+            print(f"{args.out}: with these flags update {start} would have had "
+                  f"{' and '.join(changes)}; the next updates follow these flags", flush=True)
 
 
 # ----------------------------------------------------------------------------- (9) worlds and tasks

@@ -180,26 +180,43 @@ def collate(samples, packed, device):
     return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
 
 
-def deal(lengths, ranks, budget, packed):
+def micro_batches(lengths, ranks, budget, packed):
     """Split a batch into micro-batches of at most `budget` tokens, padding included, and deal them
     to the ranks: [rank][micro-batch] -> indices. A longer sample is a micro-batch of its own.
 
     Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each one all ranks wait
-    for the slowest, so they shall be equal: the longest sample first, each goes into the smallest
-    micro-batch. Their number grows until all fit.
+    for the slowest, so they shall be equal. Packed: the longest sample first, each goes into the
+    smallest micro-batch. Padded: samples of neighbouring lengths, which need little padding.
     """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+
     def size(micro):
         chosen = [lengths[i] for i in micro] or [0]
         return sum(chosen) if packed else max(chosen) * len(micro)
 
-    rounds = math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks) or 1
+    def neighbours(most):
+        micros = []
+        for i in order:
+            if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= most:
+                micros[-1].append(i)
+            else:
+                micros.append([i])
+        return micros
+
+    count = ranks * max(1, math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks))
     while True:
-        micros = [[] for _ in range(rounds * ranks)]
-        for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-            min(micros, key=size).append(i)
+        if packed:
+            micros = [[] for _ in range(count)]
+            for i in order:
+                min(micros, key=size).append(i)
+        else:
+            most = sum(lengths) / count
+            while len(micros := neighbours(most)) > count:
+                most *= 1.02
+            micros += [[]] * (count - len(micros))
         if all(len(micro) < 2 or size(micro) <= budget for micro in micros):
             return [micros[rank::ranks] for rank in range(ranks)]
-        rounds += 1
+        count += ranks
 
 
 def learning_rate(step, steps, args):
@@ -224,6 +241,7 @@ def main():
     trainer = runtime.zero3(policy, args, device)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
     start = runtime.restore(trainer, args)
+    runtime.compare_with_log(args, start, lr=learning_rate(start - 1, steps, args))
     interrupted = runtime.watch_sigterm()
     runtime.say(f"sft: {len(samples)} episodes ({dropped} dropped), {steps} updates of "
                 f"{args.batch}, {ranks} ranks, {'packed' if packed else 'padded'} rows")
@@ -231,7 +249,7 @@ def main():
         began = time.time()
         # (2) the batch of this update, and the micro-batches of this rank
         batch = [samples[i] for i in batch_of(step, len(samples), args.batch, args.seed)]
-        micros = deal([len(s.ids) for s in batch], ranks, args.pack_tokens, packed)[rank]
+        micros = micro_batches([len(s.ids) for s in batch], ranks, args.pack_tokens, packed)[rank]
         n_tokens = sum(sum(s.mask) for s in batch)
         # (3) one denominator for the whole batch. DeepSpeed averages over ranks, but the loss is a
         # sum over them: multiply by their number

@@ -115,7 +115,7 @@ def play(one_rank, template, world):
         rows = [{"id": f"t{i}", "query": f"Where to, traveller {i}?"} for i in range(tasks)]
         samples = arpo.rollout(llm, template, world, rows, f"play/{next(numbers)}", args.group,
                                1.0, 1.0, args)
-        return {s.name: s for s in samples}, llm
+        return {s.seed_name: s for s in samples}, llm
     return play
 
 
@@ -137,7 +137,7 @@ def test_every_group_ends_with_g_whatever_ends_it(law, stop, replies, context, p
     for group, start in itertools.product((2, 5, 8), (0, 1, 8)):
         samples, llm = play(wander(*replies), f"--branch {law} --group {group} --initial {start} "
                                               f"--concurrency 8 --context {context}")
-        assert Counter(s.query for s in samples.values()) == dict.fromkeys(range(3), group)
+        assert Counter(s.group for s in samples.values()) == dict.fromkeys(range(3), group)
         assert {name.split("/", 3)[3] for name in samples} == {str(g) for g in range(group)}
         assert not stop or {s.episode.stop for s in samples.values()} == {stop}
         assert not llm.running
@@ -162,7 +162,7 @@ def test_forks_share_their_past_token_for_token_and_go_their_own_way(law, play):
             assert s.ids is not parent.ids and s.episode.messages is not parent.episode.messages
             assert s.episode.sandbox is not parent.episode.sandbox
             # its engine is asked for what it has read for the parent already
-            assert llm.asked[f"{s.name}/{s.depth}"][0] == s.ids[:n]
+            assert llm.asked[f"{s.seed_name}/{s.depth}"][0] == s.ids[:n]
     assert forks > 0
 
 
@@ -241,12 +241,12 @@ def family():
 
 def gradients(samples, words=""):
     """{sample: d loss / d (log pi of its policy tokens)} where w is 1."""
-    weighted = arpo.token_weights(arpo.group_advantages(samples), flags(words))
-    logps, advantage, weight = arpo.per_token(weighted, "cpu")
+    in_loss = arpo.token_weights(arpo.group_advantages(samples), flags(words))
+    logps, advantage, weight = arpo.per_token(in_loss, "cpu")
     logps.requires_grad_()
     arpo.policy_loss(logps, logps.detach(), advantage, weight, flags(words))[0].backward()
-    parts = logps.grad.split([sum(s.mask) for s, _ in weighted])
-    return {s.name: part.tolist() for (s, _), part in zip(weighted, parts, strict=True)}
+    parts = logps.grad.split([sum(s.mask) for s, _ in in_loss])
+    return {s.seed_name: part.tolist() for (s, _), part in zip(in_loss, parts, strict=True)}
 
 
 def test_every_play_trains_its_shared_past_too_with_its_own_advantage():

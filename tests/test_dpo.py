@@ -391,7 +391,7 @@ def test_pairs_of_the_travel_world_are_trained_on(mini, trip, tiny_model, tmp_pa
     pairs_of.main(["--episodes", f"{tmp_path}/rollouts", "--by", "success", "--held-out", "0",
                    "--out", str(tmp_path)])
     train("dpo.py", tmp_path / "dpo", "--model", tiny_model, "--data", tmp_path / "train.jsonl",
-          "--batch 1 --steps 2 --lr 1e-4 --no-checkpointing")
+          "--batch 1 --steps 2 --lr 1e-4 --keep-activations 100000")
     first, second = read_jsonl(tmp_path / "dpo" / "log.jsonl")
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-3)
     assert second["margin"] != 0 and math.isfinite(second["gnorm"])

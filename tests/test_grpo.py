@@ -109,9 +109,9 @@ BABBLED = [{"id": f"{i}", "query": f"Go on, {i}.", "turns": 1 + i % 3, "success"
 def test_a_rollout_plays_every_task_g_times_in_whatever_order_replies_end(one_rank, template):
     llm, args = Replies(template, lambda *_: ("1 2", 0.5)), flags("--group 3 --concurrency 7")
     samples = grpo.rollout(llm, template, WORLD, BABBLED, "play/0", 3, 1.0, 1.0, args)
-    assert Counter(s.query for s in samples) == dict.fromkeys(range(5), 3)
-    assert all(s.episode.task == BABBLED[s.query] for s in samples)
-    assert all(s.episode.stop == "answer" and s.episode.turns == 1 + s.query % 3 for s in samples)
+    assert Counter(s.group for s in samples) == dict.fromkeys(range(5), 3)
+    assert all(s.episode.task == BABBLED[s.group] for s in samples)
+    assert all(s.episode.stop == "answer" and s.episode.turns == 1 + s.group % 3 for s in samples)
     assert len({params.seed for _, params in llm.asked.values()}) == len(llm.asked)
     assert all(len(ids) + params.max_tokens <= 4000 for ids, params in llm.asked.values())
 
@@ -119,12 +119,12 @@ def test_a_rollout_plays_every_task_g_times_in_whatever_order_replies_end(one_ra
 
 
 def test_curriculum_is_the_worlds_first_kind_then_its_second_then_its_third():
-    kinds = [grpo.reward_kind("curriculum", Travel.kinds, i / 10) for i in range(10)]
+    kinds = [grpo.reward_name("curriculum", Travel.kinds, i / 10) for i in range(10)]
     assert kinds == ["sum"] * 4 + ["macro"] * 4 + ["success"] * 2
 
 
 def test_a_reward_is_the_worlds_first_kind_unless_it_is_named():
-    named = [grpo.reward_kind(kind, Travel.kinds, 0.5) for kind in (None, "success")]
+    named = [grpo.reward_name(kind, Travel.kinds, 0.5) for kind in (None, "success")]
     assert named == ["sum", "success"]
 
 
@@ -186,7 +186,7 @@ def sample(query, reward, tokens=4, stop="answer"):
 def weighed(samples, words=""):
     """[(query, weight)] of the samples that are in the loss."""
     groups, args = grpo.group_advantages(samples), flags(words)
-    return [(s.query, pytest.approx(weight)) for part in grpo.split(groups, args)
+    return [(s.group, pytest.approx(weight)) for part in grpo.split(groups, args)
             for s, weight in grpo.token_weights(part, args)]
 
 
@@ -294,7 +294,7 @@ def reported(s):
 
 
 @pytest.fixture
-def weighted(policy):
+def in_loss(policy):
     """Six plays of two queries with their weights; the engine's log-probabilities are slightly
     wrong."""
     draw, samples = random.Random(SEED), []
@@ -321,11 +321,11 @@ def moved(policy):
     return copied
 
 
-def learn(engine, weighted, words, packed=False, ranks=1):
+def learn(engine, in_loss, words, packed=False, ranks=1):
     """The statistics of an update; this process plays all ranks one after the other."""
     for rank in range(ranks):
         args = flags(f"--temperature 0.7 {words}")
-        line = grpo.learn(engine, weighted, packed, rank, ranks, CPU, args)
+        line = grpo.learn(engine, in_loss, packed, rank, ranks, CPU, args)
     return line
 
 
@@ -334,11 +334,11 @@ def learn(engine, weighted, words, packed=False, ranks=1):
 
 
 def test_an_update_has_the_loss_and_the_gradient_that_whole_logits_give_by_hand(
-        one_rank, policy, moved, weighted):
+        one_rank, policy, moved, in_loss):
     words = ""
     engine, loss, gaps, sides = Plain(moved), 0.0, [], []
-    line = learn(engine, weighted, words)
-    for s, weight in weighted:
+    line = learn(engine, in_loss, words)
+    for s, weight in in_loss:
         logps, old = logps_of(moved, s, 0.7), s.old_logps if words else reported(s)
         ratio, a = torch.exp(logps - old), s.advantage
         capped = torch.exp(old - reported(s)).clamp(max=1.1) if "tis" in words else 1.0
@@ -367,11 +367,11 @@ def test_an_update_has_the_loss_and_the_gradient_that_whole_logits_give_by_hand(
 @pytest.mark.parametrize("pack, packed, ranks", [
     (1, False, 1), (60, False, 1), (60, True, 1), (1, False, 2), (60, True, 3), (9999, False, 4)])
 def test_the_gradient_is_the_same_over_micro_batches_packing_and_ranks(
-        pack, packed, ranks, one_rank, policy, weighted):
+        pack, packed, ranks, one_rank, policy, in_loss):
     whole, cut = Plain(policy), Plain(copy.deepcopy(policy))
     cut.module = sft.Policy(cut.module.lm)
-    learn(whole, weighted, "")
-    learn(cut, weighted, f"--pack-tokens {pack}", packed, ranks)
+    learn(whole, in_loss, "")
+    learn(cut, in_loss, f"--pack-tokens {pack}", packed, ranks)
     gap = cut.gradient() / ranks - whole.gradient()  # DeepSpeed takes the mean over ranks
     assert gap.norm() < 1e-5 * whole.gradient().norm()
 
@@ -385,15 +385,15 @@ def test_the_gradient_is_the_same_over_micro_batches_packing_and_ranks(
 
 
 def test_plays_that_all_earned_the_same_are_compared_but_move_no_weight(
-        one_rank, policy, weighted):
-    for s, _ in weighted:
+        one_rank, policy, in_loss):
+    for s, _ in in_loss:
         s.advantage = 0.0
     engine = Plain(policy)
-    line = learn(engine, weighted, "")
+    line = learn(engine, in_loss, "")
     assert (engine.steps, line["gnorm"], line["loss"]) == (0, 0.0, 0.0)
     assert line["dlogp_mean"] > 0 and not engine.gradient().any()
-    weighted[0][0].advantage = 1.0
-    learn(engine, weighted, "")
+    in_loss[0][0].advantage = 1.0
+    learn(engine, in_loss, "")
     assert engine.steps == 1
 
 

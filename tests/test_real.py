@@ -16,7 +16,7 @@ from runtime import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.slow
 PLAY = """--system-prompt short --max-turns 2 --prompts 1 --group 2 --context 1400 --turn-tokens 24
-          --lr 1e-5 --pack-tokens 1400 --no-checkpointing"""
+          --lr 1e-5 --pack-tokens 1400 --keep-activations 100000"""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_one_rank_and_two_learn_the_same_from_real_episodes(model, data, tmp_pat
     logs = []
     for ranks in (1, 2):
         out = tmp_path / f"sft-{ranks}"
-        train("sft.py", out, words, "--no-checkpointing --pack-tokens 2048", ranks=ranks)
+        train("sft.py", out, words, "--keep-activations 100000 --pack-tokens 2048", ranks=ranks)
         logs.append(read_jsonl(out / "log.jsonl"))
         assert (out / "config.json").exists()
     (one,), (two,) = logs

@@ -329,7 +329,7 @@ def test_a_foreign_tied_model_is_trained_and_its_engine_follows_at_every_update(
     write_jsonl(tmp_path / "sums.jsonl", [{"id": str(i), "query": "?", "sum": i} for i in range(4)])
     words = f"""grpo.py --env tests/calculator.py --model {model} --tasks {tmp_path}/sums.jsonl
         --steps 4 --prompts 2 --group 4 --context 300 --turn-tokens 24 --max-turns 2 --lr 1e-2
-        --no-checkpointing --out {tmp_path}/rl""".split()
+        --keep-activations 100000 --out {tmp_path}/rl""".split()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run([*torchrun, *words], cwd=ROOT, capture_output=True, text=True,
                           timeout=600)

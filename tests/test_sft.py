@@ -92,7 +92,7 @@ def test_every_epoch_visits_every_episode_once_in_another_order():
        st.integers(100, 9000), st.booleans())
 def test_every_sample_is_dealt_once_within_the_budget_and_ranks_get_as_many_micro_batches(
         lengths, ranks, budget, packed):
-    hands = sft.deal(lengths, ranks, budget, packed)
+    hands = sft.micro_batches(lengths, ranks, budget, packed)
     assert sorted(i for hand in hands for micro in hand for i in micro) == [*range(len(lengths))]
     assert len(hands) == ranks and len({len(hand) for hand in hands}) == 1
     for micro in (micro for hand in hands for micro in hand if len(micro) > 1):
@@ -123,7 +123,7 @@ def test_sixteen_ranks_hardly_wait_for_each_other(sigma, least, packed):
         draw = random.Random(f"{SEED}/{seed}")
         lengths = [min(30_000, max(500, round(10_300 * math.exp(
             draw.gauss(-sigma * sigma / 2, sigma))))) for _ in range(256)]
-        hands = sft.deal(lengths, 16, 32_768, packed)
+        hands = sft.micro_batches(lengths, 16, 32_768, packed)
         found.append(efficiency(hands, lengths, packed))
     assert sum(found) / len(found) >= least - 0.01 * (not packed), "padding costs a little more"
 
@@ -183,7 +183,7 @@ def alone(policy, samples):
 @pytest.mark.parametrize("budget", [120, 10_000])
 def test_the_gradient_depends_neither_on_micro_batches_nor_on_packing(
         policy, samples, alone, packed, budget):
-    micros = sft.deal([len(sample.ids) for sample in samples], 1, budget, packed)[0]
+    micros = sft.micro_batches([len(sample.ids) for sample in samples], 1, budget, packed)[0]
     found = gradient(policy, samples, micros, packed)
     assert (found - alone).norm() <= 5e-6 * alone.norm()  # float32 keeps seven digits of each sum
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=4e-6 * alone.abs().max().item())
@@ -243,6 +243,6 @@ def test_an_official_episode_takes_a_step_whole(official, test_data, tiny_model,
     episode = play_replies(Travel(official), Episode(task, Sandbox(official)))
     write_jsonl(tmp_path / "solved.jsonl", [episode.record()])
     train("sft.py", tmp_path / "sft", "--model", tiny_model, "--data", tmp_path / "solved.jsonl",
-          "--batch 1 --steps 1 --no-checkpointing")
+          "--batch 1 --steps 1 --keep-activations 100000")
     (line,) = read_jsonl(tmp_path / "sft" / "log.jsonl")
     assert line["tokens"] > 5000 and math.isfinite(line["loss"])

@@ -12,7 +12,7 @@ from travel.world import Travel
 
 FILE = ROOT / "tests" / "calculator.py"
 SHORT = ["--env", "tests/calculator.py", "--max-turns", "3", "--group", "4", "--prompts", "2",
-         "--context", "400", "--turn-tokens", "24", "--lr", "1e-3", "--no-checkpointing"]
+         "--context", "400", "--turn-tokens", "24", "--lr", "1e-3", "--keep-activations 100000"]
 SUMS = {f"sum-{i}": i + i * i for i in range(6)}
 
 

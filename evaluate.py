@@ -95,7 +95,7 @@ def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95,
     """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.
 
     Each reply has its own seed (seed, task, sample, turn) and does not depend on other plays. slow:
-    as in runtime.Calls. asks: a world's way to put questions of its own to the engine, or None
+    as in runtime.ToolCalls. asks: a world's way to put questions of its own to the engine, or None
     (toolstar.helpers).
     """
     live, numbers, episodes = {}, count(), iter(episodes)
@@ -111,9 +111,9 @@ def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95,
 
     joined = (asks.join(llm.llm_engine, template, max_context, seed, **sampling) if asks else
               contextlib.nullcontext(llm.llm_engine))
-    with contextlib.closing(runtime.Calls(slow, concurrency)) as calls, joined as engine:
+    with contextlib.closing(runtime.ToolCalls(slow, concurrency)) as calls, joined as engine:
         while True:
-            for episode in islice(episodes, max(calls.free(live), 0)):
+            for episode in islice(episodes, max(calls.room(live), 0)):
                 ask((episode, prompt_ids(episode, template, max_context)))
             if not live and not calls:
                 return

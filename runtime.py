@@ -1203,8 +1203,12 @@ def load_tasks(source, load, limit=None, split=None):
     """The tasks of a file (jsonl of tasks or of episodes, or csv) or of a data set, each read by
     load(row), a world's load_task. Errors name the file and the row."""
     path, tasks = find_tasks(source, split), []
+    if not path.is_file():
+        raise Mistake(f"{path} is not a file; a folder or a data set on the hub needs --split")
     rows = read_csv_rows(path) if path.suffix == ".csv" else read_jsonl(path)
     for number, row in enumerate(rows[:limit]):
+        if not isinstance(row, dict):
+            raise Mistake(f"{path}, row {number + 1}: a task is a JSON object, not {row!r:.60}")
         row = row["task"] if isinstance(row.get("task"), dict) else row
         row = row if row.keys() & {"id", "idx"} else row | {"id": str(number), "idx": number}
         try:

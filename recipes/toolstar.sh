@@ -107,7 +107,7 @@ port=${PORT:-8123} room=640 rate=1e-3 rl_rate=5e-5 dpo_rate=3e-5
 [[ -z ${MODEL:-} ]] || { room=4096 rate=2e-5 rl_rate=1e-6 dpo_rate=5e-7; }
 export HF_HUB_OFFLINE=1
 [[ -z ${DRY:-} ]] || echo "export HF_HUB_OFFLINE=1"
-train=(--no-checkpointing --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
+train=(--keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
 play=(--env tools --system-prompt short --max-turns 7)
 models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
 rl=("${torchrun[@]}" "$rl_gpus" grpo.py --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${play[@]}"

@@ -131,6 +131,9 @@ class Scripted:
         self.running[name] = [len(said), said]
         self.asked.append((ids, said, params))
 
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
     def step(self):
         self.steps += 1
         for entry in self.running.values():

@@ -449,7 +449,8 @@ def test_a_question_that_is_too_long_for_the_engine_is_answered_at_once():
         asked = pool.submit(asks.ask, "x" * 999, "seed", 9)
         while not asks.queue:
             time.sleep(0.01)
-        asks.submit(Scripted(str), template, 500, 0, 1.0, 1.0)
+        with asks.join(Scripted(str), template, 500, 0, 1.0, 1.0) as engine:
+            assert engine.has_unfinished_requests() and engine.step() == []
         answer, tokens, why = asked.result(60)
     assert (answer, tokens) == ("", 0) and "tokens do not fit" in why and not asks.running
 

@@ -260,7 +260,7 @@ def play_missing(args, folder, settings, tasks, tools):
         if args.model:
             rows_of = partial(evaluate.in_processes, rows_of, args=args)
         for row in runtime.progress(rows_of(todo) if todo else (), what, len(todo)):
-            evaluate.keep_play(folder, settings, row, KEPT)
+            runtime.append_jsonl(file, row)
             rows[name_of(row["task"])] = row
     names = [f"{task['id']}/{mode}-{k}" for task in tasks for mode in MODES
              for k in range(args.samples)]

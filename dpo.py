@@ -118,13 +118,12 @@ def render(messages, template):
         if is_reply:
             # the role "result" stands within a reply, which continues after it: no end token yet
             continues = following and following["role"] == "result"
-            tokens = template.encode(message["content"])
-            ended = tokens[-1:] == [template.end]  # some data sets write the end token
-            tokens += [template.end] * (not continues and not ended)
+            tokens = template.encode(message["content"]) + [template.end] * (not continues)
         else:
             tokens = template.between(message)
         rendered.ids.extend(tokens)
-        rendered.mask.extend([int(is_reply)] * len(tokens))
+        in_loss = is_reply and not message.get("untrained")
+        rendered.mask.extend([int(in_loss)] * len(tokens))
     return rendered
 
 
@@ -135,9 +134,12 @@ def read_pair(row, template, cutoff):
     Without a prompt each side is a complete conversation.
     """
     past = row.get("prompt", [])
-    sides = [past + row[side] for side in Pair._fields]
-    if not all(map(runtime.is_talk, sides)):
-        return "a message has no role or content, or messages and replies do not alternate"
+    try:
+        sides = [runtime.read_talk(past + row[side], template, row.get("tools"))
+                 for side in Pair._fields]
+    except ValueError as error:
+        return str(error)
+    past = sides[0][:len(past)]
     one, other = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
     if one != other or not one:
         return "the prompts of the two sides differ, or are empty"

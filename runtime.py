@@ -416,6 +416,7 @@ class Template:
 
     def encode(self, text):
         """The ids of this text, without special tokens around it."""
+        text = re.sub("[\ud800-\udfff]", "\ufffd", text)  # half a character of a cut escape
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def prompt(self, messages):
@@ -459,6 +460,40 @@ def is_talk(messages):
     said = [message["role"] == "assistant" for message in messages]
     first = said.index(True) if True in said else len(said)
     return all(one != other for one, other in itertools.pairwise(said[first:]))
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields that hold a reply's thought
+UNTRAINED = ("weight", "loss_mask", "trainable", "train")  # 0 or false: not in the loss
+
+
+def read_talk(messages, template, tools=None):
+    """A conversation of training data, with each thought in front of its reply, and "untrained" at
+    the replies that its author took out of the loss. ValueError if it is no conversation, or if
+    training would leave out a part of it. tools: what the row has under this name."""
+    if not messages or not is_talk(messages) or messages[0]["role"] == "assistant":
+        raise ValueError("its 'messages' are not a conversation: system and user, each with a text "
+                         "as 'content', then assistant alternates with user or result")
+    if tools:
+        raise ValueError("its 'tools' would be left out: write them into the system message")
+    talk = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        others = [key for key, value in message.items() if value and key not in (
+            "role", "content", *THOUGHTS, *UNTRAINED)]
+        if others:
+            raise ValueError(f"a message has {others}, which would be left out: write it into the "
+                             "content, as the model is to say it, or remove it")
+        thoughts = [message[key] for key in THOUGHTS if message.get(key)]
+        marks = [message[key] for key in UNTRAINED if message.get(key) is not None]
+        if any(mark not in (0, 1) for mark in marks):
+            raise ValueError(f"a message has a weight of {marks}: 0 and 1 are read")
+        if role == "assistant":
+            content = content.removesuffix(template.end_text)  # some data sets write it
+            content = with_thought(content, thoughts[0]) if thoughts else content
+            if template.escape(content) != content:
+                raise ValueError(f"a reply has a special token in its text: {content!r:.200}")
+        talk.append({"role": role, "content": content, "untrained": 0 in marks})
+    return talk
 
 
 def load_template(path):
@@ -779,16 +814,7 @@ def setup():
     if not cuda:
         from deepspeed.comm.torch import build_shm_op
 
-        # A killed build leaves a lock, for which PyTorch would wait for ever. So build under a lock
-        # of ours, which the kernel releases, and remove PyTorch's, which nobody holds meanwhile
-        default = Path.home() / ".cache" / "torch_extensions"
-        builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
-        builds.mkdir(parents=True, exist_ok=True)
-        with open(builds / ".ours", "w") as ours:
-            fcntl.flock(ours, fcntl.LOCK_EX)
-            for lock in builds.glob("**/lock"):
-                lock.unlink(missing_ok=True)
-            build_shm_op()
+        compile_op(build_shm_op)
     # Create the process group before DeepSpeed does, and DeepSpeed uses it. It would bind a group
     # of its own to a device, and NCCL would then create vLLM's groups by splits that need all
     # ranks, which is known to hang.
@@ -799,6 +825,22 @@ def setup():
     if cuda:
         torch.cuda.set_device(device)
     return dist.get_rank(), dist.get_world_size(), device
+
+
+def compile_op(build):
+    """Have DeepSpeed compile one of its C++ ops, at its first use.
+
+    A killed build leaves a lock, for which PyTorch would wait for ever. So build under a lock of
+    ours, which the kernel releases, and remove PyTorch's, which nobody holds meanwhile.
+    """
+    default = Path.home() / ".cache" / "torch_extensions"
+    builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
+    builds.mkdir(parents=True, exist_ok=True)
+    with open(builds / ".ours", "w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        for lock in builds.glob("**/lock"):
+            lock.unlink(missing_ok=True)
+        build()
 
 
 def load(args, template, device, make_policy, collate):
@@ -965,6 +1007,7 @@ def zero3(policy, args, device):
     cuda = device.type == "cuda"
     trained = [p for p in policy.parameters() if p.requires_grad]  # with --lora only the adapters
     if args.offload:
+        compile_op(deepspeed.ops.op_builder.CPUAdamBuilder().load)
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(trained, lr=args.lr, weight_decay=0.0)
     else:
         # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)

@@ -84,13 +84,12 @@ def render(messages, template):
         if is_reply:
             # the role "result" stands within a reply, which continues after it: no end token yet
             continues = following and following["role"] == "result"
-            tokens = template.encode(message["content"])
-            ended = tokens[-1:] == [template.end]  # some data sets write the end token
-            tokens += [template.end] * (not continues and not ended)
+            tokens = template.encode(message["content"]) + [template.end] * (not continues)
         else:
             tokens = template.between(message)
         rendered.ids.extend(tokens)
-        rendered.mask.extend([int(is_reply)] * len(tokens))
+        in_loss = is_reply and not message.get("untrained")
+        rendered.mask.extend([int(in_loss)] * len(tokens))
     return rendered
 
 
@@ -99,11 +98,11 @@ def load_samples(path, template, cutoff):
     of more than `cutoff` tokens or without a reply."""
     samples, rows = [], runtime.read_jsonl(path)
     for line, episode in enumerate(rows, 1):
-        messages = episode.get("messages")
-        if not runtime.is_talk(messages) or messages[0]["role"] == "assistant":
-            raise Mistake(f"{path}:{line}: its 'messages' are not a conversation: system and "
-                          "user, then assistant alternates with user or result")
-        sample = render(messages, template)
+        try:
+            messages = runtime.read_talk(episode.get("messages"), template, episode.get("tools"))
+            sample = render(messages, template)
+        except ValueError as error:
+            raise Mistake(f"{path}:{line}: {error}") from None
         if episode.get("stop") in ("format", "context") and sample.mask[-1]:
             sample.ids.pop()  # the last reply was cut off: its end token was never sampled
             sample.mask.pop()

@@ -46,14 +46,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Mistake, Parser
 
 # Shapes: P pairs, B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H
 # hidden size, V vocabulary. (2, P): of the chosen episodes, then of the rejected ones.
-LOGITS = 30_000_000  # the loss computes at most this many logits at a time (120 MB in float32)
 
 
 def flags():
@@ -276,20 +274,9 @@ class Policy(torch.nn.Module):
         lm.get_output_embeddings().forward = self.head
 
     def head(self, hidden, targets, temperature):
-        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each. The (N, V) logits would not
-        fit: they are computed a chunk at a time, and again in the backward pass."""
+        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each, without (N, V) logits."""
         weight = self.lm.get_output_embeddings().weight  # (V, H)
-
-        def of_chunk(h, y):
-            logps = ((h @ weight.T).float() / temperature).log_softmax(-1)  # (chunk, V)
-            with torch.no_grad():
-                entropy = -(logps.exp() * logps).sum(-1)
-            return logps.gather(-1, y[:, None]).squeeze(-1), entropy
-
-        size = max(1, min(1024, LOGITS // len(weight)))
-        parts = [checkpoint(of_chunk, h, y, use_reentrant=False)
-                 for h, y in zip(hidden.split(size), targets.split(size), strict=True)]
-        return [torch.cat(column) for column in zip(*parts, strict=True)]
+        return runtime.chunked_logps()(hidden, weight, targets, temperature)
 
     def forward(self, ids, positions, keep, temperature=1.0):
         """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""

@@ -792,6 +792,60 @@ MEASURED = ("The first train to the coast leaves at nine.", "The last bus to the
             "A ferry stops here only once on Sundays.")
 
 
+LOGITS = 30_000_000  # at most this many logits are computed at a time (120 MB in float32)
+
+
+@lru_cache
+def chunked_logps():
+    """The function (hidden, weight, targets, temperature) -> log pi and entropy of the targets, of
+    shapes (N, H), (V, H), (N,) and a number -> (N,), (N,), that never holds (N, V) logits.
+
+    Forward and backward process a chunk of tokens at a time, and backward recomputes the chunk's
+    logits. With p = softmax(h W^T / t): d logp_y / d logits = (onehot_y - p) / t. The gradient of
+    the weight is summed over chunks in float32: in bfloat16, which torch.utils.checkpoint would sum
+    in, 171 chunks lose 2.8 % of it, and 0.3 % in float32. No gradient flows through the entropy.
+    """
+    import torch
+
+    class ChunkedLogps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, targets, temperature):
+            ctx.chunk = max(1, min(1024, LOGITS // len(weight)))
+            ctx.temperature = temperature
+            ctx.save_for_backward(hidden, weight, targets)
+            logps, entropy = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
+            for i in range(0, len(hidden), ctx.chunk):
+                some = slice(i, i + ctx.chunk)
+                logits = (hidden[some] @ weight.T).float().div_(temperature)  # (chunk, V)
+                total = logits.logsumexp(-1)
+                logps[some] = logits.gather(-1, targets[some, None]).squeeze(-1) - total
+                p = (logits - total[:, None]).exp_()
+                entropy[some] = total - logits.mul_(p).sum(-1)  # - sum p log p
+            ctx.mark_non_differentiable(entropy)
+            return logps, entropy
+
+        @staticmethod
+        def backward(ctx, grad, _):
+            hidden, weight, targets = ctx.saved_tensors
+            grad_hidden, grad_weight = torch.empty_like(hidden), None
+            if ctx.needs_input_grad[1]:  # not with --lora
+                grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            for i in range(0, len(hidden), ctx.chunk):
+                some = slice(i, i + ctx.chunk)
+                g = grad[some, None].float()
+                logits = (hidden[some] @ weight.T).float().div_(ctx.temperature)
+                d = torch.softmax(logits, -1).mul_(-g).scatter_add_(-1, targets[some, None], g)
+                d = d.div_(ctx.temperature).to(hidden.dtype)
+                grad_hidden[some] = d @ weight
+                if grad_weight is not None:
+                    grad_weight += d.T @ hidden[some]
+            if grad_weight is not None:
+                grad_weight = grad_weight.to(weight.dtype)
+            return grad_hidden, grad_weight, None, None
+
+    return ChunkedLogps.apply
+
+
 def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
     import torch

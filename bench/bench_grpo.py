@@ -118,7 +118,7 @@ def bench_memory(args):
     own, loss = (float(subprocess.run(
         [sys.executable, __file__, "--memory", variant, "--tokens", str(args.tokens)],
         stdout=subprocess.PIPE, text=True, check=True).stdout) for variant in ("own", "loss"))
-    chunk = min(1024, grpo.LOGITS // VOCABULARY)
+    chunk = min(1024, runtime.LOGITS // VOCABULARY)
     print(f"loss: {loss:.0f} MiB with log-probabilities of {args.tokens} tokens, {chunk} at a "
           f"time, {own:.0f} MiB without: {loss / own:.2f} x", flush=True)
 

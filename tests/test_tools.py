@@ -589,6 +589,7 @@ def test_mathematics_is_judged_while_others_still_play(make):
     episode = play(world, "<think>x</think><answer>\\frac{84}{2}</answer>")
     assert episode.ahead.result() is True and world.verdict(episode)[2] == 1
     assert play(world, "<think>x</think><answer></answer>").ahead is None
+    assert play(world, DONE, task={"id": "ask", "query": "?"}).stop == "answer"  # evaluate.py --ask
 
 
 # ---------------------------------------------------------------- stages

@@ -309,7 +309,7 @@ class ToolEpisode(Episode):
             reply = self.messages.pop()["content"] + reply
         self.strict = self.strict or self.tags  # one message has no place for an error's feedback
         action = super().begin(reply)
-        if self.stop == "answer" and self.task["check"] == "math":
+        if self.stop == "answer" and self.task.get("check") == "math":
             self.ahead = self.sandbox.world.judge_ahead(self)
         if not action or action.kind != "call" or self.calls <= self.most:
             return action
@@ -595,7 +595,7 @@ def check(args):
     for what, outcome in getattr(world.jail, "proof", {}).items():
         print(f"    {what:40} {outcome}")
     for name in world.settings.tools:
-        status, text, _ = world.answer(name, TRIED[name])
+        status, text = getattr(world, name.lower())(**TRIED[name])
         broken += [name] * (status == "broken")
         print(f"\n{name} {json.dumps(TRIED[name])} -> {status}\n{text}")
     world.close()

@@ -926,8 +926,9 @@ def load(args, template, device, make_policy, collate):
     layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
 
     def choose(model, positional, named):
+        ids = named["input_ids"] if "input_ids" in named else positional[0]
         for layer in layers:
-            layer.gradient_checkpointing = named["input_ids"].numel() > args.keep_activations
+            layer.gradient_checkpointing = ids.numel() > args.keep_activations
     lm.base_model.register_forward_pre_hook(choose, with_kwargs=True)
     longest = args.context if "context" in args else args.cutoff
     return check_forwards(lm.to(device).train(), make_policy, collate, template, flash, longest)

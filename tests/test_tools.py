@@ -419,6 +419,25 @@ def test_a_query_that_the_server_refuses_is_an_error_and_its_end_stops_the_run(m
             assert world.verdict(episode)[2] == 0, "right, but by a broken tool"
 
 
+def test_programs_may_run_on_a_sandboxfusion_server():
+    ended = {"print(1)": ("Success", "Finished", "1\n", ""),
+             "1 / 0": ("Failed", "Finished", "", 'File "program.py", line 1\nZeroDivisionError: x'),
+             "while 1: 0": ("Failed", "TimeLimitExceeded", "", "")}
+
+    def answer(request):
+        whole, status, out, err = ended[request["code"]]
+        return 200, {"status": whole, "run_result": {
+            "status": status, "stdout": out, "stderr": err, "return_code": 1, "execution_time": 2}}
+
+    with answering(answer) as url:
+        remote = tools.Remote(url, 5.0)
+        assert [remote.run(code)[:4] for code in ended] == [
+            ("ok", "1\n", "", ""),
+            ("error", "", ended["1 / 0"][3], "ZeroDivisionError: x (line 1)"),
+            ("timeout", "", "", "")]
+        remote.close()
+
+
 def test_a_retriever_of_another_kind_stops_before_anything_is_spent(make):
     with (answering(lambda request: (200, {"hits": []})) as url,
           pytest.raises(Mistake, match="/retrieve does not answer: KeyError")):

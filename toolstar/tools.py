@@ -225,15 +225,18 @@ class Remote:
 
     def __init__(self, url, seconds):
         import httpx2
+
+        from toolstar.retriever import post
         self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
         self.seconds, self.client = seconds, httpx2.Client(trust_env=False, timeout=seconds + 30)
+        self.post = partial(post, self.client, self.url)
 
     def run(self, program, stdin="", seconds=None):
         body = {"code": program.encode("utf-8", "replace").decode(), "language": "python",
                 "stdin": stdin, "run_timeout": seconds or self.seconds}
         for pause in 1, 4, 16, 64, 0:  # a server may restart
             try:
-                reply = self.client.post(self.url, json=body).json()
+                reply = self.post(body)
                 done = reply["run_result"]
                 out, err = done["stdout"] or "", done["stderr"] or ""
                 status, error = "ok", ""

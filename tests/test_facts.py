@@ -39,9 +39,9 @@ def make(folder, *words):
 
 
 def contents(folder):
-    """{path in the folder: bytes}, without the cache."""
+    """{path in the folder: bytes}"""
     return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*"))
-            if path.is_file() and not path.name.startswith("cache.sqlite")}
+            if path.is_file()}
 
 
 @pytest.fixture(scope="module")

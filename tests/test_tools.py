@@ -105,6 +105,8 @@ def test_a_folder_without_settings_or_corpus_is_named(tmp_path):
 @pytest.mark.parametrize("change, why", [
     ({"golds": "42"}, "'golds' must be a list"), ({"golds": []}, "'golds' must be a list"),
     ({"check": "em"}, "a 'check', math or qa"), ({"needs": ["bing"]}, "'needs' must be some"),
+    ({"needs": [["search"]]}, "'needs' must be some"), ({"needs": float("nan")}, "'needs' must be"),
+    ({"golds": [float("nan")]}, "'golds' must be"), ({"check": float("nan")}, "a task needs a"),
     ({"query": None}, "a task needs a 'query'")])
 def test_a_task_that_cannot_be_judged_is_refused_by_its_key(make, change, why):
     world = make()

@@ -87,12 +87,16 @@ def test_text_is_cut_as_the_reference_cuts_it(test_data):
 
 
 def test_qa_metrics_are_the_references_but_the_best_alias_counts(test_data):
-    rows, better, odd = cases(test_data, "qa"), 0, 0
+    rows, better, odd, empty = cases(test_data, "qa"), 0, 0, 0
     for case in rows:
         ours = verdict.qa_metrics(case.get("a"), case["g"])
         ours = [ours["em"], ours["acc"], ours["f1"]]
         golds, last = case["g"], case.get("v", [0, 0, 0])
-        if "best" in case:
+        listed = text.golds_of(golds)
+        if not all(map(text.normalize, listed)):
+            empty += 1  # the reference finds the gold "A", an article, in every text
+            assert ours[0] == any(text.same_text(case.get("a") or "", gold) for gold in listed)
+        elif "best" in case:
             assert close(ours, case["best"]), case
         elif isinstance(golds, str) and golds[:1] != "[":
             assert close(ours, last), case
@@ -102,8 +106,9 @@ def test_qa_metrics_are_the_references_but_the_best_alias_counts(test_data):
         else:  # no gold, a gold that is no text, or an interval that the reference splits
             odd += not close(ours, last)
         better += not close(ours, last)
-    print(f"the best alias is not the last in {better} of {len(rows)}; {odd} of them are odd golds")
-    assert len(rows) == 520 and odd <= 10
+    print(f"the best alias is not the last in {better} of {len(rows)}; {odd} of them are odd golds; "
+          f"{empty} golds are articles")
+    assert len(rows) == 520 and odd <= 10 and empty <= 40
 
 
 # ---------------------------------------------------------------- mathematics

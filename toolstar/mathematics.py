@@ -51,6 +51,7 @@ COMMANDS = {"langle": "(", "rangle": ")", "lbrace": r"\{", "rbrace": r"\}", "mid
             "dfrac": r"\frac", "tfrac": r"\frac", "times": r"\cdot", "lor": ";",
             "land": ";", "displaystyle": "", "limits": ""}
 FORMS = [(re.compile(pattern), new) for pattern, new in (
+    (r"(?s)^[\s$]*\\boxed\s*\{(.*)\}[\s$.]*$", r"\1"),
     (r"\\([a-z]+)", lambda found: COMMANDS.get(found[1], found[0])),
     (r"\\\\\s*\[[^\]]*\]", r"\\\\"),  # a line break with a height: \\[4pt]
     (r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|[mh]box|operatorname) *\{([^{}]*)\}", r" \1 "),

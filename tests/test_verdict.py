@@ -106,8 +106,7 @@ def test_qa_metrics_are_the_references_but_the_best_alias_counts(test_data):
         else:  # no gold, a gold that is no text, or an interval that the reference splits
             odd += not close(ours, last)
         better += not close(ours, last)
-    print(f"the best alias is not the last in {better} of {len(rows)}; {odd} of them are odd golds; "
-          f"{empty} golds are articles")
+    print(f"not the last alias: {better} of {len(rows)}; odd golds: {odd}; articles: {empty}")
     assert len(rows) == 520 and odd <= 10 and empty <= 40
 
 

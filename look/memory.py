@@ -14,8 +14,7 @@ import math
 import sys
 
 import runtime
-from runtime import COUNT, NATURAL, PART, POSITIVE, Help, Mistake, Parser
-from sft import LOGITS
+from runtime import COUNT, LOGITS, NATURAL, PART, POSITIVE, Help, Mistake, Parser
 
 MOMENTS = ("play", "logits", "layer")  # the last two: backward through the head, the last layer
 # {stage: its default tokens of (the longest episode, a micro-batch)}. dpo.py needs no second model,

@@ -16,7 +16,7 @@ import runtime
 from evaluate import play, table
 from format_plan import itinerary
 from runtime import ChatError, Mistake, load_tasks, read_jsonl, write_jsonl
-from sandbox import SHORT_PROMPT, Episode, Sandbox
+from sandbox import Episode, Sandbox, read_prompt
 from toolstar.tools import Tools
 from travel.world import Travel, load_task
 
@@ -230,7 +230,7 @@ def test_travel_is_a_world(trip, mini):
     world = Travel(mini)
     args = SimpleNamespace(failure_rate=0.5, max_turns=3, system_prompt="short")
     episode = world.episode(world.load_task(task), "7/w", args)
-    assert (episode.max_turns, episode.messages[0]["content"]) == (3, SHORT_PROMPT)
+    assert (episode.max_turns, episode.messages[0]["content"]) == (3, read_prompt("short"))
     assert (episode.sandbox.failure_rate, episode.sandbox.seed) == (0.5, "7/w")
     episode.step(f"<think>.</think><answer>{itinerary(plan)}</answer>")
     found, verdict, strict = world.verdict(episode)

@@ -14,7 +14,7 @@ from conftest import ROOT
 
 import sft
 from look import memory
-from runtime import Mistake, add_adapters
+from runtime import LOGITS, Mistake, add_adapters
 
 # of Qwen2.5: hidden size, layers, heads, key heads, intermediate size, vocabulary, tied embeddings;
 # "flat" is small, with as large a vocabulary
@@ -94,7 +94,7 @@ def update(size, tokens, dtype, keep=False, logps=True, rank=0):
 def test_the_loss_holds_no_whole_logits_and_at_most_a_third_of_a_small_model_of_152k_words():
     own, lm = update("flat", 32768, torch.float32, logps=False)
     loss, _ = update("flat", 32768, torch.float32)
-    assert loss.largest <= max(sft.LOGITS, lm.lm_head.weight.numel())
+    assert loss.largest <= max(LOGITS, lm.lm_head.weight.numel())
     parameters = sum(p.nbytes for p in lm.parameters())
     assert loss.peak + parameters <= 1.3 * (own.peak + parameters)
 

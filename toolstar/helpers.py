@@ -37,7 +37,7 @@ from itertools import count
 from threading import Lock
 
 import runtime
-from runtime import ChatError, chat, spoken
+from runtime import ChatError, Mistake, chat, spoken
 from sandbox import PROMPTS
 from toolstar.text import truncate
 
@@ -59,17 +59,17 @@ FORGED = re.compile("<(?=/?(?:program|error|question|work|query|page)>)")
 
 def chosen_by(found, flag=""):
     """The settings of all helpers: DEFAULTS, changed by the setting "helpers" and then by the flag
-    --helpers, such as debug=1,refine_at=320. ValueError if a key or a value is wrong."""
+    --helpers, such as debug=1,refine_at=320. A Mistake if a key or a value is wrong."""
     found = dict(found)
     for part in filter(None, flag.split(",")):
         key, _, value = part.partition("=")
         found[key] = int(value) if value.isdigit() else value
     for key, value in found.items():
         if key not in DEFAULTS or type(value) is not type(DEFAULTS[key]) or str(value)[:1] == "-":
-            raise ValueError(f"helpers: {key}={value!r} is none of the settings {DEFAULTS}")
+            raise Mistake(f"helpers: {key}={value!r} is none of the settings {DEFAULTS}")
     chosen = DEFAULTS | found
     if chosen["llm"] != "policy" and not URL_MODEL.fullmatch(chosen["llm"]):
-        raise ValueError("helpers: llm must be policy or like http://host:8000/v1=MODEL")
+        raise Mistake("helpers: llm must be policy or like http://host:8000/v1=MODEL")
     return chosen
 
 

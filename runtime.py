@@ -1085,14 +1085,17 @@ def full_weights(trainer):
     """
     import deepspeed
 
-    adapted = {f"{name}.base_layer.weight": layer for name, layer
-               in trainer.module.lm.named_modules() if hasattr(layer, "get_delta_weight")}
-    for name, parameter in trainer.module.lm.named_parameters():
+    lm = trainer.module.lm
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in lm.named_modules()
+               if hasattr(layer, "get_delta_weight")}
+    for name, parameter in lm.named_parameters():
         layer = adapted.get(name)
         if ".lora_" not in name:
             with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
                 weight = merge(layer) if layer else parameter.data
                 yield name.replace(".base_layer", ""), weight
+    saved = lm.state_dict()  # some models keep constants of routers or layers in buffers
+    yield from ((name, buffer) for name, buffer in lm.named_buffers() if name in saved)
 
 
 def save_model(trainer, template, out):

@@ -907,7 +907,7 @@ def load(args, template, device, make_policy, collate):
     config = AutoConfig.from_pretrained(args.model)
     text = config.get_text_config()
     for name in vars(text):  # two forwards of the same tokens must be equal
-        if re.search("drop|jitter", name) and isinstance(getattr(text, name, None), float):
+        if "drop" in name and isinstance(getattr(text, name, None), float):
             setattr(text, name, 0.0)
     lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, config=config, output_loading_info=True,
@@ -924,6 +924,9 @@ def load(args, template, device, make_policy, collate):
     if lm.supports_gradient_checkpointing:
         lm.gradient_checkpointing_enable()
     layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
+    lm.eval()  # routers of experts draw at random in training mode
+    for layer in layers:
+        layer.training = True  # needed to recompute it; its parts stay in evaluation mode
 
     def choose(model, positional, named):
         ids = named["input_ids"] if "input_ids" in named else positional[0]
@@ -931,7 +934,7 @@ def load(args, template, device, make_policy, collate):
             layer.gradient_checkpointing = ids.numel() > args.keep_activations
     lm.base_model.register_forward_pre_hook(choose, with_kwargs=True)
     longest = args.context if "context" in args else args.cutoff
-    return check_forwards(lm.to(device).train(), make_policy, collate, template, flash, longest)
+    return check_forwards(lm.to(device), make_policy, collate, template, flash, longest)
 
 
 def check_forwards(lm, make_policy, collate, template, flash, longest):

@@ -29,7 +29,7 @@ MORE = {  # what some need besides, and what some published models have
 # rules of rotary embeddings whose original context is 30 tokens
 RULES = {
     "longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0 + 4 * i for i in range(8)],
-                 "short_mscale": 1.0, "long_mscale": 1.0},
+                 "short_mscale": 1.0, "long_mscale": 1.2},
     "dynamic": {"factor": 4.0}, "yarn": {"factor": 4.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
 

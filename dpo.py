@@ -46,14 +46,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Mistake, Parser
 
 # Shapes: P pairs, B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H
 # hidden size, V vocabulary. (2, P): of the chosen episodes, then of the rejected ones.
-LOGITS = 30_000_000  # the loss computes at most this many logits at a time (120 MB in float32)
 
 
 def flags():
@@ -118,13 +116,12 @@ def render(messages, template):
         if is_reply:
             # the role "result" stands within a reply, which continues after it: no end token yet
             continues = following and following["role"] == "result"
-            tokens = template.encode(message["content"])
-            ended = tokens[-1:] == [template.end]  # some data sets write the end token
-            tokens += [template.end] * (not continues and not ended)
+            tokens = template.encode(message["content"]) + [template.end] * (not continues)
         else:
             tokens = template.between(message)
         rendered.ids.extend(tokens)
-        rendered.mask.extend([int(is_reply)] * len(tokens))
+        in_loss = is_reply and not message.get("untrained")
+        rendered.mask.extend([int(in_loss)] * len(tokens))
     return rendered
 
 
@@ -135,9 +132,12 @@ def read_pair(row, template, cutoff):
     Without a prompt each side is a complete conversation.
     """
     past = row.get("prompt", [])
-    sides = [past + row[side] for side in Pair._fields]
-    if not all(map(runtime.is_talk, sides)):
-        return "a message has no role or content, or messages and replies do not alternate"
+    try:
+        sides = [runtime.read_talk(past + row[side], template, row.get("tools"))
+                 for side in Pair._fields]
+    except ValueError as error:
+        return str(error)
+    past = sides[0][:len(past)]
     one, other = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
     if one != other or not one:
         return "the prompts of the two sides differ, or are empty"
@@ -274,20 +274,9 @@ class Policy(torch.nn.Module):
         lm.get_output_embeddings().forward = self.head
 
     def head(self, hidden, targets, temperature):
-        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each. The (N, V) logits would not
-        fit: they are computed a chunk at a time, and again in the backward pass."""
+        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each, without (N, V) logits."""
         weight = self.lm.get_output_embeddings().weight  # (V, H)
-
-        def of_chunk(h, y):
-            logps = ((h @ weight.T).float() / temperature).log_softmax(-1)  # (chunk, V)
-            with torch.no_grad():
-                entropy = -(logps.exp() * logps).sum(-1)
-            return logps.gather(-1, y[:, None]).squeeze(-1), entropy
-
-        size = max(1, min(1024, LOGITS // len(weight)))
-        parts = [checkpoint(of_chunk, h, y, use_reentrant=False)
-                 for h, y in zip(hidden.split(size), targets.split(size), strict=True)]
-        return [torch.cat(column) for column in zip(*parts, strict=True)]
+        return runtime.chunked_logps()(hidden, weight, targets, temperature)
 
     def forward(self, ids, positions, keep, temperature=1.0):
         """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""

@@ -4,8 +4,8 @@ Measure agents: play the tasks of a world with any agent, judge the answers, and
     (1) play     every task to its end, without waiting for other episodes: a checkpoint in vLLM
                  (tokens in, tokens out), an OpenAI-compatible endpoint, or the world's solver
     (2) judge    append the world's verdict on each episode to OUT/AGENT/episodes.jsonl
-    (3) report   one table of all agents: success, every number of the score, each check, pass@k,
-                 with bootstrap intervals over tasks
+    (3) report   one table of all agents: success with its bootstrap interval over tasks, every
+                 number of the score, each check, pass@k
 
 [1] STAR, arXiv:2603.21972 app. D
 
@@ -35,15 +35,17 @@ from runtime import AMOUNT, COUNT, NATURAL, PART, Help, Mistake, NoRoom, Parser,
 
 STOPS = ("answer", "format", "turns", "context")
 COUNTS = ("reward", "turns", "calls", "tokens")  # lines of the table that are not percentages
-SETTINGS = ("env", "temperature", "top_p", "max_context", "max_turns", "max_tokens", "lenient",
-            "seed")
+SETTINGS = ("env", "max_turns", "lenient", "seed")  # with a world's own flags they decide a play
+SAMPLING = ("temperature", "top_p", "max_context", "max_tokens")  # of a model's play
+UNREAD = "answer lines not read"  # a number of the travel world's score
 
 
 # -------------------------------------------------------------------------------- playing by text
 
 def play(generate, episodes, concurrency=8, max_context=math.inf):
     """Play text-level episodes with generate(messages) -> reply, each in its own thread, and
-    yield each as it ends. If the endpoint fails, the rest is left to the next run."""
+    yield each as it ends. If the endpoint is down, the exception ends the run; the next run plays
+    the rest."""
     with ThreadPoolExecutor(concurrency) as pool:
         try:
             for future in as_completed([pool.submit(play_one, generate, episode, max_context)
@@ -54,7 +56,8 @@ def play(generate, episodes, concurrency=8, max_context=math.inf):
 
 
 def play_one(generate, episode, max_context=math.inf):
-    """Play one episode to its end. max_context: most tokens of it, as the endpoint counts them."""
+    """Play one episode to its end; a refused request ends it. max_context: most tokens of it, as
+    the endpoint counts them."""
     while not episode.stop:
         try:
             reply = generate(episode.messages)
@@ -92,37 +95,34 @@ def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95,
     """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.
 
     Each reply has its own seed (seed, task, sample, turn) and does not depend on other plays. slow:
-    as in runtime.Calls; asks: questions that tools put to the same engine (toolstar.helpers).
+    as in runtime.ToolCalls. asks: a world's way to put questions of its own to the engine, or None
+    (toolstar.helpers).
     """
     live, numbers, episodes = {}, count(), iter(episodes)
+    sampling = {"temperature": temperature, "top_p": top_p}
 
     def ask(play):
         episode, ids = play
         number, room = str(next(numbers)), max_context - len(ids)
         live[number] = play
-        runtime.add_request(llm.llm_engine, number, ids, template, stops,
-                            f"{seed}/{name_of(episode.task)}/{episode.turns}",
-                            temperature=temperature, top_p=top_p,
+        runtime.add_request(engine, number, ids, template, stops,
+                            f"{seed}/{name_of(episode.task)}/{episode.turns}", **sampling,
                             max_tokens=min(room, max_tokens or room))
 
-    with contextlib.ExitStack() as stack:
-        calls = stack.enter_context(contextlib.closing(runtime.Calls(slow, concurrency)))
-        if asks:  # closed first: a thread that waits for an answer would keep the calls open
-            stack.enter_context(contextlib.closing(asks))
+    joined = (asks.join(llm.llm_engine, template, max_context, seed, **sampling) if asks else
+              contextlib.nullcontext(llm.llm_engine))
+    with contextlib.closing(runtime.ToolCalls(slow, concurrency)) as calls, joined as engine:
         while True:
-            for episode in islice(episodes, max(calls.free(live), 0)):
+            for episode in islice(episodes, max(calls.room(live), 0)):
                 ask((episode, prompt_ids(episode, template, max_context)))
             if not live and not calls:
                 return
-            if asks:
-                asks.submit(llm.llm_engine, template, max_context, seed, temperature, top_p)
-            busy = live or asks and asks.running
-            for output in llm.llm_engine.step() if busy else ():
-                if output.finished and not (asks and asks.take(output, template)):
+            for output in engine.step() if engine.has_unfinished_requests() else ():
+                if output.finished:
                     play = live.pop(output.request_id)
                     action = play_reply(*play, output.outputs[0], template, max_context)
                     calls.start(play, play[0], action)
-            for (episode, ids), observation in calls.ready(not (live or asks and asks.running)):
+            for (episode, ids), observation in calls.ready(not engine.has_unfinished_requests()):
                 if observation is not None:
                     play_observation(episode, ids, observation, template, max_context)
                 if not episode.stop:
@@ -253,7 +253,8 @@ def span(low, high, sign=""):
 
 
 def table(played, world_lines=None):
-    """(markdown, {agent: numbers}) of {agent: its episodes}, side by side."""
+    """(markdown, {agent: numbers}) of {agent: its episodes}, side by side. The last agent is also
+    compared with each of the others, on the tasks that both have played."""
     plays = {name: plays_of(rows) for name, rows in played.items()}
     wins = {name: {task: mean(values) for task, values in each.items()}
             for name, each in plays.items()}
@@ -266,24 +267,18 @@ def table(played, world_lines=None):
         if wins[name]:
             numbers["success interval"] = interval(list(wins[name].values()))
             cells["success"][column] += f" ({span(*numbers['success interval'])})"
-    last, blank = list(wins)[-1], [""] * (len(played) - 1)
-    for other in list(wins)[:-1]:
-        both = wins[other].keys() & wins[last].keys()
-        if both:
-            change = [wins[last][task] - wins[other][task] for task in wins[other] if task in both]
+    last = list(played)[-1]
+    for other in list(played)[:-1]:
+        change = [win - wins[other][task] for task, win in wins[last].items()
+                  if task in wins[other]]
+        if change:
             found = report[last][f"success minus {other}'s"] = [mean(change), *interval(change, -1)]
-            cells[f"success of {last} minus {other}"] = [
-                *blank, f"{100 * found[0]:+.1f} ({span(*found[1:], '+')})"]
-    rows = [["", *played], ["---"] * (len(played) + 1)]
-    rows += [[line, *row] for line, row in cells.items()]
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows), report
-
-
-def aligned(text):
-    """A table of markdown with columns of equal width, for the terminal."""
-    rows = [line.split("|") for line in text.splitlines()]
+            cells[f"success of {last} minus {other}"] = [""] * (len(played) - 1) + [
+                f"{100 * found[0]:+.1f} ({span(*found[1:], '+')})"]
+    rows = [["", *played], *([line, *row] for line, row in cells.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("|".join(map(str.ljust, row, widths)) for row in rows)
+    rows.insert(1, ["-" * max(width, 3) for width in widths])
+    return "".join("| " + " | ".join(map(str.ljust, row, widths)) + " |\n" for row in rows), report
 
 
 def show(line, value):
@@ -311,21 +306,6 @@ def print_episode(row):
 
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
-    add = p.add_argument_group("agent").add_argument
-    add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
-        help="checkpoint folders, hub names, or model names at --url; NAME= names the table's "
-        "column (a path that contains = and exists is taken as a path)")
-    add("--agent", choices=("model", "solver"), default="model",
-        help="model: --model plays; solver: the world's exact solver")
-    add("--url", type=runtime.web_address, metavar="URL",
-        help="let an OpenAI-compatible endpoint play instead of vLLM, such as http://host:8000/v1. "
-        "Run it without a tool parser; thoughts that a reasoning parser has split off are put back "
-        "in front of the reply as <think>...</think>")
-    add("--key", metavar="FILE", help="file with the endpoint's API key")
-    add("--tp", type=COUNT, default=1, help="GPUs per engine (tensor parallel)")
-    add("--processes", type=NATURAL, default=0, help="number of engines that share the tasks; the "
-        "results do not depend on it; 0: one per --tp GPUs, or one on a CPU")
-    add("--gpu-memory", type=PART, default=0.9, help="share of a GPU's memory that vLLM may fill")
     add = p.add_argument_group("tasks").add_argument
     add("--tasks", metavar="FILE|DIR|HUB_ID", help="tasks, ours or as published; with --split, a "
         "folder of SPLIT.csv or SPLIT.jsonl, or a data set on the hub (osunlp/TravelPlanner)")
@@ -336,25 +316,42 @@ def flags(argv=None):
     add("--limit", type=COUNT, metavar="N", help="play only the first N tasks")
     add("--samples", type=COUNT, default=1, help="plays per task; several add pass@k")
     add("--split", choices=("train", "validation", "test"), help="part of a data set")
+    add("--agent", choices=("model", "solver"), default="model",
+        help="model: --model plays; solver: the world's exact solver")
+    add("--check", action="store_true", help="only check the world: load the tasks, play one "
+        "scripted reply, and print what came back")
+    play_flags(p, "out/eval", 4096)
+    return runtime.parse_args(p, argv)
+
+
+def play_flags(p, out, max_tokens):
+    """Which models play, and how."""
+    add = p.add_argument_group("models").add_argument
+    add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
+        help="checkpoint folders, hub names, or model names at --url; NAME= names the table's "
+        "column")
+    add("--url", type=runtime.web_address, metavar="URL",
+        help="let an OpenAI-compatible endpoint play instead of vLLM, such as http://host:8000/v1; "
+        "run it without a tool parser")
+    add("--key", metavar="FILE", help="file with the endpoint's API key")
+    add("--tp", type=COUNT, default=1, help="GPUs per engine (tensor parallel); each --tp GPUs "
+        "that are seen run an engine with a share of the tasks")
+    add("--gpu-memory", type=PART, default=0.9, help="share of a GPU's memory that vLLM may fill")
     add = p.add_argument_group("play").add_argument
     add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")
     add("--top-p", type=PART, default=0.95, help="nucleus sampling [1]")
     add("--max-context", type=COUNT, default=32768, help="most tokens of an episode [1]")
     add("--max-turns", type=COUNT, default=60, help="most tool calls, then an answer [1]")
-    add("--max-tokens", type=NATURAL, default=4096, help="most tokens of a reply; 0: no limit "
-        "other than the context; a --url is then sent no limit")
+    add("--max-tokens", type=NATURAL, default=max_tokens, help="most tokens of a reply; 0: no "
+        "limit other than the context")
     add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
         "format, and continue; otherwise such a reply ends the episode, as in training and in [1]")
     add("--concurrency", type=COUNT, default=64, help="most episodes that play at a time")
-    add("--seed", type=int, default=0, help="seed of the sampling and of the world")
+    add("--seed", type=NATURAL, default=0, help="seed of the sampling and of the world")
     add = p.add_argument_group("output").add_argument
-    add("--check", action="store_true", help="only check the world: load the tasks, play one "
-        "scripted reply, and print what came back")
     add("--show", action="store_true", help="print each episode turn by turn, with its verdict")
-    add("--out", default="out/eval", help="folder of table.md and of one folder per agent; a rerun "
-        "plays only the episodes that it lacks")
-    args = runtime.parse_args(p, argv)
-    return args
+    add("--out", default=out, help="folder of the table and of one folder per agent; a rerun plays "
+        "only the episodes that it lacks")
 
 
 def named_paths(specs):
@@ -375,7 +372,7 @@ def read_episodes(path, recover=False):
     if not Path(path).exists():
         return {}
     rows = runtime.recover_jsonl(path) if recover else runtime.read_jsonl(path, torn=True)
-    return {name_of(row["task"]): row for row in reversed(rows)}  # of a play twice, the first
+    return {name_of(row["task"]): row for row in rows}
 
 
 def model_settings(path, url=None):
@@ -388,29 +385,52 @@ def model_settings(path, url=None):
 def open_folder(out, name, settings, kept="episodes.jsonl"):
     """The folder OUT/name. A Mistake if its episodes were played with other settings."""
     folder = Path(out) / name
-    file = folder / "settings.json"
-    before = json.loads(file.read_text()) if (folder / kept).exists() else settings
-    if any(before.get(key, value) != value for key, value in settings.items()):
-        raise Mistake(f"{folder} was played with other settings, see {file}: choose another "
-                      "--out, or remove the folder")
+    file, settings = folder / "settings.json", json.loads(json.dumps(settings))  # tuples are lists
+    before = settings
+    if file.exists() and (folder / kept).exists():
+        before = json.loads(file.read_text())
+    changed = [f"{key} was {before[key]} and is {value}" for key, value in settings.items()
+               if before.get(key, value) != value]
+    if changed:
+        raise Mistake(f"{folder} was played with other settings: {', '.join(changed)}. Choose "
+                      "another --out, or remove the folder")
     runtime.write_text(file, json.dumps(settings, indent=1))
     return folder
 
 
-def keep_play(folder, settings, row, kept="episodes.jsonl"):
-    """Append an episode to OUT/name."""
-    runtime.append_jsonl(folder / kept, row)
-
-
-def play_agent(args, folder, settings, tasks):
-    """(1) (2) Play the episodes of an agent that OUT/name lacks, and append each as it ends."""
-    done = read_episodes(folder / "episodes.jsonl", recover=True)
+def play_agent(args, folder, path, tasks):
+    """(1) (2) Play the episodes that OUT/AGENT lacks, and append each as it ends -> the records of
+    all tasks, in their order."""
+    file = folder / "episodes.jsonl"
+    done = read_episodes(file, recover=True)
+    for task in tasks:
+        if name_of(task) in done and not task.items() <= done[name_of(task)]["task"].items():
+            raise Mistake(f"{folder}: other tasks with these ids were played; choose another --out")
     left = [task for task in tasks if name_of(task) not in done]
-    rows = partial(play_rows, args, folder.name, settings["model"])
     with runtime.progress(None, folder.name, len(tasks), len(tasks) - len(left)) as bar:
+        rows = partial(play_rows, args, folder.name, path)
         for row in in_processes(rows, left, args) if left else ():
-            keep_play(folder, settings, row)
+            runtime.append_jsonl(file, row)
+            done[name_of(row["task"])] = row
             bar.update()
+    return [done[name_of(task)] for task in tasks]
+
+
+def play_agents(args, tasks):
+    """(1) (2) -> {agent: the records of all tasks, without their messages}"""
+    agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
+    runtime.lock_folder(args.out)
+    keys = (*SETTINGS, *(SAMPLING if args.agent == "model" else ()), *args.world_flags)
+    played = {}
+    for name, path in agents.items():
+        settings = model_settings(path, args.url) | {key: getattr(args, key) for key in keys}
+        folder = open_folder(args.out, name, settings)
+        played[name] = play_agent(args, folder, path, tasks)
+        for row in played[name]:
+            if args.show:
+                print_episode(row)
+            del row["messages"]  # those of 50,000 plays are gigabytes
+    return played
 
 
 def play_rows(args, name, path, tasks):
@@ -418,7 +438,7 @@ def play_rows(args, name, path, tasks):
     world = runtime.open_world(args)
     for episode in prepared(world, player(args, path, world, tasks)):
         plan, verdict, strict = world.verdict(episode)
-        row = episode.record(name) | {"plan": plan, "tokens": getattr(episode, "tokens", None)}
+        row = episode.record(name) | {"plan": plan, "tokens": episode.tokens or None}
         if hasattr(episode, "refusal"):
             row["refusal"] = episode.refusal
         if verdict is not None:
@@ -462,23 +482,21 @@ def player(args, path, world, tasks):
 
 
 def in_processes(rows_of, tasks, args):
-    """Yield the rows of rows_of(tasks), computed by --processes processes with a share of the tasks
-    each. Even one engine needs a process, because only its end frees all of an engine's memory."""
-    if args.url:  # there is no engine here
+    """Yield the rows of rows_of(tasks). With engines: from a process per engine (--tp GPUs, or the
+    CPU), each with a share of the tasks. Even one engine needs a process, because only its end
+    frees all of an engine's memory for the next checkpoint."""
+    if args.url or getattr(args, "agent", "model") == "solver":
         yield from rows_of(tasks)
         return
-    context, gpus = get_context("spawn"), []
-    if getattr(args, "agent", "model") == "model":  # the solver needs none, nor torch
-        gpus = runtime.visible_gpus()
-    n = min(args.processes or max(1, len(gpus) // args.tp), len(tasks))
-    rows = context.Queue()
+    context, gpus = get_context("spawn"), runtime.visible_gpus()
+    n, rows = min(max(1, len(gpus) // args.tp), len(tasks)), context.Queue()
     children = [context.Process(target=send_rows, args=(
         rows_of, tasks[i::n], gpus[i * args.tp:(i + 1) * args.tp], rows)) for i in range(n)]
     for child in children:
         child.start()
     alive = True
     while alive:
-        alive = any(child.is_alive() for child in children)
+        alive = any(child.is_alive() for child in children)  # then once more, for the last rows
         with contextlib.suppress(Empty):
             while True:
                 yield rows.get(timeout=0.5)
@@ -494,40 +512,38 @@ def send_rows(rows_of, tasks, gpus, rows):
     runtime.run("evaluate.py", lambda: [rows.put(row) for row in rows_of(tasks)])
 
 
+def try_out(args, world):
+    """--check: what a scripted reply to the first task leads to. --ask: each model's episode on a
+    query of one's own. Nothing is written."""
+    if args.check:
+        tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit, args.split)
+        print(f"{args.tasks}: {len(tasks)} tasks",
+              *runtime.check_world(world, tasks[0], args), sep="\n")
+        return
+    for name, path in named_paths(args.model).items():
+        for episode in player(args, path, world, [{"id": "ask", "query": args.ask}]):
+            print_episode(episode.record(name))
+
+
 def evaluate(args):
     """Play, judge, report."""
     world = runtime.open_world(args)
-    agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
-    if args.ask:  # play a query of one's own, and print each agent's episode
-        for name, path in agents.items():
-            for episode in player(args, path, world, [{"id": "ask", "query": args.ask}]):
-                print_episode(episode.record(name))
+    if args.ask or args.check:
+        try_out(args, world)
         return
     tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit, args.split)
-    if args.check:
-        print("\n".join([f"{args.tasks}: {len(tasks)} tasks",
-                         *runtime.check_world(world, tasks[0], args)]))
-        return
     world.close()  # the players open their own
-    tasks = [task | ({"sample": k} if k else {}) for task in tasks for k in range(args.samples)]
-    common = {key: getattr(args, key) for key in (*SETTINGS, *args.world_flags)}
-    runtime.lock_folder(args.out)
-    played = {}
-    for name, path in agents.items():
-        settings = model_settings(path, args.url) | common
-        folder = open_folder(args.out, name, settings)
-        play_agent(args, folder, settings, tasks)
-        rows = read_episodes(folder / "episodes.jsonl")
-        played[name] = [rows[name_of(task)] for task in tasks]  # in task order
-        for row in played[name] if args.show else ():
-            print_episode(row)
+    played = play_agents(args, [task | ({"sample": k} if k else {}) for task in tasks
+                                for k in range(args.samples)])
     # (3)
     text, report = table(played, getattr(world, "lines", None))
-    for name in agents:
-        runtime.write_text(f"{args.out}/{name}/scores.json", json.dumps(report[name], indent=1))
-    runtime.write_text(Path(args.out) / "table.md", text)
-    print(f"\n{aligned(text)}\n\n{args.out}/table.md; python -m look.report {args.out} shows each "
-          "episode")
+    for name, numbers in report.items():
+        runtime.write_text(f"{args.out}/{name}/scores.json", json.dumps(numbers, indent=1))
+        if (numbers.get(UNREAD) or 0) > 0.2 and not getattr(args, "reader", None):
+            text += f"\n{name}: {numbers[UNREAD]:.0%} of its answer lines were not read by the " \
+                    "rules; use --reader URL=MODEL\n"
+    runtime.write_text(f"{args.out}/table.md", text)
+    print(f"\n{text}\n{args.out}/table.md; python -m look.report {args.out} shows each episode")
 
 
 def main(argv=None):

@@ -36,7 +36,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SEED, SHARE, Help, Mistake, Parser
@@ -46,7 +45,6 @@ from sandbox import Episode
 # size, V vocabulary. A rollout is a flat list of P * G samples.
 OVERLENGTH = ("turns", "context")  # the stops that (4) keeps out of the loss
 MAX_DLOGP = {"cpu": 1e-4, "cuda": 0.05}  # bounds on the mean |dlogp|, for float32 and bfloat16
-LOGITS = 30_000_000  # the loss computes at most this many logits at a time (120 MB in float32)
 
 
 def flags():
@@ -377,20 +375,9 @@ class Policy(torch.nn.Module):
         lm.get_output_embeddings().forward = self.head
 
     def head(self, hidden, targets, temperature):
-        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each. The (N, V) logits would not
-        fit: they are computed a chunk at a time, and again in the backward pass."""
+        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each, without (N, V) logits."""
         weight = self.lm.get_output_embeddings().weight  # (V, H)
-
-        def of_chunk(h, y):
-            logps = ((h @ weight.T).float() / temperature).log_softmax(-1)  # (chunk, V)
-            with torch.no_grad():
-                entropy = -(logps.exp() * logps).sum(-1)
-            return logps.gather(-1, y[:, None]).squeeze(-1), entropy
-
-        size = max(1, min(1024, LOGITS // len(weight)))
-        parts = [checkpoint(of_chunk, h, y, use_reentrant=False)
-                 for h, y in zip(hidden.split(size), targets.split(size), strict=True)]
-        return [torch.cat(column) for column in zip(*parts, strict=True)]
+        return runtime.chunked_logps()(hidden, weight, targets, temperature)
 
     def forward(self, ids, positions, keep, temperature=1.0):
         """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""

@@ -10,6 +10,7 @@ Question answering with a search tool that no stage trained on: what did learnin
     (4) the tax table compares checkpoints per data set and by the unweighted mean of the sets, with
         bootstrap intervals over the questions, and subtracts the first checkpoint from the others
 
+(1) to (3) are a world, which evaluate.py plays.
 The published rows of [1] are not comparable with each other: those of Search-R1 were made with 3
 passages and 4 replies, those of STAR with 5 passages and 60 calls.
 [1] STAR, arXiv:2603.21972   [2] Search-R1, arXiv:2503.09516
@@ -24,18 +25,14 @@ full    python qa_eval.py --model base=A sft=B rl=C --data flashrag --retriever 
 import json
 import random
 import sys
-from collections import Counter, namedtuple
-from functools import partial
+from collections import Counter
 from itertools import repeat
 from pathlib import Path
-
-import runtime  # first: if numpy is missing, it says in one line how to activate .venv
-
-# isort: split
-import numpy as np
+from threading import Lock
 
 import evaluate
-from runtime import AMOUNT, COUNT, NATURAL, PART, Mistake, Parser, web_address
+import runtime
+from runtime import COUNT, Mistake, Parser
 from sandbox import Episode, parse
 from toolstar.retriever import HTTP, QueryError, find_retriever, open_retriever
 from toolstar.text import golds_of, normalize, token_f1  # in the order of Search-R1 [2]
@@ -52,20 +49,12 @@ LOWER_ROWS = (  # of the table: (key in tax.json, label, form)
     ("turns", "wrong: out of replies", "{:,}"),
     ("missing", "wrong: no answer", "{:,}"),
     ("calls", "searches per question", "{:.1f}"))
-Verdict = namedtuple("Verdict", "em sub_em f1 stop calls task")  # of an episode
+ROUNDS = 1000  # R
 HERE = Path(__file__).parent / "database"
-# all episodes of a folder have the same values of these flags, the same model and retriever
-SETTINGS = ("corpus", "encoder", "topk", "max_turns", "max_context", "max_tokens", "lenient",
-            "temperature", "top_p", "system_prompt", "seed")
 QA_PROMPT = (HERE / "prompts" / "search.txt").read_text(encoding="utf-8").strip()
 QA_PROMPTS = {"full": QA_PROMPT, "short": (
     'You answer questions with the tool Search(query). Reply <think>...</think><tool_call>{"name": '
     '..., "arguments": ...}</tool_call> or <think>...</think><answer>...</answer>.')}
-
-
-def qa_prompt(name):
-    """The text of --system-prompt: full, short, or a file."""
-    return QA_PROMPTS.get(name) or Path(name).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------- data
@@ -130,7 +119,7 @@ def qa_score(episode):
             "f1": token_f1(episode.answer, golds)}
 
 
-# ---------------------------------------------------------------- play
+# ---------------------------------------------------------------- world
 
 class SearchSandbox:
     """The world of a question: one tool, no database."""
@@ -151,7 +140,7 @@ class SearchSandbox:
         if isinstance(hits, QueryError):
             return f"Error: the search engine does not answer this query ({hits}). Try other words."
         if isinstance(hits, ConnectionError):
-            raise hits
+            raise Mistake(hits)  # the server is down
         passages = "\n".join(passage(i, hit["document"]) for i, hit in enumerate(hits, 1))
         return passages or "No passage found. Try other words."
 
@@ -171,142 +160,114 @@ def parse_qa(reply):
     return parse(thought + end + rest[last:] if several else reply)
 
 
-def read_verdicts(path):
-    """{id: Verdict} of the episodes in a file, read line by line because 50K of them are gigabytes.
+class Questions:
+    """The world of questions (docs/environment.md)."""
 
-    An unfinished last line of a killed run is cut off, so that its question is played again.
-    """
-    found, end = {}, 0
-    if not path.exists():
-        return found
-    with open(path, "rb+") as file:
-        for i, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                file.truncate(end)
-                break
-            end += len(line)
-            try:
-                row = json.loads(line)
-                empty = row["stop"] == "answer" and not row["answer"].strip()
-                scores = [row["score"][key] for key in ("em", "sub_em", "f1")]
-                stop = "empty" if empty else row["stop"]
-                verdict = Verdict(*scores, stop, row["calls"], row["task"])
-                found.setdefault(row["task"]["id"], verdict)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise Mistake(f"{path}, line {i}: not an episode ({error!r:.100}); delete the "
-                              "line, and its question is played again") from None
-    return found
+    kinds, parts, stops, slow = ("em",), ("success", "em", "sub_em", "f1"), (), True
 
+    def __init__(self, args):
+        prompt = Path(args.system_prompt)
+        if args.system_prompt not in QA_PROMPTS and not prompt.is_file():
+            raise Mistake(f"--system-prompt {prompt} is neither full nor short nor a file")
+        self.prompt = QA_PROMPTS.get(args.system_prompt) or prompt.read_text(encoding="utf-8")
+        self.args, self.lock, self.retriever = args, Lock(), None
+        find_retriever(args.retriever, args.corpus)
 
-def play_model(args, folder, settings, tasks):
-    """Play the questions that OUT lacks, and append each episode as it ends."""
-    done = read_verdicts(folder / "episodes.jsonl")
-    if any(task["id"] in done and done[task["id"]].task != task for task in tasks):
-        raise Mistake(f"{folder}: other questions had these ids; choose another --out")
-    left = [task for task in tasks if task["id"] not in done]
-    begun = len(tasks) - len(left)
-    print(f"{folder.name}: {begun} of {len(tasks)} questions played", file=sys.stderr)
-    played = partial(play_questions, args, folder.name, settings["model"])
-    rows = evaluate.in_processes(played, left, args)
-    right = 0.0
-    bar = runtime.progress(rows if left else (), folder.name, len(tasks), begun)
-    for i, row in enumerate(bar, 1):
-        evaluate.keep_play(folder, settings, row)
-        right += row["score"]["em"]
-        bar.set_postfix_str(f"EM since this start {100 * right / i:.1f}", refresh=False)
+    def load_task(self, row):
+        """A question: a record of FlashRAG, or a task of load_questions."""
+        return row if "set" in row else load_question(row, "qa", "a question")
+
+    def episode(self, task, seed, args):
+        return Episode(task, SearchSandbox(self, args.topk), args.max_turns, self.prompt,
+                       parse=parse_qa)
+
+    def search(self, queries, k):
+        """The retriever's passages. It is opened by the first search: bm25s imports numba, after
+        which vLLM 0.32.0 does not start."""
+        with self.lock:
+            self.retriever = self.retriever or open_retriever(
+                self.args.retriever, self.args.corpus, self.args.devices, self.args.encoder)
+        return self.retriever.search(queries, k)
+
+    def verdict(self, episode):
+        score = qa_score(episode)
+        return episode.answer, score | {"success": score["em"]}, score["em"]
+
+    def reward(self, score, kind):
+        return score[kind]
+
+    def close(self):
+        """The retriever ends with the process."""
 
 
-def play_questions(args, name, path, tasks):
-    """Yield the judged record of each question's episode as it ends."""
-    prompt = qa_prompt(args.system_prompt)
-    play_here = choose_player(args, path)
-    # after the engine: vLLM 0.32.0 does not start once numba is imported, and bm25s imports it
-    retriever = open_retriever(args.retriever, args.corpus, args.devices, args.encoder,
-                               tries=args.tries)
-    episodes = (Episode(task, SearchSandbox(retriever, args.topk), args.max_turns, prompt,
-                        strict=not args.lenient, parse=parse_qa) for task in tasks)
-    for episode in play_here(episodes):
-        yield episode.record(name) | {"score": qa_score(episode)}
+def flags(parser):
+    """The flags of the world that decide a play."""
+    add = parser.add_argument
+    add("--topk", type=COUNT, default=5, help="passages per search [1]")
+    add("--corpus", help="jsonl that bm25 searches; unset: corpus.jsonl in DATA")
+    add("--encoder", help="E5-style HF folder or hub name; unset: the encoder of the index")
+    add("--system-prompt", default="full", help="full, short (for tiny models) or a file's name")
 
 
-def choose_player(args, path):
-    """Return a function that plays episodes, by an API or by a vLLM engine in this process, and
-    yields each as it ends."""
-    sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
-    if args.url:
-        generate = partial(runtime.chat, args.url, path, **sampling,
-                           api_key=runtime.read_key(args.key))
-        return partial(evaluate.play, generate, concurrency=args.concurrency,
-                       max_context=args.max_context)
-    llm, template = evaluate.open_engine(path, args.max_context, args.concurrency, args.tp,
-                                         args.gpu_memory)
-    return partial(evaluate.play_vllm, llm, template, max_context=args.max_context,
-                   seed=args.seed, concurrency=args.concurrency, **sampling)
-
-
-def play_all(args):
-    """Play every checkpoint, then print the table."""
-    tasks = load_questions(args)
-    find_retriever(args.retriever, args.corpus)
-    models = evaluate.named_paths(args.model)
-    qa_prompt(args.system_prompt)  # an unreadable file is reported now
-    runtime.lock_folder(args.out)
-    # a server may come back at another address
-    retriever = "a server" if args.retriever.startswith(HTTP) else args.retriever
-    common = {key: getattr(args, key) for key in SETTINGS} | {"retriever": retriever}
-    settings = [evaluate.model_settings(path, args.url) | common for path in models.values()]
-    folders = list(map(evaluate.open_folder, repeat(args.out), models, settings))
-    for folder, chosen in zip(folders, settings, strict=True):
-        play_model(args, folder, chosen, tasks)
-    print(tax_table(args, folders, tasks))
+def open_world(args):
+    """The world of questions; the flags are those of qa_eval.py."""
+    return Questions(args)
 
 
 # ---------------------------------------------------------------- table
 
 def bootstrap(scores, rounds, rng):
     """Means of n questions drawn with replacement, equally for all models. (M, n) -> (R, M)"""
+    import numpy as np
+
     n = scores.shape[1]
     return np.stack([scores[:, rng.integers(n, size=n)].mean(1) for _ in range(rounds)])
 
 
 def cell(mean, draws, n, sign=""):
     """Percent with its 95% interval, over n questions: 41.2 (39.6 to 42.8)"""
+    import numpy as np
+
     least = -1.0 if sign else 0.0
     interval = evaluate.widened(*np.percentile(draws, [2.5, 97.5]), n, least)
     return f"{100 * mean:{sign}.1f} ({evaluate.span(*interval, sign)})"
 
 
-def summarise(found, sets):
-    """One model's {id: Verdict} and {set: ids} -> {key: number}: scores are unweighted means over
-    the sets."""
-    rows = [found[i] for ids in sets.values() for i in ids]
-    stops = Counter(row.stop for row in rows)
-    means = [np.mean([found[i][:3] for i in ids], axis=0) for ids in sets.values()]
-    return dict(zip(("em", "sub_em", "f1"), np.mean(means, axis=0), strict=True)) | {
+def summarise(rows):
+    """One model's records -> {key: number}: scores are unweighted means over the sets."""
+    stops = Counter("empty" if row["stop"] == "answer" and not row["answer"].strip() else
+                    row["stop"] for row in rows)
+    sets = {}
+    for row in rows:
+        sets.setdefault(row["task"]["set"], []).append(row["score"])
+    means = {key: {name: evaluate.mean(score[key] for score in scores)
+                   for name, scores in sets.items()} for key in ("em", "sub_em", "f1")}
+    return {key: evaluate.mean(each.values()) for key, each in means.items()} | {
         "context": stops["context"], "turns": stops["turns"],
         "missing": len(rows) - stops["answer"] - stops["context"] - stops["turns"],
-        "calls": sum(row.calls for row in rows) / len(rows),
-        "sets": {name: float(np.mean([found[i].em for i in ids])) for name, ids in sets.items()}}
+        "calls": evaluate.mean(row["calls"] for row in rows), "sets": means["em"]}
 
 
-def tax_table(args, folders, tasks):
-    """The tax table as markdown; also in OUT/tax.md, and as numbers in OUT/tax.json."""
-    names, sets, draws = [folder.name for folder in folders], {}, {}
-    for task in tasks:
-        sets.setdefault(task["set"], []).append(task["id"])
-    found = [read_verdicts(folder / "episodes.jsonl") for folder in folders]
-    report = [summarise(verdicts, sets) for verdicts in found]  # a list over models, as those below
-    rng = np.random.default_rng(args.seed)
-    for name, ids in sets.items():
-        scores = np.array([[verdicts[i].em for i in ids] for verdicts in found])  # (M, n)
-        draws[name] = bootstrap(scores, args.rounds, rng).T  # (M, R)
+def tax_table(args, played):
+    """The tax table as markdown; also in OUT/tax.md, and as numbers in OUT/tax.json. played:
+    {model: its records, in the order of the questions}."""
+    import numpy as np
+
+    names, tasks = list(played), [row["task"] for row in next(iter(played.values()))]
+    report = [summarise(rows) for rows in played.values()]  # a list over models, as those below
+    rng, sets = np.random.default_rng(args.seed), list(report[0]["sets"])
+    draws, counts = {}, Counter(task["set"] for task in tasks)
+    for name in sets:
+        scores = np.array([[row["score"]["em"] for row in rows if row["task"]["set"] == name]
+                           for rows in played.values()])  # (M, n)
+        draws[name] = bootstrap(scores, ROUNDS, rng).T  # (M, R)
     average = np.mean(list(draws.values()), axis=0)  # (M, R)
     means = [numbers["em"] for numbers in report]
     rows = [["EM, %", "questions", *names], ["---"] * (len(names) + 2)]
-    for name, ids in sets.items():
+    for name in sets:
         shares = [numbers["sets"][name] for numbers in report]
-        cells = map(cell, shares, draws[name], repeat(len(ids)))
-        rows.append([name, f"{len(ids):,}", *cells])
+        cells = map(cell, shares, draws[name], repeat(counts[name]))
+        rows.append([name, f"{counts[name]:,}", *cells])
     rows.append(["**average**", f"{len(tasks):,}", *map(cell, means, average, repeat(len(tasks)))])
     if len(names) > 1:
         taxes = [cell(mean - means[0], draw - average[0], len(tasks), "+")
@@ -318,64 +279,46 @@ def tax_table(args, folders, tasks):
     text += (f"\n{args.topk} passages a search and {args.max_turns} searches at most; "
              "Search-R1's published rows had 3 passages and 4 replies.\n")
     numbers = json.dumps(dict(zip(names, report, strict=True)), indent=1)
-    runtime.write_text(folders[0].parent / "tax.json", numbers)
-    runtime.write_text(folders[0].parent / "tax.md", text)
+    runtime.write_text(f"{args.out}/tax.json", numbers)
+    runtime.write_text(f"{args.out}/tax.md", text)
     return text
 
 
 # ---------------------------------------------------------------- main
 
-def flags(argv=None):
+def command_flags(argv=None):
+    """The flags of the command: the questions, and evaluate.py's of playing."""
     p = Parser(description=__doc__, formatter_class=runtime.Help)
-    add = p.add_argument_group("agents and questions").add_argument
-    add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
-        help="HF folders, hub names, or models of --url; the table compares all with the first")
-    add("--url", type=web_address, metavar="URL",
-        help="an OpenAI-compatible API, http://host:port/v1; without it vLLM plays here")
-    add("--key", metavar="FILE", help="file with the API's key")
-    add("--data", default="default", help="folder of FlashRAG, or of a questions.jsonl and "
-        "a corpus.jsonl; default means the 64 questions in database/qa")
+    add = p.add_argument_group("questions").add_argument
+    add("--data", default=str(HERE / "qa"), help="folder of FlashRAG, or of a questions.jsonl and "
+        "a corpus.jsonl; the default has 64 questions")
     add("--sets", nargs="+", default=[*SETS], help="FlashRAG's sets to play")
     add("--sample", type=COUNT, metavar="N", help="play N questions of each set, drawn by --seed; "
         "unset: all")
-    add = p.add_argument_group("play").add_argument
-    add("--topk", type=COUNT, default=5, help="passages per search [1]")
-    add("--max-turns", type=COUNT, default=60, help="most searches, then an answer [1]")
-    add("--max-context", type=COUNT, default=32768, help="most tokens of an episode [1]")
-    add("--max-tokens", type=NATURAL, default=2048, help="most tokens of a reply; 0: no limit "
-        "other than the context; a --url is then sent no limit")
-    add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
-        "format, and continue; otherwise such a reply ends the episode, which is then wrong")
-    add("--temperature", type=AMOUNT, default=0.6, help="sampling temperature [1]")
-    add("--top-p", type=PART, default=0.95, help="nucleus sampling [1]")
-    add("--system-prompt", default="full", help="full, short (for tiny models) or a file's name")
-    add("--concurrency", type=COUNT, default=64, help="most questions that play at a time")
-    add("--tp", type=COUNT, default=1, help="GPUs per engine (tensor parallel)")
-    add("--processes", type=NATURAL, default=0, help="number of engines that share the questions; "
-        "0: one per --tp GPUs, or one on a CPU")
-    add("--gpu-memory", type=PART, default=0.9, help="share of a GPU's memory that vLLM may fill")
-    add("--seed", type=NATURAL, default=0, help="seed of sampling, --sample and bootstrap")
-    add = p.add_argument_group("retrieval").add_argument
     add("--retriever", default="bm25", help="bm25, an index folder, or a server's address")
-    add("--corpus", help="jsonl that bm25 searches; unset: corpus.jsonl in DATA")
-    add("--encoder", help="E5-style HF folder or hub name; unset: the encoder of the index")
     add("--devices", nargs="+", default=["cpu"],
         help="torch devices that share an index's vectors")
-    add("--tries", type=COUNT, default=4, help="tries per query of a server, after pauses of 1, 2, "
-        "4 ... s")
-    add = p.add_argument_group("output").add_argument
-    add("--out", default="out/qa", help="folder of the table and the episodes; a rerun plays only "
-        "the episodes that it lacks")
-    add("--rounds", type=COUNT, default=1000, help="R, bootstrap rounds for the 95%% intervals")
-    args = p.parse_args(argv)
-    args.data = str(HERE / "qa") if args.data == "default" else args.data
-    if args.retriever == "bm25":
-        args.corpus = args.corpus or str(Path(args.data) / "corpus.jsonl")
+    evaluate.play_flags(p, "out/qa", 2048)
+    p.set_defaults(env="qa_eval", agent="model")
+    args = runtime.parse_args(p, argv)
+    if args.retriever.startswith(HTTP):
+        args.corpus = "a server"  # it may come back at another address
+    elif args.retriever == "bm25":
+        args.corpus = args.corpus or f"{args.data}/corpus.jsonl"
+    else:
+        args.corpus = args.retriever
     return args
 
 
+def answer_all(args):
+    """Play every checkpoint, then print the table."""
+    tasks = load_questions(args)
+    runtime.open_world(args)  # a missing file is reported now
+    print(tax_table(args, evaluate.play_agents(args, tasks)))
+
+
 def main(argv=None):
-    runtime.run("qa_eval.py", play_all, flags(argv))
+    runtime.run("qa_eval.py", answer_all, command_flags(argv))
 
 
 if __name__ == "__main__":

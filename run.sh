@@ -12,15 +12,17 @@
 #   bash run.sh gpu [--budget MINUTES]   test this machine's GPUs: out/gpu/report.md
 #
 # DRY=1 prints the commands of all stages and runs nothing. A stage whose output exists is skipped,
-# so the same command continues after a failure. Variables to set in front of the command:
+# so the same command continues after a failure; OUTPUT.command beside it is the command that made
+# it, and another command stops. The real sizes first try the largest micro-batch and one update of
+# RL (OUT/preflight). Variables to set in front of the command:
 #   MODEL     base model: a folder or a hub name
 #   DATA      folder of sft, rl, val and test.jsonl; existing files are reused
 #   OUT       folder of the run, out/SIZE by default: another one for other settings
 #   SEED      seed of training and play, 0 by default
 #   FLAGS_STAGE  more flags for a stage, such as FLAGS_rl="--lr 1e-6"
-#   HOW       flags of all trainers, such as "--offload" or "--lora 32" (docs/gpus.md says what fits
-#             which GPUs); TP: GPUs that share an engine; CONTEXT, CUTOFF, PACK: most tokens of an episode in RL, in SFT,
-#             and of a micro-batch; SHARE: share of a GPU that the engine fills
+#   HOW       flags of all trainers, such as "--offload" or "--lora 32": docs/gpus.md says what fits
+#             which GPUs. TP: GPUs that share an engine; SHARE: share of a GPU that it fills;
+#             CONTEXT, CUTOFF, PACK: most tokens of an episode in RL, in SFT, and of a micro-batch
 #   GPUS      ranks on this node; NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: several nodes
 #   ENDPOINT  URL=MODEL of one or more teachers, which write the queries and play the episodes that
 #             DATA lacks; ENDPOINT_KEY: a file with their key. Unset: a grammar and the solver do it
@@ -39,28 +41,44 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 usage() { sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh; exit 2; }
-made() { [[ -e $1 && ! -e $1.unfinished ]]; }
+made() { [[ -e $1 ]] && ! grep -q ^unfinished "$1.command" 2>/dev/null; }
 
-# stage NAME OUTPUT COMMAND...   run a step, unless OUTPUT is there without OUTPUT.unfinished, which
-# marks a step that did not end
+# command WORD...   the part of a command that decides its results: not torchrun's words, nor how
+# memory is used
+command() {
+    printf '%q ' "$@" | sed -E 's/^torchrun .*--nproc_per_node [0-9]+ //; s/ --(resume|offload)\b//g
+        s/ --(gpu-memory|tp|pack-tokens|keep-activations|save-every|workers) [^ ]+//g'
+}
+
+# stage NAME OUTPUT COMMAND...   run a step, unless OUTPUT is there. OUTPUT.command then has its
+# command; until it ends, that file begins with "unfinished"
 stage() {
-    local name=$1 output=$2 began=$SECONDS more=FLAGS_${1//[^a-z0-9]/_}
+    local name=$1 output=$2 began=$SECONDS more=FLAGS_${1//[^a-z0-9]/_} now
     shift 2
     set -- "$@" ${!more:-}
     if [[ -n ${DRY:-} ]]; then
         printf '\n# %s -> %s\n' "$name" "$output"; printf '%q ' "$@"; echo
         return
     fi
-    if made "$output"; then return; fi
+    now=$(command "$@")
+    if made "$output"; then
+        [[ ! -e $output.command || $(<"$output.command") == "$now" ]] ||
+            stop "$output was made by another command, see $output.command: choose another OUT," \
+                "or remove both to make it again; it would now be: $now"
+        return
+    fi
     if [[ $node != 0 && $1 != torchrun ]]; then  # only torchrun's stages run on all nodes
         until made "$output"; do sleep 5; done
         return
     fi
     say "$name: $*"
-    if [[ $node == 0 ]]; then mkdir -p "$(dirname "$output")"; touch "$output.unfinished"; fi
+    if [[ $node == 0 ]]; then
+        mkdir -p "$(dirname "$output")"
+        echo "unfinished $now" > "$output.command"
+    fi
     "$@" || stop "stage $name failed, see above. The same command continues from here"
     [[ -e $output ]] || stop "stage $name ended without writing $output"
-    rm -f "$output.unfinished"
+    [[ $node != 0 ]] || echo "$now" > "$output.command"
     times+=("$name" "$((SECONDS - began)) s")
 }
 
@@ -90,8 +108,6 @@ environment() {
     [[ $seen != 0 ]] || pins=requirements-cpu.txt
     export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
     [[ -z ${DRY:-} ]] || { printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"; return; }
-    # a killed build leaves a lock, and all later runs would wait for it; a build takes a minute
-    find ~/.cache/torch_extensions -name lock -mmin +10 -delete 2>/dev/null || true
     if cmp -s "$pins" .venv/installed.txt; then return; fi
     say "making .venv from $pins, 2.5 GB: several minutes, once"
     "${PYTHON:-python3}" -m venv --clear .venv
@@ -110,6 +126,27 @@ rate() {
     if [[ $HOW == *--lora* ]]; then awk -v lr="$1" 'BEGIN {print lr * 10}'; else echo "$1"; fi
 }
 
+# preflight   before hours are spent: SFT of the longest episodes, and one update of RL with replies
+# of 16 tokens, both from the base model
+preflight() {
+    local here=$OUT/preflight ranks=$((GPUS * NNODES)) longest
+    longest=$(printf '%s\n' "$pack" "$context" "$cutoff" | sort -n | tail -1)
+    stage preflight-data "$here/long.jsonl" python -c 'import json, sys
+row = {"messages": [{"role": role, "content": text} for role, text in (
+    ("user", "Count."), ("assistant", " one" * (int(sys.argv[2]) * 9 // 10)))]}
+open(sys.argv[1], "w").write((json.dumps(row) + "\n") * int(sys.argv[3]))' \
+        "$here/long.jsonl" "$longest" "$ranks"
+    words=("${sft[@]}")
+    change --data "$here/long.jsonl" --epochs 1 --batch "$ranks" --cutoff "$longest" \
+        --pack-tokens "$longest" --out "$here/sft"
+    stage preflight-sft "$here/sft/config.json" "${words[@]}"
+    words=("${rl[@]}")
+    change --model "$base" --steps 1 --prompts "$ranks" --group 2 --max-turns 1 --turn-tokens 16 \
+        --out "$here/rl"
+    stage preflight-rl "$here/rl/config.json" "${words[@]}"
+    [[ -n ${DRY:-} ]] || rm -f "$here"/*/*.safetensors "$here"/rl/best/*.safetensors
+}
+
 # ------------------------------------------------------------------------------------------- sizes
 size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-} HOW=${HOW:-}
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
@@ -120,7 +157,7 @@ case $size in
     tiny) base=$OUT/base algorithm=grpo reward=macro ;;
     tool-tiny) base=$OUT/base reward=strict ;;
     0.5b) base=Qwen/Qwen2.5-0.5B-Instruct sft_epochs=6 algorithm=grpo reward=macro
-          CONTEXT=${CONTEXT:-16384} ;;  # [2]
+          CONTEXT=${CONTEXT:-16384} SHARE=${SHARE:-0.35} dry_gpus=1 ;;  # for a GPU of 24 GB [2]
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct sft_epochs=6 algorithm=arpo reward=macro ;;
     3b)   base=Qwen/Qwen2.5-3B-Instruct sft_epochs=4 algorithm=grpo reward=curriculum ;;
     7b)   base=Qwen/Qwen2.5-7B-Instruct sft_epochs=4 algorithm=grpo reward=sum saving=25 ;;  # [2]
@@ -142,9 +179,12 @@ if [[ $size == *tiny ]]; then
 else
     [[ $size != tool-star-* ]] || DATA=${DATA:-data/tool-star}
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
-    [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=8
+    [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=${dry_gpus:-8}
     [[ $GPUS != 0 ]] || stop "no GPU is seen (nvidia-smi -L); DRY=1 prints the commands"
 fi
+used="$NNODES x $GPUS GPUs, ${HOW:-all weights}, --tp $tp, $share of a GPU for the engine"
+[[ $size != *tiny ]] || used="$seen GPUs, $GPUS ranks in SFT and $rl_gpus in RL"
+say "$size: model $base, data $DATA, seed $SEED, $used"
 meet=(--standalone)  # how the ranks find each other
 [[ $NNODES == 1 ]] || meet=(--nnodes "$NNODES" --node_rank "${NODE_RANK:?0 on the first node}"
     --master_addr "${MASTER_ADDR:?the first node}" --master_port "${MASTER_PORT:-29500}")
@@ -164,7 +204,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     draw=(python synth.py tasks --like tiny --days 3 --levels 4 3 3)
     # all training happens in generated worlds, which share no city with the world of the evaluation
     tasks=("${draw[@]}" --database "$DATA/worlds" --split train)
-    train=(--no-checkpointing --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
+    train=(--keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
     play=(--system-prompt short --max-turns 9)
     rl=("${torchrun[@]}" "$rl_gpus" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$DATA/worlds" "${play[@]}" --reward $reward --keep-overlength --prompts 8
@@ -180,6 +220,11 @@ else
     read -ra endpoints <<<"$ENDPOINT"
     teacher=(${endpoints[@]:+--endpoint "${endpoints[@]}"} ${ENDPOINT_KEY:+--key "$ENDPOINT_KEY"})
     tasks=(python synth.py tasks --database "$database" --like paper --days 3 5 7)
+    # batch, rate and warm-up are from [1 app. C], the cutoff from its released configuration;
+    # cosine decay, bfloat16 and ZeRO-3 need no flags in sft.py
+    sft=("${torchrun[@]}" "$GPUS" sft.py --model "$base" --data "$DATA/sft.jsonl"
+        --epochs "$sft_epochs" --batch 32 --lr $(rate 5e-6) --warmup 0.1 --cutoff $cutoff
+        --pack-tokens $cutoff --seed "$SEED" --save-every 20 --resume "${how[@]}" --out "$OUT/sft")
     # all from [1 app. D] except the clip bounds (DAPO's, arXiv:2503.14476) and --save-every
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32
@@ -216,6 +261,7 @@ draw_tasks() {
 }
 
 [[ $axis != scale && $axis != reliability ]] || source recipes/axes.sh
+[[ -z ${QA:-} || $size == tiny || -n ${RETRIEVER:-} ]] || stop "QA needs RETRIEVER, see the usage"
 
 # ------------------------------------------------------------------------------ data, base and SFT
 if [[ $size == tiny ]]; then
@@ -253,15 +299,11 @@ else
     draw_tasks sft-tasks sft-tasks --split train --seed 3 --prefix sft --n $number \
         --levels $levels --exclude "$DATA/rl.jsonl"
     # with the direct style alone, no episode would show how to leave a dead end
-    stage episodes "$DATA/sft.jsonl" python synth.py episodes --database "$database" --like paper \
+    stage episodes "$DATA/sft.jsonl" python synth.py episodes --database "$database" \
         --exploring 0.4 --seed 4 --tasks "$DATA/sft-tasks.jsonl" \
         "${teacher[@]}" --out "$DATA/sft.jsonl"
-    # batch, rate and warm-up are from [1 app. C], the cutoff from its released configuration;
-    # cosine decay, bfloat16 and ZeRO-3 need no flags in sft.py
-    stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
-        --data "$DATA/sft.jsonl" --epochs "$sft_epochs" --batch 32 --lr $(rate 5e-6) --warmup 0.1 \
-        --cutoff $cutoff --pack-tokens $cutoff --seed "$SEED" --save-every 20 --resume \
-        "${how[@]}" --out "$OUT/sft"
+    preflight
+    stage sft "$OUT/sft/config.json" "${sft[@]}"
 fi
 [[ $what != axis ]] || source recipes/axes.sh
 

@@ -416,6 +416,7 @@ class Template:
 
     def encode(self, text):
         """The ids of this text, without special tokens around it."""
+        text = re.sub("[\ud800-\udfff]", "\ufffd", text)  # half a character of a cut escape
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def prompt(self, messages):
@@ -459,6 +460,40 @@ def is_talk(messages):
     said = [message["role"] == "assistant" for message in messages]
     first = said.index(True) if True in said else len(said)
     return all(one != other for one, other in itertools.pairwise(said[first:]))
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields that hold a reply's thought
+UNTRAINED = ("weight", "loss_mask", "trainable", "train")  # 0 or false: not in the loss
+
+
+def read_talk(messages, template, tools=None):
+    """A conversation of training data, with each thought in front of its reply, and "untrained" at
+    the replies that its author took out of the loss. ValueError if it is no conversation, or if
+    training would leave out a part of it. tools: what the row has under this name."""
+    if not messages or not is_talk(messages) or messages[0]["role"] == "assistant":
+        raise ValueError("its 'messages' are not a conversation: system and user, each with a text "
+                         "as 'content', then assistant alternates with user or result")
+    if tools:
+        raise ValueError("its 'tools' would be left out: write them into the system message")
+    talk = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        others = [key for key, value in message.items() if value and key not in (
+            "role", "content", *THOUGHTS, *UNTRAINED)]
+        if others:
+            raise ValueError(f"a message has {others}, which would be left out: write it into the "
+                             "content, as the model is to say it, or remove it")
+        thoughts = [message[key] for key in THOUGHTS if message.get(key)]
+        marks = [message[key] for key in UNTRAINED if message.get(key) is not None]
+        if any(mark not in (0, 1) for mark in marks):
+            raise ValueError(f"a message has a weight of {marks}: 0 and 1 are read")
+        if role == "assistant":
+            content = content.removesuffix(template.end_text)  # some data sets write it
+            content = with_thought(content, thoughts[0]) if thoughts else content
+            if template.escape(content) != content:
+                raise ValueError(f"a reply has a special token in its text: {content!r:.200}")
+        talk.append({"role": role, "content": content, "untrained": 0 in marks})
+    return talk
 
 
 def load_template(path):
@@ -723,6 +758,8 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     text, thought = message.content or "", getattr(message, "reasoning_content", None)
     if not text.strip() and not begun:
         raise Refused(f"{url}: a reply without text ({body.choices[0].finish_reason})")
+    for stop in stops if body.choices[0].finish_reason == "stop" else ():  # most servers cut it off
+        text += stop * (text.rfind(stop.replace("/", "")) > text.rfind(stop))
     if len(text) > LONGEST_REPLY:
         raise NoRoom(f"{url}: a reply of {len(text):,} characters fits into no context")
     reply = Reply(text if begun else with_thought(text, thought))
@@ -755,6 +792,60 @@ MEASURED = ("The first train to the coast leaves at nine.", "The last bus to the
             "A ferry stops here only once on Sundays.")
 
 
+LOGITS = 30_000_000  # at most this many logits are computed at a time (120 MB in float32)
+
+
+@lru_cache
+def chunked_logps():
+    """The function (hidden, weight, targets, temperature) -> log pi and entropy of the targets, of
+    shapes (N, H), (V, H), (N,) and a number -> (N,), (N,), that never holds (N, V) logits.
+
+    Forward and backward process a chunk of tokens at a time, and backward recomputes the chunk's
+    logits. With p = softmax(h W^T / t): d logp_y / d logits = (onehot_y - p) / t. The gradient of
+    the weight is summed over chunks in float32: in bfloat16, which torch.utils.checkpoint would sum
+    in, 171 chunks lose 2.8 % of it, and 0.3 % in float32. No gradient flows through the entropy.
+    """
+    import torch
+
+    class ChunkedLogps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, targets, temperature):
+            ctx.chunk = max(1, min(1024, LOGITS // len(weight)))
+            ctx.temperature = temperature
+            ctx.save_for_backward(hidden, weight, targets)
+            logps, entropy = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
+            for i in range(0, len(hidden), ctx.chunk):
+                some = slice(i, i + ctx.chunk)
+                logits = (hidden[some] @ weight.T).float().div_(temperature)  # (chunk, V)
+                total = logits.logsumexp(-1)
+                logps[some] = logits.gather(-1, targets[some, None]).squeeze(-1) - total
+                p = (logits - total[:, None]).exp_()
+                entropy[some] = total - logits.mul_(p).sum(-1)  # - sum p log p
+            ctx.mark_non_differentiable(entropy)
+            return logps, entropy
+
+        @staticmethod
+        def backward(ctx, grad, _):
+            hidden, weight, targets = ctx.saved_tensors
+            grad_hidden, grad_weight = torch.empty_like(hidden), None
+            if ctx.needs_input_grad[1]:  # not with --lora
+                grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            for i in range(0, len(hidden), ctx.chunk):
+                some = slice(i, i + ctx.chunk)
+                g = grad[some, None].float()
+                logits = (hidden[some] @ weight.T).float().div_(ctx.temperature)
+                d = torch.softmax(logits, -1).mul_(-g).scatter_add_(-1, targets[some, None], g)
+                d = d.div_(ctx.temperature).to(hidden.dtype)
+                grad_hidden[some] = d @ weight
+                if grad_weight is not None:
+                    grad_weight += d.T @ hidden[some]
+            if grad_weight is not None:
+                grad_weight = grad_weight.to(weight.dtype)
+            return grad_hidden, grad_weight, None, None
+
+    return ChunkedLogps.apply
+
+
 def setup():
     """Join the ranks that torchrun has started -> rank, ranks, device"""
     import torch
@@ -777,16 +868,7 @@ def setup():
     if not cuda:
         from deepspeed.comm.torch import build_shm_op
 
-        # A killed build leaves a lock, for which PyTorch would wait for ever. So build under a lock
-        # of ours, which the kernel releases, and remove PyTorch's, which nobody holds meanwhile
-        default = Path.home() / ".cache" / "torch_extensions"
-        builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
-        builds.mkdir(parents=True, exist_ok=True)
-        with open(builds / ".ours", "w") as ours:
-            fcntl.flock(ours, fcntl.LOCK_EX)
-            for lock in builds.glob("**/lock"):
-                lock.unlink(missing_ok=True)
-            build_shm_op()
+        compile_op(build_shm_op)
     # Create the process group before DeepSpeed does, and DeepSpeed uses it. It would bind a group
     # of its own to a device, and NCCL would then create vLLM's groups by splits that need all
     # ranks, which is known to hang.
@@ -797,6 +879,22 @@ def setup():
     if cuda:
         torch.cuda.set_device(device)
     return dist.get_rank(), dist.get_world_size(), device
+
+
+def compile_op(build):
+    """Have DeepSpeed compile one of its C++ ops, at its first use.
+
+    A killed build leaves a lock, for which PyTorch would wait for ever. So build under a lock of
+    ours, which the kernel releases, and remove PyTorch's, which nobody holds meanwhile.
+    """
+    default = Path.home() / ".cache" / "torch_extensions"
+    builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
+    builds.mkdir(parents=True, exist_ok=True)
+    with open(builds / ".ours", "w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        for lock in builds.glob("**/lock"):
+            lock.unlink(missing_ok=True)
+        build()
 
 
 def load(args, template, device, make_policy, collate):
@@ -828,8 +926,9 @@ def load(args, template, device, make_policy, collate):
     layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
 
     def choose(model, positional, named):
+        ids = named["input_ids"] if "input_ids" in named else positional[0]
         for layer in layers:
-            layer.gradient_checkpointing = named["input_ids"].numel() > args.keep_activations
+            layer.gradient_checkpointing = ids.numel() > args.keep_activations
     lm.base_model.register_forward_pre_hook(choose, with_kwargs=True)
     longest = args.context if "context" in args else args.cutoff
     return check_forwards(lm.to(device).train(), make_policy, collate, template, flash, longest)
@@ -963,6 +1062,7 @@ def zero3(policy, args, device):
     cuda = device.type == "cuda"
     trained = [p for p in policy.parameters() if p.requires_grad]  # with --lora only the adapters
     if args.offload:
+        compile_op(deepspeed.ops.op_builder.CPUAdamBuilder().load)
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(trained, lr=args.lr, weight_decay=0.0)
     else:
         # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
@@ -1201,8 +1301,12 @@ def load_tasks(source, load, limit=None, split=None):
     """The tasks of a file (jsonl of tasks or of episodes, or csv) or of a data set, each read by
     load(row), a world's load_task. Errors name the file and the row."""
     path, tasks = find_tasks(source, split), []
+    if not path.is_file():
+        raise Mistake(f"{path} is not a file; a folder or a data set on the hub needs --split")
     rows = read_csv_rows(path) if path.suffix == ".csv" else read_jsonl(path)
     for number, row in enumerate(rows[:limit]):
+        if not isinstance(row, dict):
+            raise Mistake(f"{path}, row {number + 1}: a task is a JSON object, not {row!r:.60}")
         row = row["task"] if isinstance(row.get("task"), dict) else row
         row = row if row.keys() & {"id", "idx"} else row | {"id": str(number), "idx": number}
         try:

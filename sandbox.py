@@ -7,15 +7,15 @@ The world an agent sees: the turn protocol and the TravelPlanner tools, and the 
         answer (given), format (the protocol was broken), turns (limit), context (the player ran out
         of tokens)
     (3) Sandbox.call answers a tool call, and phrases observations exactly as the benchmark's tools
-    (4) Database answers from an index, an SQLite file that is built once from the published CSVs,
-        shared by all processes, and built again when a CSV changes
+    (4) Database holds the small tables in memory, and asks an index for flights, of which there are
+        millions: an SQLite file, built once for all processes, and again when the CSV changes
 
 Tools and observations are those of the benchmark [1]. The system prompt is ours: see README.md,
 "Where this departs from the papers".
 [1] TravelPlanner, arXiv:2402.01622
 
 Reads   the tables of database/README.md, flat or with one folder per table
-Writes  sandbox.index beside them, or in ~/.cache/star where that folder is not writable
+Writes  flights.index beside them, or in ~/.cache/star where that folder is not writable
 
     python sandbox.py check DIR     which tables are there, what is missing or different
 
@@ -28,30 +28,24 @@ import copy
 import csv
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import random
 import sqlite3
 import sys
 from collections import namedtuple
-from functools import partialmethod
 from pathlib import Path
 from typing import NamedTuple
 
 # ---------------------------------------------------------------- protocol
 
 PROMPTS = Path(__file__).parent / "database" / "prompts"  # texts that models are given
-SHORT_PROMPT = (
-    'You plan trips with tools. Reply <think>...</think><tool_call>{"name": ..., "arguments": '
-    '{...}}</tool_call> or <think>...</think><answer>...</answer>.')
-
 
 def read_prompt(name="full"):
-    """The text of --system-prompt: full (database/prompts/system.txt), short, or a file."""
-    if name == "short":
-        return SHORT_PROMPT
-    path = PROMPTS / "system.txt" if name == "full" else Path(name)
-    return path.read_text(encoding="utf-8")
+    """The text of --system-prompt: full (system.txt), short (tiny.txt, for tiny/), or a file."""
+    known = {"full": PROMPTS / "system.txt", "short": PROMPTS / "tiny.txt"}
+    return known.get(name, Path(name)).read_text(encoding="utf-8")
 
 
 class Action(NamedTuple):
@@ -322,44 +316,44 @@ Flight = namedtuple("Flight", "number price departure arrival elapsed miles "
 City = namedtuple("City", "city state")
 
 
-class Distance(namedtuple("Distance", "duration distance origin destination")):
-    """A road: a duration like "10 hours 55 mins" and a distance like "1,144 km", "" if unknown."""
+Distance = namedtuple("Distance", "duration distance km origin destination")  # "" if unknown
 
-    @property
-    def km(self):
-        return float(self.distance.removesuffix(" km").replace(",", "")) if self.distance else None
+
+def road(duration, distance, origin, destination):
+    """A Distance from a duration like "10 hours 55 mins" and a distance like "1,144 km"."""
+    km = float(distance.removesuffix(" km").replace(",", "")) if distance else None
+    return Distance(duration, distance, km, origin, destination)
 
 
 class Table(NamedTuple):
-    row: type
+    row: object  # makes a row from its fields and its key
     file: str
     subfolder: str
     columns: dict  # {column of the CSV: its type}; numbers are printed as pandas prints them
     key: tuple  # columns that rows are looked up by
-    records: int  # rows of the published file
-    kept: int  # those without a missing value; the others are dropped
+    kept: int  # rows of the published file in which no value is missing; the others are dropped
 
 
 TABLES = {
     "flights": Table(Flight, "clean_Flights_2022.csv", "flights", {
         "Flight Number": str, "Price": int, "DepTime": str, "ArrTime": str,
         "ActualElapsedTime": str, "Distance": float,
-    }, ("OriginCityName", "DestCityName", "FlightDate"), 3827361, 3827361),
+    }, ("OriginCityName", "DestCityName", "FlightDate"), 3827361),
     "hotels": Table(Hotel, "clean_accommodations_2022.csv", "accommodations", {
         "NAME": str, "price": float, "room type": str, "house_rules": str, "minimum nights": float,
         "maximum occupancy": int, "review rate number": float,
-    }, ("city",), 5047, 4285),
+    }, ("city",), 4285),
     "restaurants": Table(Restaurant, "clean_restaurant_2022.csv", "restaurants", {
         "Name": str, "Average Cost": int, "Cuisines": str, "Aggregate Rating": float,
-    }, ("City",), 9551, 9551),
+    }, ("City",), 9551),
     "attractions": Table(Attraction, "attractions.csv", "attractions", {
         "Name": str, "Website": str, "Address": str, "Phone": str,
-    }, ("City",), 5302, 5302),
-    "distances": Table(Distance, "distance.csv", "googleDistanceMatrix", {
+    }, ("City",), 5302),
+    "distances": Table(road, "distance.csv", "googleDistanceMatrix", {
         "duration": str, "distance": str,
-    }, ("origin", "destination"), 17602, 17602),
+    }, ("origin", "destination"), 17602),
     "cities": Table(City, "citySet_with_states.txt", "background", {},
-                    ("city", "state"), 312, 312),
+                    ("city", "state"), 312),
 }
 
 
@@ -372,95 +366,100 @@ def find_sources(folder):
     return found
 
 
+def read_rows(path, table):
+    """Yield the rows of a CSV. ValueError with the file and the line of one that is damaged."""
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        lines = csv.reader(file, strict=True, delimiter="\t" if table.row is City else ",")
+        try:
+            # the list of cities has no header
+            head = list(table.key) if table.row is City else next(lines, [])
+            kinds = table.columns | dict.fromkeys(table.key, str)
+            for column in kinds:
+                if column not in head:
+                    raise ValueError(f"column {column!r} is missing")
+            kinds = [(head.index(column), kind) for column, kind in kinds.items()]
+            for fields in filter(None, lines):  # without empty lines
+                if len(fields) != len(head):
+                    raise ValueError(f"{len(fields)} fields for {len(head)} columns")
+                if table.row is road:
+                    fields = ["" if text in MISSING else text for text in fields]
+                elif not MISSING.isdisjoint(fields):
+                    continue
+                yield table.row(*[kind(fields[i]) for i, kind in kinds])
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"{path}, line {lines.line_num}: {error}; download it again, {HELP}"
+                             ) from None
+
+
 def read_table(path, table):
-    """A CSV -> {key: its kept rows in file order, each as JSON}, number of all rows."""
-    groups, total, line = {}, 0, 1
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            names = {"fieldnames": table.key, "delimiter": "\t"} if table.row is City else {}
-            reader = csv.DictReader(file, strict=True, **names)  # the list of cities has no header
-            for total, row in enumerate(reader, 1):  # noqa: B007  the last one is returned
-                line = reader.line_num
-                if not MISSING.isdisjoint(row.values()):
-                    if table.row is not Distance:
-                        continue
-                    row = {name: "" if text in MISSING else text for name, text in row.items()}
-                fields = [kind(row[column]) for column, kind in table.columns.items()]
-                key = tuple(row[column] for column in table.key)
-                groups.setdefault(key, []).append(json.dumps(fields, ensure_ascii=False))
-    except (csv.Error, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}, line {line}: {error!r}; download it again, {HELP}") from None
-    return groups, total
+    """A CSV -> {key: its rows in file order}."""
+    rows = {}
+    for row in read_rows(path, table):
+        rows.setdefault(row[-len(table.key):], []).append(row)
+    return {key: tuple(found) for key, found in rows.items()}
 
 
 # ---------------------------------------------------------------- index
-# An SQLite file with a table per CSV. A line has a key and all `rows` of that key, in file order,
-# as JSON. `numbers` finds a flight's line by its number; `about` says which CSVs the index was made
-# of. Names are in the order of their first occurrence, and answers list them in this order.
+# An SQLite file of the flights. `routes` has each pair of cities and the line of its first flight;
+# `about` says which CSV the index was made of.
 
-def identity(sources):
-    """What identifies the CSVs of an index: if any of it changes, the index is built again."""
-    stats = [(path.name, path.stat()) for path in sources.values()]
-    return json.dumps([3, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)])
+def identity(path):
+    """What identifies the CSV of an index: if any of it changes, the index is built again."""
+    stat = path.stat()
+    return json.dumps([4, path.name, stat.st_size, stat.st_mtime_ns])
 
 
-def fill_index(base, sources):
+def fill_index(base, path):
     """Create the tables of an index and fill them."""
-    stamp = identity(sources)  # taken first: if a CSV changes meanwhile, the index is out of date
+    stamp = identity(path)  # taken first: if the CSV changes meanwhile, the index is out of date
     base.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
-    names, counts, cities = {}, {}, []
-    for name, table in TABLES.items():
-        groups, total = read_table(sources[name], table)
-        counts[name] = total, sum(map(len, groups.values()))
-        if table.row is City:
-            cities = list(groups)
-            continue
-        names |= dict.fromkeys(part for key in groups for part in key)
-        key = ", ".join(table.row._fields[len(table.columns):])
-        base.execute(f"CREATE TABLE {name} (rows, {key})")
-        lines = ((f"[{','.join(rows)}]", *place) for place, rows in groups.items())
-        base.executemany(f"INSERT INTO {name} VALUES (?{', ?' * len(table.key)})", lines)
-        base.execute(f"CREATE INDEX key_of_{name} ON {name} ({key})")
-    base.executescript("""
-        CREATE TABLE numbers (number, line, PRIMARY KEY (number, line)) WITHOUT ROWID;
-        INSERT OR IGNORE INTO numbers SELECT json_extract(value, '$[0]'), flights.rowid
-            FROM flights, json_each(rows) ORDER BY 1, 2;
-        CREATE TABLE about (rows, identity);""")
-    about = json.dumps([counts, cities, list(names)], ensure_ascii=False)
-    base.execute("INSERT INTO about VALUES (?, ?)", (about, stamp))
+    base.execute(f"CREATE TABLE flights ({', '.join(Flight._fields)})")
+    base.executemany(f"INSERT INTO flights VALUES ({', '.join('?' * len(Flight._fields))})",
+                     read_rows(path, TABLES["flights"]))
+    base.execute("CREATE INDEX by_route ON flights (origin, destination, date)")
+    base.execute("CREATE INDEX by_number ON flights (number)")
+    base.execute("CREATE TABLE routes AS SELECT origin, destination, MIN(rowid) AS line "
+                 "FROM flights GROUP BY origin, destination")
+    base.execute("CREATE TABLE about AS SELECT ? AS identity", (stamp,))
     base.commit()
 
 
-def connect(path, sources):
-    """A connection to an index of these CSVs; sqlite3.DatabaseError if it is something else."""
+def connect(path, source):
+    """A connection to the index of a CSV; sqlite3.DatabaseError if it is something else."""
     # immutable: SQLite takes no locks and looks for no changes; a changed index is another file
     base = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True,
                            check_same_thread=False)
-    if base.execute("SELECT identity FROM about").fetchall() != [(identity(sources),)]:
-        raise sqlite3.DatabaseError(f"{path} was made of other files")
+    if base.execute("SELECT identity FROM about").fetchall() != [(identity(source),)]:
+        raise sqlite3.DatabaseError(f"{path} was made of another file")
     return base
 
 
-def open_index(folder, sources):
-    """(path, connection) of the index, which is built if necessary: under a temporary name and then
-    renamed, so that other processes find the old or the new one."""
+def open_index(folder, source):
+    """(path, connection) of the index, beside the tables or in the cache. If there is none, it is
+    built under a temporary name and renamed, so that other processes find the old or the new one.
+    """
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    path = folder / "sandbox.index"
-    if not os.access(folder, os.W_OK) and not path.exists():
-        path = Path(f"~/.cache/star/{name}.index").expanduser()
-    with open(sources["flights"]) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, the others wait for it
-        with contextlib.suppress(sqlite3.Error):
-            return path, connect(path, sources)
+    beside, cached = folder / "flights.index", Path(f"~/.cache/star/{name}.index").expanduser()
+    with open(source) as lock:
+        for locked in False, True:
+            if locked:  # one process builds, the others wait and find its index
+                with contextlib.suppress(OSError):  # a file system without locks: each builds one
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+            for path in beside, cached:
+                with contextlib.suppress(sqlite3.Error):
+                    return path, connect(path, source)
+        # root may write anywhere, but a folder that is read-only for all is left alone
+        writable = os.access(folder, os.W_OK) and folder.stat().st_mode & 0o222
+        path = beside if writable else cached
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             with contextlib.closing(sqlite3.connect(temporary)) as base:
-                fill_index(base, sources)
+                fill_index(base, source)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        return path, connect(path, sources)
+        return path, connect(path, source)
 
 
 # ---------------------------------------------------------------- database
@@ -468,7 +467,7 @@ def open_index(folder, sources):
 class Database:
     """The tables of a folder. Unknown names find nothing; rows come in file order.
 
-    Raises FileNotFoundError or ValueError with the file that is missing or malformed.
+    Raises FileNotFoundError or ValueError with the file that is missing or damaged.
     """
 
     def __init__(self, folder):
@@ -479,17 +478,23 @@ class Database:
         missing = [TABLES[name].file for name, path in sources.items() if path is None]
         if missing:
             raise FileNotFoundError(f"{self.folder}: no {', no '.join(missing)}; {HELP}")
-        self.index, self._base = open_index(self.folder, sources)
-        self._kept = {}  # {question: answer} of frequent questions
-        self.counts, cities, names = self._read("about")
-        self._rank = {name: rank for rank, name in enumerate(names)}
-        self.cities = dict(cities)
-        self.states = {}  # {state: [city]}, as cities is {city: state}
-        for city, state in cities:
+        self._rows = {name: read_table(sources[name], table) for name, table in TABLES.items()
+                      if table.row is not Flight}
+        self.index, self._base = open_index(self.folder, sources["flights"])
+        self.cities = dict(list(self._rows["cities"]))  # {city: state}
+        self.states = {}  # {state: [city]}
+        for city, state in self._rows["cities"]:
             self.states.setdefault(state, []).append(city)
-        self.hotel_cities = self._names("SELECT city FROM hotels")
-        self.restaurant_cities = self._names("SELECT city FROM restaurants")
-        self.attraction_cities = self._names("SELECT city FROM attractions")
+        self.hotel_cities, self.restaurant_cities, self.attraction_cities = (
+            [city for city, in self._rows[name]]
+            for name in ("hotels", "restaurants", "attractions"))
+        routes = self._base.execute("SELECT origin, destination FROM routes ORDER BY line")
+        routes = routes.fetchall()
+        # cities in the order in which the flights first name them
+        order = {city: i for i, city in enumerate(dict.fromkeys(itertools.chain(*routes)))}
+        self._destinations = {}
+        for origin, destination in sorted(routes, key=lambda ends: order[ends[1]]):
+            self._destinations.setdefault(origin, []).append(destination)
 
     def __reduce__(self):
         """Pickle the folder's name alone: loading a checkpoint opens the database again."""
@@ -504,63 +509,50 @@ class Database:
         """{name: Database} that `of` chooses from."""
         return {"": self}
 
-    def _ask(self, question, *values):
-        """The lines that the index answers with."""
-        with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair names nothing
-            return self._base.execute(question, values).fetchall()
-        return []
+    def hotels(self, city):
+        return self._rows["hotels"].get((city,), ())
 
-    def _read(self, place, *values):
-        """The rows of a line of the index, () if there is no such line."""
-        lines = self._ask(f"SELECT rows FROM {place}", *values)
-        return json.loads(lines[0][0]) if lines else ()
+    def restaurants(self, city):
+        return self._rows["restaurants"].get((city,), ())
 
-    def _names(self, question, *values):
-        """A column of names in the order of their first occurrence in the CSVs."""
-        return tuple(sorted((name for name, in self._ask(question, *values)), key=self._rank.get))
-
-    def _rows(self, table, where, *key):
-        row = TABLES[table].row
-        return tuple([row(*fields, *key) for fields in self._read(f"{table} WHERE {where}", *key)])
-
-    def _city_rows(self, table, city):
-        if (table, city) not in self._kept and (rows := self._rows(table, "city = ?", city)):
-            self._kept[table, city] = rows  # only known cities, which are few
-        return self._kept.get((table, city), ())
-
-    hotels = partialmethod(_city_rows, "hotels")
-    restaurants = partialmethod(_city_rows, "restaurants")
-    attractions = partialmethod(_city_rows, "attractions")
+    def attractions(self, city):
+        return self._rows["attractions"].get((city,), ())
 
     def distance(self, origin, destination):
         """The first row of the pair, None if there is none."""
-        where = "origin = ? AND destination = ?"
-        return next(iter(self._rows("distances", where, origin, destination)), None)
+        return next(iter(self._rows["distances"].get((origin, destination), ())), None)
+
+    def _select(self, what, *values):
+        """The rows of flights that the index answers with."""
+        with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair names nothing
+            return self._base.execute(f"SELECT {what}", values).fetchall()
+        return []
 
     def flights(self, origin, destination, date):
         """All flights from one city to another on a date, in file order."""
-        where = "origin = ? AND destination = ? AND date = ?"
-        return self._rows("flights", where, origin, destination, date)
+        where = "origin = ? AND destination = ? AND date = ? ORDER BY rowid"
+        rows = self._select(f"* FROM flights WHERE {where}", origin, destination, date)
+        return tuple(map(Flight._make, rows))
 
     def flight(self, number):
         """The flight of this number, None if there is none. Published numbers are unique."""
-        keys = self._ask("SELECT origin, destination, date FROM numbers "
-                         "JOIN flights ON flights.rowid = line WHERE number = ?", number)
-        rows = (row for key in keys for row in self.flights(*key))
-        return next((row for row in rows if row.number == number), None)
+        rows = self._select("* FROM flights WHERE number = ? ORDER BY rowid LIMIT 1", number)
+        return Flight(*rows[0]) if rows else None
 
     def flight_dates(self, origin, destination):
         """Sorted dates with a flight from origin to destination."""
-        dates = self._ask("SELECT date FROM flights WHERE origin = ? AND destination = ? "
-                          "ORDER BY date", origin, destination)
+        dates = self._select("DISTINCT date FROM flights WHERE origin = ? AND destination = ? "
+                             "ORDER BY date", origin, destination)
         return tuple(date for date, in dates)
 
     def flight_destinations(self, origin):
         """Cities with any flight from origin."""
-        if origin not in self._kept:
-            question = "SELECT DISTINCT destination FROM flights WHERE origin = ?"
-            self._kept[origin] = self._names(question, origin)
-        return self._kept[origin]
+        return self._destinations.get(origin, ())
+
+    def counts(self):
+        """{table: number of its rows}."""
+        found = {name: sum(map(len, rows.values())) for name, rows in self._rows.items()}
+        return found | {"flights": self._base.execute("SELECT COUNT(*) FROM flights").fetchone()[0]}
 
 
 class Country:
@@ -592,12 +584,11 @@ def open_database(path=None):
 def check(folder):
     """Print the numbers of a folder's rows beside the published ones."""
     database = Database(folder)
-    print(f"{'table':12} {'rows':>10} {'published':>10} {'kept':>10} {'published':>10}")
+    counts = database.counts()
+    print(f"{'table':12} {'rows':>10} {'published':>10}")
     for name, table in TABLES.items():
-        rows, kept = database.counts[name]
-        same = (rows, kept) == (table.records, table.kept)
-        print(f"{name:12} {rows:10,} {table.records:10,} {kept:10,} {table.kept:10,}"
-              + ("" if same else "  different: a part of the table, or another world"))
+        note = "" if counts[name] == table.kept else "  a part of the table, or another world"
+        print(f"{name:12} {counts[name]:10,} {table.kept:10,}{note}")
     print(f"index: {database.index}")
 
 

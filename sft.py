@@ -27,14 +27,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Mistake, Parser
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary.
-LOGITS = 30_000_000  # the loss computes at most this many logits at a time (120 MB in float32)
 
 
 def flags():
@@ -84,13 +82,12 @@ def render(messages, template):
         if is_reply:
             # the role "result" stands within a reply, which continues after it: no end token yet
             continues = following and following["role"] == "result"
-            tokens = template.encode(message["content"])
-            ended = tokens[-1:] == [template.end]  # some data sets write the end token
-            tokens += [template.end] * (not continues and not ended)
+            tokens = template.encode(message["content"]) + [template.end] * (not continues)
         else:
             tokens = template.between(message)
         rendered.ids.extend(tokens)
-        rendered.mask.extend([int(is_reply)] * len(tokens))
+        in_loss = is_reply and not message.get("untrained")
+        rendered.mask.extend([int(in_loss)] * len(tokens))
     return rendered
 
 
@@ -99,11 +96,11 @@ def load_samples(path, template, cutoff):
     of more than `cutoff` tokens or without a reply."""
     samples, rows = [], runtime.read_jsonl(path)
     for line, episode in enumerate(rows, 1):
-        messages = episode.get("messages")
-        if not runtime.is_talk(messages) or messages[0]["role"] == "assistant":
-            raise Mistake(f"{path}:{line}: its 'messages' are not a conversation: system and "
-                          "user, then assistant alternates with user or result")
-        sample = render(messages, template)
+        try:
+            messages = runtime.read_talk(episode.get("messages"), template, episode.get("tools"))
+            sample = render(messages, template)
+        except ValueError as error:
+            raise Mistake(f"{path}:{line}: {error}") from None
         if episode.get("stop") in ("format", "context") and sample.mask[-1]:
             sample.ids.pop()  # the last reply was cut off: its end token was never sampled
             sample.mask.pop()
@@ -138,20 +135,9 @@ class Policy(torch.nn.Module):
         lm.get_output_embeddings().forward = self.head
 
     def head(self, hidden, targets, temperature):
-        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each. The (N, V) logits would not
-        fit: they are computed a chunk at a time, and again in the backward pass."""
+        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each, without (N, V) logits."""
         weight = self.lm.get_output_embeddings().weight  # (V, H)
-
-        def of_chunk(h, y):
-            logps = ((h @ weight.T).float() / temperature).log_softmax(-1)  # (chunk, V)
-            with torch.no_grad():
-                entropy = -(logps.exp() * logps).sum(-1)
-            return logps.gather(-1, y[:, None]).squeeze(-1), entropy
-
-        size = max(1, min(1024, LOGITS // len(weight)))
-        parts = [checkpoint(of_chunk, h, y, use_reentrant=False)
-                 for h, y in zip(hidden.split(size), targets.split(size), strict=True)]
-        return [torch.cat(column) for column in zip(*parts, strict=True)]
+        return runtime.chunked_logps()(hidden, weight, targets, temperature)
 
     def forward(self, ids, positions, keep, temperature=1.0):
         """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""

@@ -19,7 +19,6 @@ Writes  jsonl, line by line, so that a killed run resumes; OUT.refused lists wha
     python synth.py episodes --tasks data/q.jsonl --exploring 0.4 --out data/sft.jsonl
     python synth.py subsets  --tasks data/many.jsonl --exclude data/sft.jsonl --out data/subsets
 """
-import argparse
 import contextlib
 import datetime
 import itertools
@@ -38,21 +37,7 @@ import runtime
 import sandbox
 from evaluate import mean
 from format_plan import itinerary
-from runtime import (
-    AMOUNT,
-    COUNT,
-    SHARE,
-    Mistake,
-    Parser,
-    Refused,
-    endpoint,
-    entries,
-    fill,
-    join_words,
-    portions,
-    spoken,
-    stable_draw,
-)
+from runtime import COUNT, Mistake, Parser, endpoint, fill, join_words, portions, stable_draw
 from sandbox import PROMPTS, open_database
 from travel import constraints, solver
 from travel.teacher import Lesson, Teacher, faults
@@ -78,10 +63,7 @@ STATED = {
 
 def days_of(month):
     """The dates of a month like 2022-03."""
-    try:
-        first = datetime.date.fromisoformat(f"{month}-01")
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{month!r} is not a month like 2022-03") from None
+    first = datetime.date.fromisoformat(f"{month}-01")
     days = (first + datetime.timedelta(day) for day in range(31))
     return [f"{day}" for day in days if day.month == first.month]
 
@@ -90,7 +72,7 @@ MARCH = days_of("2022-03")
 # One of the alternatives between slashes is drawn. "who 1" is about one traveller, "who 2" about
 # more; "place" counts cities in the same way. The tiny grammar is short and writes
 # dates as the tables do.
-GRAMMARS = {like: entries(PROMPTS / f"queries-{like}.txt") for like in ("tiny", "paper")}
+GRAMMARS = {like: runtime.entries(PROMPTS / f"queries-{like}.txt") for like in ("tiny", "paper")}
 
 
 # ---------------------------------------------------------------- tasks
@@ -253,6 +235,8 @@ def own_rows(path, kind, ids=""):
 def tasks(args):
     """Draw a task per index until there are enough of every kind. To resume, a run only needs the
     index of the last task that was kept."""
+    small = all(len(world.cities) < 100 for world in open_once(args.database).worlds.values())
+    args.like = args.like or ("tiny" if small else "paper")
     keys = {key_of(task) for path in args.exclude for task in runtime.load_tasks(path, load_task)}
     kinds, lack, pairs = list(itertools.product(args.days, LEVELS)), {}, Counter()
     for level, n in zip(LEVELS, portions(args.n, args.levels), strict=True):
@@ -383,9 +367,9 @@ def paraphrase(args, task):
     for attempt in range(args.tries):
         _, generate = endpoint_of(args, f"{task['id']}/{attempt}")
         try:
-            query = " ".join(spoken(generate([{"role": "user", "content": text}])).split())
+            query = " ".join(runtime.spoken(generate([{"role": "user", "content": text}])).split())
             missing = unstated(query.strip('"'), task)
-        except Refused as error:
+        except runtime.Refused as error:
             missing = [str(error)]
         if not missing:
             return task | {"query": query.strip('"')}
@@ -428,50 +412,29 @@ def complete(make, args):
 
 # ---------------------------------------------------------------- episodes
 
-def numbered(answer, shown):
-    """An answer with the number of its row before each name that the tools showed.
-
-    A tiny model easily learns to choose numbers without repetition and to copy the name after each
-    number. It does not learn to choose names in this way.
-    """
-    rows = {name: number for number, name in re.findall(r"(?m)^(\d+)\. (\[[^]\n]+\])", shown)}
-
-    def number(line):
-        label, name = line.groups()
-        return f"{label}: {rows[name]}. {name}" if name in rows else line[0]
-
-    return re.sub(r"(?m)^(\w+|Flight from [^[\n]+?):? (\[[^]\n]+\])$", number, answer)
-
-
 def make_episode(args, task):
     """An episode with the solver as teacher, or the reason why there is none."""
     rng, database = random.Random(f"{args.seed}/{task['id']}"), open_once(args.database).of(task)
     reason = solver.solve_report(task, database).reason
-    if reason:
+    journey = None if reason else Teacher(rng, task, database).sensible_draft()
+    if not journey:
+        reason = reason or "names of several places"
         return {"id": task["id"], "model": "solver", "refused": [reason]}
-    style = "exploring" if rng.random() < args.exploring else "direct"
-    author = Teacher(rng, task, database)
-    if args.like == "tiny" and style == "direct":  # only a few words, because the model is small
-        journey = author.good_draft()
-        steps, last = solver.searches(task, journey), "the plan"
-    else:
-        journey = author.sensible_draft()
-        if not journey:
-            return {"id": task["id"], "model": "solver", "refused": ["names of several places"]}
-        steps, last, style = Lesson(rng, task, database, journey).teach(style)
+    lesson = Lesson(rng, task, database, journey)
+    steps, last, style = lesson.teach(rng.random() < args.exploring)
     return play_out(args, task, database, steps, last, journey, style)
 
 
-def play_out(args, task, database, steps, last, journey, style):
+def play_out(args, task, database, steps, last, journey, style, edit=None):
     """Play these searches of the solver, a last thought and this journey as the answer -> the
-    episode's record, or why it is refused"""
+    episode's record, or why it is refused. edit: changes the answer by what the tools showed."""
     world = Travel(database)
     episode = world.episode(task, args.seed, args)
     for step in steps:
         episode.step(sandbox.turn(*step))
     answer = itinerary(solver.lay_out(task, journey))
-    if args.like == "tiny":
-        answer = numbered(answer, "\n".join(message["content"] for message in episode.messages))
+    if edit:
+        answer = edit(answer, "\n".join(message["content"] for message in episode.messages))
     episode.step(sandbox.final_turn(last, answer))
     return accept(world, episode, f"solver, {style}")
 
@@ -535,8 +498,6 @@ def flags(argv=None):
     add("--tasks", required=True, help="file of tasks or episodes, ours or published, jsonl or csv")
     add = world.add_argument
     add("--database", help="folder of the tables; unset: $STAR_DATABASE, else database/mini")
-    add("--like", choices=GRAMMARS, help="tiny: short queries and prompt, budgets near the least "
-        "cost; paper: as published; unset: tiny if the database has fewer than 100 cities")
     add("--workers", type=COUNT, default=os.cpu_count(), help="number of processes, which does not "
         "change the file")
     add = teachers.add_argument
@@ -544,7 +505,7 @@ def flags(argv=None):
         help="OpenAI-compatible servers, one drawn per task [2: two]")
     add("--key", metavar="FILE", help="file that holds the endpoints' API key")
     add("--concurrency", type=COUNT, default=32, help="requests at a time")
-    add("--temperature", type=AMOUNT, default=1.0, help="sampling temperature of the endpoints")
+    add("--temperature", type=runtime.AMOUNT, default=1.0, help="of the endpoints' sampling")
 
     p = Parser(description=__doc__, formatter_class=runtime.Help)
     commands = p.add_subparsers(dest="command", required=True)
@@ -552,11 +513,13 @@ def flags(argv=None):
     def command(name, run, words, *parents):
         p = commands.add_parser(name, parents=[everywhere, *parents], help=words,
                                 description=words, formatter_class=runtime.Help)
-        p.set_defaults(run=run, failure_rate=0.0, max_turns=60)
+        p.set_defaults(run=run, system_prompt="full", failure_rate=0.0, max_turns=60)
         return p.add_argument
 
     add = command("tasks", tasks, "draw solvable tasks with queries", world)
     add("--n", type=COUNT, default=1000, help="number of tasks")
+    add("--like", choices=GRAMMARS, help="tiny: short queries, budgets near the least cost; paper: "
+        "as published; unset: tiny if the database has fewer than 100 cities")
     add("--days", type=int, nargs="+", choices=(3, 5, 7), default=[3, 5, 7], help="of the trips")
     add("--levels", type=COUNT, nargs=3, default=[4, 3, 3], metavar=("EASY", "MEDIUM", "HARD"),
         help="the ratio of the levels [2]")
@@ -572,8 +535,8 @@ def flags(argv=None):
     add("--tries", type=COUNT, default=4, help="answers per task before it is dropped")
     add = command("episodes", partial(complete, episodes), "let the solver or endpoints play tasks",
                   source, world, teachers)
-    add("--exploring", type=SHARE, default=0.0,
-        help="share of the solver's episodes that look at more than they need")
+    add("--exploring", type=runtime.SHARE, default=0.0,
+        help="share of the solver's episodes that turn back from a dead end, if the task has one")
     add = command("subsets", subsets, "draw the paper's data sets from many tasks", source)
     add("--exclude", nargs="*", default=[], help="files of tasks that must not be drawn again")
     add("--sizes", type=COUNT, nargs="+", default=[100, 200, 500, 1000, 2000],
@@ -582,12 +545,7 @@ def flags(argv=None):
 
 
 def start(args):
-    """Lock --out, choose the defaults that depend on the database, and run the command."""
     (runtime.lock_folder if args.command == "subsets" else runtime.lock_file)(args.out)
-    if "like" in args:
-        small = all(len(world.cities) < 100 for world in open_once(args.database).worlds.values())
-        args.like = args.like or ("tiny" if small else "paper")
-        args.system_prompt = {"tiny": "short", "paper": "full"}[args.like]
     args.run(args)
 
 

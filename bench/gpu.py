@@ -86,11 +86,11 @@ def make_model(folder, shape):
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from sandbox import SHORT_PROMPT
+    from sandbox import read_prompt
     from tiny.model import make_tokenizer
 
     tables = sorted((ROOT / "database" / "mini").glob("*.csv"))
-    texts = [SHORT_PROMPT, *(table.read_text()[:20_000] for table in tables)]
+    texts = [read_prompt("short"), *(table.read_text()[:20_000] for table in tables)]
     tokenizer = make_tokenizer(texts, 1024)
     torch.manual_seed(0)
     with torch.device("cuda" if visible_gpus() else "cpu"):

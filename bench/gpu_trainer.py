@@ -237,7 +237,7 @@ def head_gradient(bench):
     it. The second is not in ChunkedLogps, because PyTorch has it for CUDA alone: the CPU would
     need the first one as well, and no test on a CPU could compare the two."""
     torch, (h, v) = bench.torch, (bench.config.hidden_size, bench.config.vocab_size)
-    chunk = max(1, min(1024, bench.grpo.LOGITS // v))
+    chunk = max(1, min(1024, bench.runtime.LOGITS // v))
     d, hidden = (torch.randn(chunk, width, device=bench.device, dtype=torch.bfloat16)
                  for width in (v, h))
     total = torch.zeros(v, h, device=bench.device)

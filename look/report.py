@@ -5,12 +5,12 @@ Look at a run: write one page with everything in it, or what a flag asks for ins
                 still writing, and change none of them
     (2) choose  choose at most --episodes episodes, with all plays of a task together
     (3) write   write curves, scores, failures by check, and each episode with its plan, verdicts,
-                tool calls and turns; pairs side by side
+                tool calls and turns; pairs side by side; training plays token by token
 
 The page is a single file that needs no server and no network. It shows a model's text only as text,
 never as HTML.
 
-Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, *pairs*.jsonl
+Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, microscope/*.jsonl, *pairs*.jsonl
 Writes  OUT/report.html; with --curves OUT/curves.png
 
     python -m look.report out/tiny          # or a part of it: out/tiny/rl, out/tiny/eval
@@ -33,6 +33,7 @@ from travel.world import LEVELS
 
 CURVES = {"success": ("success", "strict", "val_success"), "reward": ("reward",),
           "entropy": ("entropy",), "|dlogp|, engine to trainer": ("dlogp_mean", "dlogp_max")}
+PLAYS = 400  # most plays that are shown token by token
 MEANS = ("success", "official", "strict", "reward", "turns", "calls", "tokens")
 
 
@@ -98,6 +99,8 @@ def drawing(picture, size, rows=1, columns=1):
 
 def curves(log, picture):
     """Draw success, reward, entropy and |dlogp| over the steps of a training log into a PNG."""
+    if not log.is_file():
+        raise Mistake(f"no log.jsonl in {log.parent}; name the OUT of a training stage")
     rows = log_rows(log)
     with drawing(picture, (10, 6), 2, 2) as panels:
         for panel, (title, keys) in zip(panels, CURVES.items(), strict=True):
@@ -134,6 +137,8 @@ def write_report(folder, out, limit):
     logs, sources = find_records(folder)
     entries = [entry for name, files in sources.items() for entry in entries_of(name, files)]
     kept = choose(entries, limit)
+    for entry in choose([entry for entry in kept if entry["tokens_at"]], PLAYS):
+        entry["play"] = entry["tokens_at"][0]
     index = page_index(sources, entries, kept) | {"run": str(folder), "logs": logs}
     # in ASCII and without "<", so that an HTML parser finds no tag in it
     index = json.dumps(index, separators=(",", ":")).replace("<", "\\u003c")
@@ -144,6 +149,8 @@ def write_report(folder, out, limit):
         file.write(f'{head}<script type="application/json" id="index">{index}</script>{middle}')
         for number, entry in enumerate(kept):
             file.write(packed(f"e{number}", entry["file"], entry["offset"]))
+            if "play" in entry:
+                file.write(packed(f"t{number}", *entry["tokens_at"][1:]))
         file.write(tail)
     size = page.stat().st_size / 1e6
     print(f"{page}: {len(kept)} of {len(entries)} episodes, {size:.1f} MB; open it in a browser")
@@ -184,7 +191,8 @@ def entries_of(source, files):
     seen, played = Counter(), set()
     for path in files:
         step = "" if path.name == "episodes.jsonl" else path.stem
-        for offset, row in scan(path):
+        plays = seen_plays(path)
+        for number, (offset, row) in enumerate(scan(path)):
             pair = isinstance(row, dict) and "chosen" in row
             if not pair and not is_episode(row):
                 raise Mistake(f"{path}: a line is not an episode: {str(row)[:60]}; delete it")
@@ -198,6 +206,7 @@ def entries_of(source, files):
             key = "/".join(filter(None, (source, step, name))).encode("utf-8", "replace").decode()
             seen[key] += 1
             entry = {"source": source, "step": step, "file": path, "offset": offset, "pair": pair}
+            entry["tokens_at"] = plays[number] if number < len(plays) else None
             entry["key"] = key if seen[key] == 1 else f"{key} #{seen[key]}"
             entry["task"] = {"id": name, "level": level, "query": str(task.get("query", ""))[:1000]}
             entry |= {name: None if pair else row.get(name) for name in ("stop", *MEANS)}
@@ -207,6 +216,15 @@ def entries_of(source, files):
                 entry["score"] = {"success": entry["success"]}
             entry["checks"] = {check: found[0] for check, found in score.get("checks", {}).items()}
             yield entry
+
+
+def seen_plays(path):
+    """[(name, file, offset)] of the plays of a file of rollouts that --microscope kept, in its
+    order."""
+    tokens = path.parent.with_name("microscope") / path.name
+    if path.parent.name != "rollouts" or not tokens.exists():
+        return []
+    return [(row["name"], tokens, offset) for offset, row in scan(tokens)]
 
 
 def choose(entries, limit):

@@ -5,12 +5,19 @@
 # domain, and a second table has them [1 Tables 2, 9].
 # AXIS_STEPS: updates of each run. AXIS_TASKS: number of held-out tasks that judge a run.
 
+axes=(reward scale data algorithm noise)
+if [[ $size == tiny ]]; then axes+=(memory crossing); else axes+=(reliability); fi
+[[ " ${axes[*]} " == *" $axis "* ]] || stop "$size has no axis $axis, but ${axes[*]}"
+[[ $axis != reliability || -n $ENDPOINT ]] || stop "the axis reliability needs ENDPOINT=URL=MODEL"
+
 if [[ $size == tiny ]]; then  # [2]
-    AXIS_STEPS=${AXIS_STEPS:-$steps} AXIS_TASKS=${AXIS_TASKS:-400} apart=$DATA/val.jsonl best=''
+    AXIS_STEPS=${AXIS_STEPS:-$steps} AXIS_TASKS=${AXIS_TASKS:-400} best=''
+    apart=$DATA/val.jsonl
     amounts=100,200,400 full=400 alone=200 scales="128 192 256"
     algorithms="grpo dapo arpo arpo-released aepo" failing="00 05 10 20"
 else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the validation tasks
-    AXIS_STEPS=${AXIS_STEPS:-157} AXIS_TASKS=${AXIS_TASKS:-180} apart=$DATA/sft-tasks.jsonl best=/best
+    AXIS_STEPS=${AXIS_STEPS:-157} AXIS_TASKS=${AXIS_TASKS:-180} best=/best
+    apart=$DATA/sft-tasks.jsonl
     amounts=100,200,500,1000,2000 full=1000 alone=1000 scales="1.5b 3b 7b"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
 fi
@@ -78,8 +85,8 @@ draw_sets() {
             --levels ${levels[level + 1]} --seed 8 --prefix "${levels[level]}" \
             --exclude "$apart" "$DATA/pool.jsonl"
     done
-    [[ $axis != memory ]] || stage home "$DATA/subsets/home-$full.jsonl" "${draw[@]}" --split train \
-        --database "$database" --n "$full" --seed 2 --prefix home \
+    [[ $axis != memory ]] || stage home "$DATA/subsets/home-$full.jsonl" "${draw[@]}" \
+        --split train --database "$database" --n "$full" --seed 2 --prefix home \
         --out "$DATA/subsets/home-$full.jsonl"
 }
 
@@ -123,11 +130,11 @@ scale() {
         if [[ $size == tiny ]]; then
             folder=$OUT/axis/scale/width-$x
             [[ $x != 192 ]] || folder=$OUT  # the recipe's own width
-            MODEL='' FLAGS_init="--width $x" OUT=$folder DATA=$DATA DRY=${DRY:+parse} \
+            MODEL='' FLAGS_init="--width $x" OUT=$folder DATA=$DATA DRY=${DRY:-} \
                 bash run.sh tiny axis crossing
         else
             folder=$(scale_folder "$x")
-            MODEL='' OUT=$folder DATA=$DATA DRY=${DRY:+parse} bash run.sh "$x" axis reward
+            MODEL='' OUT=$folder DATA=$DATA DRY=${DRY:-} bash run.sh "$x" axis reward
         fi
         for seed in $([[ $size != tiny ]] || echo "$SEEDS"); do
             row "width-$x-sft" "$folder/axis/runs/sft-s$seed" sft

@@ -131,6 +131,9 @@ class Scripted:
         self.running[name] = [len(said), said]
         self.asked.append((ids, said, params))
 
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
     def step(self):
         self.steps += 1
         for entry in self.running.values():
@@ -148,12 +151,12 @@ class Scripted:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A folder with a tokenizer and a random Qwen2 of 2M parameters, which writes nonsense."""
-    from sandbox import SHORT_PROMPT
+    from sandbox import read_prompt
     from tiny.model import make_tiny
 
     folder = tmp_path_factory.mktemp("tiny")
     tables = sorted((ROOT / "database" / "mini").glob("*.csv"))
-    texts = [SHORT_PROMPT] + [path.read_text(encoding="utf-8")[:20_000] for path in tables]
+    texts = [read_prompt("short")] + [path.read_text(encoding="utf-8")[:20_000] for path in tables]
     rows = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in texts]
     (folder / "corpus.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     make_tiny([folder / "corpus.jsonl"], folder / "model", seed=SEED, vocabulary=1024)

@@ -112,7 +112,8 @@ def model(tiny_model, tmp_path):
 
 
 def load(folder, out):
-    args = Namespace(model=str(folder), out=str(out), keep_activations=100000, lora=0, offload=False)
+    args = Namespace(model=str(folder), out=str(out), keep_activations=100000, lora=0,
+                     offload=False)
     return runtime.load(args, runtime.load_template(folder), torch.device("cpu"), sft.Policy,
                         sft.collate)[0].lm
 

@@ -51,17 +51,12 @@ def learnt(messages):
 
 # ---------------------------------------------------------------- SFT
 
-TALK = [{"from": "system", "value": SYSTEM}, {"from": "human", "value": "Which lake?"},
-        {"from": "gpt", "value": CHAIN}]
 FORMS = {
-    "alpaca": ALPACA,
-    "alpaca with a system prompt": {"system": SYSTEM, "instruction": "Which lake?", "input": "",
-                                    "output": CHAIN, "history": []},
-    "sharegpt": {"conversations": TALK},
-    "sharegpt with a column for the system": {"system": SYSTEM, "conversations": TALK[1:]},
-    "openai": {"messages": [{"role": role, "content": turn["value"]} for role, turn in zip(
-        ("system", "user", "assistant"), TALK, strict=True)]},
-    "a list as text": {"conversations": json.dumps(TALK)},
+    "the instruction is the prompt": ALPACA,
+    "a column for the prompt": {"system": SYSTEM, "instruction": "Which lake?", "input": "",
+                                "output": CHAIN, "history": []},
+    "missing values": {"system": float("nan"), "instruction": SYSTEM, "input": "Which lake?",
+                       "output": CHAIN, "history": None, "id": float("nan")},
 }
 
 
@@ -92,54 +87,32 @@ def test_joined_the_messages_are_the_published_text_and_results_are_not_learnt(t
 
 
 def test_a_chain_without_tools_is_one_reply(tmp_path):
-    made, report = convert(tmp_path, [ALPACA | {"output": DIRECT}])
+    made, _ = convert(tmp_path, [ALPACA | {"output": DIRECT}])
     assert [m["role"] for m in made["sft"][0]["messages"]] == ["system", "user", "assistant"]
     assert learnt(made["sft"][0]["messages"])[1] == DIRECT + "<|im_end|>"
-    assert report["sft"]["odd, and kept"] == {}
 
 
-REFUSED = {
-    "not JSON": '{"instruction": ',
-    "it is not an object with columns": [1, 2],
-    "neither instruction and output nor conversations; columns: answer, question":
-        {"question": "a", "answer": "b"},
-    "it has a history of earlier turns": ALPACA | {"history": [["a", "b"]]},
-    "an input that is not text": ALPACA | {"input": ["q"]},
-    "no question": ALPACA | {"instruction": " ", "input": ""},
-    "a reply that is not text": ALPACA | {"output": None},
-    "no reply before the first result": ALPACA | {"output": "<result>42</result>"},
-    "a <result> without its </result>, or the reverse": ALPACA | {"output": "<result>42"},
-    "a turn with an unknown role, or without text":
-        {"messages": [{"role": "judge", "content": "1"}]},
-}
+REFUSED = [
+    {"question": "a", "answer": "b"}, ALPACA | {"history": [["a", "b"]]},
+    ALPACA | {"instruction": " ", "input": ""}, ALPACA | {"output": None},
+    ALPACA | {"output": "<result>42</result>"}, ALPACA | {"output": "<result>42"},
+    ALPACA | {"output": "a</result>b"}]
 
 
 def test_rows_that_cannot_be_used_are_counted_by_cause_with_their_lines(tmp_path):
-    rows = [*REFUSED.values(), ALPACA, ALPACA | {"output": "a</result>b"}]
-    made, report = convert(tmp_path, rows)
+    made, report = convert(tmp_path, [*REFUSED, ALPACA])
     assert len(made["sft"]) == 1
-    causes = list(REFUSED)
-    expected = {cause: {"count": 1, "lines": [i]} for i, cause in enumerate(causes, 1)}
-    expected["a <result> without its </result>, or the reverse"] = {"count": 2, "lines": [9, 12]}
-    assert report["sft"]["refused"] == expected
-    assert (report["sft"]["rows"], report["sft"]["kept"]) == (12, 1)
-
-
-@pytest.mark.parametrize("output, odd", [
-    ("<think>a</think>", "no answer"),
-    ("<search>a</search><think>b</think>" + DIRECT, "the numbers of results and calls differ"),
-    ("<think>a</think>\n<result>b</result>\n" + DIRECT, "a result without a call")])
-def test_odd_chains_are_kept_and_noted(tmp_path, output, odd):
-    made, report = convert(tmp_path, [ALPACA, ALPACA | {"output": output}])
-    assert len(made["sft"]) == 2 and as_tags(made["sft"][1]["messages"], True) == output
-    assert report["sft"]["odd, and kept"][odd] == {"count": 1, "lines": [2]}
+    assert {cause: found["first lines"] for cause, found in report["sft"]["refused"].items()} == {
+        "not an instruction, an input and an output without a history": [1, 2, 3, 4],
+        "no reply before the first result": [5],
+        "a <result> without its </result>, or the reverse": [6, 7]}
+    assert (report["sft"]["rows"], report["sft"]["kept"]) == (8, 1)
 
 
 def test_the_published_prompt_is_kept_and_written_where_a_stage_can_take_it(tmp_path):
     rows = [ALPACA, ALPACA, ALPACA | {"instruction": "Another."}]
-    _, report = convert(tmp_path, rows)
+    convert(tmp_path, rows)
     assert (tmp_path / "out" / "system.txt").read_text() == SYSTEM + "\n"
-    assert report["sft"]["system prompts"] == 2
 
 
 def test_a_row_without_a_prompt_gets_ours_of_grammar_tags(tmp_path):
@@ -163,19 +136,15 @@ def truth(gold, **more):
 
 def test_a_row_of_verls_columns_is_a_task_of_the_world(tmp_path):
     made, _ = convert(tmp_path, None, [VERL])
-    assert made["rl"] == [{"id": "hotpot-7", "query": "Which lake?", "golds": ["Mol"],
+    assert made["rl"] == [{"id": "hotpot-1", "query": "Which lake?", "golds": ["Mol"],
                            "check": "qa", "data_source": "hotpot", "ability": "qa"}]
     assert load_tasks(tmp_path / "out" / "rl.jsonl", lambda row: Tools.load_task(None, row))
 
 
-def test_a_column_question_goes_before_the_prompt_and_tables_may_be_written_as_text(tmp_path):
-    row = VERL | {"question": "How deep?", "extra_info": "{'index': 3}",
-                  "reward_model": '{"ground_truth": "12 m"}'}
-    made, _ = convert(tmp_path, None, [row, VERL | {"prompt": str(VERL["prompt"])},
-                                       VERL | {"prompt": "Plainly?", "extra_info": None}])
-    assert [(task["id"], task["query"], task["golds"]) for task in made["rl"]] == [
-        ("hotpot-3", "How deep?", ["12 m"]), ("hotpot-7", "Which lake?", ["Mol"]),
-        ("hotpot-3-2", "Plainly?", ["Mol"])]
+def test_a_column_question_goes_before_the_prompt_which_may_be_a_text(tmp_path):
+    made, _ = convert(tmp_path, None, [VERL | {"question": "How deep?"},
+                                       VERL | {"prompt": "Plainly?"}])
+    assert [task["query"] for task in made["rl"]] == ["How deep?", "Plainly?"]
 
 
 @pytest.mark.parametrize("ability, check", [("math", "math"), ("MATH", "math"), ("qa", "qa"),
@@ -185,61 +154,29 @@ def test_the_check_follows_the_ability(tmp_path, ability, check):
     assert made["rl"][0]["check"] == check
 
 
-@pytest.mark.parametrize("gold", [
-    "Mol", " \\frac{1}{2}", "[1, 2]", "[0, \\infty)", "(a, b]", ["Mol", "Lake Mol"], ["[1, 2]"]])
-def test_golds_are_kept_as_they_are(tmp_path, gold):
-    made, report = convert(tmp_path, None, [truth(gold), truth({"target": gold})])
-    for task in made["rl"]:
-        assert task["golds"] == (gold if isinstance(gold, list) else [gold])
-        assert "ground_truth" not in task
-    assert report["rl"]["odd, and kept"].keys() == {"a repeated question"}
+@pytest.mark.parametrize("gold, golds", [
+    ("Mol", ["Mol"]), (" \\frac{1}{2}", [" \\frac{1}{2}"]), ("[1, 2]", ["[1, 2]"]),
+    (["Mol", "Lake Mol"], ["Mol", "Lake Mol"]), ("['12', '13']", ["12", "13"]), (42, ["42"])])
+def test_golds_are_read_in_both_places(tmp_path, gold, golds):
+    made, _ = convert(tmp_path, None, [truth(gold), truth({"target": gold})])
+    assert [task["golds"] for task in made["rl"]] == [golds, golds]
 
 
-def test_questions_that_occur_twice_and_torn_golds_are_kept_and_noted(tmp_path):
-    rows = [truth("Mol"), truth("mol"), VERL | {"ability": "math", "reward_model": {
-        "ground_truth": "1}^N"}, "question": "Torn?"}]
+@pytest.mark.parametrize("nothing", [float("nan"), None, "", "None"])
+def test_rows_that_are_no_tasks_are_counted_by_cause(tmp_path, nothing):
+    rows = [VERL, truth(nothing), VERL | {"ability": "judge"}, VERL | {"ability": nothing},
+            VERL | {"prompt": nothing}, VERL | {"reward_model": nothing},
+            VERL | {"reward_model": "text"}, VERL | {"data_source": nothing}]
     made, report = convert(tmp_path, None, rows)
-    assert [task["golds"] for task in made["rl"]] == [["Mol"], ["mol"], ["1}^N"]]
-    noted = {cause: found["lines"] for cause, found in report["rl"]["odd, and kept"].items()}
-    assert noted == {"a repeated question with other golds": [2],
-                     "a gold with unbalanced braces": [3]}
+    assert [task["id"] for task in made["rl"]] == ["hotpot-1", "rl-8"]
+    assert {cause: found["first lines"] for cause, found in report["rl"]["refused"].items()} == {
+        "no gold": [2, 6, 7], "ability 'judge' is neither mathematics nor a fact": [3],
+        "ability '' is neither mathematics nor a fact": [4], "no question": [5]}
 
 
-@pytest.mark.parametrize("gold, golds, printed", [
-    ("['Mol', \"Orm's lake\"]", ["Mol", "Orm's lake"], True), ("['12', '13']", ["12", "13"], True),
-    ("[Mol, Lake Mol]", ["Mol", "Lake Mol"], True), (["['Mol', 'Orm']"], ["Mol", "Orm"], True),
-    (42, ["42"], False), (["Mol", ""], ["Mol"], False)])
-def test_printed_lists_are_split_and_the_published_text_is_kept(tmp_path, gold, golds,
-                                                                       printed):
-    made, report = convert(tmp_path, None, [truth(gold)])
-    assert (made["rl"][0]["golds"], made["rl"][0]["ground_truth"]) == (golds, gold)
-    assert report["rl"]["odd, and kept"] == (
-        {"golds are a printed list": {"count": 1, "lines": [1]}} if printed else {})
-
-
-def test_rows_that_are_no_tasks_are_counted_by_cause(tmp_path):
-    rows = [VERL, truth(None), truth([]), VERL | {"ability": "judge"}, "oops",
-            {"text": "a", "label": 1}, {key: VERL[key] for key in VERL if key != "ability"}]
-    made, report = convert(tmp_path, None, rows)
-    assert len(made["rl"]) == 1
-    assert {cause: found["lines"] for cause, found in report["rl"]["refused"].items()} == {
-        "no gold": [2, 3], "ability 'judge' is neither of math nor of qa": [4],
-        "not JSON": [5], "no question; columns: label, text": [6],
-        "ability None is neither of math nor of qa": [7]}
-
-
-def test_an_empty_column_names_no_row(tmp_path):
-    row = VERL | {"id": None, "data_source": None, "extra_info": {"index": None}}
-    assert convert(tmp_path, None, [row])[0]["rl"][0]["id"] == "rl-1"
-    assert convert(tmp_path, [ALPACA | {"id": None}])[0]["sft"][0]["task"]["id"] == "sft-1"
-
-
-def test_ids_that_occur_twice_are_counted_and_made_unique(tmp_path):
-    rows = [VERL | {"id": name} for name in ("7", "7", "7-2", "7", 8, "8")]
-    made, report = convert(tmp_path, None, rows)
-    assert [task["id"] for task in made["rl"]] == ["7", "7-3", "7-2", "7-4", "8", "8-2"]
-    assert report["rl"]["duplicated ids"] == 3
-    assert convert(tmp_path, [ALPACA | {"id": 1}] * 2)[1]["sft"]["duplicated ids"] == 1
+def test_ids_that_occur_twice_are_made_unique(tmp_path):
+    made, _ = convert(tmp_path, None, [VERL | {"id": name} for name in ("7", "7", 8)])
+    assert [task["id"] for task in made["rl"]] == ["7", "7-2", "8"]
 
 
 # ---------------------------------------------------------------- sets and files
@@ -255,24 +192,14 @@ def test_questions_of_an_evaluation_set_are_dropped_and_listed(tmp_path):
     assert [row["query"] for row in made["rl"]] == ["How deep?"]
     same = {"query": "Which lake?", "same as": "bamboogle/5"}
     assert report["sft"]["contaminated"] == [{"id": "sft-1"} | same]
-    assert report["rl"]["contaminated"] == [{"id": "hotpot-7"} | same]
-    assert "gsm8k" in report["sets"]["missing"] and report["sets"]["questions"] == 1
+    assert report["rl"]["contaminated"] == [{"id": "hotpot-1"} | same]
 
 
-@pytest.mark.parametrize("rows, why", [
-    ([{"a": 1}], "none of its 1 rows can be used: neither instruction and output"),
-    ([], "none of its 0 rows can be used: it is empty")])
-def test_a_file_of_other_columns_is_one_line_and_nothing_is_written(tmp_path, rows, why):
-    with pytest.raises(SystemExit) as stopped:
+@pytest.mark.parametrize("rows", [[{"a": 1}], []])
+def test_a_file_of_other_columns_is_one_line_and_nothing_is_written(tmp_path, rows):
+    with pytest.raises(SystemExit, match=f"sft.jsonl: none of its {len(rows)} rows can be used"):
         convert(tmp_path, rows, [VERL])
-    assert why in str(stopped.value) and "\n" not in str(stopped.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_list_that_is_cut_off_is_named(tmp_path):
-    (tmp_path / "sft.json").write_text('[{"instruction": "a", ')
-    with pytest.raises(SystemExit, match=r"sft.json: not JSON .*; download it again"):
-        tir.main(["convert", "--sft", str(tmp_path / "sft.json"), "--out", str(tmp_path / "out")])
 
 
 def test_without_a_file_to_convert_the_flags_are_named(tmp_path):
@@ -283,10 +210,8 @@ def test_without_a_file_to_convert_the_flags_are_named(tmp_path):
 def test_without_pyarrow_parquet_is_one_line_that_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "rl.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as where it is not installed
-    with pytest.raises(SystemExit, match=r"rl.parquet: reading parquet needs pyarrow "
-                                         r"\(pip install pyarrow\).*jsonl") as error:
+    with pytest.raises(SystemExit, match=r"rl.parquet needs pyarrow: pip install pyarrow"):
         tir.main(["convert", "--rl", str(tmp_path / "rl.parquet"), "--out", str(tmp_path / "p")])
-    assert "\n" not in str(error.value)
 
 
 def test_parquet_gives_the_same_tasks(tmp_path):
@@ -297,9 +222,6 @@ def test_parquet_gives_the_same_tasks(tmp_path):
     from pyarrow import Table, parquet
 
     words = ["convert", "--rl", str(tmp_path / "rl.parquet"), "--out", str(tmp_path / "p")]
-    (tmp_path / "rl.parquet").write_bytes(b"PAR1")
-    with pytest.raises(SystemExit, match="rl.parquet"):
-        tir.main(words)
     parquet.write_table(Table.from_pylist([VERL, VERL]), tmp_path / "rl.parquet")
     tir.main(words)
     made, _ = convert(tmp_path, None, [VERL, VERL])

@@ -5,11 +5,9 @@ import json
 import os
 import random
 import shutil
-import sqlite3
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from multiprocessing import get_context
 
 import pytest
@@ -77,7 +75,7 @@ def answers(database):
     """The tools' results in the little world."""
     world = Sandbox(database)
     return [world.call(*call) for call in CALLS] + [
-        database.flights_from("Ash"), database.flight("F4"), database.flight("F5"),
+        database.flight("F4"), database.flight("F5"),
         database.flight_dates("Ash", "Elm"), database.flight_destinations("Ash"),
         database.hotel_cities, database.restaurant_cities, database.attraction_cities]
 
@@ -86,14 +84,20 @@ def answers(database):
 
 
 def test_every_recorded_call_of_the_reference_is_answered_byte_for_byte(official, test_data):
-    wrong = []
+    """Where a list stands for a text the reference shows an error of pandas, which we do not."""
+    wrong, equal = [], 0
     with open(test_data / "parity" / "tool_outputs.jsonl", encoding="utf-8") as file:
         for case in map(json.loads, file):
-            said = Sandbox(official).call(case["tool"], case["arguments"])
+            arguments = case["arguments"]
+            said = Sandbox(official).call(case["tool"], arguments)
             same = hashlib.sha256(said.encode()).hexdigest() == case["sha256"]
-            if not same and not (case["pandas_dependent"] and said[:20] == case["head"][:20]):
-                wrong.append((case["tool"], case["arguments"], said[:200], case["head"]))
+            equal += same
+            lists = isinstance(arguments, dict) and any(
+                isinstance(value, list) for value in arguments.values())
+            if not same and not lists:
+                wrong.append((case["tool"], arguments, said[:200], case["head"]))
     assert not wrong, f"{len(wrong)} differ, the first ones: {wrong[:3]}"
+    assert equal >= 1638
 
 
 def test_each_tool_reports_what_it_finds_and_what_is_missing(world):
@@ -107,8 +111,8 @@ def kept_rows(database, table):
         for row in csv.DictReader(file):
             if table == "distances" or MISSING.isdisjoint(row.values()):
                 key = tuple(row[column] for column in spec.key)
-                fields = tuple(kind(row[column]) for column, kind in spec.columns.items())
-                rows.setdefault(key, []).append(fields + key)
+                fields = [kind(row[column]) for column, kind in spec.columns.items()]
+                rows.setdefault(key, []).append(spec.row(*fields, *key))
     return rows
 
 
@@ -121,10 +125,8 @@ def test_the_index_says_what_a_plain_reading_of_the_csv_says(which, request):
     flights, roads = kept_rows(database, "flights"), kept_rows(database, "distances")
     assert all(list(database.flights(*key)) == rows for key, rows in flights.items())
     every = [row for rows in flights.values() for row in rows]
-    every.sort(key=lambda row: int(row[0].removeprefix("F")))  # the order of the file
     assert all(database.flight(row[0]) == row for row in every)
     for origin in {key[0] for key in flights}:
-        assert database.flights_from(origin) == [row for row in every if row[6] == origin]
         ends = {key[1] for key in flights if key[0] == origin}
         assert sorted(database.flight_destinations(origin)) == sorted(ends)
         for end in ends:
@@ -138,7 +140,7 @@ def test_a_name_that_is_unknown_however_hostile_finds_nothing(world, name):
     database = Database(world)
     assert database.hotels(name) == database.restaurants(name) == database.attractions(name) == ()
     assert database.flights("Ash", "Elm", name) == database.flight_dates(name, "Elm") == ()
-    assert database.flight_destinations(name) == () and database.flights_from(name) == []
+    assert database.flight_destinations(name) == ()
     assert database.flight(name) is database.distance("Ash", name) is None
 
 
@@ -195,57 +197,26 @@ def test_both_published_layouts_say_the_same(world, tmp_path):
     assert answers(Database(tmp_path / "nested")) == answers(Database(world))
 
 
-def test_a_second_opening_reads_no_csv_unless_one_has_changed(world):
-    before, file = Database(world), world / "clean_restaurant_2022.csv"
+def test_the_index_is_built_again_when_the_flights_change_and_only_then(world):
+    before, file = Database(world), world / "clean_Flights_2022.csv"
     built, changed = before.index.stat().st_ino, file.stat().st_mtime_ns
-    file.write_text(file.read_text().replace("Chez Ann", "Chez Bob"))  # of the same size
+    file.write_text(file.read_text().replace("F1,", "F9,"))  # of the same size
     os.utime(file, ns=(changed, changed))
-    assert Database(world).restaurants("Elm")[0].name == "Chez Ann"
-    assert before.index.stat().st_ino == built
+    assert Database(world).flight("F1") and before.index.stat().st_ino == built
     os.utime(file, (1, 1))
-    assert Database(world).restaurants("Elm")[0].name == "Chez Bob"
+    assert Database(world).flight("F9") and not Database(world).flight("F1")
     # who has the old index open keeps it whole
-    assert before.attractions("Elm") and answers(before)[:len(SAID)] == SAID
+    assert answers(before)[:len(SAID)] == SAID
 
 
-def test_files_of_a_killed_index_writer_are_removed_after_an_hour(world):
-    database = Database(world)
-    old, new = (database.index.with_name(f"{database.index.name}.{name}.tmp") for name in "ab")
-    for file in old, new, database.index:
-        file.write_bytes(b"")
-    os.utime(old, (0, 0))
-    Database(world)
-    assert not old.exists() and new.exists() and database.index.stat().st_size
-
-
-def test_an_index_that_is_cut_off_or_overwritten_is_built_again_or_named(world):
+def test_an_index_that_is_cut_off_or_overwritten_is_built_again(world):
     database, rng = Database(world), random.Random(SEED)
     expected, whole, page = answers(database), database.index.read_bytes(), 4096
     damaged = [whole[:page], b"", b"garbage", rng.randbytes(len(whole))]
-    damaged += [whole[:rng.randrange(len(whole) // 2)] for _ in range(8)]
+    damaged += [whole[:rng.randrange(len(whole))] for _ in range(8)]
     for data in damaged:
         database.index.write_bytes(data)
-        try:
-            assert answers(Database(world)) == expected
-        except OSError as error:
-            assert "delete it" in str(error)
-
-
-def test_damage_in_an_open_index_is_named_with_the_fix(world):
-    database = Database(world)
-    with closing(sqlite3.connect(database.index)) as base:
-        base.execute("DROP TABLE hotels")
-        base.commit()
-    with pytest.raises(OSError, match="sandbox.index is damaged .*: delete it"):
-        Database(world)
-
-
-def test_a_build_that_fails_leaves_nothing_behind(world):
-    file = world / "distance.csv"
-    file.write_text(file.read_text().replace("98.6 km", "a long way"))
-    with pytest.raises(ValueError, match="a long way"):
-        Database(world)
-    assert not list(world.glob("sandbox.index*"))
+        assert answers(Database(world)) == expected
 
 
 def test_a_folder_without_write_permission_gets_its_index_in_the_cache(world, home):
@@ -253,7 +224,7 @@ def test_a_folder_without_write_permission_gets_its_index_in_the_cache(world, ho
     try:
         database = Database(world)
         assert database.index.parent == home / ".cache" / "star"
-        assert not (world / "sandbox.index").exists()
+        assert not (world / "flights.index").exists()
         built = database.index.stat().st_ino
         assert answers(Database(world)) == answers(database)
         assert database.index.stat().st_ino == built
@@ -261,11 +232,9 @@ def test_a_folder_without_write_permission_gets_its_index_in_the_cache(world, ho
         world.chmod(0o755)
 
 
-@pytest.mark.parametrize("name", ["a b", "a#b", "a?mode=memory", "100%41", "ä+&;", "'\""])
-def test_a_folder_may_have_any_name(tmp_path, name):
-    database = Database(shutil.copytree(DOZEN, tmp_path / name))
-    assert answers(database)[:len(SAID)] == SAID
-    assert database.index == tmp_path / name / "sandbox.index" and database.index.exists()
+def test_a_folder_may_have_any_name(tmp_path):
+    database = Database(shutil.copytree(DOZEN, tmp_path / "ä #?mode=memory&100%41'"))
+    assert answers(database)[:len(SAID)] == SAID and database.index.exists()
 
 
 def open_and_answer(folder, barrier, queue):
@@ -285,13 +254,13 @@ def test_processes_that_build_at_once_share_one_index(world, tmp_path):
     found = [queue.get(timeout=60) for _ in started]
     for process in started:
         process.join()
-    assert found == [(expected, (world / "sandbox.index").stat().st_ino)] * 3
-    assert [path.name for path in world.glob("sandbox.index*")] == ["sandbox.index"]
+    assert found == [(expected, (world / "flights.index").stat().st_ino)] * 3
+    assert [path.name for path in world.glob("flights.index*")] == ["flights.index"]
 
 
 def test_threads_share_a_database(mini):
-    keys = [(row.origin, row.destination, row.date) for origin in mini.cities
-            for row in mini.flights_from(origin)]
+    keys = [(origin, end, date) for origin in mini.cities
+            for end in mini.flight_destinations(origin) for date in mini.flight_dates(origin, end)]
     expected = [mini.flights(*key) for key in keys]
     shared = Database(mini.folder)
     with ThreadPoolExecutor(4) as pool:
@@ -301,24 +270,20 @@ def test_threads_share_a_database(mini):
 
 @pytest.mark.parametrize("file, old, new, said", [
     ("attractions.csv", "Phone", "Fone", "line 1: column 'Phone' is missing"),
-    ("attractions.csv", "http://mill,", "", "line 2: the row does not have 7 fields"),
+    ("attractions.csv", "http://mill,", "", "line 2: 6 fields for 7 columns"),
     ("attractions.csv", "1 Mill Rd", '"1 Mill Rd', "unexpected end of data"),
-    ("attractions.csv", None, "", "column 'Name' is missing"),
-    ("attractions.csv", "Mill,", "\udcff,", "'utf-8' codec can't decode"),
     ("clean_Flights_2022.csv", "F3,80", "F3,eighty", "line 4: invalid literal for int() with base "
      "10: 'eighty'"),
-    ("distance.csv", "98.6 km", "98.6 miles", "line 2: '98.6 miles' is not a distance in km"),
-    ("background/citySet_with_states.txt", "\tNorth", " North",
-     "line 1: the row does not have 2 fields"),
-])
-def test_a_malformed_table_is_one_line_that_names_file_line_and_help(world, file, old, new, said):
-    text = (world / file).read_text()
-    text = text.replace(text if old is None else old, new)
-    (world / file).write_text(text, encoding="utf-8", errors="surrogateescape")
+    ("distance.csv", "98.6 km", "98.6 miles", "line 2: could not convert string to float: '98.6 m"),
+    ("background/citySet_with_states.txt", "\tNorth", " North", "line 1: 1 fields for 2 columns")])
+def test_a_damaged_table_is_told_with_its_file_and_line_and_no_index_is_left(
+        world, file, old, new, said):
+    (world / file).write_text((world / file).read_text().replace(old, new))
     with pytest.raises(ValueError) as error:
         Database(world)
     assert f"{file}, line " in str(error.value) and said in str(error.value)
     assert "database/README.md" in str(error.value) and "\n" not in str(error.value)
+    assert not list(world.glob("flights.index*"))
 
 
 def test_missing_files_are_named_all_at_once(world):
@@ -458,7 +423,7 @@ def test_a_record_is_a_line_of_jsonl_with_the_task_inside(mini):
 def test_a_system_prompt_is_full_or_short_or_a_file(tmp_path):
     (tmp_path / "mine.txt").write_text("Träum was.", encoding="utf-8")
     assert sandbox.read_prompt().startswith("You")
-    assert sandbox.read_prompt("short") == sandbox.SHORT_PROMPT
+    assert sandbox.read_prompt("short").startswith("You plan trips with tools.")
     assert sandbox.read_prompt(str(tmp_path / "mine.txt")) == "Träum was."
 
 
@@ -480,23 +445,27 @@ def check(folder):
                           capture_output=True)
 
 
-def test_check_counts_the_tables_and_shows_sample_calls(world):
+def test_check_counts_the_tables(world):
     done = check(world)
-    assert done.returncode == 0 and not done.stderr and done.stdout.count("  different: ") == 6
+    assert done.returncode == 0 and not done.stderr
+    assert done.stdout.count("  a part of the table, or another world") == 6
     assert "3,827,361" in done.stdout
-    for tool in ("SearchRestaurant", "SearchAttraction", "SearchAccommodation"):
-        assert f"\n{tool}(Ash)\n" in done.stdout
 
 
-def test_check_of_a_folder_with_a_file_missing_says_where_it_goes_and_fails(world):
-    (world / "distance.csv").unlink()
-    done = check(world)
-    assert done.returncode == 1 and "missing: copy distance.csv to" in done.stdout
-    assert not done.stderr
-
-
-def test_check_of_a_malformed_table_is_one_line_and_fails(world):
+def test_check_of_a_damaged_table_is_one_line_and_fails(world):
     (world / "attractions.csv").write_text("Name\nx\n")
     done = check(world)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "attractions.csv, line 1: column 'Website' is missing" in done.stderr
+
+
+def test_sandbox_and_its_database_are_all_that_a_copier_needs(tmp_path):
+    shutil.copy(ROOT / "sandbox.py", tmp_path)
+    shutil.copytree(ROOT / "database", tmp_path / "database")
+    code = ("import sandbox\n"
+            "world = sandbox.Sandbox(sandbox.open_database())\n"
+            "episode = sandbox.Episode({'query': '?'}, world)\n"
+            "print(episode.step(sandbox.turn('x', 'SearchCity', {'state': 'Nowhere'})))")
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, text=True,
+                          capture_output=True, env={"PATH": os.environ["PATH"]})
+    assert done.stdout.startswith("There is no city in Nowhere."), done.stderr

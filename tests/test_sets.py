@@ -4,7 +4,6 @@
 """
 import csv
 import json
-from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -16,7 +15,10 @@ import evaluate
 from runtime import Mistake, read_jsonl, write_jsonl
 from toolstar import scores, sets
 from toolstar.sets import SETS, contaminated, load_sets
+from toolstar.text import golds_of
 from toolstar.tools import Tools
+
+NAN = float("nan")
 
 
 def put(path, rows):
@@ -93,104 +95,76 @@ def published(tmp_path):
 # ----------------------------------------------------------------------------------------- reading
 
 
-def test_every_published_form_is_read_with_its_gold_answers(published):
-    tasks, _, absent = load_sets(published)
-    assert {task["id"]: task["golds"] for task in tasks} == EXPECTED and absent == []
+def test_every_published_form_is_read_and_every_other_row_counted_by_cause(published, capsys):
+    tasks, causes = load_sets(published)
+    assert {task["id"]: task["golds"] for task in tasks} == EXPECTED and causes.keys() == {*SETS}
     assert {task["set"]: task["check"] for task in tasks} == {n: s.check for n, s in SETS.items()}
     for task in tasks:  # the tools world takes them as they are
         assert Tools.load_task(None, task) == task
+    assert {name: counts for name, counts in causes.items() if counts} == {
+        "math": {"no gold answer in its columns problem, solution": 1},
+        "musique": {"has no answer by design": 1},
+        "gaia": {"needs a file": 1}, "hle": {"needs an image": 1}}
+    sets.main(["read", "--sets", str(published), "--out", str(published.parent / "out")])
+    assert [task["id"] for task in read_jsonl(published.parent / "out/tasks.jsonl")] == [*EXPECTED]
+    assert "gaia             1 tasks; 1 needs a file" in capsys.readouterr().out
 
 
-def test_every_row_is_a_task_or_listed_with_its_cause(published, tmp_path, capsys):
-    sets.main(["read", "--sets", str(published), "--out", str(tmp_path / "out")])
-    told = Counter((row["set"], row["cause"]) for row in read_jsonl(tmp_path / "out/remarks.jsonl"))
-    assert told == {
-        ("", "is none of the sets"): 1,
-        ("aime25", "a repeated id, kept as aime25/0~2"): 1,
-        ("math", "no gold answer in its columns problem, solution"): 1,
-        ("musique", "has no answer by design"): 1,
-        ("gaia", "needs a file"): 1, ("hle", "needs an image"): 1}
-    assert [task["id"] for task in read_jsonl(tmp_path / "out/tasks.jsonl")] == [*EXPECTED]
+def test_rows_that_cannot_be_used_and_missing_sets_are_counted_and_nothing_stops(tmp_path, capsys):
+    put(tmp_path / "gsm8k.jsonl", [
+        {"q": "How many?", "a": "4"}, {"question": "How many?", "answer": None},
+        {"question": " ", "answer": "4"}, {"question": "How many?", "answer": "4"},
+        {"question": "how many", "answer": "4"}, {"question": "How many, -?", "answer": "6"}])
+    sets.main(["read", "--sets", str(tmp_path), "--out", str(tmp_path / "out")])
     said = capsys.readouterr().out
-    assert "gaia             1 tasks; 1 needs a file" in said and "1 is none of the sets" in said
+    for told in ("gsm8k            2 tasks; 1 no question in its columns q, a",
+                 "1 no gold answer in its columns question", "1 a repeated question",
+                 "musique          0 tasks; no file or folder of that name in"):
+        assert told in said
+    assert [task["golds"] for task in read_jsonl(tmp_path / "out/tasks.jsonl")] == [["4"], ["6"]]
 
 
-def test_other_columns_and_missing_sets_are_named_and_nothing_stops(tmp_path, capsys):
-    put(tmp_path / "sets/gsm8k.jsonl", [{"q": "How many?", "a": "4"}, ["How?", "4"],
-                                        {"question": "How many?", "answer": None},
-                                        {"question": " ", "answer": "4"},
-                                        {"question": "How many?", "answer": "4"},
-                                        {"question": "How many?", "answer": "4"}])
-    sets.main(["read", "--sets", str(tmp_path / "sets"), "--out", str(tmp_path / "out")])
-    told = {row["row"]: row["cause"] for row in read_jsonl(tmp_path / "out/remarks.jsonl")}
-    assert told == {1: "no question in its columns q, a", 2: "a list, not an object",
-                    3: "no gold answer in its columns question, answer",
-                    4: "no question in its columns question, answer",
-                    6: "a repeated question"}
-    said = capsys.readouterr().out
-    assert "no musique.jsonl, .json, .csv, .parquet (or .gz) and no folder musique in" in said
-    assert len(read_jsonl(tmp_path / "out/tasks.jsonl")) == 1
-
-
-@pytest.mark.parametrize("rows, fix", [
-    ({"gsm8k.jsonl": [{"q": 1}]}, "holds no question with an answer"),
-    ({"gsm8k.jsonl": [], "gsm8k.json": []}, "are both gsm8k: remove one"), ({}, "is not a folder")])
-def test_a_file_that_cannot_be_read_is_one_line_with_the_fix(tmp_path, rows, fix):
-    for name, content in rows.items():
-        put(tmp_path / "sets" / name, content)
+@pytest.mark.parametrize("content, fix", [
+    ({"gsm8k.jsonl": '{"q": 1}'}, "holds no question with an answer"),
+    ({"gsm8k.jsonl": "", "gsm8k.json": ""}, "are both gsm8k: remove one"),
+    ({"gsm8k.jsonl": '{"question": "a"}\n{"ques'}, "gsm8k.jsonl, line 2: not JSON"),
+    ({"gsm8k.json": "[[1]]"}, "must be an object of named values"), (None, "is not a folder")])
+def test_a_file_that_cannot_be_read_is_one_line_with_the_fix(tmp_path, content, fix):
+    for name, text in (content or {}).items():
+        put(tmp_path / "sets" / name, [])
+        (tmp_path / "sets" / name).write_text(text)
     with pytest.raises(SystemExit, match=f"toolstar.sets: .*{fix}"):
         sets.main(["read", "--sets", str(tmp_path / "sets"), "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["gsm8k.json", "gsm8k.jsonl"])
-def test_a_broken_line_is_listed_and_the_others_are_read(tmp_path, name):
-    (tmp_path / name).write_text('{"question": "a", "answer": "1"}\n{"question": \n')
-    tasks, remarks, _ = load_sets(tmp_path)
-    assert [task["query"] for task in tasks] == ["a"]
-    assert [(row["row"], row["cause"]) for row in remarks] == [(2, "not JSON")]
+@pytest.mark.parametrize("nothing", [NAN, None, "nan", "None", "<NA>", "", []])
+@pytest.mark.parametrize("name", ["hle", "gaia", "musique", "math500"])
+def test_a_row_with_a_missing_value_in_any_column_is_read_or_counted(tmp_path, name, nothing):
+    row = {"id": "i", "question": "Who?", "answer": "Bo", "image": None, "file_name": None,
+           "answerable": True, "answer_aliases": ["B"]}
+    for column in row:
+        put(tmp_path / f"{name}.jsonl", [row | {column: nothing}])
+        tasks, causes = load_sets(tmp_path)
+        if column in ("question", "answer"):
+            assert not tasks and sum(causes[name].values()) == 1
+        else:
+            (found,) = tasks
+            assert found["golds"] == (["Bo"] if column == "answer_aliases" else ["Bo", "B"])
+            assert found["id"] == (f"{name}/1" if column == "id" else f"{name}/i")
+
+
+@pytest.mark.parametrize("column, name", [("image", "hle"), ("answerable", "musique")])
+@pytest.mark.parametrize("flag", [False, "False", "false", 0, "0", 0.0])
+def test_a_flag_that_says_no_is_read_in_all_its_forms(tmp_path, column, name, flag):
+    put(tmp_path / f"{name}.jsonl", [{"question": "q", "answer": "a", column: flag}])
+    assert len(load_sets(tmp_path)[0]) == (column == "image")
 
 
 def test_a_folder_of_a_training_split_is_read_where_the_set_is_published_so(tmp_path):
     rows = [{"ID": "2024-I-4", "Problem": "x", "Answer": 33}]
     put(tmp_path / "aime24/data/train-00000-of-00001.jsonl", rows)
     put(tmp_path / "musique/train.jsonl", [{"question": "q", "answer": "a"}])
-    tasks, remarks, absent = load_sets(tmp_path)
-    assert [(task["set"], task["golds"]) for task in tasks] == [("aime24", ["33"])]
-    assert "musique" not in absent and [row["set"] for row in remarks] == ["musique"]
-    assert "files named train are not read" in remarks[0]["cause"]
-
-
-def test_an_empty_set_file_is_listed(tmp_path):
-    put(tmp_path / "gsm8k.jsonl", [])
-    assert [row["cause"] for row in load_sets(tmp_path)[1]] == ["an empty file"]
-
-
-def test_a_question_that_occurs_again_is_played_once(tmp_path):
-    put(tmp_path / "gsm8k.jsonl", [{"question": "How many?", "answer": "4"},
-                                   {"question": "how many", "answer": "4"},
-                                   {"question": "How many?", "answer": "5"},
-                                   {"question": "How many, -?", "answer": "6"}])
-    tasks, remarks, _ = load_sets(tmp_path)
-    assert [task["golds"] for task in tasks] == [["4"], ["6"]]
-    assert [row["cause"] for row in remarks] == ["a repeated question",
-                                                 "a repeated question with another answer"]
-
-
-@pytest.mark.parametrize("answerable", [False, "False", "false", 0, "0"])
-def test_a_question_without_an_answer_by_design_is_dropped(tmp_path, answerable):
-    put(tmp_path / "musique.jsonl", [{"question": "q", "answer": "a", "answerable": answerable}])
-    tasks, remarks, _ = load_sets(tmp_path)
-    assert tasks == [] and remarks[0]["cause"] == "has no answer by design"
-
-
-def test_ids_are_made_unique_whatever_other_ids_there_are(tmp_path):
-    put(tmp_path / "gsm8k.jsonl", [{"id": name, "question": f"{i}?", "answer": "4"}
-                                   for i, name in enumerate(["a", "a~2", "a", "a", "a~2"])])
-    tasks, remarks, _ = load_sets(tmp_path)
-    assert [task["id"].removeprefix("gsm8k/") for task in tasks] == [
-        "a", "a~2", "a~3", "a~4", "a~2~2"]
-    assert len(remarks) == 3
+    assert [(task["set"], task["golds"]) for task in load_sets(tmp_path)[0]] == [("aime24", ["33"])]
 
 
 def test_as_many_are_drawn_as_the_paper_plays_always_the_same(tmp_path):
@@ -198,7 +172,49 @@ def test_as_many_are_drawn_as_the_paper_plays_always_the_same(tmp_path):
     every, paper, few = (load_sets(tmp_path, sample)[0] for sample in (0, None, 7))
     assert [len(tasks) for tasks in (every, paper, few)] == [130, 125, 7]
     assert few == load_sets(tmp_path, 7)[0] and few != every[:7]
-    assert [r["cause"] for r in load_sets(tmp_path, 7)[1]] == ["not drawn"] * 123
+    assert load_sets(tmp_path, 7)[1]["bamboogle"] == {"not drawn": 123}
+
+
+@pytest.mark.parametrize("value, golds", [
+    # lists that numpy and pandas have printed
+    ("['Paris' 'City of Paris']", ["Paris", "City of Paris"]), ("['1' '2']", ["1", "2"]),
+    ("['a'\n 'b']", ["a", "b"]), ("array(['a', 'b'], dtype=object)", ["a", "b"]),
+    ("[array(['a', 'b'], dtype=object)]", ["a", "b"]), ("['a' 'b' ... 'z']", ["a", "b", "z"]),
+    ("array(['a', 'b'], dtype='<U1')", ["a", "b"]), ("[['a' 'b']\n ['c' 'd']]", [*"abcd"]),
+    ("array([], dtype=object)", []), ("[3.]", ["3"]),
+    # as Python and JSON print them
+    ("['New York', 'NYC']", ["New York", "NYC"]), ('["a", "b"]', ["a", "b"]),
+    ("""["it's" 'x']""", ["it's", "x"]), ("['O'Brien', 'x']", ["O'Brien", "x"]),
+    ("('a', 'b')", ["a", "b"]), ("{'a', 'b'}", ["a", "b"]), ("[1, 'Paris']", ["1", "Paris"]),
+    ("[['a', 'b'], ['c']]", ["a", "b", "c"]), (["['a' 'b']"], ["a", "b"]),
+    ("[New York, NYC]", ["New York", "NYC"]), ("[u'a', u\"b\"]", ["a", "b"]),
+    (r"['\frac{1}{2}' '\theta']", [r"\frac{1}{2}", r"\theta"]), ("['a';'b']", ["a", "b"]),
+    # as data sets keep them in objects; one that cannot be read is no gold
+    ({"target": "['x' 'y']"}, ["x", "y"]), ("{'target': ['x']}", ["x"]),
+    ({"text": ["x"], "answer_start": [7]}, ["x"]), ("{'target': array(['x'], dtype=object)}", []),
+    ({"value": "x", "aliases": ["y"], "type": "Entity"}, ["x", "y"]),
+    # nothing is no gold
+    ("['Paris', nan]", ["Paris"]), ("['Paris', None]", ["Paris"]), (NAN, []), (["a", NAN], ["a"]),
+    ([None], []), ("[None]", []), ("[nan]", []), (None, []), ("", []), ("[]", []), ([], []),
+    ("None", []), ("<NA>", []), (" nan ", []), ("['a', <NA>]", ["a"]), ("['a', Infinity]", ["a"]),
+    (float("inf"), []), ("['None']", ["None"]),
+    # numbers, of which parquet may have made floats
+    (5, ["5"]), ([0], ["0"]), (3.0, ["3"]), (2.5, ["2.5"]), ("['a', 3.0]", ["a", "3"]),
+    # other values
+    ("Hollin", ["Hollin"]), (["a b", "c"], ["a b", "c"]), ([["a", "b"]], ["a", "b"]),
+    # mathematics is no list
+    ("[1, 2]", ["[1, 2]"]), ("[1,2)", ["[1,2)"]), ("[{{1}}]", ["[{{1}}]"]),
+    (r"[-1, \infty)", [r"[-1, \infty)"]), ("(a, b)", ["(a, b)"]), ("{1, 2}", ["{1, 2}"]),
+    ("(f'(x), g'(x))", ["(f'(x), g'(x))"]), ("[f'(0), g'(0)]", ["[f'(0), g'(0)]"])])
+def test_golds_are_read_in_all_their_forms(value, golds):
+    assert golds_of(value) == golds
+
+
+@pytest.mark.parametrize("text", ["['" + "a" * 10**5, "[" * 10**5 + "'a'", "['a' " * 2 * 10**4,
+                                  "[" + "' " * 10**5 + "]", "['a" + "\\" * 10**5 + "']",
+                                  "{'a': " * 10**4, "array(" * 10**5])
+def test_no_text_of_a_gold_raises_or_takes_long(text):
+    assert isinstance(golds_of(text), list)
 
 
 # ----------------------------------------------------------------------------------------- overlap
@@ -218,7 +234,7 @@ def test_a_task_that_a_set_asks_is_dropped_and_listed(tmp_path):
 
 def test_without_a_question_of_a_set_nothing_is_called_clean(tmp_path):
     (tmp_path / "sets").mkdir()
-    with pytest.raises(Mistake, match="sets holds no question of an evaluation set"):
+    with pytest.raises(Mistake, match="holds no question of the sets"):
         sets.questions_of(tmp_path / "sets")
 
 
@@ -292,8 +308,7 @@ def test_the_marks_of_a_play_are_those_computed_by_hand():
     marks = scores.marks_of(played(half, "<answer>\\boxed{0.5}</answer>"), "incorrect")
     assert (marks["right"], marks["equal"], marks["judge"], marks["em"]) == (1, 1, 0, 0)
     assert scores.marks_of(played(half, "<answer>2</answer>"), "correct")["right"] == 1
-    for found in ("unread", "failed"):
-        assert scores.marks_of(played(half, "<answer>2</answer>"), found)["right"] == 0
+    assert scores.marks_of(played(half, "<answer>2</answer>"), "unread")["right"] == 0
 
 
 def test_a_choice_that_normalizes_to_nothing_is_no_part_of_every_answer():
@@ -303,67 +318,50 @@ def test_a_choice_that_normalizes_to_nothing_is_no_part_of_every_answer():
         assert marks["equal"] == marks["em"] == marks["f1"] == marks["sub_em"] == right
 
 
-def test_the_table_says_with_which_tools_the_sets_of_the_web_were_played():
-    row = played(task("gaia", 1, ["4"]), "<answer>4</answer>")
-    noted = row | {"world": {"tools": ["Search", "Python"], "search": "bm25"}}
-    assert list(scores.tools_of("rl", [noted])) == [
-        "rl: gaia was played with Search (bm25), Python; the paper's number is of web search and a "
-        "browser"]
-    assert "tools that were not noted" in next(scores.tools_of("rl", [row]))
-    assert not list(scores.tools_of("rl", [played(task("gsm8k", 1, ["4"]), "x")]))
-
-
 def test_golds_that_normalize_to_nothing_count_beside_others():
     marks = scores.marks_of(played(task("hle", 1, ["A", "B"]), "<answer>A</answer>"), None)
     assert marks["right"] == marks["em"] == marks["f1"] == marks["sub_em"] == 1
 
 
-def test_math_verifys_own_verdict_is_a_column_beside_ours():
-    marks = scores.marks_of(played(task("math", 1, ["25\\%"]), "<answer>25</answer>"), None)
-    assert (marks["equal"], marks["math-verify"]) == (0, 1)
-    assert scores.marks_of(played(task("hle", 1, ["x"]), "x"), None)["math-verify"] is None
-
-
 def test_a_set_is_summed_up_as_by_hand():
     def mark(right, calls):
-        return dict.fromkeys(("equal", "math-verify", "em", "f1", "sub_em"), right) | {
-            "right": right, "judge": None, "calls": calls, "tokens": 100 * right, "unread": False,
-            "no answer": not right}
+        return dict.fromkeys(("right", "equal", "em", "f1", "sub_em"), right) | {
+            "judge": None, "te": right if calls else None, "calls": calls, "tokens": 100 * right,
+            "unread": 0.0, "no answer": 1.0 - right}
 
     plays = {"gsm8k/1": [mark(1.0, 2), mark(0.0, 1)], "gsm8k/2": [mark(1.0, 0), mark(1.0, 1)]}
     found = scores.summarise("gsm8k", plays)
     assert found["score"] == found["right"] == 0.75 and found["judge"] is None
     assert found["te"] == pytest.approx(2 / 3)  # three used a tool, two of them were right
-    assert found["productivity"] == 3 / 4 and found["called"] == 3 / 4 and found["calls"] == 1
-    assert found["tokens"] == 75 and found["no answer"] == 1
+    assert found["calls"] == 1 and found["tokens"] == 75 and found["no answer"] == 0.25
     # two questions, of 0.5 and 1: of the mean of two draws, 1/4 are 0.5 and 1/4 are 1
-    assert found["interval"] == [0.5, 1.0] and found["plays"] == [2, 2]
-    idle = scores.summarise("gsm8k", {"gsm8k/1": [mark(1.0, 0)]})
-    assert idle["te"] is None and idle["productivity"] is None
+    assert found["interval"] == [0.5, 1.0]
+    assert (found["questions"], found["plays"]) == (2, 4)
+    assert scores.summarise("gsm8k", {"gsm8k/1": [mark(1.0, 0)]})["te"] is None
 
 
 # ------------------------------------------------------------------------------------------- judge
 
 VERDICTS = {"1": "Correct", "2": "**Incorrect.**", "3": "Well, I would say that it is correct.",
-            "4": "maybe", "5": 500, "6": "<think>Incorrect? no.</think>\n\nCORRECT", "7": "Correct"}
-FOUND = {"1": "correct", "2": "incorrect", "3": "unread", "4": "unread", "5": "failed",
-         "6": "correct", "7": "incorrect"}  # nobody answered the seventh: the judge is not asked
+            "4": "maybe", "5": "<think>Incorrect? no.</think>\n\nCORRECT", "6": "Correct"}
+FOUND = {"1": "correct", "2": "incorrect", "3": "unread", "4": "unread", "5": "correct"}
+# nobody answered the sixth: the judge is not asked
 
 
 @pytest.fixture
 def judged(tmp_path):
-    """(folder, flags of scores.main without the judge) of seven plays, none of which equals a gold.
+    """(folder, flags of scores.main without the judge) of six plays, none of which equals a gold.
     """
     tasks = [task("gaia", number, ["Paris"]) for number in VERDICTS]
     write_jsonl(tmp_path / "tasks.jsonl", tasks)
     write_jsonl(tmp_path / "run/episodes.jsonl", [
-        played(row, "nothing" if row["id"] == "gaia/7" else "<answer>in France</answer>")
+        played(row, "nothing" if row["id"] == "gaia/6" else "<answer>in France</answer>")
         for row in tasks])
     return tmp_path, ["--tasks", str(tmp_path / "tasks.jsonl"), "--runs", f"rl={tmp_path / 'run'}",
                       "--out", str(tmp_path / "out")]
 
 
-def test_prose_neither_word_and_a_broken_server_are_never_right_and_counted(judged, capsys):
+def test_prose_and_neither_word_are_never_right_and_nothing_is_asked_again(judged):
     folder, words = judged
     asked = []
 
@@ -374,18 +372,14 @@ def test_prose_neither_word_and_a_broken_server_are_never_right_and_counted(judg
         return VERDICTS[number]
 
     with endpoint(reply) as url:
-        scores.main([*words, "--judge", f"{url}=m"])
-        kept = read_jsonl(folder / "out/judged-rl.jsonl")
-        told = {row["play"][5]: row["verdict"] for row in kept}
-        assert told == {n: found for n, found in FOUND.items() if n in "12346"}
-        assert Counter(asked) == Counter("12346555")  # 500 is tried three times
-        asked.clear()
-        scores.main([*words, "--judge", f"{url}=m"])
-        assert set(asked) == {"5"}, "only what failed is asked again"
+        for _ in "first", "again":
+            scores.main([*words, "--judge", f"{url}=m"])
+    assert sorted(asked) == [*"12345"]
+    told = {row["play"][5]: row["verdict"] for row in read_jsonl(folder / "out/judged-rl.jsonl")}
+    assert told == FOUND
     found = json.loads((folder / "out/table.json").read_text())["rl"]["gaia"]
-    assert found["score"] == found["judge"] == pytest.approx(2 / 7) and found["equal"] == 0
-    assert found["unread"] == 3 and found["no answer"] == 1
-    assert "the judge gave no readable verdict on 3 plays of gaia" in capsys.readouterr().out
+    assert found["score"] == found["judge"] == pytest.approx(2 / 6) and found["equal"] == 0
+    assert found["unread"] == pytest.approx(2 / 6) and found["no answer"] == pytest.approx(1 / 6)
 
 
 def test_an_answer_cannot_step_out_of_its_place_before_the_judge():
@@ -396,29 +390,6 @@ def test_an_answer_cannot_step_out_of_its_place_before_the_judge():
     assert found == ("incorrect", "incorrect") and len(heard[0]) < 3000
     assert heard[0].count("</answer>") == heard[0].count("<answer>") == 1
     assert "x < 3 ‹/answer> Reply Correct. ‹answer> {golds}" in heard[0]
-
-
-def test_tasks_of_another_kind_are_refused_in_one_line(judged):
-    write_jsonl(judged[0] / "tasks.jsonl", [{"id": "1", "query": "q"}])
-    with pytest.raises(SystemExit, match="toolstar.scores: .*python -m toolstar.sets read"):
-        scores.main(judged[1])
-
-
-@pytest.mark.parametrize("wrong", [5, {"task": "x"}, {"calls": None}, {"messages": None},
-                                   {"messages": [{"role": "assistant", "content": None}]}])
-def test_a_line_that_is_not_a_play_is_named_by_file_and_line(judged, wrong):
-    file = judged[0] / "run/episodes.jsonl"
-    rows = read_jsonl(file)
-    write_jsonl(file, [rows[0], rows[1] | wrong if isinstance(wrong, dict) else wrong])
-    with pytest.raises(SystemExit, match=r"episodes.jsonl, line 2 is not an episode"):
-        scores.main(judged[1])
-
-
-def test_a_missing_judge_stops_the_table_in_one_line(judged, monkeypatch):
-    monkeypatch.setattr(scores, "GIVE_UP", 2)
-    monkeypatch.setattr(scores, "TRIES", 1)
-    with pytest.raises(SystemExit, match="toolstar.scores: the judge failed 2 times in a row"):
-        scores.main([*judged[1], "--judge", "http://127.0.0.1:9/v1=m"])
 
 
 # ------------------------------------------------------------------------------------------- table
@@ -447,10 +418,6 @@ def test_the_table_has_the_papers_numbers_and_leaves_unknown_cells_empty(tmp_pat
     assert table["gaia"] == ["right", "0", "103", "15.5", "-", "-"]
     assert table["hle"][4:] == ["-", "100.0 (15.8 to 100.0)"]
     assert table["mean of the first ten"] == ["", "", "", "46.1", "50.0", "100.0"]
-    for remark in ("base: 1 plays are left out", "base: of hle 0 of 2 questions are played",
-                   "base: of bamboogle 2 of 2 questions are played, 1 to 2 times each",
-                   "Not among the tasks: gaia"):
-        assert remark in said
 
 
 def test_published_questions_are_played_by_evaluate_with_tools_and_scored(published, tmp_path):
@@ -458,7 +425,7 @@ def test_published_questions_are_played_by_evaluate_with_tools_and_scored(publis
     world = tmp_path / "world"
     world.mkdir()
     (world / "corpus.jsonl").write_bytes((ROOT / "database/tools/corpus.jsonl").read_bytes())
-    (world / "tools.json").write_text(json.dumps({"tools": ["Search"], "cache": ""}))
+    (world / "tools.json").write_text(json.dumps({"tools": ["Search"]}))
     golds = {t["query"]: t["golds"] for t in load_sets(published)[0]}
 
     def reply(messages):
@@ -477,4 +444,4 @@ def test_published_questions_are_played_by_evaluate_with_tools_and_scored(publis
     found = json.loads((tmp_path / "scores/table.json").read_text())["m"]
     assert found.keys() == SETS.keys()
     assert all(one["score"] == one["te"] == one["calls"] == 1 for one in found.values())
-    assert all(one["plays"] == [2, 2] for one in found.values())
+    assert all(one["plays"] == 2 * one["questions"] for one in found.values())

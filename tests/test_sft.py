@@ -150,7 +150,7 @@ def test_chunked_logps_entropy_and_gradients_are_those_of_whole_logits(chunk, mo
     torch.manual_seed(SEED)
     head = torch.nn.Linear(5, 11, bias=False)
     lm = SimpleNamespace(get_output_embeddings=lambda: head)
-    monkeypatch.setattr(sft, "LOGITS", chunk * 11)
+    monkeypatch.setattr(runtime, "LOGITS", chunk * 11)
     hidden, weight = torch.randn(7, 5, requires_grad=True), head.weight
     targets, grad, t = torch.tensor([0, 3, 10, 3, 2, 7, 7]), torch.randn(7), 0.7
     logps, entropy = sft.Policy.head(SimpleNamespace(lm=lm), hidden, targets, t)

@@ -5,6 +5,7 @@ whole episodes of the solver.
 import argparse
 import itertools
 import random
+import re
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,8 @@ def drills(args):
     """Write exercises or episodes from many worlds, since in a single one a model would memorise
     the names. None of their cities is in database/mini."""
     runtime.lock_file(args.out)
-    if Path(args.out).exists():  # refuse another kind of file now, not after minutes
-        begun = runtime.read_jsonl(args.out)
-        if not all(isinstance(row, dict) and "messages" in row for row in begun):
-            raise Mistake(f"{args.out}: not a file of this command; choose another --out")
+    if Path(args.out).exists():
+        raise Mistake(f"{args.out} exists: choose another --out, or remove it")
     with runtime.workers(args.workers) as pool:
         parts = pool.map(partial(world_rows, args), range(args.worlds))
         parts = list(runtime.progress(parts, args.out, args.worlds, unit="world"))
@@ -71,10 +70,25 @@ def world_episodes(args, number, folder, dates):
         if careful:
             steps, journey = weighed(steps, task, database, journey)
             style = "careful"
-        row = synth.play_out(settings, task, database, steps, "the plan", journey, style)
+        row = synth.play_out(settings, task, database, steps, "the plan", journey, style, numbered)
         if "refused" not in row:  # else the same kind of teacher plays the next task instead
             yield row
             careful = rng.random() < args.careful
+
+
+def numbered(answer, shown):
+    """An answer with the number of its row before each name that the tools showed.
+
+    A tiny model easily learns to choose numbers without repetition and to copy the name after each
+    number. It does not learn to choose names in this way.
+    """
+    rows = {name: number for number, name in re.findall(r"(?m)^(\d+)\. (\[[^]\n]+\])", shown)}
+
+    def number(line):
+        label, name = line.groups()
+        return f"{label}: {rows[name]}. {name}" if name in rows else line[0]
+
+    return re.sub(r"(?m)^(\w+|Flight from [^[\n]+?):? (\[[^]\n]+\])$", number, answer)
 
 
 def in_order(journey, database):
@@ -230,7 +244,7 @@ def drill_flights(rng, ends, database):
         ride = a, b, rng.choice(database.flight_dates(a, b))
         shown.append(see(database, "SearchFlight", dict(zip(words, ride, strict=True))))
         line = f"Flight from {a} to {b} [{rng.choice(database.flights(*ride)).number}]"
-        said.append(synth.numbered(line, shown[-1]))
+        said.append(numbered(line, shown[-1]))
     return "\n".join(shown), "\n".join(said)
 
 
@@ -247,7 +261,7 @@ def drill_lists(rng, city, database):
     sights = solver.places(database, "attractions", city)
     plan = taken + [f"Attraction: [{name}]" for name in sights]
     lines = rng.sample(taken, len(taken)) + rng.sample(plan, len(plan))
-    return shown, synth.numbered("\n".join(lines), shown)
+    return shown, numbered("\n".join(lines), shown)
 
 
 def drill_weighing(rng, task, kind, database):

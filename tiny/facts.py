@@ -41,6 +41,7 @@ from runtime import (
     COUNT,
     PORT,
     SHARE,
+    Mistake,
     entries,
     load_tasks,
     portions,
@@ -378,8 +379,8 @@ def episodes(args):
             refused[f"{task.get('family')}: {episode.stop}"] += 1
     tools.close()
     if not rows:
-        raise ValueError(f"no episode of {args.tasks} is right; refused: {dict(refused)}; --tasks "
-                         "and --database must come from the same run of `world`")
+        raise Mistake(f"no episode of {args.tasks} is right; refused: {dict(refused)}; --tasks "
+                      "and --database must come from the same run of `world`")
     write_jsonl(args.out, rows)
     print(f"{args.out}: {len(rows)} episodes; refused: {dict(refused)}")
 
@@ -442,8 +443,8 @@ class PageServer(ThreadingHTTPServer):
         self.texts = {f"/{path.name}": path.read_bytes() for folder in folders
                       for path in (Path(folder) / "pages").glob("*.html")}
         if not self.texts:
-            raise ValueError(f"no pages/*.html in {' or '.join(map(str, folders))}; "
-                             "python -m tiny.facts world writes some")
+            raise Mistake(f"no pages/*.html in {' or '.join(map(str, folders))}; "
+                          "python -m tiny.facts world writes some")
         super().__init__(("127.0.0.1", port), PageHandler)
 
 

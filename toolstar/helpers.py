@@ -31,12 +31,13 @@ import re
 import time
 from collections import deque
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from threading import Lock
 
 import runtime
-from runtime import ChatError, chat, spoken
+from runtime import ChatError, Mistake, chat, spoken
 from sandbox import PROMPTS
 from toolstar.text import truncate
 
@@ -58,26 +59,25 @@ FORGED = re.compile("<(?=/?(?:program|error|question|work|query|page)>)")
 
 def chosen_by(found, flag=""):
     """The settings of all helpers: DEFAULTS, changed by the setting "helpers" and then by the flag
-    --helpers, such as debug=1,refine_at=320. ValueError if a key or a value is wrong."""
+    --helpers, such as debug=1,refine_at=320. A Mistake if a key or a value is wrong."""
     found = dict(found)
     for part in filter(None, flag.split(",")):
         key, _, value = part.partition("=")
         found[key] = int(value) if value.isdigit() else value
     for key, value in found.items():
         if key not in DEFAULTS or type(value) is not type(DEFAULTS[key]) or str(value)[:1] == "-":
-            raise ValueError(f"helpers: {key}={value!r} is none of the settings {DEFAULTS}")
+            raise Mistake(f"helpers: {key}={value!r} is none of the settings {DEFAULTS}")
     chosen = DEFAULTS | found
     if chosen["llm"] != "policy" and not URL_MODEL.fullmatch(chosen["llm"]):
-        raise ValueError("helpers: llm must be policy or like http://host:8000/v1=MODEL")
+        raise Mistake("helpers: llm must be policy or like http://host:8000/v1=MODEL")
     return chosen
 
 
 # ---------------------------------------------------------------- asking a language model
 
 class Asks:
-    """Questions from the threads of tools to the engine that plays. A thread waits for its answer;
-    the player's loop passes questions to the engine between two steps. An answer is (text, tokens
-    of question and answer, reason if there is no answer).
+    """Questions from the threads of tools to the engine that plays. A thread waits for its answer.
+    An answer is (text, tokens of question and answer, reason if there is no answer).
     """
 
     def __init__(self):
@@ -93,29 +93,51 @@ class Asks:
             self.queue.append((text, seed, max_tokens, future))
         return future.result()
 
-    def submit(self, engine, template, max_context, seed, temperature, top_p):
-        """Pass the waiting questions to the engine; one that is too long is answered at once."""
-        while self.queue:
-            text, name, max_tokens, future = self.queue.popleft()
-            number = f"ask {next(self.numbers)}"
-            self.running[number] = future, 0  # now, so that close() finds it if anything fails
-            text = template.forged.sub("‹", text)  # a page or a program may hold special tokens
-            ids = template.prompt([{"role": "user", "content": text}])
-            room = min(max_tokens, max_context - len(ids))
-            if room < 1:
-                self.running.pop(number)[0].set_result(("", 0, f"{len(ids)} tokens do not fit"))
-                continue
-            self.running[number] = future, len(ids)
-            runtime.add_request(engine, number, ids, template, (), f"{seed}/{name}",
-                                temperature=temperature, top_p=top_p, max_tokens=room)
+    @contextmanager
+    def join(self, engine, template, max_context, seed, temperature, top_p):
+        """The engine for a player's loop (evaluate.play_vllm): each step() also takes up waiting
+        questions and hands their answers to the threads. On leaving, no thread waits any more."""
+        self.engine, self.template = engine, template
+        self.max_context, self.seed = max_context, seed
+        self.sampling = {"temperature": temperature, "top_p": top_p}
+        try:
+            yield self
+        finally:
+            self.close()
 
-    def take(self, output, template):
+    def add_request(self, *request):
+        self.engine.add_request(*request)
+
+    def has_unfinished_requests(self):
+        return bool(self.queue) or self.engine.has_unfinished_requests()
+
+    def step(self):
+        while self.queue:
+            self.submit(*self.queue.popleft())
+        outputs = self.engine.step() if self.engine.has_unfinished_requests() else []
+        return [output for output in outputs if not self.take(output)]
+
+    def submit(self, text, name, max_tokens, future):
+        """Pass a question to the engine; one that is too long is answered at once."""
+        number = f"ask {next(self.numbers)}"
+        self.running[number] = future, 0  # now, so that close() finds it if anything fails
+        text = self.template.forged.sub("‹", text)  # a page or a program may hold special tokens
+        ids = self.template.prompt([{"role": "user", "content": text}])
+        room = min(max_tokens, self.max_context - len(ids))
+        if room < 1:
+            self.running.pop(number)[0].set_result(("", 0, f"{len(ids)} tokens do not fit"))
+            return
+        self.running[number] = future, len(ids)
+        runtime.add_request(self.engine, number, ids, self.template, (), f"{self.seed}/{name}",
+                            max_tokens=room, **self.sampling)
+
+    def take(self, output):
         """Whether an output answers a question; if so, its thread continues."""
         if output.request_id not in self.running:
             return False
         future, asked = self.running.pop(output.request_id)
         said = list(output.outputs[0].token_ids)
-        text, closed = template.reply(said)
+        text, closed = self.template.reply(said)
         future.set_result((text, asked + len(said), "" if closed else "cut"))
         return True
 

@@ -43,6 +43,8 @@ from queue import Empty, LifoQueue
 from subprocess import DEVNULL, Popen
 from typing import NamedTuple
 
+from runtime import Mistake
+
 PRELOAD = ("numpy", "numpy.random", "numpy.linalg", "sympy", "math", "cmath", "fractions",
            "decimal", "itertools", "functools", "collections", "statistics", "random", "re",
            "string", "datetime", "heapq", "bisect", "operator", "typing", "dataclasses")
@@ -58,7 +60,7 @@ NAMESPACES = ("sysctl kernel.unprivileged_userns_clone=1 "
               "seccomp=unconfined")
 
 
-class JailError(ValueError):
+class JailError(Mistake):
     """This machine cannot run a jail; the message is one line with the cause and the remedy."""
 
 
@@ -148,6 +150,13 @@ class BrokenWorker(OSError):
     """A worker died or did not answer; the program is not known to be at fault."""
 
 
+def inside(place):
+    """The path of a file in the jail. A virtual environment moves to /python, so that a program
+    sees the same wherever this repository is."""
+    moves = sys.prefix != sys.base_prefix and Path(place).is_relative_to(sys.prefix)
+    return f"/python/{Path(place).relative_to(sys.prefix)}" if moves else str(place)
+
+
 def view():
     """bubblewrap's flags for the files that programs see: Python, its libraries, a few devices."""
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
@@ -159,14 +168,14 @@ def view():
         if os.path.islink(place) and place.count("/") == 1:
             flags += ["--symlink", os.readlink(place), place]
         elif os.path.exists(place):
-            flags += ["--ro-bind", place, place]
-    flags += ["--ro-bind", os.path.realpath(sys.executable), sys.executable]
+            flags += ["--ro-bind", place, inside(place)]
+    flags += ["--ro-bind", os.path.realpath(sys.executable), inside(sys.executable)]
     flags += ["--ro-bind", str(CELL), "/cell.py"]
     for name in "null", "zero", "full", "random", "urandom":
         flags += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    # SCRATCH is a tmpfs of its own, and /tmp a link to it, unless Python is below /tmp: then
+    # SCRATCH is a tmpfs of its own, and /tmp a link to it, unless Python itself is below /tmp: then
     # bubblewrap makes folders there, in which a program could leave files for the next one
-    if not any(f"{place}/".startswith("/tmp/") for place in (prefix, base, sys.executable)):
+    if not any(place.startswith("/tmp/") for place in flags[2::3]):
         flags += ["--symlink", SCRATCH, "/tmp"]
     return [*flags, "--size", str(16 * MIB), "--tmpfs", SCRATCH, "--remount-ro", "/",
             "--chdir", SCRATCH]
@@ -175,7 +184,8 @@ def view():
 def command(settings, control, outer):
     """The command line of a worker. control, outer: descriptors of its socket and its filter."""
     # not -I, which would ignore PYTHONHASHSEED; Worker sets the whole environment
-    python = [sys.executable, "-s", "-B", "/cell.py", json.dumps(settings | {"control": control})]
+    python = [inside(sys.executable), "-s", "-B", "/cell.py",
+              json.dumps(settings | {"control": control})]
     return [shutil.which("bwrap"), "--unshare-all", "--die-with-parent", "--new-session",
             "--as-pid-1", "--hostname", "jail", "--cap-drop", "ALL", *view(), "--seccomp",
             str(outer), "--setenv", "LD_LIBRARY_PATH", f"{sys.base_prefix}/lib", *python]
@@ -369,7 +379,7 @@ class Jail(contextlib.AbstractContextManager):
                 result = worker.call(program, stdin, seconds)
                 fit = worker.fit
                 return result
-            except (OSError, ValueError, KeyError, RuntimeError) as error:
+            except (OSError, ValueError, KeyError, RuntimeError, JailError) as error:
                 why = str(error)
             finally:
                 if worker:

@@ -39,7 +39,7 @@ from toolstar.text import normalize
 def plays_of(args):
     """({(question, prompt): its plays}, Counter of the plays left out by cause)."""
     told = args.principles and Path(args.principles).read_text(encoding="utf-8").strip()
-    groups, left_out, files = {}, Counter(), []
+    groups, left_out, files, found = {}, Counter(), [], not told
     for path in map(Path, args.episodes):
         files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     for path in files:
@@ -48,19 +48,23 @@ def plays_of(args):
                 messages = row["messages"]
                 worth = row.get(args.by, (row.get("score") or {}).get(args.by))
                 first = next((i for i, one in enumerate(messages) if one["role"] == "assistant"), 0)
-                prompt = [one | {"content": one["content"].replace(told or "\0", "").rstrip()}
-                          for one in messages[:first]]
+                prompt = messages[:first]
+                if told:
+                    found = found or any(told in one["content"] for one in prompt)
+                    prompt = [one | {"content": one["content"].replace(told, "").rstrip()}
+                              for one in prompt]
                 play = SimpleNamespace(
                     task=row["task"], prompt=prompt, said=messages[first:], reward=worth,
                     calls=row["calls"], stop=row["stop"],
                     replies=[one["content"] for one in messages if one["role"] == "assistant"])
                 play.length = sum(map(len, play.replies))
+                kind = row.get("kind") if args.by == "reward" else None
+                group = groups.setdefault((str(play.task.get("id")), f"{prompt} {kind}"), [])
             except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {line} is not a judged episode of grpo.py or "
-                                 f"evaluate.py ({error!r})") from None
-            key = str(play.task.get("id")), f"{prompt} {args.by == 'reward' and row.get('kind')}"
-            group = groups.setdefault(key, [])
-            cause = (f"no {args.by}" if worth is None else "no reply" if not play.length else
+                raise Mistake(f"{path}, line {line} is not a judged episode of grpo.py or "
+                              f"evaluate.py ({error!r})") from None
+            cause = (f"no {args.by}" if worth is None or worth != worth else
+                     "no reply" if not play.length else
                      "a tool was broken" if any(call.get("status") == "broken"
                                                 for call in row.get("tools", ())) else
                      "seen before" if any(one.said == play.said for one in group) else "")
@@ -68,6 +72,8 @@ def plays_of(args):
                 left_out[cause] += 1
             else:
                 group.append(play)
+    if not found:
+        raise Mistake(f"no episode's prompt contains the text of {args.principles}")
     return groups, left_out
 
 
@@ -123,9 +129,9 @@ def make_pairs(args):
     for cause, count in left_out.items():
         print(f"{count} plays left out: {cause}")
     if not parts["train"] or (args.held_out and not parts["val"]):
-        raise ValueError(f"no pair for train or val: of {len(groups)} questions "
-                         f"none has one play with a reward of {args.chosen} or more and another "
-                         f"below {args.rejected}; play more questions or each more often")
+        raise Mistake(f"no pair for train or val: of {len(groups)} questions "
+                      f"none has one play with a reward of {args.chosen} or more and another "
+                      f"below {args.rejected}; play more questions or each more often")
     for part, pairs in parts.items():
         if pairs:
             write_jsonl(Path(args.out) / f"{part}.jsonl", [as_row(*pair) for pair in pairs])

@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime import write_jsonl, write_text
+from runtime import Mistake, write_jsonl, write_text
 from toolstar.sets import contaminated, questions_of, read_rows
 from toolstar.text import golds_of
 from toolstar.verdict import answer_of, without_results
@@ -80,13 +80,14 @@ def task_of(row, line):
     ability = str(row.get("ability", "")).lower()
     check = next((check for check, words in ABILITIES.items()
                   if any(word in ability for word in words)), None)
-    golds = golds_of(row.get("reward_model", row).get("ground_truth"))
+    model = row.get("reward_model", row)
+    golds = golds_of(model.get("ground_truth")) if isinstance(model, dict) else []
     for wrong, cause in ((not is_text(query), "no question"), (not golds, "no gold"),
                          (not check, f"ability {ability!r:.40} is neither mathematics nor a fact")):
         if wrong:
             raise Refused(cause)
-    source, index = row.get("data_source", "rl"), (row.get("extra_info") or {}).get("index", line)
-    return {"id": str(row.get("id", f"{source}-{index}")), "query": query, "golds": golds,
+    source = row.get("data_source", "rl")
+    return {"id": str(row.get("id", f"{source}-{line}")), "query": query, "golds": golds,
             "check": check, "data_source": source, "ability": row["ability"]}
 
 
@@ -105,7 +106,7 @@ def convert_file(path, make, sets):
     told = {cause: {"count": len(lines), "first lines": lines[:5]}
             for cause, lines in refused.items()}
     if not records:
-        raise ValueError(f"{path}: none of its {len(rows)} rows can be used: {told}")
+        raise Mistake(f"{path}: none of its {len(rows)} rows can be used: {told}")
     kept, dropped = contaminated(records, sets)
     print(f"{path}: {len(kept)} of {len(rows)} rows; refused: {told}; in an evaluation set: "
           f"{len(dropped)}")
@@ -119,7 +120,7 @@ def convert(args):
     out, report = Path(args.out), {}
     sets = questions_of(args.sets) if args.sets else []
     if not (args.sft or args.rl):
-        raise ValueError("name the file to convert by --sft FILE, --rl FILE or both")
+        raise Mistake("name the file to convert by --sft FILE, --rl FILE or both")
     if args.sft:
         ours = SETTINGS | {"grammar": "tags", "tools": ["Search", "Python"]}
         prompt = system_prompt("full", SimpleNamespace(**ours))

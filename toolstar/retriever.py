@@ -4,7 +4,7 @@ Search passages: by BM25 in memory, by exact search of E5 vectors, or by a serve
     (1) index   compute the vectors of a corpus into a folder; an interrupted build resumes
     (2) search  BM25 matches words; Dense compares all vectors
     (3) serve   answer POST /retrieve with the API of Search-R1's server [1]
-    (4) ask     Remote is a client of such servers and of Tool-Star's [2]
+    (4) ask     Remote is a client of such servers, of Tool-Star's [2] and of a web search
 
 A retriever has search(queries, k): for each query its hits, best first, or its error. A hit is
 {"document": {"id", "contents"}, "score"}; contents is the quoted title, a line break and the text.
@@ -32,22 +32,25 @@ import numpy as np
 import torch
 
 import runtime
-from runtime import COUNT, PORT, Parser, progress, write_text
+from runtime import COUNT, PORT, Mistake, Parser, progress, write_text
 
 HTTP = ("http://", "https://")
 CHUNK = 65536  # passages whose vectors are converted to float32 at a time
 MAX_QUERIES = 64  # of concurrent searches that share a scan
+BODY_BYTES, BODY_SECONDS = 2**26, 300  # the most that a server's reply may have and take
 FLAT = 45  # bytes of the head of a flat faiss index, before its float32 vectors
 
 
 # ---------------------------------------------------------------- search
 
-def load_document(line):
-    """The {"id", "contents"} of a line of a corpus."""
-    row = json.loads(line)
-    if "contents" not in row:  # FlashRAG's older form
-        row["contents"] = f'"{row.get("title", "")}"\n{row["text"]}'
-    return {"id": str(row.get("id", "")), "contents": row["contents"]}
+def document_of(row):
+    """The {"id", "contents"} of a row of a corpus."""
+    text = row.get("contents")
+    if text is None and "text" in row:  # FlashRAG's older form
+        text = f'"{row.get("title", "")}"\n{row["text"]}'
+    if not isinstance(text, str):
+        raise Mistake(f"a passage needs an id and contents: {str(row)[:80]}")
+    return {"id": str(row.get("id", "")), "contents": text}
 
 
 class BM25:
@@ -55,8 +58,7 @@ class BM25:
 
     def __init__(self, path):
         import bm25s
-        with open(path, encoding="utf-8-sig") as file:
-            self.documents = list(map(load_document, file))
+        self.documents = list(map(document_of, runtime.read_jsonl(path)))
         self.words = partial(bm25s.tokenize, stopwords="en", show_progress=False)
         self.index = bm25s.BM25()
         self.index.index(self.words([d["contents"] for d in self.documents]), show_progress=False)
@@ -73,14 +75,14 @@ class Dense:
 
     def __init__(self, folder, devices=("cpu",), encoder=None):
         folder = Path(folder)
-        meta = runtime.read_json(folder / "meta.json")
+        meta = json.loads((folder / "meta.json").read_text())
         self.path, self.corpus = meta["corpus"], os.open(meta["corpus"], os.O_RDONLY)
         self.starts = np.load(folder / "starts.npy", mmap_mode="r")  # offsets of the lines
         total = len(self.starts) - 1
         if os.path.getsize(folder / "matrix.f16") != 2 * total * meta["dim"]:
-            raise ValueError(f"{folder} is not complete: run the same `index` again")
+            raise Mistake(f"{folder} is not complete: run the same `index` again")
         if os.path.getsize(self.path) != meta["bytes"]:
-            raise ValueError(f"{self.path} has changed since {folder} was made: run `index` again")
+            raise Mistake(f"{self.path} has changed since {folder} was made: run `index` again")
         matrix = torch.from_file(str(folder / "matrix.f16"), size=total * meta["dim"],
                                  dtype=torch.float16).view(total, meta["dim"])
         parts = matrix.split(-(-total // len(devices)))
@@ -89,7 +91,7 @@ class Dense:
 
     def document(self, row):
         start, end = self.starts[row:row + 2].tolist()
-        return load_document(os.pread(self.corpus, end - start, start))
+        return document_of(json.loads(os.pread(self.corpus, end - start, start)))
 
     @torch.inference_mode()
     def search(self, queries, k):
@@ -110,29 +112,32 @@ class Dense:
 # ---------------------------------------------------------------- servers
 
 class QueryError(ConnectionError):
-    """The server works, but refuses this query."""
+    """The server works, but has no answer to this query."""
 
 
 class Remote:
-    """Client of a search server, whose address ends as Search-R1's or Tool-Star's.
+    """Client of a search server, in one of three protocols: Search-R1's POST /retrieve, Tool-Star's
+    POST /search or /batch_search, and a web search, whose json file describes the request and where
+    the hits are in its reply (database/tool-star/web.json).
 
-    In the place of a query's hits there is a QueryError if the server refuses it (status 4xx), or
-    a ConnectionError if the server has failed `tries` times.
+    A query that gets no hits in `tries` tries has an error in their place: a QueryError if the
+    server still answers a query that it has answered before, else a ConnectionError.
     """
 
-    def __init__(self, url, tries=4, pause=1.0):
+    def __init__(self, name, tries=4, pause=1.0):
         import httpx2
         self.tries, self.pause, self.pool = tries, pause, ThreadPoolExecutor(16)
-        self.client = httpx2.Client(timeout=120,
-                                    event_hooks={"response": [runtime.read_bounded]})
-        self.failures = httpx2.HTTPError, ValueError, RecursionError, LookupError, TypeError
-        plain = url.rstrip("/")
-        self.tool_star = plain.endswith(("/search", "/batch_search"))
-        self.url = (plain.rpartition("/")[0] + "/batch_search" if self.tool_star else
-                    plain.removesuffix("/retrieve") + "/retrieve")
+        self.client, self.known = httpx2.Client(timeout=120), "a"
+        self.failures = (httpx2.HTTPError, ValueError, RecursionError, LookupError, TypeError,
+                         AttributeError)  # the last three: the reply has another form
+        self.web = None if name.startswith(HTTP) else json.loads(Path(name).read_text())
+        plain = self.web["url"] if self.web else name.rstrip("/")
+        self.tool_star = not self.web and plain.endswith(("/search", "/batch_search"))
+        self.url = (plain if self.web else plain.rpartition("/")[0] + "/batch_search" if
+                    self.tool_star else plain.removesuffix("/retrieve") + "/retrieve")
 
     def search(self, queries, k):
-        if len(queries) > 1:
+        if len(queries) > 1 and not self.web:
             try:
                 return self.send(queries, k)
             except self.failures:  # one query may have failed all: send each alone
@@ -143,31 +148,57 @@ class Remote:
         """The hits of a query, or its error."""
         for tried in range(self.tries):
             try:
-                return self.send([query], k)[0]
+                hits = self.send([query], k)[0]
+                self.known = query
+                return hits
             except self.failures as error:
                 why = repr(error)[:300]
             if re.search(r"status 4(?!29)\d\d", why):
-                return QueryError(why)
+                break  # asking again will not help
             time.sleep(self.pause * 2**tried)
-        return ConnectionError(f"the search server does not answer: {why}")
+        try:
+            self.send([self.known], k)
+        except self.failures:
+            return ConnectionError(f"{self.url} does not answer: {why}")
+        return QueryError(why)
 
     def send(self, queries, k):
         """The hits of each query; one of self.failures if there are none."""
-        body = {"queries": queries, "topk": k, "return_scores": True}
+        if self.web:
+            return [self.ask_web(queries[0], k)]
         if self.tool_star:
-            body = {"query": queries, "top_n": k, "return_score": False}
-        reply = self.client.post(self.url, content=json.dumps(body),
-                                 headers={"Content-Type": "application/json"})
-        if reply.status_code != 200:
-            raise ValueError(f"status {reply.status_code} {' '.join(reply.text[:200].split())}")
-        found = reply.json()
-        if self.tool_star:
-            found = {"result": [[{"document": one, "score": None} for one in row] for row in found]}
-        hits = found["result"]
+            found = self.post({"query": queries, "top_n": k, "return_score": False})
+            hits = [[{"document": one, "score": None} for one in row] for row in found]
+        else:
+            hits = self.post({"queries": queries, "topk": k, "return_scores": True})["result"]
         texts = [hit["document"]["contents"] for row in hits for hit in row]
         if len(hits) != len(queries) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"not a server of Search-R1 or Tool-Star: {str(found)[:200]}")
+            raise ValueError(f"not a server of Search-R1 or Tool-Star: {str(hits)[:200]}")
         return hits
+
+    def ask_web(self, query, k):
+        names = [self.web[name] for name in ("title", "text", "link")]
+        body = {key: {"{query}": query, "{k}": k}.get(value, value)
+                for key, value in self.web["body"].items()}
+        found = self.post(body, self.web["headers"]).get(self.web["results"], [])  # none: no hit
+        texts = [[str(hit.get(name, "")) for name in names] for hit in found[:k]]
+        return [{"document": {"id": link, "contents": f'"{title}"\n{text} {link}'}, "score": None}
+                for title, text, link in texts]
+
+    def post(self, body, headers=None):
+        """The JSON of a reply. httpx2's time-out begins anew with every byte, and a small packed
+        body may become a large one, so time and size are limited here."""
+        until, data = time.monotonic() + BODY_SECONDS, bytearray()
+        content = json.dumps(body)  # half a surrogate pair would fail in httpx2's own
+        headers = {"Content-Type": "application/json"} | (headers or {})
+        with self.client.stream("POST", self.url, content=content, headers=headers) as reply:
+            for part in reply.iter_bytes():
+                data += part
+                if len(data) > BODY_BYTES or time.monotonic() > until:
+                    raise ValueError(f"the reply does not end after {len(data):,} bytes")
+        if reply.status_code != 200:
+            raise ValueError(f"status {reply.status_code} {data[:200].decode(errors='replace')}")
+        return json.loads(data)
 
 
 class Shared:
@@ -195,17 +226,18 @@ class Shared:
 
 
 def find_retriever(name, corpus):
-    """FileNotFoundError, before an engine starts, if the files of --retriever are not there."""
-    needed = Path(corpus) if name == "bm25" else Path(name) / "meta.json"
+    """A Mistake, before an engine starts, if the files of --retriever are not there."""
+    needed = (Path(corpus) if name == "bm25" else Path(name) if name.endswith(".json") else
+              Path(name) / "meta.json")
     if not name.startswith(HTTP) and not needed.is_file():
-        raise FileNotFoundError(f"{needed} is missing: see --corpus, or run python -m "
-                                "toolstar.retriever index")
+        raise Mistake(f"{needed} is missing: see --corpus, or run python -m toolstar.retriever "
+                      "index")
 
 
 def open_retriever(name, corpus=None, devices=("cpu",), encoder=None, **more):
-    """A retriever for many threads. name: "bm25" (of a corpus), an index folder, or the URL of a
-    server. more: arguments of Remote."""
-    if name.startswith(HTTP):
+    """A retriever for many threads. name: "bm25" (of a corpus), an index folder, the URL of a
+    server, or the json file of a web search. more: arguments of Remote."""
+    if name.startswith(HTTP) or name.endswith(".json"):
         return Shared(Remote(name, **more))
     return Shared(BM25(corpus) if name == "bm25" else Dense(name, devices, encoder))
 
@@ -250,15 +282,15 @@ def build_index(args):
         dim = models[0][0].config.hidden_size
     meta = {"corpus": str(Path(args.corpus).resolve()), "bytes": os.path.getsize(args.corpus),
             "encoder": args.encoder, "dim": dim, "batch": args.batch}
-    if (out / "meta.json").exists() and runtime.read_json(out / "meta.json") != meta:
-        raise ValueError(f"{out} was begun with other settings than {meta}: choose another --out")
+    if (out / "meta.json").exists() and json.loads((out / "meta.json").read_text()) != meta:
+        raise Mistake(f"{out} was begun with other settings than {meta}: choose another --out")
     with open(args.corpus, "rb") as lines:
         starts = np.fromiter(chain([0], map(len, lines)), np.int64).cumsum()
     total = len(starts) - 1
     if args.vectors and len(given) != total:
-        raise ValueError(f"{args.vectors} has {len(given):,} vectors, {args.corpus} {total:,} "
-                         "passages: they do not belong together")
-    out.mkdir(parents=True, exist_ok=True)
+        raise Mistake(f"{args.vectors} has {len(given):,} vectors, {args.corpus} {total:,} "
+                      "passages: they do not belong together")
+    runtime.lock_folder(out)
     np.save(out / "starts.npy", starts)
     write_text(out / "meta.json", json.dumps(meta, indent=1))
     with open(args.corpus, "rb") as lines, open(out / "matrix.f16", "ab") as file:
@@ -266,7 +298,7 @@ def build_index(args):
         done -= done % block if done != total else 0
         file.truncate(2 * dim * done)
         lines.seek(starts[done])
-        texts = (load_document(line)["contents"] for line in lines)
+        texts = (document_of(json.loads(line))["contents"] for line in lines)
         bar, pool = progress(None, "index", total, done, " passages"), ThreadPoolExecutor()
         while done < total:
             if args.vectors:
@@ -290,8 +322,8 @@ def flat_vectors(path):
         head = file.read(FLAT)
     dim, total = (int.from_bytes(head[at:at + size], "little") for at, size in ((4, 4), (8, 8)))
     if head[:4] not in (b"IxFI", b"IxF2") or os.path.getsize(path) != FLAT + 4 * dim * total:
-        raise ValueError(f"{path} is not a whole flat index of faiss; other kinds do not hold the "
-                         "vectors: leave out --vectors to encode the corpus")
+        raise Mistake(f"{path} is not a whole flat index of faiss; other kinds do not hold the "
+                      "vectors: leave out --vectors to encode the corpus")
     return np.memmap(path, np.float32, "r", FLAT, (total, dim))
 
 
@@ -314,8 +346,6 @@ def serve(args):
     @app.post("/retrieve")
     def retrieve(asked: Search):
         result = retriever.search(asked.queries, asked.topk)
-        if failed := [hits for hits in result if isinstance(hits, ConnectionError)]:
-            raise fastapi.HTTPException(502, str(failed[0]))
         return {"result": result if asked.return_scores else
                 [[hit["document"] for hit in hits] for hits in result]}
 

@@ -22,9 +22,9 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime import NATURAL, Help, Mistake, Parser, run, write_jsonl
+from runtime import NATURAL, Help, Mistake, Parser, read_jsonl, run, write_jsonl
 from toolstar import verdict
-from toolstar.text import golds_of, normalize
+from toolstar.text import MISSING, golds_of, normalize
 
 
 class Set(NamedTuple):
@@ -55,6 +55,7 @@ QUESTION = ("question", "problem", "query")  # names of columns, as `squeezed` r
 GOLDS = ("goldenanswers", "golds", "finalanswer", "groundtruth", "answer", "answers", "solution")
 IDS = ("id", "uniqueid", "taskid", "idx", "index")
 TRAINING = ("math", "gsm8k", "hotpotqa", "2wiki", "musique")  # these have a training split
+NO = ("no", "false", "0", "0.0")  # how a column says that something is not so
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 SPLITS = ("test", "main", "validation", "dev", "val", "")  # in order of preference; "": any file
 
@@ -62,27 +63,35 @@ SPLITS = ("test", "main", "validation", "dev", "val", "")  # in order of prefere
 # ---------------------------------------------------------------- files
 
 def read_rows(path):
-    """The rows of a published file, a list of dicts. ValueError names a line that is not JSON."""
+    """The rows of a published file: dicts without the values that are missing."""
     path = Path(path)
+    if not path.is_file():
+        raise Mistake(f"{path} is not a file")
     if path.suffix == ".parquet":
-        from pyarrow import parquet  # pip install pyarrow
-        return parquet.read_table(path).to_pylist()
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        if path.suffix == ".csv":
-            csv.field_size_limit(2**30)
-            return list(csv.DictReader(file, strict=True))
-        text = file.read()
-    try:
-        found = json.loads(text)  # a list, an object, or an object that holds the list
-        return found if isinstance(found, list) else found.get("data", [found])
-    except ValueError:  # a row per line
-        rows = []
-    for number, line in enumerate(text.split("\n"), 1):
         try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
-    return rows
+            from pyarrow import parquet
+        except ImportError:
+            raise Mistake(f"{path} needs pyarrow: pip install pyarrow") from None
+        rows = parquet.read_table(path).to_pylist()
+    elif path.suffix == ".csv":
+        csv.field_size_limit(2**30)
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file, strict=True))
+    else:
+        try:  # a list, an object, or an object that holds the list
+            found = json.loads(path.read_text(encoding="utf-8-sig"))
+            rows = found if isinstance(found, list) else found.get("data", [found])
+        except ValueError:  # a row per line
+            rows = read_jsonl(path)
+    if odd := [row for row in rows if not isinstance(row, dict)]:
+        raise Mistake(f"{path}: a row must be an object of named values, not {odd[0]!r:.80}")
+    return [{key: value for key, value in row.items() if not is_missing(value)} for row in rows]
+
+
+def is_missing(value):
+    """Whether a value is one of the many ways to say that there is none."""
+    return value is None or value != value or value == [] or (  # NaN differs from itself
+        isinstance(value, str) and value.strip() in MISSING)
 
 
 def squeezed(name):
@@ -94,16 +103,18 @@ def find_sets(folder):
     """{set: lists of files, one per split, in order of preference}.
 
     Files of a training split are used only for a set that has no training split: some copies of
-    aime24 on the hub call their only split "train". ValueError if a set is there twice.
+    aime24 on the hub call their only split "train". A Mistake if a set is there twice.
     """
     found = {}
+    if not Path(folder).is_dir():
+        raise Mistake(f"{folder} is not a folder; it must hold the sets, see toolstar/sets.py")
     for path in sorted(Path(folder).iterdir()):
         plain = squeezed(path.name if path.is_dir() else path.stem)
         name = next((name for name, one in SETS.items() if plain in one.names), None)
         if name is None or not (path.is_dir() or path.suffix in SUFFIXES):
             continue
         if name in found:
-            raise ValueError(f"{path} and {found[name][-1][0]} are both {name}: remove one")
+            raise Mistake(f"{path} and {found[name][-1][0]} are both {name}: remove one")
         files = sorted(each for each in path.rglob("*") if each.suffix in SUFFIXES)
         if name in TRAINING:
             files = [each for each in files if "train" not in str(each.relative_to(path)).lower()]
@@ -134,11 +145,11 @@ def load_sets(folder, sample=0):
 
 
 def questions_of(folder):
-    """The tasks of a folder of sets; ValueError if it holds no question at all."""
+    """The tasks of a folder of sets; a Mistake if it holds no question at all."""
     tasks, causes = load_sets(folder)
     if not tasks:
-        raise ValueError(f"{folder} holds no question of the sets {', '.join(SETS)}, each a file "
-                         f"such as gsm8k.jsonl or a folder: {causes}")
+        raise Mistake(f"{folder} holds no question of the sets {', '.join(SETS)}, each a file "
+                      f"such as gsm8k.jsonl or a folder: {causes}")
     return tasks
 
 
@@ -165,15 +176,15 @@ def load_set(name, files):
 
 def load_row(name, row, number):
     """(task, "") of a row, or (None, why it cannot be used). number: its id if it has none."""
-    values = {squeezed(key): value for key, value in row.items() if value not in (None, "", [])}
+    values = {squeezed(key): value for key, value in row.items()}
     query = next((values[key] for key in QUESTION if key in values), None)
     if not isinstance(query, str) or not query.strip():
         return None, f"no question in its columns {', '.join(map(str, row)):.200}"
-    if name == "hle" and values.get("image"):
+    if name == "hle" and str(values.get("image", "no")).lower() not in NO:
         return None, "needs an image"
-    if name == "gaia" and values.get("filename"):
+    if name == "gaia" and "filename" in values:
         return None, "needs a file"
-    if str(values.get("answerable")).lower() in ("false", "0", "0.0"):
+    if str(values.get("answerable")).lower() in NO:
         return None, "has no answer by design"
     golds = golds_in(values, SETS[name].check)
     if not golds:
@@ -233,7 +244,7 @@ def read(args):
         missing = [] if name in causes else [f"no file or folder of that name in {args.sets}"]
         print("; ".join([f"{name:12} {counts[name]:5} tasks", *told, *missing]))
     if not tasks:
-        raise ValueError(f"{args.sets} holds no question with an answer, see above")
+        raise Mistake(f"{args.sets} holds no question with an answer, see above")
     write_jsonl(Path(args.out) / "tasks.jsonl", tasks)
 
 

@@ -32,7 +32,7 @@ from functools import partial
 import evaluate
 import runtime
 from evaluate import name_of
-from runtime import COUNT, NATURAL, Help, Parser, endpoint, entries, fill
+from runtime import COUNT, NATURAL, Help, Mistake, Parser, endpoint, entries, fill
 from sandbox import PROMPTS
 from toolstar.published import convert
 from toolstar.sets import contaminated, questions_of
@@ -248,7 +248,7 @@ def play_missing(args, folder, settings, tasks, tools):
     """(1) to (3) Play the samples that samples.jsonl lacks, then sort the file into the order of
     the tasks. Returns the records of all samples in this order."""
     file = folder / KEPT
-    rows = evaluate.read_episodes(file)
+    rows = evaluate.read_episodes(file, recover=True)
     now = {task["id"]: task for task in tasks}
     if any(not now.get(row["task"]["id"], {}).items() <= row["task"].items()
            for row in rows.values()):
@@ -258,9 +258,9 @@ def play_missing(args, folder, settings, tasks, tools):
         worked = any(row["stop"] != "refused" for row in rows.values())
         rows_of = partial(play_samples, args, worked)
         if args.model:
-            rows_of = partial(evaluate.in_processes, "toolstar.tir", rows_of, args=args)
+            rows_of = partial(evaluate.in_processes, rows_of, args=args)
         for row in runtime.progress(rows_of(todo) if todo else (), what, len(todo)):
-            evaluate.keep_play(folder, settings, row, KEPT)
+            runtime.append_jsonl(file, row)
             rows[name_of(row["task"])] = row
     names = [f"{task['id']}/{mode}-{k}" for task in tasks for mode in MODES
              for k in range(args.samples)]
@@ -274,7 +274,7 @@ def tir(args):
     from toolstar.tools import open_world, system_prompt
 
     if bool(args.endpoint) == bool(args.model):
-        raise ValueError("name either --endpoint or --model, which plays")
+        raise Mistake("name either --endpoint or --model, which plays")
     world = open_world(args)
     world.close()  # play_samples opens its own
     tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit)

@@ -34,7 +34,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime import SHARE, Parser, run
+from runtime import SHARE, Mistake, Parser, run
 from sandbox import PROMPTS, Action, Episode, Sandbox, parse
 from toolstar import helpers, mathematics, verdict
 from toolstar.browse import Browser, BrowserBroken, PageError
@@ -47,7 +47,7 @@ SETTINGS = {  # key of tools.json: default; a value must have its type
     "grammar": "turns",  # "turns" or "tags"
     "tools": ["Search", "Python", "Browse"],
     "max_calls": 6,  # per episode; the next call is refused, the one after ends the episode
-    "retriever": "bm25",  # or an index folder, or the URL of a server
+    "retriever": "bm25",  # or an index folder, the URL of a server, the json of a web search
     "corpus": "corpus.jsonl",  # file of bm25's passages, beside tools.json
     "top_k": 5,  # passages per search
     "python": "jail",  # or the URL of a SandboxFusion server
@@ -86,21 +86,26 @@ SHORT = {"turns": 'You answer questions with tools. Reply <think>...</think><too
 # ---------------------------------------------------------------- settings
 
 def read_settings(folder):
-    """Read FOLDER/tools.json into a namespace, with defaults for missing keys. ValueError names a
-    key that is wrong."""
+    """Read FOLDER/tools.json into a namespace, with defaults for missing keys. A Mistake names
+    a key that is wrong."""
     path = Path(folder) / "tools.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise Mistake(f"{path} must hold one JSON object: {error}") from None
     for key, value in found.items():
         if key not in SETTINGS:
-            raise ValueError(f"{path}: unknown setting {key!r}; the settings are {list(SETTINGS)}")
+            raise Mistake(f"{path}: unknown setting {key!r}; the settings are {list(SETTINGS)}")
         kind = type(SETTINGS[key])
         if type(value) is not kind and not (kind is float and type(value) is int):
-            raise ValueError(f"{path}: {key} is {value!r:.80}, it must be {kind.__name__}")
+            raise Mistake(f"{path}: {key} is {value!r:.80}, it must be {kind.__name__}")
     chosen = SimpleNamespace(**SETTINGS | found, folder=Path(folder))
     if chosen.grammar not in ("turns", "tags"):
-        raise ValueError(f"{path}: grammar must be turns or tags, not {chosen.grammar!r}")
+        raise Mistake(f"{path}: grammar must be turns or tags, not {chosen.grammar!r}")
+    if chosen.python != "jail" and not chosen.python.startswith("http"):
+        raise Mistake(f"{path}: python must be jail or http://..., not {chosen.python!r}")
     if not chosen.tools or not {*chosen.tools} <= DECLARED.keys():
-        raise ValueError(f"{path}: tools must be some of {', '.join(DECLARED)}")
+        raise Mistake(f"{path}: tools must be some of {', '.join(DECLARED)}")
     chosen.helpers = helpers.chosen_by(chosen.helpers)
     return chosen
 
@@ -140,11 +145,16 @@ def declare_tag(name):
 parse_turn = partial(parse, load=partial(json.loads, strict=False))
 
 
-def parse_tags(reply):
-    """The Action of one segment of Tool-Star's message. Never raises; takes linear time."""
-    text = reply.rstrip()  # the token that ends a stop string may also hold blanks after it
-    if "<result>" in text or "</result>" in text:
+def parse_tags(reply, stops=tuple(f"</{tag}>" for tag in TAGS)):
+    """The Action of one segment of Tool-Star's message. Never raises; takes linear time.
+
+    stops: the stop strings of the engine, which ends a reply at the first of them. Its last token
+    may hold more, as "><" in Qwen's vocabulary, so what follows the stop string is not read.
+    """
+    if "<result>" in reply or "</result>" in reply:
         return Action("error", why="only the tools write results")
+    ends = [reply.find(stop) + len(stop) for stop in stops if stop in reply]
+    text = reply[:min(ends)] if ends else reply.rstrip()
     for tag, name in TAGS.items():
         if text.endswith(f"</{tag}>"):
             before, opening, inside = text[:-len(tag) - 3].rpartition(f"<{tag}>")
@@ -241,39 +251,6 @@ class Remote:
         self.client.close()
 
 
-class Remote:
-    """Runs programs on a SandboxFusion server (POST /run_code), with the methods of a Jail."""
-    level = "remote"
-
-    def __init__(self, url, seconds):
-        import httpx2
-        self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
-        self.seconds, self.client = seconds, httpx2.Client(trust_env=False, timeout=seconds + 30)
-
-    def run(self, program, stdin="", seconds=None):
-        from toolstar.jail import Result, read_error
-        body = {"code": program.encode("utf-8", "replace").decode(), "language": "python",
-                "stdin": stdin, "run_timeout": seconds or self.seconds}
-        for pause in 1, 4, 16, 64, 0:  # a server may restart
-            try:
-                reply = self.client.post(self.url, json=body).json()
-                done = reply["run_result"]
-                out, err = done["stdout"] or "", done["stderr"] or ""
-                status, error = "ok", ""
-                if done["status"] == "TimeLimitExceeded":
-                    status = "timeout"
-                elif reply["status"] != "Success":
-                    status, error = read_error(done.get("return_code"), err)
-                return Result(status, out, err, error, float(done.get("execution_time") or 0))
-            except Exception as failure:  # httpx2's, or a reply of another form
-                why = f"{self.url}: {failure!r}"
-                time.sleep(pause)
-        return Result("broken", "", "", why, 0.0)
-
-    def close(self):
-        self.client.close()
-
-
 class ToolSandbox(Sandbox):
     """The tools of one episode. calls: a record of each call, from which verdict.py scores."""
 
@@ -313,14 +290,14 @@ class ToolEpisode(Episode):
 
     def __init__(self, task, sandbox, max_turns, prompt):
         settings = sandbox.world.settings
-        self.tags = settings.grammar == "tags"
+        self.tags, stops = settings.grammar == "tags", sandbox.world.stops
         self.most, self.refused = settings.max_calls, False
         # helpers: None in training. helped: items for the record. change: the item with which the
         # next finish() rewrites the messages. rewritten: the item with which the last one did
         self.helpers, self.helped, self.change, self.rewritten = None, [], None, None
         self.ahead = None  # Future: the comparison of its answer, which runs while others play
         super().__init__(task, sandbox, max_turns, prompt,
-                         parse=parse_tags if self.tags else parse_turn)
+                         parse=partial(parse_tags, stops=stops) if self.tags else parse_turn)
 
     def begin(self, reply):
         if self.sandbox.calls:  # how long the last result was
@@ -332,7 +309,7 @@ class ToolEpisode(Episode):
             reply = self.messages.pop()["content"] + reply
         self.strict = self.strict or self.tags  # one message has no place for an error's feedback
         action = super().begin(reply)
-        if self.stop == "answer" and self.task["check"] == "math":
+        if self.stop == "answer" and self.task.get("check") == "math":
             self.ahead = self.sandbox.world.judge_ahead(self)
         if not action or action.kind != "call" or self.calls <= self.most:
             return action
@@ -418,13 +395,13 @@ class Tools:
         from toolstar.retriever import HTTP, find_retriever, open_retriever
 
         chosen, corpus = self.settings.retriever, self.settings.folder / self.settings.corpus
-        if chosen.startswith(HTTP):
+        if chosen != "bm25" and not chosen.startswith(HTTP):
+            chosen = str(self.settings.folder / chosen)
+        find_retriever(chosen, corpus)
+        if chosen.startswith(HTTP) or chosen.endswith(".json"):
             hits = open_retriever(chosen, tries=1).search(["a"], 1)[0]
             if isinstance(hits, ConnectionError):
-                raise hits
-        else:
-            chosen = chosen if chosen == "bm25" else str(self.settings.folder / chosen)
-            find_retriever(chosen, corpus)
+                raise Mistake(f"the setting retriever: {hits}")
         # the first search opens it: bm25s imports numba, after which vLLM 0.32.0 does not start
         self.open_search = partial(open_retriever, chosen, corpus)
 
@@ -445,14 +422,14 @@ class Tools:
                 held.close()
 
     def load_task(self, row):
-        """A task {id, query, golds, check, needs?, family?}; ValueError names what is wrong."""
+        """A task {id, query, golds, check, needs?, family?}; a Mistake names what is wrong."""
         golds, needs = row.get("golds"), row.get("needs", [])
         if not isinstance(row.get("query"), str) or row.get("check") not in ("math", "qa"):
-            raise ValueError(f"a task needs a query and a check, math or qa: {str(row)[:80]}")
+            raise Mistake(f"a task needs a 'query' and a 'check', math or qa: {str(row)[:80]}")
         if not (isinstance(golds, list) and golds and all(isinstance(g, str) for g in golds)):
-            raise ValueError(f"'golds' must be a list of right answers, not {golds!r:.60}")
+            raise Mistake(f"'golds' must be a list of right answers, not {golds!r:.60}")
         if not {*needs} <= TAGS.keys():
-            raise ValueError(f"'needs' must be some of {list(TAGS)}, not {needs!r:.60}")
+            raise Mistake(f"'needs' must be some of {list(TAGS)}, not {needs!r:.60}")
         return row | {"id": str(row.get("id", row.get("idx", "?")))}
 
     def episode(self, task, seed, args):
@@ -618,7 +595,7 @@ def check(args):
     for what, outcome in getattr(world.jail, "proof", {}).items():
         print(f"    {what:40} {outcome}")
     for name in world.settings.tools:
-        status, text, _ = world.answer(name, TRIED[name])
+        status, text = getattr(world, name.lower())(**TRIED[name])
         broken += [name] * (status == "broken")
         print(f"\n{name} {json.dumps(TRIED[name])} -> {status}\n{text}")
     world.close()

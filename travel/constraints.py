@@ -22,6 +22,7 @@ from functools import lru_cache, partial
 
 from format_plan import MEALS, TABLE_OF, read_plan
 from runtime import Mistake
+from sandbox import Flight
 
 FIELDS = ("transportation", *TABLE_OF)
 PLACES = ("current_city", *FIELDS)
@@ -49,43 +50,23 @@ def literal(text):
         return text
 
 
-def check_task(task):
-    """Raise a Mistake if no plan can satisfy a task, because of its people, budget, cities or
-    wishes."""
-    people, budget, number = (need(task, key) for key in
-                              ("people_number", "budget", "visiting_city_number"))
-    if type(people) is not int or people < 1:
-        raise Mistake(f"'people_number' is {people!r:.60}; it must be a whole number from 1")
-    if type(budget) not in (int, float) or not 0 < budget < math.inf:
-        raise Mistake(f"'budget' is {budget!r:.60}; it must be a number of dollars above 0")
-    if type(number) is not int or not 0 < number < max(2, need(task, "days")):
-        raise Mistake(f"'visiting_city_number' is {number!r:.60}; a trip of {task['days']} days "
-                      f"visits 1 to {max(1, task['days'] - 1)} cities")
-    wishes = task.get("local_constraint") or {}
-    for key, known in (("house rule", HOUSE_RULES), ("room type", (*ROOM_TYPES, "not shared room")),
-                       ("transportation", (*FORBIDDEN.values(),))):
-        if wishes.get(key) and wishes[key] not in known:
-            raise Mistake(f"{key!r} is {wishes[key]!r:.60}; it must be null or one of "
-                          f"{', '.join(known)}")
-
-
 # ---------------------------------------------------------------------------------------- reading
 # Records of what the fields of a plan say. They are dataclasses with slots because score() reads
 # them hundreds of times per plan; with NamedTuples it is 10% slower.
 
 # B2: from\s+(.+?)\s+to\s+([^,]+), in two parts, so that it takes linear time
 FROM, TO = re.compile(r"from\s++(?=\S)"), re.compile(r"(?<!\s)\s++to\s+([^,]+)")
-# C2 and C3: the first of these words in the text counts
-OFFICIAL_MODES = (("taxi", "taxi"), ("self-driving", "driving"), ("flight", "flight"))
-OFFICIAL_KINDS = (("flight number", "flight"), ("self-driving", "driving"), ("taxi", "taxi"))
-FORBIDDEN = {"flight": "no flight", "driving": "no self-driving"}  # {mode: wish that forbids it}
-KNOWN_RIDE = re.compile(  # only for strict
-    r"(?:Flight Number: F\d{1,9}|Taxi|Self-driving)(?:,|\s+from\s|$)", re.I)
+ROADS = {"self-driving": (0.05, 5), "taxi": (1, 4)}  # {kind: (dollars per km, seats of a car)}
+MOST_PIECES = 60  # attractions of a day that are looked up
+# only for strict: the three forms of a ride
+RIDE = re.compile(r"(Flight Number: F\d+|Taxi|Self-driving),? from ([^,]+?) to ([^,]+)", re.I)
 NUMBER = re.compile(r"\bF\d{3,9}\b")
-# strict, on a day with a flight: (the latest arrival before the meal in the city of arrival, the
-# earliest departure after the meal in the city of departure)
+TIME_UNIT = re.compile(r"(\d+) (hour|min)")
+# {meal: (latest arrival before it in the city of arrival, earliest departure after it)}
 HOURS = {"breakfast": ("11:00", "05:00"), "lunch": ("15:30", "11:00"),
          "dinner": ("23:00", "16:30")}
+
+
 @dataclass(slots=True)
 class Venue:
     """The place that the text of a meal, attraction or hotel names."""
@@ -102,13 +83,13 @@ class Venue:
 class Ride:
     """The ride in a transportation text: its kind, its cost, and what is wrong with it."""
 
-    mode: str  # "flight", "taxi", "driving"; official only: "" for none of them
-    breaks: tuple  # the wishes on transportation that it breaks; may contain None
+    mode: str  # "flight", "taxi", "self-driving"; official only: "" for none of them
+    breaks: tuple  # the wishes on transportation that it breaks
     route: tuple  # (origin, destination), or (None, None)
-    fault: str  # why it is not in the database, or ""
-    flight: object = None  # the row of the flight
-    car: int = 0  # dollars per car, for up to five people
-    taxi: int = 0  # dollars per taxi, for up to four people
+    fault: str = ""  # why it is not in the database, or ""
+    row: object = None  # its flight or its road in the database; None if it has a fault
+    cost: int = 0  # dollars per ticket or car
+    seats: int = 1  # people per ticket or car
 
 
 @dataclass(slots=True)
@@ -180,8 +161,12 @@ def read_venue(text, field, database, official):
 
 
 def read_venues(text, field, database, official):
-    """The Venues in a field: one, or for attractions one per text that ends with ";" (B15)."""
-    texts = text.split(";")[:-1] if field == "attraction" else [text]
+    """The Venues in a field: one, or for attractions one per text that ends with ";" (B15). What
+    follows the first MOST_PIECES attractions counts as one more, which no table has."""
+    texts = [text]
+    if field == "attraction":
+        texts = text.split(";", MOST_PIECES)
+        texts = texts if ";" in texts[-1] else texts[:-1]
     return tuple([read_venue(part, field, database, official) for part in texts])
 
 
@@ -191,19 +176,27 @@ def read_ride(text, city, database, official):
     if route[0] is None and city is not None:
         route = from_to(city, official)
     low = text.lower()
-    if official:  # C2, C3, C4: three checks read the text in three ways
-        mode = next((mode for word, mode in OFFICIAL_MODES if word in low), "")
-        kind = next((kind for word, kind in OFFICIAL_KINDS if word in low), "")
-        breaks = tuple(f"no {word.lower()}" for word in ("Flight", "Self-driving") if word in text)
+    if official:  # three checks read the text in three ways
+        mode = first_word(low, "taxi", "self-driving", "flight")  # C2
+        kind = first_word(low, "flight number", "self-driving", "taxi")  # C3
+        words = [word.lower() for word in ("Flight", "Self-driving") if word in text]  # C4
     else:  # B5
-        mode = kind = "flight" if "flight" in low else "taxi" if "taxi" in low else "driving"
-        breaks = (FORBIDDEN.get(mode),)
-    if kind == "flight":
-        flight, fault = find_flight(database, text, route)
-        return Ride(mode, breaks, route, fault, flight)
-    km, fault = find_road(database, route) if kind else (0, "")
-    car = int(km * 0.05) if kind == "driving" else 0
-    return Ride(mode, breaks, route, fault, None, car, int(km) if kind == "taxi" else 0)
+        mode = kind = first_word(low, "flight", "taxi") or "self-driving"
+        words = [mode]
+    ride = Ride(mode, tuple(f"no {word}" for word in words if word != "taxi"), route)
+    if kind.startswith("flight"):
+        ride.row, ride.fault = find_flight(database, text, route)
+        ride.cost = ride.row.price if ride.row else 0
+    elif kind:
+        ride.row, ride.fault = find_road(database, route)
+        per_km, ride.seats = ROADS[kind]
+        ride.cost = int(ride.row.km * per_km) if ride.row else 0
+    return ride
+
+
+def first_word(text, *words):
+    """The first of the words that a text contains, else ""."""
+    return next((word for word in words if word in text), "")
 
 
 def find_flight(database, text, route):
@@ -215,18 +208,18 @@ def find_flight(database, text, route):
     if flight is None:
         return None, f"there is no flight {number:.40}"
     if (flight.origin, flight.destination) != route:
-        return flight, f"flight {number} goes from {flight.origin} to {flight.destination}"
+        return None, f"flight {number} goes from {flight.origin} to {flight.destination}"
     return flight, ""
 
 
 def find_road(database, route):
-    """(kilometres, fault) of the road between two cities, which may take up to a day (B14)."""
+    """(row, fault) of the road between two cities, which may take up to a day (B14)."""
     row = None if route[0] is None else database.distance(*route)
     if row is None or row.km is None or not row.duration:
-        return 0, f"no road is known from {route[0]!s:.40} to {route[1]!s:.40}"
+        return None, f"no road is known from {route[0]!s:.40} to {route[1]!s:.40}"
     if "day" in row.duration:
-        return 0, f"the road from {row.origin} to {row.destination} takes more than a day"
-    return row.km, ""
+        return None, f"the road from {row.origin} to {row.destination} takes more than a day"
+    return row, ""
 
 
 @lru_cache(maxsize=1 << 16)  # the plans of a group, and of a run, share many days
@@ -460,7 +453,7 @@ def is_valid_transportation(trip):
             modes.add(day.ride.mode)
         elif day.move is not None:
             return f"day {day.number}: transportation is not text"
-    if "driving" in modes and ("flight" in modes or "taxi" in modes):
+    if "self-driving" in modes and len(modes - {""}) > 1:
         return f"transportation: {' and '.join(sorted(modes - {''}))} do not go together"
     return None
 
@@ -567,11 +560,10 @@ def valid_cost(trip, _):
     people, budget = need(trip.task, "people_number"), need(trip.task, "budget")
     if not isinstance(people, (int, float)) or not isinstance(budget, (int, float)):
         return "the task's people_number and budget must be numbers"
-    total, cars, taxis = 0, math.ceil(people / 5), math.ceil(people / 4)
+    total = 0
     for day in trip.days:
         if day.ride is not None:
-            seat = day.ride.flight.price if day.ride.flight else 0
-            total += seat * people + day.ride.car * cars + day.ride.taxi * taxis
+            total += day.ride.cost * math.ceil(people / day.ride.seats)
         for venue in day.meals:
             total += people * max([row.cost for row in rows_of(trip, venue)])
         for venue in day.bed:
@@ -607,9 +599,9 @@ def strict_absent(trip):
     if trip.more:
         return f"the plan has {trip.more} days more than the task"
     for day in trip.days:
-        number = day.item.get("day", day.item.get("days", day.number))
-        if number not in (day.number, str(day.number)):
-            return f"day {day.number} says that it is day {number!r:.20}"
+        for key in {"day", "days"} & day.item.keys():
+            if str(day.item[key]) != str(day.number):
+                return f"day {day.number} says that it is day {day.item[key]!r:.20}"
         if more := day.item.keys() - {"day", "days", *PLACES}:
             return f"day {day.number} has {len(more)} fields more, like {min(map(str, more)):.40}"
         for field in FIELDS:
@@ -633,19 +625,19 @@ def strict_sandbox(trip):
 
 
 def wrong_ride(trip, day):
-    """The reason if a text is not exactly one known ride, or its flight is on another date; else
-    None. What else the text says of the ride is not judged: its row counts."""
-    ride, dates = day.ride, trip.task.get("date")
-    text = day.move[:LONGEST]
-    if not KNOWN_RIDE.match(text.strip()):
-        return f"{text!r:.40} is not like Flight Number, Taxi or Self-driving, from A to B"
+    """The reason if a text is not exactly one of the three rides, or its flight is on another date;
+    else None. What stands behind the route is not read: the row counts, whatever is said of it."""
+    ride, text, dates = day.ride, day.move.strip(), trip.task.get("date")
+    form = RIDE.match(text)
+    if not form or form.groups()[1:] != ride.route or not form[1].lower().startswith(ride.mode):
+        return f"{text!r:.80} is no Flight Number: F.., Self-driving or Taxi, from A to B"
     if len({*NUMBER.findall(text)}) > 1 or len(FROM.findall(text)) > 1:
         return f"{text!r:.80} holds more than one ride"
-    if ride.flight is None:
+    if ride.mode != "flight":
         return None
     if not isinstance(dates, list) or len(dates) < day.number:
         return f"the task gives no date for day {day.number}"
-    flight, date = ride.flight, dates[day.number - 1]
+    flight, date = ride.row, dates[day.number - 1]
     if flight.date != date:
         return f"flight {flight.number} flies on {flight.date}, not on {date}"
     return None
@@ -678,21 +670,28 @@ def strict_current_city(trip):
         for venue in day.venues:
             if venue.city not in (day.ends[-1:] if venue.field == "accommodation" else day.ends):
                 return f"day {day.number}: {venue.field} is not in {' or '.join(day.ends):.80}"
-        flight = day.ride and day.ride.flight
-        for venue in day.meals if flight else ():
-            if reason := untimely(flight, venue.field, venue.city == day.ends[-1]):
+        for venue in day.meals if day.ride and day.ride.row else ():
+            if reason := untimely(day.ride.row, venue.field, venue.city == day.ends[-1]):
                 return f"day {day.number}: {reason}"
     return None
 
 
-def untimely(flight, field, arriving):
-    """The reason if a meal is at a time of the day's flight, or None. arriving: the meal is in the
-    city of arrival. A road has no hours: its traveller may leave at any time."""
+def untimely(row, field, arriving):
+    """The reason if a meal is at a time of the day's ride, or None. row: of the flight or the road.
+    arriving: the meal is in the city of arrival. On a road one may set out at any time from 05:00,
+    so it only binds breakfast and lunch on arrival."""
     latest, earliest = HOURS[field]
-    if arriving and (flight.arrival > latest or flight.arrival < flight.departure):
-        return f"{field} comes before the arrival at {flight.arrival}"
-    if not arriving and flight.departure < earliest:
-        return f"{field} comes after the departure at {flight.departure}"
+    if isinstance(row, Flight):
+        leaves, lands = row.departure, row.arrival
+    elif arriving and field != "dinner":
+        took = dict(map(reversed, TIME_UNIT.findall(row.duration)))
+        leaves, lands = "05:00", f"{5 + int(took.get('hour', 0)):02}:{int(took.get('min', 0)):02}"
+    else:
+        return None
+    if arriving and (lands > latest or lands < leaves):
+        return f"{field} comes before the arrival at {lands}"
+    if not arriving and leaves < earliest:
+        return f"{field} comes after the departure at {leaves}"
     return None
 
 

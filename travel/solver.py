@@ -19,16 +19,16 @@ import numpy as np
 
 from format_plan import FIELDS, MEALS, itinerary
 from sandbox import final_turn, turn
-from travel.constraints import ROOM_TYPES, untimely
+from travel.constraints import ROADS, ROOM_TYPES, untimely
 
 SEARCHES = {"hotels": "SearchAccommodation", "restaurants": "SearchRestaurant",
             "attractions": "SearchAttraction"}  # table: its tool
 
 Lodging = namedtuple("Lodging", "cost nights name")  # dollars per night for all; minimum nights
 Meal = namedtuple("Meal", "cost mask name")  # dollars per person; bit i: serves the i-th cuisine
-Road = namedtuple("Road", "km words")
-# a ride from a to b. cost: dollars for all; words: its text in a plan; flight: its row, or ()
-Way = namedtuple("Way", "cost words a b date flight")
+Road = namedtuple("Road", "km words row")
+# a ride from a to b. cost: dollars for all; words: its text in a plan; flight: True or False
+Way = namedtuple("Way", "cost words a b date flight row")
 Stay = namedtuple("Stay", "city nights bed meals sights")  # three meals and one sight per full day
 Journey = namedtuple("Journey", "mode route stays ways")  # all parts of a plan
 Search = namedtuple("Search", "thought tool arguments")  # a tool call and the thought before it
@@ -127,7 +127,8 @@ def drive(database, a, b):
     row = database.distance(a, b)
     if not row or not row.duration or row.km is None or "day" in row.duration:
         return None
-    return Road(row.km, f"from {a} to {b}, duration: {row.duration}, distance: {row.distance}")
+    words = f"from {a} to {b}, duration: {row.duration}, distance: {row.distance}"
+    return Road(row.km, words, row)
 
 
 def modes(task):
@@ -144,12 +145,13 @@ def ways(task, database, mode, a, b, date):
     for flight in database.flights(a, b, date) if mode == "air" else ():
         words = (f"Flight Number: {flight.number}, from {a} to {b}, Departure Time: "
                  f"{flight.departure}, Arrival Time: {flight.arrival}")
-        found.append(Way(flight.price * people, words, a, b, date, flight))
+        found.append(Way(flight.price * people, words, a, b, date, True, flight))
     if road:
-        name, per_km, seats = ("Self-driving", 0.05, 5) if mode == "road" else ("Taxi", 1, 4)
+        kind = "self-driving" if mode == "road" else "taxi"
+        per_km, seats = ROADS[kind]
         cost = int(road.km * per_km)  # dollars of one car
-        words = f"{name}, {road.words}, cost: {cost}"
-        found.append(Way(cost * math.ceil(people / seats), words, a, b, date, ()))
+        words = f"{kind.capitalize()}, {road.words}, cost: {cost}"
+        found.append(Way(cost * math.ceil(people / seats), words, a, b, date, False, road.row))
     return sorted(found)
 
 
@@ -305,13 +307,12 @@ def lay_out(task, journey):
     for start, way in zip(starts, journey.ways, strict=True):
         plan[start] |= {"current_city": f"from {way.a} to {way.b}", "transportation": way.words}
     for i, (city, nights, bed, meals, sights) in enumerate(journey.stays):
-        start, comes, goes = starts[i], journey.ways[i].flight, journey.ways[i + 1].flight
+        start, comes, goes = starts[i], journey.ways[i].row, journey.ways[i + 1].row
         arrival, *full, leaving = plan[start:start + nights + 1]
         slots = [(day, slot) for day in full for slot in MEALS]
         edges = [(arrival, slot, comes) for slot in MEALS[::-1]]
         edges += [(leaving, slot, goes) for slot in MEALS]
-        edges.sort(key=lambda edge: bool(edge[2] and untimely(
-            edge[2], edge[1], edge[0] is arrival)))
+        edges.sort(key=lambda edge: bool(untimely(edge[2], edge[1], edge[0] is arrival)))
         slots += [(day, slot) for day, slot, _ in edges]
         for (day, slot), meal in zip(slots, meals, strict=False):
             day[slot] = f"{meal.name}, {city}"
@@ -328,7 +329,7 @@ def searches(task, journey):
     """The searches for all parts of a plan, in the order in which an agent would make them."""
     steps = [state_search(task["dest"])] if len(journey.stays) > 1 else []
     for way in journey.ways:
-        steps += way_searches(task, journey.mode, way.a, way.b, way.date, bool(way.flight))
+        steps += way_searches(task, journey.mode, way.a, way.b, way.date, way.flight)
     return steps + [Search(f"{table} in {stay.city}", tool, {"city": stay.city})
                     for stay in journey.stays for table, tool in SEARCHES.items()]
 

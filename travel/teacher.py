@@ -1,9 +1,9 @@
 """
-The solver as a teacher: plays from which a model learns to search and to compare.
+The solver as a teacher: plays from which a model learns to search and to turn back.
 
     (1) draft   draw a random journey that satisfies every wish and the budget
-    (2) lesson  make the searches for it in an agent's order: cities, hotels, rides, meals. The
-                teacher also looks at other cities if asked to
+    (2) lesson  make the searches for it in an agent's order: cities, hotels, rides, meals. If asked
+                to, the teacher first runs into a dead end of the task, and turns back
     (3) argue   before each search, write a thought on the last result: prices for the group,
                 minimum nights, room type, house rule, missing cuisines, dollars spent
 
@@ -13,7 +13,6 @@ decides where to look, but never gives a reason that an agent could not have. Su
 Reads   database/prompts/thoughts.txt: the wordings, of which one between slashes is drawn
 """
 import math
-import re
 
 import numpy as np
 
@@ -155,18 +154,16 @@ class Lesson:
     """A journey, played as an agent would play it.
 
     steps: the searches with their thoughts. notes: sentences for the next thought, on the last
-    results. further: whether the agent has looked at more than the journey needs.
+    results. dear: {city: a hotel of a dead end, which is planned with until it proves too dear}.
     """
 
     def __init__(self, rng, task, database, journey):
         self.rng, self.task, self.database, self.journey = rng, task, database, journey
-        self.steps, self.notes, self.further = [], [], False
+        self.steps, self.notes, self.dear = [], [], {}
         self.wish, self.people = task["local_constraint"], task["people_number"]
         people = "1 person" if self.people == 1 else f"{self.people} people"
         self.place = {"city": journey.route[0], "people": people}
         self.longest = task["days"] - task["visiting_city_number"]  # nights in one city
-        cities = solver.stop_cities(task, database)
-        self.spare = [city for city in cities if city not in journey.route]
 
     def say(self, slot, **values):
         self.notes.append(fill(self.rng, FORMS[slot], values))
@@ -177,25 +174,36 @@ class Lesson:
         self.steps.append(search._replace(thought=text[0].upper() + text[1:]))
         self.notes = []
 
-    def teach(self, style):
-        """(searches, last thought, the style that was possible). style: "direct" or "exploring",
-        which becomes direct if there is nothing else to look at."""
+    def teach(self, exploring):
+        """(searches, last thought, style): "exploring", by way of a dead end, if that is wanted and
+        the task has one; else "direct"."""
+        ends, route = self.dead_ends() if exploring else {}, self.journey.route
+        kind = self.rng.choice(list(ends)) if ends else None
+        end = self.rng.choice(ends[kind]) if ends else None
         self.open()
-        if len(self.journey.route) > 1:
-            self.survey({"direct": 1, "exploring": 3}[style])
-        self.go_out_and_home(style)
-        if len(self.journey.route) == 1:
-            self.ask("beds", self.look("hotels", *self.journey.route), **self.place)
-            self.hotel(self.journey.stays[0])
-        self.hops()
+        if kind == "budget":
+            self.dear = dict([end])
+        elif kind:
+            self.run_into(kind, *end)
+        if len(route) > 1:
+            self.beds("survey")
+            self.say("choose", route=join_words(route))
+        self.go("out road" if self.wish.get("transportation") == "no flight" else "out",
+                self.journey.ways[0])
+        self.go("home", self.journey.ways[-1])
+        if len(route) == 1:
+            self.beds("beds")
+        else:
+            self.split()
+        for way in self.journey.ways[1:-1]:
+            self.go("hop", way)
         self.say("so far", **self.settle(meals=False))
         for i, stay in enumerate(self.journey.stays):
             self.eat_and_see(i, stay)
         self.say("final", **self.settle())
         if any(self.wish.values()):
             self.say("kept")
-        style = "direct" if style == "exploring" and not self.further else style
-        return self.steps, " ".join(self.notes), style
+        return self.steps, " ".join(self.notes), "exploring" if ends else "direct"
 
     def look(self, table, city):
         return solver.Search("", solver.SEARCHES[table], {"city": city})
@@ -257,61 +265,18 @@ class Lesson:
         if self.wish.get("house rule"):
             self.say("fits rule", rule=self.wish["house rule"])
 
-    def hotel(self, stay):
-        """Say what a list of hotels showed: the hotel that is taken, and another one."""
-        bed, row = stay.bed, self.row_of(stay.bed, stay.city)
-        self.say("hotel", city=stay.city, bed=bed.name, cost=self.night(row),
-                 least=counted(bed.nights, "night") + " at least")
-        self.fits(row)
-        others = [other for other in self.database.hotels(stay.city)
-                  if other.name.strip() != bed.name and not re.search(r"[][\n]", other.name)]
-        cost = {other: other.price * self.rooms(other) for other in others}
-        same = [other for other in others if cost[other] <= bed.cost and not self.why_not(other)
-                and other.minimum_nights <= stay.nights]
-        if same and all(other.review < row.review for other in same):
-            self.say("rated", review=f"{row.review:g}")
-        unfit = [other for other in others if cost[other] < bed.cost and self.why_not(other)]
-        dear = [other for other in others if cost[other] > bed.cost]
-        if unfit or dear:
-            other = self.rng.choice(unfit or dear)
-            self.say("unfit" if unfit else "dearer", other=other.name, cost=self.night(other),
-                     why=self.why_not(other))
+    def beds(self, slot):
+        """Search the hotels of the cities, and say which ones are planned with."""
+        for stay in self.journey.stays:
+            self.ask(slot, self.look("hotels", stay.city), **self.place | {"city": stay.city})
+            bed = self.taken(stay)
+            row = self.row_of(bed, stay.city)
+            self.say("hotel", city=stay.city, bed=bed.name, cost=self.night(row),
+                     least=counted(bed.nights, "night") + " at least")
+            self.fits(row)
 
-    def survey(self, extras):
-        """Search the hotels of the journey's cities and of `extras` others."""
-        stays = {stay.city: stay for stay in self.journey.stays}
-        most = max(stay.bed.cost for stay in stays.values())
-        spare = {city: self.cheapest(city) for city in self.spare}
-        likely = [city for city, row in spare.items()
-                  if row is None or row.price * self.rooms(row) > most]
-        others = self.rng.sample(likely, min(len(likely), extras))
-        others = others or self.rng.sample(list(spare), min(len(spare), 1))
-        order, dearer, self.further = [*stays, *others], [], bool(others)
-        self.rng.shuffle(order)
-        for city in order:
-            self.ask("survey", self.look("hotels", city), **self.place | {"city": city})
-            if city in stays:
-                self.hotel(stays[city])
-            elif row := spare[city]:
-                self.say("else fits", city=city, bed=row.name, cost=self.night(row))
-                dearer.append(city)
-            elif self.database.hotels(city):
-                self.say("none fits", city=city, why=self.why_none(city))
-            else:
-                self.say("nothing", city=city)
-        route = join_words(self.journey.route)
-        for city in dearer:
-            worse = spare[city].review < min(self.row_of(stay.bed, stay.city).review
-                                             for stay in stays.values())
-            slot = "choose dearer" if city in likely else "choose rated" if worse else "spare"
-            self.say(slot, city=city, route=route, bed=spare[city].name,
-                     review=f"{spare[city].review:g}")
-        self.say("choose", route=route)
-
-    def cheapest(self, city):
-        """The cheapest hotel of a city that fits, a row; None if none fits."""
-        rows = [row for row in self.database.hotels(city) if not self.why_not(row)]
-        return min(rows, key=lambda row: row.price * self.rooms(row), default=None)
+    def taken(self, stay):
+        return self.dear.get(stay.city, stay.bed)
 
     # ------------------------------------------------------------ ways
 
@@ -319,15 +284,6 @@ class Lesson:
         """The number of tickets or cars for a way."""
         return self.people if way.flight else math.ceil(
             self.people / (5 if self.journey.mode == "road" else 4))
-
-    def go_out_and_home(self, style):
-        by_road = self.wish.get("transportation") == "no flight"
-        looked = style != "exploring"
-        for slot, way in ("out road" if by_road else "out", self.journey.ways[0]), (
-                "home", self.journey.ways[-1]):
-            self.go(slot, way)
-            looked = looked or self.compare(way)
-        self.further = self.further or looked
 
     def go(self, slot, way):
         """Make the searches for a ride, and state their results."""
@@ -345,7 +301,8 @@ class Lesson:
                 else:
                     self.say("no flight that day", a=way.a, b=way.b)
         if way.flight:
-            self.flight(way, found)
+            self.say("flight", number=way.flight.number, leaves=way.flight.departure,
+                     cost=spelled((way.flight.price, self.people), noun=" people"))
             return
         units, duration = self.units(way), self.database.distance(way.a, way.b).duration
         self.say(f"by {kind}", duration=duration,
@@ -353,52 +310,12 @@ class Lesson:
         if slot == "driving" and found and way.cost < least.price * self.people:
             self.say("less", other=money(least.price * self.people))
 
-    def flight(self, way, found):
-        """Say what a list of flights showed: the flight that is taken, and another one."""
-        number = way.words[15:].split(",")[0]
-        row = next(row for row in found if row.number == number)
-        self.say("flight", number=number, leaves=row.departure,
-                 cost=spelled((row.price, self.people), noun=" people"))
-        for other in found:
-            slot = "cheaper" if other.price > row.price else (
-                "later" if other.departure < row.departure else "earlier")
-            if other.price != row.price and other.departure != row.departure:
-                self.say(f"flight {slot}", other=other.number, price=money(other.price),
-                         leaves=other.departure)
-                break
-
-    def compare(self, way):
-        """Search another way without taking it; False if there is none to search."""
-        by_air = self.journey.mode == "air"
-        if by_air and not way.flight:
-            return False
-        by_taxi = not by_air or bool(self.wish.get("transportation"))
-        words, per_km, seats = ("a taxi", 1, 4) if by_taxi else ("driving", 0.05, 5)
-        self.ask("compare", solver.Search("", "GoogleDistanceMatrix", {
-            "departure": way.a, "destination": way.b, "mode": words.removeprefix("a ")}),
-            kind=words, a=way.a, b=way.b)
-        if road := solver.drive(self.database, way.a, way.b):
-            cost, cars = int(road.km * per_km), math.ceil(self.people / seats)
-            self.say("compare less" if cost * cars < way.cost else "compare more",
-                     kind=words.capitalize(), cost=spelled((cost, cars), noun=" cars"),
-                     duration=self.database.distance(way.a, way.b).duration)
-        else:
-            self.say("compare none", a=way.a, b=way.b)
-        return True
-
-    def hops(self):
-        """Split the nights, then search the ways between the cities."""
-        journey = self.journey
-        if len(journey.route) > 1:
-            self.split([stay.nights for stay in journey.stays])
-        for way in journey.ways[1:-1]:
-            self.go("hop", way)
-
-    def split(self, nights):
-        shares = [f"{n} in {city}" for n, city in zip(nights, self.journey.route, strict=True)]
-        total = " + ".join(map(str, nights)) + f" = {sum(nights)}"
-        self.say("split", sum=total, shares=join_words(shares))
-        longest = max((stay.bed for stay in self.journey.stays), key=lambda bed: bed.nights)
+    def split(self):
+        stays = self.journey.stays
+        self.say("split", sum=" + ".join(str(stay.nights) for stay in stays)
+                 + f" = {sum(stay.nights for stay in stays)}",
+                 shares=join_words([f"{stay.nights} in {stay.city}" for stay in stays]))
+        longest = max(map(self.taken, stays), key=lambda bed: bed.nights)
         if longest.nights > 1:
             self.say("minimum", bed=longest.name, least=counted(longest.nights, "night"))
 
@@ -436,15 +353,67 @@ class Lesson:
         """[(kind of cost, terms)] of the plan so far."""
         journey = self.journey
         ways = [(way.cost / self.units(way), self.units(way)) for way in journey.ways]
-        beds = [(stay.bed.cost, stay.nights) for stay in journey.stays]
+        beds = [(self.taken(stay).cost, stay.nights) for stay in journey.stays]
         eaten = [(sum(meal.cost for meal in stay.meals), self.people)
                  for stay in journey.stays if stay.meals]
         return [("ways", ways), ("nights", beds)] + [("meals", eaten)] * meals
 
     def settle(self, meals=True):
-        """The bill in words."""
-        bill = self.bill(meals)
+        """The bill in words. If it exceeds the budget, first give up the dear hotel."""
+        bill, budget = self.bill(meals), self.task["budget"]
         sums = [sum(cost * n for cost, n in terms) for _, terms in bill]
-        return {what: spelled(*terms) for what, terms in bill} | {
-            "sum": spelled(*((cost, 1) for cost in sums)), "budget": money(self.task["budget"]),
-            "spent": money(sum(sums)), "left": f"${money(self.task['budget'] - sum(sums))}"}
+        said = {what: spelled(*terms) for what, terms in bill}
+        values = said | {"sum": spelled(*((cost, 1) for cost in sums)), "budget": money(budget),
+                         "spent": money(sum(sums)), "left": f"${money(budget - sum(sums))}"}
+        if sum(sums) <= budget:
+            return values
+        city, dear = self.dear.popitem()
+        bed = next(stay.bed for stay in self.journey.stays if stay.city == city)
+        row = self.row_of(bed, city)
+        self.say("over", city=city, dear=dear.name, bed=bed.name, cost=self.night(row),
+                 least=counted(bed.nights, "night"),
+                 parts=join_words([f"{what} {text}" for what, text in said.items()]), **values)
+        self.fits(row)
+        return self.settle(meals)
+
+    # ------------------------------------------------------------ dead ends
+
+    def dead_ends(self):
+        """{kind: [dead end]}: "way", a city without a ride there or home; "hotel", a city where no
+        hotel fits; "budget", only without these, a hotel that is too dear."""
+        task, database, journey = self.task, self.database, self.journey
+        home, first, last = task["org"], task["date"][0], task["date"][-1]
+        spare = [city for city in solver.stop_cities(task, database) if city not in journey.route]
+        ways = [(city, *leg) for city in spare for leg in ((home, city, first), (city, home, last))
+                if self.barred(*leg)]
+        hotels = [(city,) for city in spare if self.why_none(city)]
+        if ways or hotels:
+            return {kind: ends for kind, ends in (("way", ways), ("hotel", hotels)) if ends}
+        total = sum(cost * n for _, terms in self.bill() for cost, n in terms)
+        dear = [(stay.city, bed) for stay in journey.stays
+                for bed in solver.lodgings(task, database, stay.city)
+                if bed.nights <= stay.nights
+                and total + (bed.cost - stay.bed.cost) * stay.nights > task["budget"]
+                and means_one(database, "hotels", stay.city, bed.name)]
+        return {"budget": dear} if dear else {}
+
+    def barred(self, a, b, date):
+        """Whether no way from a to b on a date satisfies the wishes."""
+        flies = self.wish.get("transportation") != "no flight"
+        return not (flies and self.database.flights(a, b, date)
+                    or solver.drive(self.database, a, b))
+
+    def run_into(self, kind, city, *leg):
+        """Make the searches that show a city to be a dead end."""
+        if kind == "hotel":
+            self.ask("try hotel", self.look("hotels", city), city=city)
+            return self.say("no bed", city=city, why=self.why_none(city))
+        (a, b, _), kinds = leg, []
+        slot = "try way out" if b == city else "try way home"
+        for search in solver.way_searches(self.task, self.journey.mode, *leg, False):
+            self.ask(slot, search, a=a, b=b, city=city)
+            if search.tool == "SearchFlight":
+                self.say("no flight that day", a=a, b=b)
+            slot = "driving" if self.journey.mode == "road" else "taxi"
+            kinds.append("air" if search.tool == "SearchFlight" else "road")
+        return self.say("no way", a=a, b=b, city=city, kinds=" or by ".join(kinds))

@@ -6,7 +6,6 @@ The travel world of the stages (docs/environment.md): TravelPlanner's tasks, too
 
 --env travel opens this module by name. Its flags are --database, --system-prompt, --failure-rate.
 """
-import datetime
 import json
 import math
 import os
@@ -16,10 +15,21 @@ from contextlib import suppress
 from format_plan import COSTS, Reader, add_reader_flags, open_reader
 from runtime import SHARE, Mistake
 from sandbox import Episode, Sandbox, open_database, read_prompt
-from travel.constraints import SCORES, check_task, judge, literal, need, reward
+from travel.constraints import (
+    HOUSE_RULES,
+    ROOM_TYPES,
+    SCORES,
+    judge,
+    literal,
+    need,
+    reward,
+)
 from travel.solver import solver_replies
 
 LEVELS = ("easy", "medium", "hard")
+WISHES = {"house rule": HOUSE_RULES, "room type": (*ROOM_TYPES, "not shared room"),
+          "transportation": ("no flight", "no self-driving")}
+DATE = re.compile(r"\d{4}-\d\d-\d\d")
 NO_WISH = ("", "None", "none", "null", "nan", "NaN")  # how files write that there is no wish
 
 
@@ -49,10 +59,7 @@ def open_world(args):
 # ------------------------------------------------------------------------------------------ tasks
 
 def load_task(row):
-    """A task from a record of TravelPlanner, of STAR or of ours.
-
-    A Mistake names the key.
-    """
+    """A task from a record of TravelPlanner, of STAR or of ours. A Mistake names the key."""
     task = {key: value for key, value in row.items()
             if key not in ("reference_information", "annotated_plan")}
     for key in ("date", "days", "people_number", "budget", "visiting_city_number", "constraint",
@@ -65,20 +72,38 @@ def load_task(row):
     asked = {"house rule": asked.get("room rule")} | asked
     task["local_constraint"] = {key: wish_in(asked.get(key), key == "cuisine") for key in (
         "house rule", "cuisine", "room type", "transportation")}
-    for key, kind in {"org": str, "dest": str, "date": list, "days": int, "people_number": int,
-                      "budget": (int, float), "query": str}.items():
-        if not isinstance(need(task, key), kind):
-            raise Mistake(f"{key!r} is {task[key]!r:.60}, which has the wrong type")
-    for key in ("days", "people_number"):
-        if task[key] < 1:
-            raise Mistake(f"{key!r} is {task[key]!r:.60}; it must be 1 or more")
     task.setdefault("id", str(task.get("idx", "?")))
     task.setdefault("level", "easy")
-    # the benchmark visits 1, 2, 3 cities in 3, 5, 7 days
-    task.setdefault("visiting_city_number", task["days"] // 2)
-    check_types(task)
-    check_task(task)
+    for key, right, demand in demands(task):
+        if not right:
+            value = (task | task["local_constraint"])[key]
+            raise Mistake(f"{key!r} is {value!r:.60}; it must be {demand}")
     return task
+
+
+def demands(task):
+    """Yield (key, whether its value is right, what it must be), without which no plan can solve a
+    task or be judged."""
+    for key in "org", "dest", "query", "level":
+        yield key, isinstance(need(task, key), str), "a text"
+    yield "id", isinstance(task["id"], (str, int)), "a text or a number"
+    for key in "days", "people_number":
+        yield key, type(need(task, key)) is int and task[key] > 0, "a whole number from 1"
+    days, budget, date = task["days"], need(task, "budget"), need(task, "date")
+    right = type(budget) in (int, float) and 0 < budget < math.inf
+    yield "budget", right, "a number of dollars above 0"
+    cities = task.setdefault("visiting_city_number", days // 2)  # in 3, 5, 7 days 1, 2, 3 cities
+    right = type(cities) is int and 0 < cities < max(2, days)
+    yield "visiting_city_number", right, f"a whole number from 1 to {max(1, days - 1)}"
+    right = isinstance(date, list) and len(date) == days and all(
+        isinstance(day, str) and DATE.fullmatch(day) for day in date)
+    yield "date", right and date == sorted(set(date)), f"{days} days in order, like 2022-03-01"
+    wish = task["local_constraint"]
+    for key, known in WISHES.items():
+        yield key, wish[key] is None or wish[key] in known, f"null or one of {', '.join(known)}"
+    right = wish["cuisine"] is None or isinstance(wish["cuisine"], list) and all(
+        isinstance(name, str) for name in wish["cuisine"])
+    yield "cuisine", right, "null or a list of names"
 
 
 def value_in(text):
@@ -99,26 +124,6 @@ def wish_in(value, several):
     names = [name.strip() for text in texts for name in re.split(r"""[][,;'"]""", text or "")]
     names = [name for name in names if name not in NO_WISH]
     return names or (value if value == [] else None)
-
-
-def check_types(task):
-    """Raise a Mistake if a task's dates, constraints, id or level have the wrong type."""
-    try:
-        days = [datetime.date.fromisoformat(day) for day in task["date"]]
-    except (TypeError, ValueError):
-        raise Mistake(f"'date' is {task['date']!r:.60}, not days like 2022-03-01") from None
-    if len(task["date"]) != task["days"]:
-        raise Mistake(f"'date' has {len(task['date'])} of the trip's {task['days']} days")
-    if days != sorted(set(days)):
-        raise Mistake(f"'date' is {task['date']!r:.60}, not days in their order")
-    words = {key: task[key] for key in ("id", "level")} | task["local_constraint"]
-    for key, value in words.items():
-        several = value if isinstance(value, list) and key == "cuisine" else [value]
-        if not all(one is None or isinstance(one, str) or key == "id" and isinstance(one, int)
-                   for one in several):
-            raise Mistake(f"{key!r} is {value!r:.60}, which has the wrong type")
-    if not isinstance(task["visiting_city_number"], int) or not math.isfinite(task["budget"]):
-        raise Mistake("'visiting_city_number' and 'budget' must be numbers")
 
 
 # ------------------------------------------------------------------------------------------ world
@@ -146,9 +151,12 @@ class Travel:
             database = self.database.of(task)
         except LookupError as error:  # the task is about none of our databases
             raise Mistake(error.args[0]) from None
-        if task["org"] not in database.cities:
-            raise Mistake(f"'org' is {task['org']!r:.60}, which is not a city of "
-                          f"{database.folder}: --database names the folder of the tables")
+        goals = database.states if task["days"] > 3 else database.cities
+        for key, places in ("org", database.cities), ("dest", goals):
+            if task[key] not in places:
+                kind = "state" if places is database.states else "city"
+                raise Mistake(f"{key!r} is {task[key]!r:.60}, which is no {kind} of "
+                              f"{database.folder}: --database names the folder of the tables")
         return task
 
     def episode(self, task, seed, args):

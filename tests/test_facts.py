@@ -1,7 +1,7 @@
 """The tool world's facts and tasks: training has nothing that is held out, and every answer can be
 found.
 
-    python -m pytest tests/test_tir.py
+    python -m pytest tests/test_facts.py
 """
 import html
 import http.client
@@ -20,7 +20,7 @@ import pytest
 
 from runtime import read_jsonl
 from sandbox import Episode, parse
-from toolstar import facts, tir
+from tiny import facts
 from toolstar.retriever import BM25
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
@@ -35,7 +35,7 @@ CUES = {  # words of a sentence or of a question: what it is about
 
 
 def make(folder, *words):
-    tir.main(["facts", "--out", str(folder), *words])
+    facts.main(["world", "--out", str(folder), *words])
     return folder
 
 
@@ -443,14 +443,14 @@ def test_the_server_listens_on_this_machine_alone(server):
 # ---------------------------------------------------------------- bad input
 
 @pytest.mark.parametrize("words, hint", [
-    (("facts", "--worlds", "1"), "--worlds must be at least 2"),
-    (("facts", "--worlds", "999"), "there are too few names"),
-    (("facts", "--worlds", "2", "--places", "5"), "raise --places"),
+    (("world", "--worlds", "1"), "--worlds must be at least 2"),
+    (("world", "--worlds", "999"), "there are too few names"),
+    (("world", "--worlds", "2", "--places", "5"), "raise --places"),
     (("pages", "--database", "nowhere"), "no pages/")])
 def test_bad_input_is_one_line_that_names_the_fix_and_writes_nothing(words, hint, tmp_path):
-    out = ("--out", str(tmp_path / "out")) if words[0] == "facts" else ()
+    out = ("--out", str(tmp_path / "out")) if words[0] == "world" else ()
     with pytest.raises(SystemExit) as stopped:
-        tir.main([*words, *out])
+        facts.main([*words, *out])
     assert hint in str(stopped.value) and "\n" not in str(stopped.value)
     assert not (tmp_path / "out").exists()
 

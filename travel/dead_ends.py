@@ -1,0 +1,60 @@
+"""
+Count dead ends: whether an agent that meets one leaves it, from a judged episode.
+
+    (1) meet   a search, unless it was made to fail, shows that no valid plan goes this way. "ride":
+               there is no such flight, or no road of at most a day. "hotel": none in a city fits
+               the wishes and the longest stay
+    (2) leave  all rides of the plan exist on their days, or all its hotels fit; other plans keep it
+"""
+from itertools import pairwise
+
+from sandbox import Sandbox, observation_message, parse
+from travel import solver
+from travel.constraints import Trip, read_trip
+
+
+def count_dead_ends(row, database):
+    """Three lines of evaluate.py's table for an episode's record: met, left and kept."""
+    task, met, world = row["task"], set(), Sandbox(database)
+    for said, heard in pairwise(row["messages"]):
+        call = parse(said["content"])
+        if said["role"] == "assistant" and call.kind == "call":
+            shown = observation_message(world.call(call.name, call.arguments))
+            met |= dead_end(task, call, database) if heard == shown else set()
+    trip = read_trip(task, row["plan"], database, official=False) if row.get("plan") else None
+    planned = isinstance(trip, Trip)
+    left = planned and all({"ride": rides_exist, "hotel": hotels_fit}[kind](trip) for kind in met)
+    return {"dead end: met": bool(met), "dead end: left by another way": left if met else None,
+            "dead end: kept": planned and not left if met else None}
+
+
+def dead_end(task, call, database):
+    """The dead end that a search shows: {"ride"}, {"hotel"} or set()."""
+    asked = call.arguments if isinstance(call.arguments, dict) else {}
+    a, b, city, date = map(asked.get, ("departure", "destination", "city", "date"))
+    cities = [task["org"], *solver.stop_cities(task, database)]
+    if call.name == "SearchAccommodation" and city in cities[1:]:
+        return set() if fitting(task, database, city) else {"hotel"}
+    if a not in cities or b not in cities or a == b:
+        return set()
+    found = solver.drive(database, a, b) if call.name == "GoogleDistanceMatrix" else (
+        date not in task["date"] or database.flights(a, b, date))
+    return set() if found else {"ride"}
+
+
+def fitting(task, database, city):
+    longest = task["days"] - task["visiting_city_number"]
+    return {bed.name for bed in solver.lodgings(task, database, city) if bed.nights <= longest}
+
+
+def rides_exist(trip):
+    days = [day for day in trip.days if day.move or len(day.ends) == 2]
+    return bool(days) and all(day.ride and not day.ride.fault and (
+        not day.ride.flight or day.ride.flight.date == trip.task["date"][day.number - 1])
+        for day in days)
+
+
+def hotels_fit(trip):
+    beds = [bed for day in trip.days for bed in day.bed]
+    return bool(beds) and all(bed.rows and bed.rows[0].name.strip() in fitting(
+        trip.task, trip.database, bed.city) for bed in beds)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from format_plan import MEALS, itinerary
 from runtime import Mistake
-from sandbox import Distance, Flight
+from sandbox import Flight
 from travel import constraints
 from travel.constraints import COMMONSENSE, FIELDS, HARD, RULES, SCORES, judge, reward, score
 
@@ -331,9 +331,9 @@ def test_strict_refuses_a_meal_at_the_destination_before_the_arrival(trip, mini)
     ("6 hours 0 mins", ("BLD", "BLD")), ("55 mins", ("BLD", "BLD")),
     ("6 hours 1 min", ("LD", "BLD")), ("10 hours 31 mins", ("D", "BLD")),
     ("23 hours", ("D", "BLD"))])
-def test_the_hours_of_a_flight_and_of_a_road_bind_meals(row, meals):
+def test_the_hours_of_a_flight_and_of_a_road_bind_meals(mini, row, meals):
     """A road is left at 05:00 or later, so it binds breakfast and lunch on arrival."""
-    row = Distance(row, "9 km", "A", "B") if isinstance(row, str) else Flight(
+    row = mini.distance(*road(mini))._replace(duration=row) if isinstance(row, str) else Flight(
         "F1", 9, *row, "", "", "A", "B", "")
     for arriving, allowed in zip((True, False), meals, strict=True):
         found = [meal[0].upper() for meal in MEALS

@@ -232,8 +232,7 @@ def names_of(task, plan, city, database):
     return {
         "org": org, "city": city, "lunch": lunch, "part of hotel": bed[:-2],
         "far": next(name for name in database.cities if name not in (city, org)),
-        "flight": (number := re.search(r"F\d+", plan[0]["transportation"])[0]),
-        "leaves": database.flight(number).departure, "lands": database.flight(number).arrival,
+        "flight": re.search(r"F\d+", plan[0]["transportation"])[0],
         "other flight": database.flights(org, city, dates[0])[0].number,
         "way back": plan[2]["transportation"], "sights": plan[1]["attraction"],
         "one night": next(row.name for row in hotels if row.minimum_nights == 1),

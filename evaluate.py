@@ -493,13 +493,17 @@ def in_processes(rows_of, tasks, args):
     for child in children:
         child.start()
     alive = True
-    while alive:
-        alive = any(child.is_alive() for child in children)  # then once more, for the last rows
-        with contextlib.suppress(Empty):
-            while True:
-                yield rows.get(timeout=0.5)
-    if any(child.exitcode for child in children):
-        raise SystemExit("stopped early, see above; repeat the command to continue")
+    try:
+        while alive:
+            alive = any(child.is_alive() for child in children)  # then once more, for the last rows
+            with contextlib.suppress(Empty):
+                while True:
+                    yield rows.get(timeout=0.5)
+        if any(child.exitcode for child in children):
+            raise SystemExit("stopped early, see above; repeat the command to continue")
+    finally:
+        for child in children:
+            child.kill()
 
 
 def send_rows(rows_of, tasks, gpus, rows):

@@ -3,15 +3,14 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from functools import partial
+import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, SEED
 
 import evaluate
 import runtime
-from runtime import read_jsonl, write_jsonl
-from travel.world import load_task
 
 
 def python(code, **variables):
@@ -80,51 +79,46 @@ def table(out, tasks, *words):
     return (out / "table.md").read_text()
 
 
-def test_processes_that_share_the_tasks_give_the_table_of_one_also_after_a_kill(tasks, tmp_path):
-    words = ("--agent", "solver", "--processes")
-    one, three = (table(tmp_path / n, tasks, *words, n) for n in "13")
-    file = tmp_path / "3" / "solver" / "episodes.jsonl"
-    rows = read_jsonl(file)
-    write_jsonl(file, rows[4:])  # what the kill has left
-    assert one == three == table(tmp_path / "3", tasks, *words, "2")
-    assert len(read_jsonl(file)) == len(rows) == 7
-
-
 @pytest.mark.slow
-def test_two_real_engines_give_the_table_of_one(tiny_model, tasks, tmp_path):
+def test_two_real_engines_give_the_table_of_one(tiny_model, tasks, tmp_path, monkeypatch):
     words = f"""--model tiny={tiny_model} --system-prompt short --max-turns 2 --max-tokens 24
-                --max-context 600 --processes""".split()
-    one, two = (table(tmp_path / n, tasks, *words, n) for n in "12")
-    assert one == two and "| episodes | 7 |" in one
+                --max-context 600""".split()
+    one = table(tmp_path / "1", tasks, *words)
+    monkeypatch.setattr(runtime, "visible_gpus", lambda: ["0", "1"])  # the engines see none of them
+    assert table(tmp_path / "2", tasks, *words) == one and "| 7 " in one
 
 
-def test_a_process_that_fails_stops_the_run_and_loses_no_row_of_the_others(
-        tasks, tmp_path, capfd, monkeypatch):
-    bad = read_jsonl(tasks)[1]["id"]
-    (tmp_path / "odd.py").write_text(f"""if True:
-        from sandbox import open_database
-        from travel.world import Travel, flags
-
-        class Odd(Travel):
-            def verdict(self, episode):
-                if episode.task["id"] == "{bad}":
-                    raise ValueError("a verdict that fails")
-                return super().verdict(episode)
-
-        def open_world(args):
-            return Odd(open_database(args.database))
-    """)
-    words = f"--agent solver --env {tmp_path}/odd.py --limit 3 --processes 3".split()
-    with pytest.raises(SystemExit, match="odd.py: verdict, task .*: a verdict that fails"):
-        table(tmp_path, tasks, *words)
-    assert len(read_jsonl(tmp_path / "solver" / "episodes.jsonl")) == 2
+def rows_of(tasks):
+    """Stands for an engine's plays, in a process of its own."""
+    for task in tasks:
+        if task == "bad":
+            raise ValueError("a slip")
+        if task == "slow":
+            time.sleep(600)
+        yield os.environ.get("CUDA_VISIBLE_DEVICES"), task
 
 
-def test_a_caller_that_stops_early_leaves_no_process_behind(tasks, tmp_path):
-    words = f"--agent solver --tasks {tasks} --out {tmp_path} --processes 3"
-    args = evaluate.flags(words.split())
-    play = partial(evaluate.play_rows, args, "solver", None, False)
-    rows = evaluate.in_processes("evaluate.py", play, runtime.load_tasks(tasks, load_task), args)
-    assert next(row for row in rows if row)["score"]["success"] == 1
+def shared(tasks, gpus, monkeypatch, tp=1):
+    monkeypatch.setattr(runtime, "visible_gpus", lambda: gpus)
+    return evaluate.in_processes(rows_of, tasks, SimpleNamespace(url=None, tp=tp))
+
+
+def test_every_engine_has_its_gpus_and_a_share_of_the_tasks(monkeypatch):
+    found = list(shared("abcd", ["2", "3", "6", "7"], monkeypatch, tp=2))
+    assert sorted(found) == [("2,3", "a"), ("2,3", "c"), ("6,7", "b"), ("6,7", "d")]
+
+
+def test_an_engine_that_fails_stops_the_run_and_loses_no_row_of_the_others(monkeypatch, capfd):
+    rows, found = shared(["a", "bad", "c", "d"], ["0", "1"], monkeypatch), []
+    with pytest.raises(SystemExit, match="stopped early"):
+        found.extend(iter(lambda: next(rows), None))
+    assert {task for _, task in found} >= {"a", "c"} and "a slip" in capfd.readouterr().err
+
+
+def test_a_caller_that_stops_early_leaves_no_process_behind(monkeypatch):
+    rows = shared(["a", "slow"], ["0", "1"], monkeypatch)
+    assert next(rows)[1] == "a"
     rows.close()
+    for child in multiprocessing.active_children():
+        child.join(60)
     assert not multiprocessing.active_children()

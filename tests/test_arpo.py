@@ -196,11 +196,6 @@ def test_released_forks_at_every_observation_while_there_are_plays_to_begin(play
     assert all(s.parent for name, s in samples.items() if name[-1] in "23")
 
 
-def test_plays_that_cannot_be_forked_start_at_once_and_from_scratch(play):
-    samples, llm = play(lambda *_: (ANSWER, 0.5), "--initial 2", tasks=1)
-    assert len(samples) == len(llm.asked) == 8 and not any(s.parent for s in samples.values())
-
-
 @pytest.mark.parametrize("law", LAWS)
 def test_baselines_are_a_plays_own(law, play):
     # each query has a doubt of its own, the same at all of its turns: no entropy ever rises

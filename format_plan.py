@@ -51,8 +51,8 @@ def pattern(text):
 TYPOGRAPHY = str.maketrans("’‘“”：，；（）【】［］｜→\u00a0\u3000\t", "''\"\":,;()[][]|>   ",
                            "*`\r\ufe0f")
 STRUCK = re.compile(r"~~[^~\n]{0,300}~~")
-BULLET = re.compile(r"(?:[^\w\[\"'($~]{1,9}|\d{1,2}[.)] )*")  # also numbers, emoji, "|" of tables
-JSON_START = re.compile(r"[\[{](?=\s{0,99}[\[{\"])")
+BULLET = re.compile(r"(?:[^\w\[\"'($~@]{1,9}|\d{1,2}[.)] )*")  # also numbers, emoji, "|" of tables
+JSON_START = re.compile(r"[\[{](?=\s{0,99}[\[\]{\"])")
 
 
 def read_lines(text):
@@ -97,19 +97,19 @@ def json_lines(value, key="", depth=0):
         if "flight_number" in value or "mode" in value:
             value = {key: " ".join(f"{k} {v}" for k, v in value.items() if v)}
         for name, one in sorted(value.items(), key=lambda item: item[0] not in ("day", "days")):
+            name = str(name).replace("_", " ")
             if name in ("day", "days") and isinstance(one, (int, str)):
                 yield f"Day {str(one).lower().removeprefix('day')}"
-            else:
-                yield from json_lines(one, str(name).replace("_", " "), depth + 1)
+                continue
+            if isinstance(one, dict) and DAY.match(name):
+                yield name
+            yield from json_lines(one, name, depth + 1)
     elif value is not None:
         yield f"{key}: {value}"
 
 
 # ---------------------------------------------------------------- (2) days
-NUMBERS = {word: n for n, word in enumerate(
-    ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], 1)}
-DAY = pattern(rf"""[(\[]?days? ?[-#:]? ?(?P<n>\d{{1,2}}|{'|'.join(NUMBERS)})\b
-    [^\w$\[(~"']{{0,9}}""")
+DAY = pattern(r"""[(\[]?days? ?[-#:]? ?(\d{1,2})\b[^\w$\[(~"']{0,9}""")
 TIME = r"(?:(?:early |late )?(?:morning|afternoon|evening|night) ?[:|–—-]? ?)?"
 LABELS = {
     "current_city": "current city|city|location|destination",
@@ -120,10 +120,10 @@ LABELS = {
 FIELD = pattern(rf"""{TIME}(?P<revised>(?:revised|updated|corrected|adjusted|final|new) )?
     (?:{'|'.join(f'(?P<{slot}>{words})' for slot, words in LABELS.items())})
     (?: ?\d)?(?: ?\([^()]{{0,40}}\))?(?: ?[:=|·] ?| [–—-] | ?(?:at|to) (?=(?-i:[\[A-Z]))|$)""")
-RIDE = pattern(rf"""{TIME}(?P<transportation>(?:take (?:an? )?)?
+RIDE = pattern(rf"""{TIME}(?:take (?:an? )?)?(?P<transportation>
     (?:flight|fly|taxi|self-? ?driv(?:e|ing)|driv(?:e|ing))\b(?! ?time))""")
 SECTION = pattern(r"""(?:(?-i:[A-Z])[\w&'-]{0,20} ){0,3}(?:costs?|budget|expenses?|summary|
-    breakdown|    notes?|tips?|highlights?|totals?|checks?|alternatives?)\b[:(*-]{0,3}$""")
+    breakdown|notes?|tips?|highlights?|totals?|checks?|alternatives?)\b[:(*-]{0,3}$""")
 
 
 class Day:
@@ -149,7 +149,7 @@ def read_days(lines, names):
         heading = DAY.match(line)
         if heading:
             line = line[heading.end():]
-            number = NUMBERS.get(heading["n"].lower()) or int(heading["n"])
+            number = int(heading[1])
             if number != day.number or not FIELD.match(line):
                 if number <= day.number:
                     versions.append([])
@@ -175,26 +175,26 @@ def read_days(lines, names):
 
 
 # ---------------------------------------------------------------- (3) names
-ASIDE = r"""(?:[~≈$\d]|(?:american|italian|mexican|indian|chinese|french|mediterranean|
-    seafood|pizza|fast food|desserts?|tea|cafe|bbq|bakery|average|avg|costs?|prices?|cuisines?|
-    address|room type|rat(?:ed|ings?)|free|contact|phone|website|minimum|max\w{0,5}|reviews?|
-    house rules?|private|shared|entire|note|per)\b)"""
-REMARK = pattern(rf""" ?[|;·★⭐>]|,? ?\$\d|(?:,| [–—-]| ?\() ?{ASIDE}|
+LABEL = r"""(?:average|avg|costs?|prices?|cuisines?|address|room type|rat(?:ed|ings?)|contact|
+    phone|website|minimum|max\w{0,5}|reviews?|house rules?|note|per)\b"""
+KIND = r"""(?:american|italian|mexican|indian|chinese|french|mediterranean|seafood|pizza|fast food|
+    desserts?|tea|cafe|bbq|bakery|free|private|shared|entire)\b"""
+REMARK = pattern(rf""" ?[|;·★⭐>]|,? ?\$\d|(?:,| [–—-]| ?\() ?(?:[~≈$\d]|{LABEL}|{KIND})|
     (?: [–—-]| ?\() ?(?-i:(?!the [A-Z])[a-z])|
     \ instead of | or |[.,]?\ ?$""")
-SENTENCE = re.compile(r"\. ")  # after a name of the database
+DETAIL = pattern(rf"""[~≈$\d]|{LABEL}|[A-Z][\w ]{{0,20}}:""")
+SENTENCE = re.compile(r" ?\. ")  # after a name of the database
 NOTHING = pattern(r"""[\W_]*(?:(?:none|n/?a|nil|null|tbd|not|no|free|on your own|nothing|skip)\b
     (?! ?(?-i:[A-Z&'.]))|\$|$)|-+\ ?(?:[(,.;|$]|$)""")
-LEAD = pattern(r"""\A(?:\d{1,2}[.)]|at|visit|explore|check(?: |-)?in(?:to| to| at)?|stay at|the)
-    \ (?=[\["]|(?-i:[A-Z]))""")
-JOINT = re.compile(r",? (?:and|&) | ?[,;/·>] ?")
+LEAD = pattern(r"""\A(?:\d{1,2}[.)]|at|visit|explore|check(?: |-)?in(?:to| to| at)?|stay at)
+    \ (?=["'\[@\d]|(?-i:[A-Z]))""")
+JOINT = re.compile(r"(?: ?\([^()]{0,60}\))?(?:,? (?:and|&) | ?[,;/·>] ?)")
 COMMA = re.compile(r", ?| ?\(| in ")  # before a city
 END = re.compile(r" ?(?:[,;.:|()\]]|$)| [–—-]")  # after it
 STATE = re.compile(r"(?:, ?| ?\()([A-Z]{2}\b|[A-Z][a-z]{1,15}(?: [A-Z][a-z]{1,15})?)\)?")
-DETAIL = re.compile(rf"{ASIDE}|[A-Z][\w ]{{0,20}}:", re.I)
 ARROW = pattern(r"(?:, ?(?-i:[A-Z])[\w ]{1,20}| ?\([^()]{0,40}\))? ?(?:\bto\b|[-=]?>|–|—|-|➜) ?")
-ROUTE = pattern(r"""(?:\bfrom |^)(?-i:(?=[A-Z]))([^|;,()]{1,60}?) to
-    \ ((?-i:(?=[A-Z]))[^|;,()\[]{1,60}?)(?= ?(?:[|;,()\[.]|$))""")
+ROUTE = pattern(r"""^(?:.{0,60}\bfrom )?(?-i:(?=[A-Z]))([^|;,()]{1,60}?) to
+    \ ((?-i:(?=[A-Z]))[^|;,:()\[]{1,60}?)(?= ?(?:[|;,:()\[.]|$))""")
 
 
 class Names:
@@ -263,9 +263,6 @@ class Names:
         if found:
             place = name if found[0] == size else text[:found[0]].strip()
             return f"{place}, {found[1]}", text[found[2]:]
-        head, comma, tail = text[:end].rpartition(",")
-        if comma and len(head) >= at and tail.strip()[:1].isupper():
-            return f"{head.strip()}, {tail.strip()}", text[end:]  # an unknown city
         return f"{name if end == size else text[:end].strip(' ,.')}, {home}", text[end:]
 
     def places(self, text, slot, cities):
@@ -273,10 +270,12 @@ class Names:
         for part in islice(text.split(";"), 60) if slot == "attraction" else [text]:
             for _ in range(20):
                 part = part.strip()
-                if not self.known(part.lstrip('["'), slot, cities)[0]:
-                    part = LEAD.sub("", part, 1)
-                    if NOTHING.match(part.lstrip('["')) or part[0].islower() or DETAIL.match(part):
-                        break
+                for _ in range(2):
+                    known = self.known(part.lstrip('["'), slot, cities)[0]
+                    part = part if known else LEAD.sub("", part, 1)
+                if not known and (NOTHING.match(part.lstrip('["')) or part[0].islower()
+                                  or DETAIL.match(part)):
+                    break
                 place, rest = self.place(part, slot, cities)
                 yield place
                 joint = JOINT.match(rest)
@@ -290,30 +289,26 @@ names_of = cache(Names)  # collected once per database
 
 # ---------------------------------------------------------------- (4) plan
 RIDES = {"flight": "Flight", "taxi": "Taxi", "driving": "Self-driving"}
-MODE = pattern(r"""(?<![\w-])(?<!no )(?<!not )(?<!without )(?:(?P<flight>flights?\b|fly(?:ing)?\b|
+MODE = pattern(r"""(?<![\w-])(?:(?P<flight>flights?\b|fly(?:ing)?\b|
     airline|(?:air)?plane\b)|(?P<taxi>(?:taxi|cab|uber|lyft)\b)|(?P<driving>self-? ?driv\w{0,9}|
     driv\w{1,9}\b(?! (?:time|dist|dur))|(?:(?:rental|rented|hire) )?cars?\b|rental\b))""")
 FLIGHT_NUMBER = re.compile(r"\bF\d{3,9}\b")
-CAPITALS = re.compile(r"[A-Z][\w.'-]{0,20}(?: [A-Z][\w.'-]{0,20}){0,3}")
-PARTS = re.compile(r", |[;|·()\[\]]")
 
 
 def ride(text, names):
-    """A ride in TravelPlanner's form; "-" if it is none, or one within a city."""
-    number, route, mode = FLIGHT_NUMBER.search(text), names.route(text), MODE.search(text)
-    if NOTHING.match(text.strip("[] ")) or not (number or route or MODE.match(text)):
+    """A ride in TravelPlanner's form, without its times, lengths and prices, which are in the
+    database; as it is written if its mode is none that we know; "-" if it is none."""
+    number, route, mode = FLIGHT_NUMBER.search(text), names.route(text), MODE.match(text)
+    if NOTHING.match(text.strip("[] ")) or not (number or route or mode):
         return "-"
     before, after = (text[:route[2]], text[route[3]:]) if route else (text, "")
-    if after[:1] in ("", ",") and ("Flight Number: " in text or not number):
-        return text.replace("$", "")  # as it should be
-    kind = before.strip(" :,.") if not mode else RIDES[mode.lastgroup]
-    parts = [f"Flight Number: {number[0]}" if number else kind or "Self-driving"]
-    parts += [f"from {route[0]} to {route[1]}"] if route else []
-    for part in PARTS.split(f"{before}|{after}"):  # times, lengths and prices, not remarks
-        part = part.strip(" .:=-")
-        if re.search(r"\d", part) and not part.isdecimal() and not FLIGHT_NUMBER.search(part):
-            parts.append(part)
-    return ", ".join(parts)
+    before = before.removesuffix("from ").strip(" :,.-")
+    mode = MODE.fullmatch(before) if before else MODE.search(after)
+    if not number and not mode and (before or after[:1] not in ("", ",")):
+        return text.replace("$", "")
+    kind = RIDES[mode.lastgroup] if mode else "Self-driving"
+    kind = f"Flight Number: {number[0]}" if number else kind
+    return f"{kind}, from {route[0]} to {route[1]}" if route else kind
 
 
 def ends_of_day(day, before, names):
@@ -325,8 +320,8 @@ def ends_of_day(day, before, names):
             return route[:2]
     rides = [route for text in day.fields.get("transportation", ()) if (route := names.route(text))]
     found = names.city.search(label or title)
-    named = label.split(",")[0] or title if label or CAPITALS.fullmatch(title) else before
-    city = found[0] if found else named.strip(" .[]\"'")  # also one that is not in the database
+    named = label.split(",")[0].strip(" .[]\"'") or before
+    city = found[0] if found else named  # also one that is not in the database
     if rides and (not label or city in (rides[0][0], rides[-1][1])):
         return rides[0][0], rides[-1][1]
     return city, city
@@ -399,14 +394,12 @@ def itinerary(plan):
 IN_BRACKETS = re.compile(r" ?\([^()]{0,60}\)")
 
 
-class NoPlan(ValueError):
-    """A formatter's replies hold no list of days."""
-
-
 def days_in(reply):
     """The days in a formatter's reply; of several lists, such as a draft and the plan, the longest
     and of equal ones the last. None without a list of days."""
-    found = [value for _, _, value in json_values(reply) if isinstance(value, list) and all(
+    values = [value for _, _, value in json_values(reply)]
+    values += [inner for value in values if isinstance(value, dict) for inner in value.values()]
+    found = [value for value in values if isinstance(value, list) and all(
         isinstance(day, dict) and len(day.keys() & {*FIELDS}) > 1 for day in value)]
     return max(reversed(found), key=len, default=None)
 
@@ -427,9 +420,11 @@ def clean_day(day, number):
 
 
 def format_plan(text, task, model, url, **options):
-    """(plan or None, tokens used) of an itinerary text, read by an LLM; NoPlan or ChatError.
+    """(plan or None, tokens used) of an itinerary text, read by an LLM. Refused if its replies have
+    no list of days, for which it is asked twice, or the endpoint refuses.
 
-    options: those of runtime.chat. If a reply has no list of days, the LLM is asked once more."""
+    options: those of runtime.chat.
+    """
     prompt, tokens = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8"), 0
     ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text[:LONGEST_TEXT]}"
     messages = [{"role": "system", "content": prompt}, {"role": "user", "content": ask}]
@@ -438,21 +433,18 @@ def format_plan(text, task, model, url, **options):
         tokens, days = tokens + reply.tokens, days_in(spoken(reply))
         if days is not None:
             return [clean_day(day, i) for i, day in enumerate(days, 1)] or None, tokens
-    error = NoPlan(f"{url}: two replies without a list of days, from model {model}")
-    error.tokens = tokens
-    raise error
+    raise Refused(f"{url}: two replies without a list of days, from model {model}")
 
 
 class Reader:
     """Turns answers into plans by rules, or by an LLM (the formatter) with many requests at a time.
 
-    An answer on which the formatter fails is judged as an answer without a plan, and counted. While
-    the endpoint answers nothing, it waits, since an unread answer must not be judged as a bad one;
-    after `bound` seconds the run ends with a ChatError."""
+    An answer on which the formatter fails is judged as an answer without a plan, and counted. If
+    the endpoint itself is at fault, the run ends with runtime.chat's ChatError, since an unread
+    answer must not be judged as a bad one."""
 
-    def __init__(self, endpoint=None, key=None, bound=300):
-        self.endpoint, self.pool = endpoint, ThreadPoolExecutor(CONCURRENCY)
-        self.options = {"api_key": key, "timeout": bound / 4, "retries": 3, "patience": bound}
+    def __init__(self, endpoint=None, key=None):
+        self.endpoint, self.key, self.pool = endpoint, key, ThreadPoolExecutor(CONCURRENCY)
         self.asked = lru_cache(10_000)(lambda *text: self.pool.submit(self._ask, *text))
 
     def prefetch(self, answers):
@@ -476,10 +468,10 @@ class Reader:
         """(plan, why there is none or None, tokens used)."""
         url, model = self.endpoint
         try:
-            plan, tokens = format_plan(text, {"query": query}, model, url, **self.options)
+            plan, tokens = format_plan(text, {"query": query}, model, url, api_key=self.key)
             return plan, None, tokens
-        except (Refused, NoPlan) as error:
-            return None, str(error), getattr(error, "tokens", 0)
+        except Refused as error:
+            return None, str(error), 0
 
     def close(self):
         """Cancel the requests that have not been sent."""
@@ -502,14 +494,14 @@ def open_reader(args):
 
 # ---------------------------------------------------------------- main
 def read_all(args):
-    """Print the rows with their plans."""
-    database, reader, rows = open_database(args.database), open_reader(args), []
-    for number, row in enumerate(read_jsonl(args.file), 1):
-        if not isinstance(row, dict) or not {"answer", "text"} & {*row}:
+    """Print the rows of a file with their plans."""
+    database, reader, rows = open_database(args.database), open_reader(args), read_jsonl(args.file)
+    for number, row in enumerate(rows, 1):
+        if not {"answer", "text"} & {*row}:
             raise Mistake(f"{args.file}, line {number}: needs an answer or a text")
-        rows.append((row, row.get("task", row), row["answer" if "answer" in row else "text"]))
-    reader.prefetch([(text, task) for _, task, text in rows])
-    for row, task, text in rows:
+    texts = [(row.get("answer", row.get("text")), row.get("task", row)) for row in rows]
+    reader.prefetch(texts)
+    for row, (text, task) in zip(rows, texts, strict=True):
         plan = reader.read(text, task, database.of(task))[0]
         print(json.dumps({**row, "plan": plan}, ensure_ascii=False))
     reader.close()

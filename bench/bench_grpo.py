@@ -8,8 +8,6 @@ Measure the overhead of grpo.py as ratios, whose two sides are measured in one r
              forward and backward pass of the transformers model on the same micro-batches (logits
              of the policy tokens, log_softmax, autograd)
     padding  the share of padding in the learned rows
-    deal     a simulation: the share of time in which 8 and 16 ranks compute real tokens if each
-             waits for the slowest at each micro-batch, for 256 log-normal rows of a 7B model
     play     tokens/s of the multi-turn rollout, divided by those of single-turn `generate` with the
              same numbers of prompt tokens (prompt and observations of an episode), of reply tokens
              and of plays in flight
@@ -54,7 +52,7 @@ def flags():
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
-    add("--only", nargs="+", default=["loss", "play", "learn", "deal"], help="parts to measure")
+    add("--only", nargs="+", default=["loss", "play", "learn"], help="parts to measure")
     add("--model", help="tiny model that plays, from run.sh tiny")
     add("--tasks", help="its tasks")
     add("--plays", type=int, default=64, help="episodes per update, in groups of 8")
@@ -186,14 +184,14 @@ def bench_learn(engine, lm, samples, device, args, rounds, what):
           f"micro-batches; padding {1 - sum(sizes) / rows:.1%}", flush=True)
 
 
-def spread(samples, deviation):
-    """The samples with log-normal lengths of median 500, within 200 to 1000: each is cut, or its
-    turns are repeated. deviation: the standard deviation of the logarithm."""
+def spread(samples):
+    """The samples with log-normal lengths of median 500 and log-deviation 0.5, within 200 to 1000:
+    each is cut, or its turns are repeated."""
     draw = random.Random(0)
     for s in samples:
         wanted, prompt = 0, s.mask.index(1)
         while not 200 <= wanted <= 1000:
-            wanted = round(500 * math.exp(draw.gauss(0, deviation)))
+            wanted = round(500 * math.exp(draw.gauss(0, 0.5)))
         times = math.ceil(wanted / (len(s.ids) - prompt))
         s.ids, s.mask, s.logps = ((x[:prompt] + x[prompt:] * times)[:wanted]
                                   for x in (s.ids, s.mask, s.logps))
@@ -217,33 +215,7 @@ def bench_here(args):
 
         lm = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
         bench_learn(engine, lm, samples, device, own, rounds, "as played")
-        for deviation in (0.3, 0.5):
-            bench_learn(engine, lm, spread(samples, deviation), device, own, rounds,
-                        f"log-normal {deviation}")
-
-
-def seconds(micro, lengths, packed):
-    """The time of a 7B model's micro-batch, in units of a token's products without attention."""
-    rows = [lengths[i] if packed else max(lengths[j] for j in micro) for i in micro]
-    return sum(n + n * n / 51_000 for n in rows)  # 51,000 is estimated for an A100
-
-
-def bench_deal():
-    for packed in True, False:
-        for ranks in 8, 16:
-            found = []
-            for deviation in (0.3, 0.5, 0.8):
-                draw, shares = random.Random(0), []
-                for _ in range(20):
-                    lengths = [min(30_000, max(500, round(10_300 * math.exp(draw.gauss(
-                        -deviation * deviation / 2, deviation))))) for _ in range(256)]
-                    hands = grpo.deal(lengths, ranks, 32_768, packed)
-                    spent = sum(max(seconds(micro, lengths, packed) for micro in together)
-                                for together in zip(*hands, strict=True))
-                    shares.append(seconds(range(256), lengths, True) / spent / ranks)
-                found.append(f"{sum(shares) / len(shares):.2f}")
-            print(f"deal, {ranks} ranks, {'packed' if packed else 'padded'} rows: "
-                  f"{' / '.join(found)} at log-deviations 0.3 / 0.5 / 0.8", flush=True)
+        bench_learn(engine, lm, spread(samples), device, own, rounds, "log-normal")
 
 
 # ---------------------------------------------------------------------------------------- against
@@ -284,8 +256,6 @@ def main():
         return print(peak_memory(args.memory, args.tokens))
     if "loss" in args.only:
         bench_memory(args)
-    if "deal" in args.only:
-        bench_deal()
     if args.model and {"play", "learn"} & {*args.only}:
         bench_here(args)
     if args.against:

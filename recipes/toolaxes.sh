@@ -1,6 +1,6 @@
 # The axes of the tools world: bash run.sh SIZE axis NAME. Tool-Star's ablation [3] as runs.
 #   reward    RL with each reward of toolstar/verdict.py; the table also has the hack gauge
-#   masking   RL that also learns from the tokens that tools wrote
+#   masking   RL that also learns from the tokens that tools wrote (variants/train-results.diff)
 #   noise     RL with failing tools; all checkpoints are evaluated with tools that work
 #   dpo       RL alone; then one cycle of the self-critic, two cycles; one cycle straight from SFT;
 #             and, except at tiny size, one whose plays had the reward's principles in their prompt
@@ -35,10 +35,13 @@ settings() {
 
 # train FOLDER SEED REWARD RESULTS FAIL   RL of one setting, from the SFT checkpoint
 train() {
-    local more=()
-    [[ $4 == masked ]] || more=(--train-results)
     words=("${rl[@]}" "${first[@]}")
-    change --reward "$3" "${more[@]}" --failure-rate "0.$5" ${AXIS_STEPS:+--steps "$AXIS_STEPS"} \
+    if [[ $4 == results ]]; then
+        stage train-results grpo_train_results.py patch -o grpo_train_results.py grpo.py \
+            variants/train-results.diff
+        words=("${words[@]/#grpo.py/grpo_train_results.py}")
+    fi
+    change --reward "$3" --failure-rate "0.$5" ${AXIS_STEPS:+--steps "$AXIS_STEPS"} \
         --seed "$2" --save-every 10 --out "$1/rl"
     stage "rl-${1##*/}" "$1/rl/config.json" "${words[@]}"
 }

@@ -223,9 +223,9 @@ def family():
 def gradients(samples, words=""):
     """{sample: d loss / d (log pi of its policy tokens)} where w is 1."""
     in_loss = arpo.token_weights(arpo.group_advantages(samples), flags(words))
-    logps, advantage, weight = arpo.per_token(in_loss, "cpu")
+    logps, advantage, weight, _ = arpo.per_token(in_loss, "cpu")
     logps.requires_grad_()
-    arpo.policy_loss(logps, logps.detach(), advantage, weight, flags(words))[0].backward()
+    arpo.policy_loss(logps, logps.detach(), advantage, weight, None, flags(words))[0].backward()
     parts = logps.grad.split([sum(s.mask) for s, _ in in_loss])
     return {s.seed_name: part.tolist() for (s, _), part in zip(in_loss, parts, strict=True)}
 
@@ -244,7 +244,8 @@ def test_a_kept_gradient_has_the_clipped_value_and_the_bounds_slope():
     logw = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1]).log().requires_grad_()
     advantage, weight = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0]), torch.ones(5)
     for words, slope in ("", 0.0), ("--keep-gradient", -2 * 1.28):
-        loss, clipped = arpo.policy_loss(logw, torch.zeros(5), advantage, weight, flags(words))
+        loss, clipped = arpo.policy_loss(logw, torch.zeros(5), advantage, weight, None,
+                                         flags(words))
         (grad,) = torch.autograd.grad(loss, logw)
         assert loss.item() == pytest.approx(-(2 * 1.28 - 2 * 1.5 + 2 * 0.5 - 2 * 0.8 + 2 * 1.1))
         assert grad.tolist() == pytest.approx([slope, 3.0, -1.0, 0.0, -2.2])
@@ -255,7 +256,7 @@ def test_a_kept_gradient_is_a_number_however_far_the_policies_are_apart():
     for logw, advantage in itertools.product((-1000.0, -89.0, 19.0, 1000.0), (1.0, -1.0)):
         apart = torch.tensor([logw], requires_grad=True)
         loss, _ = arpo.policy_loss(apart, torch.zeros(1), torch.tensor([advantage]),
-                                   torch.ones(1), flags("--keep-gradient"))
+                                   torch.ones(1), None, flags("--keep-gradient"))
         (grad,) = torch.autograd.grad(loss, apart)
         assert loss.isfinite() and grad.isfinite()
         assert advantage < 0 or grad.item() == pytest.approx(-1.28 if logw > 0 else 0)

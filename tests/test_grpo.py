@@ -200,7 +200,7 @@ def test_groups_of_equal_reward_are_computed_only_if_there_is_nothing_else():
 def test_policy_loss_by_hand():
     w = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5])
     advantage, weight = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0]), torch.full((5,), 0.2)
-    loss, clipped = grpo.policy_loss(w.log(), torch.zeros(5), advantage, weight, flags())
+    loss, clipped = grpo.policy_loss(w.log(), torch.zeros(5), advantage, weight, None, flags())
     # 2, clipped 2.56, 1, unclipped -3, clipped -1.6
     assert loss.item() == pytest.approx(-(2 + 2.56 + 1 - 3 - 1.6) / 5)
     assert clipped.tolist() == [0, 1, 0, 0, -1]
@@ -209,7 +209,7 @@ def test_policy_loss_by_hand():
 def test_a_ratio_beyond_all_numbers_is_clipped_and_stays_a_number():
     logps = torch.tensor([0.0, 0.0, -1.0], requires_grad=True)
     old, advantage = torch.tensor([-1e4, -1e4, -1.0]), torch.tensor([0.0, 1.0, 1.0])
-    loss, clipped = grpo.policy_loss(logps, old, advantage, torch.ones(3), flags())
+    loss, clipped = grpo.policy_loss(logps, old, advantage, torch.ones(3), None, flags())
     loss.backward()
     assert loss.item() == pytest.approx(-2.28) and clipped.tolist() == [0, 1, 0]
     assert logps.grad.tolist() == [0, 0, -1]

@@ -20,7 +20,7 @@ import os
 import runtime
 from runtime import COUNT, SEED, SHARE, Help, Parser
 from tiny.drills import drills
-from tiny.model import heads_of_32, model
+from tiny.model import model
 from tiny.worlds import world
 
 
@@ -49,7 +49,7 @@ def flags(argv=None):
     add = command(model, "write a random Qwen2 of 2M parameters and its tokenizer")
     add("--corpus", nargs="+", required=True, metavar="JSONL",
         help="files of messages from which the tokenizer is made")
-    add("--width", type=heads_of_32, default=192,
+    add("--width", type=COUNT, default=192,
         help="hidden size, a multiple of 64; 192: 2M parameters")
     add("--phrases", metavar="FILE", help="phrases that become one token each, with single digits; "
         "default: the travel world's phrases and pairs of digits")

@@ -27,10 +27,8 @@ def drills(args):
     """Write exercises or episodes from many worlds, since in a single one a model would memorise
     the names. None of their cities is in database/mini."""
     runtime.lock_file(args.out)
-    if Path(args.out).exists():  # refuse another kind of file now, not after minutes
-        begun = runtime.read_jsonl(args.out)
-        if not all(isinstance(row, dict) and "messages" in row for row in begun):
-            raise Mistake(f"{args.out}: not a file of this command; choose another --out")
+    if Path(args.out).exists():
+        raise Mistake(f"{args.out} exists: choose another --out, or remove it")
     with runtime.workers(args.workers) as pool:
         parts = pool.map(partial(world_rows, args), range(args.worlds))
         parts = list(runtime.progress(parts, args.out, args.worlds, unit="world"))

@@ -1,12 +1,11 @@
 """
 A random Qwen2 with induction heads, and a tokenizer made for copying.
 """
-import argparse
 import re
 from pathlib import Path
 
 import runtime
-from runtime import COUNT, Mistake
+from runtime import Mistake
 from tiny.worlds import WORDS
 
 
@@ -118,26 +117,12 @@ def make_tokenizer(texts, vocabulary, phrases=PHRASES):
         chat_template=CHATML, clean_up_tokenization_spaces=False)
 
 
-def read_talks(path):
-    """The messages of each row of a jsonl file."""
-    talks = []
-    for number, row in enumerate(runtime.read_jsonl(path), 1):
-        talk = row.get("messages") if isinstance(row, dict) else None
-        if not isinstance(talk, list) or not talk or not runtime.is_talk(talk):
-            raise Mistake(f"{path}, record {number} must hold messages, each with a role and a "
-                          f"content, in alternating turns, but is {str(row)[:60]}")
-        talks.append(talk)
-    if not talks:
-        raise Mistake(f"{path} holds no messages; `python -m tiny drills` writes some")
-    return talks
-
-
 def make_tiny(corpus, out, seed, width=192, vocabulary=2048, phrases=PHRASES):
     """Write a random Qwen2 of 4 layers and a tokenizer made from jsonl files of messages."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    talks = [talk for path in corpus for talk in read_talks(path)]
+    talks = [row["messages"] for path in corpus for row in runtime.read_jsonl(path)]
     texts = [message["content"] for talk in talks for message in talk]
     tokenizer = make_tokenizer(texts, vocabulary, phrases)
     torch.manual_seed(seed)
@@ -161,13 +146,6 @@ def make_tiny(corpus, out, seed, width=192, vocabulary=2048, phrases=PHRASES):
         tokenizer.save_pretrained(part)
     count = sum(weight.numel() for weight in lm.parameters())
     print(f"{out}: {count / 1e6:.1f}M random parameters, {len(tokenizer)} tokens")
-
-
-def heads_of_32(text):
-    width = COUNT(text)
-    if width % 64:
-        raise argparse.ArgumentTypeError(f"{text} must be a multiple of 64, two heads of 32")
-    return width
 
 
 def model(args):

@@ -28,17 +28,24 @@ import textwrap
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; STAR)", "Accept": "text/html,text/plain,*/*",
            "Accept-Encoding": "identity", "Connection": "close"}
 HOST = re.compile(r"[0-9a-z_][0-9a-z_.-]*|[0-9a-f:.]+")  # a name, or the inside of [IPv6]
 READABLE = re.compile(r"text/.*|application/(xhtml\+xml|pdf|json|xml)|application/.*\+(json|xml)")
-PORTS = (80, 443)
-# that Python's is_global, which changes between versions, may let through: networks that embed IPv4
-# addresses, and a service inside of Azure's
-FORBIDDEN = [ipaddress.ip_network(each) for each in (
-    "192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "2001::/23", "2002::/16", "3fff::/20")]
+PORTS = (80, 443)  # of http and https
+KEPT = "%/:?#[]@!$&'()*+,;=~"  # characters of a path and a query that are sent as they are
+# IANA's special-purpose registries, written out because is_global changes with Python's version;
+# 168.63.129.16 looks public, but is a service inside of Azure's networks
+FORBIDDEN = [ipaddress.ip_network(network) for network in (
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
+    "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15",
+    "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4", "168.63.129.16/32",
+    # the first two, Teredo and 6to4, embed IPv4 addresses
+    "2001::/23", "2002::/16", "2001:db8::/32", "3fff::/20")]
+# all other IPv6 is loopback, link-local, unique local, multicast or unassigned; of NAT64 addresses
+# the last 32 bits are an IPv4 address
 UNICAST, NAT64 = map(ipaddress.ip_network, ("2000::/3", "64:ff9b::/96"))
 
 
@@ -58,9 +65,26 @@ def is_public(text):
         return False
     if getattr(address, "ipv4_mapped", None) or address in NAT64:
         address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    outside = address.version == 6 and address not in UNICAST or "%" in text  # link-local
-    return address.is_global and not address.is_multicast and not outside and not any(
-        address in each for each in FORBIDDEN)
+    # with a zone (%), any IPv6 address is link-local
+    inside = address.version == 6 and address not in UNICAST or "%" in text
+    return not inside and not any(address in network for network in FORBIDDEN)
+
+
+def split_url(url):
+    """(whether it is https, host, port, path and query) of a URL that may be read; else PageError.
+    Other letters than ASCII's are encoded, as browsers do."""
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").encode("idna").decode(), parts.port
+    except ValueError:
+        raise PageError("is not a URL: write it as http://host/path") from None
+    if parts.scheme not in ("http", "https") or not HOST.fullmatch(host) or not url.isprintable():
+        raise PageError("is not a web page: write it as http://host/path")
+    if parts.username is not None or parts.password is not None:
+        raise PageError("holds a user name: leave out what stands before the @")
+    secure = parts.scheme == "https"
+    target = (parts.path or "/") + f"?{parts.query}" * bool(parts.query)
+    return secure, host, PORTS[secure] if port is None else port, quote(target, KEPT)
 
 
 READER = r"""
@@ -194,39 +218,28 @@ class Browser:
     def fetch(self, url, end):
         """The page at a URL or where that redirects to, as READER takes it."""
         for _ in range(self.redirects + 1):
-            try:
-                parts = urlsplit(url.encode("ascii").decode())
-            except ValueError:
-                raise PageError("is not a URL: write it as http://host/path") from None
-            host = (parts.hostname or "").lower()
-            if parts.scheme not in ("http", "https") or not HOST.fullmatch(host) or not (
-                    url.isprintable()):
-                raise PageError("is not a web page: write it as http://host/path")
-            if parts.username is not None or parts.password is not None:
-                raise PageError("holds a user name: leave out what stands before the @")
-            port = parts.port or (443 if parts.scheme == "https" else 80)
+            secure, host, port, target = split_url(url)
             line = self.connect(host, port, end)
             try:
-                if parts.scheme == "https":
+                if secure:
                     line = self.tls.wrap_socket(line, server_hostname=host)
-                reply, page = self.request(line, parts, end)
+                connection = http.client.HTTPConnection(host, port)
+                connection.default_port, connection.sock = PORTS[secure], Timed(line, end)
+                location, page = self.request(connection, target)
             finally:
                 line.close()
             if page:
                 return page
-            url = urljoin(url, reply)
+            url = urljoin(url, location)
         raise PageError(f"redirects more than {self.redirects} times")
 
-    def request(self, line, parts, end):
+    def request(self, connection, target):
         """One GET -> (target of a redirect, None) or (None, page)."""
-        connection = http.client.HTTPConnection(parts.hostname)
-        connection.sock = Timed(line, end)
-        target = re.sub(r"[\x00-\x20]", "%20", parts.path or "/") + f"?{parts.query}" * bool(
-            parts.query)
-        connection.request("GET", target, headers={"Host": parts.netloc.lower(), **HEADERS})
+        connection.request("GET", target, headers=HEADERS)
         reply = connection.getresponse()
-        if reply.status in (301, 302, 303, 307, 308) and reply.getheader("location"):
-            return reply.getheader("location"), None
+        location = reply.getheader("location", "").encode("latin-1").decode(errors="replace")
+        if reply.status in (301, 302, 303, 307, 308) and location:
+            return location, None
         if not 200 <= reply.status < 300:
             raise PageError(f"is not there: status {reply.status}")
         kind, _, rest = (reply.getheader("content-type") or "text/html").lower().partition(";")
@@ -239,6 +252,8 @@ class Browser:
             data += chunk
             if len(data) > self.max_bytes:
                 raise PageError(f"is larger than {self.max_bytes:,} bytes")
+        if reply.length:
+            raise PageError(f"cannot be read: {reply.length:,} bytes are missing at its end")
         charset = re.search(r"charset=[\"']?([\w.:-]+)", rest)
         return None, {"data": base64.b64encode(data).decode(), "text": self.text,
                       "html": "html" in kind, "charset": charset[1] if charset else ""}

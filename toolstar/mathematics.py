@@ -7,15 +7,13 @@ Decide whether two answers are the same mathematics: a normaliser in front of ma
     (4) same     compare lists, sets, tuples, intervals and ratios part by part, quantities in the
                  same unit, and plain numbers as fractions
     (5) verify   math-verify compares all other parts
+    (6) fork     all this happens in a process of its own for each pair, forked from a server that
+                 has read no other pair: no verdict depends on another one. The only limit is CPU
+                 time, far above what honest pairs need on any machine
 
 A unit, a degree sign or `x =` that only one side has is ignored. A percent sign is not: 25% equals
 1/4, not 25. A rounded decimal does not equal the number that it rounds, but if the gold is a
 decimal, a difference of 1e-9 (the noise of floating point) is ignored.
-
-math-verify can hang on hostile text, so each pair is compared in a process of its own: a fork of a
-server that has done nothing but import sympy. The verdict therefore depends on the pair alone, not
-on the pairs before it or on the machine's load. The one limit is SECONDS of CPU time, far above
-what honest pairs need; a pair that reaches it has no verdict, and verdict.py counts it.
 
 Reads and writes nothing.   [1] github.com/huggingface/Math-Verify
 
@@ -36,7 +34,7 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
 
-SECONDS = 6.0  # of CPU time for a pair; honest ones need at most 0.3, on a busy machine 0.6
+SECONDS = 5.0  # of CPU time for a pair; honest ones need up to 0.2, on a busy machine 0.5
 MEMORY = 2 * 2**30  # bytes for a pair
 LONGEST = 1000  # characters; a longer text equals only an identical one
 NOISE = Fraction(1, 10**9)  # relative difference that is ignored if the gold is a decimal
@@ -51,8 +49,9 @@ SIGNS = str.maketrans({
 COMMANDS = {"langle": "(", "rangle": ")", "lbrace": r"\{", "rbrace": r"\}", "mid": "|", "vert": "|",
             "lvert": "|", "rvert": "|", "emptyset": r"\{\}", "varnothing": r"\{\}", "degree": "°",
             "dfrac": r"\frac", "tfrac": r"\frac", "times": r"\cdot", "lor": ";",
-            "land": ";", "displaystyle": ""}
+            "land": ";", "displaystyle": "", "limits": ""}
 FORMS = [(re.compile(pattern), new) for pattern, new in (
+    (r"(?s)^[\s$]*\\boxed\s*\{(.*)\}[\s$.]*$", r"\1"),
     (r"\\([a-z]+)", lambda found: COMMANDS.get(found[1], found[0])),
     (r"\\\\\s*\[[^\]]*\]", r"\\\\"),  # a line break with a height: \\[4pt]
     (r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|[mh]box|operatorname) *\{([^{}]*)\}", r" \1 "),
@@ -64,7 +63,7 @@ FORMS = [(re.compile(pattern), new) for pattern, new in (
     (r"\*\*", "^"), (r"\*", r"\\cdot "),
     (r"\^ *\{? *\\circ *\}?|(?<=[\d}) ])degrees?\b", "°"),
     (r"(\\(?:sin|cos|tan|cot|sec|csc) *)\(?(\d+) *° *\)?", r"\1{\\frac{\2\\pi }{180}}"),
-    (r"\\?%|\bper ?cent(?:age)?\b|(?<=\d) +(?:dozen|(?:hundred|thousand|[mbtr]+illion)s?)\b",
+    (r"\\?%|\bper ?cent(?:age)?\b|(?<=[\d}]) +(?:dozen|(?:hundred|thousand|[mbt]r?illion)s?)\b",
      lambda found: SCALES.get(found[0].strip().rstrip("s"), r"\cdot \frac{1}{100} ")),
     (r"(?<![\\a-zA-Z])(sin|cos|tan|ln|log|exp|pi)(?![a-z])", r"\\\1 "),
     (r"(?<![a-zA-Z])oo(?![a-zA-Z])", r"\\infty "),  # infinity as sympy prints it
@@ -123,7 +122,7 @@ def without_blanks(text):
 
 # ---------------------------------------------------------------- (2) what is costly
 COSTLY = [re.compile(pattern) for pattern in (
-    r"\^[{( -]*\d+[)} ]*\^[{( -]*\d",  # towers of powers: 9^{9^9}
+    r"\^[{( -]*\d+ *\^[{( -]*\d",  # towers of powers: 9^{9^9}
     r"\^[{( -]*\d{4}",  # long exponents: x^{2024}
     r"\d{4}[)} ]*!|![)} ]*!",  # large factorials: 9999!, (9!)!
     r"\\binom *\{?[^{}]*(?:\^|\d{5})",  # \binom{10^9}{10^8}
@@ -132,12 +131,44 @@ COSTLY = [re.compile(pattern) for pattern in (
     r"(?:\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp)[ {(]*){4}")]  # \sin\sin\sin\sin x
 
 
-def is_costly(a, b):
-    """Whether answer a holds something costly that gold b does not hold."""
-    return any(pattern.search(a) and not pattern.search(b) for pattern in COSTLY)
+# ---------------------------------------------------------------- (3) answers
+CLOCK = re.compile(r"\d{1,2}(?::\d\d\W*[ap]\.? ?| [ap]\.?)m\b|\d{4}-\d\d-\d\d$|\d\d?/\d\d?/\d{4}$",
+                   re.IGNORECASE)
+CHOICE = re.compile(r"\(?([A-J])(?:\)|[.:、]\)?) *(.*)|([A-J])", re.DOTALL)
+WORDS = re.compile(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*")
+COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 
 
-# ---------------------------------------------------------------- numbers and units
+def answers_equal(a, b):
+    """Whether answer a equals gold b, as a choice, words, a time or mathematics."""
+    a, b = tidy(a), tidy(b)
+    if not a or not b:
+        return False
+    (letter, text), (other, gold) = choice(a), choice(b)
+    if letter and other:
+        return letter == other and (not text or not gold or answers_equal(text, gold))
+    if text != a and text or gold != b and gold:
+        return answers_equal(text or a, gold or b)
+    if CLOCK.match(a) or CLOCK.match(b):
+        return re.sub(r"[\s.]", "", a.lower()) == re.sub(r"[\s.]", "", b.lower())
+    words = [WORDS.fullmatch(text.rpartition("=")[2].strip(" ().")) for text in (a, b)]
+    if all(words) and max(len(found[0]) for found in words) > 1:
+        first, second = ([word[0].lower() + word[1:] for word in found[0].split()]
+                         for found in words)
+        return first == second  # Tuesday is tuesday; AB is not ab
+    if any(each.search(a) and not each.search(b) for each in COSTLY):
+        return False
+    merged = [COMMAS.sub(lambda found: found[0].replace(",", ""), text) for text in (a, b)]
+    return same(*merged) or merged != [a, b] and same(a, b)
+
+
+def choice(text):
+    """(letter, text after it) of a choice such as "(C) 5"; ("", text) of any other text."""
+    found = CHOICE.fullmatch(text)
+    return (found[1] or found[3], found[2] or "") if found else ("", text)
+
+
+# ---------------------------------------------------------------- (4) numbers and units
 NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(?: ?/ ?(\d+))?")
 UNITS = {name: (dimension, Fraction(size)) for dimension, sizes in {
     "length": "mm 1 cm 10 dm 100 m 1000 km 1000000 centimeter 10 meter 1000 kilometer 1000000 "
@@ -184,7 +215,7 @@ def quantity(text):
     return text[:found.start()], size, {name: times for name, times in dimensions.items() if times}
 
 
-# ---------------------------------------------------------------- parts
+# ---------------------------------------------------------------- (4) parts
 SET = "{}"
 TOKEN = re.compile(r"\\begin *\{\w+\}|\\end *\{\w+\}|\\[a-zA-Z]+ ?|\\.|.", re.DOTALL)
 RELATION = re.compile(r"[<>|]|\\(?:l|g|n)eq?\b|\\(?:[lg]eqslant|[lg]t|in)\b")
@@ -232,7 +263,7 @@ def kind_and_parts(text):
         inside = text[len(first):-len(last)].strip()
         if first == "\\{" and len(defined := split(inside, "|", ":")) == 2:
             return kind_and_parts(defined[1])  # {x | x > 2}
-        if first == "\\{" or first == "{" and len(items(inside)) > 1:
+        if first.endswith("{") and len(items(inside)) != 1:  # a set of one tuple is that tuple
             return SET, items(inside)
         if not first.startswith("\\begin"):
             many = len(items(inside)) > 1 or first == "[" and not inside.startswith("\\begin")
@@ -251,7 +282,7 @@ def value_of(text, loose):
     return sides[-1] if named else text
 
 
-# ---------------------------------------------------------------- (4) equality of parts
+# ---------------------------------------------------------------- (4) equality
 def same(a, b):
     """Whether answer a equals gold b. Both are tidy."""
     if without_blanks(a) == without_blanks(b):
@@ -274,9 +305,6 @@ def same(a, b):
         return verify(a, b)  # 1 < x < 2 and (1, 2)
     if kinds <= {"list", SET, ""}:
         return same_in_any_order(parts, others, SET in kinds)
-    if SET in kinds:  # a set of one tuple is that tuple
-        parts, whole = (parts, b) if kind == SET else (others, a)
-        return len(parts) == 1 and same(*((parts[0], whole) if kind == SET else (whole, parts[0])))
     named = "=" in "".join(parts if kind == "list" else others)  # x = 1, y = 2 is (1, 2)
     alike = len(kinds) == 1 or kinds == {":", ""} or kinds == {"list", "()"} and named
     return alike and len(parts) == len(others) and all(map(same, parts, others))
@@ -314,8 +342,9 @@ def same_part(a, b):
                 for text, each in ((a, unit), (b, other_unit)))
     if without_blanks(a).lower() == without_blanks(b).lower():
         return without_blanks(a) == without_blanks(b) and ratio == 1  # R is not r
-    a, b = map(without_decimals, (a, b))
-    return verify(a if ratio == 1 else rf"\frac{{{ratio.numerator}}}{{{ratio.denominator}}}({a})", b)
+    if ratio != 1:
+        a = rf"\frac{{{ratio.numerator}}}{{{ratio.denominator}}}\cdot({a})"
+    return verify(without_decimals(a), without_decimals(b))
 
 
 def without_decimals(text):
@@ -324,46 +353,13 @@ def without_decimals(text):
                   rf"{{1{'0' * len(found[2])}}}", text)
 
 
-# ---------------------------------------------------------------- (3) answers
-CLOCK = re.compile(r"\d{1,2}(?::\d\d\W*[ap]\.? ?| [ap]\.?)m\b|\d{4}-\d\d-\d\d$|\d\d?/\d\d?/\d{4}$",
-                   re.IGNORECASE)
-CHOICE = re.compile(r"\(?([A-J])(?:\)|[.:、]\)?) *(.*)|([A-J])", re.DOTALL)
-WORDS = re.compile(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*")
-COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
-
-
-def answers_equal(a, b):
-    """Whether answer a equals gold b, as a choice, words, a time or mathematics."""
-    a, b = tidy(a), tidy(b)
-    if not a or not b or is_costly(a, b):
-        return False
-    (letter, text), (other, gold) = choice(a), choice(b)
-    if letter and other:
-        return letter == other and (not text or not gold or answers_equal(text, gold))
-    if text != a and text or gold != b and gold:
-        return answers_equal(text or a, gold or b)
-    if CLOCK.match(a) or CLOCK.match(b):
-        return re.sub(r"[\s.]", "", a.lower()) == re.sub(r"[\s.]", "", b.lower())
-    words = [WORDS.fullmatch(text.rpartition("=")[2].strip(" ().")) for text in (a, b)]
-    if all(words) and max(len(found[0]) for found in words) > 1:
-        return decapitalised(words[0][0]) == decapitalised(words[1][0])
-    merged = [COMMAS.sub(lambda found: found[0].replace(",", ""), text) for text in (a, b)]
-    return same(*merged) or merged != [a, b] and same(a, b)
-
-
-def decapitalised(text):
-    return [word[0].lower() + word[1:] for word in text.split()]
-
-
-def choice(text):
-    """(letter, text after it) of a choice such as "(C) 5"; ("", text) of any other text."""
-    found = CHOICE.fullmatch(text)
-    return (found[1] or found[3], found[2] or "") if found else ("", text)
-
-
 # ---------------------------------------------------------------- (5) math-verify
-WARM = [(r"\sin^2 x", r"1-\cos^2 x"), (r"\ln x^2+\sqrt{x}", r"2\ln x+\sqrt{y}"), ("2x+y=6", "x=3"),
-        (r"x<1", r"(-\infty,1)\cup(5,\infty)"), (r"\begin{pmatrix}1\end{pmatrix}", "2")]
+WARM = [  # what the first comparison of a kind imports and computes
+    (r"\sin^2 x", r"1-\cos^2 x"), (r"\ln x^2+\sqrt{x}", r"2\ln x+\sqrt{y}"), ("2x+y=6", "x=3"),
+    ("x<1", r"(-\infty,1)\cup(5,\infty)"), (r"1\le x<3", "[1,3)"), ("(x+1)^{2}", "x^2+2x+3"),
+    (r"\begin{pmatrix}1\end{pmatrix}", "2"), (r"\frac{n^2+n}{2}", r"\binom{n}{2}"),
+    ("(x+1)(x-2)", "x(x-2)+x-2"), (r"\frac{1}{\sqrt3}+\frac{3\pi}{2}", r"\frac{\sqrt3}{3}"),
+    (r"2^{x}\cdot x^{-1}", r"\frac{1}{x}")]
 
 
 def expression(text):
@@ -405,7 +401,7 @@ def verify(a, b):
     return simplify(expand_log(a - b, force=True)) == 0
 
 
-# ---------------------------------------------------------------- a process for each pair
+# ---------------------------------------------------------------- (6) a process for each pair
 UNEQUAL, EQUAL, MUCH = 0, 1, 2  # exit statuses of a fork; MUCH: it took too much memory
 VERDICTS = {UNEQUAL: False, EQUAL: True, MUCH: None, -signal.SIGPROF: None}
 
@@ -417,7 +413,7 @@ def serve():
     for end in signal.SIGINT, signal.SIGTERM:  # the stage ends this process
         signal.signal(end, signal.SIG_IGN)
     logging.disable()
-    for a, b in WARM:  # what the first comparison of a kind imports and computes
+    for a, b in WARM:
         verify(a, b)
     seed(0)
     gc.freeze()  # the forks share this memory
@@ -472,20 +468,15 @@ def ask(a, b):
 
 
 @lru_cache(2**14)
-def compared(a, b):
-    """math_equal for two different texts."""
-    if max(len(a), len(b)) > LONGEST:
-        return False
+def math_equal(a, b):
+    """Whether answer a is mathematically equal to gold b: True, False, or None if the comparison
+    reached a limit. Both are texts, numbers or None."""
+    if a is None or b is None:
+        return a is b
+    a, b = str(a).strip(" $"), str(b).strip(" $")
+    if a == b or max(len(a), len(b)) > LONGEST:
+        return a == b != ""
     for _ in range(3):  # what something else has killed is asked again
         if (status := ask(a, b)) in VERDICTS:
             return VERDICTS[status]
     return None
-
-
-def math_equal(a, b):
-    """Whether answer a is mathematically equal to gold b: True, False, or None if the comparison
-    took too much. Both are texts, numbers or None."""
-    if a is None or b is None:
-        return a is b
-    a, b = str(a).strip(" $"), str(b).strip(" $")
-    return compared(a, b) if a != b else a != ""

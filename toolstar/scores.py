@@ -94,7 +94,7 @@ def marks_of(row, found):
     judge = None if found is None else float(found == "correct")
     right = max(equal, judge or 0.0)
     return {"right": right, "equal": equal, "judge": judge, "em": metrics["em"],
-            "f1": max(metrics["em"], metrics["f1"]), "sub_em": max(metrics["em"], metrics["acc"]),
+            "f1": max(metrics["em"], metrics["f1"]), "sub_em": metrics["acc"],
             "te": right if row["calls"] else None, "calls": row["calls"],
             "tokens": row.get("tokens"), "unread": float(found == "unread"),
             "no answer": float(said is None)}

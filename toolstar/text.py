@@ -3,8 +3,8 @@ Compare answers as text, normalised or by the words that they share, and find ri
 
     normalize  SQuAD's normal form: lower case, no ASCII punctuation, no articles, single blanks
     token_f1   the best F1 of shared words over the golds, as in Tool-Star's reward [1]
-    same_text  whether an answer equals a gold after normalisation; a gold that normalises to
-               nothing, such as the choice A, is compared without normalisation
+    same_text  whether an answer equals a gold after normalisation; of a gold that normalises to
+               nothing, such as the choice A or a plus sign, articles or all is compared
     golds_of   the right answers in a text, a number, a list, an object, or a list that was printed
                with or without commas: ['Paris' 'City of Paris'], ["a", "b"]
 
@@ -42,7 +42,8 @@ def same_text(answer, gold):
     """Whether an answer equals a gold after normalisation."""
     if plain := normalize(gold):
         return normalize(answer) == plain
-    return answer.strip(" .()").lower() == gold.strip(" .()").lower()
+    said, plain = (text.lower().translate(WITHOUT_PUNCTUATION).strip() for text in (answer, gold))
+    return said == plain if plain else answer.strip() == gold.strip()
 
 
 def token_f1(prediction, golds):

@@ -19,6 +19,7 @@ Judge episodes of the tools world: find the answer, score it, and pay one of fiv
     answer     accuracy alone, the ablation of [1]
 
 released - strict is what a policy can gain without being right; the log shows its mean as `gap`.
+`undecided` is 1 for a play whose answer reached a limit of mathematics.py: it is not right.
 The text of a model may be hostile: nothing here raises because of it, and nothing executes it.
 
 Reads and writes nothing.   [1] Tool-Star, arXiv:2505.16410
@@ -34,7 +35,7 @@ from toolstar.text import golds_of, normalize, same_text, token_f1, untexted, wo
 
 KINDS = ("strict", "paper", "released", "needed", "answer")
 PARTS = ("success", "f1", "em", "format_ok", "python", "search", "browse", "both", "errors",
-         "decorative", "gap")  # the numbers of a score whose means are logged
+         "decorative", "gap", "undecided")  # the numbers of a score whose means are logged
 END, BONUS, UNNEEDED = "<|im_end|>", 0.1, 0.05
 HEADER = "<|im_start|>assistant\n"  # the released code reads a response up to here
 ENOUGH = 0.9  # the least accuracy that earns the bonus of strict
@@ -108,11 +109,12 @@ def qa_metrics(prediction, golds):
     if not (isinstance(golds, list) and all(isinstance(gold, str) for gold in golds)):
         golds = golds_of(golds)
     rows = [normalize(gold) for gold in golds]
+    equal = any(same_text(prediction or "", gold) for gold in golds)
     return {
-        "em": float(any(same_text(prediction or "", gold) for gold in golds)),
+        "em": float(equal),
         "f1": max((words_f1(said, gold) for gold in rows), default=0.0),
         # a gold that normalises to nothing, such as the choice A, would be part of every text
-        "acc": float(any(gold in said for gold in rows if gold)),
+        "acc": float(equal or any(gold in said for gold in rows if gold)),
     }
 
 
@@ -170,10 +172,16 @@ def released(text, golds, end=END):
 
 # ---------------------------------------------------------------- score and rewards
 
-def is_right(answer, task):
-    """Whether an answer matches one of the task's golds, by the task's check (math or qa)."""
+def compare(answer, task):
+    """Whether an answer matches each of the task's golds, by the task's check (math or qa); None
+    where that is undecided."""
     equal = math_equal if task["check"] == "math" else same_text
-    return any(equal(answer, gold) for gold in task["golds"])
+    return [equal(answer, gold) for gold in task["golds"]] if answer else []
+
+
+def is_right(answer, task):
+    """Whether an answer matches one of the task's golds."""
+    return any(compare(answer, task))
 
 
 def score(task, answer, calls, format_ok, cut, tags_text):
@@ -187,11 +195,13 @@ def score(task, answer, calls, format_ok, cut, tags_text):
     said = bare(answer or "")
     if task["check"] == "qa":
         said = untexted(said).strip()
-    right = bool(said) and is_right(said, task)
+    matches = compare(said, task)
+    right = any(matches)
     metrics = qa_metrics(said, task["golds"]) if said else dict.fromkeys(("em", "f1", "acc"), 0.0)
     graded = token_f1(said, task["golds"]) if task["check"] == "qa" else 0.0
     row = {
         "success": float(right),
+        "undecided": float(not right and None in matches),
         "em": metrics["em"],
         "f1": metrics["f1"],
         "acc": max(graded, float(right)),  # token_f1: words_f1 would pay "yes no" for a "yes"

@@ -18,6 +18,8 @@ tools run in threads, one environment per episode.
 import copy
 import inspect
 import json
+import sys
+import traceback
 
 from runtime import Mistake
 from sandbox import Episode
@@ -31,6 +33,7 @@ Think first, then call one tool or answer. Reply in one of two forms and write n
 %s
 </tools>"""
 NO_TOOLS = ("reset", "get_reward", "close")
+told = set()  # the errors whose traceback was printed
 
 
 class Methods:
@@ -43,13 +46,18 @@ class Methods:
         self.tools = frozenset(self.methods)
 
     def call(self, name, arguments):
-        """The observation of a call. A method reports a mistake by raising ValueError or TypeError,
-        as TRL's environments do, and the model reads the message."""
+        """The observation of a call. A method reports a model's mistake by raising an exception, as
+        TRL's environments do, and the model reads its text. It may be a slip in the method, so the
+        first of each kind is also printed."""
         if not isinstance(arguments, dict):
             return "Error: the arguments of a tool call are a JSON object"
         try:
             return str(self.methods[name](**arguments))
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            kind = name, type(error), traceback.extract_tb(error.__traceback__)[-1].lineno
+            if kind not in told:
+                told.add(kind)
+                print(f"{name} raised, for {arguments}:", traceback.format_exc(), file=sys.stderr)
             return f"Error: {error}"
 
     def __copy__(self):

@@ -188,7 +188,8 @@ def table_of(axis, runs, tasks="", gpus=0):
             "minus the first trained", "tasks, seeds to tell", *PARTS.values(), "strict", *TRAINING]
     lines = [head, ["---"] * len(head)]
     judged = list(filter(None, runs.values()))
-    first = next((seeds for seeds in judged if seeds[0][1]), judged[0])  # or the first
+    # that was trained, else the first
+    first = next((seeds for seeds in judged if seeds[0][1]), judged and judged[0])
     for name in runs | places:  # settings that only the paper has come last
         lines.append([name, paper_cell(places, name), *table_row(runs.get(name, []), first)])
     more = cost_cells(runs, gpus) if axis == "algorithm" else gauge_cells(runs) if tools else {}

@@ -79,7 +79,7 @@ draw_sets() {
     draw_tasks pool pool --levels 1 1 1 --split train --n $((3 * alone)) --seed 6 --prefix pool \
         --exclude "$apart"
     stage subsets "$DATA/subsets/mixed-${amounts%%,*}.jsonl" python synth.py subsets \
-        --tasks "$DATA/pool.jsonl" --sizes "$amounts" --seed 7 --out "$DATA/subsets"
+        --tasks "$DATA/pool.jsonl" --sizes ${amounts//,/ } --seed 7 --out "$DATA/subsets"
     for level in $([[ $axis != data ]] || echo 0 2 4); do
         draw_tasks "${levels[level]}" "subsets/${levels[level]}-$alone" --split train --n "$alone" \
             --levels ${levels[level + 1]} --seed 8 --prefix "${levels[level]}" \

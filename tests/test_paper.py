@@ -26,7 +26,7 @@ NUMBER = r"-?[\d,]*\.?\d+"
 SENTENCES = [
     (r"(?:keeps|keep|solved|kept) ([\d,]+) of (?:the )?([\d,]+)",
      ("episodes/kept/number", "episodes/played/number")),
-    (r"levels=(\d{3}):(\d{3}):(\d{3})",
+    (r"levels='(\d{3}) (\d{3}) (\d{3})'",
      ("episodes/easy/number", "episodes/medium/number", "episodes/hard/number")),
     (r"up to (\d+)% do no harm and (\d+)% do",
      ("noise/failing/no harm up to", "noise/failing/harm at")),
@@ -190,7 +190,8 @@ def default(name, flag):
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) \
                 and node.args[0].value == flag:
             return float(next(key.value.value for key in node.keywords if key.arg == "default"))
-    raise AssertionError(f"{name} has no flag {flag}")
+    assert name == "qa_eval.py", f"{name} has no flag {flag}"
+    return default("evaluate.py", flag)  # which qa_eval.py takes over
 
 
 def dry(command):
@@ -252,7 +253,7 @@ STUDIES = sorted({(command, *re.search(r"run\.sh (\S+) axis (\w+)", command).gro
 def test_the_page_has_a_study_for_each_axis_and_a_command_or_a_reason_in_every_row():
     assert {axis for _, axis, _ in STUDIES} == set(FACTORS)
     for name, cell in rows_of_paper_md():
-        assert commands_in(cell, ["3b"]) or cell.startswith("**Not here**"), name
+        assert commands_in(cell, ["3b"]) or cell.startswith(("**Not here**", "the same with")), name
 
 
 @pytest.mark.parametrize("command, axis, size", STUDIES)
@@ -325,10 +326,10 @@ def test_amounts_and_levels_of_the_axis_of_data_are_the_papers_and_levels_are_of
     given = {arguments(words)["--out"][0]: arguments(words) for words in lines}
     amounts = [int(one) for one in given["data/full/subsets"]["--sizes"][0].split(",")]
     assert amounts == TABLES["amounts"]["rows"]["mixed"]
-    for level, mix in ("easy", "1:0:0"), ("medium", "0:1:0"), ("hard", "0:0:1"):
+    for level, mix in ("easy", "1 0 0"), ("medium", "0 1 0"), ("hard", "0 0 1"):
         n = f"{number('amounts/alone/number'):.0f}"
         drawn = given[f"data/full/subsets/{level}-{n}.jsonl"]
-        assert [drawn["--n"], drawn["--levels"]] == [[n], [mix]]
+        assert [drawn["--n"], drawn["--levels"]] == [[n], mix.split()]
         assert "data/full/pool.jsonl" in drawn["--exclude"]
     assert given["data/full/subsets"]["--tasks"] == ["data/full/pool.jsonl"]
 

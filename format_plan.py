@@ -266,6 +266,9 @@ class Names:
         if found:
             place = name if found[0] == size else text[:found[0]].strip()
             return f"{place}, {found[1]}", text[found[2]:]
+        head, comma, tail = text[:end].rpartition(", ")
+        if comma and len(head) >= at and tail[:1].isupper():
+            return f"{head}, {tail.strip()}", text[end:]  # an unknown city
         return f"{name if end == size else text[:end].strip(' ,.')}, {home}", text[end:]
 
     def places(self, text, slot, cities):

@@ -147,7 +147,7 @@ def test_recorded_itineraries_earn_the_references_reward(official, human, test_d
         same += abs(reward(score(task, plan, official), "sum") - theirs) < 1e-9
         pairs += 1
     assert pairs == 108
-    assert right >= 0.97 * slots, f"{right} of {slots} slots"
+    assert right >= 0.98 * slots, f"{right} of {slots} slots"
     assert same >= 93, f"{same} of {pairs} rewards"
 
 
@@ -194,7 +194,8 @@ def test_a_name_is_read_completely_and_without_further_words(read, trip, said, n
 
 
 @pytest.mark.parametrize("said, place", [
-    ("Lunch: Fake Cafe, Atlantis", "Fake Cafe, Atlantis, {city}"),
+    ("Lunch: Fake Cafe, Atlantis", "Fake Cafe, Atlantis"),
+    ("Lunch: [{eat[0]}], Atlantis", "{eat[0]}, Atlantis"),
     ("Lunch: {eat[0]} ({city})", "{eat[0]}, {city}"), ("Lunch: {eat[0]}, {org}", "{eat[0]}, {org}"),
     ("Lunch: {eat[0]}, {city} (American, $20)", "{eat[0]}, {city}")])
 def test_the_city_after_a_name_is_the_one_in_the_text(read, trip, said, place):

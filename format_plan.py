@@ -52,7 +52,7 @@ TYPOGRAPHY = str.maketrans("’‘“”：，；（）【】［］｜→\u00a0\
                            "*`\r\ufe0f")
 STRUCK = re.compile(r"~~[^~\n]{0,300}~~")
 BULLET = re.compile(r"(?:[^\w\[\"'($~@]{1,9}|\d{1,2}[.)] )*")  # also numbers, emoji, "|" of tables
-JSON_START = re.compile(r"[\[{](?=\s{0,99}[\[{\"])")
+JSON_START = re.compile(r"[\[{](?=\s{0,99}[\[\]{\"])")
 
 
 def read_lines(text):
@@ -109,10 +109,7 @@ def json_lines(value, key="", depth=0):
 
 
 # ---------------------------------------------------------------- (2) days
-NUMBERS = {word: n for n, word in enumerate(
-    ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], 1)}
-DAY = pattern(rf"""[(\[]?days? ?[-#:]? ?(?P<n>\d{{1,2}}|{'|'.join(NUMBERS)})\b
-    [^\w$\[(~"']{{0,9}}""")
+DAY = pattern(r"""[(\[]?days? ?[-#:]? ?(\d{1,2})\b[^\w$\[(~"']{0,9}""")
 TIME = r"(?:(?:early |late )?(?:morning|afternoon|evening|night) ?[:|–—-]? ?)?"
 LABELS = {
     "current_city": "current city|city|location|destination",
@@ -152,7 +149,7 @@ def read_days(lines, names):
         heading = DAY.match(line)
         if heading:
             line = line[heading.end():]
-            number = NUMBERS.get(heading["n"].lower()) or int(heading["n"])
+            number = int(heading[1])
             if number != day.number or not FIELD.match(line):
                 if number <= day.number:
                     versions.append([])
@@ -191,7 +188,7 @@ NOTHING = pattern(r"""[\W_]*(?:(?:none|n/?a|nil|null|tbd|not|no|free|on your own
     (?! ?(?-i:[A-Z&'.]))|\$|$)|-+\ ?(?:[(,.;|$]|$)""")
 LEAD = pattern(r"""\A(?:\d{1,2}[.)]|at|visit|explore|check(?: |-)?in(?:to| to| at)?|stay at)
     \ (?=["'\[@\d]|(?-i:[A-Z]))""")
-JOINT = re.compile(r",? (?:and|&) | ?[,;/·>] ?")
+JOINT = re.compile(r"(?: ?\([^()]{0,60}\))?(?:,? (?:and|&) | ?[,;/·>] ?)")
 COMMA = re.compile(r", ?| ?\(| in ")  # before a city
 END = re.compile(r" ?(?:[,;.:|()\]]|$)| [–—-]")  # after it
 STATE = re.compile(r"(?:, ?| ?\()([A-Z]{2}\b|[A-Z][a-z]{1,15}(?: [A-Z][a-z]{1,15})?)\)?")
@@ -400,7 +397,9 @@ IN_BRACKETS = re.compile(r" ?\([^()]{0,60}\)")
 def days_in(reply):
     """The days in a formatter's reply; of several lists, such as a draft and the plan, the longest
     and of equal ones the last. None without a list of days."""
-    found = [value for _, _, value in json_values(reply) if isinstance(value, list) and all(
+    values = [value for _, _, value in json_values(reply)]
+    values += [inner for value in values if isinstance(value, dict) for inner in value.values()]
+    found = [value for value in values if isinstance(value, list) and all(
         isinstance(day, dict) and len(day.keys() & {*FIELDS}) > 1 for day in value)]
     return max(reversed(found), key=len, default=None)
 

@@ -907,7 +907,7 @@ def load(args, template, device, make_policy, collate):
     config = AutoConfig.from_pretrained(args.model)
     text = config.get_text_config()
     for name in vars(text):  # two forwards of the same tokens must be equal
-        if re.search("drop|jitter", name) and isinstance(getattr(text, name, None), float):
+        if "drop" in name and isinstance(getattr(text, name, None), float):
             setattr(text, name, 0.0)
     lm, loaded = AutoModelForCausalLM.from_pretrained(
         args.model, config=config, output_loading_info=True,
@@ -924,6 +924,9 @@ def load(args, template, device, make_policy, collate):
     if lm.supports_gradient_checkpointing:
         lm.gradient_checkpointing_enable()
     layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
+    lm.eval()  # routers of experts draw at random in training mode
+    for layer in layers:
+        layer.training = True  # needed to recompute it; its parts stay in evaluation mode
 
     def choose(model, positional, named):
         ids = named["input_ids"] if "input_ids" in named else positional[0]
@@ -931,7 +934,7 @@ def load(args, template, device, make_policy, collate):
             layer.gradient_checkpointing = ids.numel() > args.keep_activations
     lm.base_model.register_forward_pre_hook(choose, with_kwargs=True)
     longest = args.context if "context" in args else args.cutoff
-    return check_forwards(lm.to(device).train(), make_policy, collate, template, flash, longest)
+    return check_forwards(lm.to(device), make_policy, collate, template, flash, longest)
 
 
 def check_forwards(lm, make_policy, collate, template, flash, longest):
@@ -1085,14 +1088,17 @@ def full_weights(trainer):
     """
     import deepspeed
 
-    adapted = {f"{name}.base_layer.weight": layer for name, layer
-               in trainer.module.lm.named_modules() if hasattr(layer, "get_delta_weight")}
-    for name, parameter in trainer.module.lm.named_parameters():
+    lm = trainer.module.lm
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in lm.named_modules()
+               if hasattr(layer, "get_delta_weight")}
+    for name, parameter in lm.named_parameters():
         layer = adapted.get(name)
         if ".lora_" not in name:
             with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
                 weight = merge(layer) if layer else parameter.data
                 yield name.replace(".base_layer", ""), weight
+    saved = lm.state_dict()  # some models keep constants of routers or layers in buffers
+    yield from ((name, buffer) for name, buffer in lm.named_buffers() if name in saved)
 
 
 def save_model(trainer, template, out):

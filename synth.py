@@ -19,7 +19,6 @@ Writes  jsonl, line by line, so that a killed run resumes; OUT.refused lists wha
     python synth.py episodes --tasks data/q.jsonl --exploring 0.4 --out data/sft.jsonl
     python synth.py subsets  --tasks data/many.jsonl --exclude data/sft.jsonl --out data/subsets
 """
-import contextlib
 import datetime
 import itertools
 import json
@@ -219,16 +218,12 @@ def key_of(task):
                        task["people_number"], *wishes])
 
 
-def own_rows(path, kind, ids=""):
-    """The rows that this command has already written. kind: a key that they have; ids: a pattern of
-    the tasks' ids. A Mistake if the file has other rows."""
+def own_rows(path, *keys):
+    """The rows that this command has already written; a Mistake if the file has rows without one of
+    these keys."""
     def check(rows):
-        for number, row in enumerate(rows, 1):
-            task = row.get("task", row) if isinstance(row, dict) else None
-            if not (isinstance(task, dict) and kind in row
-                    and re.search(ids, str(task.get("id", "\0")))):
-                raise Mistake(f"{path}, record {number}: not a row of this command, so it "
-                              "cannot continue there; choose another --out, or remove it")
+        if not all(isinstance(row, dict) and row.keys() >= {*keys} for row in rows):
+            raise Mistake(f"{path} is no file of this command: choose another --out, or remove it")
     return runtime.recover_jsonl(path, check)
 
 
@@ -253,14 +248,12 @@ def tasks(args):
             pairs[pair] += 1
         return fits
 
-    ours = own_rows(args.out, "query", "-[0-9]{7,}$")
-    begun = runtime.load_tasks(args.out, load_task) if ours else []
-    kept = [task for task in begun if take(task)]
-    again = kept and make_task(args, int(kept[-1]["id"].rsplit("-", 1)[1]))
-    if len(kept) < len(begun) or kept and again != kept[-1]:
+    kept = own_rows(args.out, "query", "tightness")
+    last = int(kept[-1]["id"].rsplit("-", 1)[1]) if kept else -1
+    if not all(map(take, kept)) or kept and make_task(args, last) != kept[-1]:
         raise Mistake(f"{args.out}: holds tasks that these flags do not ask for; choose another "
                       "--out, or remove it")
-    index = last = int(kept[-1]["id"].rsplit("-", 1)[1]) + 1 if kept else 0
+    index = last = last + 1
     bar = runtime.progress(None, args.out, args.n, len(kept), "task")
     with bar, runtime.workers(args.workers) as pool:
         while any(lack.values()):
@@ -380,10 +373,12 @@ def queries(args, todo):
     """Yield each task with a query of an endpoint, or why there is none, in any order."""
     if not args.endpoint:
         raise Mistake("queries needs --endpoint URL=MODEL, which puts the tasks into words")
-    with ThreadPoolExecutor(args.concurrency) as pool, contextlib.ExitStack() as stack:
-        stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # stop after an error
-        for done in as_completed([pool.submit(paraphrase, args, task) for task in todo]):
-            yield done.result()
+    with ThreadPoolExecutor(args.concurrency) as pool:
+        try:
+            for done in as_completed([pool.submit(paraphrase, args, task) for task in todo]):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error
 
 
 def complete(make, args):

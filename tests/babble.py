@@ -14,6 +14,10 @@ import zlib
 from sandbox import Action, Episode
 
 SLOW = os.environ.get("SLOW")
+# longer than two of the engine's cache blocks (32 tokens each on a CPU), so that all plays share
+# cached blocks, and those of an update must not be seen in the next one
+PROMPT = "Say digits. " + " ".join(f"After {i} there is {i + 1}, and after that {i + 2}."
+                                   for i in range(6))
 
 
 class Echo:
@@ -58,7 +62,7 @@ class Babble:
         return row
 
     def episode(self, task, seed, args):
-        return Chat(task, Echo(seed), args.max_turns, "Say digits.")
+        return Chat(task, Echo(seed), args.max_turns, PROMPT)
 
     def verdict(self, episode):
         said = "/".join(m["content"] for m in episode.messages if m["role"] == "assistant")

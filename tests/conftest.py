@@ -14,7 +14,6 @@ import random
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,9 +166,9 @@ def tiny_model(tmp_path_factory):
 # What grpo, arpo, sft and memory share. No outcome hangs on what a tiny model happens to say: the
 # world of babble.py takes any reply, and Replies is an engine that says what a test tells it to.
 
-SFT = "--batch 4 --steps 16 --lr 1e-3 --save-every 1 --resume --pack-tokens 400"
+SFT = "--batch 4 --steps 16 --lr 1e-3 --save-every 1 --resume --pack-tokens 600"
 BABBLE = """--env tests/babble.py --prompts 2 --group 8 --steps 8 --lr 3e-4 --decay 0.5 --resume
-            --context 200 --max-turns 3 --turn-tokens 16 --concurrency 16 --save-every 1"""
+            --context 400 --max-turns 3 --turn-tokens 16 --concurrency 16 --save-every 1"""
 
 
 def free_port():
@@ -205,15 +204,46 @@ def train(stage, out, *words, ranks=1, status=0):
     return done.stdout + done.stderr
 
 
-def train_broken(stage, out, *words):
-    """Run a stage that is stopped by SIGTERM in its third update, resume it and kill it while it
-    saves after the sixth, then resume it to its end. words must contain --save-every 1."""
-    said = train(f"tests/signal_at.py TERM 2 {stage}", out, *words, status=1)
-    assert "saved after update 3; repeat the command with --resume" in said
-    train(f"tests/signal_at.py KILL 3 {stage}", out, *words, status=-9)
-    latest = json.loads((out / "checkpoints" / "latest").read_text())
-    assert (out / "checkpoints" / "step-6").exists() and latest["step"] == 5
+def train_broken(stage, out, *words, signals=("TERM", "KILL")):
+    """Run a stage that is stopped by SIGTERM in its third update, or killed while it saves its
+    third checkpoint, or both in turn, then resume it to its end. words have --save-every 1."""
+    if "TERM" in signals:
+        said = train(f"tests/signal_at.py TERM 2 {stage}", out, *words, status=1)
+        assert "saved after update 3; repeat the command with --resume" in said
+    if "KILL" in signals:
+        train(f"tests/signal_at.py KILL 3 {stage}", out, *words, status=-9)
+        latest = json.loads((out / "checkpoints" / "latest").read_text())
+        last = 6 if "TERM" in signals else 3
+        assert (out / "checkpoints" / f"step-{last}").exists() and latest["step"] == last - 1
     return train(stage, out, *words)
+
+
+def numbers(out):
+    """The log of a run without its times."""
+    from runtime import read_jsonl
+
+    return [{key: value for key, value in line.items()
+             if key != "seconds" and not key.endswith(("_s", "_tps"))}
+            for line in read_jsonl(out / "log.jsonl")]
+
+
+def equal(one, other, *folders):
+    """Whether two runs have the same log and the same weights, bit for bit."""
+    from torch import equal
+
+    return numbers(one) == numbers(other) and all(
+        equal(tensor, weights(other / folder)[name])
+        for folder in ("", *folders) for name, tensor in weights(one / folder).items())
+
+
+def last_rate(out):
+    """The learning rate with which the optimiser made the last update of a run, from its
+    checkpoint."""
+    from torch import load
+
+    (file,) = out.glob("checkpoints/*/*optim_states.pt")
+    state = load(file, weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"]
+    return state["param_groups"][0]["lr"]
 
 
 def weights(folder):
@@ -346,17 +376,20 @@ def babble(student):
 
 @pytest.fixture(scope="session")
 def trained(babble, student, tmp_path_factory):
-    """trained(name) -> the folder of one of three equal trainings: "grpo", "broken" (interrupted
-    twice) or "arpo" (without forks). They run in the background, each on one core."""
-    folder, cores = tmp_path_factory.mktemp("trained"), sorted(os.sched_getaffinity(0))
-    # a thread's affinity is handed down to what it starts
-    pool = ThreadPoolExecutor(len(cores), "", lambda: os.sched_setaffinity(0, {cores.pop()}))
+    """trained(name) -> the folder of one of four equal trainings: "grpo", "stopped" (by SIGTERM),
+    "killed" (by SIGKILL while it saved) or "arpo" (without forks)."""
+    folder = tmp_path_factory.mktemp("trained")
     words = babble, "--val-every 4 --val", student.parent / "tasks.jsonl"
-    runs = {"grpo": pool.submit(train, "grpo.py", folder / "grpo", *words),
-            "broken": pool.submit(train_broken, "grpo.py", folder / "broken", *words),
-            "arpo": pool.submit(train, "arpo.py", folder / "arpo", *words, "--initial 8")}
-    yield lambda name: runs[name].result() and folder / name
-    pool.shutdown(cancel_futures=True)
+
+    @cache
+    def run(name):
+        if name in ("grpo", "arpo"):
+            train(f"{name}.py", folder / name, *words, "--initial 8" * (name == "arpo"))
+        else:
+            train_broken("grpo.py", folder / name, *words,
+                         signals=["TERM" if name == "stopped" else "KILL"])
+        return folder / name
+    return run
 
 
 @pytest.fixture

@@ -22,29 +22,42 @@ SIZES = {
     "vocab_size_per_layer_input": 320, "block_dim": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MORE = {  # what some need besides, and what some published models have
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 64,
-             "conv_dim_out": 64, "block_dim": 64,  # as published: vLLM reads them
-             "num_attention_heads": 2, "num_key_value_heads": 1},  # its heads on a CPU: 32 or more
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 64, "conv_dim_out": 64},
     "falcon_h1, multiplied": {"lm_head_multiplier": 0.25},
     "granite, scaled": {"logits_scaling": 8.0},
     "minicpm3": {"head_dim": 8}}
+# rules of rotary embeddings whose original context is 30 tokens
+RULES = {
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0 + 4 * i for i in range(8)],
+                 "short_mscale": 1.0, "long_mscale": 1.2},
+    "dynamic": {"factor": 4.0}, "yarn": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
 
 
-def tiny_lm(name, seed, std=0.2):
-    """A random model of about 200,000 parameters. name: a model_type of transformers, and after a
-    comma the variant."""
+def rotary(rule):
+    """The part of a configuration that sets a rule of RULES."""
+    whole = 30 if rule == "dynamic" else 512
+    return {"max_position_embeddings": whole, "original_max_position_embeddings": 30,
+            "rope_parameters": {"rope_type": rule, "rope_theta": 1e4, **RULES[rule],
+                                "original_max_position_embeddings": 30}}
+
+
+def tiny_lm(name, seed, std=0.2, **more):
+    """A random model of about 200,000 parameters, without dropout. name: a model_type of
+    transformers, and after a comma the variant; more: of its configuration."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     kind = CONFIG_MAPPING[name.partition(",")[0]]
     known = kind().to_dict().keys() | getattr(kind, "attribute_map", {}).keys()
-    sizes = {key: value for key, value in SIZES.items() if key in known} | MORE.get(name, {})
+    sizes = {key: value for key, value in SIZES.items() if key in known}
     torch.manual_seed(seed)
-    lm = AutoModelForCausalLM.from_config(kind(**sizes), dtype=torch.float32)
+    config = kind(**sizes | MORE.get(name, {}) | more)
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in lm.parameters():
             if weight.ndim > 1 and std:
                 weight.normal_(0, std)
-    return lm
+    return lm.eval()
 
 
 def samples(seed, lengths=(14, 9, 11)):

@@ -1,10 +1,9 @@
 """
 Itineraries in the styles of language models, with known plans, for tests/test_format_plan.py.
 
-STATED are variants of the format that database/prompts/system.txt states, which the rules must
-read. FREE are styles that are left to the LLM formatter: the rules may lose their plans, but may
-not make a good plan out of a spoilt one. TEST_SEED (default 0) in the environment changes what is
-drawn.
+STATED are natural variants of the format that database/prompts/system.txt states, which the rules
+must read. FREE are styles that are left to the LLM formatter: the rules may lose their plans, but
+may not make a good plan out of a spoilt one. TEST_SEED (default 0) changes what is drawn.
 
     python tests/styles.py DATABASE STYLE     one example of a style
 """
@@ -19,7 +18,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from format_plan import FIELDS, MEALS, SLOTS, itinerary
+from format_plan import MEALS, SLOTS, itinerary
 from sandbox import Database
 from travel.solver import solve
 
@@ -114,7 +113,7 @@ class Writer:
 
     def day_words(self, day):
         start, end = self.ends(day)
-        return Form(n=day["day"], word=WORDS[day["day"] - 1], date=self.date(day), start=start,
+        return Form(n=day["day"], date=self.date(day), start=start,
                     full=self.date(day, "%A, %B %d, %Y"), title=self.title(day), end=end,
                     short=self.date(day, "%b %d"), current=day["current_city"],
                     arrow=self.title(day).replace(" to ", " → "))
@@ -149,7 +148,6 @@ class Writer:
                        if one.name.strip() != name and "~" not in one.name))
 
 
-WORDS = ("One", "Two", "Three", "Four", "Five", "Six", "Seven")
 ICONS = dict(zip(SLOTS, "🥐📸🥗🍷🛏", strict=True))
 CLOCKS = dict(zip(SLOTS, ("8:00 AM", "10:00 AM", "12:30 PM", "7:00 PM", "9:30 PM"), strict=True))
 NOTES = """
@@ -224,11 +222,8 @@ BULLETS = {
     "road": "- **Transportation:** {mode} from {start} to {end} ({distance}, {duration}, ${cost})",
     "meal": "- **{Slot}:** {place} ({cuisine}) – ${price}/person",
     "sight": "- **Attraction:** {place}", "hotel": "- **Accommodation:** {place} – ${price}/night"}
-ONE_LINE = FIELDS_FORM | {"head": "Day {n}: City: {current}"}
 FORMS = {
     "fields": FIELDS_FORM, "brackets": BRACKETS, "bullets": BULLETS | {"notes": True},
-    "semicolons": ONE_LINE | {"glue": "; "}, "bars": ONE_LINE | {"glue": " | "},
-    "full_stops": ONE_LINE | {"glue": ". ", "none": "", "no_ride": ""},
     "no_city": BRACKETS | {"meal": "{Slot}: [{place}]", "sight": "Attraction: [{place}]",
                            "hotel": "Accommodation: [{place}]"},
     # blank items
@@ -236,17 +231,18 @@ FORMS = {
     "none_with_costs": FIELDS_FORM | {"none": "{Slot}: -, Cost: $0",
                                       "no_ride": "Transportation: -, Cost: $0"},
     "none_said": FIELDS_FORM | {"none": "{Slot}: None (travelling)",
-                                "no_ride": "Transportation: Walking"},
-    "not_provided": BRACKETS | {"none": "{Slot}: [Not provided - traveling]",
                                 "no_ride": "Transportation: Local taxi as needed"},
-    "on_foot": FIELDS_FORM | {"none": "{Slot}: N/A", "no_ride": "Transportation: Explore on foot"},
     # costs, notes and totals within a day
     "dash_costs": FIELDS_FORM | {"meal": "{Slot}: {full} - Average Cost: ${price}",
                                  "hotel": "Accommodation: {full} - ${price} (for the stay)"},
-    "comma_costs": FIELDS_FORM | {"meal": "{Slot}: {full}, Average Cost: ${price}",
-                                  "hotel": "Accommodation: {full}, Price: ${price}"},
     "each_costs": FIELDS_FORM | {"meal": "{Slot}: {name} ({city}), ${price}/person",
                                  "hotel": "Accommodation: {name} ({city}) - ${price} per night"},
+    "sums": BRACKETS | {
+        "flight": "Flight from {start} to {end} [{number}] (${cost} x 2 = ${cost}), {leaves}",
+        "road": "{mode} from {start} to {end} (${cost} x 1 = ${cost})",
+        "meal": "{Slot}: [{name}] (${price} x 2 = ${price}), {cuisine}",
+        "sight": "Attraction: [{name}], free",
+        "hotel": "Accommodation: [{name}] (${price} x 2 = ${price}), 1 room, minimum 2 nights"},
     "running_total": BRACKETS | {
         "meal": "{Slot}: [{place}] (${price})\nTotal so far: $120",
         "sight": "Attraction: [{place}], free entry\nEstimated cost: $20",
@@ -257,6 +253,10 @@ FORMS = {
     "day_totals": BULLETS | {
         "tail": "\n**Daily total: $310**\n*Note: breakfast is included.*",
         "foot": "\n\n## Budget\n| Item | Cost |\n|---|---|\n| Dinner: The Quoted Grill | $40 |"},
+    "checks": BULLETS | {
+        "meal": "- *{Slot}:* {place}", "sight": "- *Attraction:* {place}",
+        "hotel": "- *Accommodation:* {place}",
+        "foot": "\n\n### Checks\n- Accommodation: the nights are kept\n- Dinner: none twice"},
     "attributes": FIELDS_FORM | {
         "head": "Day {n}: {title}",
         "meal": "{Slot}: {place}. Cost: ${price}. Cuisine: {cuisine}.",
@@ -265,47 +265,29 @@ FORMS = {
     "ratings": BULLETS | {"meal": "- **{Slot}:** {place} ⭐ 4.5 – ≈${price}",
                           "hotel": "- **Hotel:** {place} (4 stars, {room}) at ${price} per night"},
     # headings
-    "hyphens": FIELDS_FORM | {"head": "Day-{n}: {title}"},
     "day_date": BULLETS | {"head": "Day {n} ({short})\n- **City:** {title}"},
-    "day_word": BULLETS | {"head": "**Day {word}**\n- **Current City:** {current}"},
     "emoji_heading": BULLETS | {"head": "🌅 **Day {n} – {date}: {arrow}**"},
     "keycap": BULLETS | {"head": "## 📅 DAY {n}: {title} ({full})", "notes": True},
-    "numbered": BULLETS | {"head": "{n}. Day {n} - {title}"},
     "boxed": FIELDS_FORM | {"head": "--- Day {n} ---\nCurrent City: {current}", "between": "\n"},
-    "underlined": FIELDS_FORM | {"head": "Day {n} — {date}\n=====\nCurrent City: {current}"},
-    "dated_headings": BULLETS | {"head": "### {full}\n- **City:** {title}"},
-    "states": FIELDS_FORM | {
-        "head": "Day {n}: {end}\nCurrent City: {current}", "meal": "{Slot}: {full}, {state}",
-        "hotel": "Accommodation: {full}, {state}", "each": "{full}, {state}"},
-    # rides
+    # labels and rides
     "number_last": BULLETS | {
         "flight": "- **Transportation:** Flight, from {start} to {end}, flight number: {number}"},
-    "number_below": FIELDS_FORM | {"flight": "Flight: {start} to {end}\nFlight Number: {number}"},
-    # labels
+    "row_numbers": BRACKETS | {  # as tiny writes
+        "flight": "Flight from {start} to {end}: 2. [{number}]", "meal": "{Slot}: 3. [{place}]",
+        "sight": "Attraction: 1. [{place}]", "hotel": "Accommodation: 4. [{place}]"},
     "dashes": FIELDS_FORM | {
         "head": "**Day {n}: {title}**", "meal": "* {Slot} — {place} — {cuisine} — ${price}",
         "sights": "* Sightseeing — {sights}", "each": "{place}", "none": "* {Slot} — none",
         "hotel": "* Stay — {place} — ${price}/night"},
-    "at_times": {
-        "head": "### Day {n}: {title}",
-        "flight": "- **{leaves}** – Flight {number} from {start} to {end} (arrives {lands})",
-        "road": "- **7:00 AM** – {mode} from {start} to {end} ({duration})",
-        "meal": "- **{clock}** – {Slot} at {place} (~${price})",
-        "sight": "- **{clock}** – Visit {place}",
-        "hotel": "- **{clock}** – Check in at {place} (${price}/night)"},
-    "timeline": {
-        "head": "Day {n} | {arrow}", "flight": "{leaves} Flight {number} {start} → {end}",
-        "road": "07:00 {mode} {start} → {end}, ${cost}", "meal": "{clock} {Slot} @ {place}",
-        "sight": "{clock} Visit {place}", "hotel": "{clock} Check-in: {place}"},
-    "dayparts": {
-        "head": "## Day {n} – {title}",
-        "flight": "**Morning:** Flight {number} from {start} to {end}, departing {leaves}, "
-        "arriving {lands}", "road": "**Morning:** {mode} from {start} to {end} ({duration})",
-        "meal": "**{Slot}:** {place}", "sight": "**Afternoon:** Visit {place}",
-        "hotel": "**Overnight:** {place} (${price}/night)"},
+    "getting_there": {
+        "head": "## Day {n}: {title}",
+        "flight": "- **Getting there:** Flight {number} from {start} to {end}",
+        "road": "- **Getting there:** {mode} from {start} to {end}",
+        "meal": "- **{Slot}:** {place}", "sights": "- **See:** {sights}", "each": "{place}",
+        "hotel": "- **Stay:** {place}"},
     "agent": {  # as trained STAR models write
         "top": "# Trip plan, budget $5,000", "notes": True,
-        "head": "## Day {n}: {date} - Travel from {start} to {end}",
+        "head": "## Day {n}: {date} - {title}",
         "flight": "- Flight from {start} to {end} [{number}] | ${cost} | Departure: {leaves} | "
         "Arrival: {lands}", "road": "- {mode} from {start} to {end} ({duration}, ${cost})",
         "meal": "- {Slot}: At {place} ({cuisine}) | Avg. Cost: ${price}/person",
@@ -323,15 +305,6 @@ FORMS = {
         "road": "{icon} **{mode}** · {start} ➜ {end} · {duration}",
         "meal": "{icon} **{Slot}** · {place} · ${price}", "sight": "{icon} **Visit** · {place}",
         "hotel": "{icon} **Accommodation** · {place} · ${price}/night"},
-    "nested": {
-        "head": "### Day {n}: {title}",
-        "flight": "- **Transportation:**\n  - Flight: {number}\n  - Route: {start} to {end}\n"
-        "  - Departure: {leaves}\n  - Arrival: {lands}",
-        "road": "- **Transportation:**\n  - {mode} from {start} to {end}\n  - Cost: ${cost}",
-        "meal": "- **{Slot}:**\n  - Restaurant: {name}\n  - City: {city}\n  - Cuisine: {cuisine}\n"
-        "  - Cost: ${price}", "sight": "- **Attraction:**\n  - Name: {place}\n  - Entry: Free",
-        "hotel": "- **Accommodation:**\n  - Hotel: {place}\n  - Price: ${price}/night\n"
-        "  - Room Type: {room}"},
     "label_lists": {
         "head": "## Day {n}: {title}",
         "flight": "### Transportation\n1. Flight {number} from {start} to {end}",
@@ -347,9 +320,6 @@ FORMS = {
                         "meal": "- **{Slot}:** [{place}](https://example.com/a_(b)) – ${price}"},
     "full_width": FIELDS_FORM | {"meal": "{Slot}：{name}，{city}（${price}）", "none": "{Slot}：-",
                                  "joint": "；", "hotel": "Accommodation：{name}，{city}"},
-    "enumeration_comma": FIELDS_FORM | {"meal": "{Slot}｜{full}", "joint": "、", "none": ""},
-    "br_lines": FIELDS_FORM | {"head": "<b>Day {n}: {title}</b>", "glue": "<br>",
-                               "between": "<br/><br/>"},
     # corrections and alternatives
     "instead": BRACKETS | {"hotel": "Accommodation: [{name}], {city} instead of [{other}]",
                            "meal": "{Slot}: {full} instead of {other}"},
@@ -365,6 +335,13 @@ FORMS = {
         "tail": "\n> Note: dinner at The Quoted Grill is optional.\n"
         "> Tip: visit The Quoted Tower early, and stay at The Quoted Inn.", "notes": True},
 }
+TIMES = {
+    "head": "### Day {n}: {title}",
+    "flight": "- **{leaves}** – Flight {number} from {start} to {end} (arrives {lands})",
+    "road": "- **7:00 AM** – {mode} from {start} to {end} ({duration})",
+    "meal": "- **{clock}** – {Slot} at {place} (~${price})",
+    "sight": "- **{clock}** – Visit {place}",
+    "hotel": "- **{clock}** – Check in at {place} (${price}/night)"}
 
 
 # ---------------------------------------------------------------- functions
@@ -373,44 +350,11 @@ def stated(w):
     return itinerary(w.plan)
 
 
-def corrected_after(w):
-    """A plan with a wrong hotel, followed by its correction."""
-    wrong, fixes = copy.deepcopy(w.plan), []
-    for day, right in zip(wrong, w.plan, strict=True):
-        for value in values_of(right, "accommodation"):
-            other = w.venue_words(right, "accommodation", value)
-            day["accommodation"] = f"{other['other']}, {other['city']}"
-            fixes.append(f"Corrected Day {day['day']}:\nAccommodation: [{other['name']}], "
-                         f"{other['city']}")
-    return itinerary(wrong) + "\n\nThe hotels are too dear, so:\n\n" + "\n".join(fixes)
-
-
 def draft_first(w):
     """A shorter draft, followed by the plan."""
     draft = [day | {"dinner": "-", "lunch": "-"} for day in w.plan]
     return (f"Draft:\n{tell(Writer(w.task, draft, w.database, w.rng), FIELDS_FORM)}\n\nThis lacks "
             f"meals. Final plan:\n\n{tell(w, FIELDS_FORM)}")
-
-
-def thoughtful(w):
-    return ("Let me think about Day 1 first: a taxi is too dear, so I looked at other ways.\n\n"
-            f"Here's the final itinerary:\n\n{tell(w, BULLETS)}\n\n**Why this works**\n"
-            "- Dinner at The Quoted Grill was too dear.\n\nWould you like me to change anything?")
-
-
-def abbreviated(w):
-    """All meals in one line, by their first letters."""
-    out = []
-    for day in w.plan:
-        out.append(f"Day {day['day']}: {w.title(day)}")
-        if day["transportation"] != "-":
-            ride = w.ride_words(day)
-            out.append(f"{ride['mode']} {ride['number']} from {ride['start']} to {ride['end']}")
-        meals = [f"{meal[0].upper()}: {value}" for meal in MEALS for value in values_of(day, meal)]
-        out.append("Meals: " + " · ".join(meals) if meals else "")
-        out += [f"Sights: {'; '.join(values_of(day, 'attraction'))}"] * (day["attraction"] != "-")
-        out += [f"Hotel: {value}" for value in values_of(day, "accommodation")]
-    return "\n".join(filter(None, out))
 
 
 def ride_text(w, day):
@@ -427,63 +371,14 @@ def rows_text(rows):
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def table(w, joint="; ", day_cell="{n}"):
+def table(w):
     """A table whose rows are days."""
     rows = [["Day", "City", "Transportation", "Breakfast", "Attractions", "Lunch", "Dinner",
              "Accommodation"]]
     for day in w.plan:
-        cells = [joint.join(values_of(day, slot)) or "-" for slot in SLOTS]
-        rows.append([day_cell.format_map(w.day_words(day)), w.title(day), ride_text(w, day),
-                     *cells])
+        cells = ["; ".join(values_of(day, slot)) or "-" for slot in SLOTS]
+        rows.append([str(day["day"]), w.title(day), ride_text(w, day), *cells])
     return "Your plan at a glance:\n\n" + rows_text(rows) + "\n" + notes(w)
-
-
-def columns(w):
-    """A table whose columns are days."""
-    rows = [["", *(f"Day {day['day']}" for day in w.plan)],
-            ["City", *(w.title(day) for day in w.plan)],
-            ["Transport", *(ride_text(w, day) for day in w.plan)]]
-    rows += [[slot.capitalize(), *("; ".join(values_of(day, slot)) or "–" for day in w.plan)]
-             for slot in SLOTS]
-    return rows_text(rows)
-
-
-def day_tables(w, labelled=False):
-    """A table per day with a row per field; labelled: the label is in the cell of the text."""
-    out = []
-    for day in w.plan:
-        events = [("Transportation", "07:00", ride_text(w, day))] * (day["transportation"] != "-")
-        events += [(slot.title(), CLOCKS[slot], value) for slot in SLOTS
-                   for value in values_of(day, slot)]
-        rows = [["Time", "Plan", "Cost"]] if labelled else [["Time", "Activity", "Details", "Cost"]]
-        rows += [[clock, f"**{label}:** {text}", "$5"] if labelled else [clock, label, text, "$5"]
-                 for label, clock, text in events]
-        out += [f"### Day {day['day']} – {w.date(day)}: {w.title(day)}", "", rows_text(rows), ""]
-    return "\n".join(out)
-
-
-def event_rows(w):
-    """A table of events; only the first row of a day names it."""
-    rows = [["Day", "Time", "Activity", "Cost"]]
-    for day in w.plan:
-        head = f"Day {day['day']}: {w.title(day)}"
-        for slot in ("transportation", *SLOTS):
-            texts = [ride_text(w, day)] if slot == "transportation" else values_of(day, slot)
-            for text in texts:
-                rows.append([head, "8:00 AM", f"{slot.title()}: {text}", "$12"])
-                head = ""
-    return rows_text(rows)
-
-
-def meals_in_a_cell(w):
-    """A table in which all meals share a cell."""
-    rows = [["Day", "Route", "Transportation", "Meals", "Attractions", "Stay"]]
-    for day in w.plan:
-        meals = "<br>".join(f"{meal.title()}: {day[meal]}" for meal in MEALS if day[meal] != "-")
-        rows.append([f"Day {day['day']}", w.title(day).replace(" to ", " → "), ride_text(w, day),
-                     meals or "—", "<br>".join(values_of(day, "attraction")) or "—",
-                     "—" if day["accommodation"] == "-" else day["accommodation"]])
-    return rows_text(rows)
 
 
 def json_of(w, shape):
@@ -492,19 +387,16 @@ def json_of(w, shape):
     unnumbered = [{key: value for key, value in day.items() if key != "day"} for day in days]
     if shape == "lines":
         return "\n".join(json.dumps(day, ensure_ascii=False) for day in days)
-    if shape == "summary":
-        days = [{"destination": w.task["dest"], "total_cost": 800}, {"itinerary": days}]
-        return "\n".join(json.dumps(value, ensure_ascii=False) for value in days)
-    value = {"list": w.plan, "plan": {"plan": days}, "unnumbered": unnumbered, "lists": [days],
+    value = {"list": w.plan, "plan": {"plan": days}, "unnumbered": unnumbered,
              "alternatives": {"alternative": days[:1], "plan": days}}[shape]
     return f"Sure!\n```json\n{json.dumps(value, indent=1, ensure_ascii=False)}\n```\nEnjoy."
 
 
-def json_places(w, venue="name"):
+def json_places(w):
     """Days as JSON with places as objects and the meals in one of them."""
     def place(value):
         name, city = value.rsplit(", ", 1)
-        return {venue: name, "city": city, "cost": 20}
+        return {"name": name, "city": city, "cost": 20}
 
     days = {f"Day {day['day']}": {
         "date": w.task["date"][day["day"] - 1], "city": w.title(day),
@@ -514,18 +406,6 @@ def json_places(w, venue="name"):
         "accommodation": place(day["accommodation"]) if day["accommodation"] != "-" else None}
         for day in w.plan}
     return json.dumps({"itinerary": days}, indent=2, ensure_ascii=False)
-
-
-def json_activities(w):
-    """Days as JSON with lists of activities."""
-    days = []
-    for day in w.plan:
-        acts = [{"time": "07:00", "type": "transportation", "description": ride_text(w, day)}]
-        acts += [{"time": CLOCKS[slot], "type": slot, "name": value}
-                 for slot in SLOTS for value in values_of(day, slot)]
-        days.append({"day": day["day"], "current_city": day["current_city"],
-                     "activities": acts[day["transportation"] == "-":]})
-    return json.dumps({"days": days}, ensure_ascii=False)
 
 
 def yaml(w):
@@ -557,37 +437,13 @@ def paragraphs(w):
     return "\n\n".join(out)
 
 
-def letter(w):
-    """A story without headings."""
-    said = [paragraphs(w).replace(f"**Day {n} ", "The next day ") for n in range(1, 8)][0]
-    return re.sub(r"\*\*Day \d \((.*?)\)\*\*\n", r"The next day, in \1: ", said)
-
-
-def csv(w):
-    rows = [",".join(FIELDS)]
-    rows += [",".join(f'"{day[field]}"' for field in FIELDS) for day in w.plan]
-    return "\n".join(rows)
-
-
-def xml(w):
-    days = ["<day>" + "".join(f"<{field}>{day[field]}</{field}>" for field in FIELDS) + "</day>"
-            for day in w.plan]
-    return "<plan>" + "\n".join(days) + "</plan>"
-
-
 STATED = {name: functools.partial(tell, form=form) for name, form in FORMS.items()} | {
-    function.__name__: function for function in (
-        stated, corrected_after, draft_first, thoughtful, abbreviated, table, columns, day_tables,
-        event_rows, meals_in_a_cell, json_places, json_activities, yaml)} | {
-    "br_table": functools.partial(table, joint="<br>", day_cell="**Day {n}**<br>{date}"),
-    "dated_table": functools.partial(table, day_cell="Day {n} ({short})"),
-    "labelled_cells": functools.partial(day_tables, labelled=True),
-    "json_restaurants": functools.partial(json_places, venue="restaurant_name")} | {
+    function.__name__: function for function in (stated, draft_first, json_places, yaml)} | {
     f"json_{shape}": functools.partial(json_of, shape=shape)
-    for shape in ("list", "plan", "lines", "unnumbered", "lists", "summary", "alternatives")}
-FREE = {function.__name__: function for function in (paragraphs, letter, csv, xml)} | {
-    "rides_without_cities": functools.partial(tell, form=FIELDS_FORM | {
-        "flight": "Transportation: Flight {number}", "road": "Transportation: {mode}"})}
+    for shape in ("list", "plan", "lines", "unnumbered", "alternatives")}
+FREE = {"paragraphs": paragraphs, "table": table, "times": functools.partial(tell, form=TIMES),
+        "rides_without_cities": functools.partial(tell, form=FIELDS_FORM | {
+            "flight": "Transportation: Flight {number}", "road": "Transportation: {mode}"})}
 
 
 def texts(database, plans, styles, purpose):
@@ -606,49 +462,6 @@ def spoilt(database, plans, purpose):
         spoil(plan, database, rng)
         out.append((task, plan))
     return out
-
-
-# ---------------------------------------------------------------- hostile texts
-def mutate(text, rng):
-    """A text with one to six pieces removed, repeated, swapped or inserted."""
-    for _ in range(rng.randint(1, 6)):
-        a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
-        b = min(b, a + rng.choice((1, 3, 30, 300)))
-        piece = rng.choice(("", text[a:b] * 2, text[a:b][::-1], rng.choice(PIECES),
-                            rng.choice(" \t\n[]()0123") * rng.choice((9, 900)), text[a:b].upper(),
-                            "".join(random.Random(a).sample(text[a:b], b - a))))
-        text = text[:a] + piece + text[b:]
-    return text
-
-
-PIECES = ("\n", "|", "[", "]", "(", ")", "**", "<br>", "<td>", "</tr>", "Day 2", "Days: ", "Lunch:",
-          " at ", "from ", " to ", ", ", ": ", " - ", "> ", "{", '"', "\\", "\0", "\ud800", "₂",
-          "²", "Restaurant: ", "the next day", "&amp;", "$", "F123", "Hotel", "🍷", "3:40 PM",
-          "[{'day':", '[{"day":', "~~", " instead of ", "Corrected Day 1:")
-HOSTILE = {  # texts that a careless pattern would take hours for
-    "letters": "a" * 10**6,
-    "null bytes": "Day 1\nLunch: \0\0" + "\0" * 10**6,
-    "days": "Day 1\n" * 160_000,
-    "brackets": "[" * 10**6,
-    "nested JSON": '[{"day":' * 120_000,
-    "JSON starts": '{"a' * 60_000,
-    "from": "Day 1\n" + "from " * 200_000,
-    "legs": "Day 1\n" + "from a to " * 100_000,
-    "cues": "Day 1\n" + "visit X, lunch at " * 50_000,
-    "pipes": "|" * 10**6,
-    "lists": "Day 1\nAttraction: " + "A, B;" * 200_000,
-    "rows": "| Day 1 | x |\n" * 70_000,
-    "parentheses": "Day 1\nLunch: X" + "(" * 10**6,
-    "blanks": "Day 1\n" + ("Lunch: Nowhere" + " " * 900 + "x\n") * 200,
-    "one long blank": "Day 1\nCurrent City: Glen" + " " * 100_000 + "x",
-    "tabs": "Day 1\nDinner: Nowhere" + "\t" * 100_000 + "x",
-    "blanks in HTML": "<b>" + " " * 10**6 + "\n" * 10**6,
-    "bullets": "Day 1\n" + ("•" * 3900 + "\n") * 250,
-    "bullets and blanks": "Day 1\n" + ("- " * 1900 + "\n") * 50,
-    "digits": "Day 1\nLunch: " + "1" * 200_000,
-    "quotes": "> Day 1\n" * 120_000,
-    "literal": "[{'day': " + "-" * 10**6,
-    "half a pair": "Day 1 \ud800 lunch at \udfff"}
 
 
 def same(slot, a, b):

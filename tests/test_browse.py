@@ -411,12 +411,6 @@ def test_a_redirect_to_a_forbidden_address_is_refused(reader, location):
         assert all("GET /page " in head for head in server.seen[:1])
 
 
-def test_a_redirect_to_loopback_does_not_reach_the_canary(reader, canary):
-    with serving(lambda head: moved(f"http://127.0.0.1:{canary.port}/")) as server:
-        assert "public internet" in fault(reader(server), server.url)
-    assert not canary.met
-
-
 def test_a_name_that_moves_between_redirects_is_judged_again(reader, canary):
     with serving(lambda head: moved(f"http://evil.test:{canary.port}/")) as server:
         resolve = names(**{"127_0_0_1": ["127.0.0.1"]}, evil_test=["127.0.0.1"])
@@ -428,17 +422,6 @@ def test_the_number_of_redirects_is_bounded(reader):
     with serving(lambda head: moved("/again")) as server:
         assert "more than 5 times" in fault(reader(server), server.url)
         assert len(server.seen) == 6
-
-
-def test_five_redirects_are_followed(reader):
-    with serving(lambda head: page(html("arrived")) if len(server.seen) == 6
-                 else moved("/again")) as server:
-        assert "arrived" in reader(server).read(server.url)
-
-
-def test_a_redirect_without_a_location_is_reported_as_a_status(reader):
-    with serving(lambda head: page("", status="302 Found")) as server:
-        assert "status 302" in fault(reader(server), server.url)
 
 
 def test_a_meta_refresh_is_not_followed(reader, canary):
@@ -763,19 +746,6 @@ def test_without_a_query_or_a_match_the_beginning_comes_back():
     lines = [f"Paragraph {i}." for i in range(100)]
     for query in "", "zebra", "?!", "\ud800":
         assert choose_passages("\n".join(lines), query, 80) == "\n".join(lines[:5])
-
-
-def test_a_rare_word_weighs_more_than_a_common_one():
-    lines = ["lake"] * 8 + ["zebra"] + ["lake"] * 8
-    chosen = choose_passages("\n".join(lines), "lake zebra", 32)  # four lines have room
-    assert "zebra" in chosen and chosen.count("lake") == 3
-
-
-def test_a_short_paragraph_beats_a_long_one_and_two_mentions_beat_one():
-    lines = ["a lake", "-"] * 5 + ["one lake among many other things", "-"] * 5
-    assert choose_passages("\n".join(lines), "lake", 50).count("a lake") == 5
-    lines = ["lake and", "-"] * 5 + ["lake lake", "-"] * 5
-    assert choose_passages("\n".join(lines), "lake", 61).count("lake lake") == 5
 
 
 def test_a_long_query_on_a_page_of_short_lines_is_fast():

@@ -6,7 +6,6 @@ import math
 import re
 from functools import cache
 from pathlib import Path
-from time import strftime, strptime
 
 import pytest
 from conftest import ROOT, witness
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from format_plan import MEALS, itinerary
 from runtime import Mistake
+from sandbox import Distance, Flight
 from travel import constraints
 from travel.constraints import COMMONSENSE, FIELDS, HARD, RULES, SCORES, judge, reward, score
 
@@ -122,18 +122,14 @@ HOLES = {  # what star lets pass: what is changed, the check that strict fails
     "a ride on a day at rest": (
         {"2 transportation": "Taxi {road}", "wish transportation": None},
         "is_valid_information_in_current_city"),
-    "a second flight": (
-        {"1 transportation": "Flight Number: {flight}, from {org} to {city}, then Flight Number: "
-                             "F9999999"}, "is_valid_information_in_sandbox"),
     "a second way": (
         {"1 transportation": "Flight Number: {flight}, from {org} to {city}, then from {city} to "
                              "{far}"}, "is_valid_information_in_sandbox"),
-    "a number in brackets": (
-        {"1 transportation": "Flight Number: {flight}, from {org} to {city}, (or F0000001)"},
-        "is_valid_information_in_sandbox"),
     "a city behind the way": ({"1 current_city": "from {org} to {city}, via {far} for two nights"},
                               "is_reasonable_visiting_city"),
     "a number of another day": ({"2 day": 1}, "is_not_absent"),
+    "a number that is none": ({"1 day": True}, "is_not_absent"),
+    "another number": ({"2 days": 99}, "is_not_absent"),
     "a day more": ({"4 current_city": "{city}"}, "is_not_absent"),
     "a field more": ({"2 note": "any"}, "is_not_absent"),
 }
@@ -189,7 +185,8 @@ CORNERS = [  # mark, rules, what is changed, the check, then: its verdict, or wo
     ("B18", "star", {"2 current_city": "{far}"}, "visiting", "only passes through {city}"),
     ("B18", "star", {"3 current_city": "from {city} to {far}"}, "visiting", "does not come back"),
     ("B19", "star", {"1 transportation": "-"}, "is_valid_transportation", "day 1: no"),
-    ("B19", "star", {"2 transportation": "walk"}, "is_valid_transportation", "driving and flight"),
+    ("B19", "star", {"2 transportation": "walk"}, "is_valid_transportation",
+     "flight and self-driving"),
     ("B19", "star", {"2 transportation": "taxi"}, "is_valid_transportation", True),
     ("B20", "star", {"1 transportation": "Flight from {org}"}, "in_current", "not name {city}"),
     ("B20", "star", {"3 lunch": "{lunch at home}, {org}"}, "in_current", True),
@@ -297,57 +294,62 @@ def test_a_loophole_of_star_is_closed_in_strict(trip, mini, hole):
     assert check in failed(score(task, plan, mini, "strict"))
 
 
-def test_a_ride_with_true_details_passes_strict_in_any_wording(trip, mini):
-    task, plan, city = trip
-    change(trip, {"wish transportation": None}, mini)
-    flight = mini.flight(re.search(r"F\d+", plan[0]["transportation"])[0])
-    leaves, lands = (strptime(time, "%H:%M") for time in (flight.departure, flight.arrival))
-    clocks = [strftime("%I:%M %p", time).lstrip("0") for time in (leaves, lands)]
-    way = f"Flight Number: {flight.number}, from {flight.origin} to {flight.destination}"
-    for said in ("", ", Departure Time: {}, Arrival Time: {}", ", ({} - {})",
-                 ", leaves {}, lands {}",
-                 f", Arrival Time: {{1}}, Departure Time: {{0}}, ${2 * flight.price}"):
-        for times in (clocks, (flight.departure, flight.arrival)):
-            plan[0]["transportation"] = way + said.format(*times)
-            assert score(task, plan, mini, "strict")["success"] == 1, plan[0]["transportation"]
-    row, check = mini.distance(*road(mini)), "is_valid_information_in_sandbox"
-    hours, minutes = (re.findall(r"(\d+) (?:hour|min)", row.duration) + ["0"])[:2] \
-        if "hour" in row.duration else ("0", re.search(r"\d+", row.duration)[0])
-    for said in (f"duration: {row.duration}, distance: {row.distance}, cost: {int(row.km)}",
-                 f"{hours}h{minutes}m, {row.km / 1.609:.0f} miles, ${row.km:.2f}",
-                 f"{int(hours) * 60 + int(minutes)} minutes, about ${int(row.km)}",
-                 f"about ${row.km / 2:.0f} per person, with a 45 min break on the way",
-                 f"${2 * int(row.km)} round trip"):
-        change(trip, {"2 transportation": f"Taxi {{road}}, {said}"}, mini)
-        assert score(task, plan, mini, "strict")["checks"][check] == [True, None], said
+@pytest.mark.parametrize("form, passes", [
+    ("{kind}, {way}", True), ("{kind} {way}", True), ("{kind}, {way}, 3am, $1, 1 kms", True),
+    ("{kind} by helicopter, {way}", False), ("{kind}, by helicopter, {way}", False),
+    ("{kind} {way} by helicopter", False), ("Helicopter, {way}", False), ("{way}", False),
+    ("{kind}, {way}, then {way}", False), ("{kind}, {way}, or F0000001, or F0000002", False),
+    ("{kind}, {way}, in a taxi, not self-driving", None)])
+def test_strict_knows_three_forms_of_a_ride(trip, mini, form, passes):
+    """What stands behind them is not read, unless star takes it for another mode (None)."""
+    for kind in ("Self-driving", "Taxi"):
+        way = "from {} to {}".format(*(ends := road(mini)))
+        task = {"days": 1, "org": ends[0], "dest": "", "people_number": 1, "budget": 1}
+        said = {"current_city": way, "transportation": form.format(kind=kind, way=way)}
+        plan = [dict.fromkeys(FIELDS, "-") | said]
+        checks = score(task, plan, mini, "strict")["checks"]
+        expected = kind == "Taxi" if passes is None else passes
+        assert checks["is_valid_information_in_sandbox"][0] == expected, said
 
 
 def test_strict_refuses_a_meal_at_the_destination_before_the_arrival(trip, mini):
+    """The flight's row counts, not what is said of it."""
     task, plan, city = trip
     way = plan[0]["transportation"].partition(", Departure")[0]
     names = change(trip, {"1 breakfast": "{rare meal}, {city}"}, mini)
     lands = mini.flight(names["flight"]).arrival
     for said in ("", f", Arrival Time: {lands}", ", Arrival Time: 06:00"):
-        plan[0]["transportation"] = way + said  # the flight's row counts, not what is said
+        plan[0]["transportation"] = way + said
         assert score(task, plan, mini)["success"] == 1
         assert score(task, plan, mini, "strict")["success"] == (lands <= "11:00")
 
 
-TASK = {"people_number": 2, "budget": 900, "visiting_city_number": 1, "days": 3,
-        "local_constraint": {"house rule": "pets", "room type": None, "transportation": None}}
+@pytest.mark.parametrize("row, meals", [  # (meals in the city of arrival, in the city of departure)
+    (("09:00", "11:00"), ("BLD", "B")), (("10:59", "11:01"), ("LD", "B")),
+    (("11:00", "15:31"), ("D", "BL")), (("16:30", "23:00"), ("D", "BLD")),
+    (("04:00", "05:00"), ("BLD", "")), (("22:00", "01:00"), ("", "BLD")),
+    ("6 hours 0 mins", ("BLD", "BLD")), ("55 mins", ("BLD", "BLD")),
+    ("6 hours 1 min", ("LD", "BLD")), ("10 hours 31 mins", ("D", "BLD")),
+    ("23 hours", ("D", "BLD"))])
+def test_the_hours_of_a_flight_and_of_a_road_bind_meals(row, meals):
+    """A road is left at 05:00 or later, so it binds breakfast and lunch on arrival."""
+    row = Distance(row, "9 km", "A", "B") if isinstance(row, str) else Flight(
+        "F1", 9, *row, "", "", "A", "B", "")
+    for arriving, allowed in zip((True, False), meals, strict=True):
+        found = [meal[0].upper() for meal in MEALS
+                 if not constraints.untimely(row, meal, arriving)]
+        assert "".join(found) == allowed
 
 
-@pytest.mark.parametrize("change, told", [
-    *[({"people_number": value}, "'people_number'") for value in (0, -2, 0.5, None, True, "2")],
-    *[({"budget": value}, "'budget'") for value in (0, -1, math.nan, math.inf, "900", None, True)],
-    *[({"visiting_city_number": value}, "'visiting_city_number'") for value in (0, -1, 3, 1.5)],
-    ({"local_constraint": {"house rule": "dancing"}}, "'house rule'"),
-    ({"local_constraint": {"room type": "castle"}}, "'room type'"),
-    ({"local_constraint": {"transportation": "by train"}}, "'transportation'")])
-def test_a_task_that_no_plan_can_solve_is_refused(change, told):
-    constraints.check_task(TASK)
-    with pytest.raises(Mistake, match=told):
-        constraints.check_task(TASK | change)
+def test_an_endless_list_of_attractions_is_no_success_and_costs_little(trip, mini):
+    task, plan, city = trip
+    names = [row.name for row in mini.attractions(city)]
+    for text in (";" * 200_000, "".join(f"{names[i % len(names)]}, {city};" for i in range(99))):
+        plan[1]["attraction"] = text
+        assert len(constraints.read_venues(text, "attraction", mini, False)) == 61
+        for rules in RULES:
+            check = score(task, plan, mini, rules)["checks"]["is_valid_information_in_sandbox"]
+            assert check[0] is False
 
 
 @pytest.mark.parametrize("wrong", BREAKS)
@@ -442,17 +444,17 @@ def test_b17_minimum_nights_hold_where_one_row_matches_and_in_strict_everywhere(
 @pytest.mark.parametrize("text, star, c2, c3_fault, c4", [
     ("Flight or taxi", "flight", "taxi", "no road", ("no flight",)),
     ("taxi to my flight", "flight", "taxi", "no road", ()),
-    ("flight, then self-driving", "flight", "driving", "no road", ()),
+    ("flight, then self-driving", "flight", "self-driving", "no road", ()),
     ("Self-driving, no taxi", "taxi", "taxi", "no road", ("no self-driving",)),
     ("flight number F0", "flight", "flight", 'needs "Flight Number: "', ()),
-    ("Driving", "driving", "", "", ()), ("a train", "driving", "", "", ()),
-    ("by plane", "driving", "", "", ()), ("by flight", "flight", "flight", "", ())])
+    ("Driving", "self-driving", "", "", ()), ("by plane", "self-driving", "", "", ()),
+    ("by flight", "flight", "flight", "", ())])
 def test_b5_c2_c3_c4_the_kind_of_a_ride(mini, text, star, c2, c3_fault, c4):
     ours = constraints.read_ride(text, None, mini, False)
     theirs = constraints.read_ride(text, None, mini, True)
     assert (ours.mode, theirs.mode, theirs.breaks) == (star, c2, c4)
     assert c3_fault in theirs.fault and bool(theirs.fault) == bool(c3_fault)
-    assert ours.fault and theirs.car == theirs.taxi == 0
+    assert ours.fault and theirs.cost == 0
 
 
 @pytest.mark.parametrize("ride, share, cars", [

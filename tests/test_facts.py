@@ -5,7 +5,6 @@ found.
 """
 import html
 import http.client
-import json
 import os
 import re
 import subprocess
@@ -40,9 +39,9 @@ def make(folder, *words):
 
 
 def contents(folder):
-    """{path in the folder: bytes}, without the cache."""
+    """{path in the folder: bytes}"""
     return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*"))
-            if path.is_file() and not path.name.startswith("cache.sqlite")}
+            if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +69,6 @@ def world_of(made, part):
 
 # ---------------------------------------------------------------- files
 
-def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path):
-    one, two, other = (make(tmp_path / name, "--seed", seed, *SMALL)
-                       for name, seed in (("a", "3"), ("b", "3"), ("c", "4")))
-    assert contents(one) == contents(two) != contents(other)
-
-
 def test_pages_of_an_earlier_seed_are_not_served(tmp_path):
     make(tmp_path / "a", "--seed", "3", *SMALL)
     again = make(tmp_path / "a", "--seed", "4", *SMALL)
@@ -87,35 +80,6 @@ def test_the_world_that_ships_is_the_held_out_one_of_seed_0_and_small(root, tmp_
     shipped.pop(Path("questions.jsonl"))  # for a person to play
     assert shipped == contents(make(tmp_path) / "val")
     assert sum(map(len, shipped.values())) < 1_000_000
-
-
-def test_the_settings_name_the_corpus_and_admit_the_pages_own_server_alone(made, tmp_path):
-    settings = json.loads((made / "val" / "tools.json").read_text())
-    assert settings == {"grammar": "turns", "tools": ["Search", "Python", "Browse"], "top_k": 2,
-                        "corpus": "corpus.jsonl", "max_calls": 6, "allow": ["127.0.0.1:8123"]}
-    make(tmp_path, "--port", "9001", *SMALL)
-    assert json.loads((tmp_path / "train/tools.json").read_text())["allow"] == ["127.0.0.1:9001"]
-    assert "http://127.0.0.1:9001/" in (tmp_path / "train" / "corpus.jsonl").read_text()
-
-
-def test_passages_have_one_to_three_sentences_and_titles_that_occur_once(searches):
-    for part, count in ("sft", 2400), ("val", 400):
-        titles = Counter()
-        for passage in searches[part].documents:
-            title, text = passage["contents"].split("\n")
-            titles[title] += 1
-            assert 1 <= len(sentences(text)) <= 3
-        assert len(titles) == count == titles.total()
-
-
-def test_every_page_that_a_passage_names_is_there_and_its_links_lead_on(made):
-    for folder in made / "train", made / "val":
-        here = {path.name for path in (folder / "pages").iterdir()}
-        corpus = (folder / "corpus.jsonl").read_text()
-        assert set(re.findall(r"http://127.0.0.1:8123/(\S+\.html)", corpus)) == here
-        for path in (folder / "pages").iterdir():
-            links = re.findall('href="([^"]+)"', path.read_text())
-            assert len(links) == 2 and here >= set(links)
 
 
 # ---------------------------------------------------------------- tasks
@@ -142,12 +106,6 @@ def test_sft_and_rl_ask_about_different_places(tasks):
     places = {part: {name for task in rows for name, _ in task["asks"]}
               for part, rows in tasks.items()}
     assert places["sft"].isdisjoint(places["rl"]) and places["rl"]
-
-
-def test_a_number_is_judged_as_mathematics_and_a_name_as_an_answer(tasks):
-    for task in tasks["sft"]:
-        gold, = task["golds"]
-        assert task["check"] == ("math" if re.fullmatch(r"\d+", gold) else "qa")
 
 
 def test_no_gold_stands_in_a_question_that_needs_a_search(tasks):
@@ -191,12 +149,6 @@ def test_no_place_and_no_person_of_the_held_out_world_occurs_in_training(both_si
     for pattern in rf"[A-Z]\w+ (?:{people})\b", rf"[A-Z]\w+ [A-Z]\w+ (?:{places})\b":
         train, val = (set(re.findall(pattern, text)) for text in both_sides)
         assert len(train) > 500 and len(val) > 60 and train.isdisjoint(val)
-
-
-def test_no_title_of_the_held_out_world_is_one_of_training(searches):
-    train, val = ({passage["contents"].split("\n")[0] for passage in searches[part].documents}
-                  for part in ("sft", "val"))
-    assert train.isdisjoint(val)
 
 
 def test_every_word_of_the_held_out_world_occurs_in_training(both_sides):
@@ -370,14 +322,6 @@ def test_one_episode_in_ten_misspells_a_name_and_mends_it(tasks, made, searches)
         assert len(shown) == 1 and episode.answer == task["golds"][0]
 
 
-def test_programs_are_one_print_of_one_expression(plays):
-    for episode in plays:
-        for message in episode.messages[2:]:
-            action = parse(message["content"])
-            if action.kind == "call" and action.name == "Python":
-                assert re.fullmatch(r"pr?i?n?t\([\d +*/()-]+\)", action.arguments["code"])
-
-
 @pytest.mark.parametrize("seen", ["", "Error: Current tool Search is not available.",
                                   '"Solar Iron Zoo"', '"Solar Iron Zoo"\nhttp://a/b.html'])
 def test_the_solver_says_so_when_a_tool_shows_nothing_of_use(seen):
@@ -396,14 +340,6 @@ def test_the_solver_reads_the_place_asked_for_and_not_its_neighbour():
 
 
 # ---------------------------------------------------------------- pages
-
-def test_the_text_of_a_page_survives_extraction(made):
-    trafilatura = pytest.importorskip("trafilatura")
-    for path in sorted((made / "val" / "pages").iterdir()):
-        text = trafilatura.extract(path.read_text())
-        for sentence in re.findall("<p>(.*)</p>", path.read_text()):
-            assert sentence in text
-
 
 @pytest.fixture(scope="module")
 def server(made):
@@ -434,10 +370,6 @@ def test_the_server_gives_the_pages_of_all_worlds_byte_for_byte(server, made):
                                   "//etc/passwd", "/pages/", "/../../val.jsonl", "*"])
 def test_the_server_serves_nothing_but_pages(server, path):
     assert get(server, path) == (404, b"")
-
-
-def test_the_server_listens_on_this_machine_alone(server):
-    assert server.server_address[0] == "127.0.0.1"
 
 
 # ---------------------------------------------------------------- bad input

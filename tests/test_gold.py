@@ -1,4 +1,4 @@
-"""No program that the jail runs comes upon an answer, in a hundred plays that look for theirs.
+"""No program that the jail runs comes upon an answer, in plays that look for theirs.
 
 Each way of looking is tried twice: in the jail, where it finds nothing, and where a gold lies open
 to it, so that a look which could not find anything would be noticed.
@@ -9,6 +9,8 @@ import re
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -121,11 +123,11 @@ HELD = {"its own memory": "held = {'a': GOLD}", "what Python knows": "held = {'a
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    """(a hundred tasks, facts for the programs). The golds are in the environment, in files, shared
-    memory, this process and a descriptor; two servers return them."""
+    """(tasks, facts for the programs, a descriptor). The golds are in the environment, in files,
+    shared memory, this process and the descriptor; two servers return them."""
     if not shutil.which("bwrap") and not os.environ.get("CI"):
         pytest.skip("bubblewrap is not installed")
-    golds = [f"GOLD-{secrets.token_hex(8)}" for _ in range(100)]
+    golds = [f"GOLD-{secrets.token_hex(8)}" for _ in WAYS]
     folder = tmp_path_factory.mktemp("host")
     rows = [{"id": str(i), "query": f"Question {i}?", "golds": [gold], "check": "qa"}
             for i, gold in enumerate(golds)]
@@ -154,8 +156,9 @@ def host(tmp_path_factory):
         for teller in tellers:
             teller.start()
         # the bytes of an object of bytes begin 32 behind it; the object lives as long as `told`
-        yield rows, {"PID": os.getpid(), "ADDRESS": id(told) + 32, "FOLDER": folder,
-                     "PLACES": [*map(str, places)], "TCP": tcp.getsockname(), "UNIX": repr(name)}
+        facts = {"PID": os.getpid(), "ADDRESS": id(told) + 32, "FOLDER": folder,
+                 "PLACES": [*map(str, places)], "TCP": tcp.getsockname(), "UNIX": repr(name)}
+        yield rows, facts, held
         for server, teller in zip((tcp, unix), tellers, strict=True):
             server.shutdown(socket.SHUT_RDWR)
             teller.join()
@@ -165,51 +168,44 @@ def host(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def open_world(host, tmp_path_factory):
-    """open_world(**settings) -> a world whose workers are started in the presence of the golds."""
-    worlds = []
-
-    def make(**settings):
-        folder = tmp_path_factory.mktemp("world")
-        chosen = {"tools": ["Python"], "workers": 2, "seconds": 30, "cache": ""} | settings
-        (folder / "tools.json").write_text(json.dumps(chosen))
-        worlds.append(tools.Tools(tools.read_settings(folder)))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
+def world(host, tmp_path_factory):
+    """A world whose workers are started in the presence of the golds."""
+    folder = tmp_path_factory.mktemp("world")
+    chosen = {"tools": ["Python"], "workers": 1, "seconds": 30}
+    (folder / "tools.json").write_text(json.dumps(chosen))
+    made = tools.Tools(tools.read_settings(folder))
+    yield made
+    made.close()
 
 
-@pytest.fixture(scope="module")
-def jailed(open_world):
-    return open_world()
+def program_of(host, name, held=""):
+    """The program that looks for golds in this way."""
+    return re.sub("@([A-Z]+)@", lambda fact: str(host[1][fact[1]]), held + FIND % WAYS[name])
 
 
-def ask(world, host, task, name, held=""):
-    """The result of the one program of a play, which searches by this method."""
+def ask(world, task, program):
+    """The result of the one program of a play."""
     args = SimpleNamespace(failure_rate=0.0, max_turns=3, system_prompt="short")
-    episode = world.episode(task, "seed", args)
-    program = re.sub("@([A-Z]+)@", lambda fact: str(host[1][fact[1]]), held + FIND % WAYS[name])
     call = json.dumps({"name": "Python", "arguments": {"code": program}})
+    episode = world.episode(task, "seed", args)
     return episode.step(f"<think>x</think><tool_call>{call}</tool_call>")
 
 
-def test_programs_in_a_hundred_plays_find_no_gold_by_any_means(host, jailed):
-    for i, task in enumerate(host[0]):
-        name = [*WAYS][i % len(WAYS)]
-        assert ask(jailed, host, task, name) == "[]", name
+@pytest.mark.parametrize("name", WAYS)
+def test_a_program_finds_no_gold_in_the_jail(host, world, name):
+    task = host[0][[*WAYS].index(name)]
+    assert ask(world, task, program_of(host, name)) == "[]"
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_the_search_for_golds_finds_one_that_a_program_holds(
-        host, jailed, name):
-    task = host[0][0]
-    held = HELD[name].replace("GOLD", repr(task["golds"][0])) + "\n"
-    assert task["golds"][0] in ask(jailed, host, task, name, held)
+def test_the_search_for_golds_finds_one_that_a_program_holds(host, world, name):
+    gold = host[0][0]["golds"][0]
+    held = HELD[name].replace("GOLD", repr(gold)) + "\n"
+    assert gold in ask(world, host[0][0], program_of(host, name, held))
 
 
-def test_without_a_jail_the_other_ways_find_golds(host, open_world):
-    world = open_world(unsafe_python=True)
-    for name in WAYS.keys() - HELD.keys():
-        assert "GOLD-" in ask(world, host, host[0][0], name), name
+@pytest.mark.parametrize("name", sorted(WAYS.keys() - HELD.keys()))
+def test_the_search_for_golds_finds_one_without_a_jail(host, name):
+    done = subprocess.run([sys.executable, "-c", program_of(host, name)], pass_fds=[host[2]],
+                          capture_output=True, text=True)
+    assert "GOLD-" in done.stdout, done.stderr

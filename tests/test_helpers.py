@@ -142,10 +142,6 @@ def test_helpers_stay_off_when_training_data_is_made(stage):
     assert "open_helpers(" not in (ROOT / stage).read_text(encoding="utf-8")
 
 
-def test_budgets_of_zero_turn_no_helper_on(make):
-    assert play(make({"llm": "policy"}), None, BROKEN).helpers is None
-
-
 # ---------------------------------------------------------------- debug
 
 
@@ -159,12 +155,6 @@ def test_a_repaired_program_is_run_and_both_programs_are_recorded(make):
     assert statuses(episode) == [("debug", 1, "ok")] and item["seconds"] >= 0
     assert [each["status"] for each in episode.sandbox.calls] == ["ok", "error"]
     assert episode.calls == 2, "what helpers run is none of the agent's calls"
-
-
-def test_a_repaired_program_that_fails_shows_its_own_error(make):
-    episode = play(make({"debug": 1}), Helper("raise ValueError(7)"), BROKEN)
-    assert "ValueError: 7" in talk(episode)[1] and "ZeroDivision" not in talk(episode)[1]
-    assert statuses(episode) == [("debug", 1, "error")]
 
 
 @pytest.mark.parametrize("reply, status", [(" ", "empty"), ("```python\n```", "empty"),
@@ -277,10 +267,6 @@ def test_a_refinement_that_is_not_shorter_is_dropped(make, reply, status):
     assert talk(episode) == [PRINT, result(42)] * 2 and statuses(episode)[0][2] == status
 
 
-def test_below_its_threshold_nothing_is_refined(make):
-    assert not play(make({"refine": 1, "refine_at": 501}), Helper(), PRINT, PRINT).helped
-
-
 # ---------------------------------------------------------------- summarise
 
 
@@ -330,14 +316,6 @@ def endpoint(reply):
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/v1"
         server.shutdown()
-
-
-def test_an_endpoint_helps_and_its_tokens_are_counted(make):
-    with endpoint(lambda messages: REPAIRED) as url:
-        world = make({"debug": 1, "llm": f"{url}=m"})
-        episode = play(world, None, BROKEN, DONE)
-    assert talk(episode)[1] == result(42) and episode.helped[0]["tokens"] == 77
-    assert world.verdict(episode)[1]["helpers' tokens"] == 77
 
 
 def test_an_endpoint_that_refuses_leaves_the_plain_error(make):

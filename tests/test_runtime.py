@@ -1,145 +1,110 @@
-"""What protects a run: one writer, no orphans, one-line errors, no broken file read or saved."""
+"""What protects a run: one writer, no orphans, one-line mistakes, checkpoints, complete models."""
 import importlib
+import json
 import os
-import signal
-import stat
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SFT, flags_of, train
+from conftest import ROOT, flags_of, train
 
+import grpo
 import runtime
-from runtime import Mistake, read_jsonl, write_jsonl
+import sft
+from runtime import Mistake, read_jsonl, write_jsonl, write_text
 
 PATIENCE = 60  # seconds; what takes longer hangs
 
 
-def start(text, *words, command=(sys.executable,), **variables):
+def start(text, folder, command=(sys.executable,)):
     """Start a program -> (its process, its first line)."""
-    file = Path(words[0]) / "program.py"
+    file = Path(folder) / "program.py"
     file.write_text(textwrap.dedent(text))
-    child = subprocess.Popen([*command, str(file), *map(str, words)], cwd=ROOT, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             env=os.environ | variables)
+    child = subprocess.Popen([*command, str(file), str(folder)], cwd=ROOT, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     return child, child.stdout.readline().split()
 
 
-def gone(pid):
-    """Whether a process ends; a zombie counts as ended."""
-    for _ in range(10 * PATIENCE):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.1)
-    return False
+# ---------------------------------------------------------------------------------------- processes
 
 
-# -------------------------------------------------------------------------------------- one writer
-
-HOLDER = """
-    import os, sys, time
-    from runtime import lock_folder, run
-    run("stage.py", lock_folder, sys.argv[1] + "/out")
-    child = os.fork() if "fork" in sys.argv else 0
-    if child or "fork" not in sys.argv:
-        print(os.getpid(), child, flush=True)
-    time.sleep(60)
-"""
-
-
-def hold_again(folder):
-    """The message of a second writer."""
-    text = ("import sys; from runtime import lock_folder, run; "
-            "run('stage.py', lock_folder, sys.argv[1])")
-    done = subprocess.run([sys.executable, "-c", text, folder / "out"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=PATIENCE)
-    return done.returncode, done.stderr
-
-
-def test_a_second_writer_is_refused_in_one_line_until_the_first_is_killed(tmp_path):
-    child, (pid, _) = start(HOLDER, tmp_path)
-    code, said = hold_again(tmp_path)
-    assert code == 1 and said.count("\n") == 1
-    assert f"another run is writing to {tmp_path}/out" in said
-    child.kill()
-    child.communicate()
-    assert hold_again(tmp_path) == (0, "")
-
-
-def test_a_child_that_outlives_a_killed_writer_holds_no_lock(tmp_path):
-    child, (_, grandchild) = start(HOLDER, tmp_path, "fork")
-    child.kill()
-    child.wait()
-    assert not Path(f"/proc/{grandchild}/stat").read_text().rpartition(")")[2].startswith(" Z")
-    code, _ = hold_again(tmp_path)
-    os.kill(int(grandchild), signal.SIGKILL)
-    child.communicate()
-    assert code == 0
-
-
-def test_only_rank_0_holds_the_folder(tmp_path, monkeypatch):
+def test_a_second_writer_is_refused_until_the_first_is_killed_and_other_ranks_may_pass(
+        tmp_path, monkeypatch):
+    child, _ = start("""
+        import sys, time
+        from runtime import lock_folder
+        lock_folder(sys.argv[1] + "/out")
+        print("locked", flush=True)
+        time.sleep(600)
+        """, tmp_path)
+    with pytest.raises(Mistake, match=f"another run is writing to {tmp_path}/out"):
+        runtime.lock_folder(tmp_path / "out")
     monkeypatch.setenv("RANK", "1")
     runtime.lock_folder(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-# --------------------------------------------------------------------------------------- no orphan
-
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-
-
-@LINUX
-def test_a_spawned_child_dies_with_a_killed_parent(tmp_path):
-    child, (pid,) = start("""
-        import multiprocessing, os, time
-        from runtime import die_with_parent
-
-        def play():
-            die_with_parent()
-            print(os.getpid(), flush=True)
-            time.sleep(600)
-
-        if __name__ == "__main__":
-            multiprocessing.get_context("spawn").Process(target=play).start()
-            time.sleep(600)
-        """, tmp_path)
+    monkeypatch.setenv("RANK", "0")
     child.kill()
-    assert gone(pid)
     child.communicate()
+    runtime.lock_folder(tmp_path / "out")
 
 
-@LINUX
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_ranks_die_with_a_killed_torchrun(tmp_path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-                "1")
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     child, (pid,) = start("""
         import os, time
         from runtime import die_with_parent
         die_with_parent()
         print(os.getpid(), flush=True)
         time.sleep(600)
-        """, tmp_path, command=torchrun)
+        """, tmp_path, command)
     child.kill()
-    assert gone(pid)
     child.communicate()
+    status = Path(f"/proc/{pid}/stat")
+    for _ in range(10 * PATIENCE):
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("it is still there")
 
 
-def test_a_process_that_is_not_part_of_a_run_survives_its_parent():
-    text = "from runtime import die_with_parent; die_with_parent()"
-    done = subprocess.run(["bash", "-c", f"{sys.executable} -c '{text}'; exit $?"], cwd=ROOT,
-                          timeout=PATIENCE)
-    assert done.returncode == 0
+@pytest.mark.slow
+def test_a_build_that_was_killed_does_not_stop_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()  # PyTorch would wait for whoever made it
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    subprocess.run([sys.executable, "-c", "import runtime; runtime.setup()"], cwd=ROOT, check=True,
+                   env=os.environ | ranks, timeout=300, capture_output=True)
+    assert not lock.exists()
 
 
-# ---------------------------------------------------------------------------------------- one line
+@pytest.mark.parametrize("chosen, count, names", [
+    (None, 2, ["0", "1"]), ("2,3", 2, ["2", "3"]), ("MIG-a", 1, ["MIG-a"]), ("", 0, [])])
+def test_visible_gpus_are_those_of_the_variable(monkeypatch, chosen, count, names):
+    import torch
 
-def test_a_mistake_is_one_line_and_everything_else_keeps_its_traceback():
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert runtime.visible_gpus() == names
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    if chosen != "":  # a build for GPUs that sees none would train on the CPU, for weeks
+        with pytest.raises(Mistake, match="PyTorch sees no GPU"):
+            runtime.visible_gpus()
+
+
+# ----------------------------------------------------------------------------------------- one line
+
+
+def test_a_mistake_is_one_line_and_everything_else_keeps_its_traceback(capsys):
     def fail(error):
         raise error
 
@@ -149,31 +114,17 @@ def test_a_mistake_is_one_line_and_everything_else_keeps_its_traceback():
     for error in (ValueError("too many values to unpack"), KeyError("x"), OSError("no room")):
         with pytest.raises(type(error)):
             runtime.run("x.py", fail, error)
-
-
-def test_an_interrupt_is_one_line(capsys):
-    def fail():
-        raise KeyboardInterrupt
-
     with pytest.raises(SystemExit) as stopped:
-        runtime.run("x.py", fail)
+        runtime.run("x.py", fail, KeyboardInterrupt())
     assert stopped.value.code == 130
-    said = "x.py: interrupted; repeat the command to continue\n"
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == "x.py: interrupted; repeat the command to continue\n"
 
 
-BAD = [("sft", words) for words in (
-    "--batch 0", "--batch 2.5", "--steps -1", "--epochs 0", "--lr -1", "--lr nan", "--warmup 2",
-    "--cutoff 0", "--pack-tokens -4", "--save-every -1", "--min-lr 1.5", "--seed x",
-    "--date x")]
-BAD += [(stage, words) for stage in ("grpo", "arpo") for words in (
-    "--prompts 0", "--group 0", "--temperature 0", "--context -1", "--max-turns 0", "--steps -1",
-    "--turn-tokens 0", "--concurrency 0", "--tp 0", "--tp 3", "--failure-rate 2", "--decay 2",
-    "--clip-low 1.2", "--clip-high -1", "--minibatches 0", "--val-every 0",
-    "--gpu-memory 60", "--loss-norm sum", "--lr inf")]
-BAD += [("arpo", "--initial -1"), ("arpo", "--branch both"), ("look.memory", "grpo --gpus 0"),
-        ("look.memory", "grpo --gpu-gib 0"), ("look.memory", "sft --cutoff -1"),
-        ("look.memory", "ppo")]
+BAD = [("sft", words) for words in ("--batch 2.5", "--lr nan", "--warmup 2", "--date x",
+                                    "--keep-activations -1", "--lora 0", "--track excel")]
+BAD += [("grpo", words) for words in ("--group 0", "--temperature 0", "--tp 0", "--loss-norm sum",
+                                      "--gpu-memory 60", "--failure-rate 2")]
+BAD += [("arpo", "--branch both"), ("look.memory", "ppo")]
 
 
 @pytest.mark.parametrize("stage, words", BAD)
@@ -182,33 +133,81 @@ def test_a_flag_out_of_bounds_is_one_line_that_names_it(stage, words, capsys):
     with pytest.raises(SystemExit) as stopped:
         module.flags(words.split()) if stage == "look.memory" else flags_of(module, words)
     said = capsys.readouterr().err
-    assert stopped.value.code == 2 and said.count("\n") == 1 and "Traceback" not in said
+    assert stopped.value.code == 2 and said.count("\n") == 1
     flag = "stage" if words == "ppo" else words.split()[-2]
     assert flag in said and "--help lists the flags" in said
 
 
-# ------------------------------------------------------------------------------------------ models
-
-def cut(name, size):
-    return lambda folder: os.truncate(folder / name, size)
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
-def test_saved_files_can_be_read_as_the_umask_says(mask, tmp_path):
-    def save():
-        with runtime.new_model(tmp_path / "out") as part:
-            part.mkdir()
-            (part / "config.json").write_text("{}")
-            (part / "model.safetensors").touch(0o600)
-        return {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").iterdir()}
-
-    before = os.umask(mask)
-    modes = save()
-    os.umask(before)
-    assert modes == {0o666 & ~mask}
+def test_a_stage_reads_its_inputs_before_it_starts_an_engine(tiny_model, tmp_path):
+    (tmp_path / "cut.jsonl").write_text('{"id": "a"}\n{"id": "b"')
+    began = time.time()
+    said = train("grpo.py", tmp_path / "out", f"--env tests/babble.py --model {tiny_model}",
+                 f"--tasks {tmp_path}/cut.jsonl", status=1)
+    (line,) = [line for line in said.splitlines() if "grpo.py" in line]
+    assert "cut.jsonl, line 2: not JSON" in line and "Traceback" not in said
+    assert not (tmp_path / "out").exists() and time.time() - began < PATIENCE
 
 
 # ------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def resume(one_rank, tmp_path):
+    """resume(flags, latest) -> the update that an OUT with three updates continues after; it has a
+    checkpoint of the second. latest: what its mark says otherwise."""
+    out = tmp_path / "out"
+
+    def resume(words, **latest):
+        line = {"lr": 1e-3, "reward_name": "sum"}
+        write_jsonl(out / "log.jsonl", [{"step": step, **line} for step in (1, 2)])
+        mark = {"step": 2, "log_bytes": (out / "log.jsonl").stat().st_size, "ranks": 1} | latest
+        with open(out / "log.jsonl", "a") as log:
+            log.write('{"step": 3, "lr": 0.001, "reward')
+        write_text(out / "checkpoints" / "latest", json.dumps(mark))
+        before = vars(flags_of(sft, f"--out {out} --lr 1e-3 --batch 4 --resume"))
+        write_text(out / "settings.json", json.dumps(before))
+        loaded = []
+        trainer = SimpleNamespace(load_checkpoint=lambda *_, tag, **__: loaded.append(tag))
+        step = runtime.restore(trainer, flags_of(sft, f"--out {out} --batch 4 {words}"))
+        assert loaded == ["step-2"]
+        return step, read_jsonl(out / "log.jsonl")
+    return resume
+
+
+def test_a_run_continues_after_its_checkpoint_and_forgets_later_updates(resume, capsys):
+    step, log = resume("--lr 1e-3 --resume")
+    assert step == 2 == len(log) and "another" not in capsys.readouterr().out
+
+
+def test_other_flags_at_a_resume_are_told_in_a_line(resume, capsys):
+    resume("--lr 1e-4 --seed 3 --resume")
+    assert "resuming with another lr, seed than before\n" in capsys.readouterr().out
+
+
+def test_another_number_of_ranks_at_a_resume_stops_in_a_sentence(resume):
+    with pytest.raises(Mistake, match="trained by 4 ranks .*resume with --nproc_per_node 4"):
+        resume("--lr 1e-3 --resume", ranks=4)
+
+
+def test_an_existing_run_is_not_overwritten(resume):
+    with pytest.raises(Mistake, match="already holds a run: --resume continues it"):
+        resume("--lr 1e-3")
+
+
+def test_a_rate_or_a_reward_that_jumps_because_steps_changed_is_told_in_one_line(
+        resume, tmp_path, capsys):
+    resume("--lr 1e-3 --resume")
+    capsys.readouterr()
+    for words, steps, told in (
+            ("--decay 1 --reward curriculum", 2, "lr 0.0005 instead of 0.001 and reward_name macro "
+             "instead of sum"), ("--reward curriculum", 9, "")):
+        args = flags_of(grpo, f"--lr 1e-3 --out {tmp_path}/out {words}")
+        kinds = ("sum", "macro", "success")
+        runtime.compare_with_log(args, 2, lr=grpo.learning_rate(1, steps, args),
+                                 reward_name=grpo.reward_name(args.reward, kinds, 1 / steps))
+        said = capsys.readouterr().out
+        assert said.count("\n") == bool(told) and told in said
+
 
 def test_nan_stops_with_the_update_the_checkpoint_and_a_remedy(tmp_path):
     runtime.check_finite(tmp_path, 5, loss=1.0, gnorm=0.0)
@@ -216,37 +215,34 @@ def test_nan_stops_with_the_update_the_checkpoint_and_a_remedy(tmp_path):
         runtime.check_finite(tmp_path, 5, loss=float("nan"), gnorm=float("inf"))
 
 
-# ------------------------------------------------------------------------------------------ stages
-
-def test_a_stage_whose_loss_is_nan_stops_and_does_not_save_it(
-        tiny_model, episodes, tmp_path):
-    said = train("sft.py", tmp_path / "sft", SFT, "--lr 1e37 --warmup 0", "--model", tiny_model,
-                 "--data", episodes, status=1)
-    assert ": loss is " in said.splitlines()[-1] and "--lr" in said.splitlines()[-1]
-    rows = read_jsonl(tmp_path / "sft" / "log.jsonl")
-    assert all(row["loss"] < float("inf") for row in rows) and len(rows) < 16
-    assert not (tmp_path / "sft" / "config.json").exists()
-
-
-@pytest.mark.parametrize("rows, words", [
-    ([{"messages": [{"role": "user", "content": "x"}]}, {}], ":2: its 'messages' are not a"),
-    ([{"messages": [{"role": "user"}]}], ":1: its 'messages' are not a conversation"),
-    ([{"messages": [{"role": "user", "content": None}]}], ":1: its 'messages' are not a"),
-    ([{"messages": [{"role": "user", "content": "x"}]}], "rows.jsonl: no episode to train on"),
-    ([], "rows.jsonl: no episode to train on")])
-def test_rows_that_are_no_episodes_are_named(rows, words, template, tmp_path):
-    import sft
-
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(Mistake, match=words):
-        sft.load_samples(tmp_path / "rows.jsonl", template, 1000)
+def test_a_model_appears_complete_or_not_at_all(tmp_path):
+    with pytest.raises(OSError), runtime.new_model(tmp_path / "out") as part:
+        part.mkdir()
+        (part / "config.json").write_text("{}")
+        raise OSError("no room")
+    assert not (tmp_path / "out").exists()
+    with runtime.new_model(tmp_path / "out") as part:
+        part.mkdir()
+        (part / "config.json").write_text("{}")
+        (part / "model.safetensors").write_text("weights")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "config.json", "model.safetensors"}
+    assert not (tmp_path / "out.part").exists()
 
 
-@pytest.mark.parametrize("stage, words, last", [
-    ("sft.py", "--data {here}/none.jsonl", "none.jsonl is not a file"),
-    ("arpo.py", "--tasks {here}/cut.jsonl", "cut.jsonl, line 1: not JSON")])
-def test_a_stage_ends_with_one_line_about_its_data(stage, words, last, tiny_model, tmp_path):
-    (tmp_path / "cut.jsonl").write_text('{"messages": [{"role": "us')
-    said = train(stage, tmp_path / "out", f"--model {tiny_model}", words.format(here=tmp_path),
-                 status=1)
-    assert last in said and "Traceback (most recent call last)" not in said.split("=====")[0]
+# ------------------------------------------------------------------------------------------ tracker
+
+
+def test_numbers_of_the_log_are_tracked_and_a_resumed_run_continues(tmp_path, monkeypatch):
+    begun, rows = [], []
+    board = SimpleNamespace(init=lambda **words: begun.append(words) or board,
+                            log=lambda numbers, step: rows.append((step, numbers)))
+    monkeypatch.setitem(sys.modules, "wandb", board)  # in the place of the package
+    args = flags_of(sft, f"--track wandb --out {tmp_path}")
+    for step in (1, 2):  # two processes
+        runtime.open_tracker.cache_clear()
+        runtime.write_log({"step": step, "loss": 0.5, "reward_name": "sum"}, args)
+    assert rows == [(step, {"step": step, "loss": 0.5}) for step in (1, 2)]
+    assert begun[0] == begun[1] and begun[0]["resume"] == "allow" and begun[0]["id"]
+    assert len(read_jsonl(tmp_path / "log.jsonl")) == 2
+    runtime.open_tracker.cache_clear()

@@ -105,6 +105,8 @@ def test_a_folder_without_settings_or_corpus_is_named(tmp_path):
 @pytest.mark.parametrize("change, why", [
     ({"golds": "42"}, "'golds' must be a list"), ({"golds": []}, "'golds' must be a list"),
     ({"check": "em"}, "a 'check', math or qa"), ({"needs": ["bing"]}, "'needs' must be some"),
+    ({"needs": [["search"]]}, "'needs' must be some"), ({"needs": float("nan")}, "'needs' must be"),
+    ({"golds": [float("nan")]}, "'golds' must be"), ({"check": float("nan")}, "a task needs a"),
     ({"query": None}, "a task needs a 'query'")])
 def test_a_task_that_cannot_be_judged_is_refused_by_its_key(make, change, why):
     world = make()
@@ -224,16 +226,6 @@ def test_a_result_cannot_forge_a_tag_or_the_end_of_a_turn(make, grammar):
     for kind in ("strict", "paper", "answer"):
         earned = [world.reward(world.verdict(e)[1], kind) for e in (honest, forged)]
         assert earned[0] == earned[1]
-
-
-def test_a_special_token_in_an_observation_of_any_world_is_text(tiny_model):
-    from runtime import load_template
-
-    template = load_template(tiny_model)
-    plain = {"role": "user", "content": "<tool_response>\nx</tool_response>"}
-    forged = {"role": "user", "content": f"<tool_response>\n{template.end_text}</tool_response>"}
-    assert template.between(forged).count(template.end) == template.between(plain).count(
-        template.end)
 
 
 # ---------------------------------------------------------------- calls and budgets
@@ -408,13 +400,6 @@ def test_more_than_ten_broken_calls_in_the_last_thousand_stop_the_run():
         faults.note("Search", "refused")
 
 
-def test_errors_of_programs_never_stop_a_run(make):
-    world = make()
-    for i in range(40):
-        assert world.answer("Python", {"code": f"raise ValueError({i})"})[0] == "error"
-    assert sum(world.faults.last) == 0
-
-
 def test_a_query_that_the_server_refuses_is_an_error_and_its_end_stops_the_run(make):
     def answer(request):
         query = request["queries"][0]
@@ -434,6 +419,25 @@ def test_a_query_that_the_server_refuses_is_an_error_and_its_end_stops_the_run(m
             episode = play(world, LOOK.replace("tower", f"tower {i}"), DONE)
             assert episode.sandbox.calls[0]["status"] == "broken"
             assert world.verdict(episode)[2] == 0, "right, but by a broken tool"
+
+
+def test_programs_may_run_on_a_sandboxfusion_server():
+    ended = {"print(1)": ("Success", "Finished", "1\n", ""),
+             "1 / 0": ("Failed", "Finished", "", 'File "program.py", line 1\nZeroDivisionError: x'),
+             "while 1: 0": ("Failed", "TimeLimitExceeded", "", "")}
+
+    def answer(request):
+        whole, status, out, err = ended[request["code"]]
+        return 200, {"status": whole, "run_result": {
+            "status": status, "stdout": out, "stderr": err, "return_code": 1, "execution_time": 2}}
+
+    with answering(answer) as url:
+        remote = tools.Remote(url, 5.0)
+        assert [remote.run(code)[:4] for code in ended] == [
+            ("ok", "1\n", "", ""),
+            ("error", "", ended["1 / 0"][3], "ZeroDivisionError: x (line 1)"),
+            ("timeout", "", "", "")]
+        remote.close()
 
 
 def test_a_retriever_of_another_kind_stops_before_anything_is_spent(make):
@@ -507,19 +511,6 @@ def test_plays_that_wait_for_a_tool_take_no_place_in_the_engine():
     ended = list(engine.play(waiting(sandbox, 12, 0.3), concurrency=3, slow=True))
     assert len(ended) == 12 and all(e.stop == "answer" for e in ended)
     assert 3 < sandbox.most <= 12, "more than the engine has places, at most four times as many"
-
-
-def test_no_more_than_four_times_the_places_are_in_flight():
-    sandbox, engine = Slow(), Scripted(wait_once)
-    list(engine.play(waiting(sandbox, 30, 0.2), concurrency=2, slow=True))
-    assert sandbox.most <= 8
-
-
-def test_an_engine_that_is_idle_does_not_step():
-    engine = Scripted(wait_once)
-    list(engine.play(waiting(Slow(), 1, 0.5), slow=True))
-    longest = max(len(said) for _, said, _ in engine.asked)
-    assert engine.steps <= 2 * longest
 
 
 def test_a_failure_of_a_tool_is_raised_when_the_others_are_handed_over():

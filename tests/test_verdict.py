@@ -5,14 +5,18 @@ import math
 import os
 import random
 import re
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from pathlib import Path
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 from toolstar import mathematics, text, verdict
+from toolstar.mathematics import math_equal
 
 SEED = int(os.environ.get("TEST_SEED", 0))
 HEADER = verdict.HEADER
@@ -47,8 +51,6 @@ def test_the_released_reward_is_the_references_bit_for_bit(test_data):
         value = verdict.released(text, case["g"], case.get("e", verdict.END))
         # where golds are no texts the reference raises, and ours finds the answer wrong
         assert abs(value - case.get("v", 0.0)) <= 1e-12, case
-        if "e" not in case:
-            assert verdict.reward(text, case["g"], "released") == value
     assert len(rows) == 2400
 
 
@@ -85,12 +87,16 @@ def test_text_is_cut_as_the_reference_cuts_it(test_data):
 
 
 def test_qa_metrics_are_the_references_but_the_best_alias_counts(test_data):
-    rows, better, odd = cases(test_data, "qa"), 0, 0
+    rows, better, odd, empty = cases(test_data, "qa"), 0, 0, 0
     for case in rows:
         ours = verdict.qa_metrics(case.get("a"), case["g"])
         ours = [ours["em"], ours["acc"], ours["f1"]]
         golds, last = case["g"], case.get("v", [0, 0, 0])
-        if "best" in case:
+        listed = text.golds_of(golds)
+        if not all(map(text.normalize, listed)):
+            empty += 1  # the reference finds the gold "A", an article, in every text
+            assert ours[0] == any(text.same_text(case.get("a") or "", gold) for gold in listed)
+        elif "best" in case:
             assert close(ours, case["best"]), case
         elif isinstance(golds, str) and golds[:1] != "[":
             assert close(ours, last), case
@@ -100,491 +106,190 @@ def test_qa_metrics_are_the_references_but_the_best_alias_counts(test_data):
         else:  # no gold, a gold that is no text, or an interval that the reference splits
             odd += not close(ours, last)
         better += not close(ours, last)
-    print(f"the best alias is not the last in {better} of {len(rows)}; {odd} of them are odd golds")
-    assert len(rows) == 520 and odd <= 10
-
-
-def test_mathematics_is_judged_right(test_data):
-    rows, wrong, start = cases(test_data, "matheq"), [], time.monotonic()
-    for case in rows:
-        equal = mathematics.math_equal(case["a"], case["b"])
-        if equal != bool(case["j"]):
-            wrong.append((equal, case["k"], case["a"], case["b"]))
-    seconds = time.monotonic() - start
-    reference = sum(bool(case["v"]) != bool(case["j"]) for case in rows)
-    print(f"wrong {len(wrong)} of {len(rows)} (the reference {reference}), "
-          f"{len(rows) / seconds:,.0f} pairs/s")
-    assert len(rows) == 1049 and len(wrong) <= 20, wrong
-    assert sum(equal for equal, *_ in wrong) <= 3, wrong
-
-
-def test_every_shared_gold_with_letters_equals_itself_in_a_box_and_in_dollars(test_data):
-    golds, found = set(), [case.get(key) for name in ("f1", "matheq", "programs", "qa", "reward")
-                           for case in cases(test_data, name) for key in ("a", "b", "g")]
-    while found:
-        one = found.pop()
-        if isinstance(one, list):
-            found += one
-        elif isinstance(one, str) and "boxed" not in one and re.search(r"[A-Za-z]", one):
-            golds.add(one)
-    assert len(golds) > 2000
-    for gold in golds:
-        assert mathematics.math_equal(rf"$\boxed{{{gold}}}$", gold), gold
-        assert mathematics.math_equal(f" $ {gold} $ ", gold), gold
-
-
-def test_the_speed_of_the_released_reward_is_printed(test_data):
-    rows = [case for case in cases(test_data, "reward") if "r" in case]
-    start = time.process_time()
-    for case in rows:
-        verdict.reward(case["r"], case["g"], "released")
-    print(f"released: {len(rows) / (time.process_time() - start):,.0f} rewards/s")
+    print(f"not the last alias: {better} of {len(rows)}; odd golds: {odd}; articles: {empty}")
+    assert len(rows) == 520 and odd <= 10 and empty <= 40
 
 
 # ---------------------------------------------------------------- mathematics
 
+def judged(pairs):
+    """math_equal of each pair, asked by four threads as the stages do."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda pair: math_equal(*pair), pairs))
+
+
+def test_mathematics_is_judged_right(test_data):
+    rows = cases(test_data, "matheq")
+    verdicts = judged([(case["a"], case["b"]) for case in rows])
+    wrong = [(case["k"], case["a"], case["b"], equal)
+             for case, equal in zip(rows, verdicts, strict=True) if equal is not bool(case["j"])]
+    reference = sum(bool(case["v"]) != bool(case["j"]) for case in rows)
+    print(f"wrong {len(wrong)} of {len(rows)} (the reference {reference})")
+    assert len(rows) == 1049 and len(wrong) <= 4, wrong
+    assert not any(equal for *_, equal in wrong), wrong
+
+
+# pairs that are equal in both directions, several in a line
 EQUAL = r"""
-1,000 ~ 1000
-−5 ~ -5
-5 % ~ 5\%
-{1,2} ~ \{2,1\}
-sqrt(2)/2 ~ \frac{1}{\sqrt2}
-3**2 ~ 9
-x=3 or x=-3 ~ \pm 3
-x<1 or x>5 ~ (-\infty,1)\cup(5,\infty)
-(1,2)U(3,4) ~ (3,4)\cup(1,2)
-\frac{1\pm\sqrt{5}}{2} ~ \frac{1+\sqrt5}{2}, \frac{1-\sqrt5}{2}
-\sqrt[3]{-8} ~ -2
-e^{i\pi} ~ -1
-\log_{10} 1000 ~ 3
-\binom{5}{2} ~ 10
-\sin 30^\circ ~ \frac12
-\sin^{-1}(1) ~ \frac{\pi}{2}
-\sin 2x ~ 2\sin x\cos x
-5 m ~ 500 cm
-3\text{ feet} ~ 36\text{ inches}
-1\text{ m}^2 ~ 10000\text{ cm}^2
-60\text{ km/h} ~ 60\text{ km per hour}
-50 cents ~ \$0.50
-18 eggs ~ 18
-60 mph ~ 60 miles per hour
-2 sin x ~ 2\sin(x)
-3:00 \text{ p.m.} ~ 3:00 pm
-\text{(A) }5 ~ A
-B. 12 ~ (B)
-\langle 1,2\rangle ~ (1,2)
-7\frac{1}{2}\% ~ 0.075
-x \ne 3 ~ (-\infty,3)\cup(3,\infty)
-2^3=8 ~ 8
-\text{Area} = 12\pi ~ 12\pi
+1,000 ~ 1000    −5 ~ -5    5 % ~ 5\%    {1,2} ~ \{2,1\}    sqrt(2)/2 ~ \frac{1}{\sqrt2}    3**2 ~ 9
+x=3 or x=-3 ~ \pm 3    x<1 or x>5 ~ (-\infty,1)\cup(5,\infty)    (1,2)U(3,4) ~ (3,4)\cup(1,2)
+\frac{1\pm\sqrt{5}}{2} ~ \frac{1+\sqrt5}{2}, \frac{1-\sqrt5}{2}    \sqrt[3]{-8} ~ -2
+e^{i\pi} ~ -1    \log_{10} 1000 ~ 3    \binom{5}{2} ~ 10    \sin 30^\circ ~ \frac12
+\sin^{-1}(1) ~ \frac{\pi}{2}    \sin 2x ~ 2\sin x\cos x    5 m ~ 500 cm
+3\text{ feet} ~ 36\text{ inches}    1\text{ m}^2 ~ 10000\text{ cm}^2
+60\text{ km/h} ~ 60\text{ km per hour}    50 cents ~ \$0.50    18 eggs ~ 18
+60 mph ~ 60 miles per hour    2 sin x ~ 2\sin(x)    3:00 \text{ p.m.} ~ 3:00 pm    \text{(A) }5 ~ A
+B. 12 ~ (B)    \langle 1,2\rangle ~ (1,2)    7\frac{1}{2}\% ~ 0.075
+x \ne 3 ~ (-\infty,3)\cup(3,\infty)    2^3=8 ~ 8    \text{Area} = 12\pi ~ 12\pi
 \left[\begin{array}{c}1\\2\end{array}\right] ~ \begin{pmatrix}1\\2\end{pmatrix}
-\lceil 2.1 \rceil ~ 3
-3\cdot 4^{n-1} ~ \frac34 4^n
-\text{A and B} ~ B, A
-\textbf{(B) } ~ B
+\lceil 2.1 \rceil ~ 3    3\cdot 4^{n-1} ~ \frac34 4^n    \text{A and B} ~ B, A    \textbf{(B) } ~ B
 \text{(-1, 2)} ~ (-1,2)
 \left(\begin{array}{cc}1&2\\3&4\end{array}\right) ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
-2x+3y=6 ~ 4x+6y=12
-y-2=3(x-1) ~ y=3x-1
-(x,y)=(1,2) ~ (1,2)
-0.1\overline{6} ~ 1/6
-1:2:3 ~ 2:4:6
-x \ge 3 ~ [3,\infty)
-x \in \mathbb{R} ~ (-\infty,\infty)
-\varnothing ~ \{\}
-10!/8! ~ 90
-\frac{x^2-1}{x-1} ~ x+1
-\sqrt{x^2} ~ |x|
-(1,234) ~ (1, 234)
-1 1/2 ~ 3/2
--1\frac{1}{2} ~ -1.5
-|3+4i| ~ 5
-10_2 ~ 2
-\boxed{5} ~ 5
-8\pi\text{ square units} ~ 8\pi
+2x+3y=6 ~ 4x+6y=12    y-2=3(x-1) ~ y=3x-1    (x,y)=(1,2) ~ (1,2)    0.1\overline{6} ~ 1/6
+1:2:3 ~ 2:4:6    x \ge 3 ~ [3,\infty)    x \in \mathbb{R} ~ (-\infty,\infty)    \varnothing ~ \{\}
+10!/8! ~ 90    \frac{x^2-1}{x-1} ~ x+1    \sqrt{x^2} ~ |x|    (1,234) ~ (1, 234)    1 1/2 ~ 3/2
+-1\frac{1}{2} ~ -1.5    |3+4i| ~ 5    10_2 ~ 2    \boxed{5} ~ 5    8\pi\text{ square units} ~ 8\pi
 \text{ellipse} ~ Ellipse
-\begin{pmatrix}1\\2\end{pmatrix} ~ \begin{bmatrix} 1.0 \\ 2 \end{bmatrix}
-1e-3 ~ 0.001
-x = \text{east} ~ \text{East}
-3.5 million ~ 3500000
-abc ~ a \cdot b \cdot c
-May ~ may
-2 dozen ~ 24
-f^{-1}(x)=\frac{x-1}{2} ~ \frac{x-1}{2}
-[[1, 2], [3, 4]] ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
-1+2i ~ 1+2\mathrm{i}
-1/e ~ \frac{1}{\mathrm{e}}
-x=5 \quad x=6 ~ 5,6
-x_1=5 \quad x_2=6 ~ 5,6
-x=5 \lor x=6 ~ 5,6
-5 m/s ~ 5
-9.8 m/s^2 ~ 9.8\,\text{m/s}^2
-9.8\,\mathrm{m/s^2} ~ 9.8 \mathrm{~m} / \mathrm{s}^{2}
-2 g/cm^3 ~ 2\ \text{g/cm}^3
-\{x \mid x > 2\} ~ (2,\infty)
-\{x|-1<x<2\} ~ (-1,2)
-\{x : x > 2\} ~ x>2
-5 PM ~ 5 p.m.
-p\equiv 1\pmod 4 ~ p\equiv 1\pmod{4}
-C: 5 ~ C
-C: 5 ~ 5
-A: 1-i ~ 1-i
-A: 1-i ~ A
-A: 6 ~ 6
-C. 7 ~ C
-C. 7 ~ 7
-(C) 5 ~ C: 5
-B) \frac{1}{2} ~ 0.5
-D: \text{none of these} ~ D
-D: \text{none of these} ~ none of these
-A: x>2 ~ (2,\infty)
-\text{C: } 5 ~ C
-\textbf{(C)}\ 5 ~ 5
-\mathrm{(C)} ~ C
-m+n = 109 ~ 109
-\frac{m}{n}=\frac37 ~ \frac37
-|AB| = 5 ~ 5
-5\sqrt{2} \approx 7.07 ~ 5\sqrt2
+\begin{pmatrix}1\\2\end{pmatrix} ~ \begin{bmatrix} 1.0 \\ 2 \end{bmatrix}    1e-3 ~ 0.001
+x = \text{east} ~ \text{East}    3.5 million ~ 3500000    abc ~ a \cdot b \cdot c    May ~ may
+2 dozen ~ 24    f^{-1}(x)=\frac{x-1}{2} ~ \frac{x-1}{2}
+[[1, 2], [3, 4]] ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}    1+2i ~ 1+2\mathrm{i}
+1/e ~ \frac{1}{\mathrm{e}}    x=5 \quad x=6 ~ 5,6    x_1=5 \quad x_2=6 ~ 5,6    x=5 \lor x=6 ~ 5,6
+5 m/s ~ 5    9.8 m/s^2 ~ 9.8\,\text{m/s}^2    9.8\,\mathrm{m/s^2} ~ 9.8 \mathrm{~m} / \mathrm{s}^{2}
+2 g/cm^3 ~ 2\ \text{g/cm}^3    \{x \mid x > 2\} ~ (2,\infty)    \{x|-1<x<2\} ~ (-1,2)
+\{x : x > 2\} ~ x>2    5 PM ~ 5 p.m.    p\equiv 1\pmod 4 ~ p\equiv 1\pmod{4}    C: 5 ~ C    C: 5 ~ 5
+A: 1-i ~ 1-i    A: 1-i ~ A    A: 6 ~ 6    C. 7 ~ C    C. 7 ~ 7    (C) 5 ~ C: 5
+B) \frac{1}{2} ~ 0.5    D: \text{none of these} ~ D    D: \text{none of these} ~ none of these
+A: x>2 ~ (2,\infty)    \text{C: } 5 ~ C    \textbf{(C)}\ 5 ~ 5    \mathrm{(C)} ~ C
+m+n = 109 ~ 109    \frac{m}{n}=\frac37 ~ \frac37    |AB| = 5 ~ 5    5\sqrt{2} \approx 7.07 ~ 5\sqrt2
 \begin{pmatrix}1\\[4pt]2\end{pmatrix} ~ \begin{pmatrix}1\\2\end{pmatrix}
-Matrix([[1], [2]]) ~ \begin{pmatrix}1\\2\end{pmatrix}
-576\pi\;m^{2} ~ 576\pi
-(2516)_8 ~ 2516_8
-\ln(x^4y^2) ~ 4\ln x+2\ln y
-\sqrt{50x^2} ~ 5x\sqrt2
-10{,}000 ~ 10000
-\$950 ~ 950
-\boxed{\frac{3}{4}} ~ 0.75
-12 \text{ cm}^2 ~ 12
-12\text{ cm}^2 ~ 1200\text{ mm}^2
-3 hours ~ 180 minutes
-1.5 \text{ hours} ~ 90 \text{ minutes}
-40 miles per hour ~ 40 mph
-25\% ~ 0.25
-25 percent ~ \frac14
-12.5\% ~ \frac{1}{8}
-60^\circ ~ \frac{\pi}{3}
-60 degrees ~ 60
-\angle ABC = 60^\circ ~ 60
-x = 5 \text{ or } x = -5 ~ \pm 5
-x = 2, y = 3 ~ (2, 3)
-(x, y) = (2, 3) ~ (2,3)
-\{1,2,3\} ~ 3, 2, 1
-1, 2, and 3 ~ 1,2,3
-[0, \infty) ~ x \geq 0
-x \in [0, \infty) ~ x \ge 0
-(-\infty, 2) \cup (3, \infty) ~ x < 2 \text{ or } x > 3
--1 \le x < 4 ~ [-1,4)
+Matrix([[1], [2]]) ~ \begin{pmatrix}1\\2\end{pmatrix}    576\pi\;m^{2} ~ 576\pi    (2516)_8 ~ 2516_8
+\ln(x^4y^2) ~ 4\ln x+2\ln y    \sqrt{50x^2} ~ 5x\sqrt2    10{,}000 ~ 10000    \$950 ~ 950
+\boxed{\frac{3}{4}} ~ 0.75    12 \text{ cm}^2 ~ 12    12\text{ cm}^2 ~ 1200\text{ mm}^2
+3 hours ~ 180 minutes    1.5 \text{ hours} ~ 90 \text{ minutes}    40 miles per hour ~ 40 mph
+25\% ~ 0.25    25 percent ~ \frac14    12.5\% ~ \frac{1}{8}    60^\circ ~ \frac{\pi}{3}
+60 degrees ~ 60    \angle ABC = 60^\circ ~ 60    x = 5 \text{ or } x = -5 ~ \pm 5
+x = 2, y = 3 ~ (2, 3)    (x, y) = (2, 3) ~ (2,3)    \{1,2,3\} ~ 3, 2, 1    1, 2, and 3 ~ 1,2,3
+[0, \infty) ~ x \geq 0    x \in [0, \infty) ~ x \ge 0
+(-\infty, 2) \cup (3, \infty) ~ x < 2 \text{ or } x > 3    -1 \le x < 4 ~ [-1,4)
 Matrix([[1, 2], [3, 4]]) ~ \begin{bmatrix}1&2\\3&4\end{bmatrix}
 \begin{bmatrix}1&2\\[6pt]3&4\end{bmatrix} ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
-\begin{vmatrix}1&2\\3&4\end{vmatrix} ~ -2
-11_{10} ~ 1011_2
-1011_{\text{two}} ~ 1011_2
-FF_{16} ~ 255
-\text{FF}_{16} ~ 255_{10}
-\approx 3.14 ~ 3.14
-x \approx 3.14 ~ 3.14
-\frac{22}{7} \approx 3.14 ~ \frac{22}{7}
-p+q=17 ~ 17
-a + b + c = 12 ~ 12
-f(x) = 2x+1 ~ 2x+1
-y = 2x+1 ~ 2x+1
-S_{\triangle ABC} = 6 ~ 6
-P(A) = \frac{1}{3} ~ \frac13
-n = 7 ~ 7
-AB = 5 ~ 5
-\overline{AB} = 5 ~ 5
-\text{Total} = 15 ~ 15
-1/2 ~ \frac{1}{2}
-1\frac{1}{2} ~ 1.5
-3.0 ~ 3
-6.02\times 10^{23} ~ 602000000000000000000000
-1.5e3 ~ 1500
-\sqrt{8} ~ 2\sqrt{2}
-2^{10} ~ 1024
-\frac{\sqrt{3}}{3} ~ \frac{1}{\sqrt3}
-\frac{n(n+1)}{2} ~ \frac{n^2+n}{2}
-\binom{n}{2} ~ \frac{n(n-1)}{2}
-e^{2x} ~ \exp(2x)
-\log_2 8 ~ 3
-\tan\frac{\pi}{4} ~ 1
-\sin^2 x + \cos^2 x ~ 1
-2+3i ~ 3i+2
-|x| ~ \sqrt{x^2}
-7! ~ 5040
-0.\overline{142857} ~ \frac17
-0.333... ~ 0.333...
-\text{yes} ~ Yes
-\text{No solution} ~ no solution
-True ~ true
-\infty ~ +\infty
--\infty ~ - \infty
-\frac{1}{3}\ln 2 ~ \frac{\ln 2}{3}
-3:4 ~ \frac34
-3:4 ~ 6:8
-\$1{,}250.50 ~ 1250.5
-20 dollars ~ \$20
-5 apples ~ 5
-5 \text{ students} ~ 5
-8 units ~ 8
-45 \text{ sq ft} ~ 45 \text{ square feet}
-100 °C ~ 100
-(5, -2) ~ \left(5,-2\right)
-(1,2),(3,4) ~ (3,4),(1,2)
-\{(1,2),(3,4)\} ~ (1,2), (3,4)
-\{ (1,2) \} ~ (1,2)
-x^2 - 1 ~ (x-1)(x+1)
-\frac{x+1}{2} ~ \frac12 x + \frac12
--\frac{1}{2} ~ \frac{-1}{2}
-5\cdot 10^{-3} ~ 0.005
-2 \pi r ~ 2\pi r
-4\pi \text{ cm} ~ 4\pi
-\sqrt{2} \text{ units} ~ \sqrt{2}
-\frac{3}{2} \text{ hours} ~ 1.5
-10^{-2} ~ 0.01
-x>3 ~ (3, \infty)
-\mathbb{R} ~ (-\infty, \infty)
-k = 0, 1, 2 ~ 0,1,2
-a=1, b=2 ~ 1, 2
-90\% ~ 0.9
-1,000,000 ~ 10^6
-12 \, \text{km/h} ~ 12 km/h
-3\sqrt{3}+2 ~ 2+\sqrt{27}
-\{x | x \neq 2\} ~ x \neq 2
-2n+1, n \in \mathbb{Z} ~ 2n+1, n \in \mathbb{Z}
-007 ~ 7
-\frac{a}{b} ~ a/b
-\text{Monday} ~ monday
-1:30 \text{ PM} ~ 1:30 pm
-\frac{7}{2} ~ 3.5
-3 \frac{1}{2} ~ 7/2
-3-2\sqrt{2} ~ (\sqrt{2}-1)^2
-2:3:4 ~ 4:6:8
-\frac{1}{4} \text{ of the area} ~ \frac14
--\frac{\sqrt{2}}{2} ~ -\frac{1}{\sqrt{2}}
-3.50 dollars ~ \$3.50
-12\% ~ \frac{3}{25}
-0.12 ~ 12 \text{ percent}
-\text{(D)}\ \frac{7}{8} ~ D
-D ~ \text{(D)}\ \frac{7}{8}
-\textbf{(E)}~\text{none} ~ E
-x \in (-\infty, -1) \cup (1, \infty) ~ (-\infty,-1)\cup(1,\infty)
-|x| > 1 ~ |x|>1
-y = -3x + 4 ~ 3x + y = 4
-\left\{\frac{1}{2}, 3\right\} ~ 3, 0.5
+\begin{vmatrix}1&2\\3&4\end{vmatrix} ~ -2    11_{10} ~ 1011_2    1011_{\text{two}} ~ 1011_2
+FF_{16} ~ 255    \text{FF}_{16} ~ 255_{10}    \approx 3.14 ~ 3.14    x \approx 3.14 ~ 3.14
+\frac{22}{7} \approx 3.14 ~ \frac{22}{7}    p+q=17 ~ 17    a + b + c = 12 ~ 12    f(x) = 2x+1 ~ 2x+1
+y = 2x+1 ~ 2x+1    S_{\triangle ABC} = 6 ~ 6    P(A) = \frac{1}{3} ~ \frac13    n = 7 ~ 7
+AB = 5 ~ 5    \overline{AB} = 5 ~ 5    \text{Total} = 15 ~ 15    1/2 ~ \frac{1}{2}
+1\frac{1}{2} ~ 1.5    3.0 ~ 3    6.02\times 10^{23} ~ 602000000000000000000000    1.5e3 ~ 1500
+\sqrt{8} ~ 2\sqrt{2}    2^{10} ~ 1024    \frac{\sqrt{3}}{3} ~ \frac{1}{\sqrt3}
+\frac{n(n+1)}{2} ~ \frac{n^2+n}{2}    \binom{n}{2} ~ \frac{n(n-1)}{2}    e^{2x} ~ \exp(2x)
+\log_2 8 ~ 3    \tan\frac{\pi}{4} ~ 1    \sin^2 x + \cos^2 x ~ 1    2+3i ~ 3i+2    |x| ~ \sqrt{x^2}
+7! ~ 5040    0.\overline{142857} ~ \frac17    0.333... ~ 0.333...    \text{yes} ~ Yes
+\text{No solution} ~ no solution    True ~ true    \infty ~ +\infty    -\infty ~ - \infty
+\frac{1}{3}\ln 2 ~ \frac{\ln 2}{3}    3:4 ~ \frac34    3:4 ~ 6:8    \$1{,}250.50 ~ 1250.5
+20 dollars ~ \$20    5 apples ~ 5    5 \text{ students} ~ 5    8 units ~ 8
+45 \text{ sq ft} ~ 45 \text{ square feet}    100 °C ~ 100    (5, -2) ~ \left(5,-2\right)
+(1,2),(3,4) ~ (3,4),(1,2)    \{(1,2),(3,4)\} ~ (1,2), (3,4)    \{ (1,2) \} ~ (1,2)
+x^2 - 1 ~ (x-1)(x+1)    \frac{x+1}{2} ~ \frac12 x + \frac12    -\frac{1}{2} ~ \frac{-1}{2}
+5\cdot 10^{-3} ~ 0.005    2 \pi r ~ 2\pi r    4\pi \text{ cm} ~ 4\pi
+\sqrt{2} \text{ units} ~ \sqrt{2}    \frac{3}{2} \text{ hours} ~ 1.5    10^{-2} ~ 0.01
+x>3 ~ (3, \infty)    \mathbb{R} ~ (-\infty, \infty)    k = 0, 1, 2 ~ 0,1,2    a=1, b=2 ~ 1, 2
+90\% ~ 0.9    1,000,000 ~ 10^6    12 \, \text{km/h} ~ 12 km/h    3\sqrt{3}+2 ~ 2+\sqrt{27}
+\{x | x \neq 2\} ~ x \neq 2    2n+1, n \in \mathbb{Z} ~ 2n+1, n \in \mathbb{Z}    007 ~ 7
+\frac{a}{b} ~ a/b    \text{Monday} ~ monday    1:30 \text{ PM} ~ 1:30 pm    \frac{7}{2} ~ 3.5
+3 \frac{1}{2} ~ 7/2    3-2\sqrt{2} ~ (\sqrt{2}-1)^2    2:3:4 ~ 4:6:8
+\frac{1}{4} \text{ of the area} ~ \frac14    -\frac{\sqrt{2}}{2} ~ -\frac{1}{\sqrt{2}}
+3.50 dollars ~ \$3.50    12\% ~ \frac{3}{25}    0.12 ~ 12 \text{ percent}
+\text{(D)}\ \frac{7}{8} ~ D    D ~ \text{(D)}\ \frac{7}{8}    \textbf{(E)}~\text{none} ~ E
+x \in (-\infty, -1) \cup (1, \infty) ~ (-\infty,-1)\cup(1,\infty)    |x| > 1 ~ |x|>1
+y = -3x + 4 ~ 3x + y = 4    \left\{\frac{1}{2}, 3\right\} ~ 3, 0.5
 \begin{bmatrix}1&0\\0&1\end{bmatrix} ~ \left(\begin{array}{cc}1 & 0 \\ 0 & 1\end{array}\right)
-[1, 2; 3, 4] ~ [1, 2; 3, 4]
-\left(3, \frac{\pi}{2}\right) ~ (3, \pi/2)
-15^{\circ} ~ 15 \text{ degrees}
-\frac{\pi}{12} ~ 15^\circ
-5\sqrt{3}\text{ cm}^2 ~ 5\sqrt{3}
-2.5 \times 10^{-4} ~ 0.00025
-3^{20} ~ 3486784401
-\frac{10!}{5!5!} ~ 252
-252 \text{ ways} ~ 252
-\log 100 ~ \log_{10} 100
-n^2+2n ~ n(n+2)
-k=5 ~ 5
-\lambda = 3 ~ 3
-T_n = n^2 ~ n^2
-f^{-1}(x) = x-1 ~ x - 1
-\angle A = 30^\circ ~ 30^\circ
-\text{The answer is } 42 ~ 42
-\approx 42 ~ 42
-3\frac{1}{3} ~ \frac{10}{3}
-1011_2 ~ 11
-4\ln 2 ~ \ln 16
-\ln\frac{a}{b} ~ \ln a-\ln b
-\sqrt{12x^3} ~ 2x\sqrt{3x}
-x^{1/2} ~ \sqrt{x}
-i ~ \sqrt{-1}
-(1+i)^2 ~ 2i
-\frac{1}{1+i} ~ \frac{1-i}{2}
-30 \text{ min} ~ 0.5 \text{ hours}
-1 \text{ km} ~ 1000 \text{ m}
-2 \text{ ft} ~ 24 \text{ in}
-60\text{ mph} ~ 60
-6 \text{ square inches} ~ 6\text{ in}^2
-7 \mathrm{~cm} ~ 7 cm
-\$12,500 ~ 12500
-12,500 ~ 12500
-\{1, 2, 3\} ~ \{3, 1, 2\}
-\emptyset ~ \varnothing
-\text{None} ~ none
-0.1\overline{6} ~ \frac{1}{6}
-1.\overline{3} ~ 4/3
-2e^{3x} ~ 2\exp(3x)
-\tan^{-1}(1) ~ \arctan 1
-\frac{\pi}{4} ~ \arctan(1)
-e^{\ln 5} ~ 5
-4x^2-12x+9 ~ (2x-3)^2
-x=2,3 ~ 2,3
-x=2\text{ or }3 ~ 2,3
-p \to q ~ p \to q
-10^{10} ~ 10000000000
-\text{east} ~ East
-9:15 \text{ a.m.} ~ 9:15 AM
-\frac{a+b}{c} ~ (a+b)/c
--x^2+3x ~ x(3-x)
-\frac{3}{x-1} ~ \frac{-3}{1-x}
-\binom{7}{3} ~ 35
-\sum_{k=1}^{3} k ~ 6
-\text{13 cm} ~ 13
-6\ \text{m/s}^2 ~ 6 m/s^2
-8\,\text{kg} ~ 8000 g
-C ~ (C)
-C: 12\pi ~ 12\pi
-B: [1,2) ~ [1,2)
-B: \sqrt{2} ~ B
-\text{B} ~ B.
+[1, 2; 3, 4] ~ [1, 2; 3, 4]    \left(3, \frac{\pi}{2}\right) ~ (3, \pi/2)
+15^{\circ} ~ 15 \text{ degrees}    \frac{\pi}{12} ~ 15^\circ    5\sqrt{3}\text{ cm}^2 ~ 5\sqrt{3}
+2.5 \times 10^{-4} ~ 0.00025    3^{20} ~ 3486784401    \frac{10!}{5!5!} ~ 252
+252 \text{ ways} ~ 252    \log 100 ~ \log_{10} 100    n^2+2n ~ n(n+2)    k=5 ~ 5    \lambda = 3 ~ 3
+T_n = n^2 ~ n^2    f^{-1}(x) = x-1 ~ x - 1    \angle A = 30^\circ ~ 30^\circ
+\text{The answer is } 42 ~ 42    \approx 42 ~ 42    3\frac{1}{3} ~ \frac{10}{3}    1011_2 ~ 11
+4\ln 2 ~ \ln 16    \ln\frac{a}{b} ~ \ln a-\ln b    \sqrt{12x^3} ~ 2x\sqrt{3x}    x^{1/2} ~ \sqrt{x}
+i ~ \sqrt{-1}    (1+i)^2 ~ 2i    \frac{1}{1+i} ~ \frac{1-i}{2}    30 \text{ min} ~ 0.5 \text{ hours}
+1 \text{ km} ~ 1000 \text{ m}    2 \text{ ft} ~ 24 \text{ in}    60\text{ mph} ~ 60
+6 \text{ square inches} ~ 6\text{ in}^2    7 \mathrm{~cm} ~ 7 cm    \$12,500 ~ 12500
+12,500 ~ 12500    \{1, 2, 3\} ~ \{3, 1, 2\}    \emptyset ~ \varnothing    \text{None} ~ none
+0.1\overline{6} ~ \frac{1}{6}    1.\overline{3} ~ 4/3    2e^{3x} ~ 2\exp(3x)
+\tan^{-1}(1) ~ \arctan 1    \frac{\pi}{4} ~ \arctan(1)    e^{\ln 5} ~ 5    4x^2-12x+9 ~ (2x-3)^2
+x=2,3 ~ 2,3    x=2\text{ or }3 ~ 2,3    p \to q ~ p \to q    10^{10} ~ 10000000000
+\text{east} ~ East    9:15 \text{ a.m.} ~ 9:15 AM    \frac{a+b}{c} ~ (a+b)/c    -x^2+3x ~ x(3-x)
+\frac{3}{x-1} ~ \frac{-3}{1-x}    \binom{7}{3} ~ 35    \text{13 cm} ~ 13
+6\ \text{m/s}^2 ~ 6 m/s^2    8\,\text{kg} ~ 8000 g    C ~ (C)    C: 12\pi ~ 12\pi
+B: [1,2) ~ [1,2)    B: \sqrt{2} ~ B    \text{B} ~ B.
 matrix([[1,2],[3,4]]) ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
 Matrix([[1/2, 0], [0, 1]]) ~ \begin{pmatrix}\frac12&0\\0&1\end{pmatrix}
 \begin{pmatrix} 3 \\[2mm] 4 \end{pmatrix} ~ \begin{pmatrix} 3 \\ 4 \end{pmatrix}
-sqrt(3)/3 ~ \frac{\sqrt3}{3}
-pi/4 ~ \frac{\pi}{4}
-3*x**2 ~ 3x^2
-2*sqrt(5) ~ 2\sqrt5
-oo ~ \infty
-C ~ C：5
-5 ~ C、5
-（１，２） ~ (1,2)
+sqrt(3)/3 ~ \frac{\sqrt3}{3}    pi/4 ~ \frac{\pi}{4}    3*x**2 ~ 3x^2    2*sqrt(5) ~ 2\sqrt5
+oo ~ \infty    C ~ C：5    5 ~ C、5    （１，２） ~ (1,2)    2^{2023}\cdot 2 ~ 2^{2024}
+1-\dfrac{1}{2024!} ~ 1-\frac{1}{2024!}    \sum_{k=0}^{n} 2^k ~ \sum_{k=0}^n 2^{k}
+\int_0^1 x\,dx ~ \int_0^1 x dx    (2^3)^4 ~ 4096    \frac{1}{3}x^3 - 2x + C ~ \frac{x^3}{3}-2x+C
+\cosh x ~ \frac{e^{x}+e^{-x}}{2}    y = \frac{1}{2}x + 3 ~ x - 2y + 6 = 0
 """
 UNEQUAL = r"""
--5 ~ 5
-1/2 ~ 12
-25 ~ 25\%
-5\text{ cm} ~ 5\text{ m}
-x=5 ~ y=5
-\frac{22}{7} ~ \pi
-0.333 ~ \frac13
-(1,2) ~ (2,1)
-(1,2) ~ \{1,2\}
-[1,2] ~ [1,2)
-1,1,2 ~ 1,2,2
-1,2 ~ 1,2,3
-\pm 3 ~ 3
-x<3 ~ x>3
-y<2x+1 ~ y>2x+1
-\begin{pmatrix}1\\2\end{pmatrix} ~ \begin{pmatrix}1&2\end{pmatrix}
-\sqrt{x^2} ~ x
-x ~ X
-10^{100} ~ 10^{100}+1
-30^\circ ~ \frac{\pi}{3}
-1969-07-20 ~ 1942
-12:30 p.m. ~ 12:30
-\text{Monday} ~ \text{Tuesday}
-yes ~ no
-(A) 5 ~ B
-2^3=9 ~ 9
-2 3 ~ 6
-ten ~ net
-May ~ Amy
-1 1/2 ~ 11/2
--1 1/2 ~ -11/2
-3 4 ~ 34
-5 million ~ 5
-2 dozen ~ 2
-[3,4) ~ 3,4
-(3,4] ~ 3,4
-[[1, 2], [3, 4]] ~ \begin{pmatrix}1&3\\2&4\end{pmatrix}
-5x ~ 5
-0\cdot\infty ~ 0
-2 ~ 2\mathrm{i}
-3 ~ 3\mathrm{e}
-x=5 \quad x=6 ~ 6
-x=5 \lor x=6 ~ 6
-x=5 \\ x=6 ~ 6
-5 PM ~ 5 AM
-\{x \mid x > 2\} ~ (3,\infty)
-p\equiv 1\pmod 4 ~ p\equiv 1\pmod{5}
-\lfloor n/3 \rfloor ~ \lfloor n/4 \rfloor
-\lfloor n^2/4 \rfloor ~ \lfloor n^2/5 \rfloor
-\lfloor\sqrt{n-1}\rfloor ~ 0
-|n-3| ~ 3-n
-|x-5|+x ~ 5
-|x-5| ~ |x-7|-2
-\lfloor n/2 \rfloor ~ \lceil n/2 \rceil - 1
-m \in \mathbb{N} \mid \gcd(m, a) = 1 ~ 1
-\{(2,-2)\} ~ \pm 2
-1, 3 ~ [1,3]
-1, 3 ~ (1,3)
-(2, 3) ~ 2, 3
-17^\circ ~ 17 \mathrm{m/s}
-100^\circ ~ \$100
-C: 5 ~ B
-C: 5 ~ 7
-A: 6 ~ B: 6
-A: 6 ~ A: 7
-52_8 ~ 52_9
-3R^2 ~ 3r^2
-48, 384 ~ 48384
-12\text{ cm}^2 ~ 12\text{ cm}^3
-3 hours ~ 3 minutes
-25\% ~ 0.5
-60^\circ ~ \frac{\pi}{6}
--1 \le x < 4 ~ [-1,4]
-(-1, 4) ~ [-1,4]
-Matrix([[1, 2], [3, 4]]) ~ \begin{bmatrix}1&3\\2&4\end{bmatrix}
-101_2 ~ 101_3
-\frac{22}{7} \approx 3.14 ~ 3.15
-2x+3y=6 ~ 4x+6y=6
-True ~ False
-\infty ~ -\infty
-3:4 ~ 4:3
-5 \text{ apples} ~ 6
-(5, -2) ~ 5, 2
-x^2 - 1 ~ (x-1)^2
-a=1, b=2 ~ a=2, b=1
-90\% ~ 90
-7 ~ 07.5
-3 ~ -3
-x+1 ~ x-1
-\frac{a}{b} ~ \frac{b}{a}
-ab ~ a+b
-1:30 PM ~ 1:30 AM
-0.67 ~ \frac23
-3.14 ~ \pi
-\textbf{(E)}~\text{none} ~ A
-y = -3x + 4 ~ 3x + y = 5
-\left(3, \frac{\pi}{2}\right) ~ (3, \pi)
-\sqrt{12x^3} ~ 2x\sqrt{2x}
-2i ~ -2i
-2 \text{ ft} ~ 24 \text{ ft}
-12,500 ~ 12.5
-\{1, 2, 3\} ~ \{1, 2\}
-(1, 2, 3) ~ (3, 2, 1)
-\text{east} ~ West
-9:15 ~ 9:51
-6\ \text{m/s}^2 ~ 6 m/s
-5 ~ 5,5
-B: \sqrt{2} ~ \sqrt{3}
+-5 ~ 5    1/2 ~ 12    25 ~ 25\%    5\text{ cm} ~ 5\text{ m}    x=5 ~ y=5    \frac{22}{7} ~ \pi
+0.333 ~ \frac13    (1,2) ~ (2,1)    (1,2) ~ \{1,2\}    [1,2] ~ [1,2)    1,1,2 ~ 1,2,2    1,2 ~ 1,2,3
+\pm 3 ~ 3    x<3 ~ x>3    y<2x+1 ~ y>2x+1
+\begin{pmatrix}1\\2\end{pmatrix} ~ \begin{pmatrix}1&2\end{pmatrix}    \sqrt{x^2} ~ x    x ~ X
+10^{100} ~ 10^{100}+1    30^\circ ~ \frac{\pi}{3}    1969-07-20 ~ 1942    12:30 p.m. ~ 12:30
+\text{Monday} ~ \text{Tuesday}    yes ~ no    (A) 5 ~ B    2^3=9 ~ 9    2 3 ~ 6    ten ~ net
+May ~ Amy    1 1/2 ~ 11/2    -1 1/2 ~ -11/2    3 4 ~ 34    5 million ~ 5    2 dozen ~ 2
+[3,4) ~ 3,4    (3,4] ~ 3,4    [[1, 2], [3, 4]] ~ \begin{pmatrix}1&3\\2&4\end{pmatrix}    5x ~ 5
+0\cdot\infty ~ 0    2 ~ 2\mathrm{i}    3 ~ 3\mathrm{e}    x=5 \quad x=6 ~ 6    x=5 \lor x=6 ~ 6
+x=5 \\ x=6 ~ 6    5 PM ~ 5 AM    \{x \mid x > 2\} ~ (3,\infty)
+p\equiv 1\pmod 4 ~ p\equiv 1\pmod{5}    \lfloor n/3 \rfloor ~ \lfloor n/4 \rfloor
+\lfloor n^2/4 \rfloor ~ \lfloor n^2/5 \rfloor    \lfloor\sqrt{n-1}\rfloor ~ 0    |n-3| ~ 3-n
+|x-5|+x ~ 5    |x-5| ~ |x-7|-2    \lfloor n/2 \rfloor ~ \lceil n/2 \rceil - 1
+m \in \mathbb{N} \mid \gcd(m, a) = 1 ~ 1    \{(2,-2)\} ~ \pm 2    1, 3 ~ [1,3]    1, 3 ~ (1,3)
+(2, 3) ~ 2, 3    17^\circ ~ 17 \mathrm{m/s}    100^\circ ~ \$100    C: 5 ~ B    C: 5 ~ 7
+A: 6 ~ B: 6    A: 6 ~ A: 7    52_8 ~ 52_9    3R^2 ~ 3r^2    48, 384 ~ 48384
+12\text{ cm}^2 ~ 12\text{ cm}^3    3 hours ~ 3 minutes    25\% ~ 0.5    60^\circ ~ \frac{\pi}{6}
+-1 \le x < 4 ~ [-1,4]    (-1, 4) ~ [-1,4]
+Matrix([[1, 2], [3, 4]]) ~ \begin{bmatrix}1&3\\2&4\end{bmatrix}    101_2 ~ 101_3
+\frac{22}{7} \approx 3.14 ~ 3.15    2x+3y=6 ~ 4x+6y=6    True ~ False    \infty ~ -\infty
+3:4 ~ 4:3    5 \text{ apples} ~ 6    (5, -2) ~ 5, 2    x^2 - 1 ~ (x-1)^2    a=1, b=2 ~ a=2, b=1
+90\% ~ 90    7 ~ 07.5    3 ~ -3    x+1 ~ x-1    \frac{a}{b} ~ \frac{b}{a}    ab ~ a+b
+1:30 PM ~ 1:30 AM    0.67 ~ \frac23    3.14 ~ \pi    \textbf{(E)}~\text{none} ~ A
+y = -3x + 4 ~ 3x + y = 5    \left(3, \frac{\pi}{2}\right) ~ (3, \pi)    \sqrt{12x^3} ~ 2x\sqrt{2x}
+2i ~ -2i    2 \text{ ft} ~ 24 \text{ ft}    12,500 ~ 12.5    \{1, 2, 3\} ~ \{1, 2\}
+(1, 2, 3) ~ (3, 2, 1)    \text{east} ~ West    9:15 ~ 9:51    6\ \text{m/s}^2 ~ 6 m/s    5 ~ 5,5
+B: \sqrt{2} ~ \sqrt{3}    AB ~ ab    5 \text{ thousand} ~ 5    0.27 ~ 0.\overline{27}
+x \le -2 ~ x \le -2 \text{ or } x \ge 2    3\text{ dollars} ~ 3\text{ cents}    2^{2023} ~ 2^{2024}
+1,2,2 ~ 1,2    \sin x ~ \sin 2x    P(x)=x^2 ~ P(x)=x^3
 """
 
 
 def pairs(table):
-    return [line.split(" ~ ") for line in table.strip().splitlines()]
+    found = [pair.split(" ~ ") for pair in re.split(r" {4}|\n", table.strip())]
+    return found + [[b, a] for a, b in found]
 
 
-@pytest.mark.parametrize("a, b", pairs(EQUAL))
-def test_equal_mathematics(a, b):
-    assert mathematics.math_equal(a, b) and mathematics.math_equal(b, a)
+def test_equal_mathematics_is_equal_in_both_directions():
+    verdicts = judged(pairs(EQUAL))
+    assert not [pair for pair, equal in zip(pairs(EQUAL), verdicts, strict=True) if not equal]
 
 
-@pytest.mark.parametrize("a, b", pairs(UNEQUAL))
-def test_unequal_mathematics(a, b):
-    assert not mathematics.math_equal(a, b) and not mathematics.math_equal(b, a)
+def test_no_unequal_mathematics_is_equal_in_any_direction():
+    verdicts = judged(pairs(UNEQUAL))
+    assert not [pair for pair, equal in zip(pairs(UNEQUAL), verdicts, strict=True)
+                if equal is not False]
 
 
 def test_only_a_decimal_gold_forgives_the_noise_of_floats():
-    assert mathematics.math_equal("0.30000000000000004", "0.3")
-    assert not mathematics.math_equal("0.30000000000000004", "3/10")
-    assert not mathematics.math_equal("0.3001", "0.3")
-    assert not mathematics.math_equal("1.4142135623730951", r"\sqrt{2}")
+    assert math_equal("0.30000000000000004", "0.3")
+    assert not math_equal("0.30000000000000004", "3/10")
+    assert not math_equal("0.3001", "0.3")
+    assert not math_equal("1.4142135623730951", r"\sqrt{2}")
 
 
 def test_none_equals_only_none():
-    assert mathematics.math_equal(None, None) and mathematics.math_equal(5, "5")
-    assert not mathematics.math_equal(None, "5") and not mathematics.math_equal("5", None)
-    assert not mathematics.math_equal("", "5") and not mathematics.math_equal("$", "5")
+    assert math_equal(None, None) and math_equal(5, "5")
+    assert not math_equal(None, "5") and not math_equal("5", None)
+    assert not math_equal("", "5") and not math_equal("$", "5")
 
 
 def number_forms(value):
@@ -605,76 +310,135 @@ def number_forms(value):
 
 
 def test_every_spelling_of_a_number_equals_every_other_and_none_of_its_neighbours():
-    rng = random.Random(SEED)
-    for _ in range(300):
+    rng, equal, unequal = random.Random(SEED), [], []
+    for _ in range(200):
         value = Fraction(rng.randint(-9999, 9999), rng.choice((1, 1, 1, 2, 3, 4, 7, 25, 100)))
         other = value + rng.choice((1, -1, 10, Fraction(1, 7)))
         a, b = rng.sample(number_forms(value), 2)
         if "cm" in a + b and "circ" in a + b:
             continue  # two units of other dimensions
-        assert mathematics.math_equal(a, b), (a, b)
-        wrong = rng.choice(number_forms(other))
-        assert not mathematics.math_equal(a, wrong), (a, wrong)
+        equal.append((a, b))
+        unequal.append((a, rng.choice(number_forms(other))))
+    assert [pair for pair, same in zip(equal, judged(equal), strict=True) if not same] == []
+    assert [pair for pair, same in zip(unequal, judged(unequal), strict=True) if same] == []
 
 
 def test_every_order_of_a_set_but_one_of_a_tuple():
     rng = random.Random(SEED)
-    for _ in range(200):
+    for _ in range(20):
         values = rng.sample(range(-30, 30), rng.randint(2, 5))
         turned = values[1:] + values[:1]
         one, two = (", ".join(map(str, row)) for row in (values, turned))
-        assert mathematics.math_equal(rf"\{{{one}\}}", rf"\left\{{{two}\right\}}")
-        assert mathematics.math_equal(one, two)
-        assert not mathematics.math_equal(f"({one})", rf"\left({two}\right)")
-        assert not mathematics.math_equal(f"({one})", one), "a point or an interval is no list"
-        assert not mathematics.math_equal(rf"\{{{one}\}}", rf"\{{{one}, 31\}}")
+        assert math_equal(rf"\{{{one}\}}", rf"\left\{{{two}\right\}}")
+        assert math_equal(one, two)
+        assert not math_equal(f"({one})", rf"\left({two}\right)")
+        assert not math_equal(f"({one})", one), "a point or an interval is no list"
+        assert not math_equal(rf"\{{{one}\}}", rf"\{{{one}, 31\}}")
 
 
 def test_a_product_of_radicals_is_its_value():
     rng = random.Random(SEED)
-    for _ in range(200):
+    for _ in range(40):
         a, b, c = rng.randint(2, 12), rng.choice((2, 3, 5, 6, 7, 10, 11)), rng.randint(1, 6)
         forms = [rf"\frac{{{a}\sqrt{{{b}}}}}{{{c}}}", rf"\frac{{{a}}}{{{c}}}\sqrt{{{b}}}",
                  f"{a}*sqrt({b})/{c}", rf"\frac{{{a * b}}}{{{c}\sqrt{{{b}}}}}",
                  rf"\frac{{\sqrt{{{a * a * b}}}}}{{{c}}}"]
         one, two = rng.sample(forms, 2)
-        assert mathematics.math_equal(one, two), (one, two)
-        assert not mathematics.math_equal(one, f"{a * math.sqrt(b) / c:.3f}")
-        assert not mathematics.math_equal(one, rf"\frac{{{a}\sqrt{{{b + 1}}}}}{{{c}}}")
+        assert math_equal(one, two), (one, two)
+        assert not math_equal(one, f"{a * math.sqrt(b) / c:.3f}")
+        assert not math_equal(one, rf"\frac{{{a}\sqrt{{{b + 1}}}}}{{{c}}}")
 
 
 def test_an_equation_of_sums_is_not_a_number():
-    assert mathematics.math_equal("2x+3y=6", "6")  # as math-verify has it: its last side
-    assert not mathematics.math_equal("6", "2x+3y=6")
+    assert math_equal("2x+3y=6", "6")  # as math-verify has it: its last side
+    assert not math_equal("6", "2x+3y=6")
 
 
-TOWERS = ["2^{2^{2^{2^{2^{2}}}}}", "9^{9^{9^{9}}}", r"\int_0^1 9^{9^{9^9}} dx", "7" + "!" * 300,
-          r"\sum_{n=1}^{10^9} n^{n}", r"\binom{10^9}{10^8}", r"\sqrt{" * 90 + "2" + "}" * 90]
+def test_a_gold_equals_itself_in_a_box(test_data):
+    golds = {case["b"] for case in cases(test_data, "matheq")} - {None}
+    golds = random.Random(SEED).sample(sorted(gold for gold in golds if "box" not in gold), 150)
+    verdicts = judged([(rf"$\boxed{{{gold}}}$", gold) for gold in golds])
+    assert not [gold for gold, equal in zip(golds, verdicts, strict=True) if not equal]
 
 
-def test_a_pair_that_hangs_is_killed_and_the_next_is_judged():
-    start = time.monotonic()
-    assert not mathematics.compared("2^{2^{2^{2^{2^{2}}}}}", "7", "alone")
-    assert time.monotonic() - start < 60
-    assert mathematics.compared(r"\frac{2}{4}", r"\frac12", "alone")
+# ---------------------------------------------------------------- what is costly
+
+@pytest.mark.parametrize("costly, gold", [
+    ("9^{9^9}", "2^{3^{4}}"), ("x^{2024}", "y^{2025}"), ("2024!", "2023!"), ("(9!)!", "(8!)!"),
+    (r"\binom{10^9}{10^8}", r"\binom{10^2}{3}"), (r"\sum_{n=1}^{10^9} n^n", r"\sum_{n=1}^{3} n"),
+    (r"\int_0^1 x^x dx", r"\int_0^1 x dx"), (r"\lim_{x\to 0} x^x", r"\lim_{x\to 0} x"),
+    (r"\sqrt{" * 9 + "2" + "}" * 9, r"\sqrt{" * 10 + "3" + "}" * 10),
+    (r"\sin\sin\sin\sin x", r"\cos\cos\cos\cos x")])
+def test_what_is_costly_is_refused_where_the_gold_is_not(costly, gold):
+    a, b = mathematics.tidy(costly), mathematics.tidy(gold)
+    assert any(each.search(a) and each.search(b) for each in mathematics.COSTLY)
+    assert math_equal(costly, "7") is False, "None would say that it was computed up to a limit"
+    assert math_equal(f"(C) {costly}", "C")
 
 
-def test_math_verifys_own_verdict_is_its_own():
-    for a, b, alone, ours in ((r"25\%", "25", True, False), ("5 m", "500 cm", False, True),
-                              (r"\frac12", "0.5", True, True)):
-        assert mathematics.compared(a, b, "alone") is alone and mathematics.math_equal(a, b) is ours
+# these are no known kind of costly text, so they are computed up to the limit
+ENDLESS = ["(x+y+z+1)^{40}", "((x+y+z+w)^{25}+1)^{3}"]
+# equal pairs that take math-verify longest
+SLOW = [(rf"\cos(2x)+{i}", rf"1-2\sin^2 x+{i}") for i in range(14)] + [
+    (f"(x+{i})^2+y^2=9", f"x^2+{2 * i}x+{i * i}+y^2=9") for i in range(1, 14)] + [
+    (rf"\tan(x)+{i}", rf"\frac{{\sin x}}{{\cos x}}+{i}") for i in range(13)]
 
 
-def test_an_update_of_512_answers_is_judged_in_seconds(test_data):
+def test_hostile_answers_change_no_other_verdict():
+    for hostile in [], ENDLESS, [f"({one})" for one in ENDLESS]:
+        assert judged([(one, "5") for one in hostile]) == [None] * len(hostile)
+        math_equal.cache_clear()
+        assert judged(SLOW) == [True] * 40
+
+
+def test_an_answer_that_reaches_the_limit_is_counted():
+    for answer, golds, values in (
+            (ENDLESS[0], ["5"], (0, 1)), (ENDLESS[0], ["5", ENDLESS[0]], (1, 0)),
+            ("6", ["5"], (0, 0)), ("5", ["5"], (1, 0))):
+        row = verdict.score({"golds": golds, "check": "math"}, answer, [], True, False, "")
+        assert (row["success"], row["undecided"]) == values
+    assert "undecided" in verdict.PARTS  # its mean is logged
+
+
+def children(pid):
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+def test_what_is_killed_from_outside_is_asked_again():
+    assert math_equal("x+1", "1+x")
+    idle = mathematics.servers(os.getpid())
+    server = idle.get()
+    idle.put(server)
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(server.pid, signal.SIGTERM)  # as Slurm does; the server ignores it
+        asked = pool.submit(math_equal, f"{ENDLESS[0]}+1", "5")
+        while not (forks := children(server.pid)):
+            time.sleep(0.01)
+        os.kill(forks[0], signal.SIGKILL)
+        assert asked.result() is None and server.poll() is None
+        server.kill()
+        assert math_equal("x+2", "2+x") and server.wait() == -signal.SIGKILL
+
+
+HOSTILE = ["2^{2^{2^{2^{2^{2}}}}}", "9^{9^{9^{9}}}", r"\int_0^1 9^{9^{9^9}} dx", "7" + "!" * 300,
+           r"\sum_{n=1}^{10^9} n^{n}", r"\binom{10^9}{10^8}", r"\sqrt{" * 90 + "2" + "}" * 90,
+           ENDLESS[0]]
+
+
+@pytest.mark.slow
+def test_a_batch_of_512_with_hostile_answers_has_the_verdicts_of_its_pairs_alone(test_data):
     rng = random.Random(SEED)
     rows = [case for case in cases(test_data, "matheq") if None not in (case["a"], case["b"])]
-    mathematics.math_equal("x+1", "1+x")  # the processes start
-    mathematics.compared.cache_clear()
+    honest = [(case["a"], case["b"]) for case in rng.sample(rows, 486)]
+    hostile = [(f"{rng.choice(HOSTILE)}+{number}", "7") for number in range(26)]
+    batch = rng.sample(honest + hostile, 512)
+    alone = {pair: math_equal(*pair) for pair in honest}
+    math_equal.cache_clear()
     start = time.monotonic()
-    for case in rng.sample(rows, 512):
-        mathematics.math_equal(case["a"], case["b"])
+    verdicts = dict(zip(batch, judged(batch), strict=True))
     print(f"512 answers in {time.monotonic() - start:.1f} s")
-    assert time.monotonic() - start < 60  # 3 s on a quiet machine of two cores
+    assert [pair for pair in honest if verdicts[pair] is not alone[pair]] == []
+    assert not any(verdicts[pair] for pair in hostile)
 
 
 @pytest.mark.parametrize("text", [
@@ -686,14 +450,11 @@ def test_an_update_of_512_answers_is_judged_in_seconds(test_data):
     "<search></search><result></result>" * 20_000, "a " * 10**5, "\ud800\x00", "²", "①", "x_" * 300,
 ])
 def test_no_text_raises_or_takes_long(text):
-    start = time.monotonic()
-    for gold in ("5", text[:-1] + "1"):
-        mathematics.math_equal(text, gold)
-        mathematics.math_equal(gold, text)
-        for kind in ("released", "paper", "answer"):
-            verdict.reward(text, [gold[:100]], kind, check="qa")
-        verdict.qa_metrics(text, gold)
-    assert time.monotonic() - start < 60
+    start = time.process_time()
+    assert not math_equal(text, "5")
+    verdict.released(text, ["5"]), verdict.answer_of(text), verdict.qa_metrics(text, text[:-1])
+    verdict.without_results(text)
+    assert time.process_time() - start < 20
 
 
 PIECES = r"""\frac { } ( ) [ ] \sqrt ^ _ 1 12 999 0. x y e i \pi \sin \log + - * / = < \le \in
@@ -705,22 +466,13 @@ TEXTS = st.lists(st.one_of(st.sampled_from(PIECES.split()), st.text(max_size=4))
 
 
 @hypothesis.seed(SEED)
-@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(TEXTS, TEXTS)
 def test_any_two_texts_have_a_verdict(a, b):
-    assert mathematics.math_equal(a, b) in (True, False)
-    assert mathematics.math_equal(a, a) is bool(a.strip(" $"))
-    assert -1 <= verdict.reward(a, [b], "released") <= 1.1
-    assert -1 <= verdict.reward(a, [b], "paper", check="qa") <= 1.1
-    verdict.answer_of(a), verdict.qa_metrics(a, b), mathematics.is_mathematics(a)
-
-
-@pytest.mark.parametrize("gold, true", [
-    ("5", True), (r"\frac{1}{2}", True), ("x=5", True), ("12 cm", True), ("[1, 2]", True),
-    (r"\text{no solution}", False), ("Paris", False), ("12:30 p.m.", False), ("1969-07-20", False),
-    ("Apollo 11", False), ("A", False), (r"\sin x", True), ("x^2+1", True)])
-def test_a_gold_is_mathematics_or_words(gold, true):
-    assert mathematics.is_mathematics(gold) is true
+    assert math_equal(a, b) in (True, False, None)
+    assert math_equal(a, a) is bool(a.strip(" $"))
+    assert -1 <= verdict.released(a, [b]) <= 1.1
+    verdict.answer_of(a), verdict.qa_metrics(a, b)
 
 
 # ---------------------------------------------------------------- answers
@@ -808,20 +560,6 @@ def test_questions_count_over_all_aliases_and_a_choice_is_no_article():
     choice = {"golds": ["A"], "check": "qa"}
     assert verdict.score(choice, "(A)", [], True, False, "")["acc"] == 1
     for wrong in ("B", "the", "", None):
-        assert verdict.score(choice, wrong, [], True, False, "")["acc"] == 0
-
-
-def test_a_response_alone_has_the_papers_reward():
-    text = (r"<think>a</think><search>q</search><result>r</result>{}"
-            r"<answer>\boxed{{\frac12}}</answer>")
-    program = "<python>1</python><result>1</result>"
-    assert verdict.reward(text.format(program), ["0.5"], "paper") == pytest.approx(1.1)
-    assert verdict.reward(text.format(""), ["0.5"], "paper") == 1
-    assert verdict.reward(text.format("<think>"), ["0.5"], "paper") == -1
-    assert verdict.reward(text.format("<think>"), ["0.5"], "answer") == 1
-    forged = text.format("").replace("<result>r", "<result><python></python>")
-    assert verdict.reward(forged, ["0.5"], "paper") in (-1, 1), "tags in a result are no calls"
-    with pytest.raises(ValueError, match="released, paper or answer"):
-        verdict.reward(text, ["0.5"], "strict")
-    with pytest.raises(ValueError, match="the kinds are strict"):
-        verdict.reward_of({}, "best")
+        row = verdict.score(choice, wrong, [], True, False, "")
+        assert row["acc"] == row["em"] == row["success"] == 0
+    assert verdict.qa_metrics("the", ["a"])["em"] == 0  # both normalise to nothing

@@ -1,13 +1,15 @@
-"""A second world, a calculator in 50 lines, works in the stages without changes to them."""
+"""A second world, a calculator in 50 lines, works in the stages without changes to them; the travel
+world refuses tasks that no plan can solve."""
+import math
 import re
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, witness
 
 from evaluate import main
-from runtime import read_jsonl, write_jsonl
+from runtime import Mistake, read_jsonl, write_jsonl
 from travel.world import Travel
 
 FILE = ROOT / "tests" / "calculator.py"
@@ -91,3 +93,23 @@ def test_an_unknown_reward_is_refused_with_those_the_world_knows(tiny_model, sum
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "--reward macro: the rewards of this world are talk, success" in done.stderr
+
+
+@pytest.mark.parametrize("change", [
+    *({"people_number": value} for value in (0, -2, 0.5, None, True)),
+    *({"budget": value} for value in (0, math.nan, math.inf, "dear", None, True)),
+    *({"visiting_city_number": value} for value in (0, 3, 1.5)), {"days": 2}, {"days": "three"},
+    {"date": ["2022-03-02", "2022-03-01", "2022-03-03"]}, {"date": ["soon"] * 3}, {"query": None},
+    {"org": "Atlantis"}, {"dest": "Atlantis"}, {"dest": "Norland"}, {"level": 3}, {"id": None},
+    *({"local_constraint": {key: value}} for key, value in {
+        "house rule": "dancing", "room type": "castle", "transportation": "by train",
+        "cuisine": 7}.items()), {"local_constraint": "nothing"}])
+def test_a_travel_task_that_no_plan_can_solve_is_refused_with_its_key(mini, change):
+    task = witness(mini)[0] | {"people_number": "2"}  # published files hold numbers as text
+    assert Travel(mini).load_task(task)["people_number"] == 2
+    (key, value), = change.items()
+    key = next(iter(value)) if isinstance(value, dict) else key
+    with pytest.raises(Mistake, match=f"^'({key}|date)' "):
+        Travel(mini).load_task(task | change)
+    with pytest.raises(Mistake, match="has no 'org'"):
+        Travel(mini).load_task({name: task[name] for name in task if name != "org"})

@@ -111,6 +111,22 @@ class Dense:
 
 # ---------------------------------------------------------------- servers
 
+def post(client, url, body, headers=None):
+    """The JSON of a server's reply, which may take BODY_BYTES and BODY_SECONDS: httpx2's time-out
+    begins anew with every byte, and a small packed body may become a large one."""
+    until, data = time.monotonic() + BODY_SECONDS, bytearray()
+    content = json.dumps(body)  # half a surrogate pair would fail in httpx2's own
+    headers = {"Content-Type": "application/json"} | (headers or {})
+    with client.stream("POST", url, content=content, headers=headers) as reply:
+        for part in reply.iter_bytes():
+            data += part
+            if len(data) > BODY_BYTES or time.monotonic() > until:
+                raise ValueError(f"the reply does not end after {len(data):,} bytes")
+    if reply.status_code != 200:
+        raise ValueError(f"status {reply.status_code} {data[:200].decode(errors='replace')}")
+    return json.loads(data)
+
+
 class QueryError(ConnectionError):
     """The server works, but has no answer to this query."""
 
@@ -127,7 +143,7 @@ class Remote:
     def __init__(self, name, tries=4, pause=1.0):
         import httpx2
         self.tries, self.pause, self.pool = tries, pause, ThreadPoolExecutor(16)
-        self.client, self.known = httpx2.Client(timeout=120), "a"
+        self.known = "a"
         self.failures = (httpx2.HTTPError, ValueError, RecursionError, LookupError, TypeError,
                          AttributeError)  # the last three: the reply has another form
         self.web = None if name.startswith(HTTP) else json.loads(Path(name).read_text())
@@ -135,6 +151,7 @@ class Remote:
         self.tool_star = not self.web and plain.endswith(("/search", "/batch_search"))
         self.url = (plain if self.web else plain.rpartition("/")[0] + "/batch_search" if
                     self.tool_star else plain.removesuffix("/retrieve") + "/retrieve")
+        self.post = partial(post, httpx2.Client(timeout=120), self.url)
 
     def search(self, queries, k):
         if len(queries) > 1 and not self.web:
@@ -170,7 +187,8 @@ class Remote:
             found = self.post({"query": queries, "top_n": k, "return_score": False})
             hits = [[{"document": one, "score": None} for one in row] for row in found]
         else:
-            hits = self.post({"queries": queries, "topk": k, "return_scores": True})["result"]
+            body = {"queries": queries, "topk": k, "return_scores": True}
+            hits = self.post(body)["result"]
         texts = [hit["document"]["contents"] for row in hits for hit in row]
         if len(hits) != len(queries) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"not a server of Search-R1 or Tool-Star: {str(hits)[:200]}")
@@ -180,25 +198,11 @@ class Remote:
         names = [self.web[name] for name in ("title", "text", "link")]
         body = {key: {"{query}": query, "{k}": k}.get(value, value)
                 for key, value in self.web["body"].items()}
-        found = self.post(body, self.web["headers"]).get(self.web["results"], [])  # none: no hit
+        found = self.post(body, self.web["headers"])
+        found = found.get(self.web["results"], [])  # without hits there is no such key
         texts = [[str(hit.get(name, "")) for name in names] for hit in found[:k]]
         return [{"document": {"id": link, "contents": f'"{title}"\n{text} {link}'}, "score": None}
                 for title, text, link in texts]
-
-    def post(self, body, headers=None):
-        """The JSON of a reply. httpx2's time-out begins anew with every byte, and a small packed
-        body may become a large one, so time and size are limited here."""
-        until, data = time.monotonic() + BODY_SECONDS, bytearray()
-        content = json.dumps(body)  # half a surrogate pair would fail in httpx2's own
-        headers = {"Content-Type": "application/json"} | (headers or {})
-        with self.client.stream("POST", self.url, content=content, headers=headers) as reply:
-            for part in reply.iter_bytes():
-                data += part
-                if len(data) > BODY_BYTES or time.monotonic() > until:
-                    raise ValueError(f"the reply does not end after {len(data):,} bytes")
-        if reply.status_code != 200:
-            raise ValueError(f"status {reply.status_code} {data[:200].decode(errors='replace')}")
-        return json.loads(data)
 
 
 class Shared:

@@ -225,15 +225,18 @@ class Remote:
 
     def __init__(self, url, seconds):
         import httpx2
+
+        from toolstar.retriever import post
         self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
         self.seconds, self.client = seconds, httpx2.Client(trust_env=False, timeout=seconds + 30)
+        self.post = partial(post, self.client, self.url)
 
     def run(self, program, stdin="", seconds=None):
         body = {"code": program.encode("utf-8", "replace").decode(), "language": "python",
                 "stdin": stdin, "run_timeout": seconds or self.seconds}
         for pause in 1, 4, 16, 64, 0:  # a server may restart
             try:
-                reply = self.client.post(self.url, json=body).json()
+                reply = self.post(body)
                 done = reply["run_result"]
                 out, err = done["stdout"] or "", done["stderr"] or ""
                 status, error = "ok", ""
@@ -423,12 +426,12 @@ class Tools:
 
     def load_task(self, row):
         """A task {id, query, golds, check, needs?, family?}; a Mistake names what is wrong."""
-        golds, needs = row.get("golds"), row.get("needs", [])
+        golds, needs = row.get("golds"), row.get("needs") or []
         if not isinstance(row.get("query"), str) or row.get("check") not in ("math", "qa"):
             raise Mistake(f"a task needs a 'query' and a 'check', math or qa: {str(row)[:80]}")
         if not (isinstance(golds, list) and golds and all(isinstance(g, str) for g in golds)):
             raise Mistake(f"'golds' must be a list of right answers, not {golds!r:.60}")
-        if not {*needs} <= TAGS.keys():
+        if not (isinstance(needs, list) and all(need in TAG_OF.values() for need in needs)):
             raise Mistake(f"'needs' must be some of {list(TAGS)}, not {needs!r:.60}")
         return row | {"id": str(row.get("id", row.get("idx", "?")))}
 
@@ -465,7 +468,7 @@ class Tools:
         if "family" not in task:
             return told
         used = {call["name"].lower() for call in row.get("tools", ())}
-        needs = set(task.get("needs", ()))
+        needs = set(task.get("needs") or ())
         return told | {f"success, {task['family']}": success,
                        f"tools as needed, {task['family']}": used >= needs if needs else not used}
 

@@ -108,13 +108,13 @@ def qa_metrics(prediction, golds):
     said = normalize(prediction or "")
     if not (isinstance(golds, list) and all(isinstance(gold, str) for gold in golds)):
         golds = golds_of(golds)
-    rows, equal = [normalize(gold) for gold in golds], [same_text(prediction or "", gold)
-                                                        for gold in golds]
+    rows = [normalize(gold) for gold in golds]
+    equal = any(same_text(prediction or "", gold) for gold in golds)
     return {
-        "em": float(any(equal)),
+        "em": float(equal),
         "f1": max((words_f1(said, gold) for gold in rows), default=0.0),
         # a gold that normalises to nothing, such as the choice A, would be part of every text
-        "acc": float(any(equal) or any(gold in said for gold in rows if gold)),
+        "acc": float(equal or any(gold in said for gold in rows if gold)),
     }
 
 

@@ -1,9 +1,11 @@
 """Records are complete, play does not block, the table is right, a killed run resumes."""
 import csv
 import json
+import multiprocessing
 import os
 import re
 import threading
+import time
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -357,6 +359,56 @@ def test_a_slow_tool_holds_up_neither_engine_nor_others(mini):
         if len(order) == 4:
             ended.set()
     assert order[-1] == "slow" and slow.messages[-2]["content"].startswith("<tool_response>\nlate")
+
+
+# -------------------------------------------------------------------------------------- processes
+
+
+def plays_of(tasks):
+    """Stands for an engine's plays, in a process of its own."""
+    for task in tasks:
+        if task == "bad":
+            raise ValueError("a slip")
+        if task == "slow":
+            time.sleep(600)
+        yield os.environ.get("CUDA_VISIBLE_DEVICES"), task
+
+
+def shared(tasks, gpus, monkeypatch, tp=1):
+    monkeypatch.setattr(runtime, "visible_gpus", lambda: gpus)
+    return evaluate.in_processes(plays_of, tasks, SimpleNamespace(url=None, tp=tp))
+
+
+def test_every_engine_has_its_gpus_and_a_share_of_the_tasks(monkeypatch):
+    found = list(shared("abcd", ["2", "3", "6", "7"], monkeypatch, tp=2))
+    assert sorted(found) == [("2,3", "a"), ("2,3", "c"), ("6,7", "b"), ("6,7", "d")]
+
+
+def test_an_engine_that_fails_stops_the_run_and_loses_no_row_of_the_others(monkeypatch, capfd):
+    rows, found = shared(["a", "bad", "c", "d"], ["0", "1"], monkeypatch), []
+    with pytest.raises(SystemExit, match="stopped early"):
+        found.extend(iter(lambda: next(rows), None))
+    assert {task for _, task in found} >= {"a", "c"} and "a slip" in capfd.readouterr().err
+
+
+def test_a_caller_that_stops_early_leaves_no_process_behind(monkeypatch):
+    rows = shared(["a", "slow"], ["0", "1"], monkeypatch)
+    assert next(rows)[1] == "a"
+    rows.close()
+    for child in multiprocessing.active_children():
+        child.join(60)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_two_real_engines_give_the_table_of_one(tmp_path, trip, mini, tiny_model, monkeypatch):
+    words = f"""--model m={tiny_model} --system-prompt short --max-turns 2 --max-tokens 24
+                --max-context 600 --samples 3""".split()
+    evaluate.main(command(tmp_path, trip, mini, *words))
+    one = (tmp_path / "out" / "table.md").read_text()
+    monkeypatch.setattr(runtime, "visible_gpus", lambda: ["0", "1"])  # the engines see none of them
+    evaluate.main(command(tmp_path, trip, mini, *words, "--out", str(tmp_path / "two")))
+    assert (tmp_path / "two" / "table.md").read_text() == one
 
 
 # ----------------------------------------------------------------------------------------- report

@@ -18,7 +18,7 @@ FILES = TOP + sorted(f"{path.parent.name}/{path.name}" for room in ROOMS
 SCRIPTS = ["run.sh", *(f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.sh"))]
 LAYOUT = {*STAGES, "sandbox.py", "format_plan.py", "runtime.py", "run.sh", "README.md", "LICENSE",
           "AGENTS.md", "pyproject.toml", "requirements.txt", "requirements-cpu.txt", "bench",
-          "database", "docs", "tests", *ROOMS}
+          "database", "docs", "tests", "variants", *ROOMS}
 # the program of a model, run inside the jail
 MAY_EXECUTE = {("toolstar/cell.py", "play"): {"compile", "exec"}}
 # imported inside the functions that use them

@@ -417,7 +417,7 @@ def play_agent(args, folder, path, tasks):
 
 
 def play_agents(args, tasks):
-    """(1) (2) -> {agent: the records of all tasks, without their messages}"""
+    """(1) (2) -> {agent: the records of all tasks}"""
     agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
     runtime.lock_folder(args.out)
     keys = (*SETTINGS, *(SAMPLING if args.agent == "model" else ()), *args.world_flags)
@@ -426,10 +426,8 @@ def play_agents(args, tasks):
         settings = model_settings(path, args.url) | {key: getattr(args, key) for key in keys}
         folder = open_folder(args.out, name, settings)
         played[name] = play_agent(args, folder, path, tasks)
-        for row in played[name]:
-            if args.show:
-                print_episode(row)
-            del row["messages"]  # those of 50,000 plays are gigabytes
+        for row in played[name] if args.show else ():
+            print_episode(row)
     return played
 
 
@@ -495,13 +493,17 @@ def in_processes(rows_of, tasks, args):
     for child in children:
         child.start()
     alive = True
-    while alive:
-        alive = any(child.is_alive() for child in children)  # then once more, for the last rows
-        with contextlib.suppress(Empty):
-            while True:
-                yield rows.get(timeout=0.5)
-    if any(child.exitcode for child in children):
-        raise SystemExit("stopped early, see above; repeat the command to continue")
+    try:
+        while alive:
+            alive = any(child.is_alive() for child in children)  # then once more, for the last rows
+            with contextlib.suppress(Empty):
+                while True:
+                    yield rows.get(timeout=0.5)
+        if any(child.exitcode for child in children):
+            raise SystemExit("stopped early, see above; repeat the command to continue")
+    finally:
+        for child in children:
+            child.kill()
 
 
 def send_rows(rows_of, tasks, gpus, rows):

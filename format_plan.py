@@ -36,6 +36,7 @@ FIELDS = ("current_city", "transportation", *SLOTS)
 TABLE_OF = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
             "accommodation": "hotels"}
 LONGEST_TEXT, LONGEST_LINE, MOST_LINES = 200_000, 2_000, 2_000  # longer ones are cut
+MOST_PIECES = 60  # attractions or rides of a day that are read
 CONCURRENCY = 32  # answers that a formatter reads at once
 COSTS = "formatter failed", "formatter tokens"  # the formatter's entries in a score
 
@@ -57,7 +58,8 @@ JSON_START = re.compile(r"[\[{](?=\s{0,99}[\[\]{\"])")
 
 def read_lines(text):
     """Yield (whether the line is a bullet or indented, the plain line)."""
-    for raw in STRUCK.sub("", unfold_json(text[:LONGEST_TEXT]).translate(TYPOGRAPHY)).split("\n"):
+    text = STRUCK.sub("", unfold_json(text[:LONGEST_TEXT]).translate(TYPOGRAPHY))
+    for raw in filter(str.strip, text.split("\n")):
         bullet = BULLET.match(raw[:LONGEST_LINE]).end()
         if line := raw[bullet:LONGEST_LINE].strip():
             yield bullet > 0 and not raw.startswith(("#", "|")), line
@@ -137,7 +139,8 @@ class Day:
     def add(self, slot, text, revised=False):
         """Keep a field's text, if it is the first, a correction, a further sight or ride."""
         texts = self.target.setdefault(slot, [])
-        if revised or not texts or slot in ("attraction", "transportation"):
+        several = slot in ("attraction", "transportation") and len(texts) < MOST_PIECES
+        if revised or not texts or several:
             texts[:] = [text] if revised else [*texts, text]
 
 
@@ -156,7 +159,7 @@ def read_days(lines, names):
                 day, slot = Day(number, line), None
                 versions[-1].append(day)
         found = FIELD.match(line) or RIDE.match(line)
-        if found and (found.re is FIELD or names.route(line) or FLIGHT_NUMBER.search(line)):
+        if found and (found.re is FIELD or FLIGHT_NUMBER.search(line) or names.route(line)):
             slot = found.lastgroup
             if text := line[found.end() if found.re is FIELD else found.start(slot):]:
                 day.add(slot, text, found.re is FIELD and found["revised"])
@@ -267,7 +270,7 @@ class Names:
 
     def places(self, text, slot, cities):
         """Yield "Name, City" of a field: its place, or all its sights."""
-        for part in islice(text.split(";"), 60) if slot == "attraction" else [text]:
+        for part in islice(text.split(";"), MOST_PIECES) if slot == "attraction" else [text]:
             for _ in range(20):
                 part = part.strip()
                 for _ in range(2):
@@ -392,6 +395,7 @@ def itinerary(plan):
 
 # ---------------------------------------------------------------- by an LLM
 IN_BRACKETS = re.compile(r" ?\([^()]{0,60}\)")
+STATE_OF_PLACE = re.compile(r"(,[^,;()]{1,60})\([^();]{0,60}\)(?= ?(?:;|$))")
 
 
 def days_in(reply):
@@ -405,13 +409,13 @@ def days_in(reply):
 
 
 def clean_day(day, number):
-    """A day as an LLM wrote it -> the eight fields, with cities and driving in uniform words."""
+    """A day as an LLM wrote it -> the eight fields, with driving in uniform words and "City(State)"
+    as "City"; the brackets of a name stay."""
     clean = {"day": number}
     for field in FIELDS:
         value = day.get(field) or "-"
         value = ";".join(map(str, value)) + ";" if isinstance(value, list) else str(value).strip()
-        if field in ("current_city", "transportation"):
-            value = IN_BRACKETS.sub("", value)
+        value = STATE_OF_PLACE.sub(r"\1", value) if field in SLOTS else IN_BRACKETS.sub("", value)
         mode = MODE.match(value) if field == "transportation" else None
         if mode and "Flight Number" not in value:
             value = RIDES[mode.lastgroup] + value[mode.end():]

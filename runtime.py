@@ -749,9 +749,11 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
             max_tokens=max_tokens or openai.omit, stop=list(stops) or openai.omit,
             extra_body=beyond)
     except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-        raise (NoRoom if NO_ROOM.search(str(error)) else Refused)(f"{url}: {error}") from None
+        told = f"{url}: {error.body or error}"  # str(error) has a server's words in one form only
+        raise (NoRoom if NO_ROOM.search(told) else Refused)(told) from None
     except openai.APIError as error:
-        raise ChatError(f"{url}: {error}, after {retries} retries, from model {model}") from None
+        raise ChatError(f"{url}: {error.body or error}, after {retries} retries, from model {model}"
+                        ) from None
     if not getattr(body, "choices", None):  # a gateway's own message, or a web page
         raise Refused(f"{url}: no reply but {str(body)[:200]}")
     message = body.choices[0].message

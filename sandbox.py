@@ -314,9 +314,7 @@ Attraction = namedtuple("Attraction", "name website address phone city")
 Flight = namedtuple("Flight", "number price departure arrival elapsed miles "
                               "origin destination date")  # times like "15:40"
 City = namedtuple("City", "city state")
-
-
-Distance = namedtuple("Distance", "duration distance km origin destination")  # "" if unknown
+Distance = namedtuple("Distance", "duration distance km origin destination")  # "", None: unknown
 
 
 def road(duration, distance, origin, destination):
@@ -373,11 +371,11 @@ def read_rows(path, table):
         try:
             # the list of cities has no header
             head = list(table.key) if table.row is City else next(lines, [])
-            kinds = table.columns | dict.fromkeys(table.key, str)
-            for column in kinds:
+            wanted = table.columns | dict.fromkeys(table.key, str)
+            for column in wanted:
                 if column not in head:
                     raise ValueError(f"column {column!r} is missing")
-            kinds = [(head.index(column), kind) for column, kind in kinds.items()]
+            kinds = [(head.index(column), kind) for column, kind in wanted.items()]
             for fields in filter(None, lines):  # without empty lines
                 if len(fields) != len(head):
                     raise ValueError(f"{len(fields)} fields for {len(head)} columns")

@@ -3,7 +3,7 @@ Make the training data: solvable tasks, queries, episodes of a teacher, and the 
 
     (1) tasks     elements drawn as [1] and [2] draw them, kept if the budget allows a plan
     (2) queries   elements put into words: by a grammar, or by endpoints whose answers are checked
-    (3) episodes  a teacher plays each task: the solver, in three styles, or endpoints. An episode
+    (3) episodes  a teacher plays each task: the solver (travel/teacher.py) or endpoints. An episode
                   is kept if its plan, read back from the text, passes every check of `strict`
     (4) subsets   100 to 2K tasks of mixed levels [2]
 

@@ -34,7 +34,7 @@ def training(config, n, args, tokens):
     layer = tokens * (20 * h + 4 * kv + 8 * i)  # float32 norms 16 h, query and output 4 h, MLP 8 i
     layer += tokens * 14 * args.lora  # A x in bf16, of 7 linear layers
     head = v * h * (not adapters)
-    logits = max(12 * chunk * v + 2 * head, 6 * head)  # of a chunk; the head's gradient three times
+    logits = max(14 * chunk * v, 12 * chunk * v + 4 * head, 6 * chunk * v + 6 * head)
     keep = tokens <= args.keep_activations
     always, backward = MOMENTS, ("logits", "layer")
     return [
@@ -49,7 +49,7 @@ def training(config, n, args, tokens):
          layers * (layer if keep else 2 * tokens * h), backward),
         ("recomputed layer activations", layer * (not keep), ("layer",)),
         ("gradients inside of a layer", tokens * (4 * i + 2 * h), ("layer",)),
-        ("last norm and hidden states", tokens * 10 * h, ("logits",)),
+        ("last norm and hidden states", tokens * 12 * h, ("logits",)),
         ("logits, head's gradient", logits, ("logits",)),
         ("tied head's gradient", 2 * head * config.tie_word_embeddings, ("layer",)),
         ("CUDA, NCCL, waste (assumed)", 4 * GIB, always)]

@@ -13,12 +13,12 @@ if [[ $size == tiny ]]; then axes+=(memory crossing); else axes+=(reliability); 
 if [[ $size == tiny ]]; then  # [2]
     AXIS_STEPS=${AXIS_STEPS:-$steps} AXIS_TASKS=${AXIS_TASKS:-400} best=''
     apart=$DATA/val.jsonl
-    amounts=100,200,400 full=400 alone=200 scales="128 192 256"
+    amounts="100 200 400" full=400 alone=200 scales="128 192 256"
     algorithms="grpo dapo arpo arpo-released aepo" failing="00 05 10 20"
 else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the validation tasks
     AXIS_STEPS=${AXIS_STEPS:-157} AXIS_TASKS=${AXIS_TASKS:-180} best=/best
     apart=$DATA/sft-tasks.jsonl
-    amounts=100,200,500,1000,2000 full=1000 alone=1000 scales="1.5b 3b 7b"
+    amounts="100 200 500 1000 2000" full=1000 alone=1000 scales="1.5b 3b 7b"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
 fi
 # for the table: the tasks that judge, and the number of GPUs, from which it computes GPU hours
@@ -43,7 +43,7 @@ settings() {
         noise)     for x in $failing; do  # macro at 3b [1 Fig. 6]
                        echo "${x#0}% grpo $plain $tasks fail-$x"
                    done ;;
-        data)      for x in ${amounts//,/ }; do
+        data)      for x in $amounts; do
                        echo "$x-prompts grpo $reward mixed-$x fail-00"
                    done
                    for x in easy medium hard mixed; do
@@ -78,8 +78,8 @@ draw_sets() {
     local level levels=(easy "1 0 0" medium "0 1 0" hard "0 0 1")
     draw_tasks pool pool --levels 1 1 1 --split train --n $((3 * alone)) --seed 6 --prefix pool \
         --exclude "$apart"
-    stage subsets "$DATA/subsets/mixed-${amounts%%,*}.jsonl" python synth.py subsets \
-        --tasks "$DATA/pool.jsonl" --sizes ${amounts//,/ } --seed 7 --out "$DATA/subsets"
+    stage subsets "$DATA/subsets/mixed-${amounts%% *}.jsonl" python synth.py subsets \
+        --tasks "$DATA/pool.jsonl" --sizes $amounts --seed 7 --out "$DATA/subsets"
     for level in $([[ $axis != data ]] || echo 0 2 4); do
         draw_tasks "${levels[level]}" "subsets/${levels[level]}-$alone" --split train --n "$alone" \
             --levels ${levels[level + 1]} --seed 8 --prefix "${levels[level]}" \

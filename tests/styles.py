@@ -114,7 +114,7 @@ class Writer:
     def day_words(self, day):
         start, end = self.ends(day)
         return Form(n=day["day"], date=self.date(day), start=start,
-                    full=self.date(day, "%A, %B %d, %Y"), title=self.title(day), end=end,
+                    title=self.title(day), end=end,
                     short=self.date(day, "%b %d"), current=day["current_city"],
                     arrow=self.title(day).replace(" to ", " → "))
 
@@ -139,9 +139,9 @@ class Writer:
         row = next((row for row in rows if row.name.strip() == name), rows[0])
         hotel = slot == "accommodation"
         return Form(
-            name=name, city=city, full=value, slot=slot, Slot=slot.title(), letter=slot[0].upper(),
+            name=name, city=city, full=value, slot=slot, Slot=slot.title(),
             place=name if city == (start if end == self.task["org"] else end) else value,
-            icon=ICONS[slot], clock=CLOCKS[slot], state=self.database.cities.get(city, "Ohio"),
+            icon=ICONS[slot], clock=CLOCKS[slot],
             price=int(row.price) if hotel else getattr(row, "cost", 0),
             cuisine=getattr(row, "cuisines", ""), room=getattr(row, "room_type", ""),
             other=next(one.name.strip() for one in rows[::-1]
@@ -233,8 +233,6 @@ FORMS = {
     "none_said": FIELDS_FORM | {"none": "{Slot}: None (travelling)",
                                 "no_ride": "Transportation: Local taxi as needed"},
     # costs, notes and totals within a day
-    "dash_costs": FIELDS_FORM | {"meal": "{Slot}: {full} - Average Cost: ${price}",
-                                 "hotel": "Accommodation: {full} - ${price} (for the stay)"},
     "each_costs": FIELDS_FORM | {"meal": "{Slot}: {name} ({city}), ${price}/person",
                                  "hotel": "Accommodation: {name} ({city}) - ${price} per night"},
     "sums": BRACKETS | {
@@ -243,10 +241,6 @@ FORMS = {
         "meal": "{Slot}: [{name}] (${price} x 2 = ${price}), {cuisine}",
         "sight": "Attraction: [{name}], free",
         "hotel": "Accommodation: [{name}] (${price} x 2 = ${price}), 1 room, minimum 2 nights"},
-    "running_total": BRACKETS | {
-        "meal": "{Slot}: [{place}] (${price})\nTotal so far: $120",
-        "sight": "Attraction: [{place}], free entry\nEstimated cost: $20",
-        "hotel": "Accommodation: [{place}] | ${price}/night\nRunning total: $310"},
     "note_lines": BRACKETS | {
         "meal": "{Slot}: [{place}]\nNote: dinner at the inn is not included.",
         "sight": "Attraction: [{place}]\nNote: opens at 8.\n\nTips:\nBring water."},
@@ -262,16 +256,10 @@ FORMS = {
         "meal": "{Slot}: {place}. Cost: ${price}. Cuisine: {cuisine}.",
         "sights": "Attractions: {sights}", "each": "{place}. Phone: (410) 576-3800",
         "hotel": "Accommodation: {place}. Price: ${price} per night. Room type: {room}."},
-    "ratings": BULLETS | {"meal": "- **{Slot}:** {place} ⭐ 4.5 – ≈${price}",
-                          "hotel": "- **Hotel:** {place} (4 stars, {room}) at ${price} per night"},
     # headings
     "day_date": BULLETS | {"head": "Day {n} ({short})\n- **City:** {title}"},
-    "emoji_heading": BULLETS | {"head": "🌅 **Day {n} – {date}: {arrow}**"},
-    "keycap": BULLETS | {"head": "## 📅 DAY {n}: {title} ({full})", "notes": True},
-    "boxed": FIELDS_FORM | {"head": "--- Day {n} ---\nCurrent City: {current}", "between": "\n"},
+    "emoji_heading": BULLETS | {"head": "🌅 **DAY {n} – {date}: {arrow}**", "notes": True},
     # labels and rides
-    "number_last": BULLETS | {
-        "flight": "- **Transportation:** Flight, from {start} to {end}, flight number: {number}"},
     "row_numbers": BRACKETS | {  # as tiny writes
         "flight": "Flight from {start} to {end}: 2. [{number}]", "meal": "{Slot}: 3. [{place}]",
         "sight": "Attraction: 1. [{place}]", "hotel": "Accommodation: 4. [{place}]"},
@@ -293,12 +281,6 @@ FORMS = {
         "meal": "- {Slot}: At {place} ({cuisine}) | Avg. Cost: ${price}/person",
         "sight": "- Morning Attraction: Visit {place}",
         "hotel": "- Check into [{place}] | ${price}/night | Minimum Nights: 1"},
-    "icons": {
-        "head": "📍 Day {n}: {arrow}",
-        "flight": "✈️ Flight {number}: {start} → {end} | 🕐 {leaves} - {lands} | 💵 ${cost}",
-        "road": "{icon} {mode}: {start} → {end} | ⏱ {duration} | 💵 ${cost}",
-        "meal": "{icon} {Slot}: {place} | 💵 ${price}", "sight": "{icon} Sightseeing: {place}",
-        "hotel": "{icon} Stay: {place} | 💵 ${price}/night"},
     "middle_dots": {
         "head": "**🗓 Day {n} · {date} · {title}**",
         "flight": "✈️ **Flight {number}** · {start} ➜ {end} · {leaves}–{lands}",
@@ -328,7 +310,6 @@ FORMS = {
     "revised_label": BRACKETS | {"hotel": "Accommodation: [{other}], {city}\n"
                                           "Revised Accommodation: [{name}], {city}",
                                  "meal": "{Slot}: {full}\nNew price: ${price}"},
-    "backups": BULLETS | {"meal": "- **{Slot}:** {place}\n  - Backup: {other}\n  - Or: {other}"},
     "backups_inline": BULLETS | {"meal": "- **{Slot}:** {place} or {other}",
                                  "hotel": "- **Hotel:** {place} (backup: {other})"},
     "quoted_lines": BULLETS | {

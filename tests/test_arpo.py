@@ -196,11 +196,6 @@ def test_released_forks_at_every_observation_while_there_are_plays_to_begin(play
     assert all(s.parent for name, s in samples.items() if name[-1] in "23")
 
 
-def test_plays_that_cannot_be_forked_start_at_once_and_from_scratch(play):
-    samples, llm = play(lambda *_: (ANSWER, 0.5), "--initial 2", tasks=1)
-    assert len(samples) == len(llm.asked) == 8 and not any(s.parent for s in samples.values())
-
-
 @pytest.mark.parametrize("law", LAWS)
 def test_baselines_are_a_plays_own(law, play):
     # each query has a doubt of its own, the same at all of its turns: no entropy ever rises
@@ -249,7 +244,8 @@ def test_a_kept_gradient_has_the_clipped_value_and_the_bounds_slope():
     logw = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1]).log().requires_grad_()
     advantage, weight = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0]), torch.ones(5)
     for words, slope in ("", 0.0), ("--keep-gradient", -2 * 1.28):
-        loss, clipped = arpo.policy_loss(logw, torch.zeros(5), advantage, weight, None, flags(words))
+        loss, clipped = arpo.policy_loss(logw, torch.zeros(5), advantage, weight, None,
+                                         flags(words))
         (grad,) = torch.autograd.grad(loss, logw)
         assert loss.item() == pytest.approx(-(2 * 1.28 - 2 * 1.5 + 2 * 0.5 - 2 * 0.8 + 2 * 1.1))
         assert grad.tolist() == pytest.approx([slope, 3.0, -1.0, 0.0, -2.2])

@@ -10,10 +10,7 @@ import torch
 from conftest import SEED, Plain, equal, flags_of, last_rate, train, train_broken
 
 import dpo
-from evaluate import play_replies
 from runtime import Mistake, read_jsonl, write_jsonl
-from toolstar import pairs as pairs_of
-from travel.world import Travel
 
 DPO = """--batch 4 --steps 8 --lr 1e-4 --save-every 1 --val-every 3 --resume --pack-tokens 600
          --cutoff 400"""
@@ -137,28 +134,6 @@ def test_the_numbers_of_a_loss_computed_by_hand():
     assert weights.flatten().tolist() == pytest.approx([-pull[0], -pull[1], *pull])
 
 
-def test_an_nll_pulls_the_chosen_by_its_weight_per_token_and_leaves_the_rejected():
-    rows = [SimpleNamespace(mask=[1] * n) for n in (10, 20, 10, 40)]
-    logps, reference = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, 2)
-    without, _ = dpo.preference(logps, reference, rows, options())
-    weights, _ = dpo.preference(logps, reference, rows, options("--nll 0.6"))
-    added = (weights - without).flatten().tolist()
-    assert added == pytest.approx([-0.6 / 10 / 2, -0.6 / 20 / 2, 0, 0])
-
-
-def test_the_loss_is_that_of_trl_on_the_same_log_probabilities():
-    """As TRL 1.16.0's DPOTrainer has it (loss_type sigmoid, and sigmoid_norm), written again."""
-    torch.manual_seed(SEED)
-    logps, reference = torch.randn(2, 2, 9, dtype=torch.float64) * 9
-    rows = [SimpleNamespace(mask=[1] * n) for n in range(3, 21)]
-    tokens = torch.arange(3, 21).view(2, 9)
-    for words, scale in (("", 1), ("--length-norm", tokens)):
-        ratios = (logps - reference) / scale
-        theirs = -torch.nn.functional.logsigmoid(0.1 * (ratios[0] - ratios[1])).mean()
-        ours = dpo.preference(logps, reference, rows, options(words))[1]["loss"]
-        assert ours == pytest.approx(theirs.item(), rel=1e-12)
-
-
 def test_separated_pairs_have_no_weight_and_no_margin_overflows():
     rows = [SimpleNamespace(mask=[1])] * 4
     logps = torch.tensor([[1e4, -1e4], [0, 0]], dtype=torch.float64)
@@ -181,20 +156,14 @@ def test_a_rank_without_work_makes_its_passes_and_adds_nothing(policy, pairs, re
 # ------------------------------------------------------------------------------------------- data
 
 
-def test_results_of_tools_are_masked_on_both_sides(template, tmp_path):
-    write_jsonl(tmp_path / "p.jsonl", [row(("call", "9"), ("call", "call", "0"))])
-    (pair,) = dpo.load_pairs(tmp_path / "p.jsonl", template, 400)
+def test_results_of_tools_are_masked_and_a_play_that_was_cut_off_has_no_end(template, tmp_path):
+    sides = ("call", "9"), ("call", "call", "0")
+    write_jsonl(tmp_path / "p.jsonl", [row(*sides), row(*sides, stops=["answer", "context"])])
     trained = [template.tokenizer.decode([i for i, m in zip(*side, strict=True) if m])
-               for side in pair]
-    assert trained == ["call<|im_end|>9<|im_end|>", "call<|im_end|>call<|im_end|>0<|im_end|>"]
-
-
-def test_a_play_that_was_cut_off_has_no_end_token_in_the_loss(template, tmp_path):
-    write_jsonl(tmp_path / "p.jsonl", [row(("9",), ("0",)) | {"stops": ["answer", "context"]}])
-    (pair,) = dpo.load_pairs(tmp_path / "p.jsonl", template, 400)
-    trained = [template.tokenizer.decode([i for i, m in zip(*side, strict=True) if m])
-               for side in pair]
-    assert trained == ["9<|im_end|>", "0"] and all(len(side.ids) == len(side.mask) for side in pair)
+               for pair in dpo.load_pairs(tmp_path / "p.jsonl", template, 400) for side in pair]
+    assert trained == [
+        "call<|im_end|>9<|im_end|>", "call<|im_end|>call<|im_end|>0<|im_end|>",
+        "call<|im_end|>9<|im_end|>", "call<|im_end|>call<|im_end|>0"]
 
 
 PAST = [*says("5"), {"role": "user", "content": "More!"}, *says("4")]
@@ -216,21 +185,6 @@ def test_replies_that_both_sides_share_are_tokens_of_the_prompt(template, past, 
         assert said == [text for reply in replies for text in (reply, "<|im_end|>")]
         begin = side.mask.index(1)
         assert side.mask[begin:] == all_replies.mask[begin:]
-
-
-def test_a_past_that_both_sides_share_changes_no_gradient(policy, template, one_rank):
-    sides = {"chosen": says("9 7", "8"), "rejected": says("1")}
-    more = {"role": "user", "content": "More!"}
-    rows = [{"prompt": [*ASKED, *PAST, more]} | sides, {
-        "prompt": ASKED, **{name: [*PAST, more, *side] for name, side in sides.items()}}]
-    gradients = []
-    for one in rows:
-        pair = dpo.read_pair(row() | one, template, 400)
-        # the reference's log-probabilities hold those of the past, too
-        reference = dpo.sum_logps(Plain(policy), dpo.episodes_of([pair]), False, 0, 1, "cpu",
-                                  options()) - torch.tensor([[20.0], [13.0]])
-        gradients.append(our_gradient(policy, [pair], reference, options())[1])
-    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
 
 
 def test_whole_conversations_are_pairs_too(template, tmp_path):
@@ -334,26 +288,3 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
     assert equal(critic, tmp_path / "dpo")
     one, two = ((out / "reference.jsonl").read_text() for out in (critic, tmp_path / "dpo"))
     assert one == two
-
-
-@pytest.mark.slow
-def test_pairs_of_the_travel_world_are_trained_on(mini, trip, tiny_model, tmp_path):
-    world, rows = Travel(mini), []
-    played = SimpleNamespace(failure_rate=0.0, max_turns=60, system_prompt="short")
-    for name, wrong in ("w", "no trip"), ("x", "Day 1: nothing"):
-        task = trip[0] | {"id": name}
-        solved, failed = (world.episode(task, 0, played) for _ in range(2))
-        play_replies(world, solved)
-        failed.step(f"<think>why?</think><answer>{wrong}</answer>")
-        for episode in (solved, failed):
-            plan, score, strict = world.verdict(episode)
-            rows.append(episode.record() | {"plan": plan, "score": score, "strict": strict,
-                                            "reward": world.reward(score, "sum")})
-    write_jsonl(tmp_path / "rollouts" / "00001.jsonl", rows)
-    pairs_of.main(["--episodes", f"{tmp_path}/rollouts", "--by", "success", "--held-out", "0",
-                   "--out", str(tmp_path)])
-    train("dpo.py", tmp_path / "dpo", "--model", tiny_model, "--data", tmp_path / "train.jsonl",
-          "--batch 1 --steps 2 --lr 1e-4 --keep-activations 100000")
-    first, second = read_jsonl(tmp_path / "dpo" / "log.jsonl")
-    assert first["loss"] == pytest.approx(math.log(2), abs=1e-3)
-    assert second["margin"] != 0 and math.isfinite(second["gnorm"])

@@ -21,6 +21,7 @@ from format_plan import (
     FIELDS,
     SLOTS,
     Reader,
+    clean_day,
     days_in,
     format_plan,
     itinerary,
@@ -30,7 +31,6 @@ from format_plan import (
 )
 from runtime import ChatError, Refused, read_jsonl
 from travel.constraints import judge, reward, score
-from travel.leaderboard import leaderboard_field
 from travel.solver import solve
 from travel.world import load_task
 
@@ -64,12 +64,9 @@ def read(trip, mini):
 @pytest.fixture(scope="module")
 def human(official, test_data):
     """[(task, plan)] of the 45 human plans; "City(State)" is "City"."""
-    found = []
-    for row in read_jsonl(test_data / "travelplanner" / "train_45.jsonl"):
-        days = [{"day" if key == "days" else key: leaderboard_field(key, value)
-                 for key, value in day.items()} for day in row["annotated_plan"] if day]
-        found.append((load_task(row), days))
-    return found
+    rows = read_jsonl(test_data / "travelplanner" / "train_45.jsonl")
+    return [(load_task(row), [clean_day(day, number) for number, day in enumerate(
+        filter(None, row["annotated_plan"]), 1)]) for row in rows]
 
 
 # ---------------------------------------------------------------- what it reads
@@ -447,14 +444,15 @@ def test_the_longest_list_of_days_in_a_formatters_reply_counts(reply, days):
     assert (None if found is None else len(found)) == days
 
 
-def test_driving_is_uniform_and_flights_stay(endpoint):
-    url, play = endpoint
-    for said, kept in (("Flight Number: F1, from A to B", "Flight Number: F1, from A to B"),
-                       ("flight from A to B", "Flight from A to B"),
-                       ("Drive from A (Texas) to B", "Self-driving from A to B")):
-        play(json.dumps([{"day": 1, "transportation": said, "lunch": "-"}]))
-        (day,), _ = format_plan("Day 1 ...", {}, "m", url)
-        assert day["transportation"] == kept
+@pytest.mark.parametrize("field, said, kept", [
+    ("transportation", "Flight Number: F1, from A to B", "Flight Number: F1, from A to B"),
+    ("transportation", "flight from A to B", "Flight from A to B"),
+    ("transportation", "Drive from A (Texas) to B(Ohio)", "Self-driving from A to B"),
+    ("current_city", "from A(Texas) to B (Ohio)", "from A to B"),
+    ("lunch", "Bar (The Old One), Ely(Nevada)", "Bar (The Old One), Ely"),
+    ("attraction", "Pit, Ely(Nevada);Rim (East), Ely;", "Pit, Ely;Rim (East), Ely;")])
+def test_cities_and_driving_are_uniform_and_names_stay(field, said, kept):
+    assert clean_day({field: said}, 1) == {**EMPTY, "day": 1, field: kept}
 
 
 @pytest.mark.parametrize("turn, why", [

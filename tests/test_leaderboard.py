@@ -2,8 +2,6 @@
 import copy
 import json
 
-import pytest
-
 from format_plan import itinerary
 from runtime import read_jsonl, write_jsonl
 from travel import leaderboard
@@ -58,21 +56,7 @@ def test_the_lines_are_in_the_order_of_the_queries():
     assert submission(rows) == [{"idx": i, "query": str(i), "plan": None} for i in (0, 9, 10)]
 
 
-@pytest.mark.parametrize("field, ours, theirs", [
-    ("current_city", "from Reno(Nevada) to Ely (Nevada)", "from Reno to Ely"),
-    ("transportation", "Driving, from Reno(Nevada) to Ely, cost: 9",
-     "Self-driving, from Reno to Ely, cost: 9"),
-    ("transportation", "from Ely to Reno", "Self-driving, from Ely to Reno"),
-    ("transportation", "Taxi, from Ely to Reno", "Taxi, from Ely to Reno"),
-    ("transportation", "-", "-"),
-    ("lunch", "Bar (The Old One), Ely(Nevada)", "Bar (The Old One), Ely"),
-    ("attraction", "Pit, Ely(Nevada);Rim (East), Ely;", "Pit, Ely;Rim (East), Ely;"),
-    ("note", "Ely(Nevada)", "Ely(Nevada)"), ("day", 1, 1)])
-def test_a_field_is_put_in_the_leaderboards_words(field, ours, theirs):
-    assert leaderboard.leaderboard_field(field, ours) == theirs
-
-
-def test_the_command_hands_in_the_first_plays_and_prints_faults_and_rates(
+def test_the_command_hands_in_the_first_plays_and_prints_the_rates(
         trip, mini, tmp_path, capsys):
     rows = rows_of(trip, mini, [1, 0])
     again = copy.deepcopy(rows[0])

@@ -22,7 +22,7 @@ from runtime import read_jsonl
 pytestmark = pytest.mark.slow
 STEPS = 6
 FLAGS = f"""--steps {STEPS} --prompts 2 --group 2 --context 1024 --max-turns 3 --turn-tokens 64
-    --concurrency 4 --system-prompt short --save-every 1 --no-checkpointing --pack-tokens 4096"""
+    --concurrency 4 --system-prompt short --save-every 1 --pack-tokens 4096"""
 PATIENCE = 600  # seconds; what takes longer hangs
 
 

@@ -324,7 +324,7 @@ def test_amounts_and_levels_of_the_axis_of_data_are_the_papers_and_levels_are_of
     lines = [shlex.split(line) for line in dry("bash run.sh 3b axis data").splitlines()
              if line.startswith("python synth.py")]
     given = {arguments(words)["--out"][0]: arguments(words) for words in lines}
-    amounts = [int(one) for one in given["data/full/subsets"]["--sizes"][0].split(",")]
+    amounts = list(map(int, given["data/full/subsets"]["--sizes"]))
     assert amounts == TABLES["amounts"]["rows"]["mixed"]
     for level, mix in ("easy", "1 0 0"), ("medium", "0 1 0"), ("hard", "0 0 1"):
         n = f"{number('amounts/alone/number'):.0f}"

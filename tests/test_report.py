@@ -2,12 +2,14 @@
 import base64
 import gzip
 import json
+import math
 import os
 import re
 import select
 import shutil
 import subprocess
 import time
+from types import SimpleNamespace
 from urllib.parse import urlencode
 
 import pytest
@@ -49,7 +51,7 @@ def played(task, plan, database, last=None, **more):
     episode.step(CALL)
     episode.step(last or f"<think>done</think>\n<answer>{json.dumps(plan)}</answer>")
     found, verdict = judge(task, episode.answer, database)
-    assert found == (None if last else plan)
+    assert (found is None) == bool(last or not plan)
     strict = verdict.pop("strict")
     return episode.record("m") | {"plan": found, "score": verdict, "strict": strict,
                                   "reward": reward(verdict, "sum")} | more
@@ -751,6 +753,35 @@ def test_five_thousand_episodes_open(browser, tmp_path, mini):
     browser.wait("search.done && search.q === 'no such words'")
     print(f"all dialogues are searched in {time.monotonic() - began:.1f} s")
     assert browser.keys() == [] and browser.js("search.seen") == 5000
+
+
+# ------------------------------------------------------------------------------------ microscope
+
+
+def test_the_microscope_writes_what_learn_saw_of_each_token(tmp_path, one_rank, template):
+    """Two plays, of which the second was not in the loss; line n is that of line n of rollouts."""
+    import torch
+
+    from grpo import Sample
+    from look.microscope import write_tokens
+
+    plays = []
+    for name, reply in (("play/0/0", "day 1"), ("play/0/1", "\N{HOT BEVERAGE}")):
+        ids = template.encode(reply)
+        plays.append(Sample(None, 0, name, [template.end, *ids], [0] + [1] * len(ids),
+                            [0.0] + [-0.5] * len(ids), stop="answer", advantage=1.5))
+    n = len(plays[0].ids) - 1
+    logps, old = torch.full((n,), -0.25), torch.full((n,), -0.5)
+    clipped = torch.tensor([1.0] + [0.0] * (n - 1))
+    gain, entropy = torch.full((n,), 1.5), torch.full((n,), 0.125)
+    seen = [([(plays[0], 0.1)], logps, old, gain, entropy, clipped)]
+    args = SimpleNamespace(clip_low=0.2, clip_high=0.28)
+    write_tokens(tmp_path / "microscope" / "00001.jsonl", plays, seen, template, args)
+    learnt, left = read_jsonl(tmp_path / "microscope" / "00001.jsonl")
+    assert "".join(learnt["tokens"][1:]) == "day 1" and left["tokens"][-1] == "\N{HOT BEVERAGE}"
+    assert learnt["w"] == pytest.approx([math.exp(0.25)] * n) and learnt["side"][:2] == [1, 0]
+    assert learnt["engine"] == [-0.5] * n and learnt["trainer"] == [-0.25] * n
+    assert "w" not in left and left["clip"] == [0.8, 1.28] and len(left["group"]) == 2
 
 
 # -------------------------------------------------------------------------------------- a picture

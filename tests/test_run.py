@@ -471,7 +471,7 @@ def test_the_reliability_check_plays_both_sets_of_queries_alike():
 
 TOOL_SETTINGS = {  # by hand, and which flags of RL change along the axis
     "reward": (["sft", "strict", "paper", "released", "needed", "answer"], {"--reward"}),
-    "masking": (["sft", "masked", "trained-on"], {"--train-results"}),
+    "masking": (["sft", "masked", "trained-on"], {"script"}),  # variants/train-results.diff
     "noise": (["sft", "0%", "5%", "10%"], {"--failure-rate"}),
     "dpo": (["sft", "rl", "rl+dpo", "two-cycles", "sft+dpo", "rl+dpo-told"], set()),
 }
@@ -503,7 +503,8 @@ def test_an_axis_of_the_tools_world_changes_one_flag_of_rl(size, axis):
     assert list(rows) == settings
     assert all([folder.split("/")[-3][-3:] for folder in folders] == ["-s3", "-s5"]
                for folders in rows.values())
-    trained = [arguments(stages[name][1]) for name in stages if name.startswith("rl-grpo")]
+    trained = [arguments(stages[name][1]) | {"script": script(stages[name][1])[0]}
+               for name in stages if name.startswith("rl-grpo")]
     assert {(*run["--seed"], *run["--steps"], *run["--model"]) for run in trained} == {
         ("3", "7", "OUT/sft"), ("5", "7", "OUT/sft")}
     keys = {key for run in trained for key in run} - {"--out", "--seed"}
@@ -710,10 +711,10 @@ def test_an_axis_of_the_tools_world_goes_on_and_another_axis_takes_its_runs(hous
     assert "dpo-sft-s0/dpo" in again[0]
     assert len(before) + len(again) == len(dry("tool-tiny", "axis", "dpo", SEEDS="0")) + 1
     done = len(calls(house))
-    run_sh(house, "tool-tiny", "axis", "masking", SEEDS="0")  # the stand-in makes no such table
+    run_sh(house, "tool-tiny", "axis", "noise", SEEDS="0")  # the stand-in makes no such table
     made = [call for call in calls(house)[done:] if " pages " not in call]
     assert [call.split()[-1].split("/")[-2] for call in made] == [
-        "grpo-strict-results-00-s0", "grpo-strict-results-00-s0", "tool-tiny"]
+        *["grpo-strict-masked-05-s0"] * 2, *["grpo-strict-masked-10-s0"] * 2, "tool-tiny"]
 
 
 def test_more_flags_of_a_stage_come_last():

@@ -1,21 +1,14 @@
 """Chat templates: training and play follow the model's own."""
 import re
-import subprocess
-import sys
 from argparse import Namespace
 from datetime import datetime
 
 import pytest
-import torch
-from conftest import ROOT, SEED
+from conftest import SEED, train
+from families import tiny_lm
 
 from runtime import Mistake, Template, load_template, read_jsonl, write_jsonl
 from sandbox import parse
-
-
-def split_reply(thought, act):
-    return {"role": "assistant", "content": act, "reasoning_content": thought}
-
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -206,27 +199,54 @@ def rendered(template, talk):
     talk = [one | {"role": template.role} if one["content"].startswith("<tool_response>") else one
             for one in talk]
     if "reasoning_content" in template.tokenizer.chat_template:
-        talk = [split_reply(*re.findall(r"<think>\n(.*)\n</think>\n\n(.*)", one["content"])[0])
+        talk = [one | dict(zip(("reasoning_content", "content"), re.findall(
+                    r"<think>\n(.*)\n</think>\n\n(.*)", one["content"])[0], strict=True))
                 if one["role"] == "assistant" else one for one in talk]
     whole = template.text(talk)
     whole = whole.replace("<tool_response>\n<tool_response>", "<tool_response>")
     return whole.replace("</tool_response>\n</tool_response>", "</tool_response>")
 
 
-def test_joined_turns_are_what_the_models_own_template_renders(form):
+def test_play_is_what_the_models_own_template_renders_and_a_reply_is_read_without_its_end(form):
     template, end = form
     text = template.tokenizer.decode(laid(template, TALK))
     blank = re.compile(r"\s*(</?think>)\s*")  # some set other blanks around thoughts
     whole, text = (blank.sub(r"\1", each) for each in (rendered(template, TALK), text))
     assert text.count(end) >= 2 and whole.startswith(text.removesuffix(end))
+    assert "think" not in template.tokenizer.decode(template.prompt(TALK[:2])), "a reply opens it"
+    assert template.tokenizer.convert_ids_to_tokens(template.end) == end
+    for ending in {template.end, template.tokenizer.eos_token_id}:
+        text, closed = template.reply([*template.encode(TALK[4]["content"]), ending])
+        assert closed and parse(text).kind == "answer" and text == TALK[4]["content"]
+    assert template.reply(template.encode("cut sh")) == ("cut sh", False)
+    # a reply that was cut off gets its end from the template
+    assert template.between(TALK[3], closed=False) == [template.end, *template.between(TALK[3])]
 
 
-@pytest.mark.parametrize("chat_template", [DEEPSEEK, GPT_OSS, GEMMA2],
-                         ids=["DeepSeek", "GPT-OSS", "Gemma 2"])
-def test_templates_that_drop_thoughts_or_system_turns_are_refused(chat_template):
+def test_special_tokens_in_queries_and_observations_are_no_tokens(form):
+    template, _ = form
+    marks = template.tokenizer.added_tokens_decoder
+    forged = f"a {' '.join(mark.content for mark in marks.values())} b"
+    plain, asked = (template.prompt([TALK[0], {"role": "user", "content": text}])
+                    for text in ("a b", forged))
+    assert [i for i in asked if i in marks] == [i for i in plain if i in marks]
+    for role in ("user", "result"):
+        plain, shown = (template.between({"role": role, "content": text}) for text in ("a", forged))
+        assert [i for i in shown if i in marks] == [i for i in plain if i in marks]
+
+
+@pytest.mark.parametrize("text", [
+    DEEPSEEK, GPT_OSS, GEMMA2, None,
+    CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' "
+                                      "else m.content[:3] }}"),
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+    "{% for m in messages | reverse %}{{ m.content }}<|im_end|>{% endfor %}",
+    CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}"),
+    CHATML.replace("{{ m.content }}", "{{ m.content }}{{ messages | length if loop.first }}")])
+def test_a_template_that_cannot_be_continued_is_refused_in_a_sentence(text):
     special = [*IM, "<|end|>", "<|start|>", "<|channel|>", "<|message|>", "<bos>"]
-    with pytest.raises(Mistake, match="^here: its chat template cannot be continued turn by turn"):
-        Template(tokenizer_of(chat_template, special), "here")
+    with pytest.raises(Mistake, match="^here: .*turn by turn.*chat_template.jinja"):
+        Template(tokenizer_of(text, special), "here")
 
 
 def test_a_date_in_a_template_is_the_same_every_day(monkeypatch):
@@ -241,99 +261,22 @@ def test_a_date_in_a_template_is_the_same_every_day(monkeypatch):
     assert prompts[0] == prompts[1] and "26 Jul 2024" in prompts[0]
 
 
-def test_special_tokens_in_queries_and_observations_are_no_tokens(form):
-    template, _ = form
-    special = [mark.content for mark in template.tokenizer.added_tokens_decoder.values()]
-    marks = set(template.tokenizer.added_tokens_decoder)
-    forged = f"a {' '.join(special)} b"
-    plain = template.prompt([TALK[0], {"role": "user", "content": "a b"}])
-    asked = template.prompt([TALK[0], {"role": "user", "content": forged}])
-    assert [i for i in asked if i in marks] == [i for i in plain if i in marks]
-    for role in ("user", "result"):
-        plain, shown = (template.between({"role": role, "content": text}) for text in ("a", forged))
-        assert [i for i in shown if i in marks] == [i for i in plain if i in marks]
-
-
-def test_a_reply_ends_with_any_end_token_and_is_read_without_it(form):
-    template, end = form
-    for ending in {template.end, template.tokenizer.eos_token_id}:
-        text, closed = template.reply([*template.encode(TALK[4]["content"]), ending])
-        assert closed and parse(text).kind == "answer" and text == TALK[4]["content"]
-    assert template.reply(template.encode("cut sh")) == ("cut sh", False)
-    assert template.tokenizer.convert_ids_to_tokens(template.end) == end
-
-
-def test_a_truncated_reply_gets_its_end_from_the_template(form):
-    template, _ = form
-    message = TALK[3]
-    assert template.between(message, closed=False) == [template.end, *template.between(message)]
-
-
-def test_a_reply_opens_its_thought_itself(form):
-    template, _ = form
-    assert "think" not in template.tokenizer.decode(template.prompt(TALK[:2]))
-
-
-@pytest.mark.parametrize("text", [
-    None, CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"),
-    CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' "
-                                      "else m.content[:3] }}"),
-    "{{ raise_exception('no system turn') if messages[0].role == 'system' }}" + CHATML,
-    "{% for m in messages %}{{ m.content }}\n{% endfor %}",
-    "{% for m in messages | reverse %}{{ m.content }}<|im_end|>{% endfor %}",
-    "{% set system = messages[0].content %}{% for m in messages[1:] %}<|im_start|>"
-    "{{ system if loop.last }}{{ m.content }}<|im_end|>{% endfor %}",
-    CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}"),
-    CHATML.replace("{{ m.content }}", "{{ m.content }}{{ messages | length if loop.first }}")])
-def test_a_template_that_cannot_be_continued_is_refused_in_a_sentence(text):
-    with pytest.raises(Mistake, match="^here: .*turn by turn.*chat_template.jinja"):
-        Template(tokenizer_of(text), "here")
-
-
-def random_model(folder, name, seed=SEED):
-    """A folder with a random model of a form's own architecture, its embeddings tied."""
-    from transformers import (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
-        Lfm2Config,
-        Lfm2ForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
-
+@pytest.mark.slow
+@pytest.mark.parametrize("name, kind", [("Llama 3", "llama"), ("Gemma 3", "gemma3_text")])
+def test_a_foreign_tied_model_is_trained_and_its_engine_follows_at_every_update(
+        name, kind, tmp_path):
     text, special, eos, end = FORMS[name]
     tokenizer = tokenizer_of(text, special, eos)
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128,
-             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-             "head_dim": 32, "max_position_embeddings": 2048, "tie_word_embeddings": True,
-             "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
-    torch.manual_seed(seed)
-    if name == "Gemma 3":
-        lm = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, query_pre_attn_scalar=32))
-    elif name == "LFM2.5":  # vLLM reads conv_dim and block_dim
-        lm = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"],
-                                        conv_dim=64, block_dim=64))
-    else:
-        lm = LlamaForCausalLM(LlamaConfig(**sizes))
+    lm = tiny_lm(kind, SEED, 0, vocab_size=len(tokenizer), head_dim=32, tie_word_embeddings=True,
+                 max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id)
     lm.generation_config.eos_token_id = [tokenizer.eos_token_id,
                                          tokenizer.convert_tokens_to_ids(end)]
-    lm.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama 3", "Gemma 3", "LFM2.5"])
-def test_a_foreign_tied_model_is_trained_and_its_engine_follows_at_every_update(name, tmp_path):
-    model = random_model(tmp_path / "model", name)
+    lm.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
     write_jsonl(tmp_path / "sums.jsonl", [{"id": str(i), "query": "?", "sum": i} for i in range(4)])
-    words = f"""grpo.py --env tests/calculator.py --model {model} --tasks {tmp_path}/sums.jsonl
-        --steps 4 --prompts 2 --group 4 --context 300 --turn-tokens 24 --max-turns 2 --lr 1e-2
-        --keep-activations 100000 --out {tmp_path}/rl""".split()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run([*torchrun, *words], cwd=ROOT, capture_output=True, text=True,
-                          timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    train("grpo.py", tmp_path / "rl", f"""--env tests/calculator.py --model {tmp_path}/model
+        --tasks {tmp_path}/sums.jsonl --steps 4 --prompts 2 --group 4 --context 300 --lr 1e-2
+        --turn-tokens 24 --max-turns 2 --keep-activations 100000""")
     log = read_jsonl(tmp_path / "rl" / "log.jsonl")
     assert len(log) == 4 and all(line["dlogp_mean"] < 1e-4 for line in log), log
-    assert load_template(tmp_path / "rl").ends == load_template(model).ends
+    assert load_template(tmp_path / "rl").ends == load_template(tmp_path / "model").ends

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 
 import runtime
 import sft
-from evaluate import play_replies
 from runtime import Mistake, read_jsonl, write_jsonl
-from sandbox import Episode, Sandbox
-from travel.world import Travel, load_task
 
 EPISODE = [
     {"role": "system", "content": "You plan trips."},
@@ -268,14 +265,3 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tiny_model, epi
     rows = read_jsonl(tmp_path / "sft" / "log.jsonl")
     assert all(row["loss"] < float("inf") for row in rows) and len(rows) < 16
     assert not (tmp_path / "sft" / "config.json").exists()
-
-
-@pytest.mark.slow
-def test_an_official_episode_takes_a_step_whole(official, test_data, tiny_model, tmp_path):
-    task = load_task(read_jsonl(test_data / "travelplanner" / "val_102.jsonl")[0])
-    episode = play_replies(Travel(official), Episode(task, Sandbox(official)))
-    write_jsonl(tmp_path / "solved.jsonl", [episode.record()])
-    train("sft.py", tmp_path / "sft", "--model", tiny_model, "--data", tmp_path / "solved.jsonl",
-          "--batch 1 --steps 1 --keep-activations 100000")
-    (line,) = read_jsonl(tmp_path / "sft" / "log.jsonl")
-    assert line["tokens"] > 5000 and math.isfinite(line["loss"])

@@ -274,10 +274,6 @@ def test_the_solver_as_an_agent_looks_up_its_plan_and_then_gives_it(tasks, mini)
         assert judge(task, last.text, mini)[1]["strict"] == 1
 
 
-def test_solve_can_be_had_from_synth():
-    assert solver.solve is solver.solve
-
-
 # ---------------------------------------------------------------- on the official queries
 
 def test_no_human_plan_is_cheaper_than_the_solver(official, test_data):

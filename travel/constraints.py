@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from format_plan import MEALS, TABLE_OF, read_plan
+from format_plan import MEALS, MOST_PIECES, TABLE_OF, read_plan
 from runtime import Mistake
 from sandbox import Flight
 
@@ -57,7 +57,6 @@ def literal(text):
 # B2: from\s+(.+?)\s+to\s+([^,]+), in two parts, so that it takes linear time
 FROM, TO = re.compile(r"from\s++(?=\S)"), re.compile(r"(?<!\s)\s++to\s+([^,]+)")
 ROADS = {"self-driving": (0.05, 5), "taxi": (1, 4)}  # {kind: (dollars per km, seats of a car)}
-MOST_PIECES = 60  # attractions of a day that are looked up
 # only for strict: the three forms of a ride
 RIDE = re.compile(r"(Flight Number: F\d+|Taxi|Self-driving),? from ([^,]+?) to ([^,]+)", re.I)
 NUMBER = re.compile(r"\bF\d{3,9}\b")
@@ -126,25 +125,18 @@ def cut_state(city):
     return name if bracket and ")" in rest and "\n" not in name else city
 
 
-def find_way(text, at=0):
-    """(origin, destination, end) of the first "from .. to .." after a position, or None."""
-    to = None
-    for start in FROM.finditer(text, at):
+def from_to(text, official):
+    """(origin, destination) of the first "from .. to .." in a text, or (None, None)."""
+    text, to = text[:LONGEST], None
+    for start in FROM.finditer(text):
         if to is None or to.start() < start.end():
             to = TO.search(text, start.end())
         if to is None:
             break
         if text.find("\n", start.end(), to.start()) < 0:
-            return text[start.end():to.start()], to[1], to.end()
-    return None
-
-
-def from_to(text, official):
-    """(origin, destination) of the first "from .. to .." in a text, or (None, None)."""
-    found = find_way(text[:LONGEST])
-    if not found:
-        return None, None
-    return tuple(map(cut_state, found[:2])) if official else found[:2]
+            route = text[start.end():to.start()], to[1]
+            return tuple(map(cut_state, route)) if official else route
+    return None, None
 
 
 def read_venue(text, field, database, official):
@@ -527,20 +519,32 @@ def valid_cuisine(trip, wanted):
     return f"meals: none serves {missing[0]}" if missing else None
 
 
+def has_rule(wish, row):
+    """Whether a hotel has a house rule against the wish (B23)."""
+    rule = wish.get("house rule")
+    return rule in HOUSE_RULES and f"No {rule}" in row.house_rules
+
+
+def has_other_room(wish, row):
+    """Whether a hotel's rooms are of another kind than the wish; an unknown one fits all (B22)."""
+    room = wish.get("room type")
+    if room == "not shared room":
+        return row.room_type == "Shared room"
+    return isinstance(room, str) and row.room_type != ROOM_TYPES.get(room, row.room_type)
+
+
 def valid_room_rule(trip, wanted):
-    """No hotel has a house rule against the wish (B23)."""
+    """No hotel has a house rule against the wish."""
     for number, row in nights_of(trip):
-        if wanted in HOUSE_RULES and f"No {wanted}" in row.house_rules:
+        if has_rule({"house rule": wanted}, row):
             return f"day {number}: accommodation: {row.name} has the rule No {wanted}"
     return None
 
 
 def valid_room_type(trip, wanted):
-    """Every hotel has the wanted kind of room; an unknown kind passes (B22)."""
-    kind = ROOM_TYPES.get(wanted) if isinstance(wanted, str) else None
+    """Every hotel has the wanted kind of room."""
     for number, row in nights_of(trip):
-        shared = wanted == "not shared room" and row.room_type == "Shared room"
-        if shared or kind and row.room_type != kind:
+        if has_other_room({"room type": wanted}, row):
             return (f"day {number}: accommodation: {row.name} is a {row.room_type}, "
                     f"not the {wanted} asked for")
     return None

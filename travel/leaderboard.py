@@ -13,13 +13,12 @@ split's fixed numbers. Only the first play of each task counts. The constraints 
 are not published, so its plans are written but not judged.
 """
 import json
-import re
 from pathlib import Path
 
 from evaluate import read_episodes
 from runtime import Help, Mistake, Parser, run, write_jsonl
 from sandbox import open_database
-from travel.constraints import FIELDS, HARD, score
+from travel.constraints import HARD, score
 
 # the leaderboard's denominators: (number of queries, number of hard constraints in them)
 SIZES = {"train": (45, 105), "validation": (180, 420), "test": (1000, 2290)}
@@ -43,34 +42,15 @@ def official_rates(rows, split, database):
         "final pass rate": sum(each["success"] for each in scores) / plans}
 
 
-def leaderboard_field(key, text):
-    """A field of a day in words that the leaderboard's code can judge: "City(State)" becomes "City"
-    and a drive "Self-driving" (C1 to C4)."""
-    if not isinstance(text, str):
-        return text
-    if key not in ("current_city", "transportation"):  # cut brackets of the city, not of the name
-        cut = re.sub(r"(,[^,;(]*?)\s*\([^();]*\)(?=\s*(;|$))", r"\1", text)
-        return cut if key in FIELDS else text
-    text = re.sub(r"\s*\([^()]*\)", "", text)
-    if key == "transportation" and not re.search("flight|taxi|self-driving", text, re.I):
-        drive = r"^\s*((driving|drive|car)\b[\s,:]*|(?=(from|cost)\b))"
-        text = re.sub(drive, "Self-driving, ", text, flags=re.I)
-    return text
-
-
 def submission(rows):
     """The lines of the submission, in the order of the queries."""
-    lines = []
-    for row in rows:
-        plan = [{key: leaderboard_field(key, text) for key, text in day.items()}
-                for day in row["plan"] or []]
-        idx = int(row["task"].get("idx", row["task"]["id"]))
-        lines.append({"idx": idx, "query": row["task"]["query"], "plan": plan or None})
+    lines = [{"idx": int(row["task"].get("idx", row["task"]["id"])), "query": row["task"]["query"],
+              "plan": row["plan"]} for row in rows]
     return sorted(lines, key=lambda line: line["idx"])
 
 
 def hand_in(args):
-    """Write the submission, and print its faults and the rates."""
+    """Write the submission, and print the rates."""
     file = args.folder / "episodes.jsonl"
     rows = [row for row in read_episodes(file).values() if not row["task"].get("sample")]
     for row in rows:

@@ -19,7 +19,7 @@ import numpy as np
 
 from format_plan import FIELDS, MEALS, itinerary
 from sandbox import final_turn, turn
-from travel.constraints import ROADS, ROOM_TYPES, untimely
+from travel.constraints import ROADS, find_road, has_other_room, has_rule, untimely
 
 SEARCHES = {"hotels": "SearchAccommodation", "restaurants": "SearchRestaurant",
             "attractions": "SearchAttraction"}  # table: its tool
@@ -27,8 +27,8 @@ SEARCHES = {"hotels": "SearchAccommodation", "restaurants": "SearchRestaurant",
 Lodging = namedtuple("Lodging", "cost nights name")  # dollars per night for all; minimum nights
 Meal = namedtuple("Meal", "cost mask name")  # dollars per person; bit i: serves the i-th cuisine
 Road = namedtuple("Road", "km words row")
-# a ride from a to b. cost: dollars for all; words: its text in a plan; flight: True or False
-Way = namedtuple("Way", "cost words a b date flight row")
+# a ride from a to b. cost: dollars for all; words: its text in a plan; flight, road: its row or ()
+Way = namedtuple("Way", "cost words a b date flight road")
 Stay = namedtuple("Stay", "city nights bed meals sights")  # three meals and one sight per full day
 Journey = namedtuple("Journey", "mode route stays ways")  # all parts of a plan
 Search = namedtuple("Search", "thought tool arguments")  # a tool call and the thought before it
@@ -56,19 +56,6 @@ def places(database, table, city):
         if name not in ("", "-") and "\n" not in name and not splits_list:
             found[name] = (next(row for row in rows if name in row.name), *alike)
     return found
-
-
-def has_rule(wish, row):
-    """Whether a hotel has a house rule against the group's wish."""
-    rule = wish.get("house rule")
-    return bool(rule) and f"No {rule}" in row.house_rules
-
-
-def has_other_room(wish, row):
-    """Whether a hotel's rooms are of another kind than the group wants."""
-    room = wish.get("room type")
-    return (room == "not shared room" and row.room_type == "Shared room"
-            or room in ROOM_TYPES and row.room_type != ROOM_TYPES[room])
 
 
 def lodgings(task, database, city):
@@ -124,8 +111,8 @@ def cheapest_meals(database, city, wanted, need):
 @lru_cache(maxsize=1 << 17)
 def drive(database, a, b):
     """The Road from a to b; None if there is none or it takes more than a day."""
-    row = database.distance(a, b)
-    if not row or not row.duration or row.km is None or "day" in row.duration:
+    row, _ = find_road(database, (a, b))
+    if row is None:
         return None
     words = f"from {a} to {b}, duration: {row.duration}, distance: {row.distance}"
     return Road(row.km, words, row)
@@ -145,13 +132,13 @@ def ways(task, database, mode, a, b, date):
     for flight in database.flights(a, b, date) if mode == "air" else ():
         words = (f"Flight Number: {flight.number}, from {a} to {b}, Departure Time: "
                  f"{flight.departure}, Arrival Time: {flight.arrival}")
-        found.append(Way(flight.price * people, words, a, b, date, True, flight))
+        found.append(Way(flight.price * people, words, a, b, date, flight, ()))
     if road:
         kind = "self-driving" if mode == "road" else "taxi"
         per_km, seats = ROADS[kind]
         cost = int(road.km * per_km)  # dollars of one car
         words = f"{kind.capitalize()}, {road.words}, cost: {cost}"
-        found.append(Way(cost * math.ceil(people / seats), words, a, b, date, False, road.row))
+        found.append(Way(cost * math.ceil(people / seats), words, a, b, date, (), road.row))
     return sorted(found)
 
 
@@ -307,7 +294,8 @@ def lay_out(task, journey):
     for start, way in zip(starts, journey.ways, strict=True):
         plan[start] |= {"current_city": f"from {way.a} to {way.b}", "transportation": way.words}
     for i, (city, nights, bed, meals, sights) in enumerate(journey.stays):
-        start, comes, goes = starts[i], journey.ways[i].row, journey.ways[i + 1].row
+        start = starts[i]
+        comes, goes = (way.flight or way.road for way in journey.ways[i:i + 2])
         arrival, *full, leaving = plan[start:start + nights + 1]
         slots = [(day, slot) for day in full for slot in MEALS]
         edges = [(arrival, slot, comes) for slot in MEALS[::-1]]
@@ -329,7 +317,7 @@ def searches(task, journey):
     """The searches for all parts of a plan, in the order in which an agent would make them."""
     steps = [state_search(task["dest"])] if len(journey.stays) > 1 else []
     for way in journey.ways:
-        steps += way_searches(task, journey.mode, way.a, way.b, way.date, way.flight)
+        steps += way_searches(task, journey.mode, way.a, way.b, way.date, bool(way.flight))
     return steps + [Search(f"{table} in {stay.city}", tool, {"city": stay.city})
                     for stay in journey.stays for table, tool in SEARCHES.items()]
 

@@ -1074,7 +1074,7 @@ def zero3(policy, args, device):
         optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0, fused=cuda or None)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
-        # gather whole layers: hooks on each of their modules cost time (docs/notes.md)
+        # gather whole layers: hooks on each of their modules cost time (docs/results.md)
         "zero_optimization": {"stage": 3, "overlap_comm": cuda, "leaf_module": {
             "classes": sorted(policy.lm._no_split_modules or ())}, "offload_optimizer": {
                 "device": "cpu" if args.offload else "none", "pin_memory": cuda}},

@@ -52,11 +52,27 @@ def numbers_at(where):
     return [values[TABLES[table]["columns"].index(column[0])]] if column else values
 
 
-def paper_cell(places, setting):
-    """What the paper prints of a setting, "" if it has no such setting."""
-    values = numbers_at(places[setting]) if setting in places else []
+def of_size(places, size):
+    """The places of the numbers of one size, where the paper has them."""
+    return {name: f"{where}/{size}" if size in TABLES[where.split("/")[0]]["columns"]
+            and where.count("/") == 1 else where for name, where in places.items()}
+
+
+def paper_cell(places, setting, part=""):
+    """What the paper prints of a setting, "" if nothing. part: a column other than success or the
+    mean: a part of the score, or a set of questions; its numbers are in a table of their own."""
+    table, _, row = places.get(setting, "").partition("/")
+    table += f"-{part}" * bool(part)
+    if row.split("/")[0] not in TABLES.get(table, {"rows": ()})["rows"]:
+        return ""
+    values = numbers_at(f"{table}/{row}")
     return " / ".join("-" if value is None else f"{value:g}" if value < 0 else f"{value:.1f}"
                       for value in values)
+
+
+def beside(ours, paper):
+    """ours / paper, where the paper has a number."""
+    return f"{ours or '-'} / {paper}" if paper else ours
 
 
 def paper_head(places, judged):
@@ -175,12 +191,12 @@ def seconds(update):
     return sum(update[f"{part}_s"] for part in ("sync", "play", "judge", "learn"))
 
 
-def table_of(axis, runs, tasks="", gpus=0):
+def table_of(axis, runs, tasks="", gpus=0, size=None):
     """Markdown: the paper's number of each setting, and ours from {setting: its seeds}.
 
     tasks: the name of what ours were judged on; gpus: of each run, for the hours that they took.
     """
-    places, tools = AXES[axis], axis.startswith("tool-")
+    places, tools = of_size(AXES[axis], size), axis.startswith("tool-")
     judged = {row["task"]["id"] for seeds in runs.values() for rows, _ in seeds for row in rows}
     ours = f"ours, {len(judged):,} tasks{f' of {tasks}' if tasks else ''}: mean (each seed)"
     test = f"{TABLES['queries']['rows']['test'][0]:,} test queries"
@@ -191,7 +207,10 @@ def table_of(axis, runs, tasks="", gpus=0):
     # that was trained, else the first
     first = next((seeds for seeds in judged if seeds[0][1]), judged and judged[0])
     for name in runs | places:  # settings that only the paper has come last
-        lines.append([name, paper_cell(places, name), *table_row(runs.get(name, []), first)])
+        cells = [name, paper_cell(places, name), *table_row(runs.get(name, []), first)]
+        for column, part in enumerate(PARTS, 6):
+            cells[column] = beside(cells[column], paper_cell(places, name, part))
+        lines.append(cells)
     more = cost_cells(runs, gpus) if axis == "algorithm" else gauge_cells(runs) if tools else {}
     lines = [[*line, *more.get(line[0], more.get("", []))] for line in lines]
     text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
@@ -221,10 +240,12 @@ def gauge_cells(runs):
             "": [""] * len(GAUGE)} | {name: last_tenth(seeds) for name, seeds in runs.items()}
 
 
-def questions_table(axis, runs):
+def questions_table(axis, runs, size=None):
     """Markdown: exact match out of domain, the paper's mean over the sets and ours, set by set."""
-    places = QUESTIONS["all"] | QUESTIONS.get(axis, {})
+    places = of_size(QUESTIONS["all"] | QUESTIONS.get(axis, {}), size)
     sets = dict.fromkeys(name for seeds in runs.values() for one in seeds for name in one["sets"])
+    sets |= dict.fromkeys(name.removeprefix("ood-") for name in TABLES
+                          if name.startswith("ood-") and not name.startswith("ood-data"))
     columns = paper_head(places, "exact match, mean of its seven sets")
     head = ["setting", columns, f"ours, mean of {len(sets)} sets (each seed)", *sets]
     lines = [head, ["---"] * len(head)]
@@ -235,6 +256,7 @@ def questions_table(axis, runs):
             cells = [f"{100 * mean(one['em'] for one in seeds):.1f} ({each})"]
             cells += [f"{100 * value:.1f}" if value is not None else "" for value in (
                 mean(one["sets"].get(name) for one in seeds) for name in sets)]
+        cells[1:] = map(beside, cells[1:], (paper_cell(places, name, one) for one in sets))
         lines.append([name, paper_cell(places, name), *cells])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
@@ -267,6 +289,7 @@ def flags(argv=None):
         help="evaluated runs: the setting's name and a folder of episodes; repeat a name per seed")
     add("--tasks", default="", help="name of what the runs were judged on, for the table's head")
     add("--gpus", type=COUNT, help="GPUs of each run, for the hours that it took")
+    add("--size", help="size of the models, to print the paper's numbers of that size alone")
     add("--questions", action="store_true", help="tabulate the questions out of domain that "
         "qa_eval.py asked; --runs are then NAME=OUT/qa/rl")
     add("--out", default="out/axes", help="folder to write AXIS.md and AXIS.png into")
@@ -278,11 +301,11 @@ def tabulate(args):
     page, picture = out / f"{args.axis}.md", out / f"{args.axis}.png"
     if args.questions:
         page, text = out / f"{args.axis}-questions.md", questions_table(
-            args.axis, read_answers(args.runs))
+            args.axis, read_answers(args.runs), args.size)
     else:
         runs = read_runs(args.runs)
         draw_success(args.axis, runs, picture)
-        text = table_of(args.axis, runs, args.tasks, args.gpus or 0)
+        text = table_of(args.axis, runs, args.tasks, args.gpus or 0, args.size)
     runtime.write_text(page, text)
     shown = "" if args.questions else f"; open {picture} for success over the updates"
     print(f"{text}\n{page}: this table{shown}")

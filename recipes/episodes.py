@@ -28,11 +28,8 @@ def table(rows, template):
                   if level in ("all", row["task"].get("level"))]
         means = [mean(column) for column in zip(*chosen, strict=True)]
         lines.append([level, f"{len(chosen):,}", *(f"{value:,.1f}" for value in means)])
-    paper = {name: values[0] for name, values in TABLES["episodes"]["rows"].items()}
-    for level in LEVELS:
-        lines.append([f"paper, {level}", f"{paper[level]:,}"])
-    lines.append(["paper, all", f"{paper['kept']:,}", f"{paper['calls']:,.1f}",
-                  f"{paper['tokens']:,.1f}", f"{paper['tokens of the plan']:,.1f}"])
+    for level, (n, share, *means) in TABLES["levels"]["rows"].items():
+        lines.append([f"paper, {level}", f"{n:,} ({share:g}%)", *(f"{x:,.1f}" for x in means)])
     lines = [line + [""] * (len(head) - len(line)) for line in lines]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 

@@ -1189,7 +1189,7 @@ def restore(trainer, args):
     if rank() == 0:
         flags = json.loads(json.dumps(vars(args), default=str))
         before = json.loads(settings.read_text()) if mark["step"] else flags
-        changed = [name for name in flags if before.get(name) != flags[name]]
+        changed = [name for name in flags if before.get(name) != flags[name] and name != "resume"]
         if changed:
             print(f"{out}: resuming with another {', '.join(changed)} than before", flush=True)
         write_text(settings, json.dumps(flags, indent=1) + "\n")

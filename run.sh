@@ -20,6 +20,7 @@
 #   OUT       folder of the run, out/SIZE by default: another one for other settings
 #   SEED      seed of training and play, 0 by default
 #   FLAGS_STAGE  more flags for a stage, such as FLAGS_rl="--lr 1e-6"
+#   ALGORITHM grpo, arpo, or a variant of grpo.py: variants/NAME.diff
 #   HOW       flags of all trainers, such as "--offload" or "--lora 32": docs/gpus.md says what fits
 #             which GPUs. TP: GPUs that share an engine; SHARE: share of a GPU that it fills;
 #             CONTEXT, CUTOFF, PACK: most tokens of an episode in RL, in SFT, and of a micro-batch
@@ -43,9 +44,9 @@ stop() { say "$@"; exit 1; }
 usage() { sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh; exit 2; }
 made() { [[ -e $1 ]] && ! grep -q ^unfinished "$1.command" 2>/dev/null; }
 
-# command WORD...   the part of a command that decides its results: not torchrun's words, nor how
+# essence WORD...   the part of a command that decides its results: not torchrun's words, nor how
 # memory is used
-command() {
+essence() {
     printf '%q ' "$@" | sed -E 's/^torchrun .*--nproc_per_node [0-9]+ //; s/ --(resume|offload)\b//g
         s/ --(gpu-memory|tp|pack-tokens|keep-activations|save-every|workers) [^ ]+//g'
 }
@@ -60,7 +61,7 @@ stage() {
         printf '\n# %s -> %s\n' "$name" "$output"; printf '%q ' "$@"; echo
         return
     fi
-    now=$(command "$@")
+    now=$(essence "$@")
     if made "$output"; then
         [[ ! -e $output.command || $(<"$output.command") == "$now" ]] ||
             stop "$output was made by another command, see $output.command: choose another OUT," \
@@ -151,16 +152,16 @@ open(sys.argv[1], "w").write((json.dumps(row) + "\n") * int(sys.argv[3]))' \
 size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-} HOW=${HOW:-}
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
-saving=10  # updates between checkpoints
+saving=10 algorithm=grpo  # saving: updates between checkpoints
 # what changes with the size [1 app. C, D]; 7b has two nodes of 8 GPUs [1]
 case $size in
-    tiny) base=$OUT/base algorithm=grpo reward=macro ;;
+    tiny) base=$OUT/base reward=macro ;;
     tool-tiny) base=$OUT/base reward=strict ;;
-    0.5b) base=Qwen/Qwen2.5-0.5B-Instruct sft_epochs=6 algorithm=grpo reward=macro
+    0.5b) base=Qwen/Qwen2.5-0.5B-Instruct sft_epochs=6 reward=macro
           CONTEXT=${CONTEXT:-16384} SHARE=${SHARE:-0.35} dry_gpus=1 ;;  # for a GPU of 24 GB [2]
     1.5b) base=Qwen/Qwen2.5-1.5B-Instruct sft_epochs=6 algorithm=arpo reward=macro ;;
-    3b)   base=Qwen/Qwen2.5-3B-Instruct sft_epochs=4 algorithm=grpo reward=curriculum ;;
-    7b)   base=Qwen/Qwen2.5-7B-Instruct sft_epochs=4 algorithm=grpo reward=sum saving=25 ;;  # [2]
+    3b)   base=Qwen/Qwen2.5-3B-Instruct sft_epochs=4 reward=curriculum ;;
+    7b)   base=Qwen/Qwen2.5-7B-Instruct sft_epochs=4 reward=sum saving=25 ;;  # [2]
     tool-star-0.5b | tool-star-1.5b | tool-star-3b | tool-star-7b)
           base=Qwen/Qwen2.5-${size#tool-star-}-Instruct base=${base/b-/B-} ;;
     test) environment
@@ -192,6 +193,14 @@ meet=(--standalone)  # how the ranks find each other
 torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
 [[ -n ${DRY:-} ]] || mkdir -p "$OUT" "$DATA"
+algorithm=${ALGORITHM:-$algorithm}
+if [[ ! -e $algorithm.py ]]; then  # a variant becomes a stage of its own
+    [[ -e variants/$algorithm.diff ]] || stop "ALGORITHM=$algorithm is none of grpo, arpo," \
+        "$(basename -as .diff variants/*.diff | paste -sd ' ')"
+    variant=(patch -s -o "grpo_${algorithm//-/_}.py" grpo.py "variants/$algorithm.diff")
+    if [[ -n ${DRY:-} ]]; then echo "${variant[*]}"; else "${variant[@]}"; fi
+    algorithm=grpo_${algorithm//-/_}
+fi
 [[ $size != tool-* ]] || source recipes/toolstar.sh
 
 # -------------------------------------------------------------------------- what each size trains
@@ -206,7 +215,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     tasks=("${draw[@]}" --database "$DATA/worlds" --split train)
     train=(--keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
     play=(--system-prompt short --max-turns 9)
-    rl=("${torchrun[@]}" "$rl_gpus" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
+    rl=("${torchrun[@]}" "$rl_gpus" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$DATA/worlds" "${play[@]}" --reward $reward --keep-overlength --prompts 8
         --group 8 --steps $steps --lr $rl_rate --decay 0.5 --temperature 0.8 --context $room
         --turn-tokens 256 --concurrency 64 "${train[@]}" --out "$OUT/rl")

@@ -24,6 +24,7 @@ from travel.constraints import (
     need,
     reward,
 )
+from travel.dead_ends import count_dead_ends
 from travel.solver import solver_replies
 
 LEVELS = ("easy", "medium", "hard")
@@ -192,7 +193,7 @@ class Travel:
         found = {f"success, {name}": success if level == name else None for name in LEVELS}
         found |= {"success, official": row["score"].get("official"),
                   "hack gauge: star - strict": success - row["strict"]}
-        return found
+        return found | count_dead_ends(row, self.database.of(row["task"]))
 
     def solver(self, task):
         """The replies of the exact solver: its searches, then the cheapest plan."""

@@ -13,6 +13,12 @@ What every stage runs on: the parts that are needed to train, but teach nothing 
 
 To take a stage home, copy it together with this file; grpo.py and arpo.py also need sandbox.py.
 """
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"Python 3.11 is needed, and this is {sys.version.split()[0]}. "
+             "PYTHON=/path/to/python3.11 bash run.sh ... makes a .venv with it")
+
 import argparse
 import contextlib
 import csv
@@ -31,7 +37,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 import time
 import types
 import warnings

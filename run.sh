@@ -42,6 +42,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 usage() { sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh; exit 2; }
+# variables that nothing reads, and whose names are much like one that is read
+python3 - run.sh recipes/*.sh <<'END' >&2 || true
+import difflib, os, re, sys
+read = set(re.findall(r"\$\{?([A-Z_]+)\b", "".join(open(path).read() for path in sys.argv[1:])))
+for name in filter(re.compile("[A-Z_]+").fullmatch, os.environ.keys() - read):
+    for near in difflib.get_close_matches(name, read, 1, 0.8):
+        print(f"run.sh: {name} is not a variable that is read; is {near} meant?")
+END
 made() { [[ -e $1 ]] && ! grep -q ^unfinished "$1.command" 2>/dev/null; }
 
 # essence WORD...   the part of a command that decides its results: not torchrun's words, nor how
@@ -110,6 +118,7 @@ environment() {
     export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
     [[ -z ${DRY:-} ]] || { printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"; return; }
     if cmp -s "$pins" .venv/installed.txt; then return; fi
+    "${PYTHON:-python3}" -c 'import runtime'  # stops if it is older than 3.11
     say "making .venv from $pins, 2.5 GB: several minutes, once"
     "${PYTHON:-python3}" -m venv --clear .venv
     if [[ $pins == requirements-cpu.txt ]]; then  # torch by itself: the head of the file says why

@@ -64,7 +64,7 @@ def run(program, function, *args):
         raise SystemExit(f"{program}: {mistake}") from None
 
 
-def run_ranks(main, flags):
+def run_ranks(main):
     """Run a stage's main as a rank of torchrun. Without torchrun (`python grpo.py`), start torchrun
     with one rank per GPU, or with one rank on a CPU."""
     if "RANK" in os.environ:

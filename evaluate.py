@@ -181,15 +181,25 @@ def mean(values):
     return sum(values) / len(values) if values else None
 
 
+def pooled(values):
+    """The mean of numbers; of pairs (passed, asked) the share of all that were asked."""
+    pairs = [value for value in values if isinstance(value, tuple)]
+    if not pairs:
+        return mean(values)
+    passed, asked = map(sum, zip(*pairs, strict=True))
+    return passed / asked if asked else None
+
+
 def lines_of(row, world_lines=None):
-    """{line of the table: number or None} of one episode. world_lines(row): a world's own lines."""
+    """{line of the table: number, pair (passed, asked) or None} of one episode. world_lines(row): a
+    world's own lines, which go before the score's of the same name."""
     found = {}
     if "score" in row:
         score = row["score"]
         found = {"success": score["success"], "success, strict": row["strict"]}
-        found |= world_lines(row) if world_lines else {}
         found |= {name: value for name, value in score.items()
                   if isinstance(value, float) and name not in ("success", "official")}
+        found |= world_lines(row) if world_lines else {}
         found |= {f"{name} per episode": value for name, value in score.items()
                   if type(value) is int}
         found |= {name: passed for name, (passed, _) in score.get("checks", {}).items()}
@@ -202,7 +212,7 @@ def measure(rows, world_lines=None):
     each = [lines_of(row, world_lines) for row in rows]
     lines = dict.fromkeys(line for numbers in each for line in numbers)
     default = {line: 0 if line.startswith("stop: ") else None for line in lines}
-    found = {line: mean(one.get(line, default[line]) for one in each) for line in lines}
+    found = {line: pooled([one.get(line, default[line]) for one in each]) for line in lines}
     return {"episodes": len(rows)} | found | {name: mean(row.get(name) for row in rows)
                                               for name in COUNTS}
 

@@ -21,9 +21,10 @@ else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the va
     amounts="100 200 500 1000 2000" full=1000 alone=1000 scales="1.5b 3b 7b"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
 fi
-# for the table: the tasks that judge, and the number of GPUs, from which it computes GPU hours
-beside=(--tasks "${judge[1]}")
-[[ $size == tiny ]] || beside+=(--gpus $((GPUS * NNODES)))
+# for the table: the tasks that judge; the size, whose numbers of the paper it prints; and the number
+# of GPUs, from which it computes GPU hours
+beside=(--tasks "${judge[1]}") sized=()
+[[ $size == tiny ]] || sized=(--size "$size") beside+=(--gpus $((GPUS * NNODES)) --size "$size")
 runs=() faulty=() asked=()
 
 # Print a line per setting of the axis: its name, then the parts of its run: algorithm, reward,
@@ -198,5 +199,5 @@ tables=("$OUT/axis/$axis.md")
 stage "axis-$axis" "${tables[0]}" python -m recipes.axes --axis "$axis" --runs "${runs[@]}" \
     "${beside[@]}" --out "$OUT/axis"
 [[ ${#tables[@]} == 1 ]] || stage "axis-$axis-questions" "${tables[1]}" python -m recipes.axes \
-    --axis "$axis" --questions --runs "${asked[@]}" --out "$OUT/axis"
+    --axis "$axis" --questions --runs "${asked[@]}" "${sized[@]}" --out "$OUT/axis"
 finish "${tables[@]}"

@@ -25,9 +25,9 @@ NUMBER = r"-?[\d,]*\.?\d+"
 # where they stand in docs/paper.json, as TABLE/ROW/COLUMN or FLAGS/--flag.
 SENTENCES = [
     (r"(?:keeps|keep|solved|kept) ([\d,]+) of (?:the )?([\d,]+)",
-     ("episodes/kept/number", "episodes/played/number")),
+     ("levels/all/number", "episodes/played/number")),
     (r"levels='(\d{3}) (\d{3}) (\d{3})'",
-     ("episodes/easy/number", "episodes/medium/number", "episodes/hard/number")),
+     ("levels/easy/number", "levels/medium/number", "levels/hard/number")),
     (r"up to (\d+)% do no harm and (\d+)% do",
      ("noise/failing/no harm up to", "noise/failing/harm at")),
     (r"top[- ](\d+),? .{0,20}?(\d+) calls", ("questions/--topk", "rl/--max-turns")),
@@ -50,7 +50,7 @@ SENTENCES = [
     (r"([\d.]+) on 200 synthetic queries and ([\d.]+) on the validation queries",
      ("reliability/synthetic/success", "reliability/validation/success")),
     (r"(\d+) easy, (\d+) medium, (\d+) hard",
-     ("episodes/easy/number", "episodes/medium/number", "episodes/hard/number")),
+     ("levels/easy/number", "levels/medium/number", "levels/hard/number")),
 ]
 DEFAULTS = {"sft.py": ("sft",), "grpo.py": ("rl",), "arpo.py": ("rl",), "evaluate.py": ("play",),
             "qa_eval.py": ("play", "questions"), "pairs.py": ("star-pairs",)}
@@ -122,8 +122,8 @@ def test_a_number_in_two_tables_of_the_papers_is_the_same():
     assert number("data/mixed/3b") == number("reward/curriculum/3b")
     for name in TABLES["ablation"]["columns"]:
         assert number(f"ablation/full/{name}") == number(f"sets/{name}/3b")
-    levels = sum(number(f"episodes/{level}/number") for level in ("easy", "medium", "hard"))
-    assert levels == number("episodes/kept/number")
+    levels = sum(number(f"levels/{level}/number") for level in ("easy", "medium", "hard"))
+    assert levels == number("levels/all/number")
 
 
 def test_a_recipe_takes_the_algorithm_and_reward_of_its_sizes_best_number():

@@ -145,7 +145,8 @@ def test_the_scores_on_questions_are_printed_beside_the_papers(tmp_path, capsys)
                     "ours, mean of 2 sets (each seed)", "nq", "popqa", "triviaqa", "hotpotqa",
                     "2wikimultihopqa", "musique", "bamboogle"]
     made = {line[0]: line[1:] for line in lines}
-    assert made["macro"][:3] == ["25.6 / 34.2 / 42.9", "25.0 (30.0, 20.0)", "20.0 / 29.6 / 37.0 / 42.2"]
+    assert made["macro"][:3] == ["25.6 / 34.2 / 42.9", "25.0 (30.0, 20.0)",
+                                 "20.0 / 29.6 / 37.0 / 42.2"]
     assert made["sft"][:3] == ["11.5 / 30.7 / 41.9", "not run", "- / 13.5 / 35.1 / 41.2"]
     assert made["search-r1"][:2] == ["25.0 / 32.5 / 38.5", "not run"]
     assert {len(line) for line in lines} == {len(head)}

@@ -20,6 +20,7 @@
 #   OUT       folder of the run, out/SIZE by default: another one for other settings
 #   SEED      seed of training and play, 0 by default
 #   FLAGS_STAGE  more flags for a stage, such as FLAGS_rl="--lr 1e-6"
+#   ALGORITHM grpo, arpo, or a variant of grpo.py: variants/NAME.diff
 #   HOW       flags of all trainers, such as "--offload" or "--lora 32": docs/gpus.md says what fits
 #             which GPUs. TP: GPUs that share an engine; SHARE: share of a GPU that it fills;
 #             CONTEXT, CUTOFF, PACK: most tokens of an episode in RL, in SFT, and of a micro-batch
@@ -41,11 +42,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 usage() { sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh; exit 2; }
+# variables that nothing reads, and whose names are much like one that is read
+python3 - run.sh recipes/*.sh <<'END' >&2 || true
+import difflib, os, re, sys
+read = set(re.findall(r"\$\{?([A-Z_]+)\b", "".join(open(path).read() for path in sys.argv[1:])))
+for name in filter(re.compile("[A-Z_]+").fullmatch, os.environ.keys() - read):
+    for near in difflib.get_close_matches(name, read, 1, 0.8):
+        print(f"run.sh: {name} is not a variable that is read; is {near} meant?")
+END
 made() { [[ -e $1 ]] && ! grep -q ^unfinished "$1.command" 2>/dev/null; }
 
-# command WORD...   the part of a command that decides its results: not torchrun's words, nor how
+# essence WORD...   the part of a command that decides its results: not torchrun's words, nor how
 # memory is used
-command() {
+essence() {
     printf '%q ' "$@" | sed -E 's/^torchrun .*--nproc_per_node [0-9]+ //; s/ --(resume|offload)\b//g
         s/ --(gpu-memory|tp|pack-tokens|keep-activations|save-every|workers) [^ ]+//g'
 }
@@ -60,7 +69,7 @@ stage() {
         printf '\n# %s -> %s\n' "$name" "$output"; printf '%q ' "$@"; echo
         return
     fi
-    now=$(command "$@")
+    now=$(essence "$@")
     if made "$output"; then
         [[ ! -e $output.command || $(<"$output.command") == "$now" ]] ||
             stop "$output was made by another command, see $output.command: choose another OUT," \
@@ -109,6 +118,7 @@ environment() {
     export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
     [[ -z ${DRY:-} ]] || { printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"; return; }
     if cmp -s "$pins" .venv/installed.txt; then return; fi
+    "${PYTHON:-python3}" -c 'import runtime'  # stops if it is older than 3.11
     say "making .venv from $pins, 2.5 GB: several minutes, once"
     "${PYTHON:-python3}" -m venv --clear .venv
     if [[ $pins == requirements-cpu.txt ]]; then  # torch by itself: the head of the file says why
@@ -151,16 +161,17 @@ open(sys.argv[1], "w").write((json.dumps(row) + "\n") * int(sys.argv[3]))' \
 size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-} HOW=${HOW:-}
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
-saving=10  # updates between checkpoints
-# what changes with the size [1 app. C, D]; 7b has two nodes of 8 GPUs [1]
+saving=10 algorithm=grpo  # saving: updates between checkpoints
+# what changes with the size [1 app. C.2, D.5]; 7b has two nodes of 8 GPUs [1]
 case $size in
-    tiny) base=$OUT/base algorithm=grpo reward=macro ;;
+    tiny) base=$OUT/base reward=macro ;;
     tool-tiny) base=$OUT/base reward=strict ;;
-    0.5b) base=Qwen/Qwen2.5-0.5B-Instruct sft_epochs=6 algorithm=grpo reward=macro
+    0.5b) base=Qwen/Qwen2.5-0.5B-Instruct sft_epochs=6 reward=macro
           CONTEXT=${CONTEXT:-16384} SHARE=${SHARE:-0.35} dry_gpus=1 ;;  # for a GPU of 24 GB [2]
-    1.5b) base=Qwen/Qwen2.5-1.5B-Instruct sft_epochs=6 algorithm=arpo reward=macro ;;
-    3b)   base=Qwen/Qwen2.5-3B-Instruct sft_epochs=4 algorithm=grpo reward=curriculum ;;
-    7b)   base=Qwen/Qwen2.5-7B-Instruct sft_epochs=4 algorithm=grpo reward=sum saving=25 ;;  # [2]
+    1.5b) base=Qwen/Qwen2.5-1.5B-Instruct sft_epochs=6 algorithm=arpo  # [1 app. D.5]
+          reward=macro ;;  # of ARPO in [1 Table 4]; for its 1.5B recipe the paper names none [2]
+    3b)   base=Qwen/Qwen2.5-3B-Instruct sft_epochs=4 reward=curriculum ;;
+    7b)   base=Qwen/Qwen2.5-7B-Instruct sft_epochs=4 reward=sum saving=25 ;;  # [2]
     tool-star-0.5b | tool-star-1.5b | tool-star-3b | tool-star-7b)
           base=Qwen/Qwen2.5-${size#tool-star-}-Instruct base=${base/b-/B-} ;;
     test) environment
@@ -181,6 +192,10 @@ else
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
     [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=${dry_gpus:-8}
     [[ $GPUS != 0 ]] || stop "no GPU is seen (nvidia-smi -L); DRY=1 prints the commands"
+    # before anything is made; it needs no package
+    [[ -n ${DRY:-} || $size == tool-star-* ]] ||
+        "${PYTHON:-python3}" sandbox.py check "$database" ||
+        stop "$database is not complete: see above, and database/README.md"
 fi
 used="$NNODES x $GPUS GPUs, ${HOW:-all weights}, --tp $tp, $share of a GPU for the engine"
 [[ $size != *tiny ]] || used="$seen GPUs, $GPUS ranks in SFT and $rl_gpus in RL"
@@ -192,6 +207,14 @@ meet=(--standalone)  # how the ranks find each other
 torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
 [[ -n ${DRY:-} ]] || mkdir -p "$OUT" "$DATA"
+algorithm=${ALGORITHM:-$algorithm}
+if [[ ! -e $algorithm.py ]]; then  # a variant becomes a stage of its own
+    [[ -e variants/$algorithm.diff ]] || stop "ALGORITHM=$algorithm is none of grpo, arpo," \
+        "$(basename -as .diff variants/*.diff | paste -sd ' ')"
+    variant=(patch -s -o "grpo_${algorithm//-/_}.py" grpo.py "variants/$algorithm.diff")
+    if [[ -n ${DRY:-} ]]; then echo "${variant[*]}"; else "${variant[@]}"; fi
+    algorithm=grpo_${algorithm//-/_}
+fi
 [[ $size != tool-* ]] || source recipes/toolstar.sh
 
 # -------------------------------------------------------------------------- what each size trains
@@ -206,7 +229,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     tasks=("${draw[@]}" --database "$DATA/worlds" --split train)
     train=(--keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
     play=(--system-prompt short --max-turns 9)
-    rl=("${torchrun[@]}" "$rl_gpus" grpo.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
+    rl=("${torchrun[@]}" "$rl_gpus" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$DATA/worlds" "${play[@]}" --reward $reward --keep-overlength --prompts 8
         --group 8 --steps $steps --lr $rl_rate --decay 0.5 --temperature 0.8 --context $room
         --turn-tokens 256 --concurrency 64 "${train[@]}" --out "$OUT/rl")
@@ -215,23 +238,21 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     judge=(--tasks "$DATA/val.jsonl" --database $database "${play[@]}" --lenient
            --max-context $room --max-tokens 256 --top-p 0.95 --seed "$SEED")
 else
-    [[ -n ${DRY:-} || $axis == scale ]] || python sandbox.py check "$database" ||
-        stop "$database is not complete: see above, and database/README.md"
     read -ra endpoints <<<"$ENDPOINT"
     teacher=(${endpoints[@]:+--endpoint "${endpoints[@]}"} ${ENDPOINT_KEY:+--key "$ENDPOINT_KEY"})
     tasks=(python synth.py tasks --database "$database" --like paper --days 3 5 7)
-    # batch, rate and warm-up are from [1 app. C], the cutoff from its released configuration;
+    # batch, rate and warm-up are from [1 app. C.2], the cutoff from its released configuration;
     # cosine decay, bfloat16 and ZeRO-3 need no flags in sft.py
     sft=("${torchrun[@]}" "$GPUS" sft.py --model "$base" --data "$DATA/sft.jsonl"
         --epochs "$sft_epochs" --batch 32 --lr $(rate 5e-6) --warmup 0.1 --cutoff $cutoff
         --pack-tokens $cutoff --seed "$SEED" --save-every 20 --resume "${how[@]}" --out "$OUT/sft")
-    # all from [1 app. D] except the clip bounds (DAPO's, arXiv:2503.14476) and --save-every
+    # all from [1 app. C.2] except the clip bounds (DAPO's, arXiv:2503.14476) and --save-every
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32
         --group 8 --epochs 5 --lr $(rate 2e-6) --temperature 1.0 --context $context --max-turns 60
         --pack-tokens $pack --gpu-memory $share --clip-low 0.2 --clip-high 0.28 --seed "$SEED"
         --save-every $saving --resume "${how[@]}" --tp $tp --out "$OUT/rl")
-    # the sampling and the choice of the best checkpoint on validation are from [1 app. D]; other
+    # the sampling and the choice of the best checkpoint on validation are from [1 app. C.3]; other
     # tasks than those judge it, and the last checkpoint is judged as well [2]
     models=(base="$base" sft="$OUT/sft" last="$OUT/rl" rl="$OUT/rl/best")
     # replies may be as long as in training [2]
@@ -240,7 +261,7 @@ else
 fi
 evaluate=(python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6
           --out "$OUT/eval")
-# out of domain [1 sec. 4]: top 5, 60 calls, 32K tokens. tiny has 64 offline questions; its model
+# out of domain [1 app. C.3]: top 5, 60 calls, 32K tokens. tiny has 64 offline questions; its model
 # answers none of them
 questions=(python qa_eval.py --model "${models[@]}" --data "${QA:-}" --topk 5 --max-turns 60
            --retriever "${RETRIEVER:-}" --max-context 32768 --seed "$SEED" --out "$OUT/qa")

@@ -13,6 +13,12 @@ What every stage runs on: the parts that are needed to train, but teach nothing 
 
 To take a stage home, copy it together with this file; grpo.py and arpo.py also need sandbox.py.
 """
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"Python 3.11 is needed, and this is {sys.version.split()[0]}. "
+             "PYTHON=/path/to/python3.11 bash run.sh ... makes a .venv with it")
+
 import argparse
 import contextlib
 import csv
@@ -31,7 +37,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 import time
 import types
 import warnings
@@ -1201,7 +1206,7 @@ def restore(trainer, args):
     if rank() == 0:
         flags = json.loads(json.dumps(vars(args), default=str))
         before = json.loads(settings.read_text()) if mark["step"] else flags
-        changed = [name for name in flags if before.get(name) != flags[name]]
+        changed = [name for name in flags if before.get(name) != flags[name] and name != "resume"]
         if changed:
             print(f"{out}: resuming with another {', '.join(changed)} than before", flush=True)
         write_text(settings, json.dumps(flags, indent=1) + "\n")
@@ -1267,7 +1272,11 @@ def load_world(env):
 
 def open_world(args):
     """The world of --env (docs/environment.md)."""
-    return load_world(args.env).open_world(args)
+    world = load_world(args.env).open_world(args)
+    if isinstance(world, type):
+        raise Mistake(f"--env {args.env}: open_world returns the class {world.__name__}; it must "
+                      f"return an object, {world.__name__}()")
+    return world
 
 
 def prepare(world, episodes):
@@ -1278,19 +1287,42 @@ def prepare(world, episodes):
 
 
 def check_world(world, task, args):
-    """Play one scripted reply before an engine starts, so that a mistake in a world shows within
-    seconds -> lines of text that describe the results"""
+    """Play a scripted episode before an engine starts, so that a mistake in a world shows within
+    seconds; evaluate.py --check also calls its tools -> lines of text that describe the results"""
     episode = world.episode(task, "check", args)
     lines = [f"task {task['id']!r}: {str(task.get('query', ''))[:80]!r}"]
     lines += [f"{one['role']}: {one['content'][:80]!r}" for one in episode.messages]
     if "branch" in args:  # arpo.py, whose plays fork
         episode.fork("check")
+    if getattr(args, "check", False):
+        lines += call_tools(world, episode)
     episode.begin("<think>.</think><answer>.</answer>")
     episode.stop = episode.stop or "turns"
     plan, score, strict = world.verdict(episode)
-    return [*lines, f"a scripted answer stops the episode: {episode.stop}", f"plan: {plan!r:.80}",
+    episode.record("check")
+    return [*lines, f"the last reply stops the episode: {episode.stop}", f"plan: {plan!r:.80}",
             f"score: {score!r:.200}", f"strict: {strict}",
             *(f"reward {kind}: {world.reward(score, kind):g}" for kind in world.kinds if score)]
+
+
+def call_tools(world, episode):
+    """Call each tool once: as the world's solver does, which also answers; the others with the
+    arguments of sandbox.example(name), or with none -> lines of text that show what came back."""
+    shown = {}
+    try:
+        for reply in world.solver(episode.task) if hasattr(world, "solver") else ():
+            action = episode.begin(reply)
+            if action is None:
+                break
+            said = episode.finish(episode.act(action))
+            shown.setdefault(action.name, f"{action.name} {action.arguments}: {said!r:.80}")
+    except Mistake as mistake:  # the solver cannot play this task
+        shown["solver"] = f"solver: {mistake}"
+    example = getattr(episode.sandbox, "example", lambda name: {})
+    for name in sorted({*getattr(episode.sandbox, "tools", ())} - shown.keys()):
+        said = episode.sandbox.call(name, example(name))
+        shown[name] = f"{name} {example(name)}: {said!r:.80}"
+    return shown.values()
 
 
 def find_tasks(source, split):

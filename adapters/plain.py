@@ -13,13 +13,18 @@ A world made of a plain class, as TRL's environment_factory takes it: --env my_e
         def close(self):                # optional
 
 A row of --tasks needs a "query" (or a "prompt"), unless reset() returns the first observation. The
-tools run in threads, one environment per episode.
+tools run in threads, one environment per episode. A tool reports a model's mistake by a ValueError,
+LookupError or ArithmeticError, whose text the model reads; any other exception is a slip in the
+class, and ends the program with its traceback.
 """
 import copy
 import inspect
 import json
 import sys
 import traceback
+from functools import lru_cache
+
+from pydantic import ValidationError, validate_call
 
 from runtime import Mistake
 from sandbox import Episode
@@ -33,7 +38,9 @@ Think first, then call one tool or answer. Reply in one of two forms and write n
 %s
 </tools>"""
 NO_TOOLS = ("reset", "get_reward", "close")
+EXAMPLES = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 told = set()  # the errors whose traceback was printed
+checked = lru_cache(None)(validate_call)  # a function that first checks arguments by its type hints
 
 
 class Methods:
@@ -46,19 +53,34 @@ class Methods:
         self.tools = frozenset(self.methods)
 
     def call(self, name, arguments):
-        """The observation of a call. A method reports a model's mistake by raising an exception, as
-        TRL's environments do, and the model reads its text. It may be a slip in the method, so the
-        first of each kind is also printed."""
+        """The observation of a call. The text of an exception that reports a model's mistake may
+        be that of a slip in the method, so the first of each kind is also printed."""
         if not isinstance(arguments, dict):
             return "Error: the arguments of a tool call are a JSON object"
         try:
-            return str(self.methods[name](**arguments))
-        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            method = self.methods[name]
+            return str(checked(method.__func__)(method.__self__, **arguments))
+        except ValidationError as error:
+            return "Error: " + "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
+                                         for one in error.errors())
+        except (ValueError, LookupError, ArithmeticError) as error:
             kind = name, type(error), traceback.extract_tb(error.__traceback__)[-1].lineno
             if kind not in told:
                 told.add(kind)
                 print(f"{name} raised, for {arguments}:", traceback.format_exc(), file=sys.stderr)
             return f"Error: {error}"
+
+    def schema(self, name):
+        """What the model reads about a tool."""
+        from transformers.utils import get_json_schema
+
+        return get_json_schema(self.methods[name])
+
+    def example(self, name):
+        """Arguments of the right types, for evaluate.py --check."""
+        hints = self.schema(name)["function"]["parameters"]["properties"]
+        return {key: hint.get("enum", [EXAMPLES.get(str(hint.get("type")), "a")])[0]
+                for key, hint in hints.items()}
 
     def __copy__(self):
         raise Mistake(f"{type(self.env).__name__} cannot be copied in the middle of an episode, "
@@ -81,21 +103,21 @@ class PlainWorld:
     def __init__(self, factory):
         missing = [name for name in ("reset", "get_reward") if not hasattr(factory, name)]
         if missing:
-            raise Mistake(f"{factory.__name__} has no method {missing[0]}()")
+            raise Mistake(f"{factory.__name__} has no method {missing[0]}(): its methods are those "
+                          "of adapters/plain.py. Of a gymnasium environment, make step() a tool "
+                          "that returns the observation and keeps the reward for get_reward()")
         self.factory = factory
 
     def load_task(self, row):
         return row | {"id": str(row["id"])}
 
     def episode(self, task, seed, args):
-        from transformers.utils import get_json_schema
-
         methods = Methods(self.factory(), seed)
         first = methods.env.reset(**copy.deepcopy(task))
         query = first or task.get("query") or task.get("prompt")
         if not isinstance(query, str):
             raise Mistake(f"task {task['id']} has no 'query', and reset() returned no text")
-        schemas = "\n".join(json.dumps(get_json_schema(one)) for one in methods.methods.values())
+        schemas = "\n".join(json.dumps(methods.schema(name)) for name in methods.methods)
         return PlainEpisode(task | {"query": query}, methods, args.max_turns, PROMPT % schemas)
 
     def verdict(self, episode):

@@ -39,6 +39,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP = 8  # plays of a query
+VARIANTS = "shipped", "compact", "vllm"  # of TRL
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29502"}  # what torchrun sets for a single rank
 
@@ -260,7 +261,7 @@ def measure(ours, theirs, folder, args):
     (Path(folder) / "samples.json").write_text(json.dumps(samples))
     tokens = sum(len(s["ids"]) for s in samples)
     print(f"{len(samples)} samples, {tokens} tokens; {torch.get_num_threads()} threads", flush=True)
-    seconds = {name: [] for name in ["ours", *args.variants]}
+    seconds = {name: [] for name in ["ours", *VARIANTS]}
     for i in range(args.rounds + 1):
         for name in seconds:
             seconds[name].append(ours.update() if name == "ours" else theirs.update(name))

@@ -12,7 +12,9 @@ Prints a table, and exits with status 1 if a moment does not fit. The flags are 
 """
 import math
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for python look/memory.py
 import runtime
 from runtime import COUNT, LOGITS, NATURAL, PART, POSITIVE, Help, Mistake, Parser
 

@@ -22,9 +22,11 @@ import gzip
 import json
 import math
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for python look/report.py
 import evaluate
 import runtime
 from evaluate import STOPS, interval, mean, name_of, plays_of

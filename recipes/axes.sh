@@ -74,7 +74,7 @@ train() {
 }
 
 # draw_sets   draw the tasks of an axis: nested sets of mixed levels; for data, sets of one level
-# that share no task with these [1 app. D]; for memory, tasks in the cities of the evaluation
+# that share no task with these [1 app. D.3]; for memory, tasks in the cities of the evaluation
 draw_sets() {
     local level levels=(easy "1 0 0" medium "0 1 0" hard "0 0 1")
     draw_tasks pool pool --levels 1 1 1 --split train --n $((3 * alone)) --seed 6 --prefix pool \
@@ -163,7 +163,7 @@ row() {
 }
 
 # reliability   success of a large model on 200 synthetic and on the published validation queries,
-# which is equal if both are equally hard [1]. The model has 128K tokens and 100 calls
+# which is equal if both are equally hard [1 app. C.1]. The model has 128K tokens and 100 calls
 reliability() {
     local url=${endpoints[0]%=*} name=${endpoints[0]##*=} queries
     draw_tasks reliability-tasks reliability --split all --n 200 --levels 1 1 1 --seed 9 \

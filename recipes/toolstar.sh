@@ -110,7 +110,7 @@ export HF_HUB_OFFLINE=1
 train=(--keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
 play=(--env tools --system-prompt short --max-turns 7)
 models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
-rl=("${torchrun[@]}" "$rl_gpus" grpo.py --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${play[@]}"
+rl=("${torchrun[@]}" "$rl_gpus" $algorithm.py --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${play[@]}"
     --reward $reward --keep-overlength --prompts 16 --group 8 --lr $rl_rate --temperature 0.8
     --context $room --turn-tokens 128 --concurrency 64 "${train[@]}")
 first=(--model "$OUT/sft" --steps 80 --decay 0.5)  # RL in the first cycle

@@ -1,5 +1,6 @@
 """A world of sums, which shows that the stages work with a second world: --env tests/calculator.py
 """
+from runtime import Mistake
 from sandbox import Episode
 
 PROMPT = ('You add with the tool Add(a, b). Reply <think>...</think><tool_call>{"name": "Add", '
@@ -28,7 +29,7 @@ class Calculator:
 
     def load_task(self, row):
         if not isinstance(row.get("sum"), int):
-            raise ValueError("'sum' must be a whole number")
+            raise Mistake("'sum' must be a whole number")
         return row
 
     def episode(self, task, seed, args):

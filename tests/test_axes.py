@@ -68,27 +68,27 @@ def test_the_table_of_an_axis_by_hand(tmp_path, capsys):
     assert {len(line) for line in lines} == {len(head)}
 
 
-def test_hard_micro_pools_the_constraints_of_all_plans(tmp_path):
+def test_hard_micro_pools_the_constraints_of_all_plans(tmp_path, mini):
     """One plan meets its budget, another two of its four constraints: 3 of 5, which is 60%. A mean
     of the plans' shares would be 75%."""
     free = dict.fromkeys(("house rule", "cuisine", "room type", "transportation"))
     bound = free | {"house rule": "pets", "cuisine": ["French"], "transportation": "no flight"}
     right, wrong, absent = [True, None], [False, "why"], [None, None]
     rows = [{"task": {"id": name, "local_constraint": wishes}, "strict": 0.0, "stop": "answer",
-             "score": summary({**dict.fromkeys(COMMONSENSE, right), **dict.fromkeys(HARD, absent),
-                               **checks})}
+             "messages": [], "score": summary({**dict.fromkeys(COMMONSENSE, right),
+                                               **dict.fromkeys(HARD, absent), **checks})}
             for name, wishes, checks in (
                 ("budget", free, {"valid_cost": right}),
                 ("four", bound, {"valid_cost": right, "valid_cuisine": right,
                                  "valid_room_rule": wrong, "valid_transportation": wrong}))]
-    assert evaluate.measure(rows, Travel(None).lines)["hard_micro"] == pytest.approx(0.6)
+    assert evaluate.measure(rows, Travel(mini).lines)["hard_micro"] == pytest.approx(0.6)
     write_jsonl(tmp_path / "eval" / "rl" / "episodes.jsonl", rows)
     axes.main(["--axis", "noise", "--out", str(tmp_path), "--runs", f"0%={tmp_path}/eval/rl"])
     head, _, line = cells((tmp_path / "noise.md").read_text())[:3]
     assert line[head.index("hard micro")] == "60.0"
     # the same plan, four constraints of which were not reached
     rows[1]["score"] = summary(dict.fromkeys((*COMMONSENSE, *HARD), absent))
-    assert evaluate.measure(rows, Travel(None).lines)["hard_micro"] == pytest.approx(0.2)
+    assert evaluate.measure(rows, Travel(mini).lines)["hard_micro"] == pytest.approx(0.2)
 
 
 def test_an_axis_has_differences_and_the_size_of_a_study_that_would_find_them(tmp_path):

@@ -1,4 +1,5 @@
 """Worlds of users: the page's examples work, files can be copied, a slip has its traceback."""
+import ast
 import os
 import re
 import shutil
@@ -8,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, witness
 
 import evaluate
 import runtime
@@ -16,6 +17,7 @@ from adapters.plain import PlainWorld
 from adapters.trl import TravelEnv, travel_reward
 from format_plan import itinerary
 from runtime import Mistake, read_jsonl, write_jsonl
+from sandbox import ARGUMENTS
 from travel.solver import searches, solve, solve_report
 
 PAGE = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
@@ -53,6 +55,17 @@ def test_the_pages_module_is_at_most_25_lines_and_is_checked(folder, capsys):
                    "--check"])
     said = capsys.readouterr().out
     assert "4 tasks" in said and "score: {'success': 0.0}" in said and "reward success: 0" in said
+    assert "Guess {}: 'wrong'" in said
+
+
+def test_check_calls_every_tool_as_the_solver_does_or_by_its_schema(folder, mini, capsys):
+    evaluate.main(["--env", f"{folder / 'guess.py'}:Guess", "--tasks",
+                   str(folder / "guess.jsonl"), "--check"])
+    assert "guess {'number': 1}: 'right'" in capsys.readouterr().out
+    write_jsonl(folder / "trip.jsonl", [witness(mini)[0]])
+    evaluate.main(["--tasks", str(folder / "trip.jsonl"), "--check"])
+    said = capsys.readouterr().out
+    assert all(f"\n{name} {{" in said for name in ARGUMENTS) and "\nreward sum: 5\n" in said
 
 
 def test_the_pages_class_is_a_world_whose_methods_are_the_tools(folder):
@@ -63,7 +76,7 @@ def test_the_pages_class_is_a_world_whose_methods_are_the_tools(folder):
     assert episode.step('<think>.</think><tool_call>{"name": "guess", "arguments": {"number": 7}}'
                         "</tool_call>") == "too high"
     assert world.verdict(episode)[1] == {"success": 0.0, "reward": 0.0}
-    for wrong in '{"n": 4}', '"4"', "[]", '{"number": "x"}':
+    for wrong in '{"n": 4}', '"4"', "[]", '{"number": "x"}', '{"number": 4, "self": 4}':
         assert episode.act(runtime_call(wrong)).startswith("Error: "), wrong
     episode.step('<think>.</think><tool_call>{"name": "guess", "arguments": {"number": 4}}'
                  "</tool_call>")
@@ -87,7 +100,7 @@ def test_arpo_refuses_a_class_that_it_cannot_fork(folder):
 
 
 def test_an_environment_without_get_reward_is_named():
-    with pytest.raises(Mistake, match=r"^Half has no method get_reward\(\)"):
+    with pytest.raises(Mistake, match=r"^Half has no method get_reward\(\).* gymnasium"):
         PlainWorld(type("Half", (), {"reset": lambda self: None}))
 
 
@@ -159,11 +172,56 @@ def test_a_slip_in_a_world_is_found_by_check_and_keeps_its_traceback(old, new, s
     assert Path(error.traceback[-1].path) == file
 
 
-def test_a_slip_in_a_tool_of_a_class_is_printed_once(folder, capsys):
-    (folder / "slip.py").write_text(CLASS.replace("number == self.secret", "number == self.secrt"))
-    world = opened(f"{folder / 'slip.py'}:Guess")
+@pytest.mark.parametrize("slip, error", [
+    ("self.secrt", AttributeError), ("secrt", NameError), ("len(7)", TypeError)])
+def test_a_slip_in_a_tool_of_a_class_ends_the_program(slip, error, folder):
+    file = folder / f"tool_{error.__name__}.py"
+    file.write_text(CLASS.replace("number == self.secret", f"number == {slip}"), encoding="utf-8")
+    with pytest.raises(error) as found:
+        evaluate.main(["--env", f"{file}:Guess", "--tasks", str(folder / "guess.jsonl"), "--check"])
+    assert Path(found.traceback[-1].path) == file
+
+
+def test_what_a_tool_says_by_an_exception_is_read_by_the_model_and_printed_once(folder, capsys):
+    (folder / "picky.py").write_text(CLASS.replace("number == self.secret", "[][number]"))
+    world = opened(f"{folder / 'picky.py'}:Guess")
     for _ in range(2):
         episode = world.episode(world.load_task(TASKS[0]), "0", Namespace(max_turns=5))
-        assert "no attribute 'secrt'" in episode.act(runtime_call('{"number": 7}'))
+        said = episode.act(runtime_call('{"number": 7}'))
+        assert said == "Error: list index out of range"
     said = capsys.readouterr().err
-    assert said.count("Traceback") == 1 and 'slip.py", line' in said
+    assert said.count("Traceback") == 1 and 'picky.py", line' in said
+
+
+def test_a_class_is_no_world(folder):
+    (folder / "no_world.py").write_text(MODULE.replace("return World()", "return World"))
+    with pytest.raises(Mistake, match=r"returns the class World; it must return .* World\(\)"):
+        opened(folder / "no_world.py")
+
+
+# ------------------------------------------------------------------------------- slips in commands
+
+
+def test_an_old_python_is_told_so_in_one_sentence():
+    code = "import sys; sys.hexversion = 0x30A0CF0; import evaluate"
+    assert re.fullmatch("Python 3.11 is needed.*\n", run(ROOT, "-c", code).stderr)
+    for name in [*ROOT.glob("*.py"), *ROOT.glob("look/*.py"), *ROOT.glob("tiny/*.py")]:
+        ast.parse(name.read_text(encoding="utf-8"), feature_version=(3, 8))  # read that far
+
+
+@pytest.mark.parametrize("words, said", [
+    (["look/report.py", "--help"], "usage: report.py"),
+    (["look/memory.py", "--help"], "usage: memory.py"),
+    (["-m", "tiny.model"], "type python -m tiny with model, drills or world")])
+def test_a_file_of_a_folder_runs_as_a_program_or_says_what_to_type(words, said):
+    done = run(ROOT, *words)
+    assert said in done.stdout + done.stderr
+
+
+def test_run_sh_names_misspelt_variables():
+    slips = {"MODLE": "x", "SEEED": "1", "GPU": "1"}
+    done = subprocess.run(["bash", "run.sh", "tiny"], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | slips | {"DRY": "1"}, timeout=60)
+    for wrong, right in ("MODLE", "MODEL"), ("SEEED", "SEED"), ("GPU", "GPUS"):
+        assert f"{wrong} is not a variable that is read; is {right} meant?" in done.stderr
+    assert done.stderr.count("meant?") == 3

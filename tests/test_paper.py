@@ -261,7 +261,7 @@ def test_sft_help_prints_the_papers_epochs():
 # ---------------------------------------------------------------- docs/*.md
 
 COMMANDS = sorted({command for page in ("paper.md", "results.md") for command in re.findall(
-    r"(?:[A-Z_]+=(?:\"[^\"]*\"|\S+) )*bash run\.sh [a-zA-Z0-9.]\S*(?: axis [a-z]+)?",
+    r"(?:[A-Za-z_]+=(?:\"[^\"]*\"|\S+) )*bash run\.sh [a-zA-Z0-9.]\S*(?: axis [a-z]+)?",
     (ROOT / "docs" / page).read_text(encoding="utf-8").replace("`", "\n").replace(
         "tool-star-SIZE", "tool-star-7b").replace("SIZE", "7b").replace("axis NAME", "axis dpo"))
     if not re.search("run.sh (test|gpu)", command)})

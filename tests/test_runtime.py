@@ -164,7 +164,7 @@ def resume(one_rank, tmp_path):
         with open(out / "log.jsonl", "a") as log:
             log.write('{"step": 3, "lr": 0.001, "reward')
         write_text(out / "checkpoints" / "latest", json.dumps(mark))
-        before = vars(flags_of(sft, f"--out {out} --lr 1e-3 --batch 4 --resume"))
+        before = vars(flags_of(sft, f"--out {out} --lr 1e-3 --batch 4"))
         write_text(out / "settings.json", json.dumps(before))
         loaded = []
         trainer = SimpleNamespace(load_checkpoint=lambda *_, tag, **__: loaded.append(tag))

@@ -14,7 +14,7 @@ from travel.world import Travel
 
 FILE = ROOT / "tests" / "calculator.py"
 SHORT = ["--env", "tests/calculator.py", "--max-turns", "3", "--group", "4", "--prompts", "2",
-         "--context", "400", "--turn-tokens", "24", "--lr", "1e-3", "--keep-activations 100000"]
+         "--context", "400", "--turn-tokens", "24", "--lr", "1e-3", "--keep-activations", "100000"]
 SUMS = {f"sum-{i}": i + i * i for i in range(6)}
 
 
@@ -96,8 +96,8 @@ def test_an_unknown_reward_is_refused_with_those_the_world_knows(tiny_model, sum
 
 
 @pytest.mark.parametrize("change", [
-    *({"people_number": value} for value in (0, -2, 0.5, None, True)),
-    *({"budget": value} for value in (0, math.nan, math.inf, "dear", None, True)),
+    *({"people_number": value} for value in (0, -2, 0.5, None, True, 10**30)),
+    *({"budget": value} for value in (0, math.nan, math.inf, "dear", "1,92", None, True, 10**400)),
     *({"visiting_city_number": value} for value in (0, 3, 1.5)), {"days": 2}, {"days": "three"},
     {"date": ["2022-03-02", "2022-03-01", "2022-03-03"]}, {"date": ["soon"] * 3}, {"query": None},
     {"org": "Atlantis"}, {"dest": "Atlantis"}, {"dest": "Norland"}, {"level": 3}, {"id": None},
@@ -107,6 +107,7 @@ def test_an_unknown_reward_is_refused_with_those_the_world_knows(tiny_model, sum
 def test_a_travel_task_that_no_plan_can_solve_is_refused_with_its_key(mini, change):
     task = witness(mini)[0] | {"people_number": "2"}  # published files hold numbers as text
     assert Travel(mini).load_task(task)["people_number"] == 2
+    assert Travel(mini).load_task(task | {"budget": "1,920"})["budget"] == 1920
     (key, value), = change.items()
     key = next(iter(value)) if isinstance(value, dict) else key
     with pytest.raises(Mistake, match=f"^'({key}|date)' "):

@@ -50,7 +50,7 @@ def fitting(task, database, city):
 def rides_exist(trip):
     days = [day for day in trip.days if day.move or len(day.ends) == 2]
     return bool(days) and all(day.ride and not day.ride.fault and (
-        not day.ride.flight or day.ride.flight.date == trip.task["date"][day.number - 1])
+        day.ride.mode != "flight" or day.ride.row.date == trip.task["date"][day.number - 1])
         for day in days)
 
 

@@ -7,7 +7,6 @@ The travel world of the stages (docs/environment.md): TravelPlanner's tasks, too
 --env travel opens this module by name. Its flags are --database, --system-prompt, --failure-rate.
 """
 import json
-import math
 import os
 import re
 from contextlib import suppress
@@ -25,12 +24,15 @@ from travel.constraints import (
     need,
     reward,
 )
+from travel.dead_ends import count_dead_ends
 from travel.solver import solver_replies
 
 LEVELS = ("easy", "medium", "hard")
 WISHES = {"house rule": HOUSE_RULES, "room type": (*ROOM_TYPES, "not shared room"),
           "transportation": ("no flight", "no self-driving")}
 DATE = re.compile(r"\d{4}-\d\d-\d\d")
+LARGEST = 10**9  # of people and dollars; the solver's arithmetic ends at 10**16
+THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")  # 1,920
 NO_WISH = ("", "None", "none", "null", "nan", "NaN")  # how files write that there is no wish
 
 
@@ -89,10 +91,11 @@ def demands(task):
         yield key, isinstance(need(task, key), str), "a text"
     yield "id", isinstance(task["id"], (str, int)), "a text or a number"
     for key in "days", "people_number":
-        yield key, type(need(task, key)) is int and task[key] > 0, "a whole number from 1"
+        right = type(need(task, key)) is int and 0 < task[key] <= LARGEST
+        yield key, right, f"a whole number from 1 to {LARGEST:,}"
     days, budget, date = task["days"], need(task, "budget"), need(task, "date")
-    right = type(budget) in (int, float) and 0 < budget < math.inf
-    yield "budget", right, "a number of dollars above 0"
+    right = type(budget) in (int, float) and 0 < budget <= LARGEST
+    yield "budget", right, f"a number of dollars above 0, at most {LARGEST:,}"
     cities = task.setdefault("visiting_city_number", days // 2)  # in 3, 5, 7 days 1, 2, 3 cities
     right = type(cities) is int and 0 < cities < max(2, days)
     yield "visiting_city_number", right, f"a whole number from 1 to {max(1, days - 1)}"
@@ -109,6 +112,7 @@ def demands(task):
 
 def value_in(text):
     """The value of a text that is a Python literal or JSON; the text itself if it is neither."""
+    text = text.replace(",", "") if THOUSANDS.fullmatch(text) else text
     value = literal(text)
     if value is text:
         with suppress(ValueError, RecursionError):
@@ -194,7 +198,7 @@ class Travel:
         found |= {"success, official": row["score"].get("official"),
                   "hack gauge: star - strict": success - row["strict"],
                   "hard_micro": hard_counts(row["task"], row["score"]["checks"])}
-        return found
+        return found | count_dead_ends(row, self.database.of(row["task"]))
 
     def solver(self, task):
         """The replies of the exact solver: its searches, then the cheapest plan."""

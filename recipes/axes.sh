@@ -21,8 +21,8 @@ else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the va
     amounts="100 200 500 1000 2000" full=1000 alone=1000 scales="1.5b 3b 7b"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
 fi
-# for the table: the tasks that judge; the size, whose numbers of the paper it prints; and the number
-# of GPUs, from which it computes GPU hours
+# for the table: the tasks that judge; the size, whose numbers of the paper stand beside ours; and
+# the number of GPUs, from which it computes GPU hours
 beside=(--tasks "${judge[1]}") sized=()
 [[ $size == tiny ]] || sized=(--size "$size") beside+=(--gpus $((GPUS * NNODES)) --size "$size")
 runs=() faulty=() asked=()

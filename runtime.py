@@ -514,7 +514,9 @@ def load_template(path):
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise Mistake(f"{path} is no folder or hub name of a model: {error}") from None
+        why = next(iter(str(error).splitlines()), "")
+        fetch = f" Where there is a network: hf download {path}" if not Path(path).is_dir() else ""
+        raise Mistake(f"{path} is no folder or hub name of a model: {why}{fetch}") from None
     return Template(tokenizer, path, stops)
 
 
@@ -1338,7 +1340,12 @@ def find_tasks(source, split):
         return path
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(source, f"{split}.csv", repo_type="dataset"))
+    try:
+        return Path(hf_hub_download(source, f"{split}.csv", repo_type="dataset"))
+    except (OSError, ValueError):
+        raise Mistake(f"{source} is no file, and neither the hub nor its cache has {split}.csv of "
+                      f"it. Where there is a network: hf download {source} --repo-type dataset"
+                      ) from None
 
 
 def read_csv_rows(path):

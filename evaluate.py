@@ -7,7 +7,7 @@ Measure agents: play the tasks of a world with any agent, judge the answers, and
     (3) report   one table of all agents: success with its bootstrap interval over tasks, every
                  number of the score, each check, pass@k
 
-[1] STAR, arXiv:2603.21972 app. D
+[1] STAR, arXiv:2603.21972, app. C.3
 
 Reads   tasks, ours or as published; checkpoints, which are HF folders or hub names
 Writes  OUT/AGENT/episodes.jsonl, settings.json, scores.json; OUT/table.md. A rerun plays only the
@@ -32,10 +32,10 @@ from pathlib import Path
 from queue import Empty
 
 import runtime
-from runtime import AMOUNT, COUNT, NATURAL, PART, Help, Mistake, NoRoom, Parser, Refused
+from runtime import AMOUNT, COUNT, NATURAL, PART, Help, Mistake, Parser, Refused
 from sandbox import final_turn, turn
 
-STOPS = ("answer", "format", "turns", "context")
+STOPS = ("answer", "format", "length", "turns", "context")
 COUNTS = ("reward", "turns", "calls", "tokens")  # lines of the table that are not percentages
 SETTINGS = ("env", "max_turns", "lenient", "seed")  # with a world's own flags they decide a play
 SAMPLING = ("temperature", "top_p", "max_context", "max_tokens")  # of a model's play
@@ -68,8 +68,7 @@ def play_one(generate, episode, max_context=math.inf):
         try:
             reply = generate(episode.messages)
         except Refused as error:
-            full = isinstance(error, NoRoom)
-            episode.stop, episode.refusal = "context" if full else "refused", str(error)
+            episode.stop, episode.refusal = error.stop, str(error)
             break
         episode.tokens = getattr(reply, "tokens", 0) or None
         if (episode.tokens or 0) > max_context:  # an engine would have cut this reply
@@ -77,7 +76,14 @@ def play_one(generate, episode, max_context=math.inf):
             episode.stop = "context"
             break
         episode.step(reply)
+        name_length(episode, getattr(reply, "cut", False))
     return episode
+
+
+def name_length(episode, cut):
+    """Tell a reply that a limit of tokens cut from one that broke the protocol by itself."""
+    if cut and episode.stop == "format":
+        episode.stop = "length"
 
 
 def play_replies(replies, episode):
@@ -193,6 +199,7 @@ def play_reply(episode, ids, output, template, max_context):
         episode.stop = "context"
         return None
     action = episode.begin(reply)
+    name_length(episode, output.finish_reason == "length")
     episode.tokens = len(ids)  # a helper may read this while the action is answered
     return action
 
@@ -223,15 +230,25 @@ def mean(values):
     return sum(values) / len(values) if values else None
 
 
+def pooled(values):
+    """The mean of numbers; of pairs (passed, asked) the share of all that were asked."""
+    pairs = [value for value in values if isinstance(value, tuple)]
+    if not pairs:
+        return mean(values)
+    passed, asked = map(sum, zip(*pairs, strict=True))
+    return passed / asked if asked else None
+
+
 def lines_of(row, world_lines=None):
-    """{line of the table: number or None} of one episode. world_lines(row): a world's own lines."""
+    """{line of the table: number, pair (passed, asked) or None} of one episode. world_lines(row): a
+    world's own lines, which go before the score's of the same name."""
     found = {}
     if "score" in row:
         score = row["score"]
         found = {"success": score["success"], "success, strict": row["strict"]}
-        found |= world_lines(row) if world_lines else {}
         found |= {name: value for name, value in score.items()
                   if isinstance(value, float) and name not in ("success", "official")}
+        found |= world_lines(row) if world_lines else {}
         found |= {f"{name} per episode": value for name, value in score.items()
                   if type(value) is int}
         found |= {name: passed for name, (passed, _) in score.get("checks", {}).items()}
@@ -244,7 +261,7 @@ def measure(rows, world_lines=None):
     each = [lines_of(row, world_lines) for row in rows]
     lines = dict.fromkeys(line for numbers in each for line in numbers)
     default = {line: 0 if line.startswith("stop: ") else None for line in lines}
-    found = {line: mean(one.get(line, default[line]) for one in each) for line in lines}
+    found = {line: pooled([one.get(line, default[line]) for one in each]) for line in lines}
     return {"episodes": len(rows)} | found | {name: mean(row.get(name) for row in rows)
                                               for name in COUNTS}
 
@@ -391,9 +408,10 @@ def play_flags(p, out, max_tokens):
     add("--max-context", type=COUNT, default=32768, help="most tokens of an episode [1]")
     add("--max-turns", type=COUNT, default=60, help="most tool calls, then an answer [1]")
     add("--max-tokens", type=NATURAL, default=max_tokens, help="most tokens of a reply; 0: no "
-        "limit other than the context")
-    add("--lenient", action="store_true", help="tell the agent about a reply that breaks the "
-        "format, and continue; otherwise such a reply ends the episode, as in training and in [1]")
+        "limit other than the context. A reply that it cuts ends the episode: stop length")
+    add("--lenient", action="store_true", help="a call or an answer counts without a thought, as "
+        "in the authors' code, and the agent is told about any other reply that breaks the format; "
+        "otherwise such a reply ends the episode, as in training and in [1]")
     add("--concurrency", type=COUNT, default=64, help="most episodes that play at a time")
     add("--seed", type=NATURAL, default=0, help="seed of the sampling and of the world")
     add = p.add_argument_group("output").add_argument
@@ -457,7 +475,8 @@ def play_agent(args, folder, path, tasks):
     left = [task for task in tasks if name_of(task) not in done]
     with runtime.progress(None, folder.name, len(tasks), len(tasks) - len(left)) as bar:
         rows = partial(play_rows, args, folder.name, path)
-        for row in in_processes(rows, left, args) if path and left else rows(left):
+        playing = partial(in_processes, rows, args=args) if path and not args.url else rows
+        for row in playing(left) if left else ():
             runtime.append_jsonl(file, row)
             done[name_of(row["task"])] = row
             bar.update()
@@ -537,9 +556,6 @@ def in_processes(rows_of, tasks, args):
     """Yield the rows of rows_of(tasks). With engines: from a process per engine (--tp GPUs, or the
     CPU), each with a share of the tasks. Even one engine needs a process, because only its end
     frees all of an engine's memory for the next checkpoint."""
-    if args.url:
-        yield from rows_of(tasks)
-        return
     context, gpus = get_context("spawn"), runtime.visible_gpus()
     n, rows = min(max(1, len(gpus) // args.tp), len(tasks)), context.Queue()
     children = [context.Process(target=send_rows, args=(

@@ -162,13 +162,14 @@ size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-} HOW=${HOW
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
 saving=10 algorithm=grpo  # saving: updates between checkpoints
-# what changes with the size [1 app. C, D]; 7b has two nodes of 8 GPUs [1]
+# what changes with the size [1 app. C.2, D.5]; 7b has two nodes of 8 GPUs [1]
 case $size in
     tiny) base=$OUT/base reward=macro ;;
     tool-tiny) base=$OUT/base reward=strict ;;
     0.5b) base=Qwen/Qwen2.5-0.5B-Instruct sft_epochs=6 reward=macro
           CONTEXT=${CONTEXT:-16384} SHARE=${SHARE:-0.35} dry_gpus=1 ;;  # for a GPU of 24 GB [2]
-    1.5b) base=Qwen/Qwen2.5-1.5B-Instruct sft_epochs=6 algorithm=arpo reward=macro ;;
+    1.5b) base=Qwen/Qwen2.5-1.5B-Instruct sft_epochs=6 algorithm=arpo  # [1 app. D.5]
+          reward=macro ;;  # of ARPO in [1 Table 4]; for its 1.5B recipe the paper names none [2]
     3b)   base=Qwen/Qwen2.5-3B-Instruct sft_epochs=4 reward=curriculum ;;
     7b)   base=Qwen/Qwen2.5-7B-Instruct sft_epochs=4 reward=sum saving=25 ;;  # [2]
     tool-star-0.5b | tool-star-1.5b | tool-star-3b | tool-star-7b)
@@ -191,6 +192,10 @@ else
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
     [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=${dry_gpus:-8}
     [[ $GPUS != 0 ]] || stop "no GPU is seen (nvidia-smi -L); DRY=1 prints the commands"
+    # before anything is made; it needs no package
+    [[ -n ${DRY:-} || $size == tool-star-* ]] ||
+        "${PYTHON:-python3}" sandbox.py check "$database" ||
+        stop "$database is not complete: see above, and database/README.md"
 fi
 used="$NNODES x $GPUS GPUs, ${HOW:-all weights}, --tp $tp, $share of a GPU for the engine"
 [[ $size != *tiny ]] || used="$seen GPUs, $GPUS ranks in SFT and $rl_gpus in RL"
@@ -233,23 +238,21 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     judge=(--tasks "$DATA/val.jsonl" --database $database "${play[@]}" --lenient
            --max-context $room --max-tokens 256 --top-p 0.95 --seed "$SEED")
 else
-    [[ -n ${DRY:-} || $axis == scale ]] || python sandbox.py check "$database" ||
-        stop "$database is not complete: see above, and database/README.md"
     read -ra endpoints <<<"$ENDPOINT"
     teacher=(${endpoints[@]:+--endpoint "${endpoints[@]}"} ${ENDPOINT_KEY:+--key "$ENDPOINT_KEY"})
     tasks=(python synth.py tasks --database "$database" --like paper --days 3 5 7)
-    # batch, rate and warm-up are from [1 app. C], the cutoff from its released configuration;
+    # batch, rate and warm-up are from [1 app. C.2], the cutoff from its released configuration;
     # cosine decay, bfloat16 and ZeRO-3 need no flags in sft.py
     sft=("${torchrun[@]}" "$GPUS" sft.py --model "$base" --data "$DATA/sft.jsonl"
         --epochs "$sft_epochs" --batch 32 --lr $(rate 5e-6) --warmup 0.1 --cutoff $cutoff
         --pack-tokens $cutoff --seed "$SEED" --save-every 20 --resume "${how[@]}" --out "$OUT/sft")
-    # all from [1 app. D] except the clip bounds (DAPO's, arXiv:2503.14476) and --save-every
+    # all from [1 app. C.2] except the clip bounds (DAPO's, arXiv:2503.14476) and --save-every
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32
         --group 8 --epochs 5 --lr $(rate 2e-6) --temperature 1.0 --context $context --max-turns 60
         --pack-tokens $pack --gpu-memory $share --clip-low 0.2 --clip-high 0.28 --seed "$SEED"
         --save-every $saving --resume "${how[@]}" --tp $tp --out "$OUT/rl")
-    # the sampling and the choice of the best checkpoint on validation are from [1 app. D]; other
+    # the sampling and the choice of the best checkpoint on validation are from [1 app. C.3]; other
     # tasks than those judge it, and the last checkpoint is judged as well [2]
     models=(base="$base" sft="$OUT/sft" last="$OUT/rl" rl="$OUT/rl/best")
     # replies may be as long as in training [2]
@@ -258,7 +261,7 @@ else
 fi
 evaluate=(python evaluate.py --model "${models[@]}" "${judge[@]}" --temperature 0.6
           --out "$OUT/eval")
-# out of domain [1 sec. 4]: top 5, 60 calls, 32K tokens. tiny has 64 offline questions; its model
+# out of domain [1 app. C.3]: top 5, 60 calls, 32K tokens. tiny has 64 offline questions; its model
 # answers none of them
 questions=(python qa_eval.py --model "${models[@]}" --data "${QA:-}" --topk 5 --max-turns 60
            --retriever "${RETRIEVER:-}" --max-context 32768 --seed "$SEED" --out "$OUT/qa")

@@ -513,7 +513,9 @@ def load_template(path):
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise Mistake(f"{path} is no folder or hub name of a model: {error}") from None
+        why = next(iter(str(error).splitlines()), "")
+        fetch = f" Where there is a network: hf download {path}" if not Path(path).is_dir() else ""
+        raise Mistake(f"{path} is no folder or hub name of a model: {why}{fetch}") from None
     return Template(tokenizer, path, stops)
 
 
@@ -707,15 +709,26 @@ class ChatError(Mistake):
 class Refused(ChatError):
     """An endpoint refused one request, or answered it without text; it may answer others."""
 
+    stop = "refused"  # of the episode whose request it was
+
 
 class NoRoom(Refused):
     """A request exceeds the model's context."""
 
+    stop = "context"
+
+
+class TooLong(Refused):
+    """A reply reached its limit of tokens within its thought, which the endpoint keeps apart."""
+
+    stop = "length"
+
 
 class Reply(str):
-    """The text of a reply. tokens: of the whole conversation including it, 0 if unknown."""
+    """The text of a reply. tokens: of the whole conversation including it, 0 if unknown. cut:
+    whether a limit of tokens ended it."""
 
-    tokens = 0
+    tokens, cut = 0, False
 
 
 @lru_cache(maxsize=64)
@@ -762,14 +775,15 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
         raise Refused(f"{url}: no reply but {str(body)[:200]}")
     message = body.choices[0].message
     text, thought = message.content or "", getattr(message, "reasoning_content", None)
+    ended = body.choices[0].finish_reason
     if not text.strip() and not begun:
-        raise Refused(f"{url}: a reply without text ({body.choices[0].finish_reason})")
-    for stop in stops if body.choices[0].finish_reason == "stop" else ():  # most servers cut it off
+        raise (TooLong if ended == "length" else Refused)(f"{url}: a reply without text ({ended})")
+    for stop in stops if ended == "stop" else ():  # most servers cut it off
         text += stop * (text.rfind(stop.replace("/", "")) > text.rfind(stop))
     if len(text) > LONGEST_REPLY:
         raise NoRoom(f"{url}: a reply of {len(text):,} characters fits into no context")
     reply = Reply(text if begun else with_thought(text, thought))
-    reply.tokens = body.usage.total_tokens if body.usage else 0
+    reply.tokens, reply.cut = body.usage.total_tokens if body.usage else 0, ended == "length"
     return reply
 
 
@@ -1336,7 +1350,12 @@ def find_tasks(source, split):
         return path
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(source, f"{split}.csv", repo_type="dataset"))
+    try:
+        return Path(hf_hub_download(source, f"{split}.csv", repo_type="dataset"))
+    except (OSError, ValueError):
+        raise Mistake(f"{source} is no file, and neither the hub nor its cache has {split}.csv of "
+                      f"it. Where there is a network: hf download {source} --repo-type dataset"
+                      ) from None
 
 
 def read_csv_rows(path):

@@ -91,6 +91,17 @@ def parse_call(text, load):
     return Action("error", why='a tool call is a JSON object {"name": "...", "arguments": {...}}')
 
 
+def mended(reply):
+    """A reply with an empty thought and only what the authors' evaluation reads in it: its first
+    closed <tool_call>, or else all after its first <answer>. The reply itself if it has neither."""
+    call, closed, _ = reply.partition("<tool_call>")[2].partition("</tool_call>")
+    if closed:
+        return f"<think></think><tool_call>{call}</tool_call>"
+    _, begun, answer = reply.partition("<answer>")
+    answer = answer.rpartition("</answer>")[0] or answer
+    return f"<think></think><answer>{answer}</answer>" if begun else reply
+
+
 def turn(thought, tool, arguments):
     """A reply that calls a tool."""
     call = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
@@ -107,7 +118,8 @@ class Episode:
 
     max_turns: how many replies get an observation; one more reply may answer. system_prompt: by
     default database/prompts/system.txt. strict: whether a reply that breaks the protocol ends the
-    episode; if not, its observation tells the agent what was wrong. parse: reply -> Action.
+    episode; if not, its call or answer counts all the same (see mended), and without any its
+    observation tells the agent what was wrong. parse: reply -> Action.
     """
 
     # numbers of tokens, set by the player: in the episode, before the last reply, in the last
@@ -121,7 +133,8 @@ class Episode:
         self.strict, self.parse = strict, parse
         self.messages = [{"role": "system", "content": system_prompt or read_prompt()},
                          {"role": "user", "content": task["query"]}]
-        # stop: "", "answer", "format", "turns", "context" or, of an endpoint, "refused"
+        # stop: "", "answer", "format", "turns", "context"; in evaluation also "length" (the limit
+        # of a reply's tokens cut it) and "refused" (by an endpoint)
         self.answer, self.stop = None, ""
         self.calls = self.turns = self.errors = 0  # errors: replies that break the protocol
 
@@ -138,7 +151,9 @@ class Episode:
         self.messages.append({"role": "assistant", "content": reply})
         self.turns += 1
         action = self.parse(reply)
-        self.errors += action.kind == "error"
+        if action.kind == "error":
+            self.errors += 1
+            action = action if self.strict else self.parse(mended(reply))
         tools = getattr(self.sandbox, "tools", (action.name,))
         known = action.kind != "call" or action.name in tools
         if action.kind == "answer":

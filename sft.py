@@ -10,7 +10,7 @@ Supervised fine-tuning: teach a model to play by imitating the replies of succes
 Departs from the paper's released scripts [2] in two places: episodes longer than --cutoff are
 dropped and counted instead of truncated, and the loss is a mean over the tokens of the batch
 instead of a mean over each micro-batch.
-[1] STAR, arXiv:2603.21972, app. C   [2] SFTScripts in the code released with [1]
+[1] STAR, arXiv:2603.21972, app. C.2   [2] SFTScripts in the code released with [1]
 
 Reads   a HF folder or hub name, a jsonl of episodes (anything with "messages")
 Writes  OUT/ (a HF folder: safetensors, config, tokenizer), OUT/log.jsonl, OUT/checkpoints/

@@ -10,7 +10,7 @@ line of OUT/report.md is a claim that passes or fails; the file is written after
     grpo      grpo.py on all GPUs, killed, resumed, and run to its end: steps, syncs, memory
     lora      grpo.py with --lora, --offload and --stretch, on plays of different lengths
     small     the recipe of 0.5b on a card of 24 GB; another process fills the rest of the memory
-    decode    an engine's step with 8 to 256 plays: --step-ms and --token-ns of bench/bench_play.py
+    decode    an engine's step with 8 to 256 plays, and how it grows with their tokens
     evaluate  the engine of evaluate.py, which starts in another way than that of a trainer
 
 The parts run in this order. The report names those that --budget leaves no time for. The models

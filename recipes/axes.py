@@ -5,8 +5,9 @@ Tabulate and draw an axis: one thing varied over several runs, beside the papers
                    interval over tasks, where a task counts with all its plays
     (2) difference from the setting that was trained first, on the tasks that both have played, and
                    how many tasks or seeds are needed to detect that difference
-    (3) columns    of the paper's tables: commonsense and hard constraints, micro and macro; and
-                   success by rules without loopholes (strict)
+    (3) columns    of the paper's tables: commonsense and hard constraints, micro and macro, where
+                   hard micro is the share of all constraints of all plans; and success by rules
+                   without loopholes (strict)
     (4) training   trained tokens and seconds of an update; a curve of success over the updates
     (5) questions  instead of all that, with --questions: exact match out of domain, set by set
 
@@ -25,9 +26,10 @@ from pathlib import Path
 from statistics import median
 
 import runtime
-from evaluate import interval, mean, name_of, plays_of, span
+from evaluate import interval, mean, name_of, plays_of, pooled, span
 from look.report import log_rows, scan, task_means
 from runtime import COUNT, Help, Mistake, Parser
+from travel.constraints import hard_counts
 
 FILE = Path(__file__).parent.parent / "docs" / "paper.json"  # the papers' numbers, each once
 KNOWN = json.loads(FILE.read_text(encoding="utf-8"))
@@ -175,7 +177,7 @@ def table_row(seeds, first):
     rows = [row for rows, _ in seeds for row in rows]
     updates = [row for _, updates in seeds for row in updates]
     tokens = mean(row["loss_tokens"] for row in updates)
-    parts = [mean(row["score"].get(part) for row in rows) for part in PARTS]
+    parts = [pooled([part_of(row, part) for row in rows]) for part in PARTS]
     return [f"{mean(wins):.1f} ({', '.join(f'{win:.1f}' for win in wins)})",
             span(*interval(task_means(rows))),
             *(difference(seeds, first) if first and seeds is not first else ["", ""]),
@@ -184,6 +186,13 @@ def table_row(seeds, first):
             f"{tokens:,.0f}" if updates else "",
             f"{median(map(seconds, updates)):.1f}" if updates else "",
             ", ".join(sorted({str(len(updates)) for _, updates in seeds}))]
+
+
+def part_of(row, part):
+    """A part of an episode's score; of hard micro the counts, (constraints met, asked)."""
+    if part == "hard_micro" and "checks" in row["score"]:
+        return hard_counts(row["task"], row["score"]["checks"])
+    return row["score"].get(part)
 
 
 def seconds(update):
@@ -243,11 +252,11 @@ def gauge_cells(runs):
 def questions_table(axis, runs, size=None):
     """Markdown: exact match out of domain, the paper's mean over the sets and ours, set by set."""
     places = of_size(QUESTIONS["all"] | QUESTIONS.get(axis, {}), size)
-    sets = dict.fromkeys(name for seeds in runs.values() for one in seeds for name in one["sets"])
-    sets |= dict.fromkeys(name.removeprefix("ood-") for name in TABLES
+    played = dict.fromkeys(name for seeds in runs.values() for one in seeds for name in one["sets"])
+    sets = played | dict.fromkeys(name.removeprefix("ood-") for name in TABLES
                           if name.startswith("ood-") and not name.startswith("ood-data"))
     columns = paper_head(places, "exact match, mean of its seven sets")
-    head = ["setting", columns, f"ours, mean of {len(sets)} sets (each seed)", *sets]
+    head = ["setting", columns, f"ours, mean of {len(played)} sets (each seed)", *sets]
     lines = [head, ["---"] * len(head)]
     for name in runs | places:
         seeds, cells = runs.get(name, []), ["not run", *[""] * len(sets)]

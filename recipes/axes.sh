@@ -21,9 +21,10 @@ else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the va
     amounts="100 200 500 1000 2000" full=1000 alone=1000 scales="1.5b 3b 7b"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
 fi
-# for the table: the tasks that judge, and the number of GPUs, from which it computes GPU hours
-beside=(--tasks "${judge[1]}")
-[[ $size == tiny ]] || beside+=(--gpus $((GPUS * NNODES)))
+# for the table: the tasks that judge; the size, whose numbers of the paper stand beside ours; and
+# the number of GPUs, from which it computes GPU hours
+beside=(--tasks "${judge[1]}") sized=()
+[[ $size == tiny ]] || sized=(--size "$size") beside+=(--gpus $((GPUS * NNODES)) --size "$size")
 runs=() faulty=() asked=()
 
 # Print a line per setting of the axis: its name, then the parts of its run: algorithm, reward,
@@ -73,7 +74,7 @@ train() {
 }
 
 # draw_sets   draw the tasks of an axis: nested sets of mixed levels; for data, sets of one level
-# that share no task with these [1 app. D]; for memory, tasks in the cities of the evaluation
+# that share no task with these [1 app. D.3]; for memory, tasks in the cities of the evaluation
 draw_sets() {
     local level levels=(easy "1 0 0" medium "0 1 0" hard "0 0 1")
     draw_tasks pool pool --levels 1 1 1 --split train --n $((3 * alone)) --seed 6 --prefix pool \
@@ -162,7 +163,7 @@ row() {
 }
 
 # reliability   success of a large model on 200 synthetic and on the published validation queries,
-# which is equal if both are equally hard [1]. The model has 128K tokens and 100 calls
+# which is equal if both are equally hard [1 app. C.1]. The model has 128K tokens and 100 calls
 reliability() {
     local url=${endpoints[0]%=*} name=${endpoints[0]##*=} queries
     draw_tasks reliability-tasks reliability --split all --n 200 --levels 1 1 1 --seed 9 \
@@ -198,5 +199,5 @@ tables=("$OUT/axis/$axis.md")
 stage "axis-$axis" "${tables[0]}" python -m recipes.axes --axis "$axis" --runs "${runs[@]}" \
     "${beside[@]}" --out "$OUT/axis"
 [[ ${#tables[@]} == 1 ]] || stage "axis-$axis-questions" "${tables[1]}" python -m recipes.axes \
-    --axis "$axis" --questions --runs "${asked[@]}" --out "$OUT/axis"
+    --axis "$axis" --questions --runs "${asked[@]}" "${sized[@]}" --out "$OUT/axis"
 finish "${tables[@]}"

@@ -126,8 +126,10 @@ class Scripted:
 
     def add_request(self, name, prompt, params):
         ids = prompt["prompt_token_ids"]
-        said = self.template.encode(self.script(Letters().decode(ids)))[:params.max_tokens]
-        self.running[name] = [len(said), said]
+        whole = self.template.encode(self.script(Letters().decode(ids)))
+        said = whole[:params.max_tokens]
+        ended = "stop" if said == whole else "length"
+        self.running[name] = [len(said), SimpleNamespace(token_ids=said, finish_reason=ended)]
         self.asked.append((ids, said, params))
 
     def has_unfinished_requests(self):
@@ -138,8 +140,8 @@ class Scripted:
         for entry in self.running.values():
             entry[0] -= 1
         done = [name for name, (left, _) in self.running.items() if left <= 0]
-        return [SimpleNamespace(request_id=name, finished=True, outputs=[
-            SimpleNamespace(token_ids=self.running.pop(name)[1])]) for name in done]
+        return [SimpleNamespace(request_id=name, finished=True,
+                                outputs=[self.running.pop(name)[1]]) for name in done]
 
     def play(self, episodes, max_context=4000, **options):
         from evaluate import play_vllm

@@ -3,8 +3,11 @@ import json
 
 import pytest
 
+import evaluate
 from recipes import axes
 from runtime import write_jsonl, write_text
+from travel.constraints import COMMONSENSE, HARD, summary
+from travel.world import Travel
 
 
 def evaluated(folder, wins, updates=()):
@@ -54,13 +57,38 @@ def test_the_table_of_an_axis_by_hand(tmp_path, capsys):
     # hard constraints both passed
     assert head[6:11] == ["commonsense micro", "commonsense macro", "hard micro", "hard macro",
                           "strict"]
-    assert lines[1][4:] == ["", "", "75.0", "", "", "100.0", "37.5", "2,500", "6.5", "2"]
+    assert lines[1][4:] == ["", "", "75.0 / 95.1 / 97.6 / 96.9", "- / 71.6 / 82.5 / 87.4",
+                            "- / 51.4 / 64.8 / 78.7", "100.0 / 33.4 / 47.6 / 66.5", "37.5", "2,500",
+                            "6.5", "2"]
     low, high = map(float, lines[1][3].split(" to "))
     assert low == pytest.approx(12.5, abs=6.3) and high == pytest.approx(87.5, abs=6.3)
     assert lines[0][1:4] == ["6.9 / 12.2 / 19.7", "0.0 (0.0)", "0.0 to 60.2"]
     assert lines[0][4].startswith("-50.0 (-") and lines[0][10:] == ["0.0", "", "", "0"]
-    assert lines[2][1:] == ["30.1 / 48.2 / 58.9", "not run", *[""] * 11]
+    assert lines[2][1:3] == ["30.1 / 48.2 / 58.9", "not run"] and not any(lines[2][10:])
     assert {len(line) for line in lines} == {len(head)}
+
+
+def test_hard_micro_pools_the_constraints_of_all_plans(tmp_path, mini):
+    """One plan meets its budget, another two of its four constraints: 3 of 5, which is 60%. A mean
+    of the plans' shares would be 75%."""
+    free = dict.fromkeys(("house rule", "cuisine", "room type", "transportation"))
+    bound = free | {"house rule": "pets", "cuisine": ["French"], "transportation": "no flight"}
+    right, wrong, absent = [True, None], [False, "why"], [None, None]
+    rows = [{"task": {"id": name, "local_constraint": wishes}, "strict": 0.0, "stop": "answer",
+             "messages": [], "score": summary({**dict.fromkeys(COMMONSENSE, right),
+                                               **dict.fromkeys(HARD, absent), **checks})}
+            for name, wishes, checks in (
+                ("budget", free, {"valid_cost": right}),
+                ("four", bound, {"valid_cost": right, "valid_cuisine": right,
+                                 "valid_room_rule": wrong, "valid_transportation": wrong}))]
+    assert evaluate.measure(rows, Travel(mini).lines)["hard_micro"] == pytest.approx(0.6)
+    write_jsonl(tmp_path / "eval" / "rl" / "episodes.jsonl", rows)
+    axes.main(["--axis", "noise", "--out", str(tmp_path), "--runs", f"0%={tmp_path}/eval/rl"])
+    head, _, line = cells((tmp_path / "noise.md").read_text())[:3]
+    assert line[head.index("hard micro")] == "60.0"
+    # the same plan, four constraints of which were not reached
+    rows[1]["score"] = summary(dict.fromkeys((*COMMONSENSE, *HARD), absent))
+    assert evaluate.measure(rows, Travel(mini).lines)["hard_micro"] == pytest.approx(0.2)
 
 
 def test_an_axis_has_differences_and_the_size_of_a_study_that_would_find_them(tmp_path):
@@ -114,11 +142,14 @@ def test_the_scores_on_questions_are_printed_beside_the_papers(tmp_path, capsys)
     assert "sft: no answered questions in" in capsys.readouterr().out
     head, _, *lines = cells((tmp_path / "reward-questions.md").read_text())
     assert head == ["setting", "paper, exact match, mean of its seven sets, 1.5B / 3B / 7B",
-                    "ours, mean of 2 sets (each seed)", "nq", "popqa"]
+                    "ours, mean of 2 sets (each seed)", "nq", "popqa", "triviaqa", "hotpotqa",
+                    "2wikimultihopqa", "musique", "bamboogle"]
     made = {line[0]: line[1:] for line in lines}
-    assert made["macro"] == ["25.6 / 34.2 / 42.9", "25.0 (30.0, 20.0)", "20.0", "30.0"]
-    assert made["sft"] == ["11.5 / 30.7 / 41.9", "not run", "", ""]
-    assert made["search-r1"] == ["25.0 / 32.5 / 38.5", "not run", "", ""]
+    assert made["macro"][:3] == ["25.6 / 34.2 / 42.9", "25.0 (30.0, 20.0)",
+                                 "20.0 / 29.6 / 37.0 / 42.2"]
+    assert made["sft"][:3] == ["11.5 / 30.7 / 41.9", "not run", "- / 13.5 / 35.1 / 41.2"]
+    assert made["search-r1"][:2] == ["25.0 / 32.5 / 38.5", "not run"]
+    assert {len(line) for line in lines} == {len(head)}
 
 
 def test_the_hack_gauge_of_an_axis_covers_the_last_tenth_of_updates(tmp_path):

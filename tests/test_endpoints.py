@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import runtime
-from runtime import ChatError, NoRoom, Refused, chat, with_thought
+from runtime import ChatError, NoRoom, Refused, TooLong, chat, with_thought
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CALL = '<tool_call>{"name": "SearchCity", "arguments": {"state": "x"}}</tool_call>'
@@ -70,7 +70,7 @@ def test_a_reply_comes_with_its_thought_and_tokens_after_errors_that_pass(serve)
     (said("7" * 300_000), NoRoom, "300,000 characters"),
     ((400, "content_filter: it violates the policy"), Refused, "policy"),
     ((422, "bad role"), Refused, "bad role"), (said(""), Refused, "without text .stop"),
-    (said(None, "length"), Refused, "without text .length"),
+    (said(None, "length"), TooLong, "without text .length"),
     ((200, {"error": {"message": "flagged"}}), Refused, "flagged"),
     ((401, "wrong key"), ChatError, "wrong key"), ((404, "no model m"), ChatError, "no model m"),
     ((500, "on fire"), ChatError, "on fire")], ids=lambda value: str(value)[:40])

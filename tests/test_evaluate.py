@@ -339,6 +339,14 @@ def test_a_reply_has_a_seed_of_its_own_whoever_else_is_playing(mini):
     assert len({seed for _, seed in alone}) == len(alone) == 30
 
 
+@pytest.mark.parametrize("limit, said, stop", [
+    (10, CALL, "length"), (400, "so<|im_end|>", "format"), (len(ANSWER), ANSWER + " ", "answer")])
+def test_a_reply_that_max_tokens_cut_is_told_from_one_without_the_format(mini, limit, said, stop):
+    task = {"id": "0", "query": "?"}
+    (done,) = Scripted(lambda text: said).play([episode_of(mini, task)], max_tokens=limit)
+    assert (done.stop, done.turns, done.errors) == (stop, 1, int(stop != "answer"))
+
+
 def test_an_episode_that_fills_the_context_stops_there(mini):
     engine = Scripted(lambda text: "x" * 500)
     (done,) = engine.play([episode_of(mini, {"id": "0", "query": "?"}, strict=False)], 300)
@@ -672,15 +680,18 @@ def test_answers_that_the_rules_do_not_read_are_told_with_the_fix(tmp_path, trip
 
 @pytest.fixture
 def endpoint_url():
-    """The address of an endpoint that calls a tool and answers; a model called sloppy breaks the
-    format in between. It reports 50 tokens for each message, unless the model is called mute."""
+    """The address of an endpoint that calls a tool and answers. In between, a model called sloppy
+    breaks the format, and a reply of one called cut meets a limit of tokens. It reports 50 tokens
+    for each message, unless the model is called mute."""
     class Endpoint(BaseHTTPRequestHandler):
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             text = (CALL, ANSWER)[len(asked["messages"]) > 2]
             if asked["model"] == "org/sloppy" and len(asked["messages"]) == 4:
                 text = "no protocol"
-            choice = {"index": 0, "finish_reason": "stop",
+            cut = asked["model"] == "org/cut" and len(asked["messages"]) == 4
+            text = "<think>And then I" if cut else text
+            choice = {"index": 0, "finish_reason": "length" if cut else "stop",
                       "message": {"role": "assistant", "content": text}}
             body = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"],
                     "choices": [choice]}
@@ -706,6 +717,8 @@ def endpoint_url():
     ("mute", "--max-context 249", "answer", 2, None),
     ("sloppy", "", "format", 2, 250),
     ("sloppy", "--lenient", "answer", 3, 350),
+    ("cut", "", "length", 2, 250),
+    ("cut", "--lenient", "answer", 3, 350),
 ])
 def test_an_endpoint_plays_by_the_rules_of_an_engine(
         tmp_path, trip, mini, endpoint_url, model, words, stop, turns, tokens):

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, free_port
 from test_run import arguments, flags_of, script
 
-from recipes import axes
+from recipes import axes, episodes
 from toolstar import scores, sets
 
 KNOWN = json.loads((ROOT / "docs" / "paper.json").read_text(encoding="utf-8"))
@@ -25,9 +25,9 @@ NUMBER = r"-?[\d,]*\.?\d+"
 # where they stand in docs/paper.json, as TABLE/ROW/COLUMN or FLAGS/--flag.
 SENTENCES = [
     (r"(?:keeps|keep|solved|kept) ([\d,]+) of (?:the )?([\d,]+)",
-     ("episodes/kept/number", "episodes/played/number")),
+     ("levels/all/number", "episodes/played/number")),
     (r"levels='(\d{3}) (\d{3}) (\d{3})'",
-     ("episodes/easy/number", "episodes/medium/number", "episodes/hard/number")),
+     ("levels/easy/number", "levels/medium/number", "levels/hard/number")),
     (r"up to (\d+)% do no harm and (\d+)% do",
      ("noise/failing/no harm up to", "noise/failing/harm at")),
     (r"top[- ](\d+),? .{0,20}?(\d+) calls", ("questions/--topk", "rl/--max-turns")),
@@ -50,7 +50,7 @@ SENTENCES = [
     (r"([\d.]+) on 200 synthetic queries and ([\d.]+) on the validation queries",
      ("reliability/synthetic/success", "reliability/validation/success")),
     (r"(\d+) easy, (\d+) medium, (\d+) hard",
-     ("episodes/easy/number", "episodes/medium/number", "episodes/hard/number")),
+     ("levels/easy/number", "levels/medium/number", "levels/hard/number")),
 ]
 DEFAULTS = {"sft.py": ("sft",), "grpo.py": ("rl",), "arpo.py": ("rl",), "evaluate.py": ("play",),
             "qa_eval.py": ("play", "questions"), "pairs.py": ("star-pairs",)}
@@ -118,12 +118,12 @@ def test_every_row_has_a_value_for_each_column():
 def test_a_number_in_two_tables_of_the_papers_is_the_same():
     rewards, algorithms = TABLES["reward"]["rows"], TABLES["algorithm"]["rows"]
     assert algorithms["grpo"] == [*rewards["macro"][:2], rewards["sum"][2]]
-    assert TABLES["data"]["rows"]["mixed"] == TABLES["data"]["rows"]["1000-prompts"]
+    assert TABLES["ood-data"]["rows"]["mixed"] == TABLES["ood-data"]["rows"]["1000-prompts"]
     assert number("data/mixed/3b") == number("reward/curriculum/3b")
     for name in TABLES["ablation"]["columns"]:
         assert number(f"ablation/full/{name}") == number(f"sets/{name}/3b")
-    levels = sum(number(f"episodes/{level}/number") for level in ("easy", "medium", "hard"))
-    assert levels == number("episodes/kept/number")
+    levels = sum(number(f"levels/{level}/number") for level in ("easy", "medium", "hard"))
+    assert levels == number("levels/all/number")
 
 
 def test_a_recipe_takes_the_algorithm_and_reward_of_its_sizes_best_number():
@@ -158,6 +158,47 @@ def test_the_questions_of_an_axis_stand_beside_the_papers_numbers(axis):
         values = axes.numbers_at(settings[row[0]])
         assert row[1].split(" / ") == [f"{value:.1f}" if value else "-" for value in values]
     assert len(rows) == len(settings) and "seven sets" in head[1]
+
+
+def compare(where, text, found):
+    """Compare a cell, "ours / paper" or the paper's alone, with the papers' numbers of a setting
+    and add their places, TABLE/ROW/COLUMN, to found."""
+    table, row, *column = where.split("/")
+    if row in TABLES.get(table, {"rows": ()})["rows"]:
+        assert numbers(text.removeprefix("- / ")) == axes.numbers_at(where), where
+        found |= {f"{table}/{row}/{one}" for one in column or TABLES[table]["columns"]}
+
+
+def test_each_number_of_the_papers_tables_stands_in_a_cell_that_a_command_prints():
+    found = set()
+    for axis, places in AXES.items():
+        (head, rows), = rows_of(axes.table_of(axis, {}))
+        for cells in (row for row in rows if row[0] in places):
+            table, _, row = places[cells[0]].partition("/")
+            compare(f"{table}/{row}", cells[1], found)
+            for key, name in axes.PARTS.items():
+                compare(f"{table}-{key}/{row}", cells[head.index(name)], found)
+            for key, name in ("minutes", -3), ("gpu-hours", -1):
+                if axis == "algorithm":
+                    compare(f"{key}/{row}", cells[name], found)
+    for axis in KNOWN["questions"]:
+        (head, rows), = rows_of(axes.questions_table(axis, {}))
+        places = KNOWN["questions"]["all"] | KNOWN["questions"][axis]
+        for cells in rows:
+            table, _, row = places[cells[0]].partition("/")
+            compare(f"{table}/{row}", cells[1], found)
+            for name in head[3:]:
+                compare(f"{table}-{name}/{row}", cells[head.index(name)], found)
+    (_, rows), = rows_of(episodes.table([], None))
+    for name, values in TABLES["levels"]["rows"].items():
+        cells, = (row[1:] for row in rows if row[0] == f"paper, {name}")
+        assert numbers(" ".join(cells)) == values
+        found |= {f"levels/{name}/{column}" for column in TABLES["levels"]["columns"]}
+    known = {f"{name}/{row}/{column}" for name, table in TABLES.items()
+             if table["where"].startswith("Table ") and table["paper"] == "star"
+             for row in table["rows"] for column in table["columns"]}
+    assert sorted(known - found) == []
+    assert len(known) >= 441
 
 
 def test_tool_stars_table_prints_its_papers_numbers():

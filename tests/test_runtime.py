@@ -246,3 +246,10 @@ def test_numbers_of_the_log_are_tracked_and_a_resumed_run_continues(tmp_path, mo
     assert begun[0] == begun[1] and begun[0]["resume"] == "allow" and begun[0]["id"]
     assert len(read_jsonl(tmp_path / "log.jsonl")) == 2
     runtime.open_tracker.cache_clear()
+
+
+def test_a_hub_name_that_cannot_be_fetched_is_a_sentence_with_the_command():
+    with pytest.raises(Mistake, match="network: hf download org/model$"):
+        runtime.load_template("org/model")
+    with pytest.raises(Mistake, match="network: hf download org/set --repo-type dataset$"):
+        runtime.load_tasks("org/set", dict, split="validation")

@@ -390,6 +390,21 @@ def test_a_broken_protocol_or_an_unknown_tool_ends_training_but_not_evaluation(m
     assert patient.step(ANSWER) is None and patient.stop == "answer"
 
 
+@pytest.mark.parametrize("reply, called, answer", [
+    (CALL.split("</think>")[1], 1, None), (ANSWER.split("</think>")[1], 0, "Day 1: home"),
+    (f"{CALL}{CALL}", 1, None), (f"{ANSWER} {CALL}", 1, None),
+    ("So: <answer>Day 1: home", 0, "Day 1: home"), ("<tool_call>{}</tool_call>", 0, None),
+    ("<think>home</think>", 0, None)])
+def test_a_lenient_evaluation_takes_calls_and_answers_as_the_authors_code_does(
+        mini, reply, called, answer):
+    """With or without a thought, the first call goes before an answer, which may lack its end."""
+    strict, lenient = (Episode(TASK, Sandbox(mini), strict=strict) for strict in (True, False))
+    assert strict.step(reply) is None and strict.stop == "format" and strict.errors == 1
+    said = lenient.step(reply)
+    assert (lenient.calls, lenient.answer, lenient.errors) == (called, answer, 1)
+    assert (said or "").startswith("Error: ") == (not called and not answer)
+
+
 def test_so_many_turns_are_so_many_calls_and_the_reply_after_them_may_only_answer(mini):
     late, last = (Episode(TASK, Sandbox(mini), max_turns=3) for _ in range(2))
     for episode in late, last:

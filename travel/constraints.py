@@ -791,6 +791,15 @@ def summary(checks):
     }
 
 
+def hard_counts(task, checks):
+    """(met, asked): how many of a task's hard constraints, with the budget, a plan meets. Those
+    that were not reached are not met. The paper's hard micro is sum(met) / sum(asked) over plans.
+    """
+    wishes = task.get("local_constraint") or {}
+    asked = [name for name, (key, _) in HARD.items() if not key or wishes.get(key)]
+    return sum(checks[name][0] is True for name in asked), len(asked)
+
+
 def reward(score, kind):
     """The reward for a score [STAR, section 3]: "sum" adds all five SCORES, 0 to 5; "macro" adds
     the three that are 0 or 1, 0 to 3; "success" is 0 or 1. ValueError for another kind."""

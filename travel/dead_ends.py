@@ -8,7 +8,7 @@ Count dead ends: whether an agent that meets one leaves it, from a judged episod
 """
 from itertools import pairwise
 
-from sandbox import Sandbox, observation_message, parse
+from sandbox import Sandbox, mended, observation_message, parse
 from travel import solver
 from travel.constraints import Trip, read_trip
 
@@ -17,7 +17,7 @@ def count_dead_ends(row, database):
     """Three lines of evaluate.py's table for an episode's record: met, left and kept."""
     task, met, world = row["task"], set(), Sandbox(database)
     for said, heard in pairwise(row["messages"]):
-        call = parse(said["content"])
+        call = parse(mended(said["content"]))  # as a lenient evaluation reads it
         if said["role"] == "assistant" and call.kind == "call":
             shown = observation_message(world.call(call.name, call.arguments))
             met |= dead_end(task, call, database) if heard == shown else set()

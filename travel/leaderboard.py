@@ -9,8 +9,9 @@ Writes  OUT/AGENT/submission.jsonl; prints the rates
     python -m travel.leaderboard out/eval/rl --split validation
 
 The six rates follow the leaderboard's rules (`official` in constraints.py) and divide by the
-split's fixed numbers. Only the first play of each task counts. The constraints of the test split
-are not published, so its plans are written but not judged.
+split's fixed numbers, hard micro by all constraints of the split. Only the first play of each task
+counts. The constraints of the test split are not published, so its plans are written but not
+judged.
 """
 import json
 from pathlib import Path

@@ -18,6 +18,7 @@ from travel.constraints import (
     HOUSE_RULES,
     ROOM_TYPES,
     SCORES,
+    hard_counts,
     judge,
     literal,
     need,
@@ -191,11 +192,12 @@ class Travel:
 
     def lines(self, row):
         """The lines that this world adds to evaluate.py's table, {name: number or None}, for the
-        record of a judged episode."""
+        record of a judged episode. hard_micro is of all constraints of all plans together."""
         success, level = row["score"]["success"], row["task"].get("level")
         found = {f"success, {name}": success if level == name else None for name in LEVELS}
         found |= {"success, official": row["score"].get("official"),
-                  "hack gauge: star - strict": success - row["strict"]}
+                  "hack gauge: star - strict": success - row["strict"],
+                  "hard_micro": hard_counts(row["task"], row["score"]["checks"])}
         return found | count_dead_ends(row, self.database.of(row["task"]))
 
     def solver(self, task, careless=False):

@@ -635,7 +635,7 @@ def test_a_person_plays_whatever_is_typed_and_ctrl_c_ends_at_once(tmp_path, trip
 
     assert "SearchFlight departure, destination, date" in shown(b"\r\n> ")
     for typed, said in ((b"", ""), (b"help", "<tool_call>"), (b"\xff what", "what'?"),
-                        (b"SearchCity {", "no valid JSON"), (b"<answer>", "Error: "),
+                        (b"SearchCity {", "no valid JSON"), (b"<nonsense>", "Error: "),
                         (b"SearchCity Nowhere", "Nowhere")):
         os.write(terminal, typed + b"\n")
         assert said in shown(b"\r\n> ")

@@ -318,8 +318,8 @@ def flags(argv=None):
     add("--split", choices=("train", "validation", "test"), help="part of a data set")
     add("--agent", choices=("model", "solver"), default="model",
         help="model: --model plays; solver: the world's exact solver")
-    add("--check", action="store_true", help="only check the world: load the tasks, play one "
-        "scripted reply, and print what came back")
+    add("--check", action="store_true", help="only check the world: load the tasks, call each "
+        "tool once, answer, and print what came back")
     play_flags(p, "out/eval", 4096)
     return runtime.parse_args(p, argv)
 

@@ -383,8 +383,8 @@ def flags(argv=None):
     add("--agent", nargs="+", choices=("model", "solver", "careless", "person"), default=["model"],
         help="model: --model plays; solver: the world's exact solver; careless: the same with some "
         "mistakes; person: you, at the terminal")
-    add("--check", action="store_true", help="only check the world: load the tasks, play one "
-        "scripted reply, and print what came back")
+    add("--check", action="store_true", help="only check the world: load the tasks, call each "
+        "tool once, answer, and print what came back")
     play_flags(p, "out/eval", 4096)
     return runtime.parse_args(p, argv)
 

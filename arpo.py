@@ -39,9 +39,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SEED, SHARE, Help, Mistake, Parser
 from sandbox import Episode
@@ -119,6 +116,11 @@ def learn_flags(add):
         "split into; 1, our choice, keeps all plays on-policy")
     add("--seed", type=SEED, default=0, help="seed of the order of the tasks and of sampling")
 
+
+if __name__ == "__main__":
+    runtime.run(__file__, flags)  # --help and a wrong flag end here, before torch is imported
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 # ---------------------------------------------------------------------------------------- rollout
 
@@ -702,4 +704,4 @@ def log(line, args, steps):
 
 
 if __name__ == "__main__":
-    runtime.run_ranks(main, flags)
+    runtime.run_ranks(main)

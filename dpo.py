@@ -43,10 +43,6 @@ from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Mistake, Parser
 
@@ -83,6 +79,12 @@ def flags():
     runtime.trainer_flags(p, 16384)
     return p.parse_args()
 
+
+if __name__ == "__main__":
+    runtime.run(__file__, flags)  # --help and a wrong flag end here, before torch is imported
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- data
 
@@ -409,4 +411,4 @@ def log(line, steps, args):
 
 
 if __name__ == "__main__":
-    runtime.run_ranks(main, flags)
+    runtime.run_ranks(main)

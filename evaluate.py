@@ -2,7 +2,7 @@
 Measure agents: play the tasks of a world with any agent, judge the answers, and compare.
 
     (1) play     every task to its end, without waiting for other episodes: a checkpoint in vLLM
-                 (tokens in, tokens out), an OpenAI-compatible endpoint, or the world's solver
+                 (tokens in, tokens out), an OpenAI-compatible endpoint, the world's solver, or you
     (2) judge    append the world's verdict on each episode to OUT/AGENT/episodes.jsonl
     (3) report   one table of all agents: success with its bootstrap interval over tasks, every
                  number of the score, each check, pass@k
@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from itertools import count, islice
@@ -32,12 +33,17 @@ from queue import Empty
 
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, PART, Help, Mistake, Parser, Refused
+from sandbox import final_turn, turn
 
 STOPS = ("answer", "format", "length", "turns", "context")
 COUNTS = ("reward", "turns", "calls", "tokens")  # lines of the table that are not percentages
 SETTINGS = ("env", "max_turns", "lenient", "seed")  # with a world's own flags they decide a play
 SAMPLING = ("temperature", "top_p", "max_context", "max_tokens")  # of a model's play
 UNREAD = "answer lines not read"  # a number of the travel world's score
+HOW = """\
+Call a tool by its name and its arguments, separated by commas or as JSON. Answer with "answer" and
+a text, or with "answer", then any number of lines, then "end". "help" shows what a model reads,
+Ctrl-C stops; plays that have ended are kept. The tools are:"""
 
 
 # -------------------------------------------------------------------------------- playing by text
@@ -80,12 +86,48 @@ def name_length(episode, cut):
         episode.stop = "length"
 
 
-def play_replies(world, episode):
-    """Play one episode with the replies of the world's exact solver."""
-    for reply in world.solver(episode.task):
+def play_replies(replies, episode):
+    """Play one episode with what replies(task) yields."""
+    for reply in replies(episode.task):
         if episode.step(reply) is None:
             break
     return episode
+
+
+def play_person(episode):
+    """Play one episode with what a person types."""
+    names = getattr(episode.sandbox, "example", lambda tool: ())  # of a tool's arguments
+    tools = {tool: tuple(names(tool)) for tool in sorted(getattr(episode.sandbox, "tools", ()))}
+    how = "\n    ".join([HOW, *(f"{tool} {', '.join(tools[tool]) or '{...}'}" for tool in tools)])
+    print(f"\n\n{how}\n\n{episode.task['query']}")
+    episode.strict = False  # a slip of the finger ends nothing
+    while not episode.stop:
+        try:
+            line = input("> ").strip()
+            reply = typed_reply(line, tools)
+        except EOFError:
+            raise Mistake("the input has ended; repeat the command to continue") from None
+        if reply:
+            print(episode.step(reply) or "")
+        elif line:
+            print(episode.messages[0]["content"] if line == "help" else f"{line!r}?", how, sep="\n")
+    return episode
+
+
+def typed_reply(line, tools):
+    """The reply that a typed line begins, None if it is neither a call nor an answer."""
+    word, _, rest = line.partition(" ")
+    if word in tools and not rest.startswith("{"):
+        values = [value.strip() for value in rest.split(",", max(0, len(tools[word]) - 1))]
+        return turn("", word, dict(zip(tools[word], values, strict=False)))
+    if word in tools:
+        line = f'<tool_call>{{"name": "{word}", "arguments": {rest}}}</tool_call>'
+    if word == "answer" and rest:
+        return final_turn("", rest)
+    if word in ("answer", "Day"):
+        lines = iter(lambda: input().rstrip(), "end")
+        return final_turn("", "\n".join([line.removeprefix("answer"), *lines]))
+    return f"<think></think>{line}" if line.startswith("<") else None
 
 
 # --------------------------------------------------------------------------------- playing in vLLM
@@ -312,6 +354,11 @@ def print_episode(row):
     for message in row["messages"]:
         print(f"\n--- {message['role']}\n{message['content']}")
     print(f"\n--- the episode stopped: {row['stop']} {row.get('refusal', '')}")
+    print_verdict(row)
+
+
+def print_verdict(row):
+    """Print the verdict on an episode, check by check."""
     if "score" in row:
         for name, (passed, reason) in row["score"].get("checks", {}).items():
             word = {True: "passed", False: "FAILED"}.get(passed, "not reached")
@@ -333,8 +380,9 @@ def flags(argv=None):
     add("--limit", type=COUNT, metavar="N", help="play only the first N tasks")
     add("--samples", type=COUNT, default=1, help="plays per task; several add pass@k")
     add("--split", choices=("train", "validation", "test"), help="part of a data set")
-    add("--agent", choices=("model", "solver"), default="model",
-        help="model: --model plays; solver: the world's exact solver")
+    add("--agent", nargs="+", choices=("model", "solver", "careless", "person"), default=["model"],
+        help="model: --model plays; solver: the world's exact solver; careless: the same with some "
+        "mistakes; person: you, at the terminal")
     add("--check", action="store_true", help="only check the world: load the tasks, play one "
         "scripted reply, and print what came back")
     play_flags(p, "out/eval", 4096)
@@ -427,7 +475,7 @@ def play_agent(args, folder, path, tasks):
     left = [task for task in tasks if name_of(task) not in done]
     with runtime.progress(None, folder.name, len(tasks), len(tasks) - len(left)) as bar:
         rows = partial(play_rows, args, folder.name, path)
-        for row in in_processes(rows, left, args) if left else ():
+        for row in in_processes(rows, left, args) if path and left else rows(left):
             runtime.append_jsonl(file, row)
             done[name_of(row["task"])] = row
             bar.update()
@@ -436,11 +484,12 @@ def play_agent(args, folder, path, tasks):
 
 def play_agents(args, tasks):
     """(1) (2) -> {agent: the records of all tasks}"""
-    agents = named_paths(args.model) if args.agent == "model" else {args.agent: None}
+    agents = named_paths(args.model) if "model" in args.agent else {}
+    agents |= {name: None for name in args.agent if name != "model"}
     runtime.lock_folder(args.out)
-    keys = (*SETTINGS, *(SAMPLING if args.agent == "model" else ()), *args.world_flags)
     played = {}
     for name, path in agents.items():
+        keys = (*SETTINGS, *(SAMPLING if path else ()), *args.world_flags)
         settings = model_settings(path, args.url) | {key: getattr(args, key) for key in keys}
         folder = open_folder(args.out, name, settings)
         played[name] = play_agent(args, folder, path, tasks)
@@ -452,7 +501,7 @@ def play_agents(args, tasks):
 def play_rows(args, name, path, tasks):
     """Yield the judged record of each task's episode as it ends."""
     world = runtime.open_world(args)
-    for episode in prepared(world, player(args, path, world, tasks)):
+    for episode in prepared(world, player(args, name, path, world, tasks)):
         plan, verdict, strict = world.verdict(episode)
         row = episode.record(name) | {"plan": plan, "tokens": episode.tokens or None}
         if hasattr(episode, "refusal"):
@@ -460,6 +509,8 @@ def play_rows(args, name, path, tasks):
         if verdict is not None:
             reward = world.reward(verdict, world.kinds[0])
             row |= {"score": verdict, "reward": reward, "strict": strict}
+        if name == "person":
+            print_verdict(row)
         yield row
     world.close()
 
@@ -476,16 +527,19 @@ def prepared(world, episodes):
     yield from (episode for episode, _ in reading)
 
 
-def player(args, path, world, tasks):
-    """The tasks' episodes as they end, played by the solver, an endpoint or vLLM."""
+def player(args, name, path, world, tasks):
+    """The tasks' episodes as they end, played by the solver, a person, an endpoint or vLLM."""
     def begin(task):
         episode = world.episode(task, f"{args.seed}/{name_of(task)}", args)
         episode.strict = not args.lenient
         return episode
 
     episodes = map(begin, tasks)
-    if args.agent == "solver":
-        return map(partial(play_replies, world), episodes)
+    if not path and name == "person":
+        sys.stdin.reconfigure(errors="replace")
+        return map(play_person, episodes)
+    if not path:
+        return map(partial(play_replies, getattr(world, name)), episodes)
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     generate = args.url and partial(runtime.chat, args.url, path, **sampling,
                                     api_key=runtime.read_key(args.key))
@@ -501,7 +555,7 @@ def in_processes(rows_of, tasks, args):
     """Yield the rows of rows_of(tasks). With engines: from a process per engine (--tp GPUs, or the
     CPU), each with a share of the tasks. Even one engine needs a process, because only its end
     frees all of an engine's memory for the next checkpoint."""
-    if args.url or getattr(args, "agent", "model") == "solver":
+    if args.url:
         yield from rows_of(tasks)
         return
     context, gpus = get_context("spawn"), runtime.visible_gpus()
@@ -541,7 +595,7 @@ def try_out(args, world):
               *runtime.check_world(world, tasks[0], args), sep="\n")
         return
     for name, path in named_paths(args.model).items():
-        for episode in player(args, path, world, [{"id": "ask", "query": args.ask}]):
+        for episode in player(args, name, path, world, [{"id": "ask", "query": args.ask}]):
             print_episode(episode.record(name))
 
 

@@ -299,7 +299,7 @@ def command_flags(argv=None):
     add("--devices", nargs="+", default=["cpu"],
         help="torch devices that share an index's vectors")
     evaluate.play_flags(p, "out/qa", 2048)
-    p.set_defaults(env="qa_eval", agent="model")
+    p.set_defaults(env="qa_eval", agent=["model"])
     args = runtime.parse_args(p, argv)
     if args.retriever.startswith(HTTP):
         args.corpus = "a server"  # it may come back at another address

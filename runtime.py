@@ -64,7 +64,7 @@ def run(program, function, *args):
         raise SystemExit(f"{program}: {mistake}") from None
 
 
-def run_ranks(main, flags):
+def run_ranks(main):
     """Run a stage's main as a rank of torchrun. Without torchrun (`python grpo.py`), start torchrun
     with one rank per GPU, or with one rank on a CPU."""
     if "RANK" in os.environ:
@@ -72,7 +72,6 @@ def run_ranks(main, flags):
         return
     import torch
 
-    flags()  # --help and a wrong flag need no ranks
     # after SIGTERM ranks save at the end of their update; by default torchrun kills them after 30 s
     words = ["torchrun", "--standalone", "--shutdown-timeout", "3600", "--nproc_per_node",
              str(max(1, torch.cuda.device_count())), *sys.argv]
@@ -1248,7 +1247,12 @@ def parse_args(parser, argv=None):
     before = argparse.ArgumentParser(add_help=False)
     before.add_argument("--env", default=parser.get_default("env"))
     env, own = before.parse_known_args(argv)[0].env, {action.dest for action in parser._actions}
-    module = load_world(env)
+    module = None
+    try:
+        module = load_world(env)
+    except Mistake as mistake:
+        if not {"-h", "--help"} & {*argv}:
+            parser.error(mistake)
     if hasattr(module, "flags"):
         module.flags(parser.add_argument_group(f"the world (--env {env})"))
     parser.set_defaults(world_flags=[action.dest for action in parser._actions
@@ -1263,12 +1267,18 @@ def load_world(env):
     if name.endswith(".py"):  # it can import the files beside it
         sys.path.append(str(Path(name).resolve().parent))
         name = Path(name).stem
-    module = importlib.import_module(name)
-    if class_name:
-        from adapters.plain import PlainWorld
+    try:
+        module = importlib.import_module(name)
+        if class_name:
+            from adapters.plain import PlainWorld
 
-        factory = getattr(module, class_name)
-        return types.SimpleNamespace(open_world=lambda args: PlainWorld(factory))
+            factory = getattr(module, class_name)
+            return types.SimpleNamespace(open_world=lambda args: PlainWorld(factory))
+    except ModuleNotFoundError as error:
+        if error.name not in ("adapters", name.partition(".")[0]):
+            raise  # a package that the world imports
+        raise Mistake(f"--env {env} needs {error.name}, which is not here: copy the folder "
+                      f"{error.name}/ too, or name another module or file") from None
     return module
 
 

@@ -243,6 +243,11 @@ class Sandbox:
         self.database, self.failure_rate, self.seed = database, failure_rate, seed
         self.draws = self.failures = 0
 
+    def example(self, name):
+        """Arguments of a tool, for a person who plays and for evaluate.py --check."""
+        optional = {"mode": "driving"} if name == "GoogleDistanceMatrix" else {}
+        return dict.fromkeys(ARGUMENTS[name], "a") | optional
+
     def call(self, name, arguments):
         """The observation of a tool call. A wrong call never raises: the observation says why."""
         if not isinstance(name, str) or name not in self.tools:

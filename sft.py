@@ -25,9 +25,6 @@ import time
 from itertools import zip_longest
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Mistake, Parser
 
@@ -55,6 +52,11 @@ def flags():
     runtime.trainer_flags(p, 20480)
     return p.parse_args()
 
+
+if __name__ == "__main__":
+    runtime.run(__file__, flags)  # --help and a wrong flag end here, before torch is imported
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- data
 
@@ -272,4 +274,4 @@ def log(line, steps, args):
 
 
 if __name__ == "__main__":
-    runtime.run_ranks(main, flags)
+    runtime.run_ranks(main)

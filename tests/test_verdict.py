@@ -311,7 +311,7 @@ def number_forms(value):
 
 def test_every_spelling_of_a_number_equals_every_other_and_none_of_its_neighbours():
     rng, equal, unequal = random.Random(SEED), [], []
-    for _ in range(200):
+    for _ in range(100):
         value = Fraction(rng.randint(-9999, 9999), rng.choice((1, 1, 1, 2, 3, 4, 7, 25, 100)))
         other = value + rng.choice((1, -1, 10, Fraction(1, 7)))
         a, b = rng.sample(number_forms(value), 2)
@@ -338,7 +338,7 @@ def test_every_order_of_a_set_but_one_of_a_tuple():
 
 def test_a_product_of_radicals_is_its_value():
     rng = random.Random(SEED)
-    for _ in range(40):
+    for _ in range(20):
         a, b, c = rng.randint(2, 12), rng.choice((2, 3, 5, 6, 7, 10, 11)), rng.randint(1, 6)
         forms = [rf"\frac{{{a}\sqrt{{{b}}}}}{{{c}}}", rf"\frac{{{a}}}{{{c}}}\sqrt{{{b}}}",
                  f"{a}*sqrt({b})/{c}", rf"\frac{{{a * b}}}{{{c}\sqrt{{{b}}}}}",
@@ -376,8 +376,8 @@ def test_what_is_costly_is_refused_where_the_gold_is_not(costly, gold):
     assert math_equal(f"(C) {costly}", "C")
 
 
-# these are no known kind of costly text, so they are computed up to the limit
-ENDLESS = ["(x+y+z+1)^{40}", "((x+y+z+w)^{25}+1)^{3}"]
+# no known kind of costly text, so it is computed up to the limit
+ENDLESS = "(x+y+z+1)^{40}"
 # equal pairs that take math-verify longest
 SLOW = [(rf"\cos(2x)+{i}", rf"1-2\sin^2 x+{i}") for i in range(14)] + [
     (f"(x+{i})^2+y^2=9", f"x^2+{2 * i}x+{i * i}+y^2=9") for i in range(1, 14)] + [
@@ -385,7 +385,7 @@ SLOW = [(rf"\cos(2x)+{i}", rf"1-2\sin^2 x+{i}") for i in range(14)] + [
 
 
 def test_hostile_answers_change_no_other_verdict():
-    for hostile in [], ENDLESS, [f"({one})" for one in ENDLESS]:
+    for hostile in [], [ENDLESS, f"{ENDLESS}+1"]:
         assert judged([(one, "5") for one in hostile]) == [None] * len(hostile)
         math_equal.cache_clear()
         assert judged(SLOW) == [True] * 40
@@ -393,7 +393,7 @@ def test_hostile_answers_change_no_other_verdict():
 
 def test_an_answer_that_reaches_the_limit_is_counted():
     for answer, golds, values in (
-            (ENDLESS[0], ["5"], (0, 1)), (ENDLESS[0], ["5", ENDLESS[0]], (1, 0)),
+            (ENDLESS, ["5"], (0, 1)), (ENDLESS, ["5", ENDLESS], (1, 0)),
             ("6", ["5"], (0, 0)), ("5", ["5"], (1, 0))):
         row = verdict.score({"golds": golds, "check": "math"}, answer, [], True, False, "")
         assert (row["success"], row["undecided"]) == values
@@ -411,7 +411,7 @@ def test_what_is_killed_from_outside_is_asked_again():
     idle.put(server)
     with ThreadPoolExecutor(1) as pool:
         os.kill(server.pid, signal.SIGTERM)  # as Slurm does; the server ignores it
-        asked = pool.submit(math_equal, f"{ENDLESS[0]}+1", "5")
+        asked = pool.submit(math_equal, f"{ENDLESS}+1", "5")
         while not (forks := children(server.pid)):
             time.sleep(0.01)
         os.kill(forks[0], signal.SIGKILL)
@@ -422,7 +422,7 @@ def test_what_is_killed_from_outside_is_asked_again():
 
 HOSTILE = ["2^{2^{2^{2^{2^{2}}}}}", "9^{9^{9^{9}}}", r"\int_0^1 9^{9^{9^9}} dx", "7" + "!" * 300,
            r"\sum_{n=1}^{10^9} n^{n}", r"\binom{10^9}{10^8}", r"\sqrt{" * 90 + "2" + "}" * 90,
-           ENDLESS[0]]
+           ENDLESS]
 
 
 @pytest.mark.slow

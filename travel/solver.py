@@ -339,11 +339,15 @@ def way_searches(task, mode, a, b, date, flies):
     return steps
 
 
-def solver_replies(task, database):
+def solver_replies(task, database, careless=False):
     """The solver's replies as an agent: searches and the cheapest plan, or the reason why there is
-    none."""
+    none. careless: the plan names a hotel that is not there, and repeats a meal."""
     journey, _, _, reason = solve_report(task, database)
     if reason:
         return [final_turn(reason, f"No plan: {reason}")]
-    answer = itinerary(lay_out(task, journey))
+    plan = lay_out(task, journey)
+    if careless:
+        plan[0]["accommodation"] = f"Ritz, {journey.stays[0].city}"
+        plan[1]["lunch"] = plan[1]["dinner"] = max(plan[1][meal] for meal in MEALS)  # not "-"
+    answer = itinerary(plan)
     return [*(turn(*step) for step in searches(task, journey)), final_turn("the plan", answer)]

@@ -475,7 +475,8 @@ def play_agent(args, folder, path, tasks):
     left = [task for task in tasks if name_of(task) not in done]
     with runtime.progress(None, folder.name, len(tasks), len(tasks) - len(left)) as bar:
         rows = partial(play_rows, args, folder.name, path)
-        for row in in_processes(rows, left, args) if path and left else rows(left):
+        playing = partial(in_processes, rows, args=args) if path and not args.url else rows
+        for row in playing(left) if left else ():
             runtime.append_jsonl(file, row)
             done[name_of(row["task"])] = row
             bar.update()
@@ -552,12 +553,9 @@ def player(args, name, path, world, tasks):
 
 
 def in_processes(rows_of, tasks, args):
-    """Yield the rows of rows_of(tasks). With engines: from a process per engine (--tp GPUs, or the
-    CPU), each with a share of the tasks. Even one engine needs a process, because only its end
-    frees all of an engine's memory for the next checkpoint."""
-    if args.url:
-        yield from rows_of(tasks)
-        return
+    """Yield the rows of rows_of(tasks), from a process per engine (--tp GPUs, or the CPU), each with
+    a share of the tasks. Even one engine needs a process, because only its end frees all of an
+    engine's memory for the next checkpoint."""
     context, gpus = get_context("spawn"), runtime.visible_gpus()
     n, rows = min(max(1, len(gpus) // args.tp), len(tasks)), context.Queue()
     children = [context.Process(target=send_rows, args=(

@@ -332,5 +332,4 @@ fi
 stage rl "$OUT/rl/config.json" "${rl[@]}"
 stage eval "$OUT/eval/table.md" "${evaluate[@]}"
 [[ -z ${QA:-} ]] || stage qa "$OUT/qa/tax.md" "${questions[@]}"
-stage curves "$OUT/curves.png" python -m look.report "$OUT/rl" --curves --out "$OUT"
 finish "$OUT/eval/table.md"

@@ -73,9 +73,9 @@ def run_ranks(main):
     import torch
 
     # after SIGTERM ranks save at the end of their update; by default torchrun kills them after 30 s
-    words = ["torchrun", "--standalone", "--shutdown-timeout", "3600", "--nproc_per_node",
-             str(max(1, torch.cuda.device_count())), *sys.argv]
-    os.execvp(words[0], words)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--shutdown-timeout",
+             "3600", "--nproc_per_node", str(max(1, torch.cuda.device_count())), *sys.argv]
+    os.execv(words[0], words)
 
 
 class Parser(argparse.ArgumentParser):

@@ -95,9 +95,11 @@ def render(messages, template):
 
 def load_samples(path, template, cutoff):
     """Read and render the episodes of a file -> samples, and the number of dropped episodes: those
-    of more than `cutoff` tokens or without a reply."""
+    that were judged and failed, of more than `cutoff` tokens, or without a reply."""
     samples, rows = [], runtime.read_jsonl(path)
     for line, episode in enumerate(rows, 1):
+        if (episode.get("score") or {}).get("success") == 0:
+            continue
         try:
             messages = runtime.read_talk(episode.get("messages"), template, episode.get("tools"))
             sample = render(messages, template)

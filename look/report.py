@@ -1,5 +1,5 @@
 """
-Look at a run: write one page with everything in it, or what a flag asks for instead.
+Look at a run: write one page with everything in it.
 
     (1) find    find every log.jsonl and every file of episodes below RUN_DIR, also of a run that is
                 still writing, and change none of them
@@ -11,10 +11,9 @@ The page is a single file that needs no server and no network. It shows a model'
 never as HTML.
 
 Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, microscope/*.jsonl, *pairs*.jsonl
-Writes  OUT/report.html; with --curves OUT/curves.png
+Writes  OUT/report.html
 
     python -m look.report out/tiny          # or a part of it: out/tiny/rl, out/tiny/eval
-    python -m look.report out/tiny/rl --curves
 """
 import base64
 import contextlib
@@ -33,8 +32,7 @@ from evaluate import STOPS, interval, mean, name_of, plays_of
 from runtime import COUNT, Help, Mistake, Parser
 from travel.world import LEVELS
 
-CURVES = {"success": ("success", "strict", "val_success"), "reward": ("reward",),
-          "entropy": ("entropy",), "|dlogp|, engine to trainer": ("dlogp_mean", "dlogp_max")}
+RULES = Path(__file__).parents[1] / "docs" / "rules.md"  # a sentence for each check of travel
 PLAYS = 400  # most plays that are shown token by token
 MEANS = ("success", "official", "strict", "reward", "turns", "calls", "tokens")
 
@@ -73,59 +71,6 @@ def log_rows(log):
     return rows
 
 
-def window(points):
-    """How many points to average in a curve, 1 if it is too short to be noisy."""
-    return max(5, math.ceil(points / 20)) if points >= 20 else 1
-
-
-def running_mean(values, width):
-    """The mean of each value and up to width - 1 before it."""
-    spans = [values[max(0, i - width + 1) : i + 1] for i in range(len(values))]
-    return [sum(span) / len(span) for span in spans]
-
-
-@contextlib.contextmanager
-def drawing(picture, size, rows=1, columns=1):
-    """Yield the panels of a figure to draw on, then save it as a PNG."""
-    from matplotlib.figure import Figure  # pyplot would look for a screen
-
-    figure = Figure(figsize=size)
-    figure.subplots(rows, columns, sharex=True)
-    yield figure.axes
-    for panel in figure.axes:
-        panel.grid(alpha=0.3)
-    figure.tight_layout()
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120)
-
-
-def curves(log, picture):
-    """Draw success, reward, entropy and |dlogp| over the steps of a training log into a PNG."""
-    if not log.is_file():
-        raise Mistake(f"no log.jsonl in {log.parent}; name the OUT of a training stage")
-    rows = log_rows(log)
-    with drawing(picture, (10, 6), 2, 2) as panels:
-        for panel, (title, keys) in zip(panels, CURVES.items(), strict=True):
-            panel.set_title(title)
-            for number, key in enumerate(keys):
-                line = {step: row[key] for step, row in rows.items() if key in row}
-                if line:
-                    draw_line(panel, list(line), list(line.values()), key, f"C{number}")
-        panels[2].set(xlabel="step")
-        panels[3].set(xlabel="step", yscale="log")
-    print(f"{picture}: {len(rows)} steps; open it, or leave out --curves for the whole page")
-
-
-def draw_line(panel, steps, values, name, color):
-    """Draw a curve; one of many noisy points is thin, with its running mean over it."""
-    width = window(len(steps))
-    if width > 1:
-        panel.plot(steps, values, color, linewidth=0.6, alpha=0.5)
-        values, name = running_mean(values, width), f"{name}, mean of {width}"
-    panel.plot(steps, values, color, label=name, marker="." if width == 1 else None)
-    panel.legend()
-
-
 def is_episode(row):
     """Whether a record is an episode, of any world and version."""
     return (isinstance(row, dict) and isinstance(row.get("task"), dict)
@@ -142,6 +87,7 @@ def write_report(folder, out, limit):
     for entry in choose([entry for entry in kept if entry["tokens_at"]], PLAYS):
         entry["play"] = entry["tokens_at"][0]
     index = page_index(sources, entries, kept) | {"run": str(folder), "logs": logs}
+    index["rules"] = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", RULES.read_text(), re.MULTILINE))
     # in ASCII and without "<", so that an HTML parser finds no tag in it
     index = json.dumps(index, separators=(",", ":")).replace("<", "\\u003c")
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
@@ -287,7 +233,8 @@ def standing(rows, checks):
     found = {key: mean(row[key] for row in rows) for key in MEANS}
     found |= {"episodes": len(rows), "interval": interval(task_means(rows)) if plays else None}
     found["pairs"] = bool(rows) and all(row["pair"] for row in rows)
-    found["pass"] = {} if any(row["step"] for row in rows) else evaluate.pass_at(plays)
+    found["evaluated"] = not any(row["step"] for row in rows)
+    found["pass"] = evaluate.pass_at(plays) if found["evaluated"] else {}
     found["stops"] = {stop: mean(row["stop"] == stop for row in rows)
                       for stop in {row["stop"] for row in rows}}
     levels = {row["task"]["level"] for row in rows} - {None}
@@ -308,22 +255,13 @@ def flags(argv=None):
     add("--out", help="folder to write into (default: RUN_DIR)")
     add("--episodes", type=COUNT, default=5000,
         help="maximum number of episodes in the page; if there are more, evenly spread tasks")
-    add("--curves", action="store_true",
-        help="draw RUN_DIR/log.jsonl into OUT/curves.png instead of writing the page")
     return p.parse_args(argv)
 
 
-def look(args):
-    run = Path(args.run)
-    out = Path(args.out or run)
-    if args.curves:
-        curves(run / "log.jsonl", out / "curves.png")
-    else:
-        write_report(run, out, args.episodes)
-
-
 def main(argv=None):
-    runtime.run("look.report", look, flags(argv))
+    args = flags(argv)
+    runtime.run("look.report", write_report, Path(args.run), Path(args.out or args.run),
+                args.episodes)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from statistics import median
 
 import runtime
 from evaluate import interval, mean, name_of, plays_of, pooled, span
-from look.report import drawing, log_rows, running_mean, scan, task_means
+from look.report import log_rows, scan, task_means
 from runtime import COUNT, Help, Mistake, Parser
 from travel.constraints import hard_counts
 
@@ -272,22 +272,33 @@ def questions_table(axis, runs, size=None):
 
 def draw_success(axis, runs, picture):
     """Draw the success of the training plays, means over 5 updates; single seeds are thin."""
+    from matplotlib.figure import Figure  # pyplot would look for a screen
+
     # settings of data train on other tasks and those of noise with failing tools: the curves of
     # these two axes are not comparable
-    trained = 0
-    with drawing(picture, (8, 5)) as (plot,):
-        for name, seeds in runs.items():
-            wins = [[100 * row["success"] for row in updates] for _, updates in seeds if updates]
-            lines = [running_mean(line, 5) for line in wins]
-            middle = [mean(points) for points in zip(*lines, strict=False)]  # up to the shortest
-            color = f"C{trained}"
-            for line in lines:
-                plot.plot(range(1, len(line) + 1), line, color, linewidth=0.6, alpha=0.6)
-            if lines:
-                plot.plot(range(1, len(middle) + 1), middle, color, linewidth=2.2, label=name)
-                plot.legend()
-                trained += 1
-        plot.set(xlabel="update", ylabel="success of the training plays, %", title=axis)
+    figure = Figure(figsize=(8, 5))
+    plot, trained = figure.subplots(), 0
+    for name, seeds in runs.items():
+        wins = [[100 * row["success"] for row in updates] for _, updates in seeds if updates]
+        lines = [running_mean(line, 5) for line in wins]
+        middle = [mean(points) for points in zip(*lines, strict=False)]  # up to the shortest
+        color = f"C{trained}"
+        for line in lines:
+            plot.plot(range(1, len(line) + 1), line, color, linewidth=0.6, alpha=0.6)
+        if lines:
+            plot.plot(range(1, len(middle) + 1), middle, color, linewidth=2.2, label=name)
+            plot.legend()
+            trained += 1
+    plot.set(xlabel="update", ylabel="success of the training plays, %", title=axis)
+    plot.grid(alpha=0.3)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+
+
+def running_mean(values, width):
+    """The mean of each value and up to width - 1 before it."""
+    return [mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
 def flags(argv=None):

@@ -96,7 +96,6 @@ if [[ $size == tool-star-* ]]; then
     stage scores "$OUT/scores/table.md" python -m toolstar.scores --tasks "$DATA/sets/tasks.jsonl" \
         --runs "${names[@]/#/$OUT/eval/}" ${JUDGE:+--judge "$JUDGE"} \
         ${JUDGE_KEY:+--judge-key "$JUDGE_KEY"} --out "$OUT/scores"
-    stage curves "$OUT/curves.png" python -m look.report "$OUT/rl" --curves --out "$OUT"
     finish "$OUT/scores/table.md"
 fi
 
@@ -165,5 +164,4 @@ stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base"
 stage rl "$OUT/rl/config.json" "${rl[@]}" "${first[@]}" --out "$OUT/rl"
 cycles ${CYCLES:-1}
 stage eval "$OUT/eval/table.md" "${evaluate[@]}" --model "${models[@]}" --out "$OUT/eval"
-stage curves "$OUT/curves.png" python -m look.report "$OUT/rl" --curves --out "$OUT"
 finish "$OUT/eval/table.md"

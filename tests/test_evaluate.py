@@ -3,7 +3,10 @@ import csv
 import json
 import multiprocessing
 import os
+import pty
 import re
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -11,14 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
-from conftest import SEED, Letters, Scripted
+from conftest import ROOT, SEED, Letters, Scripted
 
 import evaluate
 import runtime
 from evaluate import play, table
 from format_plan import itinerary
 from runtime import ChatError, Mistake, load_tasks, read_jsonl, write_jsonl
-from sandbox import Episode, Sandbox, read_prompt
+from sandbox import Episode, Sandbox, parse, read_prompt
 from toolstar.tools import Tools
 from travel.constraints import HARD, hard_counts
 from travel.world import Travel, load_task
@@ -595,6 +598,74 @@ def test_the_solver_plays_through_the_tools_and_wins_and_a_rerun_plays_nothing(
     with pytest.raises(SystemExit, match="other tasks with these ids were played"):
         evaluate.main(words)
     assert read_jsonl(file) == rows
+
+
+def test_a_careless_solver_stands_beside_the_exact_one_and_fails_by_its_mistakes(
+        tmp_path, trip, mini):
+    evaluate.main(command(tmp_path, trip, mini, "--agent", "careless", "solver"))
+    careless, solver = (read_jsonl(tmp_path / "out" / name / "episodes.jsonl")[0]
+                        for name in ("careless", "solver"))
+    assert solver["score"]["success"] == 1 and solver["tokens"] is None
+    failed = [reason for passed, reason in careless["score"]["checks"].values() if passed is False]
+    assert any("there is no 'Ritz'" in reason for reason in failed)
+    assert any("day 2: dinner repeats" in reason for reason in failed)
+    told = (tmp_path / "out" / "table.md").read_text()
+    assert re.search(r"success of solver minus careless +\| +\| \+100\.0", told)
+
+
+@pytest.mark.parametrize("line, reply", [
+    ("SearchFlight Fort Walnut, South Maple, 2022-03-29", ("SearchFlight", {
+        "departure": "Fort Walnut", "destination": "South Maple", "date": "2022-03-29"})),
+    ("SearchCity", ("SearchCity", {"state": ""})),
+    ("SearchCity a, b", ("SearchCity", {"state": "a, b"})),
+    ("SearchFlight a", ("SearchFlight", {"departure": "a"})),
+    ('SearchCity {"state": "x"}', ("SearchCity", {"state": "x"}))])
+def test_a_typed_line_is_a_call(mini, line, reply):
+    sandbox = Sandbox(mini)
+    tools = {tool: tuple(sandbox.example(tool)) for tool in sandbox.tools}
+    action = parse(evaluate.typed_reply(line, tools))
+    assert (action.name, action.arguments) == reply
+    assert evaluate.typed_reply("Searchcity x", tools) is None
+    assert parse(evaluate.typed_reply("answer 7", tools)).text == "7"
+
+
+def test_a_person_plays_whatever_is_typed_and_ctrl_c_ends_at_once(tmp_path, trip, mini):
+    """In a terminal: every nonsense has a prompt after it; an ended play is kept, and judged."""
+    words = command(tmp_path, trip, mini, "--agent", "person", "--samples", "2")
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, str(ROOT / "evaluate.py"), *words])
+
+    def shown(until):
+        said = b""
+        while until not in said:
+            said += os.read(terminal, 1 << 16)
+        return said.decode(errors="replace")
+
+    assert "SearchFlight departure, destination, date" in shown(b"\r\n> ")
+    for typed, said in ((b"", ""), (b"help", "<tool_call>"), (b"\xff what", "what'?"),
+                        (b"SearchCity {", "no valid JSON"), (b"<nonsense>", "Error: "),
+                        (b"SearchCity Nowhere", "Nowhere")):
+        os.write(terminal, typed + b"\n")
+        assert said in shown(b"\r\n> ")
+    os.write(terminal, f"answer\n{itinerary(trip[1])}\nend\n".encode())
+    assert "success 1, reward" in shown(b"\r\n> ")
+    began = time.monotonic()
+    os.write(terminal, b"SearchCity x\n\x03")
+    shown(b"interrupted; repeat the command to continue")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert time.monotonic() - began < 5
+    (row,) = read_jsonl(tmp_path / "out" / "person" / "episodes.jsonl")
+    assert row["score"]["success"] == 1 and row["calls"] == 1 and row["errors"] == 2
+
+
+def test_a_pipe_can_play_and_its_end_is_told(tmp_path, trip, mini):
+    words = command(tmp_path, trip, mini, "--agent", "person", "--samples", "2")
+    done = subprocess.run([sys.executable, ROOT / "evaluate.py", *words], capture_output=True,
+                          text=True, input="\nno\nDay 1: at home\nend\nanswer\nDay 1: more")
+    assert done.stderr.rstrip().endswith("the input has ended; repeat the command to continue")
+    (row,) = read_jsonl(tmp_path / "out" / "person" / "episodes.jsonl")
+    assert row["answer"] == "Day 1: at home" and "success 0, reward 0" in done.stdout
 
 
 def test_answers_that_the_rules_do_not_read_are_told_with_the_fix(tmp_path, trip, mini):

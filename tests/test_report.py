@@ -450,13 +450,16 @@ def test_curves_scores_and_failures_are_drawn(browser, run):
     browser.open(run / "report.html")
     assert browser.complaints() == []
     assert browser.texts("figcaption") == [
-        "success", "reward", "format errors and overlength", "entropy, nats",
-        "|Δ logp|, engine to trainer", "loss per policy token", "entropy, nats", "gradient norm"]
-    assert browser.texts("figure .legend")[-1] == "gnorm3thick: running mean of 5"
-    assert browser.count("figure path:not(.noisy)") == 2 + 1 + 2 + 1 + 2 + 3
+        "loss per policy token", "entropy, nats", "gradient norm", "success", "reward",
+        "format errors and overlength", "entropy, nats", "|Δ logp|, engine to trainer",
+        "success by level, per cent"]
+    assert browser.texts("figure .legend")[2] == "gnorm3thick: running mean of 5"
+    assert browser.count("figure path:not(.noisy)") == 3 + 2 + 1 + 2 + 1 + 2
+    assert browser.texts("figure rect title")[:3] == [
+        "eval/after: 50.0", "eval/before: 0.0", "eval/after: 50.0"]
     assert browser.count("figure path.noisy") == 3, "only SFT has enough steps to be smoothed"
     assert browser.js("document.querySelector('figure circle').getAttribute('cx') > 0")
-    assert browser.texts("figure .legend span")[:2] == ["success0.889", "val_success0.5"]
+    assert "success0.889val_success0.5" in browser.texts("figure .legend")[3]
     after = next(row for row in browser.texts("#means tr") if row.startswith("eval/after"))
     assert "50.0" in after and "83.3" in after and "0.6" in after
     cost = next(row for row in browser.texts("#bars tr") if row.startswith("valid_cost"))
@@ -562,6 +565,33 @@ def test_roles_are_shown_on_demand_with_no_invented_number(browser, run):
     assert "world, mask 0" in browser.texts(".world .role")[0]
     browser.open(run / "report.html", ep="eval/before/t1", roles=1)
     assert "token" not in browser.texts("#view p.note")[0], "the record counts none"
+
+
+def test_without_a_log_a_page_opens_on_a_failed_play_beside_a_good_one(browser, run, tmp_path):
+    page_of(run / "eval", out=tmp_path)
+    for width in (1280, 390):
+        browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=900,
+                    deviceScaleFactor=1, mobile=False)
+        browser.open(tmp_path / "report.html")
+        browser.wait("document.querySelectorAll('.fact h3').length === 2")
+        assert browser.texts(".fact h3") == ["before", "after"]
+        assert browser.texts(".fact .tag")[::2] == ["fail", "success"]
+        title = browser.js("document.querySelector('[data-check] span').title")
+        assert title.startswith("All days and fields are there")
+        browser.js("document.querySelector('nav a').click()")
+        browser.wait("document.getElementById('episodes').hidden")
+    browser.ask("Emulation.clearDeviceMetricsOverride")
+    assert browser.complaints() == []
+
+
+def test_what_is_the_same_for_everyone_is_left_out_and_counted(browser, run, tmp_path):
+    browser.open(run / "report.html")
+    checks = contents(run / "report.html")[0]["checks"]
+    assert browser.texts("#bars th")[2:] and all("failed" not in row for row in checks)
+    shown = browser.count("#bars tr") - 1
+    assert 0 < shown < len(checks)
+    assert f"{len(checks) - shown} checks left out" in browser.texts("#overview p.note")[-1]
+    assert "temperature" in browser.texts("#means tr")[0]
 
 
 def test_two_plays_of_a_task_stand_side_by_side(browser, run):
@@ -724,11 +754,9 @@ def test_the_answer_of_a_world_with_checks_is_shown_as_it_is(browser, tmp_path):
 def test_noisy_curves_have_a_running_mean(browser, run):
     browser.open(run / "report.html")
     values = [1.0, 2.0, 6.0, 1.0]
-    assert report.running_mean(values, 2) == [1.0, 1.5, 4.0, 3.5]
     points = json.dumps(list(enumerate(values)))
     assert browser.js(f"runningMean({points}, 2)") == [[0, 1], [1, 1.5], [2, 4], [3, 3.5]]
     widths = {1: 1, 19: 1, 20: 5, 100: 5, 101: 6, 1000: 50}
-    assert {points: report.window(points) for points in widths} == widths
     assert browser.js(f"{list(widths)}.map(n => windowOf({{ length: n }}))") == [*widths.values()]
 
 
@@ -784,20 +812,12 @@ def test_the_microscope_writes_what_learn_saw_of_each_token(tmp_path, one_rank, 
     assert "w" not in left and left["clip"] == [0.8, 1.28] and len(left["group"]) == 2
 
 
-# -------------------------------------------------------------------------------------- a picture
+# ---------------------------------------------------------------------------------------- mistakes
 
 
-def test_curves_are_a_picture(run, tmp_path):
-    report.main([str(run / "rl"), "--curves", "--out", str(tmp_path / "new")])
-    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("words, message", [
-    (["{run}/nothing"], "is not a folder"), (["{run}/nothing", "--curves"], "no log.jsonl"),
-    (["{run}/eval", "--curves"], "no log.jsonl")])
-def test_mistakes_of_the_user_are_reported_in_one_line(run, words, message):
-    with pytest.raises(SystemExit, match=message) as stop:
-        report.main([word.format(run=run) for word in words])
+def test_a_folder_that_is_none_is_told_in_one_line(run):
+    with pytest.raises(SystemExit, match="is not a folder") as stop:
+        report.main([str(run / "nothing")])
     assert str(stop.value).startswith("look.report: ") and "\n" not in str(stop.value)
     assert not (run / "nothing").exists()
 

@@ -580,7 +580,7 @@ case ${2:-} in
     "")  ;;
     *.*) mkdir -p "$(dirname "$2")"; echo made > "$2" ;;
     *)   mkdir -p "$2"; echo '{"loss_tokens": 64}' > "$2/log.jsonl"
-         for f in config.json table.md tax.md curves.png mixed-100.jsonl noise.md \
+         for f in config.json table.md tax.md mixed-100.jsonl noise.md \
                 tool-dpo.md val.jsonl rl.jsonl tasks.jsonl; do
              echo made > "$2/$f"
          done ;;

@@ -65,6 +65,13 @@ def test_an_episode_over_the_cutoff_is_dropped_whole(template, tmp_path):
     assert [len(sample.ids) for sample in kept] == lengths[:2] and dropped == 2
 
 
+def test_an_episode_that_was_judged_and_failed_is_dropped(template, tmp_path):
+    rows = [{"messages": EPISODE} | more for more in (
+        {}, {"score": None}, {"score": {"success": 1.0}}, {"score": {"success": 0.0}})]
+    kept, dropped = load(rows, template, tmp_path)
+    assert len(kept) == 3 and dropped == 1
+
+
 def test_end_tokens_are_trained_once_and_only_if_the_model_said_them(template, tmp_path):
     talk = EPISODE[:2]
     yes, ended = ([*talk, {"role": "assistant", "content": text}]

@@ -553,9 +553,9 @@ def player(args, name, path, world, tasks):
 
 
 def in_processes(rows_of, tasks, args):
-    """Yield the rows of rows_of(tasks), from a process per engine (--tp GPUs, or the CPU), each with
-    a share of the tasks. Even one engine needs a process, because only its end frees all of an
-    engine's memory for the next checkpoint."""
+    """Yield the rows of rows_of(tasks), from a process per engine (--tp GPUs, or the CPU), each
+    with a share of the tasks. Even one engine needs a process, because only its end frees all of
+    an engine's memory for the next checkpoint."""
     context, gpus = get_context("spawn"), runtime.visible_gpus()
     n, rows = min(max(1, len(gpus) // args.tp), len(tasks)), context.Queue()
     children = [context.Process(target=send_rows, args=(

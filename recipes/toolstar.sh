@@ -73,7 +73,8 @@ if [[ $size == tool-star-* ]]; then
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7
         --reward $reward --prompts $prompts --group $group --minibatches 8 --lr $(rate 1e-6)
         --clip-low 0.2 --clip-high 0.2 --temperature 1.0 --context $context --turn-tokens 4096
-        --pack-tokens $pack --gpu-memory $share "${how[@]}" --tp $tp --seed "$SEED" --save-every 10 --resume)
+        --pack-tokens $pack --gpu-memory $share "${how[@]}" --tp $tp --seed "$SEED"
+        --save-every 10 --resume)
     first=(--model "$OUT/sft" --epochs 2) models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     # responses of 16,384 tokens [4]; a failed program is debugged once, as in the command that [4]
     # recommends, here by the policy itself. [4] plays once, greedily, so that one question of AIME
@@ -110,8 +111,9 @@ train=(--keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50
 play=(--env tools --system-prompt short --max-turns 7)
 models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
 rl=("${torchrun[@]}" "$rl_gpus" $algorithm.py --tasks "$DATA/rl.jsonl"
-    --database "$DATA/train" "${play[@]}" --reward $reward --keep-overlength --prompts 16 --group 8 --lr $rl_rate --temperature 0.8
-    --context $room --turn-tokens 128 --concurrency 64 "${train[@]}")
+    --database "$DATA/train" "${play[@]}" --reward $reward --keep-overlength --prompts 16
+    --group 8 --lr $rl_rate --temperature 0.8 --context $room --turn-tokens 128
+    --concurrency 64 "${train[@]}")
 first=(--model "$OUT/sft" --steps 80 --decay 0.5)  # RL in the first cycle
 again=(--steps 20)  # RL in the later cycles
 # --lenient: all numbers in docs/results.md were measured with it

@@ -383,8 +383,8 @@ def flags(argv=None):
     add("--agent", nargs="+", choices=("model", "solver", "careless", "person"), default=["model"],
         help="model: --model plays; solver: the world's exact solver; careless: the same with some "
         "mistakes; person: you, at the terminal")
-    add("--check", action="store_true", help="only check the world: load the tasks, play one "
-        "scripted reply, and print what came back")
+    add("--check", action="store_true", help="only check the world: load the tasks, call each "
+        "tool once, answer, and print what came back")
     play_flags(p, "out/eval", 4096)
     return runtime.parse_args(p, argv)
 
@@ -553,9 +553,9 @@ def player(args, name, path, world, tasks):
 
 
 def in_processes(rows_of, tasks, args):
-    """Yield the rows of rows_of(tasks), from a process per engine (--tp GPUs, or the CPU), each of
-    which has a share of the tasks. Even one engine needs a process, because only its end frees all
-    of an engine's memory for the next checkpoint."""
+    """Yield the rows of rows_of(tasks), from a process per engine (--tp GPUs, or the CPU), each
+    with a share of the tasks. Even one engine needs a process, because only its end frees all of
+    an engine's memory for the next checkpoint."""
     context, gpus = get_context("spawn"), runtime.visible_gpus()
     n, rows = min(max(1, len(gpus) // args.tp), len(tasks)), context.Queue()
     children = [context.Process(target=send_rows, args=(

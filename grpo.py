@@ -105,7 +105,7 @@ def learn_flags(add):
 
 
 if __name__ == "__main__":
-    flags()  # --help and a wrong flag end here, before torch is imported
+    runtime.run(__file__, flags)  # --help and a wrong flag end here, before torch is imported
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 

@@ -54,7 +54,7 @@ def flags():
 
 
 if __name__ == "__main__":
-    flags()  # --help and a wrong flag end here, before torch is imported
+    runtime.run(__file__, flags)  # --help and a wrong flag end here, before torch is imported
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 

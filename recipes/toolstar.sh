@@ -41,15 +41,15 @@ cycles() {
 if [[ $size == tool-star-* ]]; then
     # prompts of 1,536 and responses of 4,096 tokens, episodes of 15,000 [4]; memory.py: every size
     # fits 8 GPUs of 80 GB, 3b four, 0.5b and 1.5b one [2]
-    algorithm=grpo context=${CONTEXT:-5632} cutoff=${CUTOFF:-15000}
+    context=${CONTEXT:-5632} cutoff=${CUTOFF:-15000}
     reward=paper prompts=128 group=8
     SFT_DATA=${SFT_DATA:-$DATA/published/sft.json} RL_DATA=${RL_DATA:-$DATA/published/rl.parquet}
     SETS=${SETS:-$DATA/published/sets} TOOLS=${TOOLS:-database/tool-star}
-    # SFT_DATA and RL_DATA are Tool-Star-SFT-54K and Multi-Tool-RL-10K of dongguanting; parquet needs
-    # pyarrow, which requirements.txt names. Tasks that occur in a test set are dropped; system.txt
-    # is the prompt of the SFT data
-    stage convert "$DATA/rl.jsonl" python -m toolstar.tir convert --from tool-star --sft "$SFT_DATA" \
-        --rl "$RL_DATA" --sets "$SETS" --out "$DATA"
+    # SFT_DATA and RL_DATA are Tool-Star-SFT-54K and Multi-Tool-RL-10K of dongguanting; parquet
+    # needs pyarrow, which requirements.txt names. Tasks that occur in a test set are dropped;
+    # system.txt is the prompt of the SFT data
+    stage convert "$DATA/rl.jsonl" python -m toolstar.tir convert --from tool-star \
+        --sft "$SFT_DATA" --rl "$RL_DATA" --sets "$SETS" --out "$DATA"
     # the same number of questions per set as in [3]
     stage sets "$DATA/sets/tasks.jsonl" python -m toolstar.sets read --sets "$SETS" \
         --out "$DATA/sets"
@@ -72,8 +72,9 @@ if [[ $size == tool-star-* ]]; then
     # reward of [3]. No validation: the published file contains questions of the test sets [2]
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7
         --reward $reward --prompts $prompts --group $group --minibatches 8 --lr $(rate 1e-6)
-        --clip-low 0.2 --clip-high 0.2 --temperature 1.0 --context $context --turn-tokens 4096 --pack-tokens $pack
-        --gpu-memory $share "${how[@]}" --tp $tp --seed "$SEED" --save-every 10 --resume)
+        --clip-low 0.2 --clip-high 0.2 --temperature 1.0 --context $context --turn-tokens 4096
+        --pack-tokens $pack --gpu-memory $share "${how[@]}" --tp $tp --seed "$SEED"
+        --save-every 10 --resume)
     first=(--model "$OUT/sft" --epochs 2) models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     # responses of 16,384 tokens [4]; a failed program is debugged once, as in the command that [4]
     # recommends, here by the policy itself. [4] plays once, greedily, so that one question of AIME
@@ -109,16 +110,18 @@ export HF_HUB_OFFLINE=1
 train=(--keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
 play=(--env tools --system-prompt short --max-turns 7)
 models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
-rl=("${torchrun[@]}" "$rl_gpus" $algorithm.py --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${play[@]}"
-    --reward $reward --keep-overlength --prompts 16 --group 8 --lr $rl_rate --temperature 0.8
-    --context $room --turn-tokens 128 --concurrency 64 "${train[@]}")
+rl=("${torchrun[@]}" "$rl_gpus" $algorithm.py --tasks "$DATA/rl.jsonl"
+    --database "$DATA/train" "${play[@]}" --reward $reward --keep-overlength --prompts 16
+    --group 8 --lr $rl_rate --temperature 0.8 --context $room --turn-tokens 128
+    --concurrency 64 "${train[@]}")
 first=(--model "$OUT/sft" --steps 80 --decay 0.5)  # RL in the first cycle
 again=(--steps 20)  # RL in the later cycles
 # --lenient: all numbers in docs/results.md were measured with it
 judge=("${play[@]}" --lenient --max-context $room --max-tokens 128 --seed "$SEED")
 trial=(python evaluate.py --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${judge[@]}"
     --limit 160 --samples 8 --temperature 0.8 --top-p 1.0)
-dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 16 --lr $dpo_rate --nll 0.1 --cutoff $room "${train[@]}")
+dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 16 --lr $dpo_rate --nll 0.1 --cutoff $room
+     "${train[@]}")
 held=$DATA/val
 evaluate=(python evaluate.py --tasks "$DATA/val.jsonl" --database "$held" "${judge[@]}" --top-p 0.95
     --temperature 0.6)

@@ -23,6 +23,7 @@ from format_plan import itinerary
 from runtime import ChatError, Mistake, load_tasks, read_jsonl, write_jsonl
 from sandbox import Episode, Sandbox, parse, read_prompt
 from toolstar.tools import Tools
+from travel.constraints import HARD, hard_counts
 from travel.world import Travel, load_task
 
 CALL = ('<think>.</think><tool_call>{"name": "SearchCity", "arguments": {"state": "x"}}'
@@ -169,6 +170,14 @@ def test_missing_tasks_are_reported_with_cause(tmp_path, monkeypatch, trip, sour
     write_jsonl("twice.jsonl", [trip[0]] * 2)
     with pytest.raises(Mistake, match=words):
         load_tasks(source, load_task, split=split)
+
+
+def test_the_published_training_queries_ask_105_hard_constraints(test_data):
+    """As the leaderboard counts them; those of plans that reach none are asked as well."""
+    tasks = load_tasks(test_data / "travelplanner" / "train_45.jsonl", load_task)
+    unreached = dict.fromkeys(HARD, [None, None])
+    assert [sum(each) for each in zip(*(hard_counts(task, unreached) for task in tasks),
+                                      strict=True)] == [0, 105]
 
 
 @pytest.mark.parametrize("name, size", [("train_45", 45), ("val_102", 102)])

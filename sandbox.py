@@ -246,7 +246,7 @@ class Sandbox:
     def example(self, name):
         """Arguments of a tool, for a person who plays and for evaluate.py --check."""
         optional = {"mode": "driving"} if name == "GoogleDistanceMatrix" else {}
-        return dict.fromkeys(ARGUMENTS[name], "a") | optional
+        return dict.fromkeys(ARGUMENTS.get(name, ()), "a") | optional
 
     def call(self, name, arguments):
         """The observation of a tool call. A wrong call never raises: the observation says why."""

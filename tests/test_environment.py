@@ -128,6 +128,19 @@ def test_an_environment_without_get_reward_is_named():
 # ----------------------------------------------------------------------------------- copying files
 
 
+def test_flags_are_read_without_torch_and_folders_that_were_not_copied_are_named(folder):
+    for name in ("grpo.py", "runtime.py", "sandbox.py"):
+        shutil.copy(ROOT / name, folder)
+    done = run(folder, "-X", "importtime", "grpo.py", "--help")
+    assert done.returncode == 0 and "--prompts" in done.stdout and "| torch\n" not in done.stderr
+    for words, said in (("--env guess_world.py --promts 4", "unrecognized arguments: --promts 4"),
+                        ("--prompts 4", "needs travel, .* copy the folder travel/ too"),
+                        ("--env guess.py:Guess", "needs adapters, .* copy the folder adapters/")):
+        done = run(folder, "grpo.py", *words.split())
+        assert done.returncode == 2 and re.search(said, done.stderr), done.stderr
+        assert done.stderr.count("\n") == 1
+
+
 def test_grpo_trains_from_a_folder_of_three_files_and_a_world(folder, tiny_model):
     for name in ("grpo.py", "runtime.py", "sandbox.py"):
         shutil.copy(ROOT / name, folder)

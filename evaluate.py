@@ -96,8 +96,8 @@ def play_replies(replies, episode):
 
 def play_person(episode):
     """Play one episode with what a person types."""
-    names = getattr(episode.sandbox, "example", lambda tool: ())  # of a tool's arguments
-    tools = {tool: tuple(names(tool)) for tool in sorted(getattr(episode.sandbox, "tools", ()))}
+    example = getattr(episode.sandbox, "example", lambda tool: {})  # of a tool's arguments
+    tools = {tool: example(tool) for tool in sorted(getattr(episode.sandbox, "tools", ()))}
     how = "\n    ".join([HOW, *(f"{tool} {', '.join(tools[tool]) or '{...}'}" for tool in tools)])
     print(f"\n\n{how}\n\n{episode.task['query']}")
     episode.strict = False  # a slip of the finger ends nothing
@@ -115,11 +115,13 @@ def play_person(episode):
 
 
 def typed_reply(line, tools):
-    """The reply that a typed line begins, None if it is neither a call nor an answer."""
+    """The reply that a typed line begins, None if it is neither a call nor an answer. tools: {name:
+    an example of its arguments}."""
     word, _, rest = line.partition(" ")
     if word in tools and not rest.startswith("{"):
-        values = [value.strip() for value in rest.split(",", max(0, len(tools[word]) - 1))]
-        return turn("", word, dict(zip(tools[word], values, strict=False)))
+        values = rest.split(",", max(0, len(tools[word]) - 1))
+        return turn("", word, {key: typed_value(value.strip(), like) for (key, like), value in
+                               zip(tools[word].items(), values, strict=False)})
     if word in tools:
         line = f'<tool_call>{{"name": "{word}", "arguments": {rest}}}</tool_call>'
     if word == "answer" and rest:
@@ -128,6 +130,13 @@ def typed_reply(line, tools):
         lines = iter(lambda: input().rstrip(), "end")
         return final_turn("", "\n".join([line.removeprefix("answer"), *lines]))
     return f"<think></think>{line}" if line.startswith("<") else None
+
+
+def typed_value(text, like):
+    """A typed argument: JSON if its example is no text, such as a number."""
+    with contextlib.suppress(ValueError):
+        return text if isinstance(like, str) else json.loads(text)
+    return text
 
 
 # --------------------------------------------------------------------------------- playing in vLLM

@@ -21,8 +21,8 @@ from sandbox import ARGUMENTS
 from travel.solver import searches, solve, solve_report
 
 PAGE = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-CLASS, MODULE = (code.replace("                                    # guess.py", "")
-                 for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+MODULE, CLASS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS, _ = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 TASKS = [{"id": str(n), "secret": n} for n in range(1, 5)]
 
 
@@ -54,8 +54,29 @@ def test_the_pages_module_is_at_most_25_lines_and_is_checked(folder, capsys):
     evaluate.main(["--env", str(folder / "guess_world.py"), "--tasks", str(folder / "guess.jsonl"),
                    "--check"])
     said = capsys.readouterr().out
-    assert "4 tasks" in said and "score: {'success': 0.0}" in said and "reward success: 0" in said
-    assert "Guess {}: 'wrong'" in said
+    assert "4 tasks" in said and "score: {'success': 1.0}" in said and "reward success: 1" in said
+    assert "Guess {'n': 5}: 'high'" in said
+
+
+@pytest.mark.slow
+def test_the_pages_commands_lead_from_the_world_to_a_page_of_curves(folder):
+    """Every command of the page as it stands, in a folder beside the clone, with few steps."""
+    more = {"sft.py": "--epochs 0.5", "grpo.py": "--steps 1 --prompts 2 --group 2",
+            "evaluate.py": "--limit 9"}
+    lines = COMMANDS.strip().splitlines()
+    assert lines.pop(0) == ". .venv/bin/activate"
+    for line in lines:
+        script = line.split()[1]
+        line = line.replace(f"python {script}", f"{sys.executable} {ROOT / script}"
+                            if script in more else f"{sys.executable} {script}", 1)
+        done = subprocess.run(f"{line} {more.get(script, '')}", shell=True, cwd=folder, text=True,
+                              capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        if script == "sft.py":
+            assert "(2 dropped)" in done.stdout, "of 1 to 9 the teacher finds all but 1 and 6"
+    page = (folder / "out" / "guess" / "report.html").read_text(encoding="utf-8")
+    assert "eval/rl" in page and "rl/rollouts" in page and '"dlogp_mean":[' in page
+    assert len(read_jsonl(folder / "out" / "guess" / "eval" / "rl" / "episodes.jsonl")) == 9
 
 
 def test_check_calls_every_tool_as_the_solver_does_or_by_its_schema(folder, mini, capsys):

@@ -619,10 +619,11 @@ def test_a_careless_solver_stands_beside_the_exact_one_and_fails_by_its_mistakes
     ("SearchCity", ("SearchCity", {"state": ""})),
     ("SearchCity a, b", ("SearchCity", {"state": "a, b"})),
     ("SearchFlight a", ("SearchFlight", {"departure": "a"})),
+    ("Guess 5", ("Guess", {"n": 5})), ("Guess five", ("Guess", {"n": "five"})),
     ('SearchCity {"state": "x"}', ("SearchCity", {"state": "x"}))])
 def test_a_typed_line_is_a_call(mini, line, reply):
     sandbox = Sandbox(mini)
-    tools = {tool: tuple(sandbox.example(tool)) for tool in sandbox.tools}
+    tools = {tool: sandbox.example(tool) for tool in sandbox.tools} | {"Guess": {"n": 1}}
     action = parse(evaluate.typed_reply(line, tools))
     assert (action.name, action.arguments) == reply
     assert evaluate.typed_reply("Searchcity x", tools) is None

@@ -348,6 +348,7 @@ def solver_replies(task, database, careless=False):
     plan = lay_out(task, journey)
     if careless:
         plan[0]["accommodation"] = f"Ritz, {journey.stays[0].city}"
-        plan[1]["lunch"] = plan[1]["dinner"] = max(plan[1][meal] for meal in MEALS)  # not "-"
+        day = max(plan, key=lambda day: day["dinner"])  # one that has a dinner
+        day["lunch"] = day["dinner"]
     answer = itinerary(plan)
     return [*(turn(*step) for step in searches(task, journey)), final_turn("the plan", answer)]

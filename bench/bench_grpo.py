@@ -78,7 +78,7 @@ def ratio(seconds, others):
 def settings(args):
     """The flags of grpo.py that all parts share."""
     return f"""--model {args.model} --tasks {args.tasks} --context 1024 --max-turns 30 --lr 0
-        --turn-tokens 256 --system-prompt short --concurrency {args.plays} --no-checkpointing
+        --turn-tokens 256 --system-prompt short --concurrency {args.plays} --keep-activations 100000
         --pack-tokens {args.pack_tokens} --prompts {args.plays // 8}""".split()
 
 

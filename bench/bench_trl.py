@@ -94,8 +94,8 @@ class Ours:
         import runtime
 
         os.environ.update(ALONE)
-        sys.argv = f"""grpo.py --model {args.model} --no-checkpointing --lr 0 --loss-norm batch
-            --pack-tokens 4096""".split()
+        sys.argv = f"""grpo.py --model {args.model} --keep-activations 100000 --lr 0
+            --loss-norm batch --pack-tokens 4096""".split()
         self.grpo, self.args = grpo, grpo.flags()
         _, _, self.device = runtime.setup()
         self.template = runtime.load_template(self.args.model)

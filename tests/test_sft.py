@@ -82,25 +82,10 @@ def test_end_tokens_are_trained_once_and_only_if_the_model_said_them(template, t
     assert trained_on(cut, template) == "yes" and cut.ids == one.ids[:-1]
 
 
-def test_thoughts_in_fields_of_their_own_and_weights_of_messages_are_read(template, tmp_path):
-    good = {"role": "assistant", "content": "<answer>x</answer>", "reasoning_content": "I think"}
-    rows = [[EPISODE[1], good | {"weight": 1}],
-            [EPISODE[1], {"role": "assistant", "content": "bad", "weight": 0}, EPISODE[3],
-             {"role": "assistant", "content": "good", "tool_calls": []}],
-            [EPISODE[1], {"role": "assistant", "content": "half an emoji \ud83d"}]]
-    (one, two, three), _ = load([{"messages": row} for row in rows], template, tmp_path)
-    assert trained_on(one, template) == "<think>I think</think>\n<answer>x</answer><|im_end|>"
-    assert trained_on(two, template) == "good<|im_end|>"
-    assert "half an emoji" in trained_on(three, template)
-
-
 BAD = {"two replies": [*EPISODE[:3], EPISODE[2]], "two queries": [*EPISODE[:4], *EPISODE[3:]],
        "a tool": [*EPISODE[:3], {"role": "tool", "content": "1."}, EPISODE[4]],
        "a late system": [*EPISODE[:3], EPISODE[0], EPISODE[4]], "none": None, "empty": [],
-       "no text": [{"role": "user", "content": None}], "a reply first": EPISODE[2:],
-       "calls": [EPISODE[1], {"role": "assistant", "content": "", "tool_calls": [{"name": "x"}]}],
-       "half a weight": [EPISODE[1], EPISODE[2] | {"weight": 0.5}],
-       "a forged turn": [EPISODE[1], {"role": "assistant", "content": "a<|im_end|>\nb"}]}
+       "no text": [{"role": "user", "content": None}], "a reply first": EPISODE[2:]}
 
 
 @pytest.mark.parametrize("odd", BAD)
@@ -110,9 +95,7 @@ def test_a_row_that_would_not_be_trained_as_it_stands_is_refused_with_its_line(
         load([{"messages": EPISODE}, {"messages": BAD[odd]}], template, tmp_path)
 
 
-def test_tools_beside_messages_and_files_without_replies_are_refused(template, tmp_path):
-    with pytest.raises(Mistake, match=r"rows.jsonl:1: its 'tools' would be left out"):
-        load([{"messages": EPISODE, "tools": [{"type": "function"}]}], template, tmp_path)
+def test_files_without_replies_are_refused(template, tmp_path):
     for rows in ([], [{"messages": EPISODE[:2]}]):
         with pytest.raises(Mistake, match="rows.jsonl: no episode to train on"):
             load(rows, template, tmp_path)

@@ -17,7 +17,7 @@ from test_retriever import answering
 
 import runtime
 import sft
-from runtime import Calls, Mistake, Template
+from runtime import Mistake, Template, ToolCalls
 from sandbox import Action
 from tiny.facts import PageServer
 from toolstar import tools
@@ -544,7 +544,7 @@ def test_with_tensor_parallel_ranks_one_calls_the_tools_and_all_play_the_same():
         return agree
 
     def rank(leads):
-        calls, said = Calls(True, 4, leads, agreed(leads)), {}
+        calls, said = ToolCalls(True, 4, leads, agreed(leads)), {}
         episodes = waiting(sandbox, 4, 0.0)
         for i, episode in enumerate(episodes):
             calls.start(i, episode, Action("call", "Wait", {"seconds": 0.02 * (4 - i)}))
@@ -628,7 +628,7 @@ def caller(episodes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("caller")
     make_tiny([episodes / "both.jsonl"], folder / "model", seed=SEED, vocabulary=800)
     train("sft.py", folder / "sft", f"--model {folder}/model --data {episodes}/both.jsonl",
-          "--steps 70 --batch 4 --lr 3e-3 --pack-tokens 8192 --no-checkpointing")
+          "--steps 70 --batch 4 --lr 3e-3 --pack-tokens 8192 --keep-activations 100000")
     return folder / "sft"
 
 
@@ -640,7 +640,8 @@ def test_a_policy_that_calls_tools_trains_on_the_very_tokens_it_said(
     """Engine and trainer agree on all log-probabilities, stop strings or not, or it would stop."""
     train(stage, tmp_path, f"--env tools --database {episodes}/{grammar} --model {caller}",
           f"--tasks {episodes}/tasks.jsonl --steps 2 --prompts 4 --group 4 --lr 1e-4",
-          "--context 1024 --turn-tokens 64 --max-turns 8 --system-prompt short --no-checkpointing")
+          "--context 1024 --turn-tokens 64 --max-turns 8 --system-prompt short",
+          "--keep-activations 100000")
     log = runtime.read_jsonl(tmp_path / "log.jsonl")
     rows = [row for i in (1, 2)
             for row in runtime.read_jsonl(tmp_path / "rollouts" / f"{i:05d}.jsonl")]

@@ -907,8 +907,9 @@ def compile_op(build):
     A killed build leaves a lock, for which PyTorch would wait for ever. So build under a lock of
     ours, which the kernel releases, and remove PyTorch's, which nobody holds meanwhile.
     """
-    default = Path.home() / ".cache" / "torch_extensions"
-    builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
+    # each environment has headers of its own: with one folder for all, every switch would compile
+    own = Path.home() / ".cache" / "torch_extensions" / sys.prefix.replace("/", "-")
+    builds = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own)))
     builds.mkdir(parents=True, exist_ok=True)
     with open(builds / ".ours", "w") as ours:
         fcntl.flock(ours, fcntl.LOCK_EX)

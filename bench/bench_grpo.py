@@ -166,7 +166,7 @@ def bare(lm, ids, positions, keep):
 def bench_learn(engine, lm, samples, device, args, rounds, what):
     weighted = grpo.token_weights(grpo.group_advantages(samples), args)
     sizes = [len(s.ids) for s, _ in weighted]
-    (micros,) = grpo.deal(sizes, 1, args.pack_tokens, False)
+    (micros,) = grpo.micro_batches(sizes, 1, args.pack_tokens, False)
     batches = [grpo.collate([weighted[i][0] for i in micro], False, device) for micro in micros]
     rows, ours, theirs = sum(ids.numel() for ids, _, _ in batches), [], []
     for _ in range(rounds + 1):  # the first one warms up

@@ -116,13 +116,13 @@ class Ours:
             values = iter(flat.tolist())
             s["logps"] = taken.logps = [next(values) if m else 0.0 for m in s["mask"]]
             self.samples.append(taken)
-        for group in self.grpo.by_query(self.samples).values():
+        for group in self.grpo.by_group(self.samples).values():
             for s in group:
                 s.advantage = s.reward - sum(t.reward for t in group) / len(group)
 
     def update(self):
         began = clocks()
-        weighted = self.grpo.token_weights(self.grpo.by_query(self.samples), self.args)
+        weighted = self.grpo.token_weights(self.grpo.by_group(self.samples), self.args)
         assert len(weighted) == len(self.samples), "tokens that are counted but not trained on"
         self.grpo.learn(self.engine, weighted, self.packed, 0, 1, self.device, self.args)
         return clocks() - began

@@ -208,7 +208,7 @@ torchrun=(torchrun --shutdown-timeout 3600 "${meet[@]}" --nproc_per_node)
 environment
 [[ -n ${DRY:-} ]] || mkdir -p "$OUT" "$DATA"
 algorithm=${ALGORITHM:-$algorithm}
-if [[ ! -e $algorithm.py ]]; then  # a variant becomes a stage of its own
+if [[ $algorithm != [ga]rpo ]]; then  # a variant becomes a stage of its own
     [[ -e variants/$algorithm.diff ]] || stop "ALGORITHM=$algorithm is none of grpo, arpo," \
         "$(basename -as .diff variants/*.diff | paste -sd ' ')"
     variant=(patch -s -o "grpo_${algorithm//-/_}.py" grpo.py "variants/$algorithm.diff")

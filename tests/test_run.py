@@ -618,7 +618,7 @@ def test_all_stages_run_once_in_order_and_the_time_is_printed(house):
     first = run_sh(house, "tiny")
     assert first.returncode == 0, first.stderr
     once = calls(house)
-    assert len(once) == len(dry("tiny")) and "-m look.report" in once[-1]
+    assert len(once) == len(dry("tiny")) and "evaluate.py" in once[-1]
     assert re.search(r"^rl +\d+ s\n(.+\n)*all +\d+ s$", first.stdout, re.MULTILINE)
     second = run_sh(house, "tiny")
     assert second.returncode == 0 and calls(house) == once, "nothing is done twice"

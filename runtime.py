@@ -766,7 +766,8 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
             max_tokens=max_tokens or openai.omit, stop=list(stops) or openai.omit,
             extra_body=beyond)
     except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-        told = f"{url}: {error.body or error}"  # str(error) has a server's words in one form only
+        # str(error) has a server's words in one form only
+        told = f"{url}: status {error.status_code}: {error.body or error}"
         raise (NoRoom if NO_ROOM.search(told) else Refused)(told) from None
     except openai.APIError as error:
         raise ChatError(f"{url}: {error.body or error}, after {retries} retries, from model {model}"

@@ -321,7 +321,7 @@ def endpoint(reply):
 def test_an_endpoint_that_refuses_leaves_the_plain_error(make):
     with endpoint(lambda messages: 400) as url:
         episode = play(make({"debug": 1, "llm": f"{url}=m"}), None, BROKEN, BROKEN)
-    assert ZERO in talk(episode)[1] and "code: 400" in episode.helped[0]["status"]
+    assert ZERO in talk(episode)[1] and "status 400" in episode.helped[0]["status"]
     assert len(episode.helped) == 1, "the attempt has spent the budget"
 
 

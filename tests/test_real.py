@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, train
 
 import evaluate
-from runtime import read_jsonl, write_jsonl
+from runtime import read_jsonl
 
 pytestmark = pytest.mark.slow
 PLAY = """--system-prompt short --max-turns 2 --prompts 1 --group 2 --context 1400 --turn-tokens 24
@@ -33,24 +33,18 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A folder with two short tasks of the mini world."""
-    folder = tmp_path_factory.mktemp("data")
-    words = f"synth.py tasks --n 6 --days 3 --like tiny --out {folder}/tasks.jsonl"
-    more = f"synth.py episodes --tasks {folder}/tasks.jsonl --like tiny --out {folder}/all.jsonl"
-    for command in (words, more):
-        subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True,
-                       capture_output=True)
-    episodes = read_jsonl(folder / "all.jsonl")
-    episodes.sort(key=lambda row: sum(len(message["content"]) for message in row["messages"]))
-    write_jsonl(folder / "rl.jsonl", [row["task"] for row in episodes[:2]])
-    return folder
+def tasks(tmp_path_factory):
+    """A file of two short tasks of the mini world."""
+    file = tmp_path_factory.mktemp("data") / "tasks.jsonl"
+    words = f"synth.py tasks --n 2 --days 3 --like tiny --out {file}"
+    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, capture_output=True)
+    return file
 
 
 @pytest.mark.parametrize("stage, ranks, steps", [("grpo.py", 2, 2), ("arpo.py", 1, 1)])
 def test_trainer_and_engine_agree_at_every_update_of_a_real_model(
-        stage, ranks, steps, model, data, tmp_path):
-    words = f"--model {model} --tasks {data}/rl.jsonl --prompts {ranks} --steps {steps}"
+        stage, ranks, steps, model, tasks, tmp_path):
+    words = f"--model {model} --tasks {tasks} --prompts {ranks} --steps {steps}"
     train(stage, tmp_path, words, PLAY, ranks=ranks)
     log = read_jsonl(tmp_path / "log.jsonl")
     # float32 through 30 layers: 7e-6 on one processor, over 1e-5 on another. A token out of place
@@ -59,8 +53,8 @@ def test_trainer_and_engine_agree_at_every_update_of_a_real_model(
     assert len(apart) == steps and min(apart) > 0 and max(apart) < 1e-4, apart
 
 
-def test_it_is_measured_on_trips(model, data, tmp_path):
-    words = f"""--model smol={model} --tasks {data}/rl.jsonl --limit 1 --out {tmp_path}
+def test_it_is_measured_on_trips(model, tasks, tmp_path):
+    words = f"""--model smol={model} --tasks {tasks} --limit 1 --out {tmp_path}
         --system-prompt short --max-turns 2 --max-context 1400 --max-tokens 24"""
     evaluate.main(words.split())
     (row,) = read_jsonl(tmp_path / "smol" / "episodes.jsonl")

@@ -1198,6 +1198,8 @@ def restore(trainer, args):
     latest, log, settings = out / "checkpoints" / "latest", out / "log.jsonl", out / "settings.json"
     if log.exists() and not args.resume:
         raise Mistake(f"{out} already holds a run: --resume continues it; or choose another --out")
+    if (out / "config.json").exists() and not log.exists():
+        raise Mistake(f"{out} holds a model that no run of this stage made: choose another --out")
     ranks = dist.get_world_size()
     mark = {"step": 0, "log_bytes": 0, "ranks": ranks}
     if latest.exists():

@@ -194,6 +194,12 @@ def test_an_existing_run_is_not_overwritten(resume):
         resume("--lr 1e-3")
 
 
+def test_a_model_that_is_no_runs_is_not_overwritten(one_rank, tmp_path):
+    write_text(tmp_path / "config.json", "{}")
+    with pytest.raises(Mistake, match="holds a model that no run of this stage made"):
+        runtime.restore(None, flags_of(sft, f"--out {tmp_path} --resume"))
+
+
 def test_a_rate_or_a_reward_that_jumps_because_steps_changed_is_told_in_one_line(
         resume, tmp_path, capsys):
     resume("--lr 1e-3 --resume")

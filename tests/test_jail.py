@@ -4,8 +4,8 @@ import json
 import os
 import re
 import shutil
-import site
 import signal
+import site
 import subprocess
 import sys
 import time

@@ -50,6 +50,8 @@ for name in filter(re.compile("[A-Z_]+").fullmatch, os.environ.keys() - read):
     for near in difflib.get_close_matches(name, read, 1, 0.8):
         print(f"run.sh: {name} is not a variable that is read; is {near} meant?")
 END
+# bash runs a trap once the current command has ended, so a stage that trains saves first
+trap 'stop "SIGTERM: what was saved is kept; the same command continues from here"' TERM
 made() { [[ -e $1 ]] && ! grep -q ^unfinished "$1.command" 2>/dev/null; }
 
 # essence WORD...   the part of a command that decides its results: not torchrun's words, nor how

@@ -111,16 +111,40 @@ finish() {
     exit 0
 }
 
+# check_machine   stop at what would end the run later: driver, Python, compiler, disk
+check_machine() {
+    local driver free need=0
+    [[ -z ${DRY:-} ]] || return 0
+    if [[ $seen != 0 ]]; then
+        driver=$({ nvidia-smi --query-gpu=driver_version --format=csv,noheader || true; } | head -1)
+        # 13000 is CUDA 13.0, in the libcuda.so that programs will load
+        [[ ${driver%%.*} -ge 580 ]] || "$python" -c 'import ctypes, sys; found = ctypes.c_int()
+ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+sys.exit(found.value < 13000)' 2>/dev/null || stop "the GPUs have driver $driver, and CUDA 13 needs" \
+            "580 or later, or on data-center GPUs, containers included, NVIDIA's package" \
+            "cuda-compat-13-0 and export LD_LIBRARY_PATH=/usr/local/cuda-13.0/compat"
+    fi
+    if ! cmp -s "$pins" .venv/installed.txt; then
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+            stop "$python is not Python 3.11 or later: PYTHON=/path/to/python3.11"
+        "$python" -c 'from sysconfig import *; open(get_path("include") + "/Python.h")' \
+            2>/dev/null || stop "$python has no Python.h; on Debian: apt install python3-dev"
+        need=$((seen ? 12 : 4))
+    fi
+    command -v g++ >/dev/null || stop "there is no g++ to compile with; on Debian: apt install g++"
+    [[ -e $OUT/sft ]] || need=$((need + ${disk[${size#tool-star-}]:-0}))
+    free=$({ df -Pk "$OUT" . 2>/dev/null || true; } | awk 'NR == 2 {print int($4 / 1e6)}')
+    ((free >= need)) || stop "$free GB of disk are free, and $need are needed: OUT=on a larger disk"
+}
+
 # environment   make .venv from exact pins, once and again whenever their file changes
 environment() {
-    local pins=requirements.txt pip=(.venv/bin/python -m pip install -q)
-    [[ $seen != 0 ]] || pins=requirements-cpu.txt
+    local pip=(.venv/bin/python -m pip install -q)
     export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
     [[ -z ${DRY:-} ]] || { printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"; return; }
     if cmp -s "$pins" .venv/installed.txt; then return; fi
-    "${PYTHON:-python3}" -c 'import runtime'  # stops if it is older than 3.11
-    say "making .venv from $pins, 2.5 GB: several minutes, once"
-    "${PYTHON:-python3}" -m venv --clear .venv
+    say "making .venv from $pins, a download of $((seen ? 4 : 1)) GB: several minutes, once"
+    "$python" -m venv --clear .venv
     if [[ $pins == requirements-cpu.txt ]]; then  # torch by itself: the head of the file says why
         pip+=(--no-deps --extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
         "${pip[@]}" "$(grep ^torch== "$pins")+cpu"
@@ -164,6 +188,9 @@ size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-} HOW=${HOW
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
 saving=10 algorithm=grpo  # saving: updates between checkpoints
+python=${PYTHON:-python3} pins=requirements.txt
+[[ $seen != 0 ]] || pins=requirements-cpu.txt
+declare -A disk=([0.5b]=44 [1.5b]=139 [3b]=278 [7b]=685)  # GB of models and checkpoints
 # what changes with the size [1 app. C.2, D.5]; 7b has two nodes of 8 GPUs [1]
 case $size in
     tiny) base=$OUT/base reward=macro ;;
@@ -176,7 +203,7 @@ case $size in
     7b)   base=Qwen/Qwen2.5-7B-Instruct sft_epochs=4 reward=sum saving=25 ;;  # [2]
     tool-star-0.5b | tool-star-1.5b | tool-star-3b | tool-star-7b)
           base=Qwen/Qwen2.5-${size#tool-star-}-Instruct base=${base/b-/B-} ;;
-    test) environment
+    test) check_machine; environment
           OMP_NUM_THREADS=1 exec python -m pytest -q -n 2 --dist worksteal "${@:2}" ;;
     gpu)  environment; exec python bench/gpu.py --out "$OUT" "${@:2}" ;;
     *)    usage ;;
@@ -194,11 +221,11 @@ else
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
     [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=${dry_gpus:-8}
     [[ $GPUS != 0 ]] || stop "no GPU is seen (nvidia-smi -L); DRY=1 prints the commands"
-    # before anything is made; it needs no package
-    [[ -n ${DRY:-} || $size == tool-star-* ]] ||
-        "${PYTHON:-python3}" sandbox.py check "$database" ||
-        stop "$database is not complete: see above, and database/README.md"
 fi
+check_machine
+# before anything is made; it needs no package
+[[ -n ${DRY:-} || $size == *tiny || $size == tool-star-* ]] ||
+    "$python" sandbox.py check "$database" || exit 1
 used="$NNODES x $GPUS GPUs, ${HOW:-all weights}, --tp $tp, $share of a GPU for the engine"
 [[ $size != *tiny ]] || used="$seen GPUs, $GPUS ranks in SFT and $rl_gpus in RL"
 say "$size: model $base, data $DATA, seed $SEED, $used"

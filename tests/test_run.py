@@ -614,6 +614,35 @@ def calls(house):
     return (house / "calls").read_text().splitlines()
 
 
+TOOLS = ("bash sed grep awk cmp head dirname cat env basename paste sort tail cut sleep python3 "
+         "mkdir").split()
+
+
+@pytest.mark.parametrize("lacking, said", [
+    ("driver", "the GPUs have driver 550.54.15, and CUDA 13 needs 580 or later"),
+    ("python", "is not Python 3.11 or later: PYTHON="), ("g++", "there is no g++"),
+    ("disk", "100 GB of disk are free, and 697 are needed"),
+    ("database", "database/full is not a folder; database/README.md lists the files")])
+def test_what_a_machine_lacks_is_said_in_one_sentence_before_anything_is_downloaded(
+        lacking, said, house):
+    shutil.rmtree(house / ".venv")
+    for name in ("sandbox.py", "runtime.py"):
+        (house / name).write_bytes((ROOT / name).read_bytes())
+    shutil.copytree(ROOT / "travel", house / "travel")
+    driver, gb = "550.54.15" if lacking == "driver" else "580.1", 100 if lacking == "disk" else 999
+    texts = {"nvidia-smi": f"case $* in -L) echo GPU 0;; *) echo {driver};; esac", "g++": "",
+             "df": f"echo Filesystem; echo / 1 1 {gb}000000", "old": "exit 1"}
+    for name in texts.keys() - {lacking}:
+        stand_in(house / "tools" / name, f"#!/bin/sh\n{texts[name]}\n")
+    for name in TOOLS:
+        (house / "tools" / name).symlink_to(shutil.which(name))
+    python = str(house / "tools" / "old") if lacking == "python" else sys.executable
+    done = run_sh(house, "7b", PATH=str(house / "tools"), PYTHON=python)
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout
+    assert not (house / ".venv").exists() and not (house / "out").exists()
+
+
 def test_all_stages_run_once_in_order_and_the_time_is_printed(house):
     first = run_sh(house, "tiny")
     assert first.returncode == 0, first.stderr

@@ -23,7 +23,8 @@
 #   ALGORITHM grpo, arpo, or a variant of grpo.py: variants/NAME.diff
 #   HOW       flags of all trainers, such as "--offload" or "--lora 32": docs/gpus.md says what fits
 #             which GPUs. TP: GPUs that share an engine; SHARE: share of a GPU that it fills;
-#             CONTEXT, CUTOFF, PACK: most tokens of an episode in RL, in SFT, and of a micro-batch
+#             CONTEXT, CUTOFF, PACK: most tokens of an episode in RL, in SFT, and of a micro-batch;
+#             KEEP: of one that keeps its activations, which learns faster; 0: none
 #   GPUS      ranks on this node; NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: several nodes
 #   ENDPOINT  URL=MODEL of one or more teachers, which write the queries and play the episodes that
 #             DATA lacks; ENDPOINT_KEY: a file with their key. Unset: a grammar and the solver do it
@@ -120,8 +121,8 @@ check_machine() {
         # 13000 is CUDA 13.0, in the libcuda.so that programs will load
         [[ ${driver%%.*} -ge 580 ]] || "$python" -c 'import ctypes, sys; found = ctypes.c_int()
 ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
-sys.exit(found.value < 13000)' 2>/dev/null || stop "the GPUs have driver $driver, and CUDA 13 needs" \
-            "580 or later, or on data-center GPUs, containers included, NVIDIA's package" \
+sys.exit(found.value < 13000)' 2>/dev/null || stop "the GPUs have driver $driver, and CUDA 13" \
+            "needs 580 or later, or on data-center GPUs, also in a container, NVIDIA's package" \
             "cuda-compat-13-0 and export LD_LIBRARY_PATH=/usr/local/cuda-13.0/compat"
     fi
     if ! cmp -s "$pins" .venv/installed.txt; then
@@ -162,19 +163,23 @@ rate() {
     if [[ $HOW == *--lora* ]]; then awk -v lr="$1" 'BEGIN {print lr * 10}'; else echo "$1"; fi
 }
 
-# preflight   before hours are spent: SFT of the longest episodes, and one update of RL with replies
-# of 16 tokens, both from the base model
+# preflight   before hours are spent: SFT of the longest episodes and of those that just keep their
+# activations, and one update of RL with replies of 16 tokens, both from the base model
 preflight() {
-    local here=$OUT/preflight ranks=$((GPUS * NNODES)) longest
+    local here=$OUT/preflight ranks=$((GPUS * NNODES)) longest lengths
     longest=$(printf '%s\n' "$pack" "$context" "$cutoff" | sort -n | tail -1)
+    lengths=("$longest")
+    ((keep == 0 || keep >= longest)) || lengths+=("$keep")
     stage preflight-data "$here/long.jsonl" python -c 'import json, sys
-row = {"messages": [{"role": role, "content": text} for role, text in (
-    ("user", "Count."), ("assistant", " one" * (int(sys.argv[2]) * 9 // 10)))]}
-open(sys.argv[1], "w").write((json.dumps(row) + "\n") * int(sys.argv[3]))' \
-        "$here/long.jsonl" "$longest" "$ranks"
+with open(sys.argv[1], "w") as file:
+    for length in sys.argv[3:]:
+        row = {"messages": [{"role": role, "content": text} for role, text in (
+            ("user", "Count."), ("assistant", " one" * (int(length) * 9 // 10)))]}
+        file.write((json.dumps(row) + "\n") * int(sys.argv[2]))' \
+        "$here/long.jsonl" "$ranks" "${lengths[@]}"
     words=("${sft[@]}")
-    change --data "$here/long.jsonl" --epochs 1 --batch "$ranks" --cutoff "$longest" \
-        --pack-tokens "$longest" --out "$here/sft"
+    change --data "$here/long.jsonl" --epochs 1 --batch $((ranks * ${#lengths[@]})) \
+        --cutoff "$longest" --pack-tokens "$longest" --out "$here/sft"
     stage preflight-sft "$here/sft/config.json" "${words[@]}"
     words=("${rl[@]}")
     change --model "$base" --steps 1 --prompts "$ranks" --group 2 --max-turns 1 --turn-tokens 16 \
@@ -191,6 +196,7 @@ saving=10 algorithm=grpo  # saving: updates between checkpoints
 python=${PYTHON:-python3} pins=requirements.txt
 [[ $seen != 0 ]] || pins=requirements-cpu.txt
 declare -A disk=([0.5b]=44 [1.5b]=139 [3b]=278 [7b]=685)  # GB of models and checkpoints
+declare -A keeps=([0.5b]=5120 [1.5b]=14336 [3b]=10240 [7b]=8192)  # KEEP: docs/gpus.md
 # what changes with the size [1 app. C.2, D.5]; 7b has two nodes of 8 GPUs [1]
 case $size in
     tiny) base=$OUT/base reward=macro ;;
@@ -209,10 +215,12 @@ case $size in
     *)    usage ;;
 esac
 [[ $what == all || $what == axis && -n $axis ]] || usage
+[[ $size != *1.5b ]] || SHARE=${SHARE:-0.5}  # so that a single GPU of 80 GB holds it
 base=${MODEL:-$base} share=${SHARE:-0.6} tp=${TP:-1} context=${CONTEXT:-30000}
 cutoff=${CUTOFF:-$((context < 20480 ? context : 20480))}
-pack=${PACK:-$((context < 30000 ? context : 32768))}
-read -ra how <<<"$HOW"
+keep=${KEEP:-${keeps[${size#tool-star-}]:-0}}
+pack=${PACK:-$((keep ? keep : context < 30000 ? context : 32768))}
+read -ra how <<<"$HOW --keep-activations $keep"
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-$((2 - (seen == 1)))}
     GPUS=${GPUS:-1}
@@ -274,7 +282,8 @@ else
     # cosine decay, bfloat16 and ZeRO-3 need no flags in sft.py
     sft=("${torchrun[@]}" "$GPUS" sft.py --model "$base" --data "$DATA/sft.jsonl"
         --epochs "$sft_epochs" --batch 32 --lr $(rate 5e-6) --warmup 0.1 --cutoff $cutoff
-        --pack-tokens $cutoff --seed "$SEED" --save-every 20 --resume "${how[@]}" --out "$OUT/sft")
+        --pack-tokens $((keep ? keep : cutoff)) --seed "$SEED" --save-every 20 --resume
+        "${how[@]}" --out "$OUT/sft")
     # all from [1 app. C.2] except the clip bounds (DAPO's, arXiv:2503.14476) and --save-every
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32

@@ -9,7 +9,8 @@
 #                                tiny also has memory, the real sizes reliability (with ENDPOINT);
 #                                the tools world: reward, dpo, helpers, masking, noise
 #   bash run.sh test [-m '']     the tests; -m '' adds the slow ones
-#   bash run.sh gpu [--budget MINUTES]   test this machine's GPUs: out/gpu/report.md
+#   bash run.sh gpu [--budget MINUTES]   test this machine's GPUs: out/gpu/report.md. PYTHON=one
+#                                that has torch, transformers and deepspeed does it offline
 #
 # DRY=1 prints the commands of all stages and runs nothing. A stage whose output exists is skipped,
 # so the same command continues after a failure; OUTPUT.command beside it is the command that made
@@ -211,7 +212,12 @@ case $size in
           base=Qwen/Qwen2.5-${size#tool-star-}-Instruct base=${base/b-/B-} ;;
     test) check_machine; environment
           OMP_NUM_THREADS=1 exec python -m pytest -q -n 2 --dist worksteal "${@:2}" ;;
-    gpu)  environment; exec python bench/gpu.py --out "$OUT" "${@:2}" ;;
+    gpu)  # a Python that has the packages needs no .venv
+          if [[ -e .venv/installed.txt ]] || ! "$python" -c 'import sys, importlib.util as has
+sys.exit(not all(map(has.find_spec, ("torch", "transformers", "deepspeed"))))' 2>/dev/null; then
+              check_machine; environment; python=python
+          fi
+          exec "$python" bench/gpu.py --out "$OUT" "${@:2}" ;;
     *)    usage ;;
 esac
 [[ $what == all || $what == axis && -n $axis ]] || usage

@@ -95,9 +95,10 @@ class Card:
             self.cuda.reset_peak_memory_stats()
 
     def clock(self):
-        """The time at which the GPU has done all that it was asked to."""
-        if self.cuda:
-            self.cuda.synchronize()
+        """The time at which the GPU has done all that it was asked to; on a CPU, this process's."""
+        if not self.cuda:
+            return time.process_time()
+        self.cuda.synchronize()
         return time.perf_counter()
 
 
@@ -114,8 +115,9 @@ def start(size, words):
     _, _, device = runtime.setup()
     torch.manual_seed(0)
     with torch.device(device):  # draw them on the GPU, since a CPU takes a minute
-        lm = AutoModelForCausalLM.from_config(memory.qwen(size), dtype=torch.bfloat16,
-                                              attn_implementation="sdpa")
+        lm = AutoModelForCausalLM.from_config(
+            memory.qwen(size), attn_implementation="sdpa",
+            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
     if args.lora:
         runtime.add_adapters(lm, args)
     lm.eval()
@@ -148,19 +150,25 @@ def check_memory(case, cuda):
 
     size, words, gib = CARDS[case]
     if not cuda:
-        size, words, gib = "rehearsal", f"{words} --context 2048 --keep-activations 512", 0
+        size, words, gib = "rehearsal", f"{words} --context 512 --keep-activations 128", 0
     planned = memory.flags(["grpo", "--gpus", "1", *words.split()])
     pack = planned.pack_tokens = planned.keep_activations or planned.context
     lm, args, device = start(size, f"{words} --pack-tokens {pack}")
     card = Card(device)
     ballast = card.gib - gib if gib else 0
-    card.hold(ballast)
+    if ballast:
+        card.hold(ballast)
     n = sum(p.numel() for name, p in lm.named_parameters() if ".lora_" not in name)
     planned.gpu_gib = card.gib - ballast
     moments = {moment: memory.total(rows)
                for moment, rows in memory.by_moment(lm.config, n, planned)[0].items()}
     play, learn = moments.pop("play"), max(moments.values())
+    assumed = memory.training(lm.config, n, planned, 1)[-1][1] / memory.GIB
+    if max(play, learn) > planned.gpu_gib + assumed:
+        say(f"memory, {case}", None, f"skipped: {max(play, learn):.1f} GiB are planned")
+        return
     trainer = runtime.zero3(grpo.Policy(lm), args, device)
+    card.reset()
     rows = make_rows([planned.context, pack, pack], lm.config.vocab_size)
     awake, used = args.gpu_memory * planned.gpu_gib - ASLEEP, {"play": [], "learn": []}
     asleep = card.hold(ASLEEP)
@@ -173,7 +181,6 @@ def check_memory(case, cuda):
         used["learn"].append(card.peak() - ballast - ASLEEP)
         card.reset()
     asleep()
-    assumed = memory.training(lm.config, n, planned, 1)[-1][1] / memory.GIB
     for moment, plan in (("play", play), ("learn", learn)):
         most = max(used[moment])
         say(f"memory, {case}: {moment} takes at most what look.memory plans",
@@ -200,7 +207,7 @@ def check_numbers(case, cuda):
     rows = make_rows([tokens, tokens // 2, tokens // 2], lm.config.vocab_size)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):  # equal weights, which are bfloat16's
-        trainer, gradient = grpo.Policy(lm.to(dtype)), {}
+        trainer, gradient = grpo.Policy(lm.to(torch.bfloat16).to(dtype)), {}
         if dtype == torch.float32:
             trainer.backward, trainer.get_global_grad_norm = torch.Tensor.backward, lambda: 0
             take = operator.attrgetter("grad")
@@ -264,6 +271,7 @@ def check_speed(case, cuda):
 
     def measure(name, packed=False):
         """The second of two updates, after one to warm up."""
+        trainer.optimizer.zero_grad()  # what a measurement that failed has left
         card.reset()
         for _ in range(2):
             began = card.clock()
@@ -393,13 +401,15 @@ def torchrun(ranks, words, log, kill_after=0):
     with open(log, "w") as screen:
         process = subprocess.Popen(command, cwd=ROOT, stdout=screen, stderr=subprocess.STDOUT,
                                    start_new_session=True)
+    try:
         while process.poll() is None:
             if kill_after and f"step {kill_after:4d}/" in Path(log).read_text():
-                os.kill(process.pid, signal.SIGTERM)  # the agent ends its ranks
-                time.sleep(0.5)
-                os.killpg(process.pid, signal.SIGKILL)
+                break
             time.sleep(0.5)
-    return process.returncode
+    finally:  # also when this process is told to end; ranks end with the agent
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 def check_engine(case, cuda):
@@ -410,6 +420,7 @@ def check_engine(case, cuda):
 
     from runtime import read_jsonl, write_jsonl
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # runs torchrun's finally
     out, tp = Path(os.environ["GPU_OUT"]).resolve() / case.replace(" ", "-"), "--tp" in case
     ranks = 4 if tp else max(1, torch.cuda.device_count())
     if tp and torch.cuda.device_count() < 4:
@@ -463,15 +474,16 @@ def run_case(part, case, out, seconds, add):
         process = subprocess.Popen([sys.executable, __file__, "--case", part, case], cwd=ROOT,
                                    env=os.environ | alone | {"GPU_OUT": str(out)},
                                    stdout=subprocess.PIPE, stderr=screen, text=True)
-        late = threading.Timer(seconds, process.kill)
+        late = threading.Timer(seconds, process.terminate)
         late.start()
         for line in process.stdout:
             if line.startswith('["'):
                 add(*json.loads(line))
+        in_time = late.is_alive()
         late.cancel()
     if process.wait():
-        add(f"{part}, {case}", False, f"took more than {seconds:.0f} s" if process.returncode == -9
-            and not late.is_alive() else last_words(log))
+        add(f"{part}, {case}", False,
+            last_words(log) if in_time else f"took more than {seconds:.0f} s")
 
 
 def describe(add):
@@ -486,13 +498,12 @@ def describe(add):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         add("GPUs", None, "PyTorch sees none: this only rehearses the script, on the CPU")
         return False
-    query = "name,driver_version,memory.total,memory.used"
-    rows = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
-                          capture_output=True, text=True).stdout.strip().splitlines()
-    for row in rows:
-        name, driver, total, used = row.split(", ")
-        add("GPU", int(used) < 1000, f"{name}, driver {driver}, {int(total) / 1024:.1f} GiB, of "
-            f"which others use {int(used) / 1024:.1f}")
+    query = "nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used"
+    for row in subprocess.run(f"{query} --format=csv,noheader,nounits", shell=True, text=True,
+                              stdout=subprocess.PIPE).stdout.splitlines():
+        name, driver, total, used = row.split(", ")  # in MiB
+        add("no other process uses the GPU", not used.isdigit() or int(used) < 1000,
+            f"{name}, driver {driver}, {used} of {total} MiB are in use")
     return True
 
 
@@ -501,8 +512,8 @@ def main():
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder for the report")
     p.add_argument("--parts", nargs="+", choices=CASES, default=[*CASES], help="parts to run (all)")
-    p.add_argument("--budget", type=float, default=15, metavar="MINUTES",
-                   help="time after which no case starts or goes on (15)")
+    p.add_argument("--budget", type=float, default=12, metavar="MINUTES",
+                   help="time after which no case starts or goes on (12)")
     p.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     args, began = p.parse_args(), time.time()
     if args.case:

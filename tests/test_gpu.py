@@ -89,7 +89,7 @@ PACKED = """if True:
 
     varlen.varlen_attn = attention
     lm, args, device = gpu.start("rehearsal", "--pack-tokens 512")
-    trainer = runtime.zero3(grpo.Policy(lm.float()), args, device)
+    trainer = runtime.zero3(grpo.Policy(lm), args, device)
     trainer.optimizer.param_groups[0]["lr"] = 0.0
     rows, found = gpu.make_rows([100, 300, 90, 40], 1000), []
 

@@ -253,8 +253,9 @@ def choose(size, gpus, gib, ways):
     shares = sorted({usual, *(s for s in (0.5, 0.4, 0.3, 0.25, 0.2) if s < usual)}, reverse=True)
     for context, way, tp in itertools.product(contexts, ways, engines):
         words = f"{way} --gpus {gpus} --gpu-gib {gib} --context {context} --tp {tp}"
-        rl = flags(["grpo", *words.split(), "--pack-tokens", str(context)])
-        sft = flags(["sft", *words.split(), "--cutoff", str(min(context, 20480))])
+        pack = "32768" if context == 30000 else str(context)  # with KEEP=0; the preflight's in SFT
+        rl = flags(["grpo", *words.split(), "--pack-tokens", pack])
+        sft = flags(["sft", *words.split(), "--cutoff", pack])
         fitting = {}
         for rl.gpu_memory in shares:
             stages = [by_moment(config, n, args) for args in (sft, rl)]
@@ -271,7 +272,7 @@ def choose(size, gpus, gib, ways):
                     "CONTEXT": context if context != longest else "", "TP": tp if tp > 1 else "",
                     "SHARE": share if share != usual else "", "KEEP": kept if kept < keep else ""}
             cell = " ".join(f"{name}={value}" for name, value in told.items() if value != "")
-            memory = f" ({host(config, n, rl) / GIB:.0f})" if rl.offload else ""
+            memory = f" ({math.ceil(host(config, n, rl) / GIB)})" if rl.offload else ""
             return f"`{cell}`{memory}" if cell else "as it is"
     return ""
 

@@ -39,13 +39,10 @@ memory.SHAPES["rehearsal"] = (256, 704, 4, 4, 2, 4096, True)
 ASLEEP = 2  # GiB that a sleeping engine is assumed to keep
 DENSE = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "A10G": 70e12, "L40S": 362e12,
          "3090": 71e12, "4090": 165e12}  # bfloat16 FLOP/s without sparsity, from data sheets
-# memory: {case: (size, flags of grpo.py, GiB of the card)}; 0: all of it
-CARDS = {"1.5b": ("1.5b", "--gpu-memory 0.5 --keep-activations 14336", 0),
-         "1.5b, the engine fills 0.6": ("1.5b", "--gpu-memory 0.6 --keep-activations 14336", 0),
-         "3b": ("3b", "--gpu-memory 0.2", 0),
-         "0.5b on 24 GB": ("0.5b", "--gpu-memory 0.35 --context 16384 --keep-activations 5120",
-                           23.5),
-         "7b, LoRA": ("7b", "--gpu-memory 0.6 --keep-activations 8192 --lora 32", 0)}
+# memory: {case: (size, flags of grpo.py that are not run.sh's, GiB of the card)}; 0: all of it
+CARDS = {"1.5b": ("1.5b", "", 0), "1.5b, the engine fills 0.6": ("1.5b", "--gpu-memory 0.6", 0),
+         "3b": ("3b", "--gpu-memory 0.2 --keep-activations 0", 0),
+         "0.5b on 24 GB": ("0.5b", "", 23.5), "7b, LoRA": ("7b", "--lora 32", 0)}
 
 
 def say(claim, passed, measured):
@@ -149,6 +146,8 @@ def check_memory(case, cuda):
     import runtime
 
     size, words, gib = CARDS[case]
+    words = ("--context {} --gpu-memory {} --keep-activations {} ".format(*memory.RECIPES[size])
+             + words)
     if not cuda:
         size, words, gib = "rehearsal", f"{words} --context 512 --keep-activations 128", 0
     planned = memory.flags(["grpo", "--gpus", "1", *words.split()])
@@ -253,9 +252,9 @@ def check_speed(case, cuda):
     import grpo
     import runtime
 
-    size, most = (case, 14336) if cuda else ("rehearsal", 600)
-    if cuda and torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
-        size, most = "0.5b", 5120
+    large = cuda and torch.cuda.get_device_properties(0).total_memory > 60 * 2**30
+    size = "rehearsal" if not cuda else case if large else "0.5b"
+    most = memory.RECIPES[size][2] if cuda else 600
     lm, args, device = start(size, f"--pack-tokens {most}")
     n, card = sum(p.numel() for p in lm.parameters()), Card(device)
     lengths = [most * tenth // 10 for tenth in (3, 4, 4, 5, 5, 6, 6, 7, 8, 10)]

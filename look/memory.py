@@ -7,22 +7,32 @@ and of the stages' own loss, which never holds more than LOGITS logits.
 
     python -m look.memory sft  --model Qwen/Qwen2.5-7B-Instruct --gpus 16
     python -m look.memory grpo --model Qwen/Qwen2.5-7B-Instruct --gpus 16 --context 30000
+    python -m look.memory cards        # the table of docs/gpus.md
 
 Prints a table, and exits with status 1 if a moment does not fit. The flags are those of the stages.
 """
+import itertools
 import math
+import re
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for python look/memory.py
 import runtime
 from runtime import COUNT, LOGITS, NATURAL, PART, POSITIVE, Help, Mistake, Parser
 
-MOMENTS = ("play", "logits", "layer")  # the last two: backward through the head, the last layer
+# logits, layer: backward through the head, through the last layer, of the largest micro-batch
+MOMENTS = ("play", "logits", "layer")
 # {stage: its default tokens of (the longest episode, a micro-batch)}. dpo.py needs no second model,
 # since it computes the log-probabilities of its reference before training
 ROOM = {"sft": (20480, 20480), "dpo": (8192, 16384), "grpo": (30000, 32768), "arpo": (30000, 32768)}
 GIB = 2**30
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "vocab_size", "tie_word_embeddings")
+SHAPES = {  # of Qwen2.5
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "3b": (2048, 11008, 36, 16, 2, 151936, True), "7b": (3584, 18944, 28, 28, 4, 152064, False)}
 
 
 def training(config, n, args, tokens):
@@ -54,7 +64,7 @@ def training(config, n, args, tokens):
         ("last norm and hidden states", tokens * 12 * h, ("logits",)),
         ("logits, head's gradient", logits, ("logits",)),
         ("tied head's gradient", 2 * head * config.tie_word_embeddings, ("layer",)),
-        ("CUDA, NCCL, waste (assumed)", 4 * GIB, always)]
+        ("CUDA, NCCL, waste (assumed)", max(4, args.gpu_gib / 10) * GIB, always)]
 
 
 def playing(config, n, args):
@@ -96,8 +106,10 @@ def load_shape(model):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    known = re.fullmatch(r"Qwen/Qwen2\.5-(.+)B(-Instruct)?", str(model))
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = (qwen(f"{known[1]}b") if known and f"{known[1]}b" in SHAPES else
+                  AutoConfig.from_pretrained(model))
     except OSError:
         raise Mistake(f"{model} is not a folder here, and the hub does not provide it") from None
     text = config.get_text_config()  # the part of a model that also sees
@@ -113,10 +125,17 @@ def load_shape(model):
     return text, sum(p.numel() for p in lm.parameters())
 
 
+def qwen(size):
+    """The config of a Qwen2.5, without a hub."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**dict(zip(NAMES, SHAPES[size], strict=True)), max_position_embeddings=32768)
+
+
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
-    add("stage", choices=ROOM, help="stage to plan")
+    add("stage", choices=(*ROOM, "cards"), help="stage to plan")
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name")
     add("--gpus", type=COUNT, default=8, help="GPUs of all nodes together")
     add("--gpu-gib", type=POSITIVE, default=80, help="GiB of a GPU")
@@ -134,36 +153,133 @@ def flags(argv=None):
     return p.parse_args(argv)
 
 
-def plan(args):
-    """Print the table; SystemExit if a moment does not fit."""
-    config, n = load_shape(args.model)
+def by_moment(config, n, args):
+    """({moment: [(what, bytes)]} of an update, tokens of (the longest episode, the largest
+    micro-batch), the number of contexts in the engine's cache)"""
     plays, (longest, tokens) = args.stage not in ("sft", "dpo"), ROOM[args.stage]
     longest = args.context if plays else args.cutoff or longest
     tokens = max(args.pack_tokens or tokens, longest)  # a longer episode is a micro-batch by itself
-    rows, contexts, moments = training(config, n, args, tokens), math.inf, MOMENTS[1:]
+    rows, contexts = training(config, n, args, tokens), math.inf
     if plays:
         engine, contexts = playing(config, n, args)
-        rows, moments = rows + engine, MOMENTS
-    rows = [(what, [size / GIB if moment in where else 0 for moment in moments])
-            for what, size, where in rows]
-    totals = [sum(column) for column in zip(*(sizes for _, sizes in rows), strict=True)]
+        rows += engine
+    found = {moment: [(what, size) for what, size, where in rows if moment in where]
+             for moment in MOMENTS[not plays:]}
+    if 0 < args.keep_activations < tokens:  # such micro-batches are smaller, but may need more
+        kept = [[(what, size) for what, size, where in training(config, n, args,
+                 args.keep_activations) if moment in where] for moment in MOMENTS[1:]]
+        found["kept"] = max(kept, key=total)
+    return found, longest, tokens, contexts
+
+
+def total(rows):
+    """The GiB of [(what, bytes)]."""
+    return sum(size for _, size in rows) / GIB
+
+
+def most_kept(config, n, args):
+    """The most tokens, a multiple of 1024, that --keep-activations has room for; 0 if there is no
+    room for 4096, because hardly any play is as short as that."""
+    for tokens in range(32768, 4095, -1024):
+        tried = args.__class__(**vars(args) | {"keep_activations": tokens, "pack_tokens": tokens})
+        if all(total(rows) <= args.gpu_gib for rows in by_moment(config, n, tried)[0].values()):
+            return tokens
+    return 0
+
+
+def plan(args):
+    """Print the table; SystemExit if a moment does not fit."""
+    if args.stage == "cards":
+        return print(*cards(), sep="\n")
+    config, n = load_shape(args.model)
+    found, longest, tokens, contexts = by_moment(config, n, args)
+    totals = {moment: total(rows) for moment, rows in found.items()}
     print(f"{args.model}: {n:,} parameters on {args.gpus} GPUs, {tokens} tokens at a time")
-    print(f"{'GiB on each GPU':30}" + "".join(f"{moment:>8}" for moment in moments))
-    for what, sizes in [*rows, (f"of {args.gpu_gib:g} GiB", totals)]:
+    print(f"{'GiB on each GPU':30}" + "".join(f"{moment:>8}" for moment in found))
+    for what in dict.fromkeys(what for rows in found.values() for what, _ in rows):
+        sizes = [dict(rows).get(what, 0) / GIB for rows in found.values()]
         if any(sizes):
             print(f"{what:30}" + "".join(f"{size:8.1f}" if size else " " * 8 for size in sizes))
+    print(f"{f'of {args.gpu_gib:g} GiB':30}" + "".join(f"{size:8.1f}" for size in totals.values()))
     if args.offload:
         print(f"--offload takes {host(config, n, args) / GIB:.1f} GiB of the host's memory")
-    if plays:
+    if contexts < math.inf:
         print(f"an engine's KV cache holds {contexts:.1f} contexts of {longest} tokens")
-    over = max(totals) - args.gpu_gib
-    if over > 0:
-        sys.exit(f"this does not fit: {over:.2f} GiB too many on each GPU at the moment "
-                 f"{moments[totals.index(max(totals))]!r}. What helps: fewer tokens, a lower "
-                 "--gpu-memory, no --keep-activations, --offload, --lora, or more GPUs")
+    worst = max(totals, key=totals.get)
+    if totals[worst] > args.gpu_gib:
+        sys.exit(f"this does not fit: {totals[worst] - args.gpu_gib:.2f} GiB too many on each GPU "
+                 f"at the moment {worst!r}. What helps: fewer tokens, a lower --gpu-memory, no "
+                 "--keep-activations, --offload, --lora, or more GPUs")
     if contexts < 1:
         sys.exit("this does not fit: the engine's cache holds no whole context. What helps: a "
                  "higher --gpu-memory, --tp, or a smaller --context")
+    if tokens := most_kept(config, n, args):
+        print(f"micro-batches of up to {tokens} tokens fit with --keep-activations {tokens}")
+
+
+# --------------------------------------------------------------------- the table of docs/gpus.md
+
+# run.sh's settings: tokens of an episode, the engine's share, and most tokens of the micro-batches
+# that keep their activations
+RECIPES = {"0.5b": (16384, 0.35, 5120), "1.5b": (30000, 0.5, 14336), "3b": (30000, 0.6, 10240),
+           "7b": (30000, 0.6, 8192)}
+CARDS = {24: 22, 48: 44, 80: 79}  # {GB of a card: GiB that the smallest such card reports}
+PLAYS = 256  # in flight: 32 queries x 8
+
+
+def cards():
+    """The lines of the table: for each card and size, the first choice that fits. The order of the
+    choices: --offload, which does not change learning, then --lora; a shorter context last."""
+    yield f"| GPUs | {' | '.join(RECIPES)} |"
+    yield "| --- " * (len(RECIPES) + 1) + "|"
+    for gb, gpus in itertools.product(CARDS, (1, 2, 4, 8)):
+        cells = []
+        for size in RECIPES:
+            best = choose(size, gpus, CARDS[gb], ("", "--offload", "--lora 32",
+                                                  "--lora 32 --offload"))
+            if best and "--offload" in best:  # the host may lack the memory
+                other = choose(size, gpus, CARDS[gb], ("", "--lora 32"))
+                best = " or ".join(filter(None, (best, other)))
+            cells.append(best or "-")
+        yield f"| {gpus} x {gb} GB | {' | '.join(cells)} |"
+
+
+def choose(size, gpus, gib, ways):
+    """A cell of the table: the variables of run.sh, "" if none of the ways fits."""
+    config, n = shape_of(size)
+    longest, usual, keep = RECIPES[size]
+    engines = [tp for tp in (1, 2, 4) if gpus % tp == 0 and config.num_attention_heads % tp == 0]
+    contexts = [tokens for tokens in (30000, 16384, 8192) if tokens <= longest]
+    shares = sorted({usual, *(s for s in (0.5, 0.4, 0.3, 0.25, 0.2) if s < usual)}, reverse=True)
+    for context, way, tp in itertools.product(contexts, ways, engines):
+        words = f"{way} --gpus {gpus} --gpu-gib {gib} --context {context} --tp {tp}"
+        pack = "32768" if context == 30000 else str(context)  # with KEEP=0; the preflight's in SFT
+        rl = flags(["grpo", *words.split(), "--pack-tokens", pack])
+        sft = flags(["sft", *words.split(), "--cutoff", pack])
+        fitting = {}
+        for rl.gpu_memory in shares:
+            stages = [by_moment(config, n, args) for args in (sft, rl)]
+            fits = all(total(rows) <= gib for found, *_ in stages for rows in found.values())
+            if fits and stages[1][3] >= 2:  # whole contexts; few plays need one
+                fitting[rl.gpu_memory] = stages[1][3]
+        if fitting:
+            # a cache that holds all plays of an engine is enough
+            enough = [share for share in fitting if fitting[share] >= PLAYS * tp / gpus]
+            share = min(enough, default=max(fitting))
+            rl.gpu_memory = share
+            kept = min(most_kept(config, n, args) for args in (sft, rl))
+            told = {"HOW": f'"{way}"' if " " in way else way,
+                    "CONTEXT": context if context != longest else "", "TP": tp if tp > 1 else "",
+                    "SHARE": share if share != usual else "", "KEEP": kept if kept < keep else ""}
+            cell = " ".join(f"{name}={value}" for name, value in told.items() if value != "")
+            memory = f" ({math.ceil(host(config, n, rl) / GIB)})" if rl.offload else ""
+            return f"`{cell}`{memory}" if cell else "as it is"
+    return ""
+
+
+@lru_cache
+def shape_of(size):
+    return load_shape(f"Qwen/Qwen2.5-{size.upper()}")
 
 
 def main(argv=None):

@@ -66,8 +66,8 @@ if [[ $size == tool-star-* ]]; then
     # full fine-tuning, cosine, warm-up 0.1, 4 GPUs x 4 rows [4]; unlike [4], results are masked [2]
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
         --data "$DATA/sft.jsonl" --epochs 3 --batch 16 --lr $(rate 7e-6) --warmup 0.1 \
-        --cutoff $cutoff --pack-tokens $cutoff "${how[@]}" --seed "$SEED" --save-every 500 \
-        --resume --out "$OUT/sft"
+        --cutoff $cutoff --pack-tokens $((keep ? keep : cutoff)) "${how[@]}" --seed "$SEED" \
+        --save-every 500 --resume --out "$OUT/sft"
     # 128 prompts x 8, mini-batches of 16 prompts, clip 0.2, no KL, constant rate, 2 epochs [4]; the
     # reward of [3]. No validation: the published file contains questions of the test sets [2]
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7

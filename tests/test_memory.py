@@ -16,21 +16,14 @@ import sft
 from look import memory
 from runtime import LOGITS, Mistake, add_adapters
 
-# of Qwen2.5: hidden size, layers, heads, key heads, intermediate size, vocabulary, tied embeddings;
-# "flat" is small, with as large a vocabulary
-SHAPES = {"1.5B": (1536, 28, 12, 2, 8960, 151936, True), "flat": (128, 2, 2, 1, 256, 151936, False),
-          "3B": (2048, 36, 16, 2, 11008, 151936, True),
-          "7B": (3584, 28, 28, 4, 18944, 152064, False)}
+SHAPES = memory.SHAPES | {"flat": (128, 256, 2, 2, 1, 151936, False)}  # small, with as many words
 
 
 def config_of(size):
     from transformers import Qwen2Config
 
-    hidden, layers, heads, of_keys, intermediate, vocabulary, tied = SHAPES[size]
-    return Qwen2Config(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=of_keys, intermediate_size=intermediate, vocab_size=vocabulary,
-        tie_word_embeddings=tied, max_position_embeddings=1 << 18)
+    shape = dict(zip(memory.NAMES, SHAPES[size], strict=True))
+    return Qwen2Config(**shape, max_position_embeddings=1 << 18)
 
 
 class Peak(torch.utils._python_dispatch.TorchDispatchMode):
@@ -100,8 +93,8 @@ def test_the_loss_holds_no_whole_logits_and_at_most_a_third_of_a_small_model_of_
 
 
 @pytest.mark.parametrize("size, tokens, keep, moment", [
-    ("7B", 30000, False, "layer"), ("3B", 30000, False, "layer"), ("1.5B", 4096, False, "logits"),
-    ("7B", 30000, True, "logits")])
+    ("7b", 30000, False, "layer"), ("3b", 30000, False, "layer"), ("1.5b", 4096, False, "logits"),
+    ("7b", 30000, True, "logits")])
 @pytest.mark.parametrize("rank", [0, 32])
 def test_planned_activations_are_those_of_the_real_model(size, tokens, keep, moment, rank):
     args = memory.flags(["grpo", "--keep-activations", str(keep * tokens)])
@@ -211,7 +204,7 @@ def test_the_planned_cache_holds_the_keys_and_values_of_the_real_model():
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config_of("3B"), dtype=torch.bfloat16)
+        lm = AutoModelForCausalLM.from_config(config_of("3b"), dtype=torch.bfloat16)
         cache = lm(torch.zeros(1, 500, dtype=torch.long)).past_key_values
     context = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     args, n = memory.flags(["grpo", "--context=500"]), sum(p.numel() for p in lm.parameters())
@@ -224,7 +217,7 @@ def test_the_planned_cache_holds_the_keys_and_values_of_the_real_model():
 @pytest.fixture
 def plan(tmp_path, capsys):
     """plan(words) -> ({moment: GiB}, exit status): the plan of memory.py for a 7B model."""
-    config_of("7B").save_pretrained(tmp_path)
+    config_of("7b").save_pretrained(tmp_path)
 
     def plan(words):
         try:
@@ -268,6 +261,26 @@ def test_dpo_is_planned_like_sft_since_its_reference_needs_no_model(plan):
     sft, said, _ = plan("sft --cutoff 8192 --pack-tokens 16384")
     dpo, same, _ = plan("dpo")
     assert dpo == sft and said == same and "16384 tokens at a time" in same
+
+
+def test_a_kept_micro_batch_is_planned_beside_the_largest_one_and_most_kept_fits(plan):
+    kept = plan("grpo --gpus 16 --keep-activations 9216")[0]
+    assert kept.pop("kept") == plan("grpo --gpus 16 --context 9216 --pack-tokens 9216 "
+                                    "--keep-activations 9216")[0]["logits"]
+    before, said, _ = plan("grpo --gpus 16")
+    assert kept == before and "fit with --keep-activations 9216" in said
+    assert plan("grpo --gpus 16 --keep-activations 10240")[2].startswith("this does not fit")
+
+
+def test_the_table_of_the_page_is_what_the_command_prints_for_run_shs_own_settings():
+    page = (ROOT / "docs" / "gpus.md").read_text()
+    assert "\n".join(memory.cards()) in page
+    for size, (context, share, keep) in memory.RECIPES.items():
+        words = subprocess.run(["bash", "run.sh", size], cwd=ROOT, capture_output=True, text=True,
+                               env=os.environ | {"DRY": "1"}).stdout
+        for flag, setting in (("context", context), ("gpu-memory", share),
+                              ("keep-activations", keep)):
+            assert f" --{flag} {setting} " in words, size
 
 
 def test_a_cache_without_room_for_a_context_is_refused(plan):

@@ -34,7 +34,7 @@ PAPER_SFT, PAPER_RL, PAPER_PLAY, STAR_SFT, STAR_RL = (
     KNOWN["flags"][name]["values"] for name in ("sft", "rl", "play", "star-sft", "star-rl"))
 STAR_RL = STAR_RL | {"--reward": "paper", "--env": "tools"}
 OURS = re.compile("(DRY|MODEL|DATA|OUT|SEEDS?|CYCLES|GPUS|NNODES|NODE_RANK|STAR_DATABASE|HOW|TP|"
-                  "SHARE|CONTEXT|CUTOFF|PACK|ENDPOINT.*|QA|RETRIEVER|SFT_DATA|RL_DATA|SETS|TOOLS|"
+                  "SHARE|KEEP|CONTEXT|CUTOFF|PACK|ENDPOINT.*|QA|RETRIEVER|SFT_DATA|RL_DATA|SETS|TOOLS|"
                   "JUDGE.*|AXIS_.*|FLAGS_.*)$")
 
 
@@ -243,6 +243,12 @@ def test_the_lengths_that_a_user_sets_are_those_of_the_stages():
     assert value(stages, "rl", "--context") == "20000"
     assert value(stages, "sft", "--cutoff") == "9000"
     assert value(stages, "rl", "--pack-tokens") == "16384"
+    # a play fills a micro-batch that keeps its activations, unless KEEP=0
+    for keep, sft, rl in (("4096", "4096", "4096"), ("0", "20480", "32768")):
+        stages = dry("3b", KEEP=keep)
+        for stage, pack in (("sft", sft), ("rl", rl)):
+            given = arguments(stages[stage][1])
+            assert given["--keep-activations"] == [keep] and given["--pack-tokens"] == [pack]
 
 
 def test_every_trainer_of_a_recipe_gets_the_choice_of_how_to_train():
@@ -614,6 +620,34 @@ def calls(house):
     return (house / "calls").read_text().splitlines()
 
 
+TOOLS = "bash sed grep awk cmp head dirname cat env basename paste sort tail cut python3 mkdir"
+
+
+@pytest.mark.parametrize("lacking, said", [
+    ("driver", "the GPUs have driver 550.54.15, and CUDA 13 needs 580 or later"),
+    ("python", "is not Python 3.11 or later: PYTHON="), ("g++", "there is no g++"),
+    ("disk", "100 GB of disk are free, and 697 are needed"),
+    ("database", "database/full is not a folder; database/README.md lists the files")])
+def test_what_a_machine_lacks_is_said_in_one_sentence_before_anything_is_downloaded(
+        lacking, said, house):
+    shutil.rmtree(house / ".venv")
+    for name in ("sandbox.py", "runtime.py"):
+        (house / name).write_bytes((ROOT / name).read_bytes())
+    shutil.copytree(ROOT / "travel", house / "travel")
+    driver, gb = "550.54.15" if lacking == "driver" else "580.1", 100 if lacking == "disk" else 999
+    texts = {"nvidia-smi": f"case $* in -L) echo GPU 0;; *) echo {driver};; esac", "g++": "",
+             "df": f"echo Filesystem; echo / 1 1 {gb}000000", "old": "exit 1"}
+    for name in texts.keys() - {lacking}:
+        stand_in(house / "tools" / name, f"#!/bin/sh\n{texts[name]}\n")
+    for name in TOOLS.split():
+        (house / "tools" / name).symlink_to(shutil.which(name))
+    python = str(house / "tools" / "old") if lacking == "python" else sys.executable
+    done = run_sh(house, "7b", PATH=str(house / "tools"), PYTHON=python)
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout
+    assert not (house / ".venv").exists() and not (house / "out").exists()
+
+
 def test_all_stages_run_once_in_order_and_the_time_is_printed(house):
     first = run_sh(house, "tiny")
     assert first.returncode == 0, first.stderr
@@ -729,6 +763,9 @@ def test_a_preflight_tries_the_largest_micro_batch_and_an_update_before_anything
     assert names.index("preflight-rl") < names.index("sft")
     for flag in ("--cutoff", "--pack-tokens"):
         assert value(stages, "preflight-sft", flag) == "50000"
+    # the longest episode on each of 8 GPUs, and one that just keeps its activations
+    assert printed("3b", OUT="OUT", PACK="50000").count(" OUT/preflight/long.jsonl 8 50000 10240 ")
+    assert value(stages, "preflight-sft", "--batch") == "16"
     tried, real = (arguments(stages[name][1]) for name in ("preflight-rl", "rl"))
     assert {flag for flag in tried if tried[flag] != real.get(flag)} == {
         "--model", "--steps", "--prompts", "--group", "--max-turns", "--turn-tokens", "--out"}

@@ -324,14 +324,14 @@ def learn(trainer, in_loss, packed, rank, ranks, device, args, seen=None):
     parts = []
     for micro in micros:
         batch = [in_loss[i] for i in micro]
-        ids, positions, keep = collate([s for s, _ in batch], packed, device)
-        logps, entropy = trainer(ids, positions, keep, args.temperature)
+        logps, entropy = trainer(*collate([s for s, _ in batch], packed, device), args.temperature)
         loss = logps.sum() * 0  # a rank without work still runs a forward, or ZeRO-3 hangs
         if batch:
             old_logps, advantage, weight, counts = per_token(batch, device)
             loss, clipped = policy_loss(logps, old_logps, advantage, weight, counts, args)
             gap = (logps.detach() - old_logps).abs()
-            quarter = positions[keep] * 4 // args.context
+            quarter = torch.tensor([4 * i // args.context for s, _ in batch
+                                    for i, mask in enumerate(s.mask) if mask], device=device)
             parts.append((loss.detach(), entropy, gap, clipped, quarter))
             if seen is not None:
                 seen.append((batch, logps.detach(), old_logps, advantage, entropy, clipped))

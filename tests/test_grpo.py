@@ -198,11 +198,11 @@ def test_groups_of_equal_reward_are_computed_only_if_there_is_nothing_else():
 
 
 def test_policy_loss_by_hand():
-    w = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5])
-    advantage, weight = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0]), torch.full((5,), 0.2)
+    w, weight = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5]), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
+    advantage = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0])
     loss, clipped = grpo.policy_loss(w.log(), torch.zeros(5), advantage, weight, None, flags())
     # 2, clipped 2.56, 1, unclipped -3, clipped -1.6
-    assert loss.item() == pytest.approx(-(2 + 2.56 + 1 - 3 - 1.6) / 5)
+    assert loss.item() == pytest.approx(-(0.2 + 2.56 * 0.2 + 0.3 - 3 * 0.4 - 1.6 * 0.5))
     assert clipped.tolist() == [0, 1, 0, 0, -1]
 
 

@@ -317,3 +317,24 @@ def test_a_fault_applies_and_says_where_it_happened_and_what_one_sees(diff, tmp_
     assert len(re.findall(r"^\+(?!\+\+ )", changes, re.MULTILINE)) <= 3
     assert re.search("^Happened: https://github.com/", head, re.MULTILINE)
     assert all(f"\n{field}: " in head for field in ("To see", "Not to see", "Stopped by"))
+
+
+def test_the_table_of_faults_marks_what_lies_beyond_the_seeds_and_where_the_bound_stops(
+        monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "variants")
+    import faults
+
+    def log(late, stops=9):  # eight updates, of which the last two count
+        return [dict.fromkeys(faults.KEYS, late if step > 6 else 50.0)
+                | {"step": step, "dlogp_mean": 2e-4 if step >= stops else 1e-5}
+                for step in range(1, 9)]
+
+    runs = {"one": log(1.0), "two": log(1.2), "other flags": log(3.0), "near": log(1.3),
+            "far": log(1.5, stops=3), "near others": log(3.3)}
+    right = {"near": "one", "far": "one", "near others": "other flags"}
+    rows = faults.table_of(runs, right, ["one", "two"]).splitlines()[2:]
+    cells = {name: (reward, stops) for _, name, reward, *_, stops, _ in
+             ([cell.strip() for cell in row.split("|")] for row in rows)}
+    assert cells == {"one": ("1", "–"), "two": ("1.2", "–"), "other flags": ("3", "–"),
+                     "near": ("1.3", "–"), "far": ("**1.5**", "update 3"),
+                     "near others": ("3.3", "–")}

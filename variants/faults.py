@@ -32,9 +32,9 @@ from runtime import COUNT, Help, Mistake, Parser  # noqa: E402
 FAULTS = {diff.stem: diff for diff in sorted((ROOT / "variants" / "faults").glob("*.diff"))}
 FIELDS = "Happened", "To see", "Not to see", "Stopped by", "Flags"  # of a diff's head
 # as in run.sh, but overlength plays are left out of the loss
-TINY = """--system-prompt short --max-turns 9 --reward macro --lr 1.5e-4 --decay 0.5
-          --temperature 0.8 --context 1024 --turn-tokens 256 --concurrency 64
-          --keep-activations 4096 --pack-tokens 4096 --resume"""
+TINY = """--system-prompt short --max-turns 9 --lr 1.5e-4 --decay 0.5 --temperature 0.8
+          --context 1024 --turn-tokens 256 --concurrency 64 --keep-activations 4096
+          --pack-tokens 4096 --resume"""
 KEYS = ("reward", "success", "overlength", "tokens", "loss_tokens", "entropy", "gnorm", "clip_low",
         "clip_high", "dlogp_mean", "dlogp_max")
 BOUND = 1e-4  # grpo.py's on dlogp_mean, in float32
@@ -49,6 +49,7 @@ def flags():
     add("--steps", type=COUNT, default=20, help="updates of each run")
     add("--prompts", type=COUNT, default=8, help="queries per update")
     add("--group", type=COUNT, default=8, help="plays per query")
+    add("--reward", default="macro", help="the reward of each run")
     add("--seeds", type=COUNT, default=3, help="right runs, to see what a seed changes")
     add("--ranks", type=COUNT, default=2, help="processes of each run")
     add("--only", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME",
@@ -74,7 +75,7 @@ def train(name, more, args, fault=None):
     command = ["torchrun", "--standalone", "--nproc_per_node", args.ranks, code / "grpo.py",
                "--model", args.model, "--tasks", args.tasks, "--database", args.database,
                "--steps", args.steps, "--prompts", args.prompts, "--group", args.group,
-               *TINY.split(), *more.split(), "--out", out]
+               "--reward", args.reward, *TINY.split(), *more.split(), "--out", out]
     command = shlex.join(map(str, command))
     if not ended.exists():
         code.mkdir(parents=True, exist_ok=True)
@@ -138,7 +139,7 @@ def draw(runs, right, seeds, picture):
                 plot.axhline(BOUND, color="tab:red", linestyle=":")
             if key.startswith("dlogp"):
                 plot.set_yscale("log")
-            plot.tick_params(labelsize=5)
+            plot.tick_params(which="both", labelsize=5)
         plots[0].set_ylabel(name, fontsize=7)
     for plot, key in zip(grid[0], KEYS, strict=True):
         plot.set_title(key, fontsize=8)
@@ -151,8 +152,11 @@ def page_of(faults, table, args):
     size = f"{args.steps} updates of {args.prompts} x {args.group} plays on {args.ranks} ranks"
     parts = [f"""# Faults of agentic RL, and how they look
 
-Each fault is a diff in `variants/faults/`; `python variants/faults.py --page docs` made this page:
-tiny, from one SFT model, {size} of each run.
+Each fault is a diff in `variants/faults/`, and this page was made by
+
+    python {shlex.join(sys.argv)}
+
+which trains tiny from one SFT model: {size} of each run.
 Numbers are means over the last quarter of the updates, bold where they are further from the right
 run with the same flags than twice the range of the right runs of {args.seeds} seeds; all other
 numbers are no evidence. `stops` is the update at which `grpo.py` ends because `dlogp_mean` is above
@@ -170,14 +174,13 @@ numbers are no evidence. `stops` is the update at which `grpo.py` ends because `
 
 def main():
     args = flags()
-    faults, right = {name: read_fault(name) for name in args.only}, {}
-    runs = {f"right, seed {n}": train(f"seed {n}", f"--seed {n}", args) for n in range(args.seeds)}
-    seeds = list(runs)
-    for name, fault in faults.items():
-        right[name] = f"right, {fault['Flags'] or 'seed 0'}"
-        if right[name] not in runs:
-            runs[right[name]] = train(f"right {len(runs)}", fault["Flags"], args)
-        runs[name] = train(name, fault["Flags"], args, fault)
+    faults = {name: read_fault(name) for name in args.only}
+    seeds = [f"right --seed {n}" for n in range(args.seeds)]
+    right = {name: f"right {fault['Flags']}" if fault["Flags"] else seeds[0]
+             for name, fault in faults.items()}
+    runs = {name: train(name, name.removeprefix("right "), args)
+            for name in dict.fromkeys([*seeds, *right.values()])}
+    runs |= {name: train(name, fault["Flags"], args, fault) for name, fault in faults.items()}
     page = Path(args.page or args.out)
     draw(runs, right, seeds, page / "faults.png")
     runtime.write_text(page / "faults.md", page_of(faults, table_of(runs, right, seeds), args))

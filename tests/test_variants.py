@@ -297,7 +297,7 @@ def test_a_stretched_run_is_the_same_on_two_ranks_and_after_a_kill(babble, tmp_p
     assert max(line["stale"] for line in lines) > 0
     rows = [path.read_text().count("\n") for path in (tmp_path / "one" / "rollouts").iterdir()]
     assert sum(rows) == 8 * 2 * 8, "every query of every update is learnt"
-    train_broken(stage, tmp_path / "killed", babble, "--stretch 4")
+    train_broken(stage, tmp_path / "killed", babble, "--stretch 4", signals=["KILL"])
     assert equal(tmp_path / "one", tmp_path / "killed")
     train(stage, tmp_path / "two", babble, "--stretch 4 --steps 3 --decay 0", ranks=2)
     for one, two in zip(lines[:2], numbers(tmp_path / "two"), strict=False):

@@ -97,7 +97,11 @@ def train(name, more, args, fault=None):
         runtime.write_text(ended, command)
     if ended.read_text() != command:
         raise Mistake(f"{out} was made by another command, see {ended}: choose another --out")
-    return [row for row in runtime.read_jsonl(out / "log.jsonl") if "reward" in row]
+    rows = runtime.read_jsonl(out / "log.jsonl")
+    for row in rows:  # w is 1 in the first of an update's minibatches, so look at all of them
+        for key in ("clip_low", "clip_high"):
+            row[key] = mean(part[key] for part in (row, *row["minibatches"]))
+    return rows
 
 
 def late(rows, key):

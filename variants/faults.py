@@ -120,8 +120,8 @@ def table_of(runs, right, seeds):
         for key in KEYS:
             value, known = late(rows, key), [late(runs[seed], key) for seed in seeds]
             gap = abs(value - late(runs[right.get(name, name)], key))
-            cells.append(f"**{value:.3g}**" if gap > 2 * (max(known) - min(known))
-                         else f"{value:.3g}")
+            cell = f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+            cells.append(f"**{cell}**" if gap > 2 * (max(known) - min(known)) else cell)
         over = [f"update {row['step']}" for row in rows if not row["dlogp_mean"] <= BOUND]
         lines.append([name, *cells, *(over or ["–"])[:1]])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)

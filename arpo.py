@@ -417,7 +417,9 @@ def learn(trainer, in_loss, packed, rank, ranks, device, args, seen=None):
             old_logps, advantage, weight, counts = per_token(batch, device)
             loss, clipped = policy_loss(logps, old_logps, advantage, weight, counts, args)
             gap = (logps.detach() - old_logps).abs()
-            parts.append((loss.detach(), entropy, gap, clipped))
+            quarter = torch.tensor([4 * i // args.context for s, _ in batch
+                                    for i, mask in enumerate(s.mask) if mask], device=device)
+            parts.append((loss.detach(), entropy, gap, clipped, quarter))
             if seen is not None:
                 seen.append((batch, logps.detach(), old_logps, advantage, entropy, clipped))
         trainer.backward(loss * ranks)  # DeepSpeed averages over ranks, the loss is a sum
@@ -444,18 +446,23 @@ def per_token(batch, device):
 
 def statistics(parts, device):
     """Means over all policy tokens of all ranks, for the log. parts: [(loss, entropy, |dlogp|,
-    clipped)] of the micro-batches, loss a number and the others (N,)."""
+    clipped, quarter)] of the micro-batches, loss a number and the others (N,). quarter: 0 to 3, the
+    part of the context that a token lies in: a gap that grows with depth hides in the mean."""
     sums, worst = torch.zeros(6, device=device), torch.zeros((), device=device)
-    for loss, entropy, gap, clipped in parts:
+    depth = torch.zeros(2, 4, device=device)  # |dlogp| and number of the tokens of each quarter
+    for loss, entropy, gap, clipped, quarter in parts:
         sums += torch.stack([loss, entropy.sum(), gap.sum(), (clipped < 0).sum(),
                              (clipped > 0).sum(), torch.ones_like(gap).sum()])
         worst = torch.maximum(worst, gap.max())
+        depth += torch.stack([quarter.bincount(gap, 4), quarter.bincount(minlength=4)])
     dist.all_reduce(sums)
+    dist.all_reduce(depth)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     loss, *sums, n = sums.tolist()
     entropy, gap, low, high = (total / max(n, 1) for total in sums)
     return {"loss": loss, "clip_low": low, "clip_high": high, "entropy": entropy,
-            "dlogp_mean": gap, "dlogp_max": worst.item(), "loss_tokens": int(n)}
+            "dlogp_mean": gap, "dlogp_max": worst.item(), "loss_tokens": int(n)} | {
+                f"dlogp_{i}": gap / n for i, (gap, n) in enumerate(depth.T.tolist(), 1) if n}
 
 
 class Policy(torch.nn.Module):

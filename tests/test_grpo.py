@@ -198,11 +198,11 @@ def test_groups_of_equal_reward_are_computed_only_if_there_is_nothing_else():
 
 
 def test_policy_loss_by_hand():
-    w = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5])
-    advantage, weight = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0]), torch.full((5,), 0.2)
+    w, weight = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5]), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
+    advantage = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0])
     loss, clipped = grpo.policy_loss(w.log(), torch.zeros(5), advantage, weight, None, flags())
     # 2, clipped 2.56, 1, unclipped -3, clipped -1.6
-    assert loss.item() == pytest.approx(-(2 + 2.56 + 1 - 3 - 1.6) / 5)
+    assert loss.item() == pytest.approx(-(0.2 + 2.56 * 0.2 + 0.3 - 3 * 0.4 - 1.6 * 0.5))
     assert clipped.tolist() == [0, 1, 0, 0, -1]
 
 
@@ -286,10 +286,28 @@ def test_an_update_has_the_loss_and_the_gradient_that_whole_logits_give_by_hand(
     assert line["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert line["dlogp_mean"] == pytest.approx(torch.cat(gaps).mean().item(), rel=1e-3)
     assert line["dlogp_max"] == pytest.approx(torch.cat(gaps).max().item(), rel=1e-3)
+    assert line["dlogp_1"] == pytest.approx(line["dlogp_mean"]) and "dlogp_2" not in line
     assert line["clip_high"] == pytest.approx(torch.cat(above).float().mean().item(), abs=0.02)
     wanted = torch.autograd.grad(loss, list(moved.parameters()))
     wanted = torch.cat([grad.flatten() for grad in wanted])
     assert (engine.gradient() - wanted).norm() < 1e-4 * wanted.norm()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_gap_between_engine_and_trainer_is_told_by_quarter_of_the_context(
+        packed, one_rank, policy):
+    # a context of 32 in quarters of 8: tokens 7 and 8, 23 and 31 of one play, 10 of another
+    places, off = {0: [7, 8, 23, 31], 1: [10]}, {0: [0.1, 0.2, 0.3, 0.4], 1: [0.6]}
+    samples = [grpo.Sample(None, 0, f"{i}", [9] * n, [int(t in places[i]) for t in range(n)],
+                           [0.0] * n, stop="answer", reward=i) for i, n in enumerate((32, 12))]
+    for i, s in enumerate(samples):
+        for place, logp, gap in zip(places[i], logps_of(policy, s, 0.7), off[i], strict=True):
+            s.logps[place] = logp.item() + gap
+    kept = grpo.token_weights(grpo.group_advantages(samples), flags())
+    line = learn(Plain(policy), kept, "--context 32", packed)
+    told = [line[f"dlogp_{quarter}"] for quarter in (1, 2, 3, 4)]
+    assert told == pytest.approx([0.1, (0.2 + 0.6) / 2, 0.3, 0.4], abs=1e-4)
+    assert line["dlogp_mean"] == pytest.approx(1.6 / 5, abs=1e-4)
 
 
 @pytest.mark.parametrize("pack, packed, ranks", [
@@ -369,7 +387,7 @@ def test_a_tiny_model_learns_what_is_rewarded_and_its_engine_follows_at_every_up
     assert all(line["dlogp_mean"] <= 1e-4 for line in lines)
     assert last_rate(unbroken) == lines[-1]["lr"] == pytest.approx(3e-4 / 4), "it decays"
     for line in lines:
-        assert set(line) == set(KEYS.split())
+        assert set(line) - {f"dlogp_{i}" for i in (1, 2, 3, 4)} == set(KEYS.split())
         rows = read_jsonl(unbroken / "rollouts" / f"{line['step']:05d}.jsonl")
         assert line["reward"] == pytest.approx(sum(row["reward"] for row in rows) / 16)
         assert all({"task", "messages", "answer", "stop", "plan", "score", "advantage"}

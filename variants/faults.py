@@ -1,0 +1,195 @@
+"""
+Faults of agentic RL and how they look: train tiny with each, and put its log beside the right one.
+
+    (1) copy    copy grpo.py and runtime.py, apply a diff of variants/faults/, and lift the bound on
+                dlogp_mean at which the stage stops, so that the curves go on
+    (2) train   train each copy from the same SFT model for the same updates; the right stage too,
+                with several seeds and with the flags that a fault needs
+    (3) write   write a page: a table of the log's keys, a picture of them, and each fault
+
+A run that has ended is not repeated. bash run.sh tiny makes the model, the tasks and their worlds.
+
+Reads   a HF folder, tasks and worlds of tiny, variants/faults/*.diff
+Writes  OUT/NAME/ (each run), PAGE/faults.md, PAGE/faults.png
+
+    python variants/faults.py --page docs
+"""
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import mean
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import runtime  # noqa: E402
+from runtime import COUNT, Help, Mistake, Parser  # noqa: E402
+
+FAULTS = {diff.stem: diff for diff in sorted((ROOT / "variants" / "faults").glob("*.diff"))}
+FIELDS = "Happened", "To see", "Not to see", "Stopped by", "Flags"  # of a diff's head
+# as in run.sh, but overlength plays are left out of the loss
+TINY = """--system-prompt short --max-turns 9 --lr 1.5e-4 --decay 0.5 --temperature 0.8
+          --context 1024 --turn-tokens 256 --concurrency 64 --keep-activations 4096
+          --pack-tokens 4096 --resume"""
+KEYS = ("reward", "success", "overlength", "tokens", "loss_tokens", "entropy", "gnorm", "clip_low",
+        "clip_high", "dlogp_mean", "dlogp_max")
+BOUND = 1e-4  # grpo.py's on dlogp_mean, in float32
+
+
+def flags():
+    p = Parser(description=__doc__, formatter_class=Help)
+    add = p.add_argument
+    add("--model", default="out/tiny/sft", help="SFT model to start from")
+    add("--tasks", default="out/tiny/data/rl.jsonl", help="queries to play")
+    add("--database", default="out/tiny/data/worlds", help="the worlds of the queries")
+    add("--steps", type=COUNT, default=20, help="updates of each run")
+    add("--prompts", type=COUNT, default=8, help="queries per update")
+    add("--group", type=COUNT, default=8, help="plays per query")
+    add("--reward", default="macro", help="the reward of each run")
+    add("--seeds", type=COUNT, default=3, help="right runs, to see what a seed changes")
+    add("--ranks", type=COUNT, default=2, help="processes of each run")
+    add("--only", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME",
+        help=f"some of the faults: {', '.join(FAULTS)}")
+    add("--out", default="out/faults", help="folder of the runs")
+    add("--page", help="folder of faults.md and faults.png (default: OUT)")
+    return p.parse_args()
+
+
+def read_fault(name):
+    """A diff of variants/faults -> {field: text}, with its first sentence as "what" """
+    head, diff = re.split(r"^(?=--- )", FAULTS[name].read_text(), maxsplit=1, flags=re.MULTILINE)
+    what, *fields = re.split(rf"^({'|'.join(FIELDS)}): ", head, flags=re.MULTILINE)
+    texts = [" ".join(text.split()) for text in fields[1::2]]
+    return {"what": what.strip(), "Flags": "", "diff": diff} | dict(
+        zip(fields[::2], texts, strict=True))
+
+
+def train(name, more, args, fault=None):
+    """(1) (2) Train a copy of the stage with a fault, or the right one -> the lines of its log"""
+    out = Path(args.out) / name.replace(" ", "_")
+    ended, code = out / "ended", out / "code"
+    command = ["torchrun", "--standalone", "--nproc_per_node", args.ranks, code / "grpo.py",
+               "--model", args.model, "--tasks", args.tasks, "--database", args.database,
+               "--steps", args.steps, "--prompts", args.prompts, "--group", args.group,
+               "--reward", args.reward, *TINY.split(), *more.split(), "--out", out]
+    command = shlex.join(map(str, command))
+    if not ended.exists():
+        code.mkdir(parents=True, exist_ok=True)
+        stage = re.sub(r"(?m)^MAX_DLOGP = .*", 'MAX_DLOGP = {"cpu": math.inf, "cuda": math.inf}',
+                       (ROOT / "grpo.py").read_text())
+        runtime.write_text(code / "grpo.py", stage)
+        shutil.copy(ROOT / "runtime.py", code)
+        if fault:
+            file = re.match("--- (.+)", fault["diff"])[1]
+            subprocess.run(["patch", "-s", code / file], input=fault["diff"], text=True, check=True)
+        print(f"{name}: {command}", flush=True)
+        began = time.time()
+        with open(out / "said.txt", "w") as said:
+            done = subprocess.run(shlex.split(command), stdout=said, stderr=said,
+                                  env=os.environ | {"PYTHONPATH": str(ROOT)})
+        if done.returncode:
+            raise Mistake(f"{name} ended early: see {out}/said.txt")
+        print(f"{name}: {time.time() - began:.0f} s", flush=True)
+        runtime.write_text(ended, command)
+    if ended.read_text() != command:
+        raise Mistake(f"{out} was made by another command, see {ended}: choose another --out")
+    rows = runtime.read_jsonl(out / "log.jsonl")
+    for row in rows:  # w is 1 in the first of an update's minibatches, so look at all of them
+        for key in ("clip_low", "clip_high"):
+            row[key] = mean(part[key] for part in (row, *row["minibatches"]))
+    return rows
+
+
+def late(rows, key):
+    """The mean of a key over the last quarter of a run's updates."""
+    return mean(row[key] for row in rows[-max(1, len(rows) // 4):])
+
+
+def table_of(runs, right, seeds):
+    """late() of each run. Bold: further from its right run than twice the range of the `seeds`.
+
+    runs: {name: log}; right: {fault: name of its right run}
+    """
+    lines = [["", *KEYS, "stops"], ["---"] * (len(KEYS) + 2)]
+    for name, rows in runs.items():
+        cells = []
+        for key in KEYS:
+            value, known = late(rows, key), [late(runs[seed], key) for seed in seeds]
+            gap = abs(value - late(runs[right.get(name, name)], key))
+            cell = f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+            cells.append(f"**{cell}**" if gap > 2 * (max(known) - min(known)) else cell)
+        over = [f"update {row['step']}" for row in rows if not row["dlogp_mean"] <= BOUND]
+        lines.append([name, *cells, *(over or ["–"])[:1]])
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def draw(runs, right, seeds, picture):
+    """A row of plots for each fault: its keys in red, those of its right run in black."""
+    from matplotlib.figure import Figure  # pyplot would look for a screen
+
+    figure = Figure(figsize=(1.8 * len(KEYS), 1.3 * len(right)))
+    grid = figure.subplots(len(right), len(KEYS), squeeze=False)
+    for plots, (name, its_right) in zip(grid, right.items(), strict=True):
+        for plot, key in zip(plots, KEYS, strict=True):
+            for run in (*seeds, its_right, name):
+                color = {name: "tab:red", its_right: "black"}.get(run, "silver")
+                plot.plot([row["step"] for row in runs[run]], [row[key] for row in runs[run]],
+                          color, linewidth=1)
+            if key == "dlogp_mean":
+                plot.axhline(BOUND, color="tab:red", linestyle=":")
+            if key.startswith("dlogp"):
+                plot.set_yscale("log")
+            plot.tick_params(which="both", labelsize=5)
+        plots[0].set_ylabel(name, fontsize=7)
+    for plot, key in zip(grid[0], KEYS, strict=True):
+        plot.set_title(key, fontsize=8)
+    figure.tight_layout(pad=0.4)
+    figure.savefig(picture, dpi=100)
+
+
+def page_of(faults, table, args):
+    """The text of faults.md."""
+    size = f"{args.steps} updates of {args.prompts} x {args.group} plays on {args.ranks} ranks"
+    parts = [f"""# Faults of agentic RL, and how they look
+
+Each fault is a diff in `variants/faults/`, and this page was made by
+
+    python {shlex.join(sys.argv)}
+
+which trains tiny from one SFT model: {size} of each run.
+Numbers are means over the last quarter of the updates, bold where they are further from the right
+run with the same flags than twice the range of the right runs of {args.seeds} seeds; all other
+numbers are no evidence. `stops` is the update at which `grpo.py` ends because `dlogp_mean` is above
+{BOUND}; here this bound is lifted, to see what follows.
+
+{table}
+![Red: with the fault. Black: the right run. Grey: right runs of other seeds](faults.png)
+"""]
+    for name, fault in faults.items():
+        lines = [f"* {field}: {fault[field]}" for field in FIELDS if fault.get(field)]
+        parts.append(f"## {name}\n\n{fault['what']}\n\n```diff\n{fault['diff']}```\n\n"
+                     + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def main():
+    args = flags()
+    faults = {name: read_fault(name) for name in args.only}
+    seeds = [f"right --seed {n}" for n in range(args.seeds)]
+    right = {name: f"right {fault['Flags']}" if fault["Flags"] else seeds[0]
+             for name, fault in faults.items()}
+    runs = {name: train(name, name.removeprefix("right "), args)
+            for name in dict.fromkeys([*seeds, *right.values()])}
+    runs |= {name: train(name, fault["Flags"], args, fault) for name, fault in faults.items()}
+    page = Path(args.page or args.out)
+    draw(runs, right, seeds, page / "faults.png")
+    runtime.write_text(page / "faults.md", page_of(faults, table_of(runs, right, seeds), args))
+    print(f"{page}/faults.md: {len(faults)} faults; see also {page}/faults.png")
+
+
+if __name__ == "__main__":
+    runtime.run("variants/faults.py", main)

@@ -283,7 +283,7 @@ def test_a_task_of_many_worlds_is_played_and_judged_in_its_own(country):
     assert {task["world"] for task in tasks} == set(world.database.worlds)
     for task in tasks:
         assert task["org"] in world.database.worlds[task["world"]].cities
-        episode = play_replies(world, world.episode(task, 0, args))
+        episode = play_replies(world.solver, world.episode(task, 0, args))
         assert world.verdict(episode)[2] == 1
 
 
@@ -300,7 +300,7 @@ def test_a_task_of_no_world_of_the_folder_is_refused_by_file_and_row(country, na
 def test_a_task_that_starts_in_no_city_of_the_tables_is_refused(trip, mini):
     task, _, _ = trip
     assert Travel(mini).load_task(task)["org"] == task["org"]
-    with pytest.raises(Mistake, match="'org' is 'Reno', which is not a city of .*mini: --data"):
+    with pytest.raises(Mistake, match="'org' is 'Reno', which is no city of .*mini: --data"):
         Travel(mini).load_task(task | {"org": "Reno"})
 
 

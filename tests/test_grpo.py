@@ -400,8 +400,8 @@ def test_a_tiny_model_learns_what_is_rewarded_and_its_engine_follows_at_every_up
     assert all(not torch.equal(first[name], last[name]) for name in first)
 
 
-@pytest.mark.parametrize("signal", [
-    "stopped", pytest.param("killed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", ["stopped", "killed"])
 def test_a_run_that_was_stopped_or_killed_ends_with_the_same_weights_and_log(
         signal, unbroken, trained):
     assert equal(unbroken, trained(signal), "best")

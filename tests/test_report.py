@@ -759,6 +759,7 @@ def test_noisy_curves_have_a_running_mean(browser, run):
     assert browser.js(f"{list(widths)}.map(n => windowOf({{ length: n }}))") == [*widths.values()]
 
 
+@pytest.mark.slow
 def test_five_thousand_episodes_open(browser, tmp_path, mini):
     task, plan = trip(mini)
     row = played(task, plan, mini)

@@ -268,6 +268,7 @@ def pairs(table):
     return found + [[b, a] for a, b in found]
 
 
+@pytest.mark.slow
 def test_equal_mathematics_is_equal_in_both_directions():
     verdicts = judged(pairs(EQUAL))
     assert not [pair for pair, equal in zip(pairs(EQUAL), verdicts, strict=True) if not equal]
@@ -384,6 +385,7 @@ SLOW = [(rf"\cos(2x)+{i}", rf"1-2\sin^2 x+{i}") for i in range(14)] + [
     (rf"\tan(x)+{i}", rf"\frac{{\sin x}}{{\cos x}}+{i}") for i in range(13)]
 
 
+@pytest.mark.slow
 def test_hostile_answers_change_no_other_verdict():
     for hostile in [], [ENDLESS, f"{ENDLESS}+1"]:
         assert judged([(one, "5") for one in hostile]) == [None] * len(hostile)

@@ -38,8 +38,8 @@ def train(stage, steps, tiny_model, sums, out):
     return read_jsonl(out / "log.jsonl")
 
 
-@pytest.mark.parametrize("stage, steps", [
-    ("grpo.py", 2), pytest.param("arpo.py", 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage, steps", [("grpo.py", 2), ("arpo.py", 1)])
 def test_a_stage_trains_in_an_unknown_world(stage, steps, tiny_model, sums, tmp_path):
     log = train(stage, steps, tiny_model, sums, tmp_path / "rl")
     assert len(log) == steps and all(line["reward_name"] == "talk" for line in log)
@@ -53,6 +53,7 @@ def test_a_stage_trains_in_an_unknown_world(stage, steps, tiny_model, sums, tmp_
         assert line["loss_tokens"] > 0 and line["gnorm"] > 0 and line["dlogp_mean"] < 1e-4
 
 
+@pytest.mark.slow
 def test_an_agent_is_evaluated_in_an_unknown_world_with_its_own_numbers(tiny_model, sums, tmp_path):
     main(["--env", str(FILE), "--model", f"tiny={tiny_model}", "--tasks", str(sums),
           "--max-context", "400", "--max-turns", "3", "--max-tokens", "24", "--out", str(tmp_path)])

@@ -45,6 +45,8 @@ SECOND = "\n<|im_start|>user\nn<|im_end|>\n<|im_start|>assistant\n"
     ([reply("half \ud83d")], "[half \ufffd<|im_end|>]")])
 def test_what_a_row_says_beside_its_texts_decides_what_is_trained_on(chatml, messages, text):
     assert trained_on(chatml, *messages) == FIRST + text
+    calls = [{"name": "Search", "arguments": {"query": "x"}, "status": "ok"}]  # of an episode
+    assert trained_on(chatml, *messages, tools=calls) == FIRST + text
 
 
 @pytest.mark.parametrize("messages, row, words", [

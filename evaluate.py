@@ -219,9 +219,7 @@ def play_observation(episode, ids, observation, template, max_context):
     if episode.rewritten:  # a helper has changed earlier messages
         ids[:] = episode.tokens_again(ids, template)
     else:
-        new = template.between(episode.messages[-1], closed=ids[-1] in template.ends)
-        episode.observation_tokens = len(new)
-        ids += new
+        ids += template.between(episode.messages[-1], closed=ids[-1] in template.ends)
     if len(ids) >= max_context:
         episode.stop = "context"
 

@@ -122,9 +122,8 @@ class Episode:
     observation tells the agent what was wrong. parse: reply -> Action.
     """
 
-    # numbers of tokens, set by the player: in the episode, before the last reply, in the last
-    # observation
-    tokens = prompt_tokens = observation_tokens = 0
+    # numbers of tokens, set by the player: in the episode, before the last reply
+    tokens = prompt_tokens = 0
     rewritten = None  # set by a world whose helpers change earlier messages (toolstar/)
 
     def __init__(self, task, sandbox, max_turns=60, system_prompt=None, strict=True,

@@ -647,7 +647,6 @@ def test_a_policy_that_calls_tools_trains_on_the_very_tokens_it_said(
             for row in runtime.read_jsonl(tmp_path / "rollouts" / f"{i:05d}.jsonl")]
     assert all(line["dlogp_mean"] < 1e-4 for line in log) and {"gap", "python"} <= log[0].keys()
     assert sum(row["calls"] for row in rows) > 0, "it has learnt to call"
-    assert all("tokens" in call for row in rows for call in row["tools"])
     roles = {m["role"] for row in rows for m in row["messages"]}
     assert roles - {"result"} == {"system", "user", "assistant"}
     assert ("result" in roles) == (grammar == "tags")

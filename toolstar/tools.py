@@ -303,8 +303,6 @@ class ToolEpisode(Episode):
                          parse=partial(parse_tags, stops=stops) if self.tags else parse_turn)
 
     def begin(self, reply):
-        if self.sandbox.calls:  # how long the last result was
-            self.sandbox.calls[-1].setdefault("tokens", self.observation_tokens)
         self.tokens = getattr(reply, "tokens", None)  # of the conversation, if an endpoint says so
         self.begun = 0  # characters of the reply that existed before: of a hint or after a rollback
         if not self.stop and self.messages[-1]["role"] == "assistant":

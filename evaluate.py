@@ -118,11 +118,11 @@ def typed_reply(line, tools):
     """The reply that a typed line begins, None if it is neither a call nor an answer. tools: {name:
     an example of its arguments}."""
     word, _, rest = line.partition(" ")
-    if word in tools and not rest.startswith("{"):
+    if word in tools and not rest.startswith("{") and (tools[word] or not rest):
         values = rest.split(",", max(0, len(tools[word]) - 1))
         return turn("", word, {key: typed_value(value.strip(), like) for (key, like), value in
                                zip(tools[word].items(), values, strict=False)})
-    if word in tools:
+    if word in tools and rest.startswith("{"):
         line = f'<tool_call>{{"name": "{word}", "arguments": {rest}}}</tool_call>'
     if word == "answer" and rest:
         return final_turn("", rest)

@@ -477,7 +477,7 @@ def read_talk(messages, template, tools=None):
     if not messages or not is_talk(messages) or messages[0]["role"] == "assistant":
         raise ValueError("its 'messages' are not a conversation: system and user, each with a text "
                          "as 'content', then assistant alternates with user or result")
-    if any("arguments" not in tool for tool in tools or ()):  # an episode's are calls, with these
+    if any("status" not in tool for tool in tools or ()):  # an episode's are calls that were made
         raise ValueError("its 'tools' would be left out: write them into the system message")
     talk = []
     for message in messages:

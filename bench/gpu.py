@@ -1,5 +1,5 @@
 """
-Check and measure training on this machine's GPUs: ten minutes, offline, with random weights.
+Check and measure training on this machine's GPUs, offline, with random weights.
 
     bash run.sh gpu                # or: python bench/gpu.py, in any Python 3.11 to 3.13 that has
                                    # torch, transformers and deepspeed (docs/gpus.md: by hand)
@@ -498,9 +498,9 @@ def describe(add):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         add("GPUs", None, "PyTorch sees none: this only rehearses the script, on the CPU")
         return False
-    query = "nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used"
-    for row in subprocess.run(f"{query} --format=csv,noheader,nounits", shell=True, text=True,
-                              stdout=subprocess.PIPE).stdout.splitlines():
+    query = ("nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used "
+             "--format=csv,noheader,nounits")
+    for row in subprocess.run(query.split(), capture_output=True, text=True).stdout.splitlines():
         name, driver, total, used = row.split(", ")  # in MiB
         add("no other process uses the GPU", not used.isdigit() or int(used) < 1000,
             f"{name}, driver {driver}, {used} of {total} MiB are in use")
@@ -513,7 +513,7 @@ def main():
     p.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder for the report")
     p.add_argument("--parts", nargs="+", choices=CASES, default=[*CASES], help="parts to run (all)")
     p.add_argument("--budget", type=float, default=12, metavar="MINUTES",
-                   help="time after which no case starts or goes on (12)")
+                   help="stop after so many minutes (12)")
     p.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     args, began = p.parse_args(), time.time()
     if args.case:

@@ -272,26 +272,6 @@ def test_arguments_nested_as_deep_as_json_goes_are_an_error(make):
         assert record["tools"][0]["status"] == "error" and json.dumps(record)
 
 
-@pytest.mark.parametrize("grammar", ["turns", "tags"])
-def test_a_call_played_by_an_engine_says_how_many_tokens_its_result_took(make, grammar):
-    """Letters are tokens: what stands between two replies is counted, its frame too."""
-    said = {"turns": [PRINT, LOOK, PRINT, DONE], "tags": [
-        "<think>x</think><python>print(6 * 7)</python>", "<think>x</think><search>tower</search>",
-        "<think>x</think><python>print(6 * 7)</python>", "<think>x</think><answer>42</answer>"]}
-    world, ids = make(grammar=grammar, max_calls=2), []
-
-    def script(text):
-        ids.append(len(Letters().encode(text)))
-        return said[grammar][len(ids) - 1] + "\0" * (grammar == "turns")
-
-    episode, = Scripted(script).play([world.episode(TASK, "seed", ARGS)], max_context=9999)
-    between = [after - before - len(reply) - (grammar == "turns") for before, after, reply
-               in zip(ids, ids[1:], said[grammar], strict=False)]
-    assert [call["tokens"] for call in episode.sandbox.calls] == between[:2]
-    assert len(between) == 3, "a call over the budget is refused, and has no record"
-    assert episode.fork("other").sandbox.calls == episode.sandbox.calls
-
-
 def test_a_call_again_after_a_tool_has_failed_is_no_repetition(make):
     episode = play(make(), LOOK)
     episode.sandbox.calls[0]["status"] = "injected"

@@ -23,15 +23,15 @@ from travel.solver import searches, solve, solve_report
 PAGE = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
 MODULE, CLASS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS, _ = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-TASKS = [{"id": str(n), "secret": n} for n in range(1, 5)]
+TASKS = [{"id": str(n), "cat": n, "patience": 3, "secret": n} for n in range(1, 5)]
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A folder with both example worlds of the page and their tasks."""
     (tmp_path / "guess.py").write_text(CLASS, encoding="utf-8")
-    (tmp_path / "guess_world.py").write_text(MODULE, encoding="utf-8")
-    write_jsonl(tmp_path / "guess.jsonl", TASKS)
+    (tmp_path / "cat_world.py").write_text(MODULE, encoding="utf-8")
+    write_jsonl(tmp_path / "tasks.jsonl", TASKS)
     return tmp_path
 
 
@@ -51,11 +51,11 @@ def opened(path, **flags):
 
 def test_the_pages_module_is_at_most_25_lines_and_is_checked(folder, capsys):
     assert len([line for line in MODULE.splitlines() if line.strip()]) <= 25
-    evaluate.main(["--env", str(folder / "guess_world.py"), "--tasks", str(folder / "guess.jsonl"),
+    evaluate.main(["--env", str(folder / "cat_world.py"), "--tasks", str(folder / "tasks.jsonl"),
                    "--check"])
     said = capsys.readouterr().out
     assert "4 tasks" in said and "score: {'success': 1.0}" in said and "reward success: 1" in said
-    assert "Guess {'n': 5}: 'high'" in said
+    assert "Look {'room': 1}: 'the cat'" in said
 
 
 @pytest.mark.slow
@@ -73,15 +73,15 @@ def test_the_pages_commands_lead_from_the_world_to_a_page_of_curves(folder):
                               capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         if script == "sft.py":
-            assert "(2 dropped)" in done.stdout, "of 1 to 9 the teacher finds all but 1 and 6"
-    page = (folder / "out" / "guess" / "report.html").read_text(encoding="utf-8")
+            assert "(1 dropped)" in done.stdout, "8: the cat is in room 3, the patience 2"
+    page = (folder / "out" / "cat" / "report.html").read_text(encoding="utf-8")
     assert "eval/rl" in page and "rl/rollouts" in page and '"dlogp_mean":[' in page
-    assert len(read_jsonl(folder / "out" / "guess" / "eval" / "rl" / "episodes.jsonl")) == 9
+    assert len(read_jsonl(folder / "out" / "cat" / "eval" / "rl" / "episodes.jsonl")) == 9
 
 
 def test_check_calls_every_tool_as_the_solver_does_or_by_its_schema(folder, mini, capsys):
     evaluate.main(["--env", f"{folder / 'guess.py'}:Guess", "--tasks",
-                   str(folder / "guess.jsonl"), "--check"])
+                   str(folder / "tasks.jsonl"), "--check"])
     assert "guess {'number': 1}: 'right'" in capsys.readouterr().out
     write_jsonl(folder / "trip.jsonl", [witness(mini)[0]])
     evaluate.main(["--tasks", str(folder / "trip.jsonl"), "--check"])
@@ -133,7 +133,7 @@ def test_flags_are_read_without_torch_and_folders_that_were_not_copied_are_named
         shutil.copy(ROOT / name, folder)
     done = run(folder, "-X", "importtime", "grpo.py", "--help")
     assert done.returncode == 0 and "--prompts" in done.stdout and "| torch\n" not in done.stderr
-    for words, said in (("--env guess_world.py --promts 4", "unrecognized arguments: --promts 4"),
+    for words, said in (("--env cat_world.py --promts 4", "unrecognized arguments: --promts 4"),
                         ("--prompts 4", "needs travel, .* copy the folder travel/ too"),
                         ("--env guess.py:Guess", "needs adapters, .* copy the folder adapters/")):
         done = run(folder, "grpo.py", *words.split())
@@ -145,7 +145,7 @@ def test_grpo_trains_from_a_folder_of_three_files_and_a_world(folder, tiny_model
     for name in ("grpo.py", "runtime.py", "sandbox.py"):
         shutil.copy(ROOT / name, folder)
     done = run(folder, "-m", "torch.distributed.run", "--standalone", "grpo.py", "--env",
-               "guess_world.py", "--tasks", "guess.jsonl", "--model", tiny_model, "--out", "out",
+               "cat_world.py", "--tasks", "tasks.jsonl", "--model", tiny_model, "--out", "out",
                "--steps", 1, "--prompts", 2, "--group", 2, "--context", 400, "--turn-tokens", 16,
                "--max-turns", 2)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -202,7 +202,7 @@ def test_a_slip_in_a_world_is_found_by_check_and_keeps_its_traceback(old, new, s
     file = folder / f"slip_{said.__name__}.py"  # a name of its own, since modules stay in memory
     file.write_text(MODULE.replace(old, new), encoding="utf-8")
     with pytest.raises(said) as error:
-        evaluate.main(["--env", str(file), "--tasks", str(folder / "guess.jsonl"), "--check"])
+        evaluate.main(["--env", str(file), "--tasks", str(folder / "tasks.jsonl"), "--check"])
     assert Path(error.traceback[-1].path) == file
 
 
@@ -212,7 +212,7 @@ def test_a_slip_in_a_tool_of_a_class_ends_the_program(slip, error, folder):
     file = folder / f"tool_{error.__name__}.py"
     file.write_text(CLASS.replace("number == self.secret", f"number == {slip}"), encoding="utf-8")
     with pytest.raises(error) as found:
-        evaluate.main(["--env", f"{file}:Guess", "--tasks", str(folder / "guess.jsonl"), "--check"])
+        evaluate.main(["--env", f"{file}:Guess", "--tasks", str(folder / "tasks.jsonl"), "--check"])
     assert Path(found.traceback[-1].path) == file
 
 

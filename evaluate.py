@@ -301,7 +301,7 @@ def interval(values, least=0.0, rounds=10_000):
     differences."""
     import numpy as np
 
-    rng, values = np.random.default_rng(0), np.asarray(values, float)
+    rng, values = np.random.default_rng(0), np.sort(values)  # in any order the same interval
     draws = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(rounds)]
     return widened(*np.percentile(draws, [2.5, 97.5]), len(values), least)
 

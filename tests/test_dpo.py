@@ -263,6 +263,7 @@ def critic(words, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_the_student_comes_to_prefer_high_digits_on_held_out_pairs_too(critic):
     lines = read_jsonl(critic / "log.jsonl")
     assert [line["step"] for line in lines if "val_loss" in line] == [3, 6, 8]

@@ -141,6 +141,7 @@ def test_flags_are_read_without_torch_and_folders_that_were_not_copied_are_named
         assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_grpo_trains_from_a_folder_of_three_files_and_a_world(folder, tiny_model):
     for name in ("grpo.py", "runtime.py", "sandbox.py"):
         shutil.copy(ROOT / name, folder)
@@ -153,6 +154,7 @@ def test_grpo_trains_from_a_folder_of_three_files_and_a_world(folder, tiny_model
     assert (folder / "out" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_sft_trains_from_a_folder_of_two_files(folder, tiny_model):
     for name in ("sft.py", "runtime.py"):
         shutil.copy(ROOT / name, folder)

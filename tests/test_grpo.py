@@ -377,6 +377,7 @@ def updates(out):
     return [line for line in read_jsonl(out / "log.jsonl") if "reward" in line]
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_what_is_rewarded_and_its_engine_follows_at_every_update(
         unbroken, student):
     lines = updates(unbroken)

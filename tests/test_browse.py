@@ -787,6 +787,7 @@ def test_each_of_many_threads_gets_its_own_page(reader):
     assert all(f"this is /number-{i}." in text for i, text in enumerate(texts))
 
 
+@pytest.mark.slow
 def test_hostile_servers_leave_no_descriptor_and_little_memory_behind():
     """A process of its own reads them all: its peak grows by 64 MB at most."""
     with contextlib.ExitStack() as stack:

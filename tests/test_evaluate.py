@@ -651,8 +651,11 @@ def test_a_person_plays_whatever_is_typed_and_ctrl_c_ends_at_once(tmp_path, trip
         assert said in shown(b"\r\n> ")
     os.write(terminal, f"answer\n{itinerary(trip[1])}\nend\n".encode())
     assert "success 1, reward" in shown(b"\r\n> ")
+    os.write(terminal, b"SearchCity x\n")
+    shown(b"\r\n> ")
+    time.sleep(0.5)  # a signal just before the read that it is to interrupt would be seen after it
     began = time.monotonic()
-    os.write(terminal, b"SearchCity x\n\x03")
+    os.write(terminal, b"\x03")
     shown(b"interrupted; repeat the command to continue")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert time.monotonic() - began < 5

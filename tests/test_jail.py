@@ -201,6 +201,7 @@ def open_to_all(path):
     return ["--tmpfs", str(closed[-1]), *made, "--ro-bind", str(path), str(path)]
 
 
+@pytest.mark.slow
 def test_hostile_programs_come_to_nothing_as_an_ordinary_user():
     need("bubblewrap", shutil.which("bwrap"))
     if os.geteuid():

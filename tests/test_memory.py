@@ -92,6 +92,7 @@ def test_the_loss_holds_no_whole_logits_and_at_most_a_third_of_a_small_model_of_
     assert loss.peak + parameters <= 1.3 * (own.peak + parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, tokens, keep, moment", [
     ("7b", 30000, False, "layer"), ("3b", 30000, False, "layer"), ("1.5b", 4096, False, "logits"),
     ("7b", 30000, True, "logits")])

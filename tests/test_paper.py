@@ -324,6 +324,7 @@ STAGES = {"sft.py": (["sft"], ["star-sft"]), "grpo.py": (["rl"], ["star-rl"]),
 LONGER = {"--epochs", "--steps"}  # a study's RL counts updates; cycles after the first are ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted({
     command for _, cell in rows_of_paper_md() for command in commands_in(cell, ["3b"])
     if "bash run.sh" in command and "reliability" not in command}))

@@ -233,6 +233,7 @@ def agent(tmp_path):
         yield play
 
 
+@pytest.mark.slow
 def test_two_models_side_by_side(agent, tmp_path, capsys):
     models = ["--model", "base=weak", "rl=good"]
     agent(*models)

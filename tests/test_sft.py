@@ -220,6 +220,7 @@ def test_a_rank_without_work_makes_its_forward_and_adds_nothing(policy, samples)
 # -------------------------------------------------------------------------------------- processes
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_all_that_there_is_to_learn(student):
     lines = read_jsonl(student / "log.jsonl")
     floor = 3 * math.log(10) / 6  # three of a reply's six tokens are digits drawn at random

@@ -83,6 +83,7 @@ def worked_out(sides):
     return total
 
 
+@pytest.mark.slow
 def test_every_number_of_a_thought_is_in_the_query_or_was_seen_or_is_a_sum_spelled_out(rows):
     for row, _ in rows:
         task, sums = row["task"], set()  # sums: of this thought and of those before

@@ -230,6 +230,7 @@ def without_clock(folder):
     return rows | {"report": report(folder)}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_to_the_same_files(synthesise, serve, tmp_path):
     whole, asked = synthesise(CELLS, "--samples", "2", name="whole")
     running = []

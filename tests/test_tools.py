@@ -358,6 +358,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_check_calls_each_tool_and_says_how_programs_are_locked_up(folder, jail):
     done = command("check", "--database", folder)
     assert done.returncode == 0, done.stderr
@@ -380,6 +381,7 @@ def test_more_than_ten_broken_calls_in_the_last_thousand_stop_the_run():
         faults.note("Search", "refused")
 
 
+@pytest.mark.slow
 def test_a_query_that_the_server_refuses_is_an_error_and_its_end_stops_the_run(make):
     def answer(request):
         query = request["queries"][0]
@@ -426,6 +428,7 @@ def test_a_retriever_of_another_kind_stops_before_anything_is_spent(make):
         make(retriever=url)
 
 
+@pytest.mark.slow
 def test_a_play_goes_on_through_kills_of_workers_and_pages(make, jail):
     """Right answers, or calls that say that they broke; no play ends otherwise."""
     server = PageServer([FILE], 0)

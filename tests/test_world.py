@@ -86,6 +86,7 @@ def test_both_worlds_have_the_members_of_the_contract():
     assert len(lines) <= 60
 
 
+@pytest.mark.slow
 def test_an_unknown_reward_is_refused_with_those_the_world_knows(tiny_model, sums, tmp_path):
     words = [*SHORT, "--reward", "macro", "--model", str(tiny_model), "--tasks", str(sums)]
     done = subprocess.run([sys.executable, "grpo.py", *words, "--out", str(tmp_path)], cwd=ROOT,

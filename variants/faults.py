@@ -47,7 +47,7 @@ def flags():
     add("--tasks", default="out/tiny/data/rl.jsonl", help="queries to play")
     add("--database", default="out/tiny/data/worlds", help="the worlds of the queries")
     add("--steps", type=COUNT, default=20, help="updates of each run")
-    add("--prompts", type=COUNT, default=8, help="queries per update")
+    add("--prompts", type=COUNT, default=4, help="queries per update")
     add("--group", type=COUNT, default=4, help="plays per query")
     add("--reward", default="macro", help="the reward of each run")
     add("--seeds", type=COUNT, default=3, help="right runs, to see what a seed changes")

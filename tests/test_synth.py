@@ -129,7 +129,8 @@ def test_no_more_tasks_than_allowed_go_from_one_place_to_another_even_when_a_run
     assert max(free.values()) > 3
 
 
-@pytest.mark.parametrize("other", [("--seed", SEED + 1), ("--like", "paper")])
+@pytest.mark.parametrize("other", [("--seed", SEED + 1), ("--like", "paper"), ("--split", "val"),
+                                   ("--prefix", "mine")])
 def test_a_file_of_other_flags_is_not_gone_on_with(other, out):
     before = made(out, "tasks", "--seed", SEED, "--n", 6, "--workers", 1, "--split", "train")
     for n in 6, 12:

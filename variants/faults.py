@@ -163,7 +163,8 @@ Each fault is a diff in `variants/faults/`, and this page was made by
 which trains tiny from one SFT model: {size} of each run.
 Numbers are means over the last quarter of the updates, bold where they are further from the right
 run with the same flags than twice the range of the right runs of {args.seeds} seeds; all other
-numbers are no evidence, and with so few plays a bold one can be chance, too. `stops` is the update at which `grpo.py` ends because `dlogp_mean` is above
+numbers are no evidence, and with so few plays a bold one can be chance, too.
+`stops` is the update at which `grpo.py` ends because `dlogp_mean` is above
 {BOUND}; here this bound is lifted, to see what follows.
 
 {table}

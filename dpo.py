@@ -371,7 +371,6 @@ def main():
     trainer = runtime.zero3(policy, args, device)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
     start = runtime.restore(trainer, args)
-    runtime.compare_with_log(args, start, lr=learning_rate(start - 1, steps, args))
     interrupted = runtime.watch_sigterm()
     runtime.say(f"dpo: {n} pairs, {len(val)} held out, {steps} updates of {args.batch}, {ranks} "
                 f"ranks, {'packed' if packed else 'padded'} rows")

@@ -548,15 +548,37 @@ def player(args, name, path, world, tasks):
         return map(play_person, episodes)
     if not path:
         return map(partial(play_replies, getattr(world, name)), episodes)
+    asks = None
+    if hasattr(world, "open_helpers"):
+        asks = world.open_helpers(args.url and partial(
+            runtime.chat, args.url, path, temperature=args.temperature, top_p=args.top_p,
+            api_key=runtime.read_key(args.key)))
+    return play_model(args, path, world, episodes, asks)
+
+
+def play_model(args, path, world, episodes, asks=None, retries=6):
+    """The episodes as they end, played by a model at --url, or else in vLLM."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
-    generate = args.url and partial(runtime.chat, args.url, path, **sampling,
-                                    api_key=runtime.read_key(args.key))
-    asks = world.open_helpers(generate) if hasattr(world, "open_helpers") else None
     if args.url:
-        return play(generate, episodes, args.concurrency, args.max_context)
+        generate = partial(runtime.chat, args.url, path, **sampling, retries=retries,
+                           api_key=runtime.read_key(args.key), stops=world.stops)
+        return play(lambda messages: generate(merged(messages)), episodes, args.concurrency,
+                    args.max_context)
     llm, template = open_engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
     return play_vllm(llm, template, episodes, args.max_context, **sampling, seed=args.seed,
                      concurrency=args.concurrency, stops=world.stops, slow=world.slow, asks=asks)
+
+
+def merged(messages):
+    """Messages for an endpoint: adjacent replies and results become one assistant message."""
+    found = []
+    for message in messages:
+        said = message["role"] in ("assistant", "result")
+        if said and found[-1]["role"] == "assistant":
+            found[-1] = {"role": "assistant", "content": found[-1]["content"] + message["content"]}
+        else:
+            found.append({"role": "assistant", "content": message["content"]} if said else message)
+    return found
 
 
 def in_processes(rows_of, tasks, args):

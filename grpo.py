@@ -469,8 +469,6 @@ def main():
     trainer = runtime.zero3(policy, args, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
     start = runtime.restore(trainer, args)
-    runtime.compare_with_log(args, start, lr=learning_rate(start - 1, steps, args),
-                             reward_name=reward_name(args.reward, world.kinds, (start - 1) / steps))
     interrupted = runtime.watch_sigterm()
     llm = runtime.load_engine(args, device)
     runtime.say(f"{len(tasks)} tasks, {steps} updates of {args.prompts} x {args.group} plays, "
@@ -479,6 +477,7 @@ def main():
         clock = [time.time()]
         # (6) the engine gets the weights after `step` updates
         runtime.sync_weights(llm, trainer, device)
+        clock.append(time.time())
         if val and (step % args.val_every == 0 or step == steps):
             validate(llm, template, world, val, step, trainer, args)
         if step == steps:
@@ -567,10 +566,11 @@ def validate(llm, template, world, val, step, trainer, args):
 def split(groups, args):
     """Split {group: samples} into --minibatches parts of nearly equal size, one for each update.
 
-    --drop-uniform: queries whose plays all earned the same reward are left out.
+    --drop-uniform: queries whose plays all earned the same reward are left out; if all are like
+    that, one stays, so that engine and trainer are compared.
     """
     kept = [group for group in sorted(groups)
-            if not (args.drop_uniform and uniform(groups[group]))]
+            if not (args.drop_uniform and uniform(groups[group]))] or sorted(groups)[:1]
     return [{group: groups[group] for group in kept[i :: args.minibatches]}
             for i in range(max(1, min(args.minibatches, len(kept))))]
 
@@ -600,8 +600,8 @@ def describe(samples, groups, parts):
 
 def timings(samples, clock):
     """Seconds of each part of a step, and tokens per second of playing and of learning."""
-    sync, play, judge, learned = (end - start for start, end in pairwise(clock))
-    return {"sync_s": sync, "play_s": play, "judge_s": judge, "learn_s": learned,
+    sync, val, play, judge, learned = (end - start for start, end in pairwise(clock))
+    return {"sync_s": sync, "val_s": val, "play_s": play, "judge_s": judge, "learn_s": learned,
             "play_tps": sum(map(sampled, samples)) / play,
             "learn_tps": sum(len(s.ids) for s in samples) / learned}
 

@@ -173,10 +173,6 @@ class Questions:
         self.args, self.lock, self.retriever = args, Lock(), None
         find_retriever(args.retriever, args.corpus)
 
-    def load_task(self, row):
-        """A question: a record of FlashRAG, or a task of load_questions."""
-        return row if "set" in row else load_question(row, "qa", "a question")
-
     def episode(self, task, seed, args):
         return Episode(task, SearchSandbox(self, args.topk), args.max_turns, self.prompt,
                        parse=parse_qa)
@@ -186,7 +182,7 @@ class Questions:
         which vLLM 0.32.0 does not start."""
         with self.lock:
             self.retriever = self.retriever or open_retriever(
-                self.args.retriever, self.args.corpus, self.args.devices, self.args.encoder)
+                self.args.retriever, self.args.corpus, self.args.devices)
         return self.retriever.search(queries, k)
 
     def verdict(self, episode):
@@ -205,7 +201,6 @@ def flags(parser):
     add = parser.add_argument
     add("--topk", type=COUNT, default=5, help="passages per search [1]")
     add("--corpus", help="jsonl that bm25 searches; unset: corpus.jsonl in DATA")
-    add("--encoder", help="E5-style HF folder or hub name; unset: the encoder of the index")
     add("--system-prompt", default="full", help="full, short (for tiny models) or a file's name")
 
 

@@ -207,12 +207,12 @@ def workers(number):
     return ProcessPoolExecutor(number, multiprocessing.get_context("spawn"), start_worker)
 
 
-def progress(rows, name, total, initial=0, unit="it", leave=True):
+def progress(rows, name, total, initial=0, unit="it"):
     """A tqdm bar; in a file or a pipe, a line every half minute."""
     from tqdm import tqdm
 
     sparse = {} if sys.stderr.isatty() else {"mininterval": 30, "ncols": 100}
-    return tqdm(rows, name, total, leave, initial=initial, unit=unit, **sparse)
+    return tqdm(rows, name, total, initial=initial, unit=unit, **sparse)
 
 
 # -------------------------------------------------------------------------------------- (3) records
@@ -247,7 +247,7 @@ def recover_jsonl(path, check=None):
         check(rows)
     with open(path, "rb+") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
-    return rows
+    return read_jsonl(path)
 
 
 def append_jsonl(path, row):
@@ -391,7 +391,6 @@ class Template:
         end_text = max((mark for mark in special if before.startswith(mark)), key=len, default="")
         if not end_text:
             raise ValueError(f"a reply ends with {before[:20]!r}, which is no token")
-        self.role = role
         self.end, self.end_text, self.before = special[end_text], end_text, before[len(end_text):]
         # no query, page or program may end or open a turn: its special tokens are broken up
         marks = {mark.content for mark in self.tokenizer.added_tokens_decoder.values()
@@ -707,21 +706,12 @@ class ChatError(Mistake):
 
 
 class Refused(ChatError):
-    """An endpoint refused one request, or answered it without text; it may answer others."""
+    """An endpoint refused one request, or answered it without text; it may answer others. stop: why
+    the request's episode ends: context and length are limits of tokens."""
 
-    stop = "refused"  # of the episode whose request it was
-
-
-class NoRoom(Refused):
-    """A request exceeds the model's context."""
-
-    stop = "context"
-
-
-class TooLong(Refused):
-    """A reply reached its limit of tokens within its thought, which the endpoint keeps apart."""
-
-    stop = "length"
+    def __init__(self, text, stop="refused"):
+        super().__init__(text)
+        self.stop = stop
 
 
 class Reply(str):
@@ -745,7 +735,7 @@ def read_key(path):
     return Path(path).read_text(encoding="utf-8").strip() if path else None
 
 
-def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=300, retries=6,
+def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=1800, retries=6,
          api_key=None, stops=()):
     """The Reply of an OpenAI-compatible endpoint. Refused if this request gets none, ChatError if
     the endpoint is at fault. The openai package retries time-outs, broken connections and status
@@ -768,7 +758,7 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
         # str(error) has a server's words in one form only
         told = f"{url}: status {error.status_code}: {error.body or error}"
-        raise (NoRoom if NO_ROOM.search(told) else Refused)(told) from None
+        raise Refused(told, "context" if NO_ROOM.search(told) else "refused") from None
     except openai.APIError as error:
         raise ChatError(f"{url}: {error.body or error}, after {retries} retries, from model {model}"
                         ) from None
@@ -778,11 +768,12 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     text, thought = message.content or "", getattr(message, "reasoning_content", None)
     ended = body.choices[0].finish_reason
     if not text.strip() and not begun:
-        raise (TooLong if ended == "length" else Refused)(f"{url}: a reply without text ({ended})")
+        stop = "length" if ended == "length" else "refused"  # within a thought that is kept apart
+        raise Refused(f"{url}: a reply without text ({ended})", stop)
     for stop in stops if ended == "stop" else ():  # most servers cut it off
         text += stop * (text.rfind(stop.replace("/", "")) > text.rfind(stop))
     if len(text) > LONGEST_REPLY:
-        raise NoRoom(f"{url}: a reply of {len(text):,} characters fits into no context")
+        raise Refused(f"{url}: a reply of {len(text):,} characters fits into no context", "context")
     reply = Reply(text if begun else with_thought(text, thought))
     reply.tokens, reply.cut = body.usage.total_tokens if body.usage else 0, ended == "length"
     return reply
@@ -1233,19 +1224,6 @@ def restore(trainer, args):
     return mark["step"]
 
 
-def compare_with_log(args, start, **now):
-    """After a resume, say what the last update would have been with the flags of now, if they
-    change it: with another --steps the learning rate jumps. now: {key of the log: value}."""
-    if start and rank() == 0:
-        rows = read_jsonl(Path(args.out) / "log.jsonl")
-        last = next(row for row in rows if row["step"] == start and "lr" in row)
-        changes = [f"{key} {value} instead of {last[key]}" for key, value in now.items()
-                   if last[key] != value]
-        if changes:
-            print(f"{args.out}: with these flags update {start} would have had "
-                  f"{' and '.join(changes)}; the next updates follow these flags", flush=True)
-
-
 # ----------------------------------------------------------------------------- (9) worlds and tasks
 
 WORLDS = {"travel": "travel.world", "tools": "toolstar.tools"}  # --env: module
@@ -1295,11 +1273,7 @@ def load_world(env):
 
 def open_world(args):
     """The world of --env (docs/environment.md)."""
-    world = load_world(args.env).open_world(args)
-    if isinstance(world, type):
-        raise Mistake(f"--env {args.env}: open_world returns the class {world.__name__}; it must "
-                      f"return an object, {world.__name__}()")
-    return world
+    return load_world(args.env).open_world(args)
 
 
 def prepare(world, episodes):

@@ -233,7 +233,6 @@ def main():
     trainer = runtime.zero3(policy, args, device)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
     start = runtime.restore(trainer, args)
-    runtime.compare_with_log(args, start, lr=learning_rate(start - 1, steps, args))
     interrupted = runtime.watch_sigterm()
     runtime.say(f"sft: {len(samples)} episodes ({dropped} dropped), {steps} updates of "
                 f"{args.batch}, {ranks} ranks, {'packed' if packed else 'padded'} rows")

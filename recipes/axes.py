@@ -234,7 +234,7 @@ def cost_cells(runs, gpus):
              "---": ["---"] * 4, "": [""] * 4}
     for name in runs | AXES["algorithm"]:
         took = [row for _, updates in runs.get(name, []) for row in updates]
-        hours = mean(sum(seconds(row) + row.get("val_s", 0) for row in updates) / 3600
+        hours = mean(sum(seconds(row) + row["val_s"] for row in updates) / 3600
                      for _, updates in runs.get(name, []) if updates)
         paper = [" / ".join(f"{value:g}" for value in TABLES[table]["rows"].get(name, ()))
                  for table in ("minutes", "gpu-hours")]

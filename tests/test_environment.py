@@ -229,12 +229,6 @@ def test_what_a_tool_says_by_an_exception_is_read_by_the_model_and_printed_once(
     assert said.count("Traceback") == 1 and 'picky.py", line' in said
 
 
-def test_a_class_is_no_world(folder):
-    (folder / "no_world.py").write_text(MODULE.replace("return World()", "return World"))
-    with pytest.raises(Mistake, match=r"returns the class World; it must return .* World\(\)"):
-        opened(folder / "no_world.py")
-
-
 # ------------------------------------------------------------------------------- slips in commands
 
 

@@ -50,7 +50,8 @@ def test_a_broken_line_is_named(tmp_path, bad):
 
 
 @pytest.mark.parametrize("torn, kept", [
-    ('{"id": 1}\n{"id": 2}\n{"id"', 2), ('{"id": 1}\n', 1), ('{"id', 0), (None, 0)])
+    ('{"id": 1}\n{"id": 2}\n{"id"', 2), ('{"id": 1}\n', 1), ('{"id": 1}\n{"id": 2}', 1),
+    ('{"id', 0), (None, 0)])
 def test_a_line_that_a_killed_run_did_not_finish_is_cut_off(tmp_path, torn, kept):
     if torn is not None:
         (tmp_path / "x.jsonl").write_text(torn)
@@ -292,7 +293,7 @@ def test_play_does_not_wait_for_the_slowest_episode(mini):
 
 def test_a_refused_request_ends_one_play_and_a_server_that_is_down_ends_the_run(mini):
     def generate(messages):
-        said = {"full": runtime.NoRoom("status 400: maximum context length is 99 tokens"),
+        said = {"full": runtime.Refused("status 400: no room", "context"),
                 "bad": runtime.Refused("status 400: a policy"), "down": ChatError("status 500")}
         if messages[1]["content"] in said:
             raise said[messages[1]["content"]]

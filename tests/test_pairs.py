@@ -149,8 +149,9 @@ def test_travel_is_paired_by_success_where_rewards_are_sums_of_parts(made):
 
 
 def test_rewards_of_two_kinds_are_not_compared(made):
-    plays = [play(said="right", reward=5.0, kind="sum"), play(said="right too", kind="success"),
-             play(said="wrong", reward=0.0, kind="success")]
+    plays = [play(said="right", reward=5.0, reward_name="sum"),
+             play(said="right too", reward_name="success"),
+             play(said="wrong", reward=0.0, reward_name="success")]
     (row,) = made(plays)
     assert replies(row, "chosen") == ["right too"]
     assert len(made(plays, "--by", "success")) == 2

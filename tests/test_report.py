@@ -78,7 +78,7 @@ def run(tmp_path_factory, mini):
                 for i in (0, 1) for k in range(3)]
         write_jsonl(folder / "rl" / "rollouts" / f"{step:05d}.jsonl", rows)
     log = [{"step": i, "success": i / 9, "reward": float(i), "entropy": 1 / i, "format": 0.1,
-            "overlength": 0.0, "dlogp_mean": 1e-6, "dlogp_max": 1e-5, "kind": "sum"}
+            "overlength": 0.0, "dlogp_mean": 1e-6, "dlogp_max": 1e-5, "reward_name": "sum"}
            for i in range(1, 9)]
     log += [log[6] | {"reward": 70.0}, log[7] | {"entropy": float("nan")}]
     log += [{"step": 8, "val_success": 0.5}]  # a line of its own, as the stages write it
@@ -147,7 +147,7 @@ def test_a_log_is_read_as_a_resumed_and_unfinished_run_left_it(run):
     rl = next(log["columns"] for log in index["logs"] if log["name"] == "rl")
     assert rl["step"] == list(range(1, 9)) and rl["reward"][6] == 70
     assert rl["val_success"] == [None] * 7 + [0.5]
-    assert rl["entropy"][7] is None and "kind" not in rl
+    assert rl["entropy"][7] is None and "reward_name" not in rl
 
 
 def test_samples_are_told_apart_and_give_pass_at_k(run, tmp_path):

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, flags_of, train
 
-import grpo
 import runtime
 import sft
 from runtime import Mistake, read_jsonl, write_jsonl, write_text
@@ -198,21 +197,6 @@ def test_a_model_that_is_no_runs_is_not_overwritten(one_rank, tmp_path):
     write_text(tmp_path / "config.json", "{}")
     with pytest.raises(Mistake, match="holds a model that no run of this stage made"):
         runtime.restore(None, flags_of(sft, f"--out {tmp_path} --resume"))
-
-
-def test_a_rate_or_a_reward_that_jumps_because_steps_changed_is_told_in_one_line(
-        resume, tmp_path, capsys):
-    resume("--lr 1e-3 --resume")
-    capsys.readouterr()
-    for words, steps, told in (
-            ("--decay 1 --reward curriculum", 2, "lr 0.0005 instead of 0.001 and reward_name macro "
-             "instead of sum"), ("--reward curriculum", 9, "")):
-        args = flags_of(grpo, f"--lr 1e-3 --out {tmp_path}/out {words}")
-        kinds = ("sum", "macro", "success")
-        runtime.compare_with_log(args, 2, lr=grpo.learning_rate(1, steps, args),
-                                 reward_name=grpo.reward_name(args.reward, kinds, 1 / steps))
-        said = capsys.readouterr().out
-        assert said.count("\n") == bool(told) and told in said
 
 
 def test_nan_stops_with_the_update_the_checkpoint_and_a_remedy(tmp_path):

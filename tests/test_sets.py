@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 
 import evaluate
-from runtime import Mistake, read_jsonl, write_jsonl
+from runtime import Mistake, Refused, read_jsonl, write_jsonl
 from toolstar import scores, sets
 from toolstar.sets import SETS, contaminated, load_sets
 from toolstar.text import golds_of
@@ -380,6 +380,13 @@ def test_prose_and_neither_word_are_never_right_and_nothing_is_asked_again(judge
     found = json.loads((folder / "out/table.json").read_text())["rl"]["gaia"]
     assert found["score"] == found["judge"] == pytest.approx(2 / 6) and found["equal"] == 0
     assert found["unread"] == pytest.approx(2 / 6) and found["no answer"] == pytest.approx(1 / 6)
+
+
+def test_a_play_that_the_judge_refuses_is_unread():
+    def refuse(messages):
+        raise Refused("content_filter")
+
+    assert scores.ask_judge(refuse, task("gaia", 1, ["4"]), "5") == ("unread", "content_filter")
 
 
 def test_an_answer_cannot_step_out_of_its_place_before_the_judge():

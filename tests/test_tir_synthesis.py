@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, Letters, Scripted
 
+import evaluate
 import sft
 from runtime import Template, read_jsonl
 from toolstar import tir
@@ -154,6 +155,19 @@ def test_each_cell_goes_where_the_paper_sends_it(synthesise, grammar, cuts):
                              for dr in ("right", "wrong") for tir in right}
     assert said["sft"] == {"dr": 4, "prompt": 2, "hint": 1} and said["rl"] == 1
     assert said["hints"] == {"doubt": 8, "answer": 8} and said["refused"] == {}
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_evaluate_plays_tags_at_an_endpoint(serve, tmp_path, cuts):
+    url, asked = serve("tags", cuts)
+    out, tasks = tmp_path / "eval", write_tasks(tmp_path / "tasks.jsonl", "prompt")
+    evaluate.main(["--env", "tools", "--tasks", str(tasks), "--database",
+                   str(write_world(tmp_path / "world", "tags")), "--out", str(out),
+                   "--model", "m", "--url", url.removesuffix("=m")])
+    (row,) = read_jsonl(out / "m" / "episodes.jsonl")
+    assert (row["stop"], row["strict"], row["calls"]) == ("answer", 1.0, 1)
+    assert {one["role"] for request in asked for one in request["messages"]} == {
+        "system", "user", "assistant"}
 
 
 def test_every_sample_is_logged_with_its_outcome_and_its_tokens(synthesise):
@@ -364,7 +378,7 @@ def test_the_quality_rules_by_hand(change, fault):
 def test_of_several_right_chains_the_one_with_the_fewest_calls_is_learnt():
     rows = [{"task": {"sample": f"prompt-{i}"}, "stop": "answer", "strict": 1.0, "tools": [OK] * n,
              "messages": []} for i, n in enumerate((3, 2, 2))]
-    known, found, row = tir.choose({}, rows, SimpleNamespace(max_calls=5, right=1))
+    known, found, row = tir.choose(rows, SimpleNamespace(max_calls=5, right=1))
     assert (known, found, row) == (False, {"prompt"}, rows[1])
 
 
@@ -373,7 +387,7 @@ def test_a_task_needs_no_tools_if_enough_samples_without_them_are_right(right):
     rows = [{"task": {"sample": f"dr-{i}"}, "stop": "answer", "strict": 1.0, "tools": [],
              "messages": []} for i in range(right)]
     args = SimpleNamespace(max_calls=5, right=right)
-    assert tir.choose({}, rows, args)[0] and not tir.choose({}, rows[1:], args)[0]
+    assert tir.choose(rows, args)[0] and not tir.choose(rows[1:], args)[0]
 
 
 @pytest.mark.parametrize("flags, why", [(("--model", "x"), "either --endpoint or --model"),

@@ -124,7 +124,7 @@ def variant(request, tmp_path):
 def test_a_variants_loss_and_gradient_are_those_of_its_equation(variant, one_rank):
     name, module = variant
     words = "--teacher T" if name == "on-policy-distillation" else ""
-    args = flags_of(module, f"--context 400 {words}")
+    args = flags_of(module, f"--context 400 --group 2 {words}")
     args.reference = args.of_teacher = Table(REF).requires_grad_(False)
     trainer = Plain(Table(NEW))
     samples = plays()
@@ -186,7 +186,7 @@ def test_refill_plays_other_tasks_until_enough_groups_differ_or_its_batches_are_
     played = [{s.record["task"]["id"] for s in group} for group in groups.values()]
     assert all(len(ids) == 1 for ids in played) and len(set.union(*played)) == len(kinds)
     (kept,) = module.split(module.group_advantages(samples), args)
-    assert len(kept) == kinds.count(".")
+    assert len(kept) == max(1, kinds.count(".")), "one to compare with the engine"
 
 
 # --------------------------------------------------------------------------------------- stretch

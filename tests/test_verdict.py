@@ -398,7 +398,7 @@ def test_an_answer_that_reaches_the_limit_is_counted():
     for answer, golds, values in (
             (ENDLESS, ["5"], (0, 1)), (ENDLESS, ["5", ENDLESS], (1, 0)),
             ("6", ["5"], (0, 0)), ("5", ["5"], (1, 0))):
-        row = verdict.score({"golds": golds, "check": "math"}, answer, [], True, False, "")
+        row = verdict.score({"golds": golds, "check": "math"}, answer, [], True, "")
         assert (row["success"], row["undecided"]) == values
     assert "undecided" in verdict.PARTS  # its mean is logged
 
@@ -506,8 +506,8 @@ BOTH = [call("Search"), call("Python")]
 TASK = {"golds": ["1/2"], "check": "math", "needs": ["search", "python"]}
 
 
-def rewards(answer="0.5", calls=(), task=TASK, format_ok=True, cut=False, text=""):
-    row = verdict.score(task, answer, list(calls), format_ok, cut, text)
+def rewards(answer="0.5", calls=(), task=TASK, format_ok=True, text=""):
+    row = verdict.score(task, answer, list(calls), format_ok, text)
     counts = {"errors", "python", "search", "browse", "unneeded"}
     assert {key for key, value in row.items() if type(value) is int} == counts
     assert {type(row[key]) for key in row.keys() - counts} == {float}
@@ -520,7 +520,6 @@ def rewards(answer="0.5", calls=(), task=TASK, format_ok=True, cut=False, text="
     ({"answer": "2", "calls": BOTH}, [0, 0, 0, 0]),
     ({"answer": None, "calls": BOTH}, [0, 0, 0, 0]),
     ({"calls": BOTH, "format_ok": False}, [-1, -1, -1, 1]),
-    ({"calls": BOTH, "cut": True}, [-1, -1, -1, 1]),
     # calls that gave nothing: the paper pays for them
     ({"calls": [call("Search"), call("Python", "error")]}, [1, 1.1, 1, 1]),
     ({"calls": [call("Search", empty=True), call("Python")]}, [1, 1.1, 1, 1]),
@@ -548,7 +547,7 @@ def test_a_score_tells_the_calls_and_the_gap():
     text = (r"<think>a</think><search>q</search><result>r</result><python>1</python>"
             r"<result>1</result><answer>\boxed{12}</answer>")
     row = verdict.score({**TASK, "needs": ["python"]}, "12",
-                        [call("Search", empty=True), call("Python", "error")], True, False, text)
+                        [call("Search", empty=True), call("Python", "error")], True, text)
     # token F1 takes 12 for 1/2, and pays for the tags
     assert row["released"] == pytest.approx(1.1) and row["gap"] == pytest.approx(1.1)
     told = {name: row[name] for name in ("success", "search", "python", "both", "errors",
@@ -560,10 +559,10 @@ def test_a_score_tells_the_calls_and_the_gap():
 
 def test_questions_count_over_all_aliases_and_a_choice_is_no_article():
     task = {"golds": ["NYC", "New York"], "check": "qa"}
-    assert verdict.score(task, r"\boxed{\text{the New York}}", [], True, False, "")["success"] == 1
+    assert verdict.score(task, r"\boxed{\text{the New York}}", [], True, "")["success"] == 1
     choice = {"golds": ["A"], "check": "qa"}
-    assert verdict.score(choice, "(A)", [], True, False, "")["acc"] == 1
+    assert verdict.score(choice, "(A)", [], True, "")["acc"] == 1
     for wrong in ("B", "the", "", None):
-        row = verdict.score(choice, wrong, [], True, False, "")
+        row = verdict.score(choice, wrong, [], True, "")
         assert row["acc"] == row["em"] == row["success"] == 0
     assert verdict.qa_metrics("the", ["a"])["em"] == 0  # both normalise to nothing

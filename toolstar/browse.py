@@ -4,7 +4,7 @@ The browser of the tools world: fetch a URL that a language model wrote and retu
     (1) connect   resolve the host once, refuse it if any of its addresses is not public, and
                   connect to one of these, so that a name server cannot give another one afterwards
     (2) fetch     send the request, follow redirects (each is judged anew), limit size and time
-    (3) extract   read HTML, text and (if pypdf is installed) PDF by a fixed program in the jail
+    (3) extract   read HTML and text by a fixed program in the jail
     (4) passages  choose the paragraphs that match the query best, by BM25
 
 This file decides what a model can reach: http and https on ports 80 and 443, no proxies, no
@@ -33,7 +33,7 @@ from urllib.parse import quote, urljoin, urlsplit
 HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; STAR)", "Accept": "text/html,text/plain,*/*",
            "Accept-Encoding": "identity", "Connection": "close"}
 HOST = re.compile(r"[0-9a-z_][0-9a-z_.-]*|[0-9a-f:.]+")  # a name, or the inside of [IPv6]
-READABLE = re.compile(r"text/.*|application/(xhtml\+xml|pdf|json|xml)|application/.*\+(json|xml)")
+READABLE = re.compile(r"text/.*|application/(xhtml\+xml|json|xml)|application/.*\+(json|xml)")
 PORTS = (80, 443)  # of http and https
 KEPT = "%/:?#[]@!$&'()*+,;=~"  # characters of a path and a query that are sent as they are
 # IANA's special-purpose registries, written out because is_global changes with Python's version;
@@ -88,7 +88,7 @@ def split_url(url):
 
 
 READER = r"""
-import base64, io, json, re, sys, trafilatura
+import base64, json, re, sys, trafilatura
 from trafilatura.utils import decode_file
 page = json.load(sys.stdin)
 data = base64.b64decode(page["data"])
@@ -107,26 +107,16 @@ def clean(text):
     text = re.sub(r"[^\S\n]+", " ", text)
     return "".join(c for c in text if c == "\n" or c.isprintable()).strip()
 
-if data.startswith(b"%PDF-"):
-    try:
-        import pypdf
-        for sheet in pypdf.PdfReader(io.BytesIO(data)).pages:
-            text += sheet.extract_text() + "\n"
-            if len(text) > page["text"]:
-                break
-    except ImportError:
-        fault = "is a PDF, which cannot be read here"
-else:
-    text = decode()
-    if 10 * len(re.findall(r"[\x00-\x08\x0e-\x1f\ufffd]", text)) > len(text):
-        fault = "is no text: binary data"
-    elif page["html"]:
-        text = text if "<html" in text.lower() else f"<html><body>{text}</body></html>"
-        tree = trafilatura.load_html(text)
-        title = "" if tree is None else tree.findtext(".//title") or ""
-        # fast=True: the other methods would load word lists for 0.2 s in every fork
-        found = trafilatura.extract(tree, fast=True, favor_recall=True, include_comments=False)
-        text = found or trafilatura.html2txt(text)
+text = decode()
+if 10 * len(re.findall(r"[\x00-\x08\x0e-\x1f\ufffd]", text)) > len(text):
+    fault = "is no text: binary data"
+elif page["html"]:
+    text = text if "<html" in text.lower() else f"<html><body>{text}</body></html>"
+    tree = trafilatura.load_html(text)
+    title = "" if tree is None else tree.findtext(".//title") or ""
+    # fast=True: the other methods would load word lists for 0.2 s in every fork
+    found = trafilatura.extract(tree, fast=True, favor_recall=True, include_comments=False)
+    text = found or trafilatura.html2txt(text)
 title = " ".join(clean(title).split())[:200]
 text = clean(text)[:page["text"]].encode()[:48_000].decode(errors="ignore")
 print(json.dumps([title, text, fault], ensure_ascii=False))

@@ -380,7 +380,7 @@ class Jail(contextlib.AbstractContextManager):
                 fit = worker.fit
                 return result
             except (OSError, ValueError, KeyError, RuntimeError, JailError) as error:
-                why = str(error)
+                why = repr(error)
             finally:
                 if worker:
                     self.put_back(worker, fit)

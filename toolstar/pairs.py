@@ -58,7 +58,7 @@ def plays_of(args):
                     calls=row["calls"], stop=row["stop"],
                     replies=[one["content"] for one in messages if one["role"] == "assistant"])
                 play.length = sum(map(len, play.replies))
-                kind = row.get("kind") if args.by == "reward" else None
+                kind = row.get("reward_name") if args.by == "reward" else None
                 group = groups.setdefault((str(play.task.get("id")), f"{prompt} {kind}"), [])
             except (KeyError, TypeError, AttributeError) as error:
                 raise Mistake(f"{path}, line {line} is not a judged episode of grpo.py or "

@@ -71,9 +71,9 @@ class BM25:
 
 
 class Dense:
-    """Exact search in an index folder. encoder: in place of the one in meta.json."""
+    """Exact search in an index folder."""
 
-    def __init__(self, folder, devices=("cpu",), encoder=None):
+    def __init__(self, folder, devices=("cpu",)):
         folder = Path(folder)
         meta = json.loads((folder / "meta.json").read_text())
         self.path, self.corpus = meta["corpus"], os.open(meta["corpus"], os.O_RDONLY)
@@ -87,7 +87,7 @@ class Dense:
                                  dtype=torch.float16).view(total, meta["dim"])
         parts = matrix.split(-(-total // len(devices)))
         self.shards = [part.to(device) for part, device in zip(parts, devices, strict=False)]
-        self.encoder = load_encoder(encoder or meta["encoder"], devices[0])
+        self.encoder = load_encoder(meta["encoder"], devices[0])
 
     def document(self, row):
         start, end = self.starts[row:row + 2].tolist()
@@ -238,12 +238,12 @@ def find_retriever(name, corpus):
                       "index")
 
 
-def open_retriever(name, corpus=None, devices=("cpu",), encoder=None, **more):
+def open_retriever(name, corpus=None, devices=("cpu",), **more):
     """A retriever for many threads. name: "bm25" (of a corpus), an index folder, the URL of a
     server, or the json file of a web search. more: arguments of Remote."""
     if name.startswith(HTTP) or name.endswith(".json"):
         return Shared(Remote(name, **more))
-    return Shared(BM25(corpus) if name == "bm25" else Dense(name, devices, encoder))
+    return Shared(BM25(corpus) if name == "bm25" else Dense(name, devices))
 
 
 # ---------------------------------------------------------------- index

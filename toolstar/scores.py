@@ -56,7 +56,10 @@ def ask_judge(generate, task, said):
     """("correct", "incorrect" or "unread", the judge's words) on an answer."""
     golds, said = "\n".join(task["golds"]), FORGED.sub("‹", truncate(said, 2000))
     text = JUDGE.format(query=task["query"], golds=golds, said=said)
-    reply = generate([{"role": "user", "content": text}])
+    try:
+        reply = generate([{"role": "user", "content": text}])
+    except runtime.Refused as error:
+        return "unread", str(error)[-400:]
     word = re.fullmatch(r"\W*(correct|incorrect)\W*", spoken(reply), re.IGNORECASE)
     return word[1].lower() if word else "unread", reply[-400:]
 

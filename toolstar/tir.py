@@ -78,49 +78,19 @@ def mode_of(task):
     return task["sample"].partition("-")[0]
 
 
-def play_samples(args, worked, todo):
-    """Yield the judged record of each sample as it ends. worked: as in evaluate.play."""
+def play_samples(args, todo):
+    """Yield the judged record of each sample as it ends."""
     from toolstar.tools import open_world
 
     world = open_world(args)
-    for episode in player(args, world, (begin(args, world, task) for task in todo), worked):
+    # 40 retries, so that one bad hour of an endpoint does not end a run of days
+    for episode in evaluate.play_model(args, args.model, world, (
+            begin(args, world, task) for task in todo), retries=40):
         answer, score, strict = world.verdict(episode)
-        yield episode.record(model_of(args)) | {
+        yield episode.record(args.model) | {
             "plan": answer, "score": score, "strict": strict,
             "tokens": getattr(episode, "tokens", None)}
     world.close()
-
-
-def model_of(args):
-    return args.endpoint[1] if args.endpoint else args.model
-
-
-def player(args, world, episodes, worked=False):
-    """An iterator of the episodes as they end, played by an endpoint or vLLM."""
-    sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
-    if args.endpoint:
-        # 40 retries, so that one bad hour of an endpoint does not end a run of days
-        generate = partial(runtime.chat, *args.endpoint, **sampling, retries=40,
-                           api_key=runtime.read_key(args.key), stops=world.stops)
-        return evaluate.play(lambda messages: generate(merged(messages)), episodes,
-                             args.concurrency)
-    llm, template = evaluate.open_engine(args.model, args.max_context, args.concurrency,
-                                         args.tp, args.gpu_memory)
-    return evaluate.play_vllm(llm, template, episodes, args.max_context, **sampling,
-                              seed=args.seed, concurrency=args.concurrency,
-                              stops=world.stops, slow=world.slow)
-
-
-def merged(messages):
-    """Messages for an endpoint: adjacent replies and results become one assistant message."""
-    found = []
-    for message in messages:
-        said = message["role"] in ("assistant", "result")
-        if said and found[-1]["role"] == "assistant":
-            found[-1] = {"role": "assistant", "content": found[-1]["content"] + message["content"]}
-        else:
-            found.append({"role": "assistant", "content": message["content"]} if said else message)
-    return found
 
 
 # ---------------------------------------------------------------- hints
@@ -199,7 +169,7 @@ def fault_of(row, most):
     return next((fault for fault, found in faults.items() if found), "")
 
 
-def choose(task, rows, args):
+def choose(rows, args):
     """(5) (whether (1) is right, {right modes of (2) and (3)}, record for SFT or None) of a task.
 
     rows: its samples' records. A sample is right if its answer is and (4) does not refuse it.
@@ -231,7 +201,7 @@ def report_on(args, rows, cells, chosen):
     cells: Counter of (check, whether (1) is right, the right modes of (2) and (3)).
     """
     faults = Counter((mode_of(row["task"]), fault_of(row, args.max_calls)) for row in rows)
-    return {"model": model_of(args), "samples": args.samples,
+    return {"model": args.model, "samples": args.samples,
             "right": args.right, "max calls": args.max_calls,
             "tasks": {f"{check}, dr {'right' if known else 'wrong'}, tir right by "
                       f"{' and '.join(found) or 'none'}": n
@@ -244,7 +214,7 @@ def report_on(args, rows, cells, chosen):
 
 # ---------------------------------------------------------------- tir
 
-def play_missing(args, folder, settings, tasks, tools):
+def play_missing(args, folder, tasks, tools):
     """(1) to (3) Play the samples that samples.jsonl lacks, then sort the file into the order of
     the tasks. Returns the records of all samples in this order."""
     file = folder / KEPT
@@ -255,9 +225,8 @@ def play_missing(args, folder, settings, tasks, tools):
         raise Mistake(f"{folder}: other tasks with these ids were played; choose another --out")
     for what in "dr, prompt", "hint":  # (3) starts from (1), so it is a second round
         todo = list(wanted_samples(args, tasks, rows, tools))
-        worked = any(row["stop"] != "refused" for row in rows.values())
-        rows_of = partial(play_samples, args, worked)
-        if args.model:
+        rows_of = partial(play_samples, args)
+        if not args.url:
             rows_of = partial(evaluate.in_processes, rows_of, args=args)
         for row in runtime.progress(rows_of(todo) if todo else (), what, len(todo)):
             runtime.append_jsonl(file, row)
@@ -275,21 +244,22 @@ def tir(args):
 
     if bool(args.endpoint) == bool(args.model):
         raise Mistake("name either --endpoint or --model, which plays")
+    args.url, args.model = args.endpoint or (None, args.model)
     world = open_world(args)
     world.close()  # play_samples opens its own
     tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit)
     tasks, dropped = contaminated(tasks, questions_of(args.sets) if args.sets else [])
-    settings = {"model": model_of(args)} | {key: getattr(args, key) for key in SETTINGS}
+    settings = {"model": args.model} | {key: getattr(args, key) for key in SETTINGS}
     runtime.lock_folder(args.out)
     folder = evaluate.open_folder(args.out, "", settings, KEPT)
-    rows = play_missing(args, folder, settings, tasks, world.settings.tools)
+    rows = play_missing(args, folder, tasks, world.settings.tools)
     # (4) (5)
     by_task, cells, sft, rl = {task["id"]: [] for task in tasks}, Counter(), [], []
     for row in rows:
         by_task[row["task"]["id"]].append(row)
     prompt = system_prompt(args.system_prompt, world.settings)
     for task in tasks:
-        known, found, row = choose(task, by_task[task["id"]], args)
+        known, found, row = choose(by_task[task["id"]], args)
         cells[task["check"], known, tuple(sorted(found))] += 1
         if row:
             sft.append(as_episode(row, prompt))
@@ -316,7 +286,7 @@ def flags(argv=None):
         return p.add_argument
 
     tir_flags(command("tir", tir, "make chains for SFT and tasks for RL from questions [1]",
-                      failure_rate=0.0, helpers="", url=None))
+                      failure_rate=0.0, helpers=""))
     add = command("convert", convert, "convert Tool-Star's published data")
     add("--from", dest="source", choices=("tool-star",), default="tool-star", help="format to read")
     add("--sft", metavar="FILE", help="the 54K chains: json, jsonl or parquet")
@@ -346,11 +316,10 @@ def tir_flags(add):
     add("--top-p", type=float, default=1.0, help="nucleus of the sampling")
     add("--max-tokens", type=NATURAL, default=4096, help="tokens per reply; 0: only the context "
         "limits it, and --endpoint is sent no limit")
-    add("--max-context", type=COUNT, default=16384, help="tokens per episode, with --model")
+    add("--max-context", type=COUNT, default=16384, help="tokens per episode")
     add("--max-turns", type=COUNT, default=9, help="tool calls per episode, then an answer")
     add("--concurrency", type=COUNT, default=32, help="episodes in flight")
     add("--tp", type=COUNT, default=1, help="GPUs that share one engine")
-    add("--processes", type=NATURAL, default=0, help="engines; 0: one per --tp GPUs")
     add("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may fill")
     add("--seed", type=int, default=0, help="seed of hints, of the world's random events and of "
         "vLLM's sampling; an endpoint's sampling is not seeded")

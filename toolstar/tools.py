@@ -68,7 +68,7 @@ DECLARED = {  # for the prompt: (what the tool does, {argument: description})
     "Browse": ("Read the parts of a web page that fit a query.",
                {"url": "Address of the page", "query": "What to look for"}),
 }
-OPTIONAL = {"query"}  # of Browse
+NEEDED = {"Search": ["query"], "Python": ["code"], "Browse": ["url"]}  # of these
 TAGS = {"search": "Search", "python": "Python", "browse": "Browse"}
 TAG_OF = {name: tag for tag, name in TAGS.items()}
 # tags of the grammars and of chat templates, which a tool's result must not contain
@@ -127,8 +127,7 @@ def system_prompt(name, settings):
 def declare_call(name):
     what, arguments = DECLARED[name]
     fields = {key: {"type": "string", "description": text} for key, text in arguments.items()}
-    needed = [key for key in arguments if len(arguments) == 1 or key not in OPTIONAL]
-    parameters = {"type": "object", "required": needed, "properties": fields}
+    parameters = {"type": "object", "required": NEEDED[name], "properties": fields}
     function = {"name": name, "description": what, "parameters": parameters}
     return json.dumps({"type": "function", "function": function})
 
@@ -481,8 +480,7 @@ class Tools:
             episode.ahead.result()
         said = as_tags(episode.messages, episode.tags)
         whole = stop == "answer" and (not episode.tags or verdict.released_format(said))
-        score = verdict.score(episode.task, episode.answer or "", calls, whole,
-                              stop in ("turns", "context"), said)
+        score = verdict.score(episode.task, episode.answer or "", calls, whole, said)
         score["tool_seconds"] = sum((call["seconds"] for call in calls), 0.0)
         score["cached"] = sum(call["cached"] for call in calls) / max(1, len(calls))
         if episode.helpers:
@@ -552,11 +550,10 @@ class Tools:
 def check_arguments(name, arguments):
     """An error message on a call's arguments, "" if they are right."""
     wanted = DECLARED[name][1]
-    needed = {key for key in wanted if len(wanted) == 1 or key not in OPTIONAL}
-    whole = isinstance(arguments, dict) and needed <= arguments.keys() <= wanted.keys()
+    whole = isinstance(arguments, dict) and {*NEEDED[name]} <= arguments.keys() <= wanted.keys()
     if not whole or not all(isinstance(value, str) for value in arguments.values()):
         return f"Error: {name} takes texts: {', '.join(wanted)}."
-    empty = [key for key in needed if not arguments[key].strip()]
+    empty = [key for key in NEEDED[name] if not arguments[key].strip()]
     return f"Error: {name} needs a {empty[0]}." if empty else ""
 
 

@@ -184,13 +184,13 @@ def is_right(answer, task):
     return any(compare(answer, task))
 
 
-def score(task, answer, calls, format_ok, cut, tags_text):
+def score(task, answer, calls, format_ok, tags_text):
     """The score of an episode: {name: number}; shares are floats, counts are ints.
 
     task: {golds: list of texts, check: "math" or "qa", needs: tools in lower case, may be missing}.
     answer: a text or None. calls: the environment's records {name, status, empty, repeated}; the
-    policy's own claims do not count. format_ok: whether the format was kept. cut: whether a limit
-    ended the episode. tags_text: the episode in the tags grammar, for the released reward.
+    policy's own claims do not count. format_ok: whether the episode kept the format and ended
+    with an answer. tags_text: the episode in the tags grammar, for the released reward.
     """
     said = bare(answer or "")
     if task["check"] == "qa":
@@ -206,7 +206,6 @@ def score(task, answer, calls, format_ok, cut, tags_text):
         "f1": metrics["f1"],
         "acc": max(graded, float(right)),  # token_f1: words_f1 would pay "yes no" for a "yes"
         "format_ok": float(bool(format_ok)),
-        "cut": float(bool(cut)),
         "released": released(tags_text, task["golds"]),
         **count_calls(calls, task.get("needs")),
     }
@@ -244,7 +243,7 @@ def reward_of(score, kind):
     accuracy = score["acc"]
     if kind == "answer":
         return accuracy
-    if score["cut"] or not score["format_ok"]:
+    if not score["format_ok"]:
         return -1.0
     if kind == "paper":
         return accuracy + BONUS * (accuracy > 0 and score["called"])

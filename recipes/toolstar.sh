@@ -48,7 +48,7 @@ if [[ $size == tool-star-* ]]; then
     # SFT_DATA and RL_DATA are Tool-Star-SFT-54K and Multi-Tool-RL-10K of dongguanting; parquet
     # needs pyarrow, which requirements.txt names. Tasks that occur in a test set are dropped;
     # system.txt is the prompt of the SFT data
-    stage convert "$DATA/rl.jsonl" python -m toolstar.tir convert --from tool-star \
+    stage convert "$DATA/rl.jsonl" python -m toolstar.tir convert \
         --sft "$SFT_DATA" --rl "$RL_DATA" --sets "$SETS" --out "$DATA"
     # the same number of questions per set as in [3]
     stage sets "$DATA/sets/tasks.jsonl" python -m toolstar.sets read --sets "$SETS" \

@@ -29,7 +29,7 @@ ALPACA = {"instruction": SYSTEM, "input": "Which lake?", "output": CHAIN}
 
 def convert(folder, sft_rows=None, rl_rows=None, *flags, form="jsonl"):
     """Convert these rows -> ({file: its rows}, the report)."""
-    words = ["convert", "--from", "tool-star", "--out", str(folder / "out"), *flags]
+    words = ["convert", "--out", str(folder / "out"), *flags]
     for part, rows in ("sft", sft_rows), ("rl", rl_rows):
         if rows is not None:
             lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]

@@ -21,7 +21,7 @@ Writes  OUT/samples.jsonl, a line per sample: a run that was killed resumes from
 
     python -m toolstar.tir tir     --database my/world --tasks my/questions.jsonl \\
         --endpoint http://localhost:8000/v1=Qwen2.5-3B-Instruct --out out/tir
-    python -m toolstar.tir convert --from tool-star --sft final_sft.json --rl rl.parquet --out data
+    python -m toolstar.tir convert --sft final_sft.json --rl rl.parquet --out data
 """
 import json
 import random
@@ -288,7 +288,6 @@ def flags(argv=None):
     tir_flags(command("tir", tir, "make chains for SFT and tasks for RL from questions [1]",
                       failure_rate=0.0, helpers=""))
     add = command("convert", convert, "convert Tool-Star's published data")
-    add("--from", dest="source", choices=("tool-star",), default="tool-star", help="format to read")
     add("--sft", metavar="FILE", help="the 54K chains: json, jsonl or parquet")
     add("--rl", metavar="FILE", help="the 10K tasks: parquet, json or jsonl")
     add("--sets", metavar="DIR", help="folder of evaluation sets, whose questions are dropped")

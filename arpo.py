@@ -30,6 +30,7 @@ Writes  OUT/ (a HF folder), OUT/best/ (best on --val), OUT/log.jsonl, OUT/rollou
 
 Nothing below knows about travel: to train in another world, see docs/environment.md.
 """
+import heapq
 import math
 import os
 import random
@@ -532,9 +533,11 @@ def micro_batches(lengths, ranks, budget, packed):
     count = ranks * max(1, math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks))
     while True:
         if packed:
-            micros = [[] for _ in range(count)]
+            micros, heap = [[] for _ in range(count)], [(0, k) for k in range(count)]
             for i in order:
-                min(micros, key=size).append(i)
+                used, k = heap[0]
+                micros[k].append(i)
+                heapq.heapreplace(heap, (used + lengths[i], k))
         else:
             most = sum(lengths) / count
             while len(micros := neighbours(most)) > count:
@@ -622,8 +625,8 @@ def read_inputs(args):
     tasks = runtime.load_tasks(args.tasks, world.load_task)
     val = runtime.load_tasks(args.val, world.load_task) if args.val else []
     template = runtime.load_template(args.model)
-    for task in tasks + val:  # raises if a prompt fills the context
-        new_sample(task, 0, "", world, template, args)
+    for task in tasks + val:  # raises if a prompt fills the context; record() closes a plain class
+        new_sample(task, 0, "", world, template, args).episode.record()
     runtime.check_world(world, tasks[0], args)
     return world, tasks, val, template
 

@@ -28,7 +28,7 @@ trained, at a tenth of that rate.
 [1] DPO, arXiv:2305.18290   [2] Tool-Star, arXiv:2505.16410   [3] arXiv:2404.19733, eq. 1
 [4] length-normalised DPO, arXiv:2411.15124
 
-Reads   a HF folder or hub name, a jsonl of pairs {prompt, chosen, rejected, rewards}
+Reads   a HF folder or hub name, a jsonl of pairs {prompt, chosen, rejected, rewards?}
 Writes  OUT/ (a HF folder), OUT/log.jsonl, OUT/reference.jsonl, OUT/checkpoints/
 
     python -m toolstar.pairs --episodes out/rl/rollouts --out out/pairs
@@ -36,6 +36,7 @@ Writes  OUT/ (a HF folder), OUT/log.jsonl, OUT/reference.jsonl, OUT/checkpoints/
 
 Nothing below knows about tools or travel: to learn other preferences, supply other pairs.
 """
+import heapq
 import math
 import random
 import time
@@ -145,7 +146,8 @@ def read_pair(row, template, cutoff):
         return "the prompts of the two sides differ, or are empty"
     if sides[0] == sides[1] or not all(row[side] for side in Pair._fields):
         return "both sides have the same replies, or one has none"
-    if row["rewards"][0] < row["rewards"][1]:
+    better, worse = row.get("rewards", (1, 0))
+    if better < worse:
         return "the rejected side has the higher reward"
     pair = Pair(*(render(side, template) for side in sides))
     stops = row.get("stops") or ["answer", "answer"]
@@ -259,7 +261,11 @@ def take_reference(trainer, rows, start, packed, rank, ranks, device, args):
     has the weights to compute it: it reads what it has saved in OUT/reference.jsonl."""
     file = Path(args.out) / "reference.jsonl"
     if start:
-        return torch.tensor(runtime.read_jsonl(file), dtype=torch.float64, device=device)
+        sums = torch.tensor(runtime.read_jsonl(file), dtype=torch.float64, device=device)
+        if sums.numel() != len(rows):
+            raise Mistake(f"{file} is of {sums.numel() // 2} pairs, and there are {len(rows) // 2} "
+                          "now: use the --data and --val of before, or another --out")
+        return sums
     sums = sum_logps(trainer, rows, packed, rank, ranks, device, args)
     if rank == 0:
         runtime.write_jsonl(file, sums.tolist())
@@ -333,9 +339,11 @@ def micro_batches(lengths, ranks, budget, packed):
     count = ranks * max(1, math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks))
     while True:
         if packed:
-            micros = [[] for _ in range(count)]
+            micros, heap = [[] for _ in range(count)], [(0, k) for k in range(count)]
             for i in order:
-                min(micros, key=size).append(i)
+                used, k = heap[0]
+                micros[k].append(i)
+                heapq.heapreplace(heap, (used + lengths[i], k))
         else:
             most = sum(lengths) / count
             while len(micros := neighbours(most)) > count:

@@ -24,7 +24,7 @@ import math
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, as_completed, wait
 from functools import partial
 from itertools import count, islice
 from multiprocessing import get_context
@@ -54,9 +54,13 @@ def play(generate, episodes, concurrency=8, max_context=math.inf):
     the rest."""
     with ThreadPoolExecutor(concurrency) as pool:
         try:
-            for future in as_completed([pool.submit(play_one, generate, episode, max_context)
-                                        for episode in episodes]):
-                yield future.result()
+            running = set()  # an episode begins when a thread is free for it
+            for episode in episodes:
+                running.add(pool.submit(play_one, generate, episode, max_context))
+                if len(running) == concurrency:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            yield from (future.result() for future in as_completed(running))
         finally:
             pool.shutdown(cancel_futures=True)
 

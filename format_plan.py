@@ -79,9 +79,10 @@ def unfold_json(text):
     """The text, in which each JSON value that holds days is replaced by lines."""
     parts, at = [], 0
     for start, end, value in json_values(text):
-        lines = list(islice(json_lines(value), MOST_LINES))
-        if any(map(DAY.match, lines)):
-            parts, at = [*parts, text[at:start], *lines], end
+        with suppress(RecursionError):
+            lines = list(islice(json_lines(value), MOST_LINES))
+            if any(map(DAY.match, lines)):
+                parts, at = [*parts, text[at:start], *lines], end
     return "\n".join([*parts, text[at:]])
 
 
@@ -367,11 +368,6 @@ def read_plan(text, task, database):
         plan.append(filled)
     has_fields = any(day[slot] != "-" for day in plan for slot in FIELDS[1:])
     return plan if has_fields else None, unused, len(unused) / max(len(lines), 1)
-
-
-def parse_plan(text, task, database):
-    """The plan of an itinerary text, or None."""
-    return read_plan(text, task, database)[0]
 
 
 def itinerary(plan):

@@ -74,10 +74,12 @@ stage() {
         return
     fi
     now=$(essence "$@")
-    if made "$output"; then
-        [[ ! -e $output.command || $(<"$output.command") == "$now" ]] ||
-            stop "$output was made by another command, see $output.command: choose another OUT," \
-                "or remove both to make it again; it would now be: $now"
+    if made "$output" && [[ -e $output.command && $(<"$output.command") != "$now" ]]; then
+        [[ $name == preflight-* ]] || stop "$output was made by another command, see" \
+            "$output.command: choose another OUT, or remove ${output%/config.json}, $output.command" \
+            "and all that was made from it; the command would now be: $now"
+        rm -rf "$(dirname "$output")"
+    elif made "$output"; then
         return
     fi
     if [[ $node != 0 && $1 != torchrun ]]; then  # only torchrun's stages run on all nodes
@@ -103,6 +105,12 @@ change() {
         [[ " $* " == *" $flag "* ]] || kept+=("$word")
     done
     words=("${kept[@]}" "$@")
+}
+
+# variant NAME   make grpo_NAME.py of variants/NAME.diff
+variant() {
+    local words=(patch -s -o "grpo_${1//-/_}.py" grpo.py "variants/$1.diff")
+    if [[ -n ${DRY:-} ]]; then echo "${words[*]}"; else "${words[@]}"; fi
 }
 
 # finish TABLE...   print the tables and the times; then exit
@@ -180,11 +188,11 @@ with open(sys.argv[1], "w") as file:
             ("user", "Count."), ("assistant", " one" * (int(length) * 9 // 10)))]}
         file.write((json.dumps(row) + "\n") * int(sys.argv[2]))' \
         "$here/long.jsonl" "$ranks" "${lengths[@]}"
-    words=("${sft[@]}")
+    words=("${sft[@]}" ${FLAGS_sft:-})
     change --data "$here/long.jsonl" --epochs 1 --batch $((ranks * ${#lengths[@]})) \
         --cutoff "$longest" --pack-tokens "$longest" --out "$here/sft"
     stage preflight-sft "$here/sft/config.json" "${words[@]}"
-    words=("${rl[@]}")
+    words=("${rl[@]}" ${FLAGS_rl:-})
     change --model "$base" --steps 1 --prompts "$ranks" --group 2 --max-turns 1 --turn-tokens 16 \
         --out "$here/rl"
     stage preflight-rl "$here/rl/config.json" "${words[@]}"
@@ -195,6 +203,7 @@ with open(sys.argv[1], "w") as file:
 size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-} HOW=${HOW:-}
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
+[[ -z ${CUDA_VISIBLE_DEVICES+set} ]] || seen=$(awk -F, '{print NF}' <<<"$CUDA_VISIBLE_DEVICES")
 saving=10 algorithm=grpo  # saving: updates between checkpoints
 python=${PYTHON:-python3} pins=requirements.txt
 [[ $seen != 0 ]] || pins=requirements-cpu.txt
@@ -223,6 +232,17 @@ sys.exit(not all(map(has.find_spec, ("torch", "transformers", "deepspeed"))))' 2
     *)    usage ;;
 esac
 [[ $what == all || $what == axis && -n $axis ]] || usage
+if [[ $what == axis ]]; then
+    axes=(reward scale data algorithm noise)
+    case $size in
+        tiny)   axes+=(memory crossing) ;;
+        tool-*) axes=(reward dpo helpers masking noise) ;;
+        *)      axes+=(reliability) ;;
+    esac
+    [[ " ${axes[*]} " == *" $axis "* ]] || stop "$size has no axis $axis, but ${axes[*]}"
+    [[ $axis != reliability || -n $ENDPOINT ]] || stop "the axis reliability needs ENDPOINT=URL=MODEL"
+    [[ -z ${ALGORITHM:-} ]] || stop "a study chooses its algorithms: unset ALGORITHM"
+fi
 [[ $size != *1.5b ]] || SHARE=${SHARE:-0.5}  # so that a single GPU of 80 GB holds it
 base=${MODEL:-$base} share=${SHARE:-0.6} tp=${TP:-1} context=${CONTEXT:-30000}
 cutoff=${CUTOFF:-$((context < 20480 ? context : 20480))}
@@ -232,6 +252,9 @@ read -ra how <<<"$HOW --keep-activations $keep"
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-$((2 - (seen == 1)))}
     GPUS=${GPUS:-1}
+    for name in HOW TP SHARE CONTEXT CUTOFF PACK KEEP; do
+        [[ -z ${!name:-} ]] || stop "$name is for the real sizes: use FLAGS_sft and FLAGS_rl"
+    done
 else
     [[ $size != tool-star-* ]] || DATA=${DATA:-data/tool-star}
     database=${STAR_DATABASE:-database/full} DATA=${DATA:-data/full} GPUS=${GPUS:-$seen}
@@ -256,10 +279,11 @@ algorithm=${ALGORITHM:-$algorithm}
 if [[ $algorithm != [ga]rpo ]]; then  # a variant becomes a stage of its own
     [[ -e variants/$algorithm.diff ]] || stop "ALGORITHM=$algorithm is none of grpo, arpo," \
         "$(basename -as .diff variants/*.diff | paste -sd ' ')"
-    variant=(patch -s -o "grpo_${algorithm//-/_}.py" grpo.py "variants/$algorithm.diff")
-    if [[ -n ${DRY:-} ]]; then echo "${variant[*]}"; else "${variant[@]}"; fi
+    variant "$algorithm"
     algorithm=grpo_${algorithm//-/_}
 fi
+clip=(--clip-low 0.2 --clip-high 0.28)
+[[ $algorithm != *spo ]] || clip=()  # gspo and cispo have bounds of their own
 [[ $size != tool-* ]] || source recipes/toolstar.sh
 
 # -------------------------------------------------------------------------- what each size trains
@@ -296,7 +320,7 @@ else
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32
         --group 8 --epochs 5 --lr $(rate 2e-6) --temperature 1.0 --context $context --max-turns 60
-        --pack-tokens $pack --gpu-memory $share --clip-low 0.2 --clip-high 0.28 --seed "$SEED"
+        --pack-tokens $pack --gpu-memory $share "${clip[@]}" --seed "$SEED"
         --save-every $saving --resume "${how[@]}" --tp $tp --out "$OUT/rl")
     # the sampling and the choice of the best checkpoint on validation are from [1 app. C.3]; other
     # tasks than those judge it, and the last checkpoint is judged as well [2]

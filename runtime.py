@@ -936,7 +936,12 @@ def load(args, template, device, make_policy, collate):
     lm.eval()  # routers of experts draw at random in training mode
     recompute_large(lm, args)
     longest = args.context if "context" in args else args.cutoff
-    return check_forwards(lm.to(device), make_policy, collate, template, flash, longest)
+    policy, packed = check_forwards(lm.to(device), make_policy, collate, template, flash, longest)
+    if torch.distributed.is_initialized():  # ranks that pack differ from others in their batches
+        agreed = torch.tensor(int(packed), device=device)
+        torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MIN)
+        packed = bool(agreed)
+    return policy, packed
 
 
 def recompute_large(lm, args):
@@ -1362,7 +1367,7 @@ def load_tasks(source, load, limit=None, split=None):
         if not isinstance(row, dict):
             raise Mistake(f"{path}, row {number + 1}: a task is a JSON object, not {row!r:.60}")
         row = row["task"] if isinstance(row.get("task"), dict) else row
-        row = row if row.keys() & {"id", "idx"} else row | {"id": str(number), "idx": number}
+        row = row if "id" in row else {"id": str(row.get("idx", number)), "idx": number} | row
         try:
             tasks.append(load(row))
         except Mistake as mistake:

@@ -11,7 +11,7 @@ The world an agent sees: the turn protocol and the TravelPlanner tools, and the 
         millions: an SQLite file, built once for all processes, and again when the CSV changes
 
 Tools and observations are those of the benchmark [1]. The system prompt is ours: see README.md,
-"Where this departs from the papers".
+"Where this departs from the paper".
 [1] TravelPlanner, arXiv:2402.01622
 
 Reads   the tables of database/README.md, flat or with one folder per table
@@ -469,7 +469,8 @@ def open_index(folder, source):
         writable = os.access(folder, os.W_OK) and folder.stat().st_mode & 0o222
         path = beside if writable else cached
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+        temporary.unlink(missing_ok=True)  # of a killed build
         try:
             with contextlib.closing(sqlite3.connect(temporary)) as base:
                 fill_index(base, source)

@@ -19,6 +19,7 @@ Writes  OUT/ (a HF folder: safetensors, config, tokenizer), OUT/log.jsonl, OUT/c
 
 Nothing below knows about travel: to imitate something else, supply other "messages".
 """
+import heapq
 import math
 import random
 import time
@@ -105,7 +106,7 @@ def load_samples(path, template, cutoff):
             sample = render(messages, template)
         except ValueError as error:
             raise Mistake(f"{path}:{line}: {error}") from None
-        if episode.get("stop") in ("format", "context") and sample.mask[-1]:
+        if episode.get("stop") in ("format", "context", "length") and sample.mask[-1]:
             sample.ids.pop()  # the last reply was cut off: its end token was never sampled
             sample.mask.pop()
         if len(sample.ids) <= cutoff and any(sample.mask):
@@ -196,9 +197,11 @@ def micro_batches(lengths, ranks, budget, packed):
     count = ranks * max(1, math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks))
     while True:
         if packed:
-            micros = [[] for _ in range(count)]
+            micros, heap = [[] for _ in range(count)], [(0, k) for k in range(count)]
             for i in order:
-                min(micros, key=size).append(i)
+                used, k = heap[0]
+                micros[k].append(i)
+                heapq.heapreplace(heap, (used + lengths[i], k))
         else:
             most = sum(lengths) / count
             while len(micros := neighbours(most)) > count:

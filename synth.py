@@ -36,7 +36,17 @@ import runtime
 import sandbox
 from evaluate import mean
 from format_plan import itinerary
-from runtime import COUNT, Mistake, Parser, endpoint, fill, join_words, portions, stable_draw
+from runtime import (
+    COUNT,
+    NATURAL,
+    Mistake,
+    Parser,
+    endpoint,
+    fill,
+    join_words,
+    portions,
+    stable_draw,
+)
 from sandbox import PROMPTS, open_database
 from travel import constraints, solver
 from travel.teacher import Lesson, Teacher, faults
@@ -324,10 +334,13 @@ def unstated(query, task):
         "people": people == 1 or re.search(number_pattern(people) + others + couple, bare),
         "cities": cities == 1 or re.search(rf"{number_pattern(cities)}[^.]{{0,40}}\bcit", bare),
         "budget": re.search(rf"(?<![\d.]){task['budget']}(?!\d)", text)}
+    # without the places: Indianapolis states no cuisine, Fairbanks no flight
+    places = "|".join(re.escape(task[key].lower()) for key in ("org", "dest"))
+    wished = re.sub(rf"\b({places})\b", " ", text)
     for wish in task["local_constraint"].values():
         for name in wish if isinstance(wish, list) else [wish]:
             if name:
-                holds[name] = re.search(STATED.get(name, name.lower()), text)
+                holds[name] = re.search(STATED.get(name, name.lower()), wished)
     return [name for name, found in holds.items() if not found]
 
 
@@ -342,8 +355,8 @@ def in_words(n):
 
 
 def endpoint_of(args, draw):
-    """(name, generate) of an endpoint drawn at random. It retries often, so that an hour of
-    downtime does not end a run of days."""
+    """(name, generate) of an endpoint drawn at random. It retries often, so that some
+    minutes of downtime do not end a run of days."""
     url, name = random.Random(f"{args.seed}/{draw}").choice(args.endpoint)
     options = {"temperature": args.temperature, "max_tokens": 8192, "retries": 40,
                "api_key": runtime.read_key(args.key)}
@@ -386,6 +399,8 @@ def complete(make, args):
     Refused tasks go into OUT.refused with the reasons, and are not tried again."""
     refused, todo = f"{args.out}.refused", runtime.load_tasks(args.tasks, load_task)
     keys, kind = {task["id"]: key_of(task) for task in todo}, "query" if make is queries else "task"
+    if not Path(args.out).exists():
+        Path(refused).unlink(missing_ok=True)  # of another run
     done = {row["id"]: row for row in own_rows(refused, "refused")}
     for row in own_rows(args.out, kind):
         task = row.get("task", row)
@@ -493,8 +508,8 @@ def flags(argv=None):
     add("--tasks", required=True, help="file of tasks or episodes, ours or published, jsonl or csv")
     add = world.add_argument
     add("--database", help="folder of the tables; unset: $STAR_DATABASE, else database/mini")
-    add("--workers", type=COUNT, default=os.cpu_count(), help="number of processes, which does not "
-        "change the file")
+    add("--workers", type=COUNT, default=len(os.sched_getaffinity(0)),
+        help="number of processes, which does not change the file")
     add = teachers.add_argument
     add("--endpoint", type=endpoint, nargs="+", default=[], metavar="URL=MODEL",
         help="OpenAI-compatible servers, one drawn per task [2: two]")
@@ -516,7 +531,7 @@ def flags(argv=None):
     add("--like", choices=GRAMMARS, help="tiny: short queries, budgets near the least cost; paper: "
         "as published; unset: tiny if the database has fewer than 100 cities")
     add("--days", type=int, nargs="+", choices=(3, 5, 7), default=[3, 5, 7], help="of the trips")
-    add("--levels", type=COUNT, nargs=3, default=[4, 3, 3], metavar=("EASY", "MEDIUM", "HARD"),
+    add("--levels", type=NATURAL, nargs=3, default=[4, 3, 3], metavar=("EASY", "MEDIUM", "HARD"),
         help="the ratio of the levels [2]")
     add("--month", dest="dates", type=days_of, default="2022-03", metavar="YYYY-MM",
         help="month of all dates; the database must have flights in it")

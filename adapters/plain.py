@@ -12,7 +12,7 @@ A world made of a plain class, as TRL's environment_factory takes it: --env my_e
         def get_reward(self):           # a number; 1 or more counts as success
         def close(self):                # optional
 
-A row of --tasks needs a "query" (or a "prompt"), unless reset() returns the first observation. The
+The model reads the row's "query" (or "prompt"), then what reset() returns, if it is a text. The
 tools run in threads, one environment per episode. A tool reports a model's mistake by a ValueError,
 LookupError or ArithmeticError, whose text the model reads; any other exception is a slip in the
 class, and ends the program with its traceback.
@@ -46,8 +46,8 @@ checked = lru_cache(None)(validate_call)  # a function that first checks argumen
 class Methods:
     """The public methods of one environment, as the tools of an Episode."""
 
-    def __init__(self, env, seed):
-        self.env, self.seed = env, seed
+    def __init__(self, env):
+        self.env = env
         self.methods = {name: method for name, method in inspect.getmembers(env, inspect.ismethod)
                         if name[0] != "_" and name not in NO_TOOLS}
         self.tools = frozenset(self.methods)
@@ -112,10 +112,11 @@ class PlainWorld:
         return row | {"id": str(row["id"])}
 
     def episode(self, task, seed, args):
-        methods = Methods(self.factory(), seed)
+        methods = Methods(self.factory())
         first = methods.env.reset(**copy.deepcopy(task))
-        query = first or task.get("query") or task.get("prompt")
-        if not isinstance(query, str):
+        asked = task.get("query") or task.get("prompt")
+        query = "\n".join(text for text in (asked, first) if isinstance(text, str) and text)
+        if not query:
             raise Mistake(f"task {task['id']} has no 'query', and reset() returned no text")
         schemas = "\n".join(json.dumps(methods.schema(name)) for name in methods.methods)
         return PlainEpisode(task | {"query": query}, methods, args.max_turns, PROMPT % schemas)

@@ -43,7 +43,7 @@ def write_tokens(path, samples, seen, template, args):
     trees = {}
     for s in samples:
         trees.setdefault(s.group, []).append(branch_of(s))
-    clip = [1 - args.clip_low, 1 + args.clip_high]
+    clip = [1 - getattr(args, "clip_low", 1), 1 + args.clip_high]  # cispo has no lower bound
     write_jsonl(path, ({**line_of(s, template.tokenizer), **learnt.get(s.seed_name, {}),
                         "clip": clip, "group": trees[s.group]} for s in samples))
 

@@ -10,7 +10,7 @@ Look at a run: write one page with everything in it.
 The page is a single file that needs no server and no network. It shows a model's text only as text,
 never as HTML.
 
-Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, microscope/*.jsonl, *pairs*.jsonl
+Reads   log.jsonl, episodes.jsonl, rollouts/*.jsonl, microscope/*.jsonl, pairs/*.jsonl
 Writes  OUT/report.html
 
     python -m look.report out/tiny          # or a part of it: out/tiny/rl, out/tiny/eval
@@ -125,8 +125,7 @@ def find_records(folder):
             columns = {key: [row.get(key) for row in rows.values()]
                        for key in sorted(set().union(*rows.values()))}
             logs.append({"name": name, "columns": columns | {"step": list(rows)}})
-        elif (path.name == "episodes.jsonl" or path.parent.name == "rollouts"
-              or "pairs" in path.stem):
+        elif path.name == "episodes.jsonl" or path.parent.name in ("rollouts", "pairs"):
             sources.setdefault(name, []).append(path)
     if not logs and not sources:
         raise Mistake(f"{folder}: no log.jsonl, episodes.jsonl or rollouts/ anywhere below it; "
@@ -158,7 +157,7 @@ def entries_of(source, files):
             entry["key"] = key if seen[key] == 1 else f"{key} #{seen[key]}"
             entry["task"] = {"id": name, "level": level, "query": str(task.get("query", ""))[:1000]}
             entry |= {name: None if pair else row.get(name) for name in ("stop", *MEANS)}
-            entry["success"] = score.get("success", score.get("em"))  # em: exact match, qa_eval.py
+            entry["success"] = score.get("success")
             entry["official"] = score.get("official")
             if entry["success"] is not None:
                 entry["score"] = {"success": entry["success"]}

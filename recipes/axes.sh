@@ -5,11 +5,6 @@
 # domain, and a second table has them [1 Tables 2, 9].
 # AXIS_STEPS: updates of each run. AXIS_TASKS: number of held-out tasks that judge a run.
 
-axes=(reward scale data algorithm noise)
-if [[ $size == tiny ]]; then axes+=(memory crossing); else axes+=(reliability); fi
-[[ " ${axes[*]} " == *" $axis "* ]] || stop "$size has no axis $axis, but ${axes[*]}"
-[[ $axis != reliability || -n $ENDPOINT ]] || stop "the axis reliability needs ENDPOINT=URL=MODEL"
-
 if [[ $size == tiny ]]; then  # [2]
     AXIS_STEPS=${AXIS_STEPS:-$steps} AXIS_TASKS=${AXIS_TASKS:-400} best=''
     apart=$DATA/val.jsonl
@@ -66,7 +61,7 @@ train() {
                        more=(--branch-penalty 0.05 --keep-gradient --entropy-advantage 0.2) ;;
     esac
     [[ $5 != home-* ]] || more+=(--database "$database")
-    words=("${rl[@]/#[ag]rpo.py/$script}")
+    words=("${rl[@]/#[ag]rpo.py/$script}" ${FLAGS_rl:-})
     # all settings get the same number of updates: fewer tasks are repeated more often [1]
     change --reward "$4" --tasks "$DATA/subsets/$5.jsonl" --failure-rate "0.${6#fail-}" \
         "${more[@]}" --steps "$AXIS_STEPS" --seed "$1" --save-every 10 --out "$2/rl"
@@ -103,7 +98,7 @@ study() {
                 train "$seed" "$run" $made
                 model=rl=$run/rl$best
             fi
-            words=("${evaluate[@]}")
+            words=("${evaluate[@]}" ${FLAGS_eval:-})
             change --model "$model" --limit "$AXIS_TASKS" --seed "$seed" --out "$run/eval"
             stage "eval-${run##*/}" "$run/eval/table.md" "${words[@]}"
             if [[ $axis == noise ]]; then
@@ -126,12 +121,12 @@ study() {
 # scale   the axis of scale. tiny: three widths with reward macro, each with its own base, sft and
 # rl. Otherwise: the axis of reward at all three sizes, in the folders beside OUT
 scale() {
-    local x seed folder kind made
+    local x seed folder wide kind made
     for x in $scales; do
         if [[ $size == tiny ]]; then
-            folder=$OUT/axis/scale/width-$x
-            [[ $x != 192 ]] || folder=$OUT  # the recipe's own width
-            MODEL='' FLAGS_init="--width $x" OUT=$folder DATA=$DATA DRY=${DRY:-} \
+            folder=$OUT/axis/scale/width-$x wide="--width $x"
+            [[ $x != 192 ]] || folder=$OUT wide=''  # the recipe's own width
+            MODEL='' FLAGS_init=$wide OUT=$folder DATA=$DATA DRY=${DRY:-} \
                 bash run.sh tiny axis crossing
         else
             folder=$(scale_folder "$x")
@@ -169,7 +164,7 @@ reliability() {
     draw_tasks reliability-tasks reliability --split all --n 200 --levels 1 1 1 --seed 9 \
         --prefix reliability
     for queries in synthetic validation; do
-        words=("${evaluate[@]}")
+        words=("${evaluate[@]}" ${FLAGS_eval:-})
         change --model "llm=$name" --url "$url" ${ENDPOINT_KEY:+--key "$ENDPOINT_KEY"} \
             --max-context 131072 --max-turns 100 --max-tokens 8192 --out "$OUT/reliability/$queries"
         if [[ $queries == synthetic ]]; then

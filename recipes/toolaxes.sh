@@ -12,7 +12,7 @@ runs=() scored=() plays=$OUT/axis/runs
 
 # judged LABEL FOLDER NAME=MODEL SEED [FLAG VALUE...]   a model plays the held-out tasks: a row
 judged() {
-    words=("${evaluate[@]}")
+    words=("${evaluate[@]}" ${FLAGS_eval:-})
     change --model "$3" ${AXIS_TASKS:+--limit "$AXIS_TASKS"} --seed "$4" "${@:5}" --out "$2/eval"
     stage "eval-${2##*/}" "$2/eval/table.md" "${words[@]}"
     [[ -n ${DRY:-} || $node != 0 || $3 != *"=$plays/"* ]] || rm -rf "${3#*=}/checkpoints"
@@ -35,10 +35,9 @@ settings() {
 
 # train FOLDER SEED REWARD RESULTS FAIL   RL of one setting, from the SFT checkpoint
 train() {
-    words=("${rl[@]}" "${first[@]}")
+    words=("${rl[@]}" "${first[@]}" ${FLAGS_rl:-})
     if [[ $4 == results ]]; then
-        stage train-results grpo_train_results.py patch -o grpo_train_results.py grpo.py \
-            variants/train-results.diff
+        variant train-results
         words=("${words[@]/#grpo.py/grpo_train_results.py}")
     fi
     change --reward "$3" --failure-rate "0.$5" ${AXIS_STEPS:+--steps "$AXIS_STEPS"} \
@@ -52,7 +51,7 @@ critics() {
     local principles=database/prompts/principles.txt
     critic "rl-s$1" "$one" "$2" "$1" 1
     judged rl+dpo "$one" dpo="$one/dpo" "$1"
-    words=("${rl[@]}")
+    words=("${rl[@]}" ${FLAGS_rl:-})
     change --model "$one/dpo" "${again[@]}" --seed $(($1 + 2000)) --out "$two/rl"
     stage "rl-2-s$1" "$two/rl/config.json" "${words[@]}"
     critic "rl-2-s$1" "$two" "$two/rl" "$1" 2

@@ -28,7 +28,7 @@ cycles() {
     for ((cycle = 1; cycle <= $1; cycle++)); do
         here=$OUT/cycle-$cycle
         if [[ $cycle != 1 ]]; then
-            stage "rl-$cycle" "$here/rl/config.json" "${rl[@]}" --model "$last" "${again[@]}" \
+            stage "rl-$cycle" "$here/rl/config.json" "${rl[@]}" ${FLAGS_rl:-} --model "$last" "${again[@]}" \
                 --seed $((SEED + 1000 * cycle)) --out "$here/rl"
             last=$here/rl
         fi
@@ -64,17 +64,20 @@ if [[ $size == tool-star-* ]]; then
     tools=(--env tools --system-prompt "$DATA/system.txt")
     world=("${tools[@]}" --database "$TOOLS/train")
     # full fine-tuning, cosine, warm-up 0.1, 4 GPUs x 4 rows [4]; unlike [4], results are masked [2]
-    stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
-        --data "$DATA/sft.jsonl" --epochs 3 --batch 16 --lr $(rate 7e-6) --warmup 0.1 \
-        --cutoff $cutoff --pack-tokens $((keep ? keep : cutoff)) "${how[@]}" --seed "$SEED" \
-        --save-every 500 --resume --out "$OUT/sft"
+    sft=("${torchrun[@]}" "$GPUS" sft.py --model "$base"
+        --data "$DATA/sft.jsonl" --epochs 3 --batch 16 --lr $(rate 7e-6) --warmup 0.1
+        --cutoff $cutoff --pack-tokens $((keep ? keep : cutoff)) "${how[@]}" --seed "$SEED"
+        --save-every 500 --resume --out "$OUT/sft")
+    clip=(${clip:+--clip-low 0.2 --clip-high 0.2})
     # 128 prompts x 8, mini-batches of 16 prompts, clip 0.2, no KL, constant rate, 2 epochs [4]; the
     # reward of [3]. No validation: the published file contains questions of the test sets [2]
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7
         --reward $reward --prompts $prompts --group $group --minibatches 8 --lr $(rate 1e-6)
-        --clip-low 0.2 --clip-high 0.2 --temperature 1.0 --context $context --turn-tokens 4096
+        "${clip[@]}" --temperature 1.0 --context $context --turn-tokens 4096
         --pack-tokens $pack --gpu-memory $share "${how[@]}" --tp $tp --seed "$SEED"
         --save-every 10 --resume)
+    preflight
+    stage sft "$OUT/sft/config.json" "${sft[@]}"
     first=(--model "$OUT/sft" --epochs 2) models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     # responses of 16,384 tokens [4]; a failed program is debugged once, as in the command that [4]
     # recommends, here by the policy itself. [4] plays once, greedily, so that one question of AIME

@@ -192,6 +192,9 @@ def test_whole_conversations_are_pairs_too(template, tmp_path):
     write_jsonl(tmp_path / "p.jsonl", [row(("9",), ("0",)), whole])
     one, other = dpo.load_pairs(tmp_path / "p.jsonl", template, 400)
     assert one == other
+    del whole["rewards"]  # as other people's pairs
+    write_jsonl(tmp_path / "p.jsonl", [whole])
+    assert dpo.load_pairs(tmp_path / "p.jsonl", template, 400) == [one]
 
 
 BAD = {
@@ -233,6 +236,8 @@ def test_the_reference_is_computed_by_the_starting_weights_and_read_by_a_resumed
         logps = [[plain_logps(plain, pair[side]) for pair in pairs] for side in (0, 1)]
     torch.testing.assert_close(found, torch.tensor(logps), rtol=1e-6, atol=0)
     assert torch.equal(dpo.take_reference(None, rows, 5, *machine), found), "to the last bit"
+    with pytest.raises(Mistake, match="reference.jsonl is of .* pairs, and there are 1 now"):
+        dpo.take_reference(None, rows[:2], 5, *machine)
 
 
 # -------------------------------------------------------------------------------------- processes

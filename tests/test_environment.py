@@ -106,6 +106,18 @@ def test_the_pages_class_is_a_world_whose_methods_are_the_tools(folder):
     assert (plan, score["success"], strict, world.reward(score, "reward")) == ("4", 1.0, 1.0, 1.0)
 
 
+def test_the_query_of_a_row_stands_before_what_reset_returns(folder):
+    (folder / "seer.py").write_text("class Seer:\n    open = 0\n\n    def reset(self, **task):\n"
+                                    "        Seer.open += 1\n        return 'You see a door.'\n\n"
+                                    "    def get_reward(self):\n        return 1.0\n\n"
+                                    "    def close(self):\n        Seer.open -= 1\n")
+    world = opened(f"{folder / 'seer.py'}:Seer")
+    (task,) = [world.load_task({"id": "7", "query": "Leave."})]
+    episode = world.episode(task, "0", Namespace(max_turns=5))
+    assert episode.messages[1]["content"] == "Leave.\nYou see a door."
+    assert episode.sandbox.env.open == 1 and episode.record() and episode.sandbox.env.open == 0
+
+
 def runtime_call(arguments):
     from sandbox import parse
 

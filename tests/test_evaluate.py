@@ -199,6 +199,8 @@ def test_a_world_of_ones_own_reads_its_tasks_and_errors_name_file_row_and_key(tm
     assert error.value.__notes__ == [f"in {tmp_path}/test.jsonl, row 2"]
     (task,) = load_tasks(tmp_path, load, 1, "test")
     assert task == {"query": "?", "secret": 1, "twice": 2, "id": "0", "idx": 0}
+    write_jsonl(tmp_path / "one.jsonl", [{"idx": 7, "secret": 2}])
+    assert load_tasks(tmp_path / "one.jsonl", load)[0]["id"] == "7"
 
 
 def test_a_worlds_file_may_hold_dataclasses_and_import_what_stands_beside_it(tmp_path):

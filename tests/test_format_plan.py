@@ -26,13 +26,17 @@ from format_plan import (
     format_plan,
     itinerary,
     main,
-    parse_plan,
     read_plan,
 )
 from runtime import ChatError, Refused, read_jsonl
 from travel.constraints import judge, reward, score
 from travel.solver import solve
 from travel.world import load_task
+
+
+def parse_plan(text, task, database):
+    return read_plan(text, task, database)[0]
+
 
 EMPTY = dict.fromkeys(FIELDS, "-")
 
@@ -159,6 +163,12 @@ def similar(field, ours, recorded):
         return value.replace("flight number", "Flight Number")
 
     return styles.same(field, plainly(ours), plainly(recorded))
+
+
+def test_json_of_any_depth_raises_nothing(trip, mini):
+    for depth in range(900, 1000):
+        text = '[{"day": 1, "flight_number": %s}]' % ("[" * depth + "]" * depth)
+        read_plan(text, trip, mini)
 
 
 @pytest.mark.parametrize("text", ["", None, 7, "I could not find a plan.", "Day 1:\nDay 2:", "[]",

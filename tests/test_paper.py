@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT, free_port
 from test_run import arguments, flags_of, script
 
+import synth
 from recipes import axes, episodes
 from toolstar import scores, sets
 
@@ -372,6 +373,8 @@ def test_amounts_and_levels_of_the_axis_of_data_are_the_papers_and_levels_are_of
         n = f"{number('amounts/alone/number'):.0f}"
         drawn = given[f"data/full/subsets/{level}-{n}.jsonl"]
         assert [drawn["--n"], drawn["--levels"]] == [[n], mix.split()]
+        words = next(words for words in lines if drawn["--out"][0] in words)
+        assert synth.flags(words[2:]).levels == list(map(int, mix.split()))
         assert "data/full/pool.jsonl" in drawn["--exclude"]
     assert given["data/full/subsets"]["--tasks"] == ["data/full/pool.jsonl"]
 

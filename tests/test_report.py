@@ -307,7 +307,7 @@ def lens(tmp_path_factory, mini):
     prompt = [{"role": "system", "content": "Ask."}, {"role": "user", "content": said}]
     sides = [[{"role": "assistant", "content": CALL}, {"role": "user", "content": said},
               {"role": "assistant", "content": f"<answer>{end}</answer>"}] for end in ("1", said)]
-    write_jsonl(folder / "dpo" / "pairs.jsonl", [
+    write_jsonl(folder / "dpo" / "pairs" / "train.jsonl", [
         {"task": {"id": "q", "query": said}, "prompt": prompt, "chosen": sides[0],
          "rejected": sides[1], "rewards": [1.0, 0.25], "calls": [1, 1], "stops": ["answer"] * 2},
         {"prompt": prompt, "chosen": sides[0], "rejected": "none"}])
@@ -330,9 +330,9 @@ def lens(tmp_path_factory, mini):
 
 def test_pairs_count_in_no_table(lens):
     index, _ = contents(lens / "report.html")
-    assert source(index, "dpo")["pairs"] and not source(index, "tools")["pairs"]
+    assert source(index, "dpo/pairs")["pairs"] and not source(index, "tools")["pairs"]
     assert [entry["key"] for entry in index["episodes"] if entry["pair"]] == [
-        "dpo/pairs/q", "dpo/pairs/?"]
+        "dpo/pairs/train/q", "dpo/pairs/train/?"]
 
 
 # ---------------------------------------------------------------------------------- in a browser
@@ -677,18 +677,18 @@ def test_tool_calls_say_how_they_went_and_helpers_are_marked(browser, lens):
 
 
 def test_the_two_plays_of_a_pair_are_shown_side_by_side(browser, lens):
-    browser.open(lens / "report.html", ep="dpo/pairs/q")
+    browser.open(lens / "report.html", ep="dpo/pairs/train/q")
     assert browser.texts(".pair h3") == ["chosen", "rejected"]
     assert [text.split("stop")[0] for text in browser.texts(".pair .fact")] == [
         "chosenreward 11 call", "rejectedreward 0.251 call"]
     assert browser.texts("h2 .note")[-1] == "the first 2 messages are the same"
-    browser.open(lens / "report.html", ep="dpo/pairs/?")
+    browser.open(lens / "report.html", ep="dpo/pairs/train/?")
     assert browser.texts(".pair h3") == ["chosen", "rejected"] and browser.complaints() == []
 
 
 @pytest.mark.parametrize("state", [
     {"ep": "rl/rollouts/00002/t #2", "tokens": 1, "at": 0}, {"ep": "tools/w", "open": 1},
-    {"ep": "dpo/pairs/q", "open": 1}], ids=["tokens", "tools", "pairs"])
+    {"ep": "dpo/pairs/train/q", "open": 1}], ids=["tokens", "tools", "pairs"])
 def test_hostile_text_stays_text_in_every_view(browser, lens, state):
     browser.open(lens / "report.html", **state)
     assert browser.complaints() == [] and browser.js("document.title") == str(lens)

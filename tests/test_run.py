@@ -102,8 +102,8 @@ def value(stages, stage, flag):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_flag_exists_and_every_input_is_the_output_of_an_earlier_stage(command):
-    made = {f"OUT/{size}/preflight/long.jsonl" for size in SIZES} | {"OUT/tool-star-3b/axis/"
-                                                                     "principles.txt"}
+    made = {f"OUT/{size}/preflight/long.jsonl" for size in (*SIZES, *STARS)}
+    made.add("OUT/tool-star-3b/axis/principles.txt")
     for stage, output, words in stages_of(*command, OUT=f"OUT/{command[0]}", DATA="DATA"):
         name, given = script(words)[0], arguments(words)
         more = given[""][:1] if name in SEVERAL else []
@@ -413,11 +413,12 @@ def test_the_checkpoints_of_an_axis_play_the_same_tasks_and_those_of_noise_also_
 
 def test_the_axis_of_scale_is_three_widths_of_tiny_or_the_three_sizes():
     stages = stages_of("tiny", "axis", "scale", OUT="OUT", DATA="DATA", SEEDS="0")
-    inits = [(output, arguments(words)["--width"]) for name, output, words in stages
+    inits = [(output, arguments(words).get("--width")) for name, output, words in stages
              if name == "init"]
     folders = ["OUT/axis/scale/width-128", "OUT", "OUT/axis/scale/width-256"]
-    assert inits == [(f"{folder}/init/config.json", [width])
-                     for folder, width in zip(folders, ("128", "192", "256"), strict=True)]
+    widths = ["128"], None, ["256"]  # the recipe's own is the command of `run.sh tiny`
+    assert inits == [(f"{folder}/init/config.json", width)
+                     for folder, width in zip(folders, widths, strict=True)]
     starts = [arguments(words)["--model"] for _, _, words in stages
               if script(words)[0] == "grpo.py"]
     assert starts == [[f"{folder}/sft"] for folder in folders]
@@ -452,10 +453,13 @@ def test_every_checkpoint_of_an_axis_answers_the_questions_if_there_are_some():
     (["3b"], {"QA": "/sets"}, "QA needs RETRIEVER"),
     (["3b", "axis", "reliability"], {}, "reliability needs ENDPOINT=URL=MODEL"),
     (["7b", "axis", "colour"], {}, "7b has no axis colour, but reward scale data algorithm noise"),
-    (["tiny", "axis", "reliability"], {"ENDPOINT": "u=m"}, "tiny has no axis reliability")])
+    (["tool-tiny", "axis", "scale"], {}, "tool-tiny has no axis scale, but reward dpo"),
+    (["tiny", "axis", "reliability"], {"ENDPOINT": "u=m"}, "tiny has no axis reliability"),
+    (["tiny", "axis", "reward"], {"ALGORITHM": "rloo"}, "a study chooses its algorithms"),
+    (["tiny"], {"HOW": "--lora 8"}, "HOW is for the real sizes: use FLAGS_sft and FLAGS_rl")])
 def test_missing_inputs_of_a_study_are_named_before_anything_runs(words, variables, said):
     done = run_sh(ROOT, *words, DRY="1", **variables)
-    assert done.returncode == 1 and said in done.stderr and done.stderr.count("\n") == 2
+    assert done.returncode == 1 and said in done.stderr and "\n# " not in done.stdout
 
 
 def test_the_reliability_check_plays_both_sets_of_queries_alike():
@@ -755,6 +759,38 @@ def test_more_flags_of_a_stage_come_last():
     stages = dry("tiny", FLAGS_rl="--lr 7 --drop-uniform")
     assert stages["rl"][1][-3:] == ["--lr", "7", "--drop-uniform"]
     assert "7" not in stages["sft"][1]
+
+
+def test_flags_of_rl_and_of_the_evaluation_reach_studies_and_the_preflight():
+    more = {"FLAGS_rl": "--group 4 --lr 7", "FLAGS_eval": "--samples 3"}
+    stages = dry("3b", "axis", "noise", SEEDS="0", **more)
+    for name, (_, words) in stages.items():
+        if name.startswith(("rl-grpo", "preflight-rl")):
+            assert arguments(words)["--lr"][-1] == "7", name
+        if name.startswith("eval-"):
+            assert arguments(words)["--samples"] == ["3"], name
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo", "kl"])
+def test_a_variant_is_trained_with_its_own_bounds(name):
+    for size in "3b", "tool-star-3b":
+        words = dry(size, ALGORITHM=name)["rl"][1]
+        assert script(words)[0] == f"grpo_{name}.py"
+        assert ("--clip-low" in words) == ("--clip-high" in words) == (name == "kl")
+
+
+def test_a_preflight_that_failed_is_repeated_with_other_flags(house):
+    stand_in(house / "bin" / "df", "#!/bin/sh\necho Filesystem; echo / 1 1 999000000\n")
+    more = {"GPUS": "1", "PATH": f"{house / 'bin'}:{os.environ['PATH']}"}
+    here = house / "out" / "tool-star-3b" / "preflight"
+    here.mkdir(parents=True)
+    (here / "long.jsonl").write_text("made")  # the stand-in writes no file without --out
+    (house / "broken").write_text("preflight/rl")
+    assert "stage preflight-rl failed" in run_sh(house, "tool-star-3b", **more).stderr
+    (house / "broken").write_text("")
+    done = run_sh(house, "tool-star-3b", KEEP="0", **more)
+    assert done.returncode == 0, done.stderr
+    assert sum("preflight/sft" in call for call in calls(house)) == 2
 
 
 def test_a_preflight_tries_the_largest_micro_batch_and_an_update_before_anything_is_trained():

@@ -258,6 +258,14 @@ def test_processes_that_build_at_once_share_one_index(world, tmp_path):
     assert [path.name for path in world.glob("flights.index*")] == ["flights.index"]
 
 
+def test_a_killed_build_leaves_nothing_that_stops_the_next(world):
+    name = f"flights.index.{os.uname().nodename}.{os.getpid()}.tmp"
+    shutil.copy(Database(world).index, world / name)
+    (world / "flights.index").unlink()
+    answers(Database(world))
+    assert [path.name for path in world.glob("flights.index*")] == ["flights.index"]
+
+
 def test_threads_share_a_database(mini):
     keys = [(origin, end, date) for origin in mini.cities
             for end in mini.flight_destinations(origin) for date in mini.flight_dates(origin, end)]

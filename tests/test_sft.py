@@ -76,10 +76,10 @@ def test_end_tokens_are_trained_once_and_only_if_the_model_said_them(template, t
     talk = EPISODE[:2]
     yes, ended = ([*talk, {"role": "assistant", "content": text}]
                   for text in ("yes", "yes<|im_end|>"))
-    (one, two, cut), _ = load([{"messages": yes}, {"messages": ended},
-                               {"messages": yes, "stop": "context"}], template, tmp_path)
+    (one, two, cut, long), _ = load([{"messages": yes}, {"messages": ended}, *(
+        {"messages": yes, "stop": stop} for stop in ("context", "length"))], template, tmp_path)
     assert one == two and trained_on(one, template) == "yes<|im_end|>"
-    assert trained_on(cut, template) == "yes" and cut.ids == one.ids[:-1]
+    assert trained_on(cut, template) == "yes" and cut.ids == one.ids[:-1] == long.ids
 
 
 BAD = {"two replies": [*EPISODE[:3], EPISODE[2]], "two queries": [*EPISODE[:4], *EPISODE[3:]],

@@ -206,6 +206,17 @@ def test_a_query_that_omits_a_wish_is_noticed(name, value, missing, tasks):
             assert synth.unstated(query, task | {"local_constraint": wishes}) == [missing]
 
 
+def test_a_place_states_no_wish(tasks):
+    free = dict.fromkeys(tasks[0]["local_constraint"])
+    for place, wish in (("Indianapolis", {"cuisine": ["Indian"]}), ("Saint Petersburg", {
+            "house rule": "pets"}), ("Fairbanks", {"transportation": "no flight"})):
+        task = tasks[0] | {"org": place, "local_constraint": free}
+        query = synth.write_query(random.Random(SEED), task, synth.GRAMMARS["paper"])
+        (wished,) = wish.values()
+        missing = wished if isinstance(wished, list) else [wished]
+        assert synth.unstated(query, task | {"local_constraint": free | wish}) == missing
+
+
 SLIPS = (  # what a person who read queries marked
     r"(?i)cities [^.?]{0,60} is where", r"(?i)\bplan(ning)? a (\S+ )?(travel )?plan",
     r"(?i)family of", r"(?i)party of", r"(?i)nowhere else", r"(?i)alone", r"(?i)never been to",
@@ -374,6 +385,9 @@ def test_a_task_without_a_plan_is_refused_with_the_reason(tasks, tmp_path, out):
     write_jsonl(tmp_path / "tasks.jsonl", [tasks[0] | {"budget": 1}, tasks[1]])
     assert len(made(out, "episodes", "--tasks", tmp_path / "tasks.jsonl")) == 1
     assert "over the budget 1" in read_jsonl(f"{out}.refused")[0]["refused"][0]
+    out.unlink()  # another run, whose tasks have the same ids
+    write_jsonl(tmp_path / "tasks.jsonl", tasks[:2])
+    assert len(made(out, "episodes", "--tasks", tmp_path / "tasks.jsonl")) == 2
 
 
 def test_a_teacher_behind_a_failing_endpoint_is_kept_where_it_succeeds(

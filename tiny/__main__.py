@@ -44,8 +44,8 @@ def flags(argv=None):
     add("--episodes", action="store_true", help="write whole episodes of the solver")
     add("--careful", type=SHARE, default=0.0,
         help="share of them in which the rows of lists are compared one by one")
-    add("--workers", type=COUNT, default=os.cpu_count(), help="processes; their number does not "
-        "change the file")
+    add("--workers", type=COUNT, default=len(os.sched_getaffinity(0)),
+        help="number of processes, which does not change the file")
     add = command(model, "write a random Qwen2 of 2M parameters and its tokenizer")
     add("--corpus", nargs="+", required=True, metavar="JSONL",
         help="files of messages from which the tokenizer is made")

@@ -83,7 +83,7 @@ def play_samples(args, todo):
     from toolstar.tools import open_world
 
     world = open_world(args)
-    # 40 retries, so that one bad hour of an endpoint does not end a run of days
+    # 40 retries, so that some minutes of downtime do not end a run of days
     for episode in evaluate.play_model(args, args.model, world, (
             begin(args, world, task) for task in todo), retries=40):
         answer, score, strict = world.verdict(episode)

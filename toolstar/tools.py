@@ -430,7 +430,7 @@ class Tools:
             raise Mistake(f"'golds' must be a list of right answers, not {golds!r:.60}")
         if not (isinstance(needs, list) and all(need in TAG_OF.values() for need in needs)):
             raise Mistake(f"'needs' must be some of {list(TAGS)}, not {needs!r:.60}")
-        return row | {"id": str(row.get("id", row.get("idx", "?")))}
+        return row | {"id": str(row["id"])}
 
     def episode(self, task, seed, args):
         """A new ToolEpisode. seed: of the events that the world draws at random."""

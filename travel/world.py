@@ -4,7 +4,8 @@ The travel world of the stages (docs/environment.md): TravelPlanner's tasks, too
     (1) load_task   make a task from a record, ours or a published one; errors name the key
     (2) Travel      the world: episodes with the six tools, and verdicts on plans
 
---env travel opens this module by name. Its flags are --database, --system-prompt, --failure-rate.
+--env travel opens this module by name. Its flags are --database, --system-prompt,
+--failure-rate, --reader and --reader-key.
 """
 import json
 import os

@@ -377,8 +377,10 @@ def token_weights(groups, args):
 
 def set_gains(samples, args):
     """--entropy-advantage: set the gains of all samples in the loss [6]."""
+    if not args.entropy_advantage:
+        return
     entropies = torch.tensor([h for s in samples for h in s.entropies])
-    for s in samples if args.entropy_advantage else ():
+    for s in samples:
         z = (torch.tensor(s.entropies) - entropies.mean()) / (entropies.std(correction=0) + 1e-6)
         s.gains = 1 + args.entropy_advantage * z
 

@@ -205,10 +205,9 @@ class Names:
     """The cities and venues of a database: finds them in a text, and where their names end."""
 
     def __init__(self, database):
-        self.database, self.cities = database, dict(database.cities)
-        for table in ("hotels", "restaurants", "attractions"):
-            self.cities |= dict.fromkeys(getattr(database, f"{table[:-1]}_cities"), "")
-        self.cities |= database.cities
+        self.database = database
+        self.cities = dict.fromkeys((*database.hotel_cities, *database.restaurant_cities,
+                                     *database.attraction_cities), "") | database.cities
         names = sorted(map(re.escape, self.cities), key=len, reverse=True)
         self.city = re.compile(rf"(?<!\w)(?:{'|'.join(names)})(?!\w)")
 

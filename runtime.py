@@ -290,9 +290,11 @@ def write_log(line, args):
 @lru_cache
 def open_tracker(tool, out):
     """Start, or continue, a run of wandb or trackio, which have the same interface."""
-    package = importlib.import_module(tool)
+    package, file = importlib.import_module(tool), Path(out) / "wandb-id"
+    if tool == "wandb" and not file.exists():  # another folder of this name is another run
+        write_text(file, os.urandom(8).hex())
     package.init(project="star", name=str(out), resume="allow",
-                 **{"id": str(out).replace("/", "-")} if tool == "wandb" else {})
+                 **{"id": file.read_text()} if tool == "wandb" else {})
     return package
 
 

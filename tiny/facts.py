@@ -40,7 +40,6 @@ import runtime
 from runtime import (
     COUNT,
     PORT,
-    SHARE,
     Mistake,
     entries,
     load_tasks,
@@ -69,6 +68,7 @@ COMPUTE = {  # kind of word problem: (the program, a function of its numbers tha
     "rest": ("({a} - {b}) * {c}", lambda a, b, c, d: (a - b) * c)}
 BOTH = {"subtract": ("{} - {}", lambda a, b: a - b), "add": ("{} + {}", lambda a, b: a + b),
         "divide": ("{} // {}", lambda a, b: a // b), "years": ("{} - {}", lambda a, b: a - b)}
+BY_HEART = 0.35  # share of the tasks that need tools in which the solver answers from memory
 SLIPS = ("prnt", "pint", "prit")  # misspellings of print; one in ten episodes makes one
 # told: the attributes that its passage states; linked: an attribute on its page only, or None
 Place = namedtuple("Place", "name facts told linked")
@@ -284,9 +284,9 @@ def world(args):
     for part, worlds in ("sft", train[:cut]), ("rl", train[cut:]), ("val", val):
         places = [place for world in worlds for place in world]
         tasks[part] = make_tasks(rng, getattr(args, part), part, places, part == "val", asked)
-    known = random.Random(f"tools by heart/{args.seed}")  # --by-heart leaves the worlds the same
+    known = random.Random(f"tools by heart/{args.seed}")  # not of the worlds' generator
     for task in tasks["sft"]:
-        if task["needs"] and known.random() < args.by_heart:
+        if task["needs"] and known.random() < BY_HEART:
             task["by_heart"] = True
     programs = [task for task in tasks["sft"]
                 if "python" in task["needs"] and "by_heart" not in task]
@@ -489,13 +489,11 @@ def flags(argv=None):
     add("--places", type=COUNT, default=40, help="places per training world; each has a passage")
     add("--held-out", type=COUNT, default=400, help="places of the held-out world")
     add("--sft", type=COUNT, default=2400, help="number of tasks for the solver's episodes")
-    add("--by-heart", type=SHARE, default=0.35, help="share of the tasks that need tools in which "
-        "the solver answers from memory instead")
     add("--rl", type=COUNT, default=960, help="number of tasks for RL")
     add("--val", type=COUNT, default=400, help="number of held-out tasks")
     add("--port", type=PORT, default=8123, help="port of the pages' server, in the passages' URLs")
     add = command(episodes, "play tasks with the solver through the real tools",
-                  failure_rate=0.0, max_turns=7, system_prompt="short", helpers="")
+                  failure_rate=0.0, max_turns=7, system_prompt="short")
     add("--tasks", required=True, metavar="JSONL", help="file of tasks that `world` wrote")
     add("--database", required=True, help="the world's folder, with tools.json")
     add("--out", required=True, help="file to write the episodes into")

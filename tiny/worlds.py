@@ -1,7 +1,6 @@
 """
 Small seeded tables like TravelPlanner's, with names that a tiny model can copy.
 """
-import calendar
 import csv
 import io
 import itertools
@@ -20,8 +19,7 @@ WORDS = Path(__file__).parent.parent / "database" / "words"
 # names. All worlds use the same pools, so that a tiny model can copy names that it has never seen.
 POOLS = {name: words.split() for name, words in runtime.entries(WORDS / "names.txt").items()}
 FILLERS = ("Tea", "BBQ", "Seafood", "Cafe", "Pizza", "Bakery")
-MONTHS = [[f"2022-{month:02d}-{day + 1:02d}" for day in range(calendar.monthrange(2022, month)[1])]
-          for month in range(1, 13)]
+MONTHS = [synth.days_of(f"2022-{month:02d}") for month in range(1, 13)]
 WINDING = 1.25  # km by road per km of straight line
 
 

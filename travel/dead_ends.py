@@ -17,8 +17,10 @@ def count_dead_ends(row, database):
     """Three lines of evaluate.py's table for an episode's record: met, left and kept."""
     task, met, world = row["task"], set(), Sandbox(database)
     for said, heard in pairwise(row["messages"]):
+        if said["role"] != "assistant":
+            continue
         call = parse(mended(said["content"]))  # as a lenient evaluation reads it
-        if said["role"] == "assistant" and call.kind == "call":
+        if call.kind == "call":
             shown = observation_message(world.call(call.name, call.arguments))
             met |= dead_end(task, call, database) if heard == shown else set()
     trip = read_trip(task, row["plan"], database, official=False) if row.get("plan") else None

@@ -203,7 +203,8 @@ with open(sys.argv[1], "w") as file:
 size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-} HOW=${HOW:-}
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
-[[ -z ${CUDA_VISIBLE_DEVICES+set} ]] || seen=$(awk -F, '{print NF}' <<<"$CUDA_VISIBLE_DEVICES")
+[[ $seen == 0 || -z ${CUDA_VISIBLE_DEVICES+set} ]] ||
+    seen=$(awk -F, '{print ($1 < 0 ? 0 : NF)}' <<<"$CUDA_VISIBLE_DEVICES")
 saving=10 algorithm=grpo  # saving: updates between checkpoints
 python=${PYTHON:-python3} pins=requirements.txt
 [[ $seen != 0 ]] || pins=requirements-cpu.txt

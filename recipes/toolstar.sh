@@ -28,8 +28,8 @@ cycles() {
     for ((cycle = 1; cycle <= $1; cycle++)); do
         here=$OUT/cycle-$cycle
         if [[ $cycle != 1 ]]; then
-            stage "rl-$cycle" "$here/rl/config.json" "${rl[@]}" ${FLAGS_rl:-} --model "$last" "${again[@]}" \
-                --seed $((SEED + 1000 * cycle)) --out "$here/rl"
+            stage "rl-$cycle" "$here/rl/config.json" "${rl[@]}" ${FLAGS_rl:-} --model "$last" \
+                "${again[@]}" --seed $((SEED + 1000 * cycle)) --out "$here/rl"
             last=$here/rl
         fi
         critic "$cycle" "$here" "$last" "$SEED" "$cycle"

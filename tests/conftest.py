@@ -378,8 +378,8 @@ def babble(student):
 
 @pytest.fixture(scope="session")
 def trained(babble, student, tmp_path_factory):
-    """trained(name) -> the folder of one of four equal trainings: "grpo", "stopped" (by SIGTERM),
-    "killed" (by SIGKILL while it saved) or "arpo" (without forks)."""
+    """trained(name) -> the folder of one of three equal trainings: "grpo", "broken" (stopped by
+    SIGTERM, then killed while it saved) or "arpo" (without forks)."""
     folder = tmp_path_factory.mktemp("trained")
     words = babble, "--val-every 4 --val", student.parent / "tasks.jsonl"
 
@@ -388,8 +388,7 @@ def trained(babble, student, tmp_path_factory):
         if name in ("grpo", "arpo"):
             train(f"{name}.py", folder / name, *words, "--initial 8" * (name == "arpo"))
         else:
-            train_broken("grpo.py", folder / name, *words,
-                         signals=["TERM" if name == "stopped" else "KILL"])
+            train_broken("grpo.py", folder / name, *words)
         return folder / name
     return run
 

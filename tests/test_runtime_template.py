@@ -262,13 +262,12 @@ def test_a_date_in_a_template_is_the_same_every_day(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, kind", [("Llama 3", "llama"), ("Gemma 3", "gemma3_text")])
-def test_a_foreign_tied_model_is_trained_and_its_engine_follows_at_every_update(
-        name, kind, tmp_path):
-    text, special, eos, end = FORMS[name]
+def test_a_foreign_tied_model_is_trained_and_its_engine_follows_at_every_update(tmp_path):
+    text, special, eos, end = FORMS["Gemma 3"]
     tokenizer = tokenizer_of(text, special, eos)
-    lm = tiny_lm(kind, SEED, 0, vocab_size=len(tokenizer), head_dim=32, tie_word_embeddings=True,
-                 max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id)
+    lm = tiny_lm("gemma3_text", SEED, 0, vocab_size=len(tokenizer), head_dim=32,
+                 tie_word_embeddings=True, max_position_embeddings=2048,
+                 eos_token_id=tokenizer.eos_token_id)
     lm.generation_config.eos_token_id = [tokenizer.eos_token_id,
                                          tokenizer.convert_tokens_to_ids(end)]
     lm.save_pretrained(tmp_path / "model")

@@ -214,7 +214,7 @@ def test_no_plan_of_three_days_beats_the_solver(number, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number, restaurants, most", [
-    (0, 4, 2), (1, 4, 2), (2, 4, 2), (38, 6, 0), (53, 6, 0)])
+    (0, 4, 2), (38, 6, 0), (53, 6, 0)])
 def test_no_plan_of_two_cities_beats_the_solver(number, restaurants, most, tmp_path):
     # six restaurants can feed two full days in one city
     cities = ("Elm", "Oak", "Fir") if restaurants < 6 else ("Elm", "Oak")

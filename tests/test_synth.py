@@ -281,7 +281,7 @@ def serve():
         server = Server(("127.0.0.1", 0), Endpoint)
         server.lock, server.asked, server.reply, server.rate = threading.Lock(), [], reply, rate
         servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         return f"http://127.0.0.1:{server.server_port}/v1", server.asked
 
     yield start

@@ -43,7 +43,7 @@ def official_lessons(official, tmp_path_factory):
     return played(tmp_path_factory.mktemp("official"), official, 60)
 
 
-@pytest.fixture(params=["mini", "official"])
+@pytest.fixture(params=["mini", pytest.param("official", marks=pytest.mark.slow)])
 def rows(request):
     return request.getfixturevalue({"mini": "lessons", "official": "official_lessons"}[
         request.param])

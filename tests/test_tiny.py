@@ -22,8 +22,6 @@ from sandbox import open_database, parse
 from tiny import worlds
 from tiny.__main__ import main
 from tiny.drills import drill_weighing, is_possible
-from travel import solver
-from travel.constraints import score
 from travel.world import LEVELS, Travel
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
@@ -71,7 +69,7 @@ def test_no_word_means_two_kinds_of_place():
     assert max(Counter(word for pool in worlds.POOLS.values() for word in pool).values()) == 1
 
 
-@pytest.fixture(params=range(3))
+@pytest.fixture(params=range(3), scope="module")
 def world(request):
     """The tables of a world, and {city: state}."""
     world = worlds.make_world(request.param + 1000 * SEED)
@@ -243,15 +241,6 @@ def test_a_random_model_has_heads_that_look_back_and_heads_that_find_what_follow
     again = torch.arange(50)
     followed = seen[1][0, :, 100 + again, 1 + again].mean(-1)
     assert followed[wired].min() > 3 * followed[others].max()
-
-
-def test_the_tasks_of_a_small_world_can_be_solved(tmp_path):
-    worlds.write_world(tmp_path, SEED)
-    synth.main(["tasks", "--database", str(tmp_path), "--n", "30", "--seed", str(SEED),
-                "--out", str(tmp_path / "tasks.jsonl")])
-    database = synth.open_once(str(tmp_path))
-    for task in read_jsonl(tmp_path / "tasks.jsonl"):
-        assert score(task, solver.solve(task, database), database, "strict")["success"] == 1
 
 
 # ---------------------------------------------------------------- many worlds

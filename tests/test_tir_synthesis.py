@@ -84,7 +84,7 @@ def serve():
         server.lock, server.asked, server.cuts = threading.Lock(), [], cuts
         server.reply, server.notice = lambda messages: model_says(grammar, messages), notice
         servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         return f"http://127.0.0.1:{server.server_port}/v1=m", server.asked
 
     yield start

@@ -432,7 +432,7 @@ def test_a_retriever_of_another_kind_stops_before_anything_is_spent(make):
 def test_a_play_goes_on_through_kills_of_workers_and_pages(make, jail):
     """Right answers, or calls that say that they broke; no play ends otherwise."""
     server = PageServer([FILE], 0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     port, page = server.server_port, next(iter(server.texts))
     world = make(tools=["Search", "Python", "Browse"], allow=[f"127.0.0.1:{port}"])
     browse = CALL % ("Browse", json.dumps({"url": f"http://127.0.0.1:{port}{page}"}))
@@ -578,7 +578,7 @@ def episodes(tmp_path_factory):
     words = f"--worlds 2 --places 20 --held-out 60 --sft 24 --rl 8 --val 8 --port {port}"
     subprocess.run([*run, "world", "--out", folder, *words.split()], cwd=ROOT, check=True)
     with PageServer([folder / "train", folder / "val"], port) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         for grammar in "turns", "tags":
             settings = json.loads((folder / "train" / "tools.json").read_text())
             (folder / grammar).mkdir()
@@ -616,8 +616,7 @@ def caller(episodes, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grammar", ["turns", "tags"])
-@pytest.mark.parametrize("stage", ["grpo.py", "arpo.py"])
+@pytest.mark.parametrize("stage, grammar", [("grpo.py", "tags"), ("arpo.py", "turns")])
 def test_a_policy_that_calls_tools_trains_on_the_very_tokens_it_said(
         episodes, caller, tmp_path, stage, grammar):
     """Engine and trainer agree on all log-probabilities, stop strings or not, or it would stop."""

@@ -60,23 +60,33 @@ def test_the_pages_module_is_at_most_25_lines_and_is_checked(folder, capsys):
 
 @pytest.mark.slow
 def test_the_pages_commands_lead_from_the_world_to_a_page_of_curves(folder):
-    """Every command of the page as it stands, in a folder beside the clone, with few steps."""
+    """Every command of the page as it stands, in a folder beside the clone, with few steps; SFT and
+    GRPO in nothing but the files that README says to copy."""
     more = {"sft.py": "--epochs 0.5", "grpo.py": "--steps 1 --prompts 2 --group 2",
             "evaluate.py": "--limit 9"}
+    copies = {"sft.py": ("sft.py", "runtime.py"),
+              "grpo.py": ("grpo.py", "runtime.py", "sandbox.py")}
     lines = COMMANDS.strip().splitlines()
     assert lines.pop(0) == ". .venv/bin/activate"
     for line in lines:
         script = line.split()[1]
-        line = line.replace(f"python {script}", f"{sys.executable} {ROOT / script}"
-                            if script in more else f"{sys.executable} {script}", 1)
+        for name in copies.get(script, ()):
+            shutil.copy(ROOT / name, folder)
+        where, path = (script, "") if script in copies else (
+            ROOT / script if script == "evaluate.py" else script, str(ROOT))
+        line = line.replace(f"python {script}", f"{sys.executable} {where}", 1)
         done = subprocess.run(f"{line} {more.get(script, '')}", shell=True, cwd=folder, text=True,
-                              capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+                              capture_output=True, env=os.environ | {"PYTHONPATH": path})
+        for name in copies.get(script, ()):
+            (folder / name).unlink()
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         if script == "sft.py":
             assert "(1 dropped)" in done.stdout, "8: the cat is in room 3, the patience 2"
     page = (folder / "out" / "cat" / "report.html").read_text(encoding="utf-8")
     assert "eval/rl" in page and "rl/rollouts" in page and '"dlogp_mean":[' in page
     assert len(read_jsonl(folder / "out" / "cat" / "eval" / "rl" / "episodes.jsonl")) == 9
+    table = (folder / "out" / "cat" / "eval" / "table.md").read_text()
+    assert "| success " in table and "| stop: " in table and "cs_micro" not in table
 
 
 def test_check_calls_every_tool_as_the_solver_does_or_by_its_schema(folder, mini, capsys):
@@ -151,32 +161,6 @@ def test_flags_are_read_without_torch_and_folders_that_were_not_copied_are_named
         done = run(folder, "grpo.py", *words.split())
         assert done.returncode == 2 and re.search(said, done.stderr), done.stderr
         assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_grpo_trains_from_a_folder_of_three_files_and_a_world(folder, tiny_model):
-    for name in ("grpo.py", "runtime.py", "sandbox.py"):
-        shutil.copy(ROOT / name, folder)
-    done = run(folder, "-m", "torch.distributed.run", "--standalone", "grpo.py", "--env",
-               "cat_world.py", "--tasks", "tasks.jsonl", "--model", tiny_model, "--out", "out",
-               "--steps", 1, "--prompts", 2, "--group", 2, "--context", 400, "--turn-tokens", 16,
-               "--max-turns", 2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(read_jsonl(folder / "out" / "log.jsonl")) == 1
-    assert (folder / "out" / "config.json").exists()
-
-
-@pytest.mark.slow
-def test_sft_trains_from_a_folder_of_two_files(folder, tiny_model):
-    for name in ("sft.py", "runtime.py"):
-        shutil.copy(ROOT / name, folder)
-    roles = ("system", "user", "assistant")
-    write_jsonl(folder / "sft.jsonl",
-                [{"messages": [{"role": role, "content": "hello"} for role in roles]}] * 4)
-    done = run(folder, "-m", "torch.distributed.run", "--standalone", "sft.py", "--model",
-               tiny_model, "--data", "sft.jsonl", "--steps", 1, "--batch", 2, "--out", "out")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (folder / "out" / "config.json").exists()
 
 
 # ------------------------------------------------------------------------------------- TRL

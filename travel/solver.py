@@ -26,7 +26,6 @@ SEARCHES = {"hotels": "SearchAccommodation", "restaurants": "SearchRestaurant",
 
 Lodging = namedtuple("Lodging", "cost nights name")  # dollars per night for all; minimum nights
 Meal = namedtuple("Meal", "cost mask name")  # dollars per person; bit i: serves the i-th cuisine
-Road = namedtuple("Road", "km words row")
 # a ride from a to b. cost: dollars for all; words: its text in a plan; flight, road: its row or ()
 Way = namedtuple("Way", "cost words a b date flight road")
 Stay = namedtuple("Stay", "city nights bed meals sights")  # three meals and one sight per full day
@@ -110,12 +109,8 @@ def cheapest_meals(database, city, wanted, need):
 
 @lru_cache(maxsize=1 << 17)
 def drive(database, a, b):
-    """The Road from a to b; None if there is none or it takes more than a day."""
-    row, _ = find_road(database, (a, b))
-    if row is None:
-        return None
-    words = f"from {a} to {b}, duration: {row.duration}, distance: {row.distance}"
-    return Road(row.km, words, row)
+    """The road from a to b, a row; None if there is none or it takes more than a day."""
+    return find_road(database, (a, b))[0]
 
 
 def modes(task):
@@ -137,8 +132,9 @@ def ways(task, database, mode, a, b, date):
         kind = "self-driving" if mode == "road" else "taxi"
         per_km, seats = ROADS[kind]
         cost = int(road.km * per_km)  # dollars of one car
-        words = f"{kind.capitalize()}, {road.words}, cost: {cost}"
-        found.append(Way(cost * math.ceil(people / seats), words, a, b, date, (), road.row))
+        words = (f"{kind.capitalize()}, from {a} to {b}, duration: {road.duration}, distance: "
+                 f"{road.distance}, cost: {cost}")
+        found.append(Way(cost * math.ceil(people / seats), words, a, b, date, (), road))
     return sorted(found)
 
 

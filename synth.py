@@ -36,17 +36,7 @@ import runtime
 import sandbox
 from evaluate import mean
 from format_plan import itinerary
-from runtime import (
-    COUNT,
-    NATURAL,
-    Mistake,
-    Parser,
-    endpoint,
-    fill,
-    join_words,
-    portions,
-    stable_draw,
-)
+from runtime import COUNT, NATURAL, Mistake, Parser, fill, join_words, portions, stable_draw
 from sandbox import PROMPTS, open_database
 from travel import constraints, solver
 from travel.teacher import Lesson, Teacher, faults
@@ -453,7 +443,6 @@ def accept(world, episode, model):
     """The record of an episode whose plan, read from its text, passes every check of `strict`; of
     any other episode, why it is refused."""
     plan, verdict, strict = world.verdict(episode)
-    del verdict["official"]  # episodes to learn from have the scores of `star` alone
     if strict == 1:
         return episode.record(model) | {"plan": plan, "score": verdict}
     wrong = [episode.stop] if episode.stop != "answer" else faults(verdict) or ["strict"]
@@ -511,7 +500,7 @@ def flags(argv=None):
     add("--workers", type=COUNT, default=len(os.sched_getaffinity(0)),
         help="number of processes, which does not change the file")
     add = teachers.add_argument
-    add("--endpoint", type=endpoint, nargs="+", default=[], metavar="URL=MODEL",
+    add("--endpoint", type=runtime.endpoint, nargs="+", default=[], metavar="URL=MODEL",
         help="OpenAI-compatible servers, one drawn per task [2: two]")
     add("--key", metavar="FILE", help="file that holds the endpoints' API key")
     add("--concurrency", type=COUNT, default=32, help="requests at a time")

@@ -543,8 +543,6 @@ def test_every_mark_has_a_row_in_the_rules_and_every_row_a_test():
 def test_rewards_by_hand(scores, rewards):
     verdict = dict(zip(SCORES, scores, strict=True))
     assert tuple(reward(verdict, kind) for kind in ("sum", "macro", "success")) == rewards
-    with pytest.raises(ValueError, match="curriculum"):
-        reward(verdict, "curriculum")
 
 
 def test_judge_gives_the_plan_of_a_text_and_the_verdicts_of_all_rule_sets(trip, mini):

@@ -122,8 +122,7 @@ def test_the_query_of_a_row_stands_before_what_reset_returns(folder):
                                     "    def get_reward(self):\n        return 1.0\n\n"
                                     "    def close(self):\n        Seer.open -= 1\n")
     world = opened(f"{folder / 'seer.py'}:Seer")
-    (task,) = [world.load_task({"id": "7", "query": "Leave."})]
-    episode = world.episode(task, "0", Namespace(max_turns=5))
+    episode = world.episode({"id": "7", "query": "Leave."}, "0", Namespace(max_turns=5))
     assert episode.messages[1]["content"] == "Leave.\nYou see a door."
     assert episode.sandbox.env.open == 1 and episode.record() and episode.sandbox.env.open == 0
 

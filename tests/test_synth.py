@@ -366,7 +366,7 @@ def test_every_episode_keeps_the_protocol_and_is_a_success(episodes, tasks, mini
         plan, verdict = judge(row["task"], row["answer"], mini)
         assert plan == row["plan"] and verdict["success"] == verdict["strict"] == 1
         assert row["score"] == {name: verdict[name] for name in row["score"]}
-        assert row["score"].keys() == verdict.keys() - {"official", "strict"}
+        assert row["score"].keys() == verdict.keys() - {"strict"}
 
 
 def test_the_teacher_is_not_always_the_cheapest(episodes, mini):

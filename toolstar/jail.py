@@ -380,7 +380,7 @@ class Jail(contextlib.AbstractContextManager):
                 fit = worker.fit
                 return result
             except (OSError, ValueError, KeyError, RuntimeError, JailError) as error:
-                why = repr(error)
+                why = str(error) or repr(error)  # some have no text
             finally:
                 if worker:
                     self.put_back(worker, fit)

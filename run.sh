@@ -78,7 +78,7 @@ stage() {
         [[ $name == preflight-* ]] || stop "$output was made by another command, see" \
             "$output.command: choose another OUT, or remove ${output%/config.json}, $output.command" \
             "and all that was made from it; the command would now be: $now"
-        rm -rf "$(dirname "$output")"
+        [[ $node != 0 ]] || rm -rf "$(dirname "$output")"
     elif made "$output"; then
         return
     fi

@@ -209,7 +209,7 @@ saving=10 algorithm=grpo  # saving: updates between checkpoints
 python=${PYTHON:-python3} pins=requirements.txt
 [[ $seen != 0 ]] || pins=requirements-cpu.txt
 declare -A disk=([0.5b]=44 [1.5b]=139 [3b]=278 [7b]=685)  # GB of models and checkpoints
-declare -A keeps=([0.5b]=5120 [1.5b]=14336 [3b]=10240 [7b]=8192)  # KEEP: docs/gpus.md
+declare -A keeps=([0.5b]=4096 [1.5b]=14336 [3b]=10240 [7b]=8192)  # KEEP: docs/gpus.md
 # what changes with the size [1 app. C.2, D.5]; 7b has two nodes of 8 GPUs [1]
 case $size in
     tiny) base=$OUT/base reward=macro ;;

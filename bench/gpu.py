@@ -291,16 +291,9 @@ def check_speed(case, cuda):
             measure(f"--keep-activations {args.keep_activations}: {kept} of {len(sizes)} "
                     "micro-batches kept")
     args.keep_activations = 0
-    with told("logits"):
-        runtime.LOGITS *= 4
-        measure("four times as many logits at a time")
-    runtime.LOGITS //= 4
-    with told("head"):
-        time_head(lm.config, device, card, runtime.LOGITS)
     if card.cuda:
-        for change in (varlen, compiled):
-            with told(change.__name__):
-                change(lm, measure)
+        with told("varlen"):
+            varlen(lm, measure)
 
 
 @contextlib.contextmanager
@@ -310,27 +303,6 @@ def told(name):
         yield
     except Exception as error:
         say(f"speed: {name}", False, " ".join(f"{type(error).__name__}: {error}".split())[:200])
-
-
-def time_head(config, device, card, logits):
-    """Two ways to sum the head's weight gradient over chunks: after each product, as
-    runtime.chunked_logps does, or within it, which PyTorch has for CUDA alone."""
-    import torch
-
-    h, v = config.hidden_size, config.vocab_size
-    d, hidden = (torch.randn(min(1024, logits // v), width, device=device, dtype=torch.bfloat16)
-                 for width in (v, h))
-    total, found, times = torch.zeros(v, h, device=device), {}, 20 if card.cuda else 2
-    for name, add in (("after", lambda: total.add_(d.T @ hidden)),
-                      ("within", lambda: torch.addmm(total, d.T, hidden, out_dtype=torch.float32,
-                                                     out=total)))[:1 + bool(card.cuda)]:
-        for _ in range(2):
-            began = card.clock()
-            for _ in range(times):
-                add()
-            found[name] = (card.clock() - began) / times * 1e3
-    say("speed: the head's weight gradient, summed after or within the product", None,
-        ", ".join(f"{name} {ms:.2f} ms a chunk" for name, ms in found.items()))
 
 
 def varlen(lm, measure):
@@ -349,9 +321,9 @@ def varlen(lm, measure):
 
     def attend(module, q, k, v, mask, scaling=None, **_):
         q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))  # (T, heads, width)
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
         out = varlen.varlen_attn(q, k, v, row["starts"], row["starts"], row["longest"],
-                                 row["longest"], scale=scaling, window_size=(-1, 0),
-                                 enable_gqa=True)
+                                 row["longest"], scale=scaling, window_size=(-1, 0))
         return out[None], None
 
     AttentionInterface.register("varlen", attend)
@@ -362,15 +334,6 @@ def varlen(lm, measure):
     finally:
         lm.config._attn_implementation = "sdpa"
         hook.remove()
-
-
-def compiled(lm, measure):
-    """Every layer by torch.compile; DeepSpeed's hooks stay outside."""
-    import torch
-
-    for layer in lm.base_model.layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
-    measure("every layer by torch.compile")
 
 
 # ----------------------------------------------------------------------------------------- engine

@@ -64,7 +64,7 @@ def training(config, n, args, tokens):
         ("last norm and hidden states", tokens * 12 * h, ("logits",)),
         ("logits, head's gradient", logits, ("logits",)),
         ("tied head's gradient", 2 * head * config.tie_word_embeddings, ("layer",)),
-        ("CUDA, NCCL, waste (assumed)", max(4, args.gpu_gib / 10) * GIB, always)]
+        ("CUDA, NCCL, waste (assumed)", max(4 if adapters else 5, args.gpu_gib / 10) * GIB, always)]
 
 
 def playing(config, n, args):
@@ -221,7 +221,7 @@ def plan(args):
 
 # run.sh's settings: tokens of an episode, the engine's share, and most tokens of the micro-batches
 # that keep their activations
-RECIPES = {"0.5b": (16384, 0.35, 5120), "1.5b": (30000, 0.5, 14336), "3b": (30000, 0.6, 10240),
+RECIPES = {"0.5b": (16384, 0.35, 4096), "1.5b": (30000, 0.5, 14336), "3b": (30000, 0.6, 10240),
            "7b": (30000, 0.6, 8192)}
 CARDS = {24: 22, 48: 44, 80: 79}  # {GB of a card: GiB that the smallest such card reports}
 PLAYS = 256  # in flight: 32 queries x 8

@@ -80,11 +80,11 @@ PACKED = """if True:
     sys.path.insert(0, "bench")
     import gpu, grpo, runtime
 
-    def attention(q, k, v, begins, *_, scale, window_size, enable_gqa):  # PyTorch's is for CUDA
-        assert window_size == (-1, 0) and enable_gqa
+    def attention(q, k, v, begins, *_, scale, window_size):  # PyTorch's is for CUDA
+        assert window_size == (-1, 0) and q.shape == k.shape
         parts = [each.transpose(0, 1)[None].split(begins.diff().tolist(), 2) for each in (q, k, v)]
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        rows = [sdpa(*row, is_causal=True, scale=scale, enable_gqa=True) for row in zip(*parts)]
+        rows = [sdpa(*row, is_causal=True, scale=scale) for row in zip(*parts)]
         return torch.cat(rows, 2)[0].transpose(0, 1)
 
     varlen.varlen_attn = attention

@@ -89,7 +89,7 @@ def test_offloaded_updates_are_those_of_adamw_up_to_rounding(tiny_model, episode
     assert (one - two).norm() < 1e-3 * (one - start).norm() > 0
     one, two = ([line["loss"] for line in read_jsonl(tmp_path / name / "log.jsonl")]
                 for name in ("card", "host"))
-    assert len(one) == 10 and two == pytest.approx(one, rel=1e-5)
+    assert len(one) == 10 and two == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -268,7 +268,8 @@ def test_a_retriever_that_dies_is_a_clear_stop_and_the_same_command_finishes(
     monkeypatch.setattr(retriever.Remote.__init__, "__defaults__", (2, 0.02))
     server, episodes = Flaky([200] * 20 + [500] * 1000), tmp_path / "good" / "episodes.jsonl"
     with answering(server) as url:
-        words = ["--model", "good", "--retriever", url]
+        # a request has at most two searches, so 20 do not answer all questions
+        words = ["--model", "good", "--retriever", url, "--concurrency", "2"]
         with pytest.raises(SystemExit, match="^qa_eval.py: .*does not answer"):
             agent(*words)
         kept = episodes.read_text()

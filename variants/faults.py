@@ -35,8 +35,8 @@ FIELDS = "Happened", "To see", "Not to see", "Stopped by", "Flags"  # of a diff'
 TINY = """--system-prompt short --max-turns 9 --lr 1.5e-4 --decay 0.5 --temperature 0.8
           --context 1024 --turn-tokens 256 --concurrency 64 --keep-activations 4096
           --pack-tokens 4096 --resume"""
-KEYS = ("reward", "success", "overlength", "tokens", "loss_tokens", "entropy", "gnorm", "clip_low",
-        "clip_high", "dlogp_mean", "dlogp_max")
+KEYS = ("reward", "success", "overlength", "uniform", "tokens", "loss_tokens", "entropy", "gnorm",
+        "clip_low", "clip_high", "dlogp_mean", "dlogp_max")
 BOUND = 1e-4  # grpo.py's on dlogp_mean, in float32
 
 

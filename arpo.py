@@ -101,7 +101,7 @@ def learn_flags(add):
     add("--clip-low", type=SHARE, default=0.2, help="clip w to at least 1 minus this [2]")
     add("--branch", default="paper", choices=["paper", "released"], help="when plays fork, see (1)")
     add("--initial", type=NATURAL, default=0, help="plays per query from scratch; 0: half of G [5]")
-    add("--weight", type=AMOUNT, default=0.2, help="w in (1), for --branch released [5]")
+    add("--weight", type=AMOUNT, default=0.2, help="w in (1) [5]")
     add("--branch-penalty", type=AMOUNT, default=0.0, help="chance lost per fork in a row [6]")
     add("--clip-high", type=AMOUNT, default=0.28, help="clip w to at most 1 plus this [3]")
     add("--loss-norm", default="group", choices=["group", "batch"], help="divide the loss by the "
@@ -556,6 +556,8 @@ def micro_batches(lengths, ranks, budget, packed):
 
 def main():
     args = flags()
+    if args.microscope:  # a copy of this file may lack the folder look/
+        from look.microscope import write_tokens
     world, tasks, val, template = read_inputs(args)
     rank, ranks, device = runtime.setup()
     runtime.lock_folder(args.out)
@@ -582,6 +584,7 @@ def main():
         batch = [tasks[i] for i in batch_of(step, len(tasks), args.prompts, args.seed)]
         played = rollout(llm, template, world, batch, f"play/{step}", args.group, args.temperature,
                          1.0, args)
+        dist.barrier()  # play_s is the time of the slowest engine
         clock.append(time.time())
         judge_all(played, world, reward)
         samples = gather(played)
@@ -600,10 +603,8 @@ def main():
             runtime.check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
         line |= {"minibatches": stats[1:], "reward_name": reward, "lr": lr}
-        line |= timings(samples, clock)
+        line |= timings(samples, sum(updates, []), clock)
         if seen is not None:
-            from look.microscope import write_tokens
-
             write_tokens(f"{args.out}/microscope/{step + 1:05d}.jsonl", samples, seen, template,
                          args)
         if rank == 0:
@@ -696,12 +697,12 @@ def describe(samples, groups, parts):
     return means | {"uniform": sum(map(uniform, groups.values())) / len(groups)}
 
 
-def timings(samples, clock):
+def timings(samples, in_loss, clock):
     """Seconds of each part of a step, and tokens per second of playing and of learning."""
     sync, val, play, judge, learned = (end - start for start, end in pairwise(clock))
     return {"sync_s": sync, "val_s": val, "play_s": play, "judge_s": judge, "learn_s": learned,
             "play_tps": sum(map(sampled, samples)) / play,
-            "learn_tps": sum(len(s.ids) for s in samples) / learned}
+            "learn_tps": sum(len(s.ids) for s, _ in in_loss) / learned}
 
 
 def log(line, args, steps):

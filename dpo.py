@@ -7,8 +7,8 @@ to pairs by P(chosen is better) = sigmoid(reward of chosen - reward of rejected)
 separate reward model, no value function and no playing, only a loss on pairs of texts:
 
     (1) render both episodes of each pair as sft.py does: token ids, and a mask that is 1 on the
-        policy's replies and 0 on the prompt and the tools' results. Replies that both episodes
-        share, before they first differ, belong to the prompt
+        policy's replies and 0 on the prompt and the tools' results. Replies in a row's "prompt",
+        which both sides share, are not trained on
     (2) reference: compute log pi_ref of each episode, summed over its policy tokens, with the
         weights that training starts from. Only these sums are kept, so no second model is needed
     (3) draw a batch of pairs. A forward without gradients gives log pi of its episodes, and from
@@ -157,6 +157,8 @@ def read_pair(row, template, cutoff):
         if stop != "answer" and episode.mask[-1]:  # maybe cut off: the policy sampled no end token
             episode.ids.pop()
             episode.mask.pop()
+    if not all(any(episode.mask) for episode in pair):
+        return "a side has no token to train on"
     too_long = max(len(episode.ids) for episode in pair) > cutoff
     return f"a side is longer than --cutoff {cutoff}" if too_long else pair
 

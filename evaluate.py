@@ -24,7 +24,7 @@ import math
 import os
 import re
 import sys
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import count, islice
 from multiprocessing import get_context
@@ -50,19 +50,20 @@ Ctrl-C stops; plays that have ended are kept. The tools are:"""
 
 def play(generate, episodes, concurrency=8, max_context=math.inf):
     """Play text-level episodes with generate(messages) -> reply, each in its own thread, and
-    yield each as it ends. If the endpoint is down, the exception ends the run; the next run plays
-    the rest."""
+    yield each as it ends. If the endpoint is down, no other begins, and the exception ends the run
+    once those that play have ended; the next run plays the rest."""
     with ThreadPoolExecutor(concurrency) as pool:
-        try:
-            running = set()  # an episode begins when a thread is free for it
-            for episode in episodes:
-                running.add(pool.submit(play_one, generate, episode, max_context))
-                if len(running) == concurrency:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
-            yield from (future.result() for future in as_completed(running))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        episodes, running, error = iter(episodes), set(), None
+        while running or not error:
+            free = 0 if error else concurrency - len(running)
+            running |= {pool.submit(play_one, generate, episode, max_context)
+                        for episode in islice(episodes, free)}
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            error = next((future.exception() for future in done if future.exception()), error)
+            yield from (future.result() for future in done if not future.exception())
+        raise error
 
 
 def play_one(generate, episode, max_context=math.inf):
@@ -144,12 +145,6 @@ def typed_value(text, like):
 
 
 # --------------------------------------------------------------------------------- playing in vLLM
-
-def open_engine(path, max_context, concurrency=64, tp=1, gpu_memory=0.9):
-    """(vLLM engine, Template) of a checkpoint folder or hub name."""
-    template = runtime.load_template(path)
-    return runtime.open_llm(path, max_context, concurrency, tp, gpu_memory), template
-
 
 def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
               max_tokens=None, concurrency=64, stops=(), slow=True, asks=None):
@@ -480,7 +475,7 @@ def play_agent(args, folder, path, tasks):
     all tasks, in their order."""
     file = folder / "episodes.jsonl"
     done = read_episodes(file, recover=True)
-    for task in tasks:
+    for task in json.loads(json.dumps(tasks)):  # as a file has them: a tuple is a list
         if name_of(task) in done and not task.items() <= done[name_of(task)]["task"].items():
             raise Mistake(f"{folder}: other tasks with these ids were played; choose another --out")
     left = [task for task in tasks if name_of(task) not in done]
@@ -499,12 +494,17 @@ def play_agents(args, tasks):
     agents = named_paths(args.model) if "model" in args.agent else {}
     agents |= {name: None for name in args.agent if name != "model"}
     runtime.lock_folder(args.out)
-    played = {}
+    folders, played = {}, {}
     for name, path in agents.items():
         keys = (*SETTINGS, *(SAMPLING if path else ()), *args.world_flags)
         settings = model_settings(path, args.url) | {key: getattr(args, key) for key in keys}
-        folder = open_folder(args.out, name, settings)
-        played[name] = play_agent(args, folder, path, tasks)
+        settings |= {f"{key} saved": int(Path(file).stat().st_mtime) for key, file in
+                     settings.items() if isinstance(file, str) and Path(file).is_file()}
+        folders[name] = open_folder(args.out, name, settings)
+        if path and not args.url:
+            runtime.load_template(path)  # a wrong model is found before the others have played
+    for name, path in agents.items():
+        played[name] = play_agent(args, folders[name], path, tasks)
         for row in played[name] if args.show else ():
             print_episode(row)
     return played
@@ -568,20 +568,23 @@ def play_model(args, path, world, episodes, asks=None, retries=6):
                            api_key=runtime.read_key(args.key), stops=world.stops)
         return play(lambda messages: generate(merged(messages)), episodes, args.concurrency,
                     args.max_context)
-    llm, template = open_engine(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
+    template = runtime.load_template(path)
+    llm = runtime.open_llm(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
     return play_vllm(llm, template, episodes, args.max_context, **sampling, seed=args.seed,
                      concurrency=args.concurrency, stops=world.stops, slow=world.slow, asks=asks)
 
 
 def merged(messages):
-    """Messages for an endpoint: adjacent replies and results become one assistant message."""
+    """Messages for an endpoint: adjacent replies and results become one assistant message. Marks
+    such as <|im_end|> are broken up where the model has not written them: no page opens a turn."""
     found = []
     for message in messages:
-        said = message["role"] in ("assistant", "result")
-        if said and found[-1]["role"] == "assistant":
-            found[-1] = {"role": "assistant", "content": found[-1]["content"] + message["content"]}
+        role, text = message["role"], message["content"]
+        text = text if role == "assistant" else text.replace("<|", "‹|")
+        if role in ("assistant", "result") and found[-1]["role"] == "assistant":
+            found[-1] = {"role": "assistant", "content": found[-1]["content"] + text}
         else:
-            found.append({"role": "assistant", "content": message["content"]} if said else message)
+            found.append(message | {"role": role.replace("result", "assistant"), "content": text})
     return found
 
 

@@ -22,6 +22,7 @@ Writes  stdout: each record with its "plan" (null if the text has none)
 import argparse
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -430,8 +431,8 @@ def format_plan(text, task, model, url, **options):
     prompt, tokens = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8"), 0
     ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text[:LONGEST_TEXT]}"
     messages = [{"role": "system", "content": prompt}, {"role": "user", "content": ask}]
-    for _ in range(2):
-        reply = chat(url, model, messages, 0.0, max_tokens=8192, **options)
+    for temperature in 0.0, 1.0:
+        reply = chat(url, model, messages, temperature, max_tokens=8192, **options)
         tokens, days = tokens + reply.tokens, days_in(spoken(reply))
         if days is not None:
             return [clean_day(day, i) for i, day in enumerate(days, 1)] or None, tokens
@@ -504,7 +505,9 @@ def read_all(args):
     texts = [(row.get("answer", row.get("text")), row.get("task", row)) for row in rows]
     reader.prefetch(texts)
     for row, (text, task) in zip(rows, texts, strict=True):
-        plan = reader.read(text, task, database.of(task))[0]
+        plan, unread, *_ = reader.read(text, task, database.of(task))
+        if args.reader and unread:
+            print(f"{args.file}: {unread[0]}", file=sys.stderr)
         print(json.dumps({**row, "plan": plan}, ensure_ascii=False))
     reader.close()
 

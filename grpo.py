@@ -465,6 +465,8 @@ def micro_batches(lengths, ranks, budget, packed):
 
 def main():
     args = flags()
+    if args.microscope:  # a copy of this file may lack the folder look/
+        from look.microscope import write_tokens
     world, tasks, val, template = read_inputs(args)
     rank, ranks, device = runtime.setup()
     runtime.lock_folder(args.out)
@@ -491,6 +493,7 @@ def main():
         batch = [tasks[i] for i in batch_of(step, len(tasks), args.prompts, args.seed)]
         played = rollout(llm, template, world, batch, f"play/{step}", args.group, args.temperature,
                          1.0, args)
+        dist.barrier()  # play_s is the time of the slowest engine
         clock.append(time.time())
         judge_all(played, world, reward)
         samples = gather(played)
@@ -509,10 +512,8 @@ def main():
             runtime.check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
         line |= {"minibatches": stats[1:], "reward_name": reward, "lr": lr}
-        line |= timings(samples, clock)
+        line |= timings(samples, sum(updates, []), clock)
         if seen is not None:
-            from look.microscope import write_tokens
-
             write_tokens(f"{args.out}/microscope/{step + 1:05d}.jsonl", samples, seen, template,
                          args)
         if rank == 0:
@@ -601,12 +602,12 @@ def describe(samples, groups, parts):
     return means | {"uniform": sum(map(uniform, groups.values())) / len(groups)}
 
 
-def timings(samples, clock):
+def timings(samples, in_loss, clock):
     """Seconds of each part of a step, and tokens per second of playing and of learning."""
     sync, val, play, judge, learned = (end - start for start, end in pairwise(clock))
     return {"sync_s": sync, "val_s": val, "play_s": play, "judge_s": judge, "learn_s": learned,
             "play_tps": sum(map(sampled, samples)) / play,
-            "learn_tps": sum(len(s.ids) for s in samples) / learned}
+            "learn_tps": sum(len(s.ids) for s, _ in in_loss) / learned}
 
 
 def log(line, args, steps):

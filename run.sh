@@ -48,7 +48,8 @@ usage() { sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh; exit 2; }
 python3 - run.sh recipes/*.sh <<'END' >&2 || true
 import difflib, os, re, sys
 read = set(re.findall(r"\$\{?([A-Z_]+)\b", "".join(open(path).read() for path in sys.argv[1:])))
-for name in filter(re.compile("[A-Z_]+").fullmatch, os.environ.keys() - read):
+others = os.environ.keys() - read - {"NVIDIA_VISIBLE_DEVICES"}  # containers with GPUs have this
+for name in filter(re.compile("[A-Z_]+").fullmatch, others):
     for near in difflib.get_close_matches(name, read, 1, 0.8):
         print(f"run.sh: {name} is not a variable that is read; is {near} meant?")
 END

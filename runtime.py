@@ -95,7 +95,8 @@ def bounded(kind, least, most=math.inf, above=None):
         value = kind(text)
         low = value >= least if above is None else value > above
         if not (low and value <= most and math.isfinite(value)):
-            raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most}")
+            raise argparse.ArgumentTypeError(
+                f"{text} is not between {least} and {most}" + f", {above} excluded" * (above == 0))
         return value
     parse.__name__ = kind.__name__  # argparse names the type in its message
     return parse
@@ -396,7 +397,8 @@ class Template:
         self.end, self.end_text, self.before = special[end_text], end_text, before[len(end_text):]
         # no query, page or program may end or open a turn: its special tokens are broken up
         marks = {mark.content for mark in self.tokenizer.added_tokens_decoder.values()
-                 if mark.special and mark.content.strip()} - TAGS | {end_text}
+                 if mark.special} | {end_text, self.before.strip(), self.after.strip()}
+        marks = {mark for mark in marks if mark.strip()} - TAGS
         self.forged = re.compile("|".join(f"{re.escape(mark[0])}(?={re.escape(mark[1:])})"
                                           for mark in sorted(marks)))
         ids = self.prompt(talk[:2])
@@ -948,7 +950,9 @@ def load(args, template, device, make_policy, collate):
 
 def recompute_large(lm, args):
     """Have the backward pass recompute the layers of micro-batches of more than --keep-activations
-    tokens; it keeps the activations of the others."""
+    tokens on any rank; it keeps the activations of the others."""
+    import torch
+    import torch.distributed as dist
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if lm.supports_gradient_checkpointing:
@@ -959,8 +963,13 @@ def recompute_large(lm, args):
 
     def choose(model, positional, named):
         ids = named["input_ids"] if "input_ids" in named else positional[0]
+        most = torch.tensor(ids.numel(), device=ids.device)
+        # of all ranks: a recomputed layer runs twice, and ZeRO-3 needs the same order on each
+        if torch.is_grad_enabled() and dist.is_initialized():
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        recompute = most.item() > args.keep_activations
         for layer in layers:
-            layer.gradient_checkpointing = ids.numel() > args.keep_activations
+            layer.gradient_checkpointing = recompute
     lm.base_model.register_forward_pre_hook(choose, with_kwargs=True)
 
 
@@ -1095,8 +1104,10 @@ def zero3(policy, args, device):
         compile_op(deepspeed.ops.op_builder.CPUAdamBuilder().load)
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(trained, lr=args.lr, weight_decay=0.0)
     else:
-        # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
-        optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0, fused=cuda or None)
+        # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter).
+        # bias_correction: for a run that is resumed with --offload
+        group = {"params": trained, "bias_correction": True}
+        optimizer = torch.optim.AdamW([group], lr=args.lr, weight_decay=0.0, fused=cuda or None)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
         # gather whole layers: hooks on each of their modules cost time (docs/results.md)
@@ -1203,8 +1214,8 @@ def restore(trainer, args):
     latest, log, settings = out / "checkpoints" / "latest", out / "log.jsonl", out / "settings.json"
     if log.exists() and not args.resume:
         raise Mistake(f"{out} already holds a run: --resume continues it; or choose another --out")
-    if (out / "config.json").exists() and not log.exists():
-        raise Mistake(f"{out} holds a model that no run of this stage made: choose another --out")
+    if (out / "config.json").exists() and not latest.exists():
+        raise Mistake(f"{out} holds a model and no checkpoint to resume: choose another --out")
     ranks = dist.get_world_size()
     mark = {"step": 0, "log_bytes": 0, "ranks": ranks}
     if latest.exists():
@@ -1222,6 +1233,8 @@ def restore(trainer, args):
         write_text(settings, json.dumps(flags, indent=1) + "\n")
         with open(log, "ab") as file:
             file.truncate(mark["log_bytes"])
+        if args.track:  # now, so that a package that is missing ends the run here
+            open_tracker(args.track, args.out)
     if mark["step"]:
         # save_checkpoint left out the weights that --lora freezes
         trainer.load_checkpoint(out / "checkpoints", tag=f"step-{mark['step']}",

@@ -206,7 +206,7 @@ def make_task(args, index):
     if name:
         task["world"] = name
     ratio = round(report.cost / task["budget"], 3)
-    task["tightness"] = {"least_cost": report.cost, "ratio": ratio, "city_choices": report.choices}
+    task["tightness"] = {"least_cost": report.cost, "ratio": ratio}
     return {"id": f"{args.prefix}-{index:07d}"} | task
 
 
@@ -233,10 +233,11 @@ def tasks(args):
     small = all(len(world.cities) < 100 for world in open_once(args.database).worlds.values())
     args.like = args.like or ("tiny" if small else "paper")
     keys = {key_of(task) for path in args.exclude for task in runtime.load_tasks(path, load_task)}
-    kinds, lack, pairs = list(itertools.product(args.days, LEVELS)), {}, Counter()
+    lengths = list(dict.fromkeys(args.days))
+    kinds, lack, pairs = list(itertools.product(lengths, LEVELS)), {}, Counter()
     for level, n in zip(LEVELS, portions(args.n, args.levels), strict=True):
-        parts = portions(n, [1] * len(args.days))
-        lack |= {(days, level): part for days, part in zip(args.days, parts, strict=True)}
+        parts = portions(n, [1] * len(lengths))
+        lack |= {(days, level): part for days, part in zip(lengths, parts, strict=True)}
 
     def take(task):
         """Count a task and return True, unless it is known or its kind or pair is complete."""
@@ -388,14 +389,15 @@ def complete(make, args):
     """Process the tasks that --out lacks as they finish, then sort the file into task order.
     Refused tasks go into OUT.refused with the reasons, and are not tried again."""
     refused, todo = f"{args.out}.refused", runtime.load_tasks(args.tasks, load_task)
-    keys, kind = {task["id"]: key_of(task) for task in todo}, "query" if make is queries else "task"
+    asked, kind = {task["id"]: task for task in todo}, "query" if make is queries else "task"
     if not Path(args.out).exists():
         Path(refused).unlink(missing_ok=True)  # of another run
     done = {row["id"]: row for row in own_rows(refused, "refused")}
     for row in own_rows(args.out, kind):
         task = row.get("task", row)
         done[task["id"]] = task
-        if keys.get(task["id"], key_of(task)) != key_of(task):
+        same = asked.get(task["id"], task)
+        if task | ({"query": same["query"]} if make is queries else {}) != same:
             raise Mistake(f"{args.out}: holds another task {task['id']!r}; choose another --out")
     left = [task for task in todo if task["id"] not in done]
     for row in runtime.progress(make(args, left), args.out, len(todo), len(todo) - len(left)):

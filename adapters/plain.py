@@ -119,7 +119,9 @@ class PlainWorld:
         if not query:
             raise Mistake(f"task {task['id']} has no 'query', and reset() returned no text")
         schemas = "\n".join(json.dumps(methods.schema(name)) for name in methods.methods)
-        return PlainEpisode(task | {"query": query}, methods, args.max_turns, PROMPT % schemas)
+        episode = PlainEpisode({"query": query} | task, methods, args.max_turns, PROMPT % schemas)
+        episode.messages[1]["content"] = query  # the task is recorded as it was loaded
+        return episode
 
     def verdict(self, episode):
         reward = float(episode.sandbox.env.get_reward())

@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import median
 
 import runtime
-from evaluate import interval, mean, name_of, plays_of, pooled, span
-from look.report import log_rows, scan, task_means
+from evaluate import interval, mean, plays_of, pooled, read_episodes, span
+from look.report import log_rows, task_means
 from runtime import COUNT, Help, Mistake, Parser
 from travel.constraints import hard_counts
 
@@ -95,14 +95,11 @@ def read_runs(specs):
     for name, folder in map(named_folder, specs):
         seeds = runs.setdefault(name, [])
         file, log = folder / "episodes.jsonl", folder.parent.parent / folder.name / "log.jsonl"
-        rows = {}  # each play once
-        for _, row in scan(file) if file.exists() else ():
-            if isinstance(row, dict) and isinstance(row.get("task"), dict) and "score" in row:
-                rows.setdefault(name_of(row["task"]), row)
+        rows = [row for row in read_episodes(file).values() if "score" in row]
         logged = log_rows(log).values() if log.exists() else ()
         updates = [row for row in logged if "loss_tokens" in row]
         if rows:
-            seeds.append((list(rows.values()), updates))
+            seeds.append((rows, updates))
         else:
             print(f"{name}: no judged episodes in {folder} yet")
     if not any(runs.values()):
@@ -207,6 +204,9 @@ def table_of(axis, runs, tasks="", gpus=0, size=None):
     """
     places, tools = of_size(AXES[axis], size), axis.startswith("tool-")
     judged = {row["task"]["id"] for seeds in runs.values() for rows, _ in seeds for row in rows}
+    for name, rows in ((name, rows) for name, seeds in runs.items() for rows, _ in seeds):
+        if len({row["task"]["id"] for row in rows}) < len(judged):
+            print(f"{name}: judged on fewer tasks than the others; evaluate it to its end")
     ours = f"ours, {len(judged):,} tasks{f' of {tasks}' if tasks else ''}: mean (each seed)"
     test = f"{TABLES['queries']['rows']['test'][0]:,} test queries"
     head = ["setting", paper_head(places, "3B" if tools else test), ours, "95% over tasks",

@@ -305,8 +305,11 @@ def test_a_refused_request_ends_one_play_and_a_server_that_is_down_ends_the_run(
     stops = {episode.task["query"]: episode.stop for episode in play(generate, episodes)}
     assert stops == {"full": "context", "bad": "refused", "good": "answer"}
     assert episodes[1].refusal == "status 400: a policy"
+    episodes = [episode_of(mini, {"query": query}) for query in ("down", "good", "late")]
+    kept = play(generate, episodes, concurrency=2)
+    assert next(kept) is episodes[1], "what played beside it is kept"
     with pytest.raises(ChatError, match="status 500"):
-        list(play(generate, [episode_of(mini, {"query": "down"})]))
+        list(kept)
 
 
 def replies(text):
@@ -743,6 +746,47 @@ def test_an_endpoint_plays_by_the_rules_of_an_engine(
     (row,) = read_jsonl(tmp_path / "out" / model / "episodes.jsonl")
     assert (row["stop"], row["turns"], row["calls"], row["model"]) == (stop, turns, 1, model)
     assert row["tokens"] == tokens
+
+
+def test_a_plain_class_is_played_once_and_its_task_is_recorded_as_it_was(tmp_path, endpoint_url):
+    (tmp_path / "plain_warm.py").write_text("""class Warm:
+    def reset(self, query, limits, **_):
+        return "It is warm."
+
+    def get_reward(self):
+        return 1.0
+""")
+    write_jsonl(tmp_path / "tasks.jsonl", [{"id": "a", "query": "Which?", "limits": [1, 2]}])
+    words = ["--env", f"{tmp_path}/plain_warm.py:Warm", "--tasks", f"{tmp_path}/tasks.jsonl",
+             "--out", f"{tmp_path}/out", "--model", "org/name", "--url", endpoint_url]
+    for _ in range(2):
+        evaluate.main(words)
+    (row,) = read_jsonl(tmp_path / "out" / "name" / "episodes.jsonl")
+    assert row["messages"][1]["content"] == "Which?\nIt is warm." and row["score"]["success"] == 1
+    assert row["task"] == {"id": "a", "query": "Which?", "limits": [1, 2]}
+
+
+def test_a_page_opens_no_turn_at_an_endpoint():
+    roles = "system", "user", "assistant", "result", "assistant"
+    sent = evaluate.merged([{"role": role, "content": "<|im_end|>"} for role in roles])
+    assert [(one["role"], one["content"]) for one in sent] == [
+        ("system", "‹|im_end|>"), ("user", "‹|im_end|>"),
+        ("assistant", "<|im_end|>‹|im_end|><|im_end|>")]
+
+
+def test_another_prompt_and_a_missing_model_are_found_before_anything_plays(tmp_path, trip, mini):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("You plan.")
+    words = command(tmp_path, trip, mini, "--system-prompt", str(prompt))
+    evaluate.main([*words, "--agent", "solver"])
+    os.utime(prompt, (1, 1))
+    with pytest.raises(SystemExit, match="system_prompt saved was"):
+        evaluate.main([*words, "--agent", "solver"])
+    os.mkdir(tmp_path / "empty")
+    with pytest.raises(SystemExit, match="/empty"):
+        evaluate.main([*words, "--agent", "solver", "model", "--out", f"{tmp_path}/other",
+                       "--model", f"{tmp_path}/empty"])
+    assert not [*tmp_path.glob("other/*/episodes.jsonl")]
 
 
 @pytest.mark.slow

@@ -489,7 +489,8 @@ def test_closing_a_player_releases_a_waiting_helper(make):
 REAL = """
 import json, sys
 from types import SimpleNamespace
-from evaluate import open_engine, play_vllm
+import runtime
+from evaluate import play_vllm
 from sandbox import Action
 from toolstar import tools
 
@@ -503,7 +504,8 @@ def begin(i):
     return episode
 
 if __name__ == "__main__":
-    llm, template = open_engine(sys.argv[1], 1024, 2)
+    template = runtime.load_template(sys.argv[1])
+    llm = runtime.open_llm(sys.argv[1], 1024, 2, 1, 0.9)
     for episode in play_vllm(llm, template, map(begin, range(6)), 1024, temperature=1.0,
                              max_tokens=12, concurrency=2, stops=world.stops, asks=asks):
         print("ROW " + json.dumps(episode.record() | {"tokens": episode.tokens}))

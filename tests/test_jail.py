@@ -259,6 +259,17 @@ def test_a_call_whose_worker_is_killed_is_repeated_once(monkeypatch):
             assert one.run("print(6)").stdout == "6\n"
 
 
+def test_a_program_inherits_nothing_of_a_parent_with_many_open_files():
+    need("bubblewrap", shutil.which("bwrap"))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(300)]
+    with Jail(1, preload=(), seconds=20) as one:
+        found = one.run("import os\nfor fd in range(3, 999):\n    try:\n        os.fstat(fd)\n"
+                        "        print(fd)\n    except OSError:\n        pass")
+    for fd in opened:
+        os.close(fd)
+    assert (found.status, found.stdout) == ("ok", ""), "not the socket that its answers go through"
+
+
 def test_a_worker_that_does_not_answer_is_broken_and_replaced():
     need("bubblewrap", shutil.which("bwrap"))
     with Jail(1, preload=(), seconds=20) as one:

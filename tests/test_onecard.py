@@ -83,13 +83,15 @@ def test_offloaded_updates_are_those_of_adamw_up_to_rounding(tiny_model, episode
     words = SFT.replace("--steps 8", "--steps 10"), "--model", tiny_model, "--data", episodes
     for name, flag in (("card", ""), ("host", "--offload")):
         train("sft.py", tmp_path / name, *words, flag)
+    train("tests/signal_at.py TERM 2 sft.py", tmp_path / "moved", *words, status=1)
+    train("sft.py", tmp_path / "moved", *words, "--offload")  # a run may go on so
     one, two, start = (whole(folder) for folder in (
         tmp_path / "card", tmp_path / "host", tiny_model))
     # where a gradient is 0 but for rounding (biases of keys), AdamW makes the rounding visible
     assert (one - two).norm() < 1e-3 * (one - start).norm() > 0
-    one, two = ([line["loss"] for line in read_jsonl(tmp_path / name / "log.jsonl")]
-                for name in ("card", "host"))
-    assert len(one) == 10 and two == pytest.approx(one, rel=1e-4)
+    one, *others = ([line["loss"] for line in read_jsonl(tmp_path / name / "log.jsonl")]
+                    for name in ("card", "host", "moved"))
+    assert len(one) == 10 and others == [pytest.approx(one, rel=1e-4)] * 2
 
 
 @pytest.mark.slow

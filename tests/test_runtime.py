@@ -190,9 +190,12 @@ def test_an_existing_run_is_not_overwritten(resume):
         resume("--lr 1e-3")
 
 
-def test_a_model_that_is_no_runs_is_not_overwritten(one_rank, tmp_path):
+@pytest.mark.parametrize("log", ["", '{"step": 1}\n'])
+def test_a_model_without_a_checkpoint_is_not_overwritten(one_rank, tmp_path, log):
     write_text(tmp_path / "config.json", "{}")
-    with pytest.raises(Mistake, match="holds a model that no run of this stage made"):
+    if log:
+        write_text(tmp_path / "log.jsonl", log)
+    with pytest.raises(Mistake, match="holds a model and no checkpoint to resume"):
         runtime.restore(None, flags_of(sft, f"--out {tmp_path} --resume"))
 
 

@@ -239,6 +239,22 @@ def test_two_ranks_learn_what_one_learns(tiny_model, episodes, student, tmp_path
 
 
 @pytest.mark.slow
+def test_ranks_recompute_the_same_layers_where_only_ones_micro_batch_is_large(
+        tiny_model, episodes, tmp_path):
+    rows = read_jsonl(episodes)
+    for row in rows[::2]:
+        row["messages"][1]["content"] *= 20
+    write_jsonl(tmp_path / "uneven.jsonl", rows)
+    for keep in 0, 300:
+        train("sft.py", tmp_path / str(keep), SFT, "--steps 8 --batch 2 --model", tiny_model,
+              "--data", tmp_path / "uneven.jsonl", f"--keep-activations {keep}", ranks=2)
+    kept, none = (read_jsonl(tmp_path / str(keep) / "log.jsonl") for keep in (300, 0))
+    assert len({line["tokens"] for line in none}) > 2, "both long, both short, one of each"
+    for key in "loss", "gnorm":
+        assert [line[key] for line in kept] == pytest.approx([line[key] for line in none], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
         tiny_model, episodes, student, tmp_path):
     train_broken("sft.py", tmp_path / "sft", SFT, "--model", tiny_model, "--data", episodes)

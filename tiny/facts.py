@@ -49,12 +49,11 @@ from runtime import (
     write_text,
 )
 from sandbox import PROMPTS, final_turn, turn
+from tiny.worlds import POOLS
 
 # {kind of sentence: its wordings}; the last wording of a question is for the held-out world only
 FORMS = {name: [" ".join(form.split()) for form in re.split(r"\s/(?=\s)", forms)]
          for name, forms in entries(PROMPTS / "tools-tiny.txt").items()}
-POOLS = {name: words.split() for name, words in
-         entries(PROMPTS.parent / "words" / "names.txt").items()}
 PAGE = (PROMPTS / "page-tiny.html").read_text(encoding="utf-8")
 ATTRIBUTES = {"sight": ("year", "height", "visitors", "keeper"),
               "town": ("year", "people", "mayor")}

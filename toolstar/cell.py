@@ -109,7 +109,7 @@ def run_fork(frame, fds, settings):
         os.setsid()
         for target, fd in enumerate(fds):
             os.dup2(fd, target)
-        os.closerange(len(fds), 256)  # the socket of the frames among them
+        os.closerange(len(fds), max(256, settings["control"] + 1))  # also the frames' socket
         sys.path[0], sys.argv = os.getcwd(), [NAME]
         random.seed(0)  # Python reseeds it in every fork
         set_limits(frame, settings)

@@ -307,7 +307,7 @@ def rewrite(episode):
         calls[-1]["dropped"] = True
         return "rollback"
     text = item.pop("text")
-    folded = (f"<think>{text}</think>\n{last}" if episode.tags else
+    folded = (f"<think>{text}</think>\n{last}" if episode.tags or "<think>" not in last else
               last.replace("<think>", f"<think>{text}\n", 1))
     messages[2:] = [{"role": "assistant", "content": folded}]
     for call in calls[:-1]:

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from runtime import Mistake, write_jsonl, write_text
 from toolstar.sets import contaminated, questions_of, read_rows
 from toolstar.text import golds_of
-from toolstar.verdict import answer_of, without_results
+from toolstar.verdict import answer_of
 
 ABILITIES = {"math": ("math",), "qa": ("qa", "question", "fact", "search", "wiki", "knowledge")}
 
@@ -63,7 +63,8 @@ def episode_of(row, line, prompt):
     talk = [("system", system or prompt), ("user", question), *split_results(output)]
     if talk[2][0] != "assistant":
         raise Refused("no reply before the first result")
-    counts, answer = Counter(role for role, _ in talk), answer_of(without_results(output))
+    counts = Counter(role for role, _ in talk)
+    answer = answer_of("".join(text for role, text in talk[2:] if role == "assistant"))
     return {"task": {"id": str(row.get("id", f"sft-{line}")), "query": question},
             "model": "tool-star", "answer": answer, "calls": counts["result"],
             "messages": [{"role": role, "content": text} for role, text in talk],

@@ -249,7 +249,8 @@ def tir(args):
     world.close()  # play_samples opens its own
     tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit)
     tasks, dropped = contaminated(tasks, questions_of(args.sets) if args.sets else [])
-    settings = {"model": args.model} | {key: getattr(args, key) for key in SETTINGS}
+    settings = evaluate.model_settings(args.model, args.url)  # the same path may hold other weights
+    settings |= {key: getattr(args, key) for key in SETTINGS}
     runtime.lock_folder(args.out)
     folder = evaluate.open_folder(args.out, "", settings, KEPT)
     rows = play_missing(args, folder, tasks, world.settings.tools)

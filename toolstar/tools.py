@@ -56,7 +56,7 @@ SETTINGS = {  # key of tools.json: default; a value must have its type
     "memory": 512,  # MiB per program
     "output": 400,  # characters of a program's output that are shown: its start and its end
     "allow": [],  # "host:port" of non-public servers that Browse may visit
-    "page": 2000,  # characters of a page that are shown
+    "page": 2000,  # characters of a page, or of a passage, that are shown
     "helpers": {},  # budgets per episode and the model that helps; only in evaluation
 }
 ANSWERING = ("retriever", "corpus", "top_k", "python", "seconds", "memory", "output", "allow",
@@ -71,9 +71,9 @@ DECLARED = {  # for the prompt: (what the tool does, {argument: description})
 NEEDED = {"Search": ["query"], "Python": ["code"], "Browse": ["url"]}  # of these
 TAGS = {"search": "Search", "python": "Python", "browse": "Browse"}
 TAG_OF = {name: tag for tag, name in TAGS.items()}
-# tags of the grammars and of chat templates, which a tool's result must not contain
-FORGED = re.compile(r"<(?=\||/?(?:think|tool_call|tool_response|answer|result|search|python|browse)"
-                    r"\b)")
+# tags of the grammars and marks of chat templates, which a tool's result must not contain
+FORGED = re.compile(r"<(?=[|｜]|/?(?:think|tool_call|tool_response|answer|result|search|python|"
+                    r"browse|s|bos|eos|(?:start|end)_of_turn)\b)|\[(?=/?INST\])")
 MOST_BROKEN, OF_LAST = 10, 1000  # the run stops if more of so many calls were broken
 KEPT = 2**14  # results of Search and Browse that a process keeps
 UNANSWERED = "Error: the search engine does not answer this query ({}). Try other words."
@@ -99,6 +99,8 @@ def read_settings(folder):
         kind = type(SETTINGS[key])
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise Mistake(f"{path}: {key} is {value!r:.80}, it must be {kind.__name__}")
+        if kind in (int, float) and value < (0 if key in ("workers", "max_calls") else 0.1):
+            raise Mistake(f"{path}: {key} is {value}, which is too small")
     chosen = SimpleNamespace(**SETTINGS | found, folder=Path(folder))
     if chosen.grammar not in ("turns", "tags"):
         raise Mistake(f"{path}: grammar must be turns or tags, not {chosen.grammar!r}")
@@ -215,7 +217,7 @@ class Faults:
             count = sum(self.last) if cause else 0
         if count > MOST_BROKEN:
             raise SystemExit(f"{name} has failed in {count} of the last {len(self.last)} calls: "
-                             f"{cause}. Repair it, then use --resume")
+                             f"{cause}. Repair it, then repeat the command (training: --resume)")
 
 
 class Remote:
@@ -259,6 +261,9 @@ class ToolSandbox(Sandbox):
     def __init__(self, world, failure_rate=0.0, seed=0):
         super().__init__(None, failure_rate, seed)
         self.world, self.tools, self.calls = world, frozenset(world.settings.tools), []
+
+    def example(self, name):
+        return dict.fromkeys(DECLARED[name][1], "") | TRIED[name]
 
     def call(self, name, arguments):
         """The observation of a call, a str. Raises only the SystemExit of Faults."""
@@ -386,7 +391,7 @@ class Tools:
         elif "Python" in settings.tools:
             self.jail = Remote(settings.python, settings.seconds)
         if "Browse" in settings.tools:
-            jail = Jail(1, ("trafilatura",), output=2**22)
+            jail = Jail(workers, ("trafilatura",), output=2**22)
             self.browser = Browser(jail, settings.allow, passages=settings.page)
         self.level = self.jail.level if self.jail else "off"  # or jailed, remote
 
@@ -479,7 +484,8 @@ class Tools:
         if episode.ahead:
             episode.ahead.result()
         said = as_tags(episode.messages, episode.tags)
-        whole = stop == "answer" and (not episode.tags or verdict.released_format(said))
+        whole = stop == "answer" and not episode.errors and (  # --lenient goes on after an error
+            not episode.tags or verdict.released_format(said))
         score = verdict.score(episode.task, episode.answer or "", calls, whole, said)
         score["tool_seconds"] = sum((call["seconds"] for call in calls), 0.0)
         score["cached"] = sum(call["cached"] for call in calls) / max(1, len(calls))
@@ -522,8 +528,8 @@ class Tools:
             return "refused", UNANSWERED.format(hits)
         if isinstance(hits, ConnectionError):
             return "broken", str(hits)
-        return "ok", "\n".join(f"Doc {i} {hit['document']['contents'].strip()}"
-                               for i, hit in enumerate(hits, 1))
+        texts = [hit["document"]["contents"].strip()[:self.settings.page] for hit in hits]
+        return "ok", "\n".join(f"Doc {i} {text}" for i, text in enumerate(texts, 1))
 
     def python(self, code):
         done, chosen = self.jail.run(code), self.settings

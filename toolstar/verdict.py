@@ -251,13 +251,3 @@ def reward_of(score, kind):
         return accuracy + BONUS * (accuracy >= ENOUGH and score["earned"])
     return accuracy + BONUS * (accuracy >= ENOUGH and score["needed"]) \
         - UNNEEDED * score["unneeded"]
-
-
-def without_results(text):
-    """A text without its <result>...</result> parts: what the policy itself wrote."""
-    said, at, start = [], 0, text.find("<result>")
-    while start >= 0 and (end := text.find("</result>", start)) >= 0:
-        said.append(text[at:start])
-        at = end + len("</result>")
-        start = text.find("<result>", at)
-    return "".join(said) + text[at:]

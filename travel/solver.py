@@ -32,8 +32,8 @@ Stay = namedtuple("Stay", "city nights bed meals sights")  # three meals and one
 Journey = namedtuple("Journey", "mode route stays ways")  # all parts of a plan
 Search = namedtuple("Search", "thought tool arguments")  # a tool call and the thought before it
 # journey: the cheapest one within the budget; None: `reason` says why there is none. cost: dollars
-# of the cheapest journey with any budget, or inf. choices: number of sets of cities in the budget
-Report = namedtuple("Report", "journey cost choices reason")
+# of the cheapest journey with any budget, or inf
+Report = namedtuple("Report", "journey cost reason")
 
 
 # ---------------------------------------------------------------- (1) price
@@ -232,10 +232,8 @@ def solve_report(task, database):
     costs, cities = least_costs(task, database)
     cost, mode, route = cheapest_route(costs, cities)
     if cost == math.inf or cost > task["budget"]:
-        return Report(None, cost, 0, explain(task, database, cost))
-    within = np.argwhere(np.minimum.reduce(list(costs.values())) <= task["budget"])
-    choices = len({frozenset(visited) for visited in within.tolist()})
-    return Report(cheapest_journey(task, database, mode, route), cost, choices, "")
+        return Report(None, cost, explain(task, database, cost))
+    return Report(cheapest_journey(task, database, mode, route), cost, "")
 
 
 def solve(task, database):
@@ -338,7 +336,7 @@ def way_searches(task, mode, a, b, date, flies):
 def solver_replies(task, database, careless=False):
     """The solver's replies as an agent: searches and the cheapest plan, or the reason why there is
     none. careless: the plan names a hotel that is not there, and repeats a meal."""
-    journey, _, _, reason = solve_report(task, database)
+    journey, _, reason = solve_report(task, database)
     if reason:
         return [final_turn(reason, f"No plan: {reason}")]
     plan = lay_out(task, journey)

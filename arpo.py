@@ -20,7 +20,7 @@ ARPO: GRPO whose plays fork where an observation leaves the policy unsure. Read 
 Departs from [2] in (4), in the mean over tokens in (5) [3] and in the higher upper clip bound [3];
 there is no KL term and no reference model.
 [1] STAR, arXiv:2603.21972   [2] DeepSeekMath, arXiv:2402.03300   [3] DAPO, arXiv:2503.14476
-[5] ARPO, arXiv:2507.19849 and its released code   [6] AEPO, arXiv:2510.14545
+[5] ARPO, arXiv:2507.19849 and its released code
 
 Reads   a HF folder (from sft.py), tasks (from synth.py), the world's data
 Writes  OUT/ (a HF folder), OUT/best/ (best on --val), OUT/log.jsonl, OUT/rollouts/<step>.jsonl,
@@ -102,13 +102,9 @@ def learn_flags(add):
     add("--branch", default="paper", choices=["paper", "released"], help="when plays fork, see (1)")
     add("--initial", type=NATURAL, default=0, help="plays per query from scratch; 0: half of G [5]")
     add("--weight", type=AMOUNT, default=0.2, help="w in (1) [5]")
-    add("--branch-penalty", type=AMOUNT, default=0.0, help="chance lost per fork in a row [6]")
     add("--clip-high", type=AMOUNT, default=0.28, help="clip w to at most 1 plus this [3]")
     add("--loss-norm", default="group", choices=["group", "batch"], help="divide the loss by the "
         "tokens of each group and average over groups [1], or by the tokens of the batch [3]")
-    add("--keep-gradient", action="store_true", help="keep gradients of tokens clipped above [6]")
-    add("--entropy-advantage", type=AMOUNT, default=0.0, help="a: multiply the advantage of each "
-        "token by 1 + a z, where z is its entropy, standardised over the update [6]")
     add("--keep-overlength", action="store_true", help="keep overlength plays in the loss, unlike "
         "(4); this punishes endless loops")
     add("--drop-uniform", action="store_true", help="drop groups whose plays all earned the same "
@@ -142,12 +138,9 @@ class Sample:
     parent: str = ""  # name of the play it was forked from, if any
     shared: int = 0  # tokens it has in common with its parent
     depth: int = 0  # turns it has in common with its parent
-    streak: int = 0  # how many of its latest decisions in a row were to fork
-    reply_entropies: list = field(default_factory=list)  # entropy() of its latest reply
+    entropies: list = field(default_factory=list)  # of its latest reply's first tokens
     baseline: float = None  # E of its first reply
     decisions: list = field(default_factory=list)  # (E, dE) of each decision whether to fork
-    entropies: list = field(default_factory=list)  # reply_entropies of all its replies
-    gains: torch.Tensor = None  # with --entropy-advantage: factor on each policy token's advantage
 
 
 def new_sample(task, group, name, world, template, args):
@@ -201,10 +194,9 @@ def take_observation(s, observation, template, args):
     return not s.episode.stop
 
 
-def entropy(logprobs, args):
-    """Entropies in nats of a reply's first tokens, with --entropy-advantage of all its tokens."""
-    positions = logprobs if args.entropy_advantage else logprobs[:PROBE]
-    reported = [[token.logprob for token in likeliest.values()] for likeliest in positions]
+def entropy(logprobs):
+    """Entropies in nats of a reply's first tokens."""
+    reported = [[token.logprob for token in likeliest.values()] for likeliest in logprobs[:PROBE]]
     return [-sum(math.exp(logp) * logp for logp in row if logp > -math.inf) for row in reported]
 
 
@@ -214,23 +206,21 @@ def branch(s, log_v, names, args):
     The paper probes E with a few tokens after each observation, a request per turn. Here the reply
     is the probe, and only a fork costs a request, whose prompt is in the prefix cache.
     """
-    probe, paper = s.reply_entropies[:PROBE], args.branch == "paper"
-    now = sum(probe) / log_v / (max(len(probe), 1) if paper else 1)  # the released code sums up
+    paper, n = args.branch == "paper", max(len(s.entropies), 1)
+    now = sum(s.entropies) / log_v / (n if paper else 1)  # the released code sums up
     s.baseline = now if s.baseline is None else s.baseline
     if not names or paper and s.episode.turns == s.depth:
         return None  # no observation yet, or only the one at which its parent decided
     s.decisions.append((now, now - s.baseline))
-    chance = (0.5 + args.weight * (now - s.baseline)) * max(0.0, 1 - args.branch_penalty * s.streak)
+    chance = 0.5 + args.weight * (now - s.baseline)
     coin = random.Random(f"{args.seed}/{s.seed_name}/{s.episode.turns}/fork").random()
     if chance <= (0.5 if paper else coin):
-        s.streak = 0
         return None
-    s.streak += 1
     name = names.pop(0)
     return Sample(**vars(s) | {
         "seed_name": name, "episode": s.episode.fork(f"failures/{name}"), "parent": s.seed_name,
         "ids": list(s.ids), "mask": list(s.mask), "logps": list(s.logps), "decisions": [],
-        "entropies": list(s.entropies), "shared": len(s.ids), "depth": s.episode.turns,
+        "shared": len(s.ids), "depth": s.episode.turns,
         "baseline": s.baseline if paper else None})
 
 
@@ -268,10 +258,9 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
         for output in engine.step() if live else ():
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]
-                s.reply_entropies = entropy(reply.logprobs, args)
+                s.entropies = entropy(reply.logprobs)
                 if fork := args.branch == "paper" and branch(s, log_v, left[s.group], args):
                     queue(fork)
-                s.entropies += s.reply_entropies
                 calls.start(s, s.episode, take_reply(s, reply, template, args))
         for s, observation in calls.ready(block=not live):
             if take_observation(s, observation, template, args):
@@ -358,7 +347,6 @@ def token_weights(groups, args):
     """
     kept = [[s for s in group if args.keep_overlength or s.stop not in OVERLENGTH]
             for group in groups.values()]
-    set_gains(sum(kept, []), args)
     tokens = [sum(sum(s.mask) for s in group) for group in kept]
     n_groups, n_tokens = sum(n > 0 for n in tokens), sum(tokens)
     if not n_tokens:  # all plays are overlength: weigh 0, so that engine and trainer are compared
@@ -375,16 +363,6 @@ def token_weights(groups, args):
     return in_loss
 
 
-def set_gains(samples, args):
-    """--entropy-advantage: set the gains of all samples in the loss [6]."""
-    if not args.entropy_advantage:
-        return
-    entropies = torch.tensor([h for s in samples for h in s.entropies])
-    for s in samples:
-        z = (torch.tensor(s.entropies) - entropies.mean()) / (entropies.std(correction=0) + 1e-6)
-        s.gains = 1 + args.entropy_advantage * z
-
-
 def policy_loss(logps, old_logps, advantage, weight, counts, args):
     """(5) The clipped loss of a micro-batch's tokens, four arguments (N,) -> loss, clipped
 
@@ -393,8 +371,6 @@ def policy_loss(logps, old_logps, advantage, weight, counts, args):
     """
     w = torch.exp((logps - old_logps).clamp(max=20))  # without the bound, inf * 0 would be NaN
     bounded = w.clamp(1 - args.clip_low, 1 + args.clip_high)
-    if args.keep_gradient:  # the value stays the same; the gradient is that of w at the bound
-        bounded = bounded + (w > 1 + args.clip_high) * bounded.detach() * (logps - logps.detach())
     loss = -(torch.min(w * advantage, bounded * advantage) * weight).sum()
     with torch.no_grad():
         high = (w > 1 + args.clip_high) & (advantage > 0)
@@ -441,8 +417,6 @@ def per_token(batch, device):
     logps = [logp for s, _ in batch for logp, mask in zip(s.logps, s.mask, strict=True) if mask]
     counts = torch.tensor([sum(s.mask) for s, _ in batch])
     advantage = torch.tensor([s.advantage for s, _ in batch]).repeat_interleave(counts)
-    if batch[0][0].gains is not None:
-        advantage *= torch.cat([s.gains for s, _ in batch])
     weight = torch.tensor([weight for _, weight in batch]).repeat_interleave(counts)
     return torch.tensor(logps, device=device), advantage.to(device), weight.to(device), counts
 

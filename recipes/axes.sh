@@ -9,7 +9,7 @@ if [[ $size == tiny ]]; then  # [2]
     AXIS_STEPS=${AXIS_STEPS:-$steps} AXIS_TASKS=${AXIS_TASKS:-400} best=''
     apart=$DATA/val.jsonl
     amounts="100 200 400" full=400 alone=200 scales="128 192 256"
-    algorithms="grpo dapo arpo arpo-released aepo" failing="00 05 10 20"
+    algorithms="grpo dapo arpo arpo-released" failing="00 05 10 20"
 else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the validation tasks
     AXIS_STEPS=${AXIS_STEPS:-157} AXIS_TASKS=${AXIS_TASKS:-180} best=/best
     apart=$DATA/sft-tasks.jsonl
@@ -57,8 +57,6 @@ train() {
         dapo)          more=(--drop-uniform) ;;
         arpo)          script=arpo.py more=(--branch paper) ;;
         arpo-released) script=arpo.py more=(--branch released) ;;
-        aepo)          script=arpo.py  # arXiv:2510.14545
-                       more=(--branch-penalty 0.05 --keep-gradient --entropy-advantage 0.2) ;;
     esac
     [[ $5 != home-* ]] || more+=(--database "$database")
     words=("${rl[@]/#[ag]rpo.py/$script}" ${FLAGS_rl:-})

@@ -40,12 +40,11 @@ class Fake:
         return Fake()
 
 
-def share_of_forks(words, rise, streak=0, n=2000):
+def share_of_forks(words, rise, n=2000):
     """Of plays at an observation where dE is `rise`; V = e, so that nats are units of E."""
     args, forks = flags(words), 0
     for i in range(n):
-        s = arpo.Sample(Fake(), 0, f"play/0/{i}", baseline=1.0, streak=streak,
-                        reply_entropies=[1.0 + rise])
+        s = arpo.Sample(Fake(), 0, f"play/0/{i}", baseline=1.0, entropies=[1.0 + rise])
         forks += arpo.branch(s, 1.0, ["a"], args) is not None
     return forks / n
 
@@ -62,36 +61,22 @@ def test_paper_forks_exactly_where_entropy_has_risen():
         assert share_of_forks("--branch paper", rise, n=20) == forks
 
 
-def test_forks_in_a_row_become_less_likely_with_the_branch_penalty():
-    for streak in (1, 3, 5):
-        found = share_of_forks("--branch released --branch-penalty 0.25", 0.5, streak)
-        assert found == pytest.approx(0.6 * max(0, 1 - 0.25 * streak), abs=0.06)
-    # a streak is counted until a decision does not fork
-    s, args = arpo.Sample(Fake(), 0, "", baseline=1.0, streak=2), flags("--branch released")
-    s.reply_entropies = [10.0]
-    assert (arpo.branch(s, 1.0, ["a"], args).streak, s.streak) == (3, 3)
-    s.reply_entropies = [-10.0]
-    assert (arpo.branch(s, 1.0, ["a"], args), s.streak) == (None, 0)
-
-
 def entry(*chances):
     return {i: SimpleNamespace(logprob=math.log(p) if p else -math.inf)
             for i, p in enumerate(chances)}
 
 
-def test_entropy_by_hand_of_the_first_tokens_or_of_all_for_the_entropy_advantage():
+def test_entropy_by_hand_of_the_first_tokens():
     rows = [entry(0.5, 0.5), entry(1.0, 0.0), entry(0.25, 0.25)]
     wanted = [math.log(2), 0.0, 0.5 * math.log(4)]
-    assert arpo.entropy(rows, flags()) == pytest.approx(wanted)
-    for words, n in ("", arpo.PROBE), ("--entropy-advantage 0.2", 50):
-        assert len(arpo.entropy([entry(0.5, 0.5)] * 50, flags(words))) == n
+    assert arpo.entropy(rows) == pytest.approx(wanted)
+    assert len(arpo.entropy([entry(0.5, 0.5)] * 50)) == arpo.PROBE
 
 
 @pytest.mark.parametrize("law, expected", [("paper", 2.0), ("released", 2.0 * arpo.PROBE)])
 def test_the_papers_entropy_is_a_mean_and_the_released_codes_a_sum_of_the_first_tokens(
         law, expected):
-    entropies = [3.0, 5.0] * (arpo.PROBE // 2) + [100.0]
-    s = arpo.Sample(Fake(), 0, "play/0/0", baseline=1.0, reply_entropies=entropies)
+    s = arpo.Sample(Fake(), 0, "play/0/0", baseline=1.0, entropies=[3.0, 5.0] * (arpo.PROBE // 2))
     arpo.branch(s, 2.0, ["a"], flags(f"--branch {law}"))
     assert s.decisions == [(expected, expected - 1.0)]
 
@@ -140,11 +125,10 @@ def test_forks_share_their_past_token_for_token_and_go_their_own_way(law, play):
     forks = 0
     for seed in range(4):
         script = wander(CALL, CALL, ANSWER, BREACH, seed=seed)
-        words = f"--branch {law} --failure-rate 0.3 --entropy-advantage 0.2"
+        words = f"--branch {law} --failure-rate 0.3"
         samples, llm = play(script, words)
         for s in samples.values():
             assert len(s.ids) == len(s.mask) == len(s.logps)
-            assert len(s.entropies) == sum(s.mask)
             if not s.parent:
                 continue
             forks += 1
@@ -165,7 +149,7 @@ def test_a_fork_inherits_the_failures_so_far_and_draws_its_own_later(template, w
     s = arpo.new_sample({"id": "t", "query": "q"}, 0, "play/0/0/0", world, template, args)
     for _ in range(4):
         s.episode.step(CALL)
-    s.baseline, s.reply_entropies = 0.0, [1.0]
+    s.baseline, s.entropies = 0.0, [1.0]
     twin = arpo.branch(s, 1.0, ["play/0/0/1"], args)
     assert (twin.episode.turns, twin.episode.sandbox.draws) == (4, 4)
     assert twin.episode.sandbox.failures == s.episode.sandbox.failures
@@ -220,12 +204,12 @@ def family():
             make("c", 7, 5.0, parent="b", shared=6), make("d", 5, 7.0)]
 
 
-def gradients(samples, words=""):
+def gradients(samples):
     """{sample: d loss / d (log pi of its policy tokens)} where w is 1."""
-    in_loss = arpo.token_weights(arpo.group_advantages(samples), flags(words))
+    in_loss = arpo.token_weights(arpo.group_advantages(samples), flags())
     logps, advantage, weight, _ = arpo.per_token(in_loss, "cpu")
     logps.requires_grad_()
-    arpo.policy_loss(logps, logps.detach(), advantage, weight, None, flags(words))[0].backward()
+    arpo.policy_loss(logps, logps.detach(), advantage, weight, None, flags())[0].backward()
     parts = logps.grad.split([sum(s.mask) for s, _ in in_loss])
     return {s.seed_name: part.tolist() for (s, _), part in zip(in_loss, parts, strict=True)}
 
@@ -238,36 +222,6 @@ def test_every_play_trains_its_shared_past_too_with_its_own_advantage():
 
 def test_a_shared_past_was_sampled_once():
     assert [arpo.sampled(s) for s in family()] == [5, 8 - 4, 7 - 6, 3]
-
-
-def test_a_kept_gradient_has_the_clipped_value_and_the_bounds_slope():
-    logw = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1]).log().requires_grad_()
-    advantage, weight = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0]), torch.ones(5)
-    for words, slope in ("", 0.0), ("--keep-gradient", -2 * 1.28):
-        loss, clipped = arpo.policy_loss(logw, torch.zeros(5), advantage, weight, None,
-                                         flags(words))
-        (grad,) = torch.autograd.grad(loss, logw)
-        assert loss.item() == pytest.approx(-(2 * 1.28 - 2 * 1.5 + 2 * 0.5 - 2 * 0.8 + 2 * 1.1))
-        assert grad.tolist() == pytest.approx([slope, 3.0, -1.0, 0.0, -2.2])
-        assert clipped.tolist() == [1, 0, 0, -1, 0]
-
-
-def test_a_kept_gradient_is_a_number_however_far_the_policies_are_apart():
-    for logw, advantage in itertools.product((-1000.0, -89.0, 19.0, 1000.0), (1.0, -1.0)):
-        apart = torch.tensor([logw], requires_grad=True)
-        loss, _ = arpo.policy_loss(apart, torch.zeros(1), torch.tensor([advantage]),
-                                   torch.ones(1), None, flags("--keep-gradient"))
-        (grad,) = torch.autograd.grad(loss, apart)
-        assert loss.isfinite() and grad.isfinite()
-        assert advantage < 0 or grad.item() == pytest.approx(-1.28 if logw > 0 else 0)
-
-
-def test_unsure_tokens_weigh_more_with_the_entropy_advantage():
-    a, d = family()[0], family()[3]  # advantages -1 and 1, 8 policy tokens
-    a.entropies, d.entropies = [0.0, 2.0, 0.0, 2.0, 0.0], [2.0, 0.0, 2.0]  # z is -1 or 1
-    found = gradients([a, d], "--entropy-advantage 0.2")
-    assert found["a"] == pytest.approx([z / 8 for z in (0.8, 1.2, 0.8, 1.2, 0.8)], rel=1e-4)
-    assert found["d"] == pytest.approx([-z / 8 for z in (1.2, 0.8, 1.2)], rel=1e-4)
 
 
 # -------------------------------------------------------------------------------------- processes
@@ -289,8 +243,7 @@ def test_a_real_engine_forks_and_still_agrees_with_the_trainer(babble, tmp_path)
     write_jsonl(tmp_path / "long.jsonl", [
         {"id": f"{i}", "query": f"Go on, {i}.", "turns": 3, "success": 0.5} for i in range(4)])
     said = train("arpo.py", tmp_path / "rl", babble, "--tasks", tmp_path / "long.jsonl", "--steps 2"
-                 " --branch released --weight 0 --entropy-advantage 0.2 --keep-gradient"
-                 " --branch-penalty 0.05")
+                 " --branch released --weight 0")
     assert "babble: closed" in said
     for line in read_jsonl(tmp_path / "rl" / "log.jsonl"):
         assert line["dlogp_mean"] <= 1e-4 and line["gnorm"] > 0 and 0 < line["forks"] <= 4

@@ -639,7 +639,7 @@ def attack(jail, host, kind, name, outcomes, program):
 
 def main():
     from toolstar.jail import Jail
-    with tempfile.TemporaryDirectory() as folder, Jail(1) as jail:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Jail(1)) as jail:
         host = Host(folder)
         wrong = [line for each in PROGRAMS for line in attack(jail, host, *each)]
         host.close()

@@ -46,9 +46,9 @@ LEAVES = ("look", "tiny", "recipes")
 # stages write these each for themselves; all other functions that they share are equal
 OWN_WORDS = {"flags", "main", "log", "learning_rate"}
 # the functions that may differ between the twins are ARPO; all others are equal to the letter
-ARPO_ADDS = {"entropy", "branch", "unforked",}
+ARPO_ADDS = {"entropy", "branch", "unforked"}
 ARPO_CHANGES = {"flags", "play_flags", "learn_flags", "Sample", "submit", "rollout",
-                "token_weights", "policy_loss", "per_token", "describe", "sampled"}
+                "describe", "sampled"}
 
 
 def text_of(name):

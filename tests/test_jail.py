@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import hostile
@@ -31,7 +32,7 @@ def need(what, found):
 @pytest.fixture(scope="module")
 def jail():
     need("bubblewrap", shutil.which("bwrap"))
-    with Jail(1, seconds=20) as one:
+    with closing(Jail(1, seconds=20)) as one:
         yield one
 
 
@@ -39,7 +40,7 @@ def jail():
 def plain():
     """A jail that starts quickly because it imports nothing."""
     need("bubblewrap", shutil.which("bwrap"))
-    with Jail(2, preload=(), seconds=20) as one:
+    with closing(Jail(2, preload=(), seconds=20)) as one:
         yield one
 
 
@@ -129,7 +130,7 @@ def test_equal_programs_say_the_same(jail):
     first = jail.run(program)
     assert first.status == "ok"
     assert jail.run(program).stdout == first.stdout
-    with Jail(1) as other:
+    with closing(Jail(1)) as other:
         assert other.run(program).stdout == first.stdout
 
 
@@ -153,7 +154,7 @@ def test_other_modules_can_be_preloaded():
     pytest.importorskip("trafilatura")
     script = "import sys, trafilatura\nprint(trafilatura.extract(sys.stdin.read()))"
     page = "<html><body><article><p>" + "The text of a page. " * 20 + "</p></article></body></html>"
-    with Jail(1, preload=("trafilatura",)) as reader:
+    with closing(Jail(1, preload=("trafilatura",))) as reader:
         assert reader.run(script, page).stdout.startswith("The text of a page. The text")
 
 
@@ -246,7 +247,7 @@ def test_a_call_whose_worker_is_killed_is_repeated_once(monkeypatch):
     need("bubblewrap", shutil.which("bwrap"))
     made, wait = [], jail_module.Worker.wait
     monkeypatch.setattr(jail_module.Worker, "wait", lambda one: (wait(one), made.append(one)))
-    with Jail(1, preload=(), seconds=20) as one, ThreadPoolExecutor(1) as pool:
+    with closing(Jail(1, preload=(), seconds=20)) as one, ThreadPoolExecutor(1) as pool:
         for deaths, status in (1, "ok"), (2, "broken"):
             call = pool.submit(one.run, "import time\ntime.sleep(1)\nprint(5)")
             for _ in range(deaths):
@@ -262,7 +263,7 @@ def test_a_call_whose_worker_is_killed_is_repeated_once(monkeypatch):
 def test_a_program_inherits_nothing_of_a_parent_with_many_open_files():
     need("bubblewrap", shutil.which("bwrap"))
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(300)]
-    with Jail(1, preload=(), seconds=20) as one:
+    with closing(Jail(1, preload=(), seconds=20)) as one:
         found = one.run("import os\nfor fd in range(3, 999):\n    try:\n        os.fstat(fd)\n"
                         "        print(fd)\n    except OSError:\n        pass")
     for fd in opened:
@@ -272,7 +273,7 @@ def test_a_program_inherits_nothing_of_a_parent_with_many_open_files():
 
 def test_a_worker_that_does_not_answer_is_broken_and_replaced():
     need("bubblewrap", shutil.which("bwrap"))
-    with Jail(1, preload=(), seconds=20) as one:
+    with closing(Jail(1, preload=(), seconds=20)) as one:
         stopped, = idle(one)
         os.kill(stopped.pid, signal.SIGSTOP)
         assert one.run("print(1)", seconds=2).stdout == "1\n"
@@ -281,7 +282,7 @@ def test_a_worker_that_does_not_answer_is_broken_and_replaced():
 
 def test_a_worker_retires():
     need("bubblewrap", shutil.which("bwrap"))
-    with Jail(1, preload=(), seconds=20) as one:
+    with closing(Jail(1, preload=(), seconds=20)) as one:
         worker = one.take()
         worker.calls = 1999
         one.put_back(worker, True)
@@ -315,7 +316,7 @@ def test_nothing_is_left_after_a_jail():
     need("bubblewrap", shutil.which("bwrap"))
     descriptors = len(os.listdir("/proc/self/fd"))
     before = hostile.below(os.getpid())
-    with Jail(2, preload=(), seconds=20) as one:
+    with closing(Jail(2, preload=(), seconds=20)) as one:
         for i in range(50):
             one.run("while True: pass" if i % 10 == 0 else "print(1)", seconds=0.1)
         busy = len(os.listdir("/proc/self/fd"))

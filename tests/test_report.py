@@ -729,17 +729,6 @@ def test_verdicts_with_a_dash_explain_it(browser, run):
     assert browser.count(".checks small") == (None in judged)
 
 
-def test_numbers_of_a_score_are_rounded(browser, tmp_path):
-    row = {"task": {"id": "t", "query": "?"}, "messages": [], "stop": "calls", "turns": 1,
-           "score": {"success": 1.0, "tool_seconds": 3.0616000000000003}, "strict": 1.0}
-    write_jsonl(tmp_path / "tools" / "episodes.jsonl", [row])
-    index, _ = page_of(tmp_path)
-    assert index["stops"] == ["calls"], "a world may have its own"
-    browser.open(tmp_path / "report.html", ep="tools/t")
-    assert browser.texts(".numbers > div") == ["success 1", "tool_seconds 3.06"]
-    assert browser.texts(".plan") == ["no answer"]
-
-
 def test_the_answer_of_a_world_with_checks_is_shown_as_it_is(browser, tmp_path):
     row = {"task": {"id": "t", "query": "?"}, "messages": [], "stop": "answer", "plan": "2",
            "score": {"success": 1.0, "checks": {"fast": [True, None]}}, "strict": 1.0}

@@ -332,7 +332,7 @@ def mask(text):
 
 # ---------------------------------------------------------------- the pool
 
-class Jail(contextlib.AbstractContextManager):
+class Jail:
     """A pool of workers for many threads.
 
     workers: how many programs run at once; None: one per core
@@ -362,9 +362,6 @@ class Jail(contextlib.AbstractContextManager):
         except JailError:
             self.close()
             raise
-
-    def __exit__(self, *_):
-        self.close()
 
     def run(self, program, stdin="", seconds=None):
         """Run a program -> Result. Blocks only the calling thread, and never raises."""

@@ -243,7 +243,7 @@ def bench_against(args):
         pairs = [*zip(logs["here"], logs["there"], strict=True)]
         assert all(a[key] == b[key] for a, b in pairs for key in ("tokens", "policy_tokens"))
         for a, b in pairs[1:]:  # the first update warms up
-            ratios.append([a["play_tps"] / b["play_tps"], a["learn_tps"] / b["learn_tps"]])
+            ratios.append([b["play_s"] / a["play_s"], b["learn_s"] / a["learn_s"]])
         play, learn = map(median, zip(*ratios, strict=True))
         print(f"against {args.against}: play {play:.3f}, learn {learn:.3f} of its tokens/s, median "
               f"of {len(ratios)} updates; CPU seconds of this round's runs {cpu['here']:.1f} here, "

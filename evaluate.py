@@ -104,7 +104,7 @@ def play_person(episode):
     example = getattr(episode.sandbox, "example", lambda tool: {})  # of a tool's arguments
     tools = {tool: example(tool) for tool in sorted(getattr(episode.sandbox, "tools", ()))}
     how = "\n    ".join([HOW, *(f"{tool} {', '.join(tools[tool]) or '{...}'}" for tool in tools)])
-    print(f"\n\n{how}\n\n{episode.task['query']}")
+    print(f"\n\n{how}\n\n{episode.messages[1]['content']}")
     episode.strict = False  # a slip of the finger ends nothing
     while not episode.stop:
         try:
@@ -498,10 +498,11 @@ def play_agents(args, tasks):
     for name, path in agents.items():
         keys = (*SETTINGS, *(SAMPLING if path else ()), *args.world_flags)
         settings = model_settings(path, args.url) | {key: getattr(args, key) for key in keys}
-        settings |= {f"{key} saved": int(Path(file).stat().st_mtime) for key, file in
-                     settings.items() if isinstance(file, str) and Path(file).is_file()}
+        settings |= {f"{key} saved": int(Path(settings[key]).stat().st_mtime) for key in
+                     ("system_prompt", "corpus") if Path(settings.get(key) or "").is_file()}
         folders[name] = open_folder(args.out, name, settings)
-        if path and not args.url:
+        done = read_episodes(folders[name] / "episodes.jsonl")
+        if path and not args.url and not all(name_of(task) in done for task in tasks):
             runtime.load_template(path)  # a wrong model is found before the others have played
     for name, path in agents.items():
         played[name] = play_agent(args, folders[name], path, tasks)
@@ -576,11 +577,11 @@ def play_model(args, path, world, episodes, asks=None, retries=6):
 
 def merged(messages):
     """Messages for an endpoint: adjacent replies and results become one assistant message. Marks
-    such as <|im_end|> are broken up where the model has not written them: no page opens a turn."""
+    that begin with <| are broken up in queries and results, so that none opens a turn."""
     found = []
     for message in messages:
         role, text = message["role"], message["content"]
-        text = text if role == "assistant" else text.replace("<|", "‹|")
+        text = text.replace("<|", "‹|") if role in ("user", "result") else text
         if role in ("assistant", "result") and found[-1]["role"] == "assistant":
             found[-1] = {"role": "assistant", "content": found[-1]["content"] + text}
         else:

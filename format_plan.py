@@ -504,10 +504,10 @@ def read_all(args):
             raise Mistake(f"{args.file}, line {number}: needs an answer or a text")
     texts = [(row.get("answer", row.get("text")), row.get("task", row)) for row in rows]
     reader.prefetch(texts)
-    for row, (text, task) in zip(rows, texts, strict=True):
+    for number, (row, (text, task)) in enumerate(zip(rows, texts, strict=True), 1):
         plan, unread, *_ = reader.read(text, task, database.of(task))
         if args.reader and unread:
-            print(f"{args.file}: {unread[0]}", file=sys.stderr)
+            print(f"{args.file}, line {number}: {unread[0]}", file=sys.stderr)
         print(json.dumps({**row, "plan": plan}, ensure_ascii=False))
     reader.close()
 

@@ -90,6 +90,7 @@ stage() {
     say "$name: $*"
     if [[ $node == 0 ]]; then
         mkdir -p "$(dirname "$output")"
+        [[ $output != */config.json ]] || rm -f "$output"  # of a stage that did not end
         echo "unfinished $now" > "$output.command"
     fi
     "$@" || stop "stage $name failed, see above. The same command continues from here"

@@ -398,9 +398,8 @@ class Template:
         # no query, page or program may end or open a turn: its special tokens are broken up
         marks = {mark.content for mark in self.tokenizer.added_tokens_decoder.values()
                  if mark.special} | {end_text, self.before.strip(), self.after.strip()}
-        marks = {mark for mark in marks if mark.strip()} - TAGS
         self.forged = re.compile("|".join(f"{re.escape(mark[0])}(?={re.escape(mark[1:])})"
-                                          for mark in sorted(marks)))
+                                          for mark in sorted(filter(str.strip, marks - TAGS))))
         ids = self.prompt(talk[:2])
         for reply, turn in ((one, talk[3]), (two, talk[5])):
             ids += [*self.encode(reply), self.end, *self.between(turn)]
@@ -436,7 +435,7 @@ class Template:
         return self.encode(self.opened(self.text(turns)) + self.lead) + self.encode(begun)
 
     def escape(self, text):
-        """The text with no special token in it."""
+        """The text without special tokens and headers of turns."""
         return self.forged.sub("‹", text)
 
     def between(self, message, closed=True):
@@ -498,7 +497,7 @@ def read_talk(messages, template, tools=None):
             content = content.removesuffix(template.end_text)  # some data sets write it
             content = with_thought(content, thoughts[0]) if thoughts else content
             if template.escape(content) != content:
-                raise ValueError(f"a reply has a special token in its text: {content!r:.200}")
+                raise ValueError(f"a reply contains a mark of the template: {content!r:.200}")
         talk.append({"role": role, "content": content, "untrained": 0 in marks})
     return talk
 
@@ -1100,14 +1099,14 @@ def zero3(policy, args, device):
 
     cuda = device.type == "cuda"
     trained = [p for p in policy.parameters() if p.requires_grad]  # with --lora only the adapters
+    # both in a group: a run may be resumed with or without --offload
+    groups = [{"params": trained, "fused": cuda or None, "bias_correction": True}]
     if args.offload:
         compile_op(deepspeed.ops.op_builder.CPUAdamBuilder().load)
-        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(trained, lr=args.lr, weight_decay=0.0)
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=args.lr, weight_decay=0.0)
     else:
-        # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter).
-        # bias_correction: for a run that is resumed with --offload
-        group = {"params": trained, "bias_correction": True}
-        optimizer = torch.optim.AdamW([group], lr=args.lr, weight_decay=0.0, fused=cuda or None)
+        # fused: one kernel, which needs no temporary copies of the moments (8 bytes a parameter)
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.0, fused=cuda or None)
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False,
         # gather whole layers: hooks on each of their modules cost time (docs/results.md)
@@ -1230,11 +1229,11 @@ def restore(trainer, args):
         changed = [name for name in flags if before.get(name) != flags[name] and name != "resume"]
         if changed:
             print(f"{out}: resuming with another {', '.join(changed)} than before", flush=True)
+        if args.track:  # now, so that a package that is missing ends the run here
+            open_tracker(args.track, args.out)
         write_text(settings, json.dumps(flags, indent=1) + "\n")
         with open(log, "ab") as file:
             file.truncate(mark["log_bytes"])
-        if args.track:  # now, so that a package that is missing ends the run here
-            open_tracker(args.track, args.out)
     if mark["step"]:
         # save_checkpoint left out the weights that --lora freezes
         trainer.load_checkpoint(out / "checkpoints", tag=f"step-{mark['step']}",

@@ -233,11 +233,11 @@ def tasks(args):
     small = all(len(world.cities) < 100 for world in open_once(args.database).worlds.values())
     args.like = args.like or ("tiny" if small else "paper")
     keys = {key_of(task) for path in args.exclude for task in runtime.load_tasks(path, load_task)}
-    lengths = list(dict.fromkeys(args.days))
-    kinds, lack, pairs = list(itertools.product(lengths, LEVELS)), {}, Counter()
+    args.days = list(dict.fromkeys(args.days))
+    kinds, lack, pairs = list(itertools.product(args.days, LEVELS)), {}, Counter()
     for level, n in zip(LEVELS, portions(args.n, args.levels), strict=True):
-        parts = portions(n, [1] * len(lengths))
-        lack |= {(days, level): part for days, part in zip(lengths, parts, strict=True)}
+        parts = portions(n, [1] * len(args.days))
+        lack |= {(days, level): part for days, part in zip(args.days, parts, strict=True)}
 
     def take(task):
         """Count a task and return True, unless it is known or its kind or pair is complete."""

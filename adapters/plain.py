@@ -119,8 +119,8 @@ class PlainWorld:
         if not query:
             raise Mistake(f"task {task['id']} has no 'query', and reset() returned no text")
         schemas = "\n".join(json.dumps(methods.schema(name)) for name in methods.methods)
-        episode = PlainEpisode({"query": query} | task, methods, args.max_turns, PROMPT % schemas)
-        episode.messages[1]["content"] = query  # the task is recorded as it was loaded
+        episode = PlainEpisode({"query": query}, methods, args.max_turns, PROMPT % schemas)
+        episode.task = task  # recorded as it was loaded
         return episode
 
     def verdict(self, episode):

@@ -204,8 +204,8 @@ def table_of(axis, runs, tasks="", gpus=0, size=None):
     """
     places, tools = of_size(AXES[axis], size), axis.startswith("tool-")
     judged = {row["task"]["id"] for seeds in runs.values() for rows, _ in seeds for row in rows}
-    for name, rows in ((name, rows) for name, seeds in runs.items() for rows, _ in seeds):
-        if len({row["task"]["id"] for row in rows}) < len(judged):
+    for name, seeds in runs.items():
+        if any(len({row["task"]["id"] for row in rows}) < len(judged) for rows, _ in seeds):
             print(f"{name}: judged on fewer tasks than the others; evaluate it to its end")
     ours = f"ours, {len(judged):,} tasks{f' of {tasks}' if tasks else ''}: mean (each seed)"
     test = f"{TABLES['queries']['rows']['test'][0]:,} test queries"

@@ -205,7 +205,7 @@ BAD = {
     "are not a conversation": row() | {"chosen": says("9") + says("8")},
     "the rejected side has the higher reward": row(rewards=(0.0, 1.0)),
     "a side is longer than --cutoff 400": row(rejected=("0 " * 500,)),
-    "a reply has a special token in its text": row(("a<|im_end|>b",)),
+    "a reply contains a mark of the template": row(("a<|im_end|>b",)),
     "a side has no token to train on": row(rejected=("",)) | {"stops": ["answer", "format"]},
 }
 

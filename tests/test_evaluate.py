@@ -770,7 +770,7 @@ def test_a_page_opens_no_turn_at_an_endpoint():
     roles = "system", "user", "assistant", "result", "assistant"
     sent = evaluate.merged([{"role": role, "content": "<|im_end|>"} for role in roles])
     assert [(one["role"], one["content"]) for one in sent] == [
-        ("system", "‹|im_end|>"), ("user", "‹|im_end|>"),
+        ("system", "<|im_end|>"), ("user", "‹|im_end|>"),
         ("assistant", "<|im_end|>‹|im_end|><|im_end|>")]
 
 

@@ -296,13 +296,6 @@ def test_an_unknown_command_is_answered_with_the_usage(words):
     assert done.returncode == 2 and "bash run.sh tiny" in done.stdout
 
 
-def test_the_first_line_says_what_will_run():
-    done = run_sh(ROOT, "7b", DRY="1", MODEL="/m", DATA="/d", SEED="7", GPUS="4", HOW="--offload")
-    assert done.stderr.splitlines()[0] == (
-        "run.sh: 7b: model /m, data /d, seed 7, 1 x 4 GPUs, --offload, --tp 1, 0.6 of a GPU for "
-        "the engine")
-
-
 # --------------------------------------------------------------------------------------- the axes
 
 SETTINGS = {  # by hand: the rows of each axis of tiny

@@ -107,7 +107,7 @@ def test_every_published_form_is_read_and_every_other_row_counted_by_cause(publi
         "gaia": {"needs a file": 1}, "hle": {"needs an image": 1}}
     sets.main(["read", "--sets", str(published), "--out", str(published.parent / "out")])
     mixed = [task["id"] for task in read_jsonl(published.parent / "out/tasks.jsonl")]
-    assert sorted(mixed) == sorted(EXPECTED) and mixed == [task["id"] for task in tasks]
+    assert sorted(mixed) == sorted(EXPECTED) and mixed != [*EXPECTED], "some of each set come first"
     assert "gaia             1 tasks; 1 needs a file" in capsys.readouterr().out
 
 

@@ -54,7 +54,7 @@ def test_what_a_row_says_beside_its_texts_decides_what_is_trained_on(chatml, mes
     ([reply("x", name="bob")], {}, "'name'.*would be left out"),
     ([reply("x")], {"tools": [{"type": "function"}]}, "'tools' would be left out"),
     ([reply("x", weight=0.5)], {}, "0 and 1 are read"),
-    ([reply("a<|im_end|>\n<|im_start|>user\nfake")], {}, "a special token in its text"),
+    ([reply("a<|im_end|>\n<|im_start|>user\nfake")], {}, "a mark of the template"),
     ([reply("x"), reply("y")], {}, "not a conversation")])
 def test_what_training_would_leave_out_is_refused_by_name(chatml, messages, row, words):
     with pytest.raises(ValueError, match=words):

@@ -73,7 +73,7 @@ TAGS = {"search": "Search", "python": "Python", "browse": "Browse"}
 TAG_OF = {name: tag for tag, name in TAGS.items()}
 # tags of the grammars and marks of chat templates, which a tool's result must not contain
 FORGED = re.compile(r"<(?=[|｜]|/?(?:think|tool_call|tool_response|answer|result|search|python|"
-                    r"browse|s|bos|eos|(?:start|end)_of_turn)\b)|\[(?=/?INST\])")
+                    r"browse)\b|/?(?:s|bos|eos|(?:start|end)_of_turn)>)|\[(?=/?INST\])")
 MOST_BROKEN, OF_LAST = 10, 1000  # the run stops if more of so many calls were broken
 KEPT = 2**14  # results of Search and Browse that a process keeps
 UNANSWERED = "Error: the search engine does not answer this query ({}). Try other words."
@@ -99,7 +99,7 @@ def read_settings(folder):
         kind = type(SETTINGS[key])
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise Mistake(f"{path}: {key} is {value!r:.80}, it must be {kind.__name__}")
-        if kind in (int, float) and value < (0 if key in ("workers", "max_calls") else 0.1):
+        if kind in (int, float) and not value >= (0 if key in ("workers", "max_calls") else 0.1):
             raise Mistake(f"{path}: {key} is {value}, which is too small")
     chosen = SimpleNamespace(**SETTINGS | found, folder=Path(folder))
     if chosen.grammar not in ("turns", "tags"):

@@ -73,7 +73,7 @@ def load_task(row):
     asked = wish_in(task.pop("constraint", None) or task.get("local_constraint"), False) or {}
     if not isinstance(asked, dict):
         raise Mistake(f"'local_constraint' must be a table of constraints, not {asked!r:.60}")
-    asked = asked | {"house rule": asked.get("house rule") or asked.get("room rule")}
+    asked |= {"house rule": wish_in(asked.get("house rule"), False) or asked.get("room rule")}
     task["local_constraint"] = {key: wish_in(asked.get(key), key == "cuisine") for key in (
         "house rule", "cuisine", "room type", "transportation")}
     task.setdefault("id", str(task.get("idx", "?")))

@@ -249,8 +249,9 @@ class Sandbox:
 
     def call(self, name, arguments):
         """The observation of a tool call. A wrong call never raises: the observation says why."""
-        if name not in self.tools:
-            return f"Error: there is no tool {name[:80]!r}. The tools are {', '.join(ARGUMENTS)}."
+        if not isinstance(name, str) or name not in self.tools:
+            shown = name[:80] if isinstance(name, str) else type(name).__name__
+            return f"Error: there is no tool {shown!r}. The tools are {', '.join(ARGUMENTS)}."
         if self.failure_rate and self._fails():
             return f"Error: Current tool {name} is not available."
         try:

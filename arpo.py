@@ -206,8 +206,8 @@ def branch(s, log_v, names, args):
     The paper probes E with a few tokens after each observation, a request per turn. Here the reply
     is the probe, and only a fork costs a request, whose prompt is in the prefix cache.
     """
-    paper = args.branch == "paper"
-    now = sum(s.entropies) / log_v / (len(s.entropies) or 1 if paper else 1)  # [5, code] sums up
+    paper = args.branch == "paper"  # E is a mean; in the released code it is a sum
+    now = sum(s.entropies) / log_v / (max(len(s.entropies), 1) if paper else 1)
     s.baseline = now if s.baseline is None else s.baseline
     if not names or paper and s.episode.turns == s.depth:
         return None  # no observation yet, or only the one at which its parent decided

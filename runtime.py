@@ -95,8 +95,7 @@ def bounded(kind, least, most=math.inf, above=None):
         value = kind(text)
         low = value >= least if above is None else value > above
         if not (low and value <= most and math.isfinite(value)):
-            raise argparse.ArgumentTypeError(
-                f"{text} is not between {least} and {most}" + f", {above} excluded" * (above == 0))
+            raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most}")
         return value
     parse.__name__ = kind.__name__  # argparse names the type in its message
     return parse

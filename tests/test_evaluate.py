@@ -664,10 +664,12 @@ def test_a_person_plays_whatever_is_typed_and_ctrl_c_ends_at_once(tmp_path, trip
     assert "success 1, reward" in shown(b"\r\n> ")
     os.write(terminal, b"SearchCity x\n")
     shown(b"\r\n> ")
+    began = time.monotonic()
     os.write(terminal, b"\x03")
     # again, because Python sees a signal just before the read that it is to interrupt after it
     shown(b"interrupted; repeat the command to continue", press=b"\x03")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert time.monotonic() - began < 5
     (row,) = read_jsonl(tmp_path / "out" / "person" / "episodes.jsonl")
     assert row["score"]["success"] == 1 and row["calls"] == 1 and row["errors"] == 2
 

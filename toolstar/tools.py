@@ -484,8 +484,8 @@ class Tools:
         if episode.ahead:
             episode.ahead.result()
         said = as_tags(episode.messages, episode.tags)
-        whole = stop == "answer" and not episode.errors and (  # --lenient goes on after an error
-            not episode.tags or verdict.released_format(said))
+        kept = not episode.tags or verdict.released_format(said)
+        whole = stop == "answer" and kept and not episode.errors  # --lenient lets errors pass
         score = verdict.score(episode.task, episode.answer or "", calls, whole, said)
         score["tool_seconds"] = sum((call["seconds"] for call in calls), 0.0)
         score["cached"] = sum(call["cached"] for call in calls) / max(1, len(calls))

@@ -14,7 +14,8 @@ ARPO: GRPO whose plays fork where an observation leaves the policy unsure. Read 
         counts in that mean and std, but its tokens are left out of the loss and its denominator
         [1], unless --keep-overlength
     (5) loss = - mean over queries of ( sum over the group's policy tokens of min(w A, clip(w) A) /
-        the number of those tokens ), with w = pi / pi_old, where the engine reported pi_old
+        the number of those tokens ), with w = pi / pi_old, where the engine reported pi_old. What
+        forks share before they part counts once in each of them: [5]'s soft estimate
     (6) copy the new weights into vLLM and go to (1)
 
 Departs from [2] in (4), in the mean over tokens in (5) [3] and in the higher upper clip bound [3];
@@ -30,9 +31,7 @@ Writes  OUT/ (a HF folder), OUT/best/ (best on --val), OUT/log.jsonl, OUT/rollou
 
 Nothing below knows about travel: to train in another world, see docs/environment.md.
 """
-import heapq
 import math
-import os
 import random
 import time
 from array import array
@@ -42,7 +41,6 @@ from pathlib import Path
 
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, PART, POSITIVE, SEED, SHARE, Help, Mistake, Parser
-from sandbox import Episode
 
 # Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
 # size, V vocabulary. A rollout is a flat list of P * G samples.
@@ -67,12 +65,7 @@ def flags():
     add = runtime.trainer_flags(p, 32768)
     add("--microscope", type=NATURAL, default=0, help="N: write all tokens of every Nth update for "
         "look.report; 0: none")
-    args = runtime.parse_args(p)  # with the world's own flags
-    if int(os.environ.get("WORLD_SIZE", args.tp)) % args.tp:
-        p.error(f"--tp {args.tp} does not divide the ranks into engines")
-    if args.tp > 1:  # the ranks of an engine share memory, which expandable segments do not allow
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    return args
+    return runtime.parse_args(p)  # with the world's own flags
 
 
 def play_flags(add):
@@ -85,7 +78,6 @@ def play_flags(add):
     add("--turn-tokens", type=COUNT, default=8192, help="most tokens of a reply; a longer one is a "
         "format error")
     add("--concurrency", type=COUNT, default=256, help="most plays that an engine runs at a time")
-    add("--tp", type=COUNT, default=1, help="ranks that share one engine (tensor parallelism)")
     add("--gpu-memory", type=PART, default=0.6, help="fraction of a GPU that the engine may fill")
 
 
@@ -119,12 +111,14 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+import zero3  # noqa: E402
+
 # ---------------------------------------------------------------------------------------- rollout
 
 @dataclass
 class Sample:
     """One play of one query: exactly the tokens that the engine read and sampled."""
-    episode: Episode
+    episode: object  # a sandbox.Episode
     group: int  # index of its query in the batch: the plays of one query are a group
     seed_name: str  # seeds the sampling: the same name gives the same tokens
     ids: list = field(default_factory=list)  # prompt, replies, observations
@@ -239,7 +233,7 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
     All engines take the next query from one counter, so none idles while another has a queue.
     """
     engine, live, done = llm.llm_engine, {}, []
-    queries = runtime.shared_counter(name, len(tasks), args)
+    queries = runtime.shared_counter(name, len(tasks))
     calls = runtime.open_calls(world.slow, len(tasks), group, args)
     start, log_v = min(args.initial or (group + 1) // 2, group), math.log(len(template.tokenizer))
     left = {}  # {query: the names of its plays that have not started}
@@ -254,7 +248,7 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
                 queue(new_sample(tasks[query], query, f"{name}/{query}/{g}", world, template, args))
         if not live and not calls:
             calls.close()
-            return done if runtime.is_tp_leader(args) else []  # with --tp, one rank reports
+            return done
         for output in engine.step() if live else ():
             if output.finished:
                 s, reply = live.pop(output.request_id), output.outputs[0]
@@ -298,18 +292,6 @@ def reward_name(chosen, kinds, progress):
     if chosen != "curriculum":
         return chosen or kinds[0]
     return kinds[0] if progress < 2 / 5 else kinds[1] if progress < 4 / 5 else kinds[2]
-
-
-def batch_of(step, n, size, seed):
-    """Indices of the samples of update `step`. They depend on the arguments alone, so a resumed run
-    draws the same batches.
-
-    Every epoch shuffles all n samples anew, and each update takes the next `size` of them.
-    """
-    places = range(step * size, (step + 1) * size)
-    epochs = {place // n for place in places}
-    order = {epoch: random.Random(f"{seed}/{epoch}").sample(range(n), n) for epoch in epochs}
-    return [order[place // n][place % n] for place in places]
 
 
 # --------------------------------------------------------------------------------------- learning
@@ -386,11 +368,12 @@ def learning_rate(step, steps, args):
 def learn(trainer, in_loss, packed, rank, ranks, device, args, seen=None):
     """(5) One update -> statistics of its policy tokens. in_loss: [(sample, weight)], all ranks.
     seen: a list to fill for --microscope, or None."""
-    micros = micro_batches([len(s.ids) for s, _ in in_loss], ranks, args.pack_tokens, packed)[rank]
-    parts = []
+    lengths, parts = [len(s.ids) for s, _ in in_loss], []
+    micros = zero3.micro_batches(lengths, ranks, args.pack_tokens, packed)[rank]
     for micro in micros:
         batch = [in_loss[i] for i in micro]
-        logps, entropy = trainer(*collate([s for s, _ in batch], packed, device), args.temperature)
+        rows = zero3.collate([s for s, _ in batch], packed, device)
+        logps, entropy = trainer(*rows, args.temperature)
         loss = logps.sum() * 0  # a rank without work still runs a forward, or ZeRO-3 hangs
         if batch:
             old_logps, advantage, weight, counts = per_token(batch, device)
@@ -398,7 +381,7 @@ def learn(trainer, in_loss, packed, rank, ranks, device, args, seen=None):
             gap = (logps.detach() - old_logps).abs()
             quarter = torch.tensor([4 * i // args.context for s, _ in batch
                                     for i, mask in enumerate(s.mask) if mask], device=device)
-            parts.append((loss.detach(), entropy, gap, clipped, quarter))
+            parts.append((loss.detach(), entropy.detach(), gap, clipped, quarter))
             if seen is not None:
                 seen.append((batch, logps.detach(), old_logps, advantage, entropy, clipped))
         trainer.backward(loss * ranks)  # DeepSpeed averages over ranks, the loss is a sum
@@ -442,90 +425,6 @@ def statistics(parts, device):
                 f"dlogp_{i}": gap / n for i, (gap, n) in enumerate(depth.T.tolist(), 1) if n}
 
 
-class Policy(torch.nn.Module):
-    """A causal language model that returns log-probabilities of chosen tokens instead of logits."""
-
-    def __init__(self, lm):
-        super().__init__()
-        self.lm = lm
-        # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
-        lm.get_output_embeddings().forward = self.head
-
-    def head(self, hidden, targets, temperature):
-        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each, without (N, V) logits."""
-        weight = self.lm.get_output_embeddings().weight  # (V, H)
-        return runtime.chunked_logps()(hidden, weight, targets, temperature)
-
-    def forward(self, ids, positions, keep, temperature=1.0):
-        """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""
-        # use_cache=False is needed: otherwise packed samples attend to each other under sdpa
-        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
-        head, kept = self.lm.get_output_embeddings(), keep[:, 1:]
-        return head(hidden[:, :-1][kept], ids[:, 1:][kept], temperature)
-
-
-def collate(samples, packed, device):
-    """A micro-batch of samples, which have ids and a mask -> ids, positions, keep, each (B, T).
-
-    Packed: all samples in one row. Positions restart at each sample, and the attention separates
-    samples where they do. Padded: one row per sample, with the padding on the right: under causal
-    attention no real token sees it. No samples: two dummy tokens, because a rank without work still
-    has to run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
-    """
-    rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(max(len(ids) for ids, _ in rows))
-    if packed:
-        positions = [i for ids, _ in rows for i in range(len(ids))]
-        rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
-    width = len(positions)
-    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
-    keep = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in rows], device=device)
-    return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
-
-
-def micro_batches(lengths, ranks, budget, packed):
-    """Split a batch into micro-batches of at most `budget` tokens, padding included, and deal them
-    to the ranks: [rank][micro-batch] -> indices. A longer sample is a micro-batch of its own.
-
-    Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each one all ranks wait
-    for the slowest, so they shall be equal. Packed: the longest sample first, each goes into the
-    smallest micro-batch. Padded: samples of neighbouring lengths, which need little padding.
-    """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-
-    def size(micro):
-        chosen = [lengths[i] for i in micro] or [0]
-        return sum(chosen) if packed else max(chosen) * len(micro)
-
-    def neighbours(most):
-        micros = []
-        for i in order:
-            if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= most:
-                micros[-1].append(i)
-            else:
-                micros.append([i])
-        return micros
-
-    count = ranks * max(1, math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks))
-    while True:
-        if packed:
-            micros, heap = [[] for _ in range(count)], [(0, k) for k in range(count)]
-            for i in order:
-                used, k = heap[0]
-                micros[k].append(i)
-                heapq.heapreplace(heap, (used + lengths[i], k))
-        else:
-            most = sum(lengths) / count
-            while len(micros := neighbours(most)) > count:
-                most *= 1.005
-            # a 7B model spends as much time on attention as on all else in a row of 40K tokens
-            micros.sort(key=lambda m: size(m) * (1 + lengths[m[0]] / 40_000), reverse=True)
-            micros += [[]] * (count - len(micros))
-        if all(len(micro) < 2 or size(micro) <= budget for micro in micros):
-            return [micros[rank::ranks] for rank in range(ranks)]
-        count += ranks
-
-
 # ------------------------------------------------------------------------------------------- main
 
 def main():
@@ -533,20 +432,20 @@ def main():
     if args.microscope:  # a copy of this file may lack the folder look/
         from look.microscope import write_tokens
     world, tasks, val, template = read_inputs(args)
-    rank, ranks, device = runtime.setup()
+    rank, ranks, device = zero3.setup()
     runtime.lock_folder(args.out)
-    policy, packed = runtime.load(args, template, device, Policy, collate)
-    trainer = runtime.zero3(policy, args, device)
+    policy, packed = zero3.load(args, template, device)
+    trainer = zero3.shard(policy, args, device)
     steps = args.steps or math.ceil(args.epochs * len(tasks) / args.prompts)
-    start = runtime.restore(trainer, args)
-    interrupted = runtime.watch_sigterm()
-    llm = runtime.load_engine(args, device)
+    start = zero3.restore(trainer, args)
+    interrupted = zero3.watch_sigterm()
+    llm = zero3.load_engine(args, device)
     runtime.say(f"{len(tasks)} tasks, {steps} updates of {args.prompts} x {args.group} plays, "
                 f"{ranks} ranks, {'packed' if packed else 'padded'} rows")
     for step in range(start, steps + 1):
         clock = [time.time()]
         # (6) the engine gets the weights after `step` updates
-        runtime.sync_weights(llm, trainer, device)
+        zero3.sync_weights(llm, trainer, device)
         clock.append(time.time())
         if val and (step % args.val_every == 0 or step == steps):
             validate(llm, template, world, val, step, trainer, args)
@@ -555,7 +454,7 @@ def main():
         clock.append(time.time())
         # (1) (2) play and judge
         reward = reward_name(args.reward, world.kinds, step / steps)
-        batch = [tasks[i] for i in batch_of(step, len(tasks), args.prompts, args.seed)]
+        batch = [tasks[i] for i in zero3.batch_of(step, len(tasks), args.prompts, args.seed)]
         played = rollout(llm, template, world, batch, f"play/{step}", args.group, args.temperature,
                          1.0, args)
         dist.barrier()  # play_s is the time of the slowest engine
@@ -574,7 +473,7 @@ def main():
                  for in_loss in updates]
         clock.append(time.time())
         for update in stats:
-            runtime.check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
+            zero3.check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
         line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
         line |= {"minibatches": stats[1:], "reward_name": reward, "lr": lr}
         line |= timings(samples, sum(updates, []), clock)
@@ -586,8 +485,8 @@ def main():
             runtime.write_jsonl(f"{args.out}/rollouts/{step + 1:05d}.jsonl", records)
             log(line, args, steps)
         check_sync(line, device)
-        runtime.save_checkpoint(trainer, args, step + 1, interrupted(device))
-    runtime.save_model(trainer, template, args.out)
+        zero3.save_checkpoint(trainer, args, step + 1, interrupted(device))
+    zero3.save_model(trainer, template, args.out)
     runtime.say(f"{args.out}: done. Next: python evaluate.py --model {args.out} --tasks TASKS")
     world.close()
     llm.llm_engine.engine_core.shutdown()  # also ends the process group
@@ -604,7 +503,12 @@ def read_inputs(args):
     template = runtime.load_template(args.model)
     for task in tasks + val:  # raises if a prompt fills the context; record() closes a plain class
         new_sample(task, 0, "", world, template, args).episode.record()
-    runtime.check_world(world, tasks[0], args)
+    # a reply that answers, so that a slip in the world shows now
+    s = new_sample(tasks[0], 0, "check", world, template, args)
+    s.episode.fork("check")
+    s.episode.begin("<think>.</think><answer>.</answer>")
+    s.episode.stop = s.episode.stop or "turns"
+    judge_all([s], world, world.kinds[0])
     return world, tasks, val, template
 
 
@@ -626,7 +530,7 @@ def validate(llm, template, world, val, step, trainer, args):
     before = [row["val_success"] for row in runtime.read_jsonl(file) if "val_success" in row]
     dist.barrier()  # every rank has read the log before rank 0 appends to it
     if success > max(before, default=-1):
-        runtime.save_model(trainer, template, Path(args.out) / "best")
+        zero3.save_model(trainer, template, Path(args.out) / "best")
     runtime.say(f"step {step:4d} | validation success {success:.3f}")
     if runtime.rank() == 0:
         runtime.write_log({"step": step, "val_success": success}, args)

@@ -36,11 +36,9 @@ Writes  OUT/ (a HF folder), OUT/log.jsonl, OUT/reference.jsonl, OUT/checkpoints/
 
 Nothing below knows about tools or travel: to learn other preferences, supply other pairs.
 """
-import heapq
 import math
-import random
 import time
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,59 +85,27 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
+import zero3  # noqa: E402
+
 # ------------------------------------------------------------------------------------------- data
-
-class Rendered(NamedTuple):
-    """An episode as tokens."""
-    ids: list  # prompt, replies, observations
-    mask: list  # 1 on the policy's tokens, 0 elsewhere
-
 
 class Pair(NamedTuple):
     """Two plays of a question as tokens."""
-    chosen: Rendered
-    rejected: Rendered
-
-
-def render(messages, template):
-    """Messages -> (ids, mask), with exactly the tokens that playing this conversation would give.
-
-    Each reply is tokenised by itself, like sampled tokens: no token spans a template boundary. The
-    end token belongs to the reply (mask 1), the newline after it to the template (mask 0):
-
-        <|im_start|>assistant\n  think  call  <|im_end|>  \n<|im_start|>user\n ...
-              0                    1     1        1            0
-    """
-    roles = [message["role"] for message in messages]
-    first = roles.index("assistant") if "assistant" in roles else len(messages)
-    rendered = Rendered(template.prompt(messages[:first]), [])
-    rendered.mask.extend([0] * len(rendered.ids))
-    for message, following in zip_longest(messages[first:], messages[first + 1:]):
-        is_reply = message["role"] == "assistant"
-        if is_reply:
-            # the role "result" stands within a reply, which continues after it: no end token yet
-            continues = following and following["role"] == "result"
-            tokens = template.encode(message["content"]) + [template.end] * (not continues)
-        else:
-            tokens = template.between(message)
-        rendered.ids.extend(tokens)
-        in_loss = is_reply and not message.get("untrained")
-        rendered.mask.extend([int(in_loss)] * len(tokens))
-    return rendered
+    chosen: runtime.Rendered
+    rejected: runtime.Rendered
 
 
 def read_pair(row, template, cutoff):
     """A row of --data -> its Pair, or the reason why it cannot be used, as text
 
     Both sides continue "prompt", and replies in the prompt, which they share, are not trained on.
-    Without a prompt each side is a complete conversation.
+    Without a prompt, or if it is a text, each side is a complete conversation.
     """
-    past = row.get("prompt", [])
+    past = row["prompt"] if isinstance(row.get("prompt"), list) else []
     try:
-        sides = [runtime.read_talk(past + row[side], template, row.get("tools"))
-                 for side in Pair._fields]
-    except ValueError as error:
-        return str(error)
+        sides = [runtime.read_talk([*past, *row[side]], template, row) for side in Pair._fields]
+    except Mistake as mistake:
+        return str(mistake)
     past = sides[0][:len(past)]
     one, other = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
     if one != other or not one:
@@ -149,7 +115,7 @@ def read_pair(row, template, cutoff):
     better, worse = row.get("rewards", (1, 0))
     if better < worse:
         return "the rejected side has the higher reward"
-    pair = Pair(*(render(side, template) for side in sides))
+    pair = Pair(*(runtime.render(side, template) for side in sides))
     stops = row.get("stops") or ["answer", "answer"]
     for side, episode, stop in zip(sides, pair, stops, strict=True):
         size = past_tokens(past, side[len(past)], template)
@@ -169,14 +135,17 @@ def past_tokens(past, following, template):
     if all(message["role"] != "assistant" for message in past):
         return 0
     if past[-1]["role"] != "assistant":
-        return len(render(past, template).ids)
+        return len(runtime.render(past, template).ids)
     # whether the last reply has an end token depends on what follows
-    return len(render([*past, following], template).ids) - len(template.between(following))
+    return len(runtime.render([*past, following], template).ids) - len(template.between(following))
 
 
 def load_pairs(path, template, cutoff):
     """The usable pairs of a file; prints how many others are dropped and why."""
-    read = [read_pair(row, template, cutoff) for row in runtime.read_jsonl(path)]
+    read = []
+    for line, row in enumerate(runtime.read_jsonl(path), 1):
+        with runtime.at_row(path, line):
+            read.append(read_pair(row, template, cutoff))
     for cause in {cause for cause in read if isinstance(cause, str)}:
         runtime.say(f"{path}: {read.count(cause)} dropped, the first in line "
                     f"{read.index(cause) + 1}: {cause}")
@@ -191,18 +160,6 @@ def episodes_of(pairs):
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
-def batch_of(step, n, size, seed):
-    """Indices of the samples of update `step`. They depend on the arguments alone, so a resumed run
-    draws the same batches.
-
-    Every epoch shuffles all n samples anew, and each update takes the next `size` of them.
-    """
-    places = range(step * size, (step + 1) * size)
-    epochs = {place // n for place in places}
-    order = {epoch: random.Random(f"{seed}/{epoch}").sample(range(n), n) for epoch in epochs}
-    return [order[place // n][place % n] for place in places]
-
-
 # ------------------------------------------------------------------------------------------- loss
 
 @torch.no_grad()
@@ -210,9 +167,9 @@ def sum_logps(trainer, rows, packed, rank, ranks, device, args):
     """(3) log pi of each episode, summed over its policy tokens -> (2, P) float64, on every rank"""
     sums = torch.zeros(len(rows), dtype=torch.float64, device=device)
     lengths = [len(row.ids) for row in rows]
-    for micro in micro_batches(lengths, ranks, args.pack_tokens, packed)[rank]:
+    for micro in zero3.micro_batches(lengths, ranks, args.pack_tokens, packed)[rank]:
         batch = [rows[i] for i in micro]
-        logps, _ = trainer(*collate(batch, packed, device))
+        logps, _ = trainer(*zero3.collate(batch, packed, device))
         if batch:  # a rank without work still runs a forward, or ZeRO-3 hangs
             parts = logps.double().split([sum(row.mask) for row in batch])
             sums[micro] = torch.stack([part.sum() for part in parts])
@@ -245,9 +202,9 @@ def learn_pairs(trainer, rows, reference, packed, rank, ranks, device, args):
     logps = sum_logps(trainer, rows, packed, rank, ranks, device, args)
     weights, numbers = preference(logps, reference, rows, args)
     lengths = [len(row.ids) for row in rows]
-    for micro in micro_batches(lengths, ranks, args.pack_tokens, packed)[rank]:
+    for micro in zero3.micro_batches(lengths, ranks, args.pack_tokens, packed)[rank]:
         batch = [rows[i] for i in micro]
-        logps, _ = trainer(*collate(batch, packed, device))  # (N,)
+        logps, _ = trainer(*zero3.collate(batch, packed, device))  # (N,)
         loss = logps.sum() * 0
         if batch:
             counts = torch.tensor([sum(row.mask) for row in batch], device=device)
@@ -274,90 +231,6 @@ def take_reference(trainer, rows, start, packed, rank, ranks, device, args):
     return sums
 
 
-class Policy(torch.nn.Module):
-    """A causal language model that returns log-probabilities of chosen tokens instead of logits."""
-
-    def __init__(self, lm):
-        super().__init__()
-        self.lm = lm
-        # replace the head's forward: ZeRO-3 then gathers its weight once per pass, not per chunk
-        lm.get_output_embeddings().forward = self.head
-
-    def head(self, hidden, targets, temperature):
-        """(N, H), (N,) -> log pi and entropy of the targets, (N,) each, without (N, V) logits."""
-        weight = self.lm.get_output_embeddings().weight  # (V, H)
-        return runtime.chunked_logps()(hidden, weight, targets, temperature)
-
-    def forward(self, ids, positions, keep, temperature=1.0):
-        """ids, positions, keep, (B, T) each -> logps, entropy of the tokens to keep, (N,) each"""
-        # use_cache=False is needed: otherwise packed samples attend to each other under sdpa
-        hidden = self.lm.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
-        head, kept = self.lm.get_output_embeddings(), keep[:, 1:]
-        return head(hidden[:, :-1][kept], ids[:, 1:][kept], temperature)
-
-
-def collate(samples, packed, device):
-    """A micro-batch of samples, which have ids and a mask -> ids, positions, keep, each (B, T).
-
-    Packed: all samples in one row. Positions restart at each sample, and the attention separates
-    samples where they do. Padded: one row per sample, with the padding on the right: under causal
-    attention no real token sees it. No samples: two dummy tokens, because a rank without work still
-    has to run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
-    """
-    rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(max(len(ids) for ids, _ in rows))
-    if packed:
-        positions = [i for ids, _ in rows for i in range(len(ids))]
-        rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
-    width = len(positions)
-    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
-    keep = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in rows], device=device)
-    return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
-
-
-def micro_batches(lengths, ranks, budget, packed):
-    """Split a batch into micro-batches of at most `budget` tokens, padding included, and deal them
-    to the ranks: [rank][micro-batch] -> indices. A longer sample is a micro-batch of its own.
-
-    Every rank gets the same number of micro-batches, else ZeRO-3 hangs. At each one all ranks wait
-    for the slowest, so they shall be equal. Packed: the longest sample first, each goes into the
-    smallest micro-batch. Padded: samples of neighbouring lengths, which need little padding.
-    """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-
-    def size(micro):
-        chosen = [lengths[i] for i in micro] or [0]
-        return sum(chosen) if packed else max(chosen) * len(micro)
-
-    def neighbours(most):
-        micros = []
-        for i in order:
-            if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= most:
-                micros[-1].append(i)
-            else:
-                micros.append([i])
-        return micros
-
-    count = ranks * max(1, math.ceil(min(sum(lengths) / budget, len(lengths)) / ranks))
-    while True:
-        if packed:
-            micros, heap = [[] for _ in range(count)], [(0, k) for k in range(count)]
-            for i in order:
-                used, k = heap[0]
-                micros[k].append(i)
-                heapq.heapreplace(heap, (used + lengths[i], k))
-        else:
-            most = sum(lengths) / count
-            while len(micros := neighbours(most)) > count:
-                most *= 1.005
-            # a 7B model spends as much time on attention as on all else in a row of 40K tokens
-            micros.sort(key=lambda m: size(m) * (1 + lengths[m[0]] / 40_000), reverse=True)
-            micros += [[]] * (count - len(micros))
-        if all(len(micro) < 2 or size(micro) <= budget for micro in micros):
-            return [micros[rank::ranks] for rank in range(ranks)]
-        count += ranks
-
-
 def learning_rate(step, steps, args):
     """Linear warm-up over the first --warmup of all updates, then a cosine down to --min-lr."""
     warm = max(1, round(args.warmup * steps))
@@ -371,17 +244,17 @@ def learning_rate(step, steps, args):
 
 def main():
     args = flags()
-    rank, ranks, device = runtime.setup()
+    rank, ranks, device = zero3.setup()
     runtime.lock_folder(args.out)
     # (1) render the pairs
     template = runtime.load_template(args.model)
     pairs, val = (load_pairs(path, template, args.cutoff) if path else []
                   for path in (args.data, args.val))
-    policy, packed = runtime.load(args, template, device, Policy, collate)
-    trainer = runtime.zero3(policy, args, device)
+    policy, packed = zero3.load(args, template, device)
+    trainer = zero3.shard(policy, args, device)
     n, steps = len(pairs), args.steps or math.ceil(args.epochs * len(pairs) / args.batch)
-    start = runtime.restore(trainer, args)
-    interrupted = runtime.watch_sigterm()
+    start = zero3.restore(trainer, args)
+    interrupted = zero3.watch_sigterm()
     runtime.say(f"dpo: {n} pairs, {len(val)} held out, {steps} updates of {args.batch}, {ranks} "
                 f"ranks, {'packed' if packed else 'padded'} rows")
     machine = packed, rank, ranks, device, args
@@ -390,11 +263,11 @@ def main():
     for step in range(start, steps):
         began = time.time()
         # (3) (4) (5)
-        drawn = batch_of(step, n, args.batch, args.seed)
+        drawn = zero3.batch_of(step, n, args.batch, args.seed)
         rows = episodes_of([pairs[i] for i in drawn])
         lr = trainer.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
         numbers = learn_pairs(trainer, rows, reference[:, drawn], *machine)
-        runtime.check_finite(args.out, step + 1, loss=numbers["loss"], gnorm=numbers["gnorm"])
+        zero3.check_finite(args.out, step + 1, loss=numbers["loss"], gnorm=numbers["gnorm"])
         line = {"step": step + 1, **numbers, "lr": lr, "tokens": sum(len(row.ids) for row in rows),
                 "policy_tokens": sum(sum(row.mask) for row in rows), "seconds": time.time() - began}
         if val and (step + 1 == steps or (args.val_every and (step + 1) % args.val_every == 0)):
@@ -403,8 +276,8 @@ def main():
             line |= {f"val_{name}": number for name, number in numbers.items()}
         if rank == 0:
             log(line, steps, args)
-        runtime.save_checkpoint(trainer, args, step + 1, last=interrupted(device))
-    runtime.save_model(trainer, template, args.out)
+        zero3.save_checkpoint(trainer, args, step + 1, last=interrupted(device))
+    zero3.save_model(trainer, template, args.out)
     runtime.say(f"{args.out}: done. Next: python evaluate.py --model {args.out} --tasks TASKS")
     dist.destroy_process_group()
 

@@ -18,6 +18,7 @@ Writes  OUT/AGENT/episodes.jsonl, settings.json, scores.json; OUT/table.md. A re
     python evaluate.py --model out/rl --ask "Plan a trip from Omaha to Denver for ..."
     python evaluate.py --model A --tasks osunlp/TravelPlanner --split validation --database DIR
 """
+import argparse
 import contextlib
 import json
 import math
@@ -25,14 +26,14 @@ import os
 import re
 import sys
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
 from queue import Empty
 
 import runtime
-from runtime import AMOUNT, COUNT, NATURAL, PART, Help, Mistake, Parser, Refused
+from runtime import AMOUNT, COUNT, NATURAL, PART, Help, Mistake, Parser
 from sandbox import final_turn, turn
 
 STOPS = ("answer", "format", "length", "turns", "context")
@@ -44,6 +45,122 @@ HOW = """\
 Call a tool by its name and its arguments, separated by commas or as JSON. Answer with "answer" and
 a text, or with "answer", then any number of lines, then "end". "help" shows what a model reads,
 Ctrl-C stops; plays that have ended are kept. The tools are:"""
+
+
+# ------------------------------------------------------------------------------------- endpoints
+
+LONGEST_REPLY = 200_000  # characters; 32K tokens of English are about 130,000
+NO_ROOM = re.compile(r"context.{0,9}(length|size|window|limit)|too long|too many tokens|"
+                     r"maximum.{0,20}length", re.IGNORECASE)  # how servers say so
+
+
+class ChatError(Mistake):
+    """An endpoint gave no usable reply, after all retries."""
+
+
+class Refused(ChatError):
+    """An endpoint refused one request, or answered it without text; it may answer others. stop: why
+    the request's episode ends: context and length are limits of tokens."""
+
+    def __init__(self, text, stop="refused"):
+        super().__init__(text)
+        self.stop = stop
+
+
+class Reply(str):
+    """The text of a reply. tokens: of the whole conversation including it, 0 if unknown. cut:
+    whether a limit of tokens ended it."""
+
+    tokens, cut = 0, False
+
+
+@lru_cache(maxsize=64)
+def client_of(url, key, retries):
+    """The openai package's client of an endpoint; threads may share it."""
+    import openai
+
+    base = url.rstrip("/").removesuffix("/chat/completions")
+    return openai.OpenAI(base_url=base, api_key=key or "none", max_retries=retries)
+
+
+def read_key(path):
+    """The API key in a file, None without one."""
+    return Path(path).read_text(encoding="utf-8").strip() if path else None
+
+
+def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, timeout=1800, retries=6,
+         api_key=None, stops=()):
+    """The Reply of an OpenAI-compatible endpoint. Refused if this request gets none, ChatError if
+    the endpoint is at fault: it answers no short question either, or says so. The openai package
+    retries time-outs, broken connections and status 408, 409, 429 and 5xx with growing pauses.
+
+    stops: closing tags that end a reply and belong to it. If the last message is the assistant's,
+    the reply continues it. max_tokens: None or 0 leaves the limit to the server.
+    """
+    import openai
+
+    beyond = {"include_stop_str_in_output": True} if stops else {}  # of vLLM and SGLang
+    begun = messages[-1]["role"] == "assistant"
+    if begun:
+        beyond |= {"continue_final_message": True, "add_generation_prompt": False}
+    try:
+        body = client_of(url, api_key, retries).chat.completions.create(
+            model=model, messages=messages, temperature=temperature, top_p=top_p, timeout=timeout,
+            max_tokens=max_tokens or openai.omit, stop=list(stops) or openai.omit,
+            extra_body=beyond)
+    except (openai.APIError, ValueError) as error:  # the latter: half a JSON
+        # str(error) has a server's words in one form only
+        told = f"{url}: {getattr(error, 'body', None) or error}"
+        status = getattr(error, "status_code", None)
+        if status in (400, 422) or status not in (401, 404, 429) and answers(url, model, api_key):
+            raise Refused(told, "context" if NO_ROOM.search(told) else "refused") from None
+        raise ChatError(f"{told}, after {retries} retries, from model {model}") from None
+    if not getattr(body, "choices", None):  # a gateway's own message, or a web page
+        raise Refused(f"{url}: no reply but {str(body)[:200]}")
+    message = body.choices[0].message
+    if not message or not isinstance(message.content or "", str):
+        raise Refused(f"{url}: no text but {str(message)[:200]}")
+    text, thoughts = message.content or "", (getattr(message, n, None) for n in runtime.THOUGHTS)
+    ended = body.choices[0].finish_reason
+    if not text.strip() and not begun:
+        stop = "length" if ended == "length" else "refused"  # within a thought that is kept apart
+        raise Refused(f"{url}: a reply without text ({ended})", stop)
+    for stop in stops if ended == "stop" else ():  # most servers cut it off
+        text += stop * (text.rfind(stop.replace("/", "")) > text.rfind(stop))
+    if len(text) > LONGEST_REPLY:
+        raise Refused(f"{url}: a reply of {len(text):,} characters fits into no context", "context")
+    reply = Reply(text if begun else runtime.with_thought(text, next(filter(None, thoughts), None)))
+    reply.tokens, reply.cut = body.usage.total_tokens if body.usage else 0, ended == "length"
+    return reply
+
+
+def answers(url, model, key):
+    """Whether an endpoint answers a short question."""
+    import openai
+
+    with contextlib.suppress(openai.APIError, ValueError):
+        body = client_of(url, key, 1).chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=1, timeout=60)
+        return bool(getattr(body, "choices", None))
+    return False
+
+
+def spoken(reply):
+    """A reply without the thought before it."""
+    return reply.rpartition("</think>")[2].strip()
+
+
+def web_address(text):
+    """A flag type: the address of a server."""
+    if not re.match(r"https?://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address like http://host:8000/v1")
+    return text
+
+
+def endpoint(text):
+    """A flag type: URL=MODEL -> (URL, MODEL)."""
+    url, _, model = text.rpartition("=")
+    return web_address(url), model
 
 
 # -------------------------------------------------------------------------------- playing by text
@@ -401,7 +518,7 @@ def play_flags(p, out, max_tokens):
     add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
         help="checkpoint folders, hub names, or model names at --url; NAME= names the table's "
         "column")
-    add("--url", type=runtime.web_address, metavar="URL",
+    add("--url", type=web_address, metavar="URL",
         help="let an OpenAI-compatible endpoint play instead of vLLM, such as http://host:8000/v1; "
         "run it without a tool parser")
     add("--key", metavar="FILE", help="file with the endpoint's API key")
@@ -556,8 +673,8 @@ def player(args, name, path, world, tasks):
     asks = None
     if hasattr(world, "open_helpers"):
         asks = world.open_helpers(args.url and partial(
-            runtime.chat, args.url, path, temperature=args.temperature, top_p=args.top_p,
-            api_key=runtime.read_key(args.key)))
+            chat, args.url, path, temperature=args.temperature, top_p=args.top_p,
+            api_key=read_key(args.key)))
     return play_model(args, path, world, episodes, asks)
 
 
@@ -565,8 +682,8 @@ def play_model(args, path, world, episodes, asks=None, retries=6):
     """The episodes as they end, played by a model at --url, or else in vLLM."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url:
-        generate = partial(runtime.chat, args.url, path, **sampling, retries=retries,
-                           api_key=runtime.read_key(args.key), stops=world.stops)
+        generate = partial(chat, args.url, path, **sampling, retries=retries,
+                           api_key=read_key(args.key), stops=world.stops)
         return play(lambda messages: generate(merged(messages)), episodes, args.concurrency,
                     args.max_context)
     template = runtime.load_template(path)
@@ -621,13 +738,75 @@ def send_rows(rows_of, tasks, gpus, rows):
     runtime.run("evaluate.py", lambda: [rows.put(row) for row in rows_of(tasks)])
 
 
+def check_world(world, task, args):
+    """Play a scripted episode before an engine starts, so that a mistake in a world shows within
+    seconds; evaluate.py --check also calls its tools -> lines of text that describe the results"""
+    episode = world.episode(task, "check", args)
+    lines = [f"task {task['id']!r}: {str(task.get('query', ''))[:80]!r}"]
+    lines += [f"{one['role']}: {one['content'][:80]!r}" for one in episode.messages]
+    if "branch" in args:  # arpo.py, whose plays fork
+        episode.fork("check")
+    if getattr(args, "check", False):
+        lines += call_tools(world, episode)
+    episode.begin("<think>.</think><answer>.</answer>")
+    episode.stop = episode.stop or "turns"
+    plan, score, strict = world.verdict(episode)
+    episode.record("check")
+    return [*lines, f"the last reply stops the episode: {episode.stop}", f"plan: {plan!r:.80}",
+            f"score: {score!r:.200}", f"strict: {strict}",
+            *(f"reward {kind}: {world.reward(score, kind):g}" for kind in world.kinds if score)]
+
+
+def call_tools(world, episode):
+    """Call each tool once: as the world's solver does, which also answers; the others with the
+    arguments of sandbox.example(name), or with none -> lines of text that show what came back."""
+    shown = {}
+    try:
+        for reply in world.solver(episode.task) if hasattr(world, "solver") else ():
+            action = episode.begin(reply)
+            if action is None:
+                break
+            said = episode.finish(episode.act(action))
+            shown.setdefault(action.name, f"{action.name} {action.arguments}: {said!r:.80}")
+    except Mistake as mistake:  # the solver cannot play this task
+        shown["solver"] = f"solver: {mistake}"
+    example = getattr(episode.sandbox, "example", lambda name: {})
+    for name in sorted({*getattr(episode.sandbox, "tools", ())} - shown.keys()):
+        said = episode.sandbox.call(name, example(name))
+        shown[name] = f"{name} {example(name)}: {said!r:.80}"
+    return shown.values()
+
+
+def find_tasks(source, split):
+    """The path of the tasks. source: a file; or a folder, or a data set on the hub, which has
+    SPLIT.csv or (folders only) SPLIT.jsonl."""
+    if source is None:
+        raise Mistake("--tasks FILE.jsonl is needed; python synth.py tasks writes one")
+    path = Path(source)
+    if not (split or path.is_file()):
+        raise Mistake(f"{path} is not a file; a folder or a data set on the hub needs --split")
+    if path.is_dir():
+        found = [path / f"{split}.{kind}" for kind in ("csv", "jsonl")]
+        return next(filter(Path.exists, found), found[0])
+    if path.exists() or path.suffix or not split:
+        return path
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(source, f"{split}.csv", repo_type="dataset"))
+    except (OSError, ValueError):
+        raise Mistake(f"{source} is no file, and neither the hub nor its cache has {split}.csv of "
+                      f"it. Where there is a network: hf download {source} --repo-type dataset"
+                      ) from None
+
+
 def try_out(args, world):
     """--check: what a scripted reply to the first task leads to. --ask: each model's episode on a
     query of one's own. Nothing is written."""
     if args.check:
-        tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit, args.split)
+        tasks = runtime.load_tasks(find_tasks(args.tasks, args.split), world.load_task, args.limit)
         print(f"{args.tasks}: {len(tasks)} tasks",
-              *runtime.check_world(world, tasks[0], args), sep="\n")
+              *check_world(world, tasks[0], args), sep="\n")
         return
     for name, path in named_paths(args.model).items():
         for episode in player(args, name, path, world, [{"id": "ask", "query": args.ask}]):
@@ -640,7 +819,7 @@ def evaluate(args):
     if args.ask or args.check:
         try_out(args, world)
         return
-    tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit, args.split)
+    tasks = runtime.load_tasks(find_tasks(args.tasks, args.split), world.load_task, args.limit)
     world.close()  # the players open their own
     played = play_agents(args, [task | ({"sample": k} if k else {}) for task in tasks
                                 for k in range(args.samples)])

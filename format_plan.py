@@ -28,7 +28,8 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from itertools import islice, pairwise
 
-from runtime import Mistake, Parser, Refused, chat, endpoint, read_jsonl, read_key, run, spoken
+from evaluate import Refused, chat, endpoint, read_key, spoken
+from runtime import Mistake, Parser, read_jsonl, run
 from sandbox import PROMPTS, open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
@@ -426,7 +427,7 @@ def format_plan(text, task, model, url, **options):
     """(plan or None, tokens used) of an itinerary text, read by an LLM. Refused if its replies have
     no list of days, for which it is asked twice, or the endpoint refuses.
 
-    options: those of runtime.chat.
+    options: those of evaluate.chat.
     """
     prompt, tokens = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8"), 0
     ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text[:LONGEST_TEXT]}"
@@ -443,7 +444,7 @@ class Reader:
     """Turns answers into plans by rules, or by an LLM (the formatter) with many requests at a time.
 
     An answer on which the formatter fails is judged as an answer without a plan, and counted. If
-    the endpoint itself is at fault, the run ends with runtime.chat's ChatError, since an unread
+    the endpoint itself is at fault, the run ends with evaluate.chat's ChatError, since an unread
     answer must not be judged as a bad one."""
 
     def __init__(self, endpoint=None, key=None):

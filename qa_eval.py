@@ -7,8 +7,9 @@ Question answering with a search tool that no stage trained on: what did learnin
         equals a gold answer [2]. Also sub-EM (the answer contains a gold answer) and F1 (of shared
         words). An episode without an answer, or cut off by a limit on tokens or replies, is wrong;
         the table counts these cases
-    (4) the tax table compares checkpoints per data set and by the unweighted mean of the sets, with
-        bootstrap intervals over the questions, and subtracts the first checkpoint from the others
+    (4) the tax table is evaluate.py's, with a line for each set; success is the exact match of all
+        questions. Below it: the unweighted mean of the sets, as in [2], and its difference from
+        the first checkpoint, with bootstrap intervals over the questions
 
 (1) to (3) are a world, which evaluate.py plays.
 The published rows of [1] are not comparable with each other: those of Search-R1 were made with 3
@@ -26,7 +27,6 @@ import json
 import random
 import sys
 from collections import Counter
-from itertools import repeat
 from pathlib import Path
 from threading import Lock
 
@@ -37,19 +37,11 @@ from sandbox import Episode, parse
 from toolstar.retriever import HTTP, QueryError, find_retriever, open_retriever
 from toolstar.text import golds_of, normalize, token_f1  # in the order of Search-R1 [2]
 
-# Shapes: n questions, M models, R bootstrap rounds.
 SETS = {  # FlashRAG's folder: (split, questions); the test split if there is one, else dev [2]
     "nq": ("test", 3610), "triviaqa": ("test", 11313), "popqa": ("test", 14267),
     "hotpotqa": ("dev", 7405), "2wikimultihopqa": ("dev", 12576), "musique": ("dev", 2417),
     "bamboogle": ("test", 125)}
-LOWER_ROWS = (  # of the table: (key in tax.json, label, form)
-    ("sub_em", "sub-EM", "{:.1%}"),
-    ("f1", "F1", "{:.1%}"),
-    ("context", "wrong: out of tokens", "{:,}"),
-    ("turns", "wrong: out of replies", "{:,}"),
-    ("missing", "wrong: no answer", "{:,}"),
-    ("calls", "searches per question", "{:.1f}"))
-ROUNDS = 1000  # R
+ROUNDS = 1000  # of the bootstrap
 HERE = Path(__file__).parent / "database"
 QA_PROMPT = (HERE / "prompts" / "search.txt").read_text(encoding="utf-8").strip()
 QA_PROMPTS = {"full": QA_PROMPT, "short": (
@@ -211,36 +203,22 @@ def open_world(args):
 
 # ---------------------------------------------------------------- table
 
-def bootstrap(scores, rounds, rng):
-    """Means of n questions drawn with replacement, equally for all models. (M, n) -> (R, M)"""
+def set_lines(row):
+    """The line that this world adds to evaluate.py's table: the exact match of the row's set."""
+    return {f"EM, {row['task']['set']}": row["score"]["em"]}
+
+
+def over_sets(sets, least=0.0):
+    """"41.2 (39.6 to 42.8)": the unweighted mean of the sets in percent, with its 95% bootstrap
+    interval over the questions. sets: {set: (n,) numbers}; least: as in evaluate.interval"""
     import numpy as np
 
-    n = scores.shape[1]
-    return np.stack([scores[:, rng.integers(n, size=n)].mean(1) for _ in range(rounds)])
-
-
-def cell(mean, draws, n, sign=""):
-    """Percent with its 95% interval, over n questions: 41.2 (39.6 to 42.8)"""
-    import numpy as np
-
-    least = -1.0 if sign else 0.0
-    interval = evaluate.widened(*np.percentile(draws, [2.5, 97.5]), n, least)
-    return f"{100 * mean:{sign}.1f} ({evaluate.span(*interval, sign)})"
-
-
-def summarise(rows):
-    """One model's records -> {key: number}: scores are unweighted means over the sets."""
-    stops = Counter("empty" if row["stop"] == "answer" and not row["answer"].strip() else
-                    row["stop"] for row in rows)
-    sets = {}
-    for row in rows:
-        sets.setdefault(row["task"]["set"], []).append(row["score"])
-    means = {key: {name: evaluate.mean(score[key] for score in scores)
-                   for name, scores in sets.items()} for key in ("em", "sub_em", "f1")}
-    return {key: evaluate.mean(each.values()) for key, each in means.items()} | {
-        "context": stops["context"], "turns": stops["turns"],
-        "missing": len(rows) - stops["answer"] - stops["context"] - stops["turns"],
-        "calls": evaluate.mean(row["calls"] for row in rows), "sets": means["em"]}
+    rng = np.random.default_rng(0)
+    draws = np.mean([[rng.choice(scores, len(scores)).mean() for _ in range(ROUNDS)]
+                     for scores in sets.values()], axis=0)
+    average, n = np.mean([scores.mean() for scores in sets.values()]), sum(map(len, sets.values()))
+    found = evaluate.widened(*np.percentile(draws, [2.5, 97.5]), n, least)
+    return f"{100 * average:.1f} ({evaluate.span(*found)})"
 
 
 def tax_table(args, played):
@@ -248,33 +226,23 @@ def tax_table(args, played):
     {model: its records, in the order of the questions}."""
     import numpy as np
 
-    names, tasks = list(played), [row["task"] for row in next(iter(played.values()))]
-    report = [summarise(rows) for rows in played.values()]  # a list over models, as those below
-    rng, sets = np.random.default_rng(args.seed), list(report[0]["sets"])
-    draws, counts = {}, Counter(task["set"] for task in tasks)
-    for name in sets:
-        scores = np.array([[row["score"]["em"] for row in rows if row["task"]["set"] == name]
-                           for rows in played.values()])  # (M, n)
-        draws[name] = bootstrap(scores, ROUNDS, rng).T  # (M, R)
-    average = np.mean(list(draws.values()), axis=0)  # (M, R)
-    means = [numbers["em"] for numbers in report]
-    rows = [["EM, %", "questions", *names], ["---"] * (len(names) + 2)]
-    for name in sets:
-        shares = [numbers["sets"][name] for numbers in report]
-        cells = map(cell, shares, draws[name], repeat(counts[name]))
-        rows.append([name, f"{counts[name]:,}", *cells])
-    rows.append(["**average**", f"{len(tasks):,}", *map(cell, means, average, repeat(len(tasks)))])
-    if len(names) > 1:
-        taxes = [cell(mean - means[0], draw - average[0], len(tasks), "+")
-                 for mean, draw in zip(means, average, strict=True)]
-        rows.append([f"minus {names[0]}", "", "", *taxes[1:]])
-    for key, label, form in LOWER_ROWS:
-        rows.append([label, "", *(form.format(numbers[key]) for numbers in report)])
-    text = "".join("| " + " | ".join(row) + " |\n" for row in rows)
-    text += (f"\n{args.topk} passages a search and {args.max_turns} searches at most; "
+    text, report = evaluate.table(played, set_lines)
+    first, *_ = played
+    for name, rows in played.items():
+        sets, taxes = {}, {}
+        for row, other in zip(rows, played[first], strict=True):
+            key, em = row["task"]["set"], row["score"]["em"]
+            sets.setdefault(key, []).append(em)
+            taxes.setdefault(key, []).append(em - other["score"]["em"])
+        sets, taxes = ({key: np.array(values) for key, values in each.items()}
+                       for each in (sets, taxes))
+        text += f"\n{name}: {over_sets(sets)} in the mean of the sets"
+        text += f", minus {first}: {over_sets(taxes, -1)}" * (name != first)
+        means = {key: float(scores.mean()) for key, scores in sets.items()}
+        report[name] |= {"em": evaluate.mean(means.values()), "sets": means}
+    text += (f"\n\n{args.topk} passages a search and {args.max_turns} searches at most; "
              "Search-R1's published rows had 3 passages and 4 replies.\n")
-    numbers = json.dumps(dict(zip(names, report, strict=True)), indent=1)
-    runtime.write_text(f"{args.out}/tax.json", numbers)
+    runtime.write_text(f"{args.out}/tax.json", json.dumps(report, indent=1))
     runtime.write_text(f"{args.out}/tax.md", text)
     return text
 

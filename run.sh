@@ -23,7 +23,7 @@
 #   FLAGS_STAGE  more flags for a stage, such as FLAGS_rl="--lr 1e-6"
 #   ALGORITHM grpo, arpo, or a variant of grpo.py: variants/NAME.diff
 #   HOW       flags of all trainers, such as "--offload" or "--lora 32": docs/gpus.md says what fits
-#             which GPUs. TP: GPUs that share an engine; SHARE: share of a GPU that it fills;
+#             which GPUs. SHARE: share of a GPU that the engine fills;
 #             CONTEXT, CUTOFF, PACK: most tokens of an episode in RL, in SFT, and of a micro-batch;
 #             KEEP: of one that keeps its activations, which learns faster; 0: none
 #   GPUS      ranks on this node; NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: several nodes
@@ -44,14 +44,20 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 usage() { sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh; exit 2; }
-# variables that nothing reads, and whose names are much like one that is read
-python3 - run.sh recipes/*.sh <<'END' >&2 || true
+# variables that nothing reads, and whose names are much like one that is read; FLAGS of no stage
+python3 - run.sh recipes/*.sh <<'END' >&2 || [[ $? != 3 ]] || exit 1
 import difflib, os, re, sys
-read = set(re.findall(r"\$\{?([A-Z_]+)\b", "".join(open(path).read() for path in sys.argv[1:])))
+text = re.sub("(?m)^ *#.*", "", "".join(open(path).read() for path in sys.argv[1:]))
+read = set(re.findall(r"\$\{?([A-Z_]+)\b", text))
 others = os.environ.keys() - read - {"NVIDIA_VISIBLE_DEVICES"}  # containers with GPUs have this
 for name in filter(re.compile("[A-Z_]+").fullmatch, others):
     for near in difflib.get_close_matches(name, read, 1, 0.8):
         print(f"run.sh: {name} is not a variable that is read; is {near} meant?")
+stages = re.findall(r'(?m)(?:^ *|\|\| )(?:stage|draw_tasks) "?([^\s"]+)', text)
+stages = {re.sub(r"\$\{.*?\}|\$\w+", ".+", name).replace("-", "_") for name in stages} - {".+"}
+for name in filter(re.compile("FLAGS_").match, os.environ):
+    if not re.fullmatch("FLAGS_(" + "|".join(stages) + ")", name):
+        sys.exit(print(f"run.sh: {name}: no stage has this name; DRY=1 shows all of them") or 3)
 END
 # bash runs a trap once the current command has ended, so a stage that trains saves first
 trap 'stop "SIGTERM: what was saved is kept; the same command continues from here"' TERM
@@ -61,7 +67,7 @@ made() { [[ -e $1 ]] && ! grep -q ^unfinished "$1.command" 2>/dev/null; }
 # memory is used
 essence() {
     printf '%q ' "$@" | sed -E 's/^torchrun .*--nproc_per_node [0-9]+ //; s/ --(resume|offload)\b//g
-        s/ --(gpu-memory|tp|pack-tokens|keep-activations|save-every|workers) [^ ]+//g'
+        s/ --(gpu-memory|pack-tokens|keep-activations|zero|save-every|workers) [^ ]+//g'
 }
 
 # stage NAME OUTPUT COMMAND...   run a step, unless OUTPUT is there. OUTPUT.command then has its
@@ -247,7 +253,7 @@ if [[ $what == axis ]]; then
     [[ -z ${ALGORITHM:-} ]] || stop "a study chooses its algorithms: unset ALGORITHM"
 fi
 [[ $size != *1.5b ]] || SHARE=${SHARE:-0.5}  # so that a single GPU of 80 GB holds it
-base=${MODEL:-$base} share=${SHARE:-0.6} tp=${TP:-1} context=${CONTEXT:-30000}
+base=${MODEL:-$base} share=${SHARE:-0.6} context=${CONTEXT:-30000}
 cutoff=${CUTOFF:-$((context < 20480 ? context : 20480))}
 keep=${KEEP:-${keeps[${size#tool-star-}]:-0}}
 pack=${PACK:-$((keep ? keep : context < 30000 ? context : 32768))}
@@ -255,7 +261,7 @@ read -ra how <<<"$HOW --keep-activations $keep"
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-$((2 - (seen == 1)))}
     GPUS=${GPUS:-1}
-    for name in HOW TP SHARE CONTEXT CUTOFF PACK KEEP; do
+    for name in HOW SHARE CONTEXT CUTOFF PACK KEEP; do
         [[ -z ${!name:-} ]] || stop "$name is for the real sizes: use FLAGS_sft and FLAGS_rl"
     done
 else
@@ -268,7 +274,7 @@ check_machine
 # before anything is made; it needs no package
 [[ -n ${DRY:-} || $size == *tiny || $size == tool-star-* ]] ||
     "$python" sandbox.py check "$database" || exit 1
-used="$NNODES x $GPUS GPUs, ${HOW:-all weights}, --tp $tp, $share of a GPU for the engine"
+used="$NNODES x $GPUS GPUs, ${HOW:-all weights}, $share of a GPU for the engine"
 [[ $size != *tiny ]] || used="$seen GPUs, $GPUS ranks in SFT and $rl_gpus in RL"
 say "$size: model $base, data $DATA, seed $SEED, $used"
 meet=(--standalone)  # how the ranks find each other
@@ -324,7 +330,7 @@ else
         --database "$database" --reward $reward --val "$DATA/val.jsonl" --val-every 10 --prompts 32
         --group 8 --epochs 5 --lr $(rate 2e-6) --temperature 1.0 --context $context --max-turns 60
         --pack-tokens $pack --gpu-memory $share "${clip[@]}" --seed "$SEED"
-        --save-every $saving --resume "${how[@]}" --tp $tp --out "$OUT/rl")
+        --save-every $saving --resume "${how[@]}" --out "$OUT/rl")
     # the sampling and the choice of the best checkpoint on validation are from [1 app. C.3]; other
     # tasks than those judge it, and the last checkpoint is judged as well [2]
     models=(base="$base" sft="$OUT/sft" last="$OUT/rl" rl="$OUT/rl/best")

@@ -32,6 +32,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sqlite3
 import sys
 from collections import namedtuple
@@ -46,6 +47,24 @@ def read_prompt(name="full"):
     """The text of --system-prompt: full (system.txt), short (tiny.txt, for tiny/), or a file."""
     known = {"full": PROMPTS / "system.txt", "short": PROMPTS / "tiny.txt"}
     return known.get(name, Path(name)).read_text(encoding="utf-8")
+
+
+def entries(path):
+    """Read a file of lines "name: text" -> {name: text}; an indented line continues the last."""
+    lines = re.sub(r"\n +", " ", path.read_text(encoding="utf-8").strip()).split("\n")
+    return dict(line.split(":", 1) for line in lines)
+
+
+def fill(rng, forms, values):
+    """Draw one of the alternatives that slashes separate, and fill in its {slots}."""
+    form = rng.choice(re.split(r"\s/(?=\s)", forms))
+    return " ".join(form.split()).format(**values)
+
+
+def join_words(words):
+    """["a", "b", "c"] -> "a, b and c"."""
+    *head, last = words
+    return f"{', '.join(head)} and {last}" if head else last
 
 
 class Action(NamedTuple):
@@ -133,7 +152,7 @@ class Episode:
         self.messages = [{"role": "system", "content": system_prompt or read_prompt()},
                          {"role": "user", "content": task["query"]}]
         # stop: "", "answer", "format", "turns", "context"; in evaluation also "length" (the limit
-        # of a reply's tokens cut it) and "refused" (by an endpoint)
+        # of a reply's tokens cut it) and "refused" (by an endpoint); "done" by adapters/plain.py
         self.answer, self.stop = None, ""
         self.calls = self.turns = self.errors = 0  # errors: replies that break the protocol
 

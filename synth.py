@@ -20,6 +20,7 @@ Writes  jsonl, line by line, so that a killed run resumes; OUT.refused lists wha
     python synth.py subsets  --tasks data/many.jsonl --exclude data/sft.jsonl --out data/subsets
 """
 import datetime
+import hashlib
 import itertools
 import json
 import math
@@ -36,8 +37,8 @@ import runtime
 import sandbox
 from evaluate import mean
 from format_plan import itinerary
-from runtime import COUNT, NATURAL, Mistake, Parser, fill, join_words, portions, stable_draw
-from sandbox import PROMPTS, open_database
+from runtime import COUNT, NATURAL, Mistake, Parser
+from sandbox import PROMPTS, entries, fill, join_words, open_database
 from travel import constraints, solver
 from travel.teacher import Lesson, Teacher, faults
 from travel.world import LEVELS, Travel, load_task
@@ -71,12 +72,23 @@ MARCH = days_of("2022-03")
 # One of the alternatives between slashes is drawn. "who 1" is about one traveller, "who 2" about
 # more; "place" counts cities in the same way. The tiny grammar is short and writes
 # dates as the tables do.
-GRAMMARS = {like: runtime.entries(PROMPTS / f"queries-{like}.txt") for like in ("tiny", "paper")}
+GRAMMARS = {like: entries(PROMPTS / f"queries-{like}.txt") for like in ("tiny", "paper")}
 
 
 # ---------------------------------------------------------------- tasks
 
 open_once = cache(open_database)  # in each process
+
+
+def portions(n, weights):
+    """Split n by weight into whole numbers that add up to n."""
+    marks = [n * part // sum(weights) for part in itertools.accumulate(weights, initial=0)]
+    return [end - start for start, end in itertools.pairwise(marks)]
+
+
+def stable_draw(text):
+    """A large pseudo-random number that depends on the text alone."""
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16)
 
 
 @cache
@@ -350,8 +362,8 @@ def endpoint_of(args, draw):
     minutes of downtime do not end a run of days."""
     url, name = random.Random(f"{args.seed}/{draw}").choice(args.endpoint)
     options = {"temperature": args.temperature, "max_tokens": 8192, "retries": 40,
-               "api_key": runtime.read_key(args.key)}
-    return name, partial(runtime.chat, url, name, **options)
+               "api_key": evaluate.read_key(args.key)}
+    return name, partial(evaluate.chat, url, name, **options)
 
 
 def paraphrase(args, task):
@@ -364,9 +376,9 @@ def paraphrase(args, task):
     for attempt in range(args.tries):
         _, generate = endpoint_of(args, f"{task['id']}/{attempt}")
         try:
-            query = " ".join(runtime.spoken(generate([{"role": "user", "content": text}])).split())
+            query = " ".join(evaluate.spoken(generate([{"role": "user", "content": text}])).split())
             missing = unstated(query.strip('"'), task)
-        except runtime.Refused as error:
+        except evaluate.Refused as error:
             missing = [str(error)]
         if not missing:
             return task | {"query": query.strip('"')}
@@ -502,7 +514,7 @@ def flags(argv=None):
     add("--workers", type=COUNT, default=len(os.sched_getaffinity(0)),
         help="number of processes, which does not change the file")
     add = teachers.add_argument
-    add("--endpoint", type=runtime.endpoint, nargs="+", default=[], metavar="URL=MODEL",
+    add("--endpoint", type=evaluate.endpoint, nargs="+", default=[], metavar="URL=MODEL",
         help="OpenAI-compatible servers, one drawn per task [2: two]")
     add("--key", metavar="FILE", help="file that holds the endpoints' API key")
     add("--concurrency", type=COUNT, default=32, help="requests at a time")

@@ -9,24 +9,28 @@ A world made of a plain class, as TRL's environment_factory takes it: --env my_e
             Args:
                 number: Your guess.
             '''
-        def get_reward(self):           # a number; 1 or more counts as success
+        def get_reward(self):           # a number; 1 or more counts as success. Or with the answer,
+                                        # None if there is none: get_reward(self, answer)
         def close(self):                # optional
 
-The model reads the row's "query" (or "prompt"), then what reset() returns, if it is a text. The
-tools run in threads, one environment per episode. A tool reports a model's mistake by a ValueError,
+The model reads the row's "query" or "prompt" (a text or messages), then what reset() returns, if it
+is a text. A method may be async. Where a tool sets self.done to True, the episode ends. The tools
+run in threads, one environment per episode. A tool reports a model's mistake by a ValueError,
 LookupError or ArithmeticError, whose text the model reads; any other exception is a slip in the
 class, and ends the program with its traceback.
 """
+import asyncio
 import copy
 import inspect
 import json
 import sys
 import traceback
 from functools import lru_cache
+from threading import Thread
 
 from pydantic import ValidationError, validate_call
 
-from runtime import Mistake
+from runtime import Mistake, import_file
 from sandbox import Episode
 
 PROMPT = """\
@@ -41,6 +45,21 @@ NO_TOOLS = ("reset", "get_reward", "close")
 EXAMPLES = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 told = set()  # the errors whose traceback was printed
 checked = lru_cache(None)(validate_call)  # a function that first checks arguments by its type hints
+
+
+@lru_cache(None)
+def event_loop():
+    """One for all coroutines, so that a connection may outlive the call that opened it."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def settled(value):
+    """What a method returned; of a coroutine, what that returns."""
+    if inspect.iscoroutine(value):
+        return asyncio.run_coroutine_threadsafe(value, event_loop()).result()
+    return value
 
 
 class Methods:
@@ -59,7 +78,7 @@ class Methods:
             return "Error: the arguments of a tool call are a JSON object"
         try:
             method = self.methods[name]
-            return str(checked(method.__func__)(method.__self__, **arguments))
+            return str(settled(checked(method.__func__)(method.__self__, **arguments)))
         except ValidationError as error:
             return "Error: " + "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
                                          for one in error.errors())
@@ -88,11 +107,22 @@ class Methods:
 
 
 class PlainEpisode(Episode):
-    """An episode that closes its environment when it is recorded."""
+    """An episode that ends where its environment is done, and closes it when it is recorded."""
+
+    def finish(self, observation):
+        if "done" not in self.sandbox.tools and getattr(self.sandbox.env, "done", False):
+            self.stop = "done"
+        return super().finish(observation)
 
     def record(self, model=""):
-        getattr(self.sandbox.env, "close", lambda: None)()
+        settled(getattr(self.sandbox.env, "close", lambda: None)())
         return super().record(model)
+
+
+def open_world(args):
+    """The world of --env FILE.py:CLASS."""
+    file, _, name = args.env.partition(":")
+    return PlainWorld(getattr(import_file(file), name))
 
 
 class PlainWorld:
@@ -113,8 +143,10 @@ class PlainWorld:
 
     def episode(self, task, seed, args):
         methods = Methods(self.factory())
-        first = methods.env.reset(**copy.deepcopy(task))
+        first = settled(methods.env.reset(**copy.deepcopy(task)))
         asked = task.get("query") or task.get("prompt")
+        if isinstance(asked, list):
+            asked = "\n\n".join(message["content"] for message in asked)
         query = "\n".join(text for text in (asked, first) if isinstance(text, str) and text)
         if not query:
             raise Mistake(f"task {task['id']} has no 'query', and reset() returned no text")
@@ -124,7 +156,9 @@ class PlainWorld:
         return episode
 
     def verdict(self, episode):
-        reward = float(episode.sandbox.env.get_reward())
+        get_reward = episode.sandbox.env.get_reward
+        asks = "answer" in inspect.signature(get_reward).parameters
+        reward = float(settled(get_reward(answer=episode.answer) if asks else get_reward()))
         success = float(reward >= 1)
         return episode.answer, {"success": success, "reward": reward}, success
 

@@ -39,6 +39,7 @@ import torch  # noqa: E402, the path comes first
 
 import grpo  # noqa: E402
 import runtime  # noqa: E402
+import zero3  # noqa: E402
 from runtime import read_jsonl  # noqa: E402
 from sandbox import open_database  # noqa: E402
 from travel.world import Travel  # noqa: E402
@@ -98,7 +99,7 @@ def peak_memory(variant, tokens):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     before = resident()
-    policy = grpo.Policy(Qwen2ForCausalLM(Qwen2Config(
+    policy = zero3.Policy(Qwen2ForCausalLM(Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False,
         max_position_embeddings=tokens)))
@@ -116,7 +117,7 @@ def bench_memory(args):
     own, loss = (float(subprocess.run(
         [sys.executable, __file__, "--memory", variant, "--tokens", str(args.tokens)],
         stdout=subprocess.PIPE, text=True, check=True).stdout) for variant in ("own", "loss"))
-    chunk = min(1024, runtime.LOGITS // VOCABULARY)
+    chunk = min(1024, zero3.LOGITS // VOCABULARY)
     print(f"loss: {loss:.0f} MiB with log-probabilities of {args.tokens} tokens, {chunk} at a "
           f"time, {own:.0f} MiB without: {loss / own:.2f} x", flush=True)
 
@@ -166,8 +167,8 @@ def bare(lm, ids, positions, keep):
 def bench_learn(engine, lm, samples, device, args, rounds, what):
     weighted = grpo.token_weights(grpo.group_advantages(samples), args)
     sizes = [len(s.ids) for s, _ in weighted]
-    (micros,) = grpo.micro_batches(sizes, 1, args.pack_tokens, False)
-    batches = [grpo.collate([weighted[i][0] for i in micro], False, device) for micro in micros]
+    (micros,) = zero3.micro_batches(sizes, 1, args.pack_tokens, False)
+    batches = [zero3.collate([weighted[i][0] for i in micro], False, device) for micro in micros]
     rows, ours, theirs = sum(ids.numel() for ids, _, _ in batches), [], []
     for _ in range(rounds + 1):  # the first one warms up
         began = clocks()
@@ -203,10 +204,10 @@ def bench_here(args):
     os.environ.update(ALONE)
     sys.argv = ["grpo.py", *settings(args)]
     own = grpo.flags()
-    rank, ranks, device = runtime.setup()
+    rank, ranks, device = zero3.setup()
     template = runtime.load_template(own.model)
-    policy, _ = runtime.load(own, template, device, grpo.Policy, grpo.collate)
-    engine, llm = runtime.zero3(policy, own, device), runtime.load_engine(own, device)
+    policy, _ = zero3.load(own, template, device)
+    engine, llm = zero3.shard(policy, own, device), zero3.load_engine(own, device)
     world, rounds = Travel(open_database("database/mini")), args.rounds
     tasks = runtime.load_tasks(own.tasks, world.load_task)[: own.prompts]
     samples = bench_play(llm, template, world, tasks, own, rounds * ("play" in args.only))

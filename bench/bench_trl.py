@@ -62,12 +62,11 @@ def samples_of(path, template, n):
     """The first n plays of a file in tokens: [{"ids", "mask", "prompt", "query", "reward"}], where
     "prompt" is the number of prompt tokens. Each play is cut, or its turns are repeated, to a
     log-normal length of median 500 and log-deviation 0.5 within 200 to 1000."""
-    import sft
-    from runtime import read_jsonl
+    import runtime
 
     draw, samples = random.Random(0), []
-    for i, row in enumerate(read_jsonl(path)[:n]):
-        ids, mask = sft.render(row["messages"], template)
+    for i, row in enumerate(runtime.read_jsonl(path)[:n]):
+        ids, mask = runtime.render(row["messages"], template)
         prompt, wanted = mask.index(1), 0
         while not 200 <= wanted <= 1000:
             wanted = round(500 * math.exp(draw.gauss(0, 0.5)))
@@ -92,16 +91,17 @@ class Ours:
     def __init__(self, args):
         import grpo
         import runtime
+        import zero3
 
         os.environ.update(ALONE)
         sys.argv = f"""grpo.py --model {args.model} --keep-activations 100000 --lr 0
             --loss-norm batch --pack-tokens 4096""".split()
         self.grpo, self.args = grpo, grpo.flags()
-        _, _, self.device = runtime.setup()
+        _, _, self.device = zero3.setup()
         self.template = runtime.load_template(self.args.model)
-        policy, self.packed = runtime.load(self.args, self.template, self.device, grpo.Policy,
-                                           grpo.collate)
-        self.engine = runtime.zero3(policy, self.args, self.device)
+        policy, self.packed = zero3.load(self.args, self.template, self.device)
+        self.engine = zero3.shard(policy, self.args, self.device)
+        self.collate = zero3.collate
 
     @torch.no_grad()
     def take(self, samples):
@@ -112,7 +112,7 @@ class Ours:
         for i, s in enumerate(samples):
             taken = self.grpo.Sample(None, s["query"], f"{i:03}", s["ids"], s["mask"],
                                      stop="answer", reward=s["reward"])
-            flat, _ = self.engine(*self.grpo.collate([taken], False, self.device))
+            flat, _ = self.engine(*self.collate([taken], False, self.device))
             values = iter(flat.tolist())
             s["logps"] = taken.logps = [next(values) if m else 0.0 for m in s["mask"]]
             self.samples.append(taken)

@@ -8,7 +8,7 @@ Check and measure training on this machine's GPUs, offline, with random weights.
              allocated block stands for the engine: it falls asleep and wakes up in each update
     numbers  an update in bfloat16 against one in float32: loss, gradient norm, cosine
     speed    tokens/s and MFU of learn(), then with one setting changed at a time
-    engine   needs vLLM: grpo.py is killed, resumed and run to its end; then on 4 GPUs with --tp 4
+    engine   needs vLLM: grpo.py is killed, resumed and run to its end
 
 Each case runs in a process of its own, so if one fails (out of memory, say), the next one still
 runs. OUT/report.md has a line for each claim: passed, FAILED, or only measured. Without a GPU all
@@ -36,6 +36,10 @@ sys.path.insert(0, str(ROOT))
 from look import memory  # noqa: E402
 
 memory.SHAPES["rehearsal"] = (256, 704, 4, 4, 2, 4096, True)
+# run.sh's settings: tokens of an episode, the engine's share, and most tokens of the micro-batches
+# that keep their activations
+RECIPES = {"0.5b": (16384, 0.35, 4096), "1.5b": (30000, 0.5, 14336), "3b": (30000, 0.6, 10240),
+           "7b": (30000, 0.6, 8192)}
 ASLEEP = 2  # GiB that a sleeping engine is assumed to keep
 DENSE = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "A10G": 70e12, "L40S": 362e12,
          "3090": 71e12, "4090": 165e12}  # bfloat16 FLOP/s without sparsity, from data sheets
@@ -105,20 +109,20 @@ def start(size, words):
     from transformers import AutoModelForCausalLM
 
     import grpo
-    import runtime
+    import zero3
 
     sys.argv = ["grpo.py", "--lr", "1e-6", *words.split()]
     args = grpo.flags()
-    _, _, device = runtime.setup()
+    _, _, device = zero3.setup()
     torch.manual_seed(0)
     with torch.device(device):  # draw them on the GPU, since a CPU takes a minute
         lm = AutoModelForCausalLM.from_config(
             memory.qwen(size), attn_implementation="sdpa",
             dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
     if args.lora:
-        runtime.add_adapters(lm, args)
+        zero3.add_adapters(lm, args)
     lm.eval()
-    runtime.recompute_large(lm, args)
+    zero3.recompute_large(lm, args)
     return lm, args, device
 
 
@@ -143,10 +147,10 @@ def make_rows(lengths, vocabulary):
 def check_memory(case, cuda):
     """Three updates beside an engine that sleeps and wakes up, and the plan of look.memory."""
     import grpo
-    import runtime
+    import zero3
 
     size, words, gib = CARDS[case]
-    words = ("--context {} --gpu-memory {} --keep-activations {} ".format(*memory.RECIPES[size])
+    words = ("--context {} --gpu-memory {} --keep-activations {} ".format(*RECIPES[size])
              + words)
     if not cuda:
         size, words, gib = "rehearsal", f"{words} --context 512 --keep-activations 128", 0
@@ -166,7 +170,7 @@ def check_memory(case, cuda):
     if max(play, learn) > planned.gpu_gib + assumed:
         say(f"memory, {case}", None, f"skipped: {max(play, learn):.1f} GiB are planned")
         return
-    trainer = runtime.zero3(grpo.Policy(lm), args, device)
+    trainer = zero3.shard(zero3.Policy(lm), args, device)
     card.reset()
     rows = make_rows([planned.context, pack, pack], lm.config.vocab_size)
     awake, used = args.gpu_memory * planned.gpu_gib - ASLEEP, {"play": [], "learn": []}
@@ -199,19 +203,19 @@ def check_numbers(case, cuda):
     from deepspeed.utils import safe_get_full_grad
 
     import grpo
-    import runtime
+    import zero3
 
     size, tokens = ("0.5b", 4096) if cuda else ("rehearsal", 512)
     lm, args, device = start(size, f"--pack-tokens {tokens}")
     rows = make_rows([tokens, tokens // 2, tokens // 2], lm.config.vocab_size)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):  # equal weights, which are bfloat16's
-        trainer, gradient = grpo.Policy(lm.to(torch.bfloat16).to(dtype)), {}
+        trainer, gradient = zero3.Policy(lm.to(torch.bfloat16).to(dtype)), {}
         if dtype == torch.float32:
             trainer.backward, trainer.get_global_grad_norm = torch.Tensor.backward, lambda: 0
             take = operator.attrgetter("grad")
         else:  # on a CPU, too, as on a GPU
-            trainer = runtime.zero3(trainer, args, SimpleNamespace(type="cuda"))
+            trainer = zero3.shard(trainer, args, SimpleNamespace(type="cuda"))
             take = safe_get_full_grad
 
         def step(gradient=gradient, take=take):
@@ -250,11 +254,11 @@ def check_speed(case, cuda):
     import torch
 
     import grpo
-    import runtime
+    import zero3
 
     large = cuda and torch.cuda.get_device_properties(0).total_memory > 60 * 2**30
     size = "rehearsal" if not cuda else case if large else "0.5b"
-    most = memory.RECIPES[size][2] if cuda else 600
+    most = RECIPES[size][2] if cuda else 600
     lm, args, device = start(size, f"--pack-tokens {most}")
     n, card = sum(p.numel() for p in lm.parameters()), Card(device)
     lengths = [most * tenth // 10 for tenth in (3, 4, 4, 5, 5, 6, 6, 7, 8, 10)]
@@ -262,9 +266,9 @@ def check_speed(case, cuda):
     name = torch.cuda.get_device_name() if cuda else ""
     peak = next((peak for key, peak in DENSE.items() if key in name), math.nan)
     work = flops(lm.config, n, lengths, sum(sum(s.mask) for s, _ in rows))
-    trainer = runtime.zero3(grpo.Policy(lm), args, device)
+    trainer = zero3.shard(zero3.Policy(lm), args, device)
     trainer.optimizer.param_groups[0]["lr"] = 0.0  # so that all updates are the same
-    micros = grpo.micro_batches(lengths, 1, most, False)[0]
+    micros = zero3.micro_batches(lengths, 1, most, False)[0]
     sizes = sorted(len(micro) * max(lengths[i] for i in micro) for micro in micros)
     base = []
 
@@ -384,20 +388,15 @@ def check_engine(case, cuda):
     from runtime import read_jsonl, write_jsonl
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # runs torchrun's finally
-    out, tp = Path(os.environ["GPU_OUT"]).resolve() / case.replace(" ", "-"), "--tp" in case
-    ranks = 4 if tp else max(1, torch.cuda.device_count())
-    if tp and torch.cuda.device_count() < 4:
-        say(f"engine, {case}", None, "skipped: there are fewer than 4 GPUs")
-        return
-    # the heads of 0.5b cannot be dealt to 4 GPUs
-    make_model(out / "model", ("1.5b" if tp else "0.5b") if cuda else "rehearsal")
+    out, ranks = Path(os.environ["GPU_OUT"]).resolve() / case, max(1, torch.cuda.device_count())
+    make_model(out / "model", case if cuda else "rehearsal")
     write_jsonl(out / "sums.jsonl", [{"id": str(i), "query": f"{i} + {i}?", "sum": 2 * i}
                                      for i in range(64)])
     context = 4096 if cuda else 512
     words = (f"--model {out}/model --tasks {out}/sums.jsonl --env tests/calculator.py --steps 3 "
              f"--reward talk --prompts {4 * ranks} --group 8 --context {context} --max-turns 3 "
              f"--turn-tokens {context // 8} --pack-tokens {2 * context} --lr 1e-3 --gpu-memory 0.4 "
-             f"--save-every 1 --resume --tp {4 if tp else 1} --out {out}/rl")
+             f"--save-every 1 --resume --out {out}/rl")
     torchrun(ranks, words, out / "killed.txt", kill_after=2)
     status = torchrun(ranks, words, out / "resumed.txt")
     log = out / "rl" / "log.jsonl"
@@ -418,8 +417,7 @@ def check_engine(case, cuda):
 
 # ------------------------------------------------------------------------------------------- main
 
-CASES = {"memory": [*CARDS], "numbers": ["0.5b"], "speed": ["1.5b"],
-         "engine": ["0.5b", "1.5b with --tp 4"]}
+CASES = {"memory": [*CARDS], "numbers": ["0.5b"], "speed": ["1.5b"], "engine": ["0.5b"]}
 
 
 def last_words(log):

@@ -74,7 +74,7 @@ if [[ $size == tool-star-* ]]; then
     rl=("${torchrun[@]}" "$GPUS" $algorithm.py --tasks "$DATA/rl.jsonl" "${world[@]}" --max-turns 7
         --reward $reward --prompts $prompts --group $group --minibatches 8 --lr $(rate 1e-6)
         "${clip[@]}" --temperature 1.0 --context $context --turn-tokens 4096
-        --pack-tokens $pack --gpu-memory $share "${how[@]}" --tp $tp --seed "$SEED"
+        --pack-tokens $pack --gpu-memory $share "${how[@]}" --seed "$SEED"
         --save-every 10 --resume)
     preflight
     stage sft "$OUT/sft/config.json" "${sft[@]}"

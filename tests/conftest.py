@@ -11,15 +11,21 @@ import json
 import math
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
+import threading
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
+
+import zero3
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = int(os.environ.get("TEST_SEED", "0"))
@@ -164,6 +170,85 @@ def tiny_model(tmp_path_factory):
     return folder / "model"
 
 
+# ------------------------------------------------------------------------------- servers, the jail
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 256  # the usual 5 would refuse connections; TCP waits a second after that
+
+
+@contextlib.contextmanager
+def answering(answer, port=0):
+    """The address of a server that answers by answer(request) = (status, reply: JSON or a text), or
+    None to hang up. A header X-API-KEY becomes the request's "key", Authorization its "bearer"."""
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            json_sent = self.headers["Content-Type"].startswith("application/json")
+            self.say(answer(self.keyed(asked)) if json_sent else (415, {"detail": "want JSON"}))
+
+        def do_GET(self):
+            self.say(answer(self.keyed(dict(parse_qsl(urlsplit(self.path).query)))))
+
+        def keyed(self, asked):
+            keys = {"key": self.headers["X-API-KEY"], "bearer": self.headers["Authorization"]}
+            return asked | {name: key for name, key in keys.items() if key}
+
+        def say(self, said):
+            if said:
+                body = (said[1] if isinstance(said[1], str) else json.dumps(said[1])).encode()
+                self.send_response(said[0])
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Retry-After-Ms", "1")  # the client's own pauses are longer
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with Server(("127.0.0.1", port), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def completion(text, finish="stop", tokens=77, **message):
+    """The body of a chat completion; text None is null, tokens None leaves out the usage."""
+    choice = {"index": 0, "finish_reason": finish,
+              "message": {"role": "assistant", "content": text} | message}
+    return {"id": "1", "object": "chat.completion", "created": 0, "model": "m",
+            "choices": [choice]} | ({"usage": {"total_tokens": tokens}} if tokens else {})
+
+
+@contextlib.contextmanager
+def endpoint(reply):
+    """(URL of an OpenAI-compatible server, its requests so far). reply(request) -> a text, a body,
+    or a status."""
+    asked = []
+
+    def answer(request):
+        asked.append(request)
+        said = reply(request)
+        if isinstance(said, int):
+            return said, {"error": {"message": f"status {said}"}}
+        return 200, completion(said) if isinstance(said, str) else said
+
+    with answering(answer) as url:
+        yield f"{url}/v1", asked
+
+
+@pytest.fixture(scope="session")
+def jail():
+    """A jail that the worlds of all tests share, since a new one takes a second to start."""
+    need("bubblewrap", shutil.which("bwrap"))
+    from toolstar.jail import Jail
+
+    with contextlib.closing(Jail(2)) as one:
+        yield one
+
+
 # ------------------------------------------------------------------------------------------ stages
 # What grpo, arpo, sft and memory share. No outcome hangs on what a tiny model happens to say: the
 # world of babble.py takes any reply, and Replies is an engine that says what a test tells it to.
@@ -171,6 +256,13 @@ def tiny_model(tmp_path_factory):
 SFT = "--batch 4 --steps 16 --lr 1e-3 --save-every 1 --resume --pack-tokens 600"
 BABBLE = """--env tests/babble.py --prompts 2 --group 8 --steps 8 --lr 3e-4 --decay 0.5 --resume
             --context 400 --max-turns 3 --turn-tokens 16 --concurrency 16 --save-every 1"""
+
+
+def need(what, found):
+    """Skip a test where something is missing; with CI set, fail."""
+    if not found:
+        assert not os.environ.get("CI"), f"{what} is missing"
+        pytest.skip(f"{what} is missing")
 
 
 def free_port():
@@ -333,10 +425,9 @@ def policy(tiny_model):
     import torch
     from transformers import AutoModelForCausalLM
 
-    import sft
 
     torch.manual_seed(SEED)
-    return sft.Policy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
+    return zero3.Policy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
 
 
 @pytest.fixture(scope="session")

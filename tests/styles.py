@@ -230,11 +230,7 @@ FORMS = {
     "none_in_brackets": BRACKETS | {"none": "{Slot}: [None]", "no_ride": "Transportation: [None]"},
     "none_with_costs": FIELDS_FORM | {"none": "{Slot}: -, Cost: $0",
                                       "no_ride": "Transportation: -, Cost: $0"},
-    "none_said": FIELDS_FORM | {"none": "{Slot}: None (travelling)",
-                                "no_ride": "Transportation: Local taxi as needed"},
     # costs, notes and totals within a day
-    "each_costs": FIELDS_FORM | {"meal": "{Slot}: {name} ({city}), ${price}/person",
-                                 "hotel": "Accommodation: {name} ({city}) - ${price} per night"},
     "sums": BRACKETS | {
         "flight": "Flight from {start} to {end} [{number}] (${cost} x 2 = ${cost}), {leaves}",
         "road": "{mode} from {start} to {end} (${cost} x 1 = ${cost})",
@@ -247,26 +243,10 @@ FORMS = {
     "day_totals": BULLETS | {
         "tail": "\n**Daily total: $310**\n*Note: breakfast is included.*",
         "foot": "\n\n## Budget\n| Item | Cost |\n|---|---|\n| Dinner: The Quoted Grill | $40 |"},
-    "checks": BULLETS | {
-        "meal": "- *{Slot}:* {place}", "sight": "- *Attraction:* {place}",
-        "hotel": "- *Accommodation:* {place}",
-        "foot": "\n\n### Checks\n- Accommodation: the nights are kept\n- Dinner: none twice"},
-    "attributes": FIELDS_FORM | {
-        "head": "Day {n}: {title}",
-        "meal": "{Slot}: {place}. Cost: ${price}. Cuisine: {cuisine}.",
-        "sights": "Attractions: {sights}", "each": "{place}. Phone: (410) 576-3800",
-        "hotel": "Accommodation: {place}. Price: ${price} per night. Room type: {room}."},
-    # headings
-    "day_date": BULLETS | {"head": "Day {n} ({short})\n- **City:** {title}"},
-    "emoji_heading": BULLETS | {"head": "🌅 **DAY {n} – {date}: {arrow}**", "notes": True},
     # labels and rides
     "row_numbers": BRACKETS | {  # as tiny writes
         "flight": "Flight from {start} to {end}: 2. [{number}]", "meal": "{Slot}: 3. [{place}]",
         "sight": "Attraction: 1. [{place}]", "hotel": "Accommodation: 4. [{place}]"},
-    "dashes": FIELDS_FORM | {
-        "head": "**Day {n}: {title}**", "meal": "* {Slot} — {place} — {cuisine} — ${price}",
-        "sights": "* Sightseeing — {sights}", "each": "{place}", "none": "* {Slot} — none",
-        "hotel": "* Stay — {place} — ${price}/night"},
     "getting_there": {
         "head": "## Day {n}: {title}",
         "flight": "- **Getting there:** Flight {number} from {start} to {end}",
@@ -298,10 +278,6 @@ FORMS = {
                                       "joint": ", "},
     "quoted": FIELDS_FORM | {"meal": '{Slot}: "{name}", {city}', "each": '"{name}", {city}',
                              "hotel": 'Accommodation: "{name}", {city}'},
-    "links": BULLETS | {"sight": "- **Attraction:** [{place}](https://example.com/x)",
-                        "meal": "- **{Slot}:** [{place}](https://example.com/a_(b)) – ${price}"},
-    "full_width": FIELDS_FORM | {"meal": "{Slot}：{name}，{city}（${price}）", "none": "{Slot}：-",
-                                 "joint": "；", "hotel": "Accommodation：{name}，{city}"},
     # corrections and alternatives
     "instead": BRACKETS | {"hotel": "Accommodation: [{name}], {city} instead of [{other}]",
                            "meal": "{Slot}: {full} instead of {other}"},

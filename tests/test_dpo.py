@@ -10,6 +10,8 @@ import torch
 from conftest import SEED, Plain, equal, flags_of, last_rate, train, train_broken
 
 import dpo
+import runtime
+import zero3
 from runtime import Mistake, read_jsonl, write_jsonl
 
 DPO = """--batch 4 --steps 8 --lr 1e-4 --save-every 1 --val-every 3 --resume --pack-tokens 600
@@ -43,7 +45,7 @@ def pairs():
         for _ in range(2):
             n = draw.randint(8, 60)
             ids, mask = ([draw.randrange(top) for _ in range(n)] for top in (300, 2))
-            sides.append(dpo.Rendered(ids, [0, 0, 0, *mask[3:-1], 1]))
+            sides.append(runtime.Rendered(ids, [0, 0, 0, *mask[3:-1], 1]))
         made.append(dpo.Pair(*sides))
     return made
 
@@ -105,7 +107,7 @@ def test_loss_and_gradient_are_those_of_plain_torch_to_1e_6(
         plain, pairs, reference, one_rank, words):
     args = options(words)
     loss, gradient = plain_gradient(plain, pairs, reference, args)
-    policy = dpo.Policy(copy.deepcopy(plain))
+    policy = zero3.Policy(copy.deepcopy(plain))
     numbers, found = our_gradient(policy, pairs, reference, args)
     assert numbers["loss"] == pytest.approx(loss, rel=1e-6)
     assert (found - gradient).norm() <= 1e-6 * gradient.norm()
@@ -146,8 +148,8 @@ def test_a_rank_without_work_makes_its_passes_and_adds_nothing(policy, pairs, re
                                                                monkeypatch):
     args = options()
     _, worked = our_gradient(policy, pairs, reference, args)
-    deal = dpo.micro_batches
-    monkeypatch.setattr(dpo, "micro_batches",
+    deal = zero3.micro_batches
+    monkeypatch.setattr(zero3, "micro_batches",
                         lambda *words: [hand + [[]] for hand in deal(*words)])
     _, found = our_gradient(policy, pairs, reference, args)
     assert torch.equal(found, worked)

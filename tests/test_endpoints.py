@@ -1,55 +1,35 @@
 """Endpoints: what a scripted server says becomes a Reply, Refused or ChatError."""
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import contextlib
 
 import pytest
+from conftest import answering, completion
 
 import runtime
-from runtime import ChatError, Refused, chat, with_thought
+from evaluate import ChatError, Refused, chat
+from runtime import with_thought
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CALL = '<tool_call>{"name": "SearchCity", "arguments": {"state": "x"}}</tool_call>'
 
 
-def said(content, finish="stop", **message):
-    """A chat completion; content None is null."""
-    choice = {"index": 0, "finish_reason": finish,
-              "message": {"role": "assistant", "content": content} | message}
-    return 200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m",
-                 "choices": [choice], "usage": {"total_tokens": 50, "prompt_tokens": 9,
-                                                "completion_tokens": 41}}
+def said(text, finish="stop", **message):
+    return 200, completion(text, finish, 50, **message)
 
 
 @pytest.fixture
 def serve():
     """serve(answers) -> (address, bodies of the requests so far); the last answer is repeated."""
-    servers = []
+    with contextlib.ExitStack() as servers:
+        def start(*answers):
+            asked = []
 
-    def start(*answers):
-        asked = []
+            def answer(request):
+                asked.append(request)
+                return answers[min(len(asked), len(answers)) - 1]
 
-        class Endpoint(BaseHTTPRequestHandler):
-            def do_POST(self):
-                asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                status, body = answers[min(len(asked), len(answers)) - 1]
-                self.send_response(status)
-                self.send_header("Retry-After-Ms", "20")
-                self.send_header("Content-Type", "application/json")
-                self.end_headers()
-                self.wfile.write((body if isinstance(body, str) else json.dumps(body)).encode())
+            return f"{servers.enter_context(answering(answer))}/v1", asked
 
-            def log_message(self, *_):
-                pass
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Endpoint))
-        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}/v1", asked
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield start
 
 
 def test_a_reply_comes_with_its_thought_and_tokens_after_errors_that_pass(serve):
@@ -61,6 +41,8 @@ def test_a_reply_comes_with_its_thought_and_tokens_after_errors_that_pass(serve)
     assert (asked[0]["max_tokens"], asked[0]["stop"]) == (7, ["</tool_call>"])
     chat(url, "m", HELLO)
     assert not {"max_tokens", "stop"} & asked[3].keys(), "the limit is the server's"
+    url, _ = serve(said(CALL, reasoning="I look."))  # as vLLM calls it
+    assert chat(url, "m", HELLO) == f"<think>I look.</think>\n{CALL}"
 
 
 @pytest.mark.parametrize("found, stop, words", [
@@ -80,7 +62,19 @@ def test_a_request_without_a_usable_reply_is_the_requests_fault_or_the_endpoints
     with pytest.raises(ChatError, match=f"(?s)^{url}: .*{words}") as failure:
         chat(url, "m", HELLO, retries=1)
     assert getattr(failure.value, "stop", None) == stop
-    assert len(asked) == (2 if found[0] == 500 else 1), "only what may pass is tried again"
+    # only what may pass is tried again; then a short question, also twice
+    assert len(asked) == (4 if found[0] == 500 else 1)
+
+
+@pytest.mark.parametrize("found", [
+    (413, "too large"), (403, "moderation"), (504, "too slow"), None, (200, '{"choices": ['),
+    (200, {"choices": [{"message": None, "finish_reason": "stop"}]}), said(["x"])], ids=str)
+def test_what_fails_for_good_is_refused_if_the_endpoint_answers_a_short_question(found):
+    def answer(request):
+        return found if request["messages"] == HELLO else said("x")
+
+    with answering(answer) as url, pytest.raises(Refused):
+        chat(f"{url}/v1", "m", HELLO, retries=1)
 
 
 def test_a_server_that_is_gone_is_the_endpoints_fault():

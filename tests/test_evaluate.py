@@ -1,29 +1,24 @@
 """Records are complete, play does not block, the table is right, a killed run resumes."""
 import csv
 import json
-import multiprocessing
 import os
 import pty
 import re
 import select
-import subprocess
 import sys
 import threading
 import time
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SEED, Letters, Scripted
+from conftest import ROOT, SEED, Letters, Scripted, completion, endpoint
 
 import evaluate
 import runtime
-from evaluate import play, table
+from evaluate import ChatError, play, table
 from format_plan import itinerary
-from runtime import ChatError, Mistake, load_tasks, read_jsonl, write_jsonl
-from sandbox import Episode, Sandbox, parse, read_prompt
-from toolstar.tools import Tools
+from runtime import Mistake, load_tasks, read_jsonl, write_jsonl
+from sandbox import Episode, Sandbox, read_prompt
 from travel.constraints import HARD, hard_counts
 from travel.world import Travel, load_task
 
@@ -109,27 +104,15 @@ TWO = NOTHING | {"cuisine": ["Chinese", "Fast Food"]}
 
 @pytest.mark.parametrize("asked, wishes", [
     ({"cuisine": "['Chinese', 'Fast Food']"}, TWO), ({"cuisine": "['Chinese' 'Fast Food']"}, TWO),
-    ({"cuisine": "Chinese, Fast Food"}, TWO), ({"cuisine": ["['Chinese', 'Fast Food']"]}, TWO),
-    ({"cuisine": '["Chinese", "Fast Food"]'}, TWO),
-    ({"cuisine": ["Chinese", None, "Fast Food"]}, TWO),
     ("{'cuisine': ['Chinese', 'Fast Food'], 'house rule': None}", TWO),
-    ('{"cuisine": ["Chinese", "Fast Food"], "house rule": null}', TWO),
     ({"cuisine": "Chinese"}, NOTHING | {"cuisine": ["Chinese"]}),
     ({"cuisine": "None", "house rule": "None", "room type": "nan", "transportation": ""}, NOTHING),
     ({"cuisine": float("nan"), "house rule": float("nan")}, NOTHING), (float("nan"), NOTHING),
-    ({"cuisine": [None]}, NOTHING),
     ({"cuisine": "[]"}, NOTHING), ('{"house rule": null}', NOTHING), ("None", NOTHING),
     ({"house rule": "pets", "cuisine": []}, NOTHING | {"house rule": "pets", "cuisine": []})])
 def test_wishes_are_read_however_a_file_writes_them(trip, asked, wishes):
     task = load_task(trip[0] | {"local_constraint": asked})
     assert task["local_constraint"] == wishes and load_task(task) == task
-
-
-@pytest.mark.parametrize("asked", [{"cuisine": 7}, {"cuisine": {"a": 1}}, {"cuisine": [["French"]]},
-                                   {"house rule": ["pets"]}, {"house rule": "cats"}, "[1]", "pets"])
-def test_wishes_that_are_none_of_ours_are_refused(trip, asked):
-    with pytest.raises(Mistake, match="cuisine|house rule|local_constraint"):
-        load_task(trip[0] | {"local_constraint": asked})
 
 
 @pytest.mark.parametrize("row, words", [
@@ -144,36 +127,6 @@ def test_a_task_that_cannot_be_read_is_named_with_file_row_and_key(trip, tmp_pat
         load_tasks(tmp_path / "x.jsonl", load_task)
 
 
-def test_a_published_data_set_is_a_folder(tmp_path, trip):
-    write_csv(tmp_path / "validation.csv", [published(trip[0], i) for i in range(3)])
-    rows = [published(trip[0], i) | {"idx": i + 1} for i in range(2)]
-    write_jsonl(tmp_path / "train.jsonl", rows)
-    tasks = load_tasks(str(tmp_path), load_task, split="validation")
-    assert [task["id"] for task in tasks] == ["0", "1", "2"]
-    assert tasks[1] == load_task(published(trip[0], 1) | {"idx": 1})
-    assert tasks[1]["query"] == 'Trip "1",\nplease.'
-    assert [task["id"] for task in load_tasks(tmp_path, load_task, limit=1, split="train")] == ["1"]
-    csv = load_tasks(tmp_path / "validation.csv", load_task)
-    assert csv == tasks, "a csv is a file like any other"
-
-
-def test_tasks_are_also_read_from_episodes(tmp_path, trip):
-    write_jsonl(tmp_path / "x.jsonl", [{"task": trip[0], "answer": "?"}])
-    assert [task["id"] for task in load_tasks(tmp_path / "x.jsonl", load_task)] == [trip[0]["id"]]
-
-
-@pytest.mark.parametrize("source, split, words", [
-    (None, None, "--tasks FILE"), (".", None, "needs --split"), (".", "test", "test.csv is not"),
-    ("some/set", None, "needs --split"), ("empty.jsonl", None, "holds no task"),
-    ("twice.jsonl", None, "two tasks with the same id"), ("none.jsonl", None, "none.jsonl is not")])
-def test_missing_tasks_are_reported_with_cause(tmp_path, monkeypatch, trip, source, split, words):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl("empty.jsonl", [])
-    write_jsonl("twice.jsonl", [trip[0]] * 2)
-    with pytest.raises(Mistake, match=words):
-        load_tasks(source, load_task, split=split)
-
-
 def test_the_published_training_queries_ask_105_hard_constraints(test_data):
     """As the leaderboard counts them; those of plans that reach none are asked as well."""
     tasks = load_tasks(test_data / "travelplanner" / "train_45.jsonl", load_task)
@@ -182,55 +135,12 @@ def test_the_published_training_queries_ask_105_hard_constraints(test_data):
                                       strict=True)] == [0, 105]
 
 
-@pytest.mark.parametrize("name, size", [("train_45", 45), ("val_102", 102)])
-def test_the_official_queries_are_tasks(test_data, name, size):
-    tasks = load_tasks(test_data / "travelplanner" / f"{name}.jsonl", load_task)
-    assert len(tasks) == size and all(task["days"] == len(task["date"]) for task in tasks)
-
-
-def test_a_world_of_ones_own_reads_its_tasks_and_errors_name_file_row_and_key(tmp_path):
-    rows = [{"query": "?", "secret": 1}, {"query": "!"}]
-    write_jsonl(tmp_path / "test.jsonl", rows)
-
-    def load(row):
-        return row | {"twice": 2 * row["secret"]}
-
-    with pytest.raises(KeyError, match="secret") as error:
-        load_tasks(tmp_path, load, split="test")
-    assert error.value.__notes__ == [f"in {tmp_path}/test.jsonl, row 2"]
-    (task,) = load_tasks(tmp_path, load, 1, "test")
-    assert task == {"query": "?", "secret": 1, "twice": 2, "id": "0", "idx": 0}
-    write_jsonl(tmp_path / "one.jsonl", [{"idx": 7, "secret": 2}])
-    assert load_tasks(tmp_path / "one.jsonl", load)[0]["id"] == "7"
-
-
-def test_a_worlds_file_may_hold_dataclasses_and_import_what_stands_beside_it(tmp_path):
-    (tmp_path / "beside_it.py").write_text("KINDS = ('one',)")
-    (tmp_path / "world.py").write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "from beside_it import KINDS\n\n\n@dataclass\nclass World:\n    kinds: tuple = KINDS\n\n\n"
-        "def open_world(args):\n    return World()\n")
-    assert runtime.load_world(str(tmp_path / "world.py")).open_world(None).kinds == ("one",)
-
-
-def test_a_data_set_on_the_hub_is_its_file(tmp_path, trip, monkeypatch):
-    """From the hub client's own cache, where a fetched file lies."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    kept = tmp_path / "datasets--some--set"
-    (kept / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    (kept / "refs").mkdir()
-    (kept / "refs" / "main").write_text("0" * 40)
-    write_csv(kept / "snapshots" / ("0" * 40) / "validation.csv", [published(trip[0], 0)])
-    assert len(load_tasks("some/set", load_task, split="validation")) == 1
-
-
 def test_the_test_split_is_played_and_not_judged(tmp_path, mini):
     """It says no more than level, days and query."""
     rows = [{"level": "easy", "days": 3, "query": f"Trip {i}?"} for i in range(2)]
     write_csv(tmp_path / "test.csv", rows)
-    tasks = load_tasks(tmp_path, Travel(mini, test_split=True).load_task, split="test")
+    world = Travel(mini, test_split=True)
+    tasks = load_tasks(evaluate.find_tasks(tmp_path, "test"), world.load_task)
     assert tasks[1] == {"id": "1", "idx": 1, "level": "easy", "days": "3", "query": "Trip 1?"}
     episode = Episode(tasks[0], Sandbox(mini))
     episode.step(ANSWER)
@@ -255,18 +165,6 @@ def test_travel_is_a_world(trip, mini):
     assert found and strict == verdict["official"] == 1.0 and set(world.parts) <= verdict.keys()
     assert [world.reward(verdict, kind) for kind in world.kinds] == [5, 3, 1]
     assert world.stops == () and world.slow is False and world.close() is None
-
-
-def test_a_world_is_travel_or_a_module_or_a_file(tmp_path, mini):
-    world = runtime.open_world(evaluate.flags(["--database", str(mini.folder)]))
-    assert isinstance(world, Travel)
-    code = ("from travel.world import Travel\n\n\nclass World(Travel):\n"
-            "    def __init__(self, args):\n        self.out = args.out\n")
-    (tmp_path / "toy.py").write_text(code + "\n\ndef open_world(args):\n    return World(args)\n")
-    args = evaluate.flags(["--env", str(tmp_path / "toy.py"), "--out", "there"])
-    assert runtime.open_world(args).out == "there"
-    module = runtime.open_world(evaluate.flags(["--env", "calculator"]))
-    assert type(module).__module__ == "calculator"
 
 
 # ------------------------------------------------------------------------------------------- play
@@ -296,8 +194,8 @@ def test_play_does_not_wait_for_the_slowest_episode(mini):
 
 def test_a_refused_request_ends_one_play_and_a_server_that_is_down_ends_the_run(mini):
     def generate(messages):
-        said = {"full": runtime.Refused("status 400: no room", "context"),
-                "bad": runtime.Refused("status 400: a policy"), "down": ChatError("status 500")}
+        said = {"full": evaluate.Refused("status 400: no room", "context"),
+                "bad": evaluate.Refused("status 400: a policy"), "down": ChatError("status 500")}
         if messages[1]["content"] in said:
             raise said[messages[1]["content"]]
         return ANSWER
@@ -345,9 +243,11 @@ def test_an_episode_is_the_tokens_of_its_messages_and_of_what_was_said(mini, end
 
 
 def test_a_reply_has_a_seed_of_its_own_whoever_else_is_playing(mini):
-    def seeds(concurrency, seed):
+    def seeds(concurrency, seed):  # two samples of each of five tasks
         engine = Scripted(replies)
-        list(engine.play(numbered(mini, 10), concurrency=concurrency, seed=seed))
+        plays = [episode_of(mini, {"id": f"{i % 5}", "sample": i // 5, "query": str(i % 5)})
+                 for i in range(10)]
+        list(engine.play(plays, concurrency=concurrency, seed=seed))
         return sorted((len(ids), params.seed) for ids, _, params in engine.asked)
 
     alone = seeds(1, SEED)
@@ -418,26 +318,6 @@ def test_an_engine_that_fails_stops_the_run_and_loses_no_row_of_the_others(monke
     assert {task for _, task in found} >= {"a", "c"} and "a slip" in capfd.readouterr().err
 
 
-def test_a_caller_that_stops_early_leaves_no_process_behind(monkeypatch):
-    rows = shared(["a", "slow"], ["0", "1"], monkeypatch)
-    assert next(rows)[1] == "a"
-    rows.close()
-    for child in multiprocessing.active_children():
-        child.join(60)
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.slow
-def test_two_real_engines_give_the_table_of_one(tmp_path, trip, mini, tiny_model, monkeypatch):
-    words = f"""--model m={tiny_model} --system-prompt short --max-turns 2 --max-tokens 24
-                --max-context 600 --samples 3""".split()
-    evaluate.main(command(tmp_path, trip, mini, *words))
-    one = (tmp_path / "out" / "table.md").read_text()
-    monkeypatch.setattr(runtime, "visible_gpus", lambda: ["0", "1"])  # the engines see none of them
-    evaluate.main(command(tmp_path, trip, mini, *words, "--out", str(tmp_path / "two")))
-    assert (tmp_path / "two" / "table.md").read_text() == one
-
-
 # ----------------------------------------------------------------------------------------- report
 
 
@@ -478,31 +358,6 @@ def test_the_table_sets_agents_side_by_side(trip, mini):
     assert "| episodes | 40 | 40 |" in text and "| tokens | 7.0 | 7.0 |" in text
 
 
-def test_families_have_their_success_and_whether_the_tools_were_those_needed():
-    def row(family, needs, called, success):
-        return {"task": {"id": f"{family} {called}", "family": family, "needs": needs},
-                "stop": "answer", "strict": success, "score": {"success": success},
-                "calls": len(called), "tools": [{"name": name} for name in called]}
-
-    rows = [row("both", ["search", "python"], ["Search", "Python", "Browse"], 1.0),
-            row("both", ["search", "python"], ["Search"], 1.0),
-            row("neither", [], [], 0.0), row("neither", [], ["Search"], 1.0)]
-    told = evaluate.measure(rows, partial(Tools.lines, None))
-    assert told["success, both"] == 1 and told["tools as needed, both"] == 0.5
-    assert told["success, neither"] == told["tools as needed, neither"] == 0.5
-    assert told["success"] == 0.75 and "success, lookup" not in told
-
-
-def test_a_table_line_without_any_number_is_left_out(trip, mini):
-    rows = rows_of(trip, mini, [1])
-    unjudged = [{key: row[key] for key in ("task", "messages", "stop")} for row in rows]
-    text, report = table({"judged": rows, "unjudged": unjudged}, Travel(mini).lines)
-    assert "success, easy" in text and "success, hard" not in text and "valid_cuisine" not in text
-    assert report["judged"]["success, hard"] is None
-    text = plain(text)
-    assert "| valid_cost | 100.0 | - |" in text and "| tokens | 7.0 | - |" in text
-
-
 def test_pass_at_k_by_hand():
     assert evaluate.pass_at({"a": [1, 0, 0, 0], "b": [0, 0, 0, 0], "c": [1, 1, 0, 1]}) == {
         "pass@1": pytest.approx((1 / 4 + 0 + 3 / 4) / 3),
@@ -538,15 +393,6 @@ def test_with_samples_success_is_of_plays_and_its_interval_of_tasks(trip, mini):
 # ----------------------------------------------------------------------------------- command line
 
 
-def test_an_agent_is_named_by_the_end_of_its_path():
-    assert evaluate.named_paths(["b=/x/sft"]) == {"b": "/x/sft"}
-    assert evaluate.named_paths(["out/a/sft", "Qwen/Qwen2"]) == {
-        "sft": "out/a/sft", "Qwen2": "Qwen/Qwen2"}
-    for specs in ([], ["a=x", "a=y"], ["out/a/sft", "out/b/sft"]):
-        with pytest.raises(Mistake, match="--model needs"):
-            evaluate.named_paths(specs)
-
-
 def test_a_folder_with_other_settings_is_refused(tmp_path):
     chosen = {"model": "x", "top_p": 0.9, "reader": ("http://host", "m")}
     folder = evaluate.open_folder(tmp_path, "m", chosen)
@@ -558,7 +404,7 @@ def test_a_folder_with_other_settings_is_refused(tmp_path):
 
 
 def test_new_weights_under_the_same_path_are_another_model(tmp_path):
-    """runtime.new_model writes config.json last, whenever a model is saved."""
+    """zero3.new_model writes config.json last, whenever a model is saved."""
     (tmp_path / "config.json").write_text("{}")
     before = evaluate.model_settings(str(tmp_path))
     assert evaluate.model_settings(str(tmp_path)) == before
@@ -567,18 +413,6 @@ def test_new_weights_under_the_same_path_are_another_model(tmp_path):
     assert before["model"] == after["model"] and before["saved"] != after["saved"]
     assert evaluate.model_settings("a/name", "http://host/v1") == {"model": "a/name"}
     assert evaluate.model_settings(None) == {"model": None}
-
-
-@pytest.mark.parametrize("words, more", [
-    ("holds no task", ["--tasks", "empty.jsonl", "--model", "m"]),
-    ("--model needs", ["--tasks", "tasks.jsonl"]), ("none.jsonl", ["--tasks", "none.jsonl"])])
-def test_mistakes_of_the_user_are_reported_in_one_line(tmp_path, monkeypatch, trip, words, more):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl("empty.jsonl", [])
-    write_jsonl("tasks.jsonl", [trip[0]])
-    with pytest.raises(SystemExit, match=words) as stop:
-        evaluate.main(more)
-    assert "\n" not in str(stop.value)
 
 
 def command(tmp_path, trip, mini, *more):
@@ -605,36 +439,6 @@ def test_the_solver_plays_through_the_tools_and_wins_and_a_rerun_plays_nothing(
     with pytest.raises(SystemExit, match="other tasks with these ids were played"):
         evaluate.main(words)
     assert read_jsonl(file) == rows
-
-
-def test_a_careless_solver_stands_beside_the_exact_one_and_fails_by_its_mistakes(
-        tmp_path, trip, mini):
-    evaluate.main(command(tmp_path, trip, mini, "--agent", "careless", "solver"))
-    careless, solver = (read_jsonl(tmp_path / "out" / name / "episodes.jsonl")[0]
-                        for name in ("careless", "solver"))
-    assert solver["score"]["success"] == 1 and solver["tokens"] is None
-    failed = [reason for passed, reason in careless["score"]["checks"].values() if passed is False]
-    assert any("there is no 'Ritz'" in reason for reason in failed)
-    assert any("day 2: dinner repeats" in reason for reason in failed)
-    told = (tmp_path / "out" / "table.md").read_text()
-    assert re.search(r"success of solver minus careless +\| +\| \+100\.0", told)
-
-
-@pytest.mark.parametrize("line, reply", [
-    ("SearchFlight Fort Walnut, South Maple, 2022-03-29", ("SearchFlight", {
-        "departure": "Fort Walnut", "destination": "South Maple", "date": "2022-03-29"})),
-    ("SearchCity", ("SearchCity", {"state": ""})),
-    ("SearchCity a, b", ("SearchCity", {"state": "a, b"})),
-    ("SearchFlight a", ("SearchFlight", {"departure": "a"})),
-    ("Guess 5", ("Guess", {"n": 5})), ("Guess five", ("Guess", {"n": "five"})),
-    ('SearchCity {"state": "x"}', ("SearchCity", {"state": "x"}))])
-def test_a_typed_line_is_a_call(mini, line, reply):
-    sandbox = Sandbox(mini)
-    tools = {tool: sandbox.example(tool) for tool in sandbox.tools} | {"Guess": {"n": 1}}
-    action = parse(evaluate.typed_reply(line, tools))
-    assert (action.name, action.arguments) == reply
-    assert evaluate.typed_reply("Searchcity x", tools) is None
-    assert parse(evaluate.typed_reply("answer 7", tools)).text == "7"
 
 
 def test_a_person_plays_whatever_is_typed_and_ctrl_c_ends_at_once(tmp_path, trip, mini):
@@ -674,65 +478,15 @@ def test_a_person_plays_whatever_is_typed_and_ctrl_c_ends_at_once(tmp_path, trip
     assert row["score"]["success"] == 1 and row["calls"] == 1 and row["errors"] == 2
 
 
-def test_a_pipe_can_play_and_its_end_is_told(tmp_path, trip, mini):
-    words = command(tmp_path, trip, mini, "--agent", "person", "--samples", "2")
-    done = subprocess.run([sys.executable, ROOT / "evaluate.py", *words], capture_output=True,
-                          text=True, input="\nno\nDay 1: at home\nend\nanswer\nDay 1: more")
-    assert done.stderr.rstrip().endswith("the input has ended; repeat the command to continue")
-    (row,) = read_jsonl(tmp_path / "out" / "person" / "episodes.jsonl")
-    assert row["answer"] == "Day 1: at home" and "success 0, reward 0" in done.stdout
-
-
-def test_answers_that_the_rules_do_not_read_are_told_with_the_fix(tmp_path, trip, mini):
-    words = command(tmp_path, trip, mini, "--agent", "solver", "--env", str(tmp_path / "odd.py"))
-    (tmp_path / "odd.py").write_text("""if True:
-        from sandbox import final_turn
-        from travel import world
-        from travel.world import flags
-
-        class Odd(world.Travel):
-            def solver(self, task):
-                yield final_turn(".", "First we rest.\\nThen we rest.\\nDay 1: rest")
-
-        def open_world(args):
-            return Odd(world.open_world(args).database)
-    """)
-    evaluate.main(words)
-    text = (tmp_path / "out" / "table.md").read_text()
-    assert "of its answer lines were not read by the rules; use --reader URL=MODEL" in text
-
-
-@pytest.fixture
-def endpoint_url():
-    """The address of an endpoint that calls a tool and answers. In between, a model called sloppy
-    breaks the format, and a reply of one called cut meets a limit of tokens. It reports 50 tokens
-    for each message, unless the model is called mute."""
-    class Endpoint(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            text = (CALL, ANSWER)[len(asked["messages"]) > 2]
-            if asked["model"] == "org/sloppy" and len(asked["messages"]) == 4:
-                text = "no protocol"
-            cut = asked["model"] == "org/cut" and len(asked["messages"]) == 4
-            text = "<think>And then I" if cut else text
-            choice = {"index": 0, "finish_reason": "length" if cut else "stop",
-                      "message": {"role": "assistant", "content": text}}
-            body = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"],
-                    "choices": [choice]}
-            if asked["model"] != "org/mute":
-                body["usage"] = {"total_tokens": 50 * (len(asked["messages"]) + 1)}
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
+def played_by_an_endpoint(request):
+    """A call, then an answer. In between, a model called sloppy breaks the format, and a reply of
+    one called cut meets a limit of tokens. Each message has 50 tokens, but mute reports none."""
+    turns, model = len(request["messages"]), request["model"].removeprefix("org/")
+    text, finish = (CALL, ANSWER)[turns > 2], "stop"
+    if turns == 4:
+        text = {"sloppy": "no protocol", "cut": "<think>And then I"}.get(model, text)
+        finish = "length" if model == "cut" else "stop"
+    return completion(text, finish, None if model == "mute" else 50 * (turns + 1))
 
 
 @pytest.mark.parametrize("model, words, stop, turns, tokens", [
@@ -745,30 +499,13 @@ def endpoint_url():
     ("cut", "--lenient", "answer", 3, 350),
 ])
 def test_an_endpoint_plays_by_the_rules_of_an_engine(
-        tmp_path, trip, mini, endpoint_url, model, words, stop, turns, tokens):
-    evaluate.main(command(tmp_path, trip, mini, "--model", f"org/{model}", "--url", endpoint_url,
-                          *words.split()))
+        tmp_path, trip, mini, model, words, stop, turns, tokens):
+    with endpoint(played_by_an_endpoint) as (url, _):
+        evaluate.main(command(tmp_path, trip, mini, "--model", f"org/{model}", "--url", url,
+                              *words.split()))
     (row,) = read_jsonl(tmp_path / "out" / model / "episodes.jsonl")
     assert (row["stop"], row["turns"], row["calls"], row["model"]) == (stop, turns, 1, model)
     assert row["tokens"] == tokens
-
-
-def test_a_plain_class_is_played_once_and_its_task_is_recorded_as_it_was(tmp_path, endpoint_url):
-    (tmp_path / "plain_warm.py").write_text("""class Warm:
-    def reset(self, query, limits, **_):
-        return "It is warm."
-
-    def get_reward(self):
-        return 1.0
-""")
-    write_jsonl(tmp_path / "tasks.jsonl", [{"id": "a", "query": "Which?", "limits": [1, 2]}])
-    words = ["--env", f"{tmp_path}/plain_warm.py:Warm", "--tasks", f"{tmp_path}/tasks.jsonl",
-             "--out", f"{tmp_path}/out", "--model", "org/name", "--url", endpoint_url]
-    for _ in range(2):
-        evaluate.main(words)
-    (row,) = read_jsonl(tmp_path / "out" / "name" / "episodes.jsonl")
-    assert row["messages"][1]["content"] == "Which?\nIt is warm." and row["score"]["success"] == 1
-    assert row["task"] == {"id": "a", "query": "Which?", "limits": [1, 2]}
 
 
 def test_a_page_opens_no_turn_at_an_endpoint():
@@ -777,21 +514,6 @@ def test_a_page_opens_no_turn_at_an_endpoint():
     assert [(one["role"], one["content"]) for one in sent] == [
         ("system", "<|im_end|>"), ("user", "‹|im_end|>"),
         ("assistant", "<|im_end|>‹|im_end|><|im_end|>")]
-
-
-def test_another_prompt_and_a_missing_model_are_found_before_anything_plays(tmp_path, trip, mini):
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("You plan.")
-    words = command(tmp_path, trip, mini, "--system-prompt", str(prompt))
-    evaluate.main([*words, "--agent", "solver"])
-    os.utime(prompt, (1, 1))
-    with pytest.raises(SystemExit, match="system_prompt saved was"):
-        evaluate.main([*words, "--agent", "solver"])
-    os.mkdir(tmp_path / "empty")
-    with pytest.raises(SystemExit, match="/empty"):
-        evaluate.main([*words, "--agent", "solver", "model", "--out", f"{tmp_path}/other",
-                       "--model", f"{tmp_path}/empty"])
-    assert not [*tmp_path.glob("other/*/episodes.jsonl")]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import site
 import subprocess
 import sys
 import time
@@ -15,22 +14,16 @@ from pathlib import Path
 
 import hostile
 import pytest
-from conftest import ROOT
+from conftest import ROOT, need
 
 from toolstar import jail as jail_module
-from toolstar.jail import MEET, SCRATCH, Jail, JailError
+from toolstar.jail import MEET, Jail, JailError
 
 DEADLINE = 60  # seconds; guards against hanging
 
 
-def need(what, found):
-    if not found:
-        assert not os.environ.get("CI"), f"{what} is missing"
-        pytest.skip(f"{what} is missing")
-
-
 @pytest.fixture(scope="module")
-def jail():
+def jail(host):  # whose secrets are there when the worker starts
     need("bubblewrap", shutil.which("bwrap"))
     with closing(Jail(1, seconds=20)) as one:
         yield one
@@ -58,11 +51,6 @@ def test_a_program_prints_and_reads_its_input(plain):
     result = plain.run("print(input()[::-1], end='')", "abc\n")
     assert result[:4] == ("ok", "cba", "", "")
     assert 0 < result.seconds < 20
-
-
-def test_input_of_several_megabytes_arrives(plain):
-    result = plain.run("import sys\nprint(len(sys.stdin.read()))", "é\n" * 10**6)
-    assert result.stdout == "2000000\n"
 
 
 def test_an_error_is_the_last_line_and_the_line_of_the_program(plain):
@@ -94,10 +82,6 @@ def test_a_program_out_of_time_keeps_what_it_said(plain):
     assert result[:4] == ("timeout", "begun\n", "", "stopped after 0.3 s")
 
 
-def test_output_up_to_the_limit_is_whole(plain):
-    assert plain.run("print('x' * 65535)").stdout == "x" * 65535 + "\n"
-
-
 def test_invalid_text_is_the_programs_error(plain):
     assert plain.run("a\0b").status == "error"
     assert "surrogates not allowed" in plain.run("print('\ud800')").error
@@ -105,14 +89,6 @@ def test_invalid_text_is_the_programs_error(plain):
     assert plain.run("input()", "\ud800\n").stdout == "'?'\n"
     shown = plain.run("import sys\nsys.stdout.buffer.write(b'\\xff')\nNone")
     assert shown.stdout == "\ufffd"
-
-
-@pytest.mark.parametrize("program, shown", [
-    ("1 + 1", "2\n"), ("'a'", "'a'\n"), ("None", ""), ("x = 5", ""), ("x = 5\nx", "5\n"),
-    ("print(1)", "1\n"), ("from __future__ import annotations\nx: y = 1\nx", "1\n"), ("", ""),
-])
-def test_a_last_bare_expression_is_shown(plain, program, shown):
-    assert plain.run(program).stdout == shown
 
 
 def test_addresses_are_masked_and_numbers_are_not(plain):
@@ -147,33 +123,6 @@ def test_programs_print_the_same_as_in_plain_python(jail, test_data):
         suggests = sys.version_info[:2] == (3, 11)  # other versions word their errors differently
         assert result.stdout == case["out"] + shown, case
         assert error == expected if suggests else bool(error) == bool(expected), case
-
-
-def test_other_modules_can_be_preloaded():
-    need("bubblewrap", shutil.which("bwrap"))
-    pytest.importorskip("trafilatura")
-    script = "import sys, trafilatura\nprint(trafilatura.extract(sys.stdin.read()))"
-    page = "<html><body><article><p>" + "The text of a page. " * 20 + "</p></article></body></html>"
-    with closing(Jail(1, preload=("trafilatura",))) as reader:
-        assert reader.run(script, page).stdout.startswith("The text of a page. The text")
-
-
-def test_files_can_be_copied_and_a_database_written(plain):
-    result = plain.run("""
-import shutil, sqlite3
-table = sqlite3.connect("table")
-table.execute("CREATE TABLE numbers (n)")
-table.execute("INSERT INTO numbers VALUES (7)")
-table.commit()
-shutil.copy2("table", "copy")
-shutil.copytree(".", "folder")
-print(sqlite3.connect("folder/copy").execute("SELECT n FROM numbers").fetchall())
-""")
-    assert (result.status, result.stdout) == ("ok", "[(7,)]\n"), result.error
-
-
-def test_asyncio_runs(plain):
-    assert plain.run("import asyncio\nprint(asyncio.run(asyncio.sleep(0, 5)))").stdout == "5\n"
 
 
 # ---------------------------------------------------------------------------------------- hostile
@@ -280,17 +229,6 @@ def test_a_worker_that_does_not_answer_is_broken_and_replaced():
         assert stopped.process.poll() is not None, "it is killed"
 
 
-def test_a_worker_retires():
-    need("bubblewrap", shutil.which("bwrap"))
-    with closing(Jail(1, preload=(), seconds=20)) as one:
-        worker = one.take()
-        worker.calls = 1999
-        one.put_back(worker, True)
-        assert one.run("print(1)").stdout == "1\n"
-        assert worker.process.poll() is not None
-        assert one.run("print(2)").stdout == "2\n"
-
-
 def test_an_interrupted_caller_leaves_the_pool_whole(plain):
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -325,13 +263,6 @@ def test_nothing_is_left_after_a_jail():
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-def test_a_closed_jail_reports_that_it_is_closed():
-    need("bubblewrap", shutil.which("bwrap"))
-    one = Jail(1, preload=())
-    one.close()
-    assert one.run("1")[3] == "the jail is closed"
-
-
 def test_workers_end_with_their_process():
     need("bubblewrap", shutil.which("bwrap"))
     script = ("import os, signal\nfrom toolstar.jail import Jail\njail = Jail(1, preload=())\n"
@@ -344,10 +275,10 @@ def test_workers_end_with_their_process():
 # ------------------------------------------------------------------------------------------ levels
 
 
-def test_each_class_is_proved(plain):
-    assert plain.level == "jailed"
-    assert {"memory", "processes", "secrets", "accounts", "files", "network",
-            "kernel"} <= plain.proof.keys()
+def test_python_may_be_called_by_a_path_with_dots(monkeypatch):
+    straight = [jail_module.inside(sys.executable), jail_module.view()]
+    monkeypatch.setattr(sys, "executable", f"{sys.prefix}/lib/../bin/{Path(sys.executable).name}")
+    assert [jail_module.inside(sys.executable), jail_module.view()] == straight
 
 
 def test_two_calls_of_a_worker_do_not_meet_in_any_folder(plain):
@@ -361,58 +292,3 @@ def test_the_proof_sees_what_a_call_left_and_folders_that_are_writable(monkeypat
     monkeypatch.setattr(jail_module, "view", lambda: ["--tmpfs", "/var/tmp", *whole()])
     with pytest.raises(JailError, match="other calls"):
         Jail(1, preload=())
-
-
-@pytest.mark.parametrize("base, linked", [("/opt/python", True), ("/tmp/python", False)])
-@pytest.mark.parametrize("clone", ["/tmp/star", "/opt/star"])
-def test_programs_see_the_same_wherever_the_clone_is(monkeypatch, clone, base, linked):
-    monkeypatch.setattr(sys, "prefix", f"{clone}/.venv")
-    monkeypatch.setattr(sys, "base_prefix", base)
-    monkeypatch.setattr(site, "PREFIXES", [sys.prefix])
-    monkeypatch.setattr(sys, "executable", f"{sys.prefix}/bin/python")
-    monkeypatch.setattr(os.path, "exists", lambda place: True)
-    flags = jail_module.view()
-    places = flags[2::3]
-    assert {"/python/lib", "/python/pyvenv.cfg", "/python/bin/python"} <= {*places}
-    assert not [place for place in places if place.startswith(clone)]
-    # where Python itself is below /tmp, a link in its place would hide it
-    assert ((flags[places.index("/tmp") * 3 + 1] if "/tmp" in places else "") == SCRATCH) == linked
-    assert flags[flags.index("--tmpfs") + 1] == SCRATCH
-
-
-def one_line(error):
-    return "\n" not in str(error.value)
-
-
-def test_no_bubblewrap_is_one_line_with_the_fix(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JailError, match="apt install bubblewrap") as error:
-        Jail(1, preload=())
-    assert one_line(error)
-
-
-def test_no_user_namespaces_is_one_line_with_the_fix(monkeypatch, tmp_path):
-    (tmp_path / "bwrap").write_text(
-        "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
-    (tmp_path / "bwrap").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(JailError, match="No permissions.*sysctl") as error:
-        Jail(1, preload=())
-    assert one_line(error)
-
-
-def test_no_libseccomp_as_root_is_one_line_with_the_fix(monkeypatch):
-    need("bubblewrap", shutil.which("bwrap"))
-    if os.geteuid():
-        pytest.skip("an ordinary user needs it less")
-    monkeypatch.setitem(sys.modules, "pyseccomp", None)
-    with pytest.raises(JailError, match="pip install pyseccomp.*libseccomp2") as error:
-        Jail(1, preload=())
-    assert one_line(error)
-
-
-def test_a_module_that_is_not_there_is_one_line():
-    need("bubblewrap", shutil.which("bwrap"))
-    with pytest.raises(JailError, match="No module named 'nosuch'") as error:
-        Jail(1, preload=("nosuch",))
-    assert one_line(error)

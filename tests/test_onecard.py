@@ -7,8 +7,7 @@ import torch
 from conftest import SEED, equal, train, train_broken, weights
 from peft import LoraConfig, inject_adapter_in_model
 
-import runtime
-import sft
+import zero3
 from runtime import read_jsonl
 
 LORA = "--lora 4 --lr 1e-2"
@@ -18,8 +17,8 @@ SFT = "--batch 4 --steps 8 --lr 1e-3 --save-every 1 --resume --pack-tokens 600"
 def adapted(policy):
     """A copy of the policy with adapters, which change nothing yet."""
     lm = copy.deepcopy(policy.lm)
-    runtime.add_adapters(lm, SimpleNamespace(lora=4, seed=SEED))
-    return sft.Policy(lm)
+    zero3.add_adapters(lm, SimpleNamespace(lora=4, seed=SEED))
+    return zero3.Policy(lm)
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +30,14 @@ def batch():
 
 def test_the_gradients_of_adapters_are_those_of_the_merged_model(policy, batch):
     # in float64: rounding of float32 alone makes 3e-6
-    plain = sft.Policy(copy.deepcopy(policy.lm).double())
+    plain = zero3.Policy(copy.deepcopy(policy.lm).double())
     one = adapted(plain)
     with torch.no_grad():
         assert torch.equal(one(*batch)[0], plain(*batch)[0])
         for name, parameter in one.lm.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
-    plain.lm.load_state_dict(dict(runtime.full_weights(SimpleNamespace(module=one))))
+    plain.lm.load_state_dict(dict(zero3.full_weights(SimpleNamespace(module=one))))
     for each in (one, plain):
         logps, _ = each(*batch)
         (-logps * torch.linspace(0, 1, len(logps))).mean().backward()
@@ -64,12 +63,12 @@ def test_merged_weights_in_bfloat16_keep_an_update_that_rounding_to_the_nearest_
         layer.to(dtype)
         weight = layer.weight.detach().clone()
         layer.lora_B["default"].weight.data.zero_()
-        assert torch.equal(runtime.merge(layer), weight)
+        assert torch.equal(zero3.merge(layer), weight)
         layer.lora_B["default"].weight.data.normal_(std=1e-4)  # 1 / 20 of a step of most weights
         delta = layer.get_delta_weight("default").detach().float()
-        moved = runtime.merge(layer).float() - weight.float()
+        moved = zero3.merge(layer).float() - weight.float()
         assert (moved * delta).sum() / (delta * delta).sum() == pytest.approx(1, abs=kept)
-        assert torch.equal(runtime.merge(layer), runtime.merge(layer))
+        assert torch.equal(zero3.merge(layer), zero3.merge(layer))
     nearest = (weight.float() + delta).bfloat16().float() - weight.float()
     assert (nearest * delta).sum() / (delta * delta).sum() < 0.5
 

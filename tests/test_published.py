@@ -4,18 +4,13 @@ Every file here is made by hand, in the forms that such data is published in.
 
     python -m pytest tests/test_published.py
 """
-import importlib.util
 import json
-import os
-import shutil
-import sys
 
 import pytest
 from conftest import Letters
 
-import sft
+import runtime
 from runtime import Template, load_tasks, read_jsonl
-from sandbox import PROMPTS
 from toolstar import published, tir
 from toolstar.tools import Tools, as_tags
 
@@ -23,7 +18,6 @@ SYSTEM = "Think, and call tools by tags."
 CHAIN = ("<think>I search.</think>\n<search> lakes of Orm </search>\n<result>\nLake Mol\n</result>"
          "\n\n<think>I compute.</think>\n<python>\nprint(6*7)\n</python> <result>\n42\n</result>\n"
          "<think>Done.</think><answer>\\[ \\boxed{42} \\]</answer>")
-DIRECT = "<think>I know.</think><answer>\\boxed{Mol}</answer>"
 ALPACA = {"instruction": SYSTEM, "input": "Which lake?", "output": CHAIN}
 
 
@@ -44,7 +38,7 @@ def convert(folder, sft_rows=None, rl_rows=None, *flags, form="jsonl"):
 
 def learnt(messages):
     """(all text that sft.py reads, the text that it trains on) of an episode's messages."""
-    ids, mask = sft.render(messages, Template(Letters(), "letters"))
+    ids, mask = runtime.render(messages, Template(Letters(), "letters"))
     return Letters().decode(ids), Letters().decode(
         [i for i, kept in zip(ids, mask, strict=True) if kept])
 
@@ -86,12 +80,6 @@ def test_joined_the_messages_are_the_published_text_and_results_are_not_learnt(t
                     .replace(" <result>\n42\n</result>", "") + "<|im_end|>")
 
 
-def test_a_chain_without_tools_is_one_reply(tmp_path):
-    made, _ = convert(tmp_path, [ALPACA | {"output": DIRECT}])
-    assert [m["role"] for m in made["sft"][0]["messages"]] == ["system", "user", "assistant"]
-    assert learnt(made["sft"][0]["messages"])[1] == DIRECT + "<|im_end|>"
-
-
 REFUSED = [
     {"question": "a", "answer": "b"}, ALPACA | {"history": [["a", "b"]]},
     ALPACA | {"instruction": " ", "input": ""}, ALPACA | {"output": None},
@@ -107,19 +95,6 @@ def test_rows_that_cannot_be_used_are_counted_by_cause_with_their_lines(tmp_path
         "no reply before the first result": [5],
         "a <result> without its </result>, or the reverse": [6, 7]}
     assert (report["sft"]["rows"], report["sft"]["kept"]) == (8, 1)
-
-
-def test_the_published_prompt_is_kept_and_written_where_a_stage_can_take_it(tmp_path):
-    rows = [ALPACA, ALPACA, ALPACA | {"instruction": "Another."}]
-    convert(tmp_path, rows)
-    assert (tmp_path / "out" / "system.txt").read_text() == SYSTEM + "\n"
-
-
-def test_a_row_without_a_prompt_gets_ours_of_grammar_tags(tmp_path):
-    made, _ = convert(tmp_path, [{"instruction": "Which lake?", "output": DIRECT}])
-    prompt = made["sft"][0]["messages"][0]["content"]
-    assert prompt[:40] == (PROMPTS / "tags.txt").read_text()[:40]
-    assert "<search>" in prompt and "<browse>" not in prompt
 
 
 # ---------------------------------------------------------------- RL
@@ -141,27 +116,6 @@ def test_a_row_of_verls_columns_is_a_task_of_the_world(tmp_path):
     assert load_tasks(tmp_path / "out" / "rl.jsonl", lambda row: Tools.load_task(None, row))
 
 
-def test_a_column_question_goes_before_the_prompt_which_may_be_a_text(tmp_path):
-    made, _ = convert(tmp_path, None, [VERL | {"question": "How deep?"},
-                                       VERL | {"prompt": "Plainly?"}])
-    assert [task["query"] for task in made["rl"]] == ["How deep?", "Plainly?"]
-
-
-@pytest.mark.parametrize("ability, check", [("math", "math"), ("MATH", "math"), ("qa", "qa"),
-                                            ("fact-reasoning", "qa"), ("QA", "qa")])
-def test_the_check_follows_the_ability(tmp_path, ability, check):
-    made, _ = convert(tmp_path, None, [VERL | {"ability": ability}])
-    assert made["rl"][0]["check"] == check
-
-
-@pytest.mark.parametrize("gold, golds", [
-    ("Mol", ["Mol"]), (" \\frac{1}{2}", [" \\frac{1}{2}"]), ("[1, 2]", ["[1, 2]"]),
-    (["Mol", "Lake Mol"], ["Mol", "Lake Mol"]), ("['12', '13']", ["12", "13"]), (42, ["42"])])
-def test_golds_are_read_in_both_places(tmp_path, gold, golds):
-    made, _ = convert(tmp_path, None, [truth(gold), truth({"target": gold})])
-    assert [task["golds"] for task in made["rl"]] == [golds, golds]
-
-
 @pytest.mark.parametrize("nothing", [float("nan"), None, "", "None"])
 def test_rows_that_are_no_tasks_are_counted_by_cause(tmp_path, nothing):
     rows = [VERL, truth(nothing), VERL | {"ability": "judge"}, VERL | {"ability": nothing},
@@ -174,58 +128,7 @@ def test_rows_that_are_no_tasks_are_counted_by_cause(tmp_path, nothing):
         "ability '' is neither mathematics nor a fact": [4], "no question": [5]}
 
 
-def test_ids_that_occur_twice_are_made_unique(tmp_path):
-    made, _ = convert(tmp_path, None, [VERL | {"id": name} for name in ("7", "7", 8)])
-    assert [task["id"] for task in made["rl"]] == ["7", "7-2", "8"]
-
-
 # ---------------------------------------------------------------- sets and files
-
-def test_questions_of_an_evaluation_set_are_dropped_and_listed(tmp_path):
-    (tmp_path / "sets").mkdir()
-    row = {"id": 5, "question": "  which LAKE", "answer": "Mol"}
-    (tmp_path / "sets" / "bamboogle.jsonl").write_text(json.dumps(row) + "\n")
-    made, report = convert(tmp_path, [ALPACA, ALPACA | {"input": "Which one?"}],
-                           [VERL, VERL | {"question": "How deep?"}],
-                           "--sets", str(tmp_path / "sets"))
-    assert [row["task"]["query"] for row in made["sft"]] == ["Which one?"]
-    assert [row["query"] for row in made["rl"]] == ["How deep?"]
-    same = {"query": "Which lake?", "same as": "bamboogle/5"}
-    assert report["sft"]["contaminated"] == [{"id": "sft-1"} | same]
-    assert report["rl"]["contaminated"] == [{"id": "hotpot-1"} | same]
-
-
-@pytest.mark.parametrize("rows", [[{"a": 1}], []])
-def test_a_file_of_other_columns_is_one_line_and_nothing_is_written(tmp_path, rows):
-    with pytest.raises(SystemExit, match=f"sft.jsonl: none of its {len(rows)} rows can be used"):
-        convert(tmp_path, rows, [VERL])
-    assert not (tmp_path / "out").exists()
-
-
-def test_without_a_file_to_convert_the_flags_are_named(tmp_path):
-    with pytest.raises(SystemExit, match="--sft FILE, --rl FILE or both"):
-        tir.main(["convert", "--out", str(tmp_path)])
-
-
-def test_without_pyarrow_parquet_is_one_line_that_says_what_to_install(tmp_path, monkeypatch):
-    (tmp_path / "rl.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as where it is not installed
-    with pytest.raises(SystemExit, match=r"rl.parquet needs pyarrow: pip install pyarrow"):
-        tir.main(["convert", "--rl", str(tmp_path / "rl.parquet"), "--out", str(tmp_path / "p")])
-
-
-def test_parquet_gives_the_same_tasks(tmp_path):
-    if not importlib.util.find_spec("pyarrow"):
-        # only the list for GPUs, where the recipes run, has it
-        assert not (os.environ.get("CI") and shutil.which("nvidia-smi")), "pyarrow is missing"
-        pytest.skip("pyarrow is not installed, nor in requirements-cpu.txt")
-    from pyarrow import Table, parquet
-
-    words = ["convert", "--rl", str(tmp_path / "rl.parquet"), "--out", str(tmp_path / "p")]
-    parquet.write_table(Table.from_pylist([VERL, VERL]), tmp_path / "rl.parquet")
-    tir.main(words)
-    made, _ = convert(tmp_path, None, [VERL, VERL])
-    assert read_jsonl(tmp_path / "p" / "rl.jsonl") == made["rl"]
 
 
 def test_a_long_text_of_open_tags_is_read_in_linear_time():

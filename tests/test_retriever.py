@@ -1,29 +1,18 @@
 """Search over passages: the retrievers, the index and its interruptions, the server, its client."""
-import contextlib
 import json
 import os
 import random
-import re
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qsl, urlsplit
 
-import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SEED, answering
 
 from runtime import Mistake
 from toolstar import retriever
 
-SEED = int(os.environ.get("TEST_SEED", 0))
 CORPUS = ROOT / "database" / "qa" / "corpus.jsonl"
 
 
@@ -54,44 +43,6 @@ def contents(hits):
     return [hit["document"]["contents"] for hit in hits]
 
 
-@contextlib.contextmanager
-def answering(answer, port=0):
-    """The address of a server that answers by answer(request) = (status, reply), or None to hang
-    up."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.headers["Content-Type"] != "application/json":  # FastAPI would not look at it
-                self.say((415, {"detail": "want JSON"}))
-            self.say(answer(self.keyed(asked)))
-
-        def do_GET(self):
-            self.say(answer(self.keyed(dict(parse_qsl(urlsplit(self.path).query)))))
-
-        def keyed(self, asked):
-            key = self.headers["X-API-KEY"]
-            return asked | {"key": key} if key else asked
-
-        def say(self, said):
-            if said:
-                body = json.dumps(said[1]).encode()
-                self.send_response(said[0])
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 class Flaky:
     """A retrieval server whose next replies are scripted: a status, or None to hang up."""
 
@@ -117,14 +68,6 @@ class Flaky:
     ({"text": "x"}, {"id": "", "contents": '""\nx'})])
 def test_a_row_of_a_corpus_is_search_r1s_or_flashrags(row, found):
     assert retriever.document_of(row) == found
-
-
-@pytest.mark.parametrize("line, said", [
-    ("{", "c.jsonl, line 2: not JSON"), ('{"id": 1, "contents": 3}', "needs an id and contents")])
-def test_a_bad_row_of_a_corpus_is_named(tmp_path, line, said):
-    (tmp_path / "c.jsonl").write_text('{"id": 0, "contents": "x"}\n' + line)
-    with pytest.raises(Mistake, match=said):
-        retriever.BM25(tmp_path / "c.jsonl")
 
 
 def test_bm25_returns_only_passages_with_a_word_of_the_query():
@@ -225,23 +168,6 @@ def test_an_index_goes_on_after_a_stop_and_is_then_the_same(tmp_path, corpus, en
         retriever.Dense(stopped)
 
 
-def test_an_index_has_one_writer(tmp_path, corpus, encoder):
-    code = (f"import runtime; runtime.lock_folder({str(tmp_path / 'i')!r})\n"
-            "print(1, flush=True); input()")
-    other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE,
-                             stdout=subprocess.PIPE)
-    assert other.stdout.readline()
-    with pytest.raises(SystemExit, match="is writing to"):
-        index(corpus, encoder, tmp_path / "i")
-    other.communicate(b"\n", timeout=60)
-    index(corpus, encoder, tmp_path / "i")
-
-
-def test_devices_share_the_work_and_make_the_same_index(tmp_path, corpus, encoder):
-    alone = index(corpus, encoder, tmp_path / "alone")
-    assert index(corpus, encoder, tmp_path / "shared", "--devices", "cpu", "cpu") == alone
-
-
 def test_an_index_is_searched_exactly(tmp_path, corpus, encoder):
     index(corpus, encoder, tmp_path / "i")
     dense = retriever.Dense(tmp_path / "i")
@@ -253,13 +179,6 @@ def test_an_index_is_searched_exactly(tmp_path, corpus, encoder):
         best = scores.topk(5).values.tolist()
         assert [hit["score"] for hit in hits] == pytest.approx(best, abs=1e-3)
         assert contents(hits) == [texts[int(hit["document"]["id"])] for hit in hits]
-
-
-@pytest.mark.parametrize("more", [["--retriever", "FOLDER"], ["--corpus", "FOLDER/corpus.jsonl"]])
-def test_a_missing_index_or_corpus_is_one_line(tmp_path, more):
-    missing = r"^toolstar.retriever: .*(meta.json|corpus.jsonl) is missing"
-    with pytest.raises(SystemExit, match=missing):
-        retriever.main(["serve", *(word.replace("FOLDER", str(tmp_path)) for word in more)])
 
 
 # ---------------------------------------------------------------- sharing
@@ -278,18 +197,6 @@ def test_searches_that_arrive_during_a_scan_share_the_next():
     for i, (query, hits) in enumerate(zip(many, found, strict=True)):
         assert contents(hits.result()[0]) == [f'"{query}"\npassage {j}' for j in range(1 + i % 3)]
     assert list(map(len, slow.asked)) == [1, 64, 64, 2]
-
-
-def test_many_threads_use_one_retriever():
-    recorder = Recorder()
-    shared = retriever.Shared(recorder)
-    with ThreadPoolExecutor(40) as pool:
-        found = list(pool.map(shared.search, [[f"q{i}"] for i in range(40)],
-                              [1 + i % 3 for i in range(40)]))
-    for i, (hits,) in enumerate(found):
-        assert contents(hits) == [f'"q{i}"\npassage {j}' for j in range(1 + i % 3)]
-    assert sorted(sum(recorder.asked, [])) == sorted(f"q{i}" for i in range(40))
-    assert shared.search([], 5) == []
 
 
 def test_a_scan_that_breaks_is_raised_and_leaves_nobody_waiting():
@@ -323,19 +230,6 @@ def test_the_client_asks_again():
     assert server.seen == [asked] * 5
 
 
-def test_twenty_five_refused_queries_in_a_row_are_errors_of_their_own():
-    def answer(request):
-        bad = "bad" in request["queries"][0]
-        return (400, {"detail": "no"}) if bad else Flaky([])(request)
-
-    with answering(answer) as url:
-        remote = retriever.Remote(url, pause=0.01)
-        for number in range(25):
-            error, = remote.search([f"bad {number}"], 3)
-            assert isinstance(error, retriever.QueryError) and "status 400" in str(error)
-        assert [contents(row) for row in remote.search(["b"], 3)] == [['"b"\nx']]
-
-
 @pytest.mark.parametrize("found", [
     400, 422, 500, None, [], "x", {"result": None}, {"error": "x"}, *(
         {"result": [row]} for row in (None, "x", ["x"], [None], [{"document": None}],
@@ -349,10 +243,26 @@ def test_a_query_that_fails_never_fails_its_neighbours(found):
 
     with answering(answer) as url:
         remote = retriever.Remote(url, tries=2, pause=0.01)
-        shared = retriever.Shared(remote)
-        hits = shared.search(["a", "bad", "b", "c"], 3)
+        hits = remote.search(["a", "bad", "b", "c"], 3)
     assert isinstance(hits[1], retriever.QueryError)
     assert [contents(row) for row in hits[:1] + hits[2:]] == [['"a"\nx'], ['"b"\nx'], ['"c"\nx']]
+
+
+def test_a_query_that_hangs_holds_up_no_other():
+    begun, go = threading.Event(), threading.Event()
+
+    def answer(request):
+        if "bad" in request["queries"]:
+            begun.set()
+            go.wait(20)
+        return Flaky([])(request)
+
+    with answering(answer) as url, ThreadPoolExecutor(1) as pool:
+        remote = retriever.open_retriever(url)
+        bad = pool.submit(remote.search, ["bad"], 3)
+        begun.wait()
+        assert contents(remote.search(["a"], 3)[0]) == ['"a"\nx'] and not bad.done()
+        go.set()
 
 
 @pytest.mark.parametrize("status", [401, 404, 500, None])
@@ -409,71 +319,3 @@ def test_a_web_search_is_asked_as_its_settings_say(tmp_path):
         hits, none = retriever.open_retriever(str(file)).search(["a lake", "nothing"], 2)
     assert {"q": "a lake", "num": 2, "key": "secret"} in seen
     assert contents(hits) == ['"T"\non a lake http://x', '""\n '] and none == []
-
-
-# ---------------------------------------------------------------- vectors of others
-
-def write_flat(path, vectors, kind=b"IxFI"):
-    """A flat index as faiss 1.14 writes it."""
-    total, dim = vectors.shape
-    head = struct.pack("<iqqqBiq", dim, total, 2**20, 2**20, 1, 0, total * dim)
-    path.write_bytes(kind + head + vectors.astype(np.float32).tobytes())
-
-
-def test_a_flat_index_of_faiss_is_used_as_it_is(tmp_path, capsys):
-    vectors = np.random.default_rng(SEED).normal(size=(5, 8)).astype(np.float16)
-    write_flat(tmp_path / "e5_Flat.index", vectors)
-    rows = [{"id": str(i), "contents": f'"T{i}"\nx'} for i in range(5)]
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["index", "--corpus", str(tmp_path / "c.jsonl"), "--encoder", "e5", "--vectors",
-             str(tmp_path / "e5_Flat.index"), "--out", str(tmp_path / "index")]
-    retriever.main(words)
-    matrix = np.fromfile(tmp_path / "index" / "matrix.f16", np.float16).reshape(5, 8)
-    assert (matrix == vectors).all() and "5 passages of 8 numbers" in capsys.readouterr().out
-    (tmp_path / "c.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(SystemExit, match="5 vectors, .*c.jsonl 1 passages"):
-        retriever.main([*words[:-1], str(tmp_path / "other")])
-
-
-@pytest.mark.parametrize("kind, cut", [(b"IHNf", 0), (b"IxFI", 4), (b"Ix", 10**4)])
-def test_an_index_that_is_not_flat_or_not_whole_is_refused(tmp_path, kind, cut):
-    write_flat(tmp_path / "x.index", np.zeros((3, 4)), kind)
-    content = (tmp_path / "x.index").read_bytes()
-    (tmp_path / "x.index").write_bytes(content[:max(2, len(content) - cut)])
-    with pytest.raises(Mistake, match="x.index is not a whole flat index of faiss"):
-        retriever.flat_vectors(tmp_path / "x.index")
-
-
-# ---------------------------------------------------------------- /retrieve
-
-def test_serve_is_one_command_and_holds_two_hundred_clients_at_once(tmp_path):
-    """They come while the server is stopped, so that all of them wait at the same moment."""
-    rows = (CORPUS.parent / "questions.jsonl").read_text().splitlines()
-    questions = [json.loads(row)["question"] for row in rows]
-    expected = [contents(hits) for hits in retriever.BM25(CORPUS).search(questions, 3)]
-    command = [sys.executable, "-m", "toolstar.retriever", "serve", "--port", "0"]
-    log = tmp_path / "log"
-    with open(log, "w") as out, subprocess.Popen(command, cwd=ROOT, stderr=out) as server:
-        try:
-            until(lambda: "running on" in log.read_text() or server.poll() is not None)
-            url, port = re.search(r"(http://127.0.0.1:(\d+))", log.read_text()).groups()
-            hits = retriever.Remote(url).search([questions[0], "", "the"], 3)
-            assert [contents(row) for row in hits] == [expected[0], [], []]
-            server.send_signal(signal.SIGSTOP)
-            clients = [socket.create_connection(("127.0.0.1", int(port)), 60) for _ in range(200)]
-            for i, client in enumerate(clients):
-                body = json.dumps({"queries": ["", questions[i % 64]], "topk": 3}).encode()
-                client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-                               b"Content-Type: application/json\r\n"
-                               b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-            server.send_signal(signal.SIGCONT)
-            for i, client in enumerate(clients):
-                with client, client.makefile("rb") as reply:
-                    head, _, body = reply.read().partition(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 200 ")
-                found = [[document["contents"] for document in row]
-                         for row in json.loads(body)["result"]]
-                assert found == [[], expected[i % 64]]
-        finally:
-            server.send_signal(signal.SIGCONT)
-            server.terminate()

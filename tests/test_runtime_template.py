@@ -90,13 +90,6 @@ GLM4 = """{{ '[gMASK]<sop>' }}{% set ns = namespace(asked=0) %}{% for m in messa
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 DATED = LLAMA3.replace("m.content | trim", "('Today Date: ' + strftime_now('%d %b %Y') + '\\n\\n' "
                        "if loop.first else '') + m.content | trim")
-PHI4 = """{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content +
-    '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}
-{{- '<|im_start|>assistant<|im_sep|>' }}{% endif %}"""
-GRANITE = """{% for m in messages %}
-{{- '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\\n' }}
-{%- endfor %}{% if add_generation_prompt %}
-{{- '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
 COHERE = """{{ '<BOS_TOKEN>' }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|>' + {'system':
     '<|SYSTEM_TOKEN|>', 'user': '<|USER_TOKEN|>', 'assistant': '<|CHATBOT_TOKEN|>'}[m.role] +
     m.content | trim + '<|END_OF_TURN_TOKEN|>' }}{% endfor %}{% if add_generation_prompt %}
@@ -105,9 +98,6 @@ COHERE = """{{ '<BOS_TOKEN>' }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|
 COHERE2 = COHERE.replace("m.content | trim", "('<|START_RESPONSE|>' + m.content +"
                          "'<|END_RESPONSE|>' if m.role == 'assistant' else m.content)").replace(
     "<|CHATBOT_TOKEN|>' }}", "<|CHATBOT_TOKEN|><|START_RESPONSE|>' }}")
-GEMMA4 = """{{ '<bos>' }}{% for m in messages %}
-{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content | trim +
-    '<turn|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
 FALCON3 = """{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}
 {%- if m.role == 'assistant' %}{{ '<|endoftext|>' }}{% endif %}{{ '\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
@@ -127,7 +117,6 @@ FORMS = {  # name: (template, special tokens, the tokenizer's end token, what en
     "Qwen3": (QWEN3, IM, "<|im_end|>", "<|im_end|>"),
     "Qwen3 thinking": (QWEN3.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}"
                                      "{% endif %}"), IM, "<|im_end|>", "<|im_end|>"),
-    "SmolLM2": (QWEN, IM, "<|im_end|>", "<|im_end|>"),
     "Llama 3": (LLAMA3, ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
                          "<|end_header_id|>", "<|eot_id|>"], "<|end_of_text|>", "<|eot_id|>"),
     "Mistral": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]",
@@ -144,9 +133,6 @@ FORMS = {  # name: (template, special tokens, the tokenizer's end token, what en
                        "<|assistant|>", "<|observation|>"], "<|endoftext|>", "<|observation|>"),
     "Llama 3 with a date": (DATED, ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
                                     "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>", "<|eot_id|>"),
-    "Phi-4": (PHI4, [*IM, "<|im_sep|>"], "<|im_end|>", "<|im_end|>"),
-    "Granite": (GRANITE, ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"],
-                "<|end_of_text|>", "<|end_of_text|>"),
     "Cohere": (COHERE, ["<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
                         "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"],
                "<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
@@ -154,7 +140,6 @@ FORMS = {  # name: (template, special tokens, the tokenizer's end token, what en
                            "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
                            "<|START_RESPONSE|>", "<|END_RESPONSE|>"],
                  "<|END_OF_TURN_TOKEN|>", "<|END_RESPONSE|>"),
-    "Gemma 4": (GEMMA4, ["<bos>", "<eos>", "<|turn>", "<turn|>"], "<eos>", "<turn|>"),
     "Falcon 3": (FALCON3, ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"],
                  "<|endoftext|>", "<|endoftext|>"),
     "headers as text": (FALCON3, ["<|endoftext|>"], "<|endoftext|>", "<|endoftext|>")}
@@ -252,6 +237,8 @@ def test_a_header_that_is_text_is_broken_up_too():
     "{% for m in messages %}{{ m.content }}\n{% endfor %}",
     "{% for m in messages | reverse %}{{ m.content }}<|im_end|>{% endfor %}",
     CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}"),
+    CHATML.replace("{{ m.content }}", "{{ m.content.replace('/think', '') if m.role == 'system' "
+                                      "else m.content }}"),
     CHATML.replace("{{ m.content }}", "{{ m.content }}{{ messages | length if loop.first }}")])
 def test_a_template_that_cannot_be_continued_is_refused_in_a_sentence(text):
     special = [*IM, "<|end|>", "<|start|>", "<|channel|>", "<|message|>", "<bos>"]

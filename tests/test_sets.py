@@ -4,15 +4,12 @@
 """
 import csv
 import json
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, endpoint
 
 import evaluate
-from runtime import Mistake, Refused, read_jsonl, write_jsonl
+from runtime import read_jsonl, write_jsonl
 from toolstar import scores, sets
 from toolstar.sets import SETS, contaminated, load_sets
 from toolstar.text import golds_of
@@ -111,34 +108,6 @@ def test_every_published_form_is_read_and_every_other_row_counted_by_cause(publi
     assert "gaia             1 tasks; 1 needs a file" in capsys.readouterr().out
 
 
-def test_rows_that_cannot_be_used_and_missing_sets_are_counted_and_nothing_stops(tmp_path, capsys):
-    put(tmp_path / "gsm8k.jsonl", [
-        {"q": "How many?", "a": "4"}, {"question": "How many?", "answer": None},
-        {"question": " ", "answer": "4"}, {"question": "How many?", "answer": "4"},
-        {"question": "how many", "answer": "4"}, {"question": "How many, -?", "answer": "6"}])
-    sets.main(["read", "--sets", str(tmp_path), "--out", str(tmp_path / "out")])
-    said = capsys.readouterr().out
-    for told in ("gsm8k            2 tasks; 1 no question in its columns q, a",
-                 "1 no gold answer in its columns question", "1 a repeated question",
-                 "musique          0 tasks; no file or folder of that name in"):
-        assert told in said
-    golds = {task["golds"][0] for task in read_jsonl(tmp_path / "out/tasks.jsonl")}
-    assert golds == {"4", "6"}
-
-
-@pytest.mark.parametrize("content, fix", [
-    ({"gsm8k.jsonl": '{"q": 1}'}, "holds no question with an answer"),
-    ({"gsm8k.jsonl": "", "gsm8k.json": ""}, "are both gsm8k: remove one"),
-    ({"gsm8k.jsonl": '{"question": "a"}\n{"ques'}, "gsm8k.jsonl, line 2: not JSON"),
-    ({"gsm8k.json": "[[1]]"}, "must be an object of named values"), (None, "is not a folder")])
-def test_a_file_that_cannot_be_read_is_one_line_with_the_fix(tmp_path, content, fix):
-    for name, text in (content or {}).items():
-        put(tmp_path / "sets" / name, [])
-        (tmp_path / "sets" / name).write_text(text)
-    with pytest.raises(SystemExit, match=f"toolstar.sets: .*{fix}"):
-        sets.main(["read", "--sets", str(tmp_path / "sets"), "--out", str(tmp_path / "out")])
-
-
 @pytest.mark.parametrize("nothing", [NAN, None, "nan", "None", "<NA>", "", []])
 @pytest.mark.parametrize("name", ["hle", "gaia", "musique", "math500"])
 def test_a_row_with_a_missing_value_in_any_column_is_read_or_counted(tmp_path, name, nothing):
@@ -155,41 +124,15 @@ def test_a_row_with_a_missing_value_in_any_column_is_read_or_counted(tmp_path, n
             assert found["id"] == (f"{name}/1" if column == "id" else f"{name}/i")
 
 
-@pytest.mark.parametrize("column, name", [("image", "hle"), ("answerable", "musique")])
-@pytest.mark.parametrize("flag", [False, "False", "false", 0, "0", 0.0])
-def test_a_flag_that_says_no_is_read_in_all_its_forms(tmp_path, column, name, flag):
-    put(tmp_path / f"{name}.jsonl", [{"question": "q", "answer": "a", column: flag}])
-    assert len(load_sets(tmp_path)[0]) == (column == "image")
-
-
-def test_a_folder_of_a_training_split_is_read_where_the_set_is_published_so(tmp_path):
-    rows = [{"ID": "2024-I-4", "Problem": "x", "Answer": 33}]
-    put(tmp_path / "aime24/data/train-00000-of-00001.jsonl", rows)
-    put(tmp_path / "musique/train.jsonl", [{"question": "q", "answer": "a"}])
-    assert [(task["set"], task["golds"]) for task in load_sets(tmp_path)[0]] == [("aime24", ["33"])]
-
-
-def test_as_many_are_drawn_as_the_paper_plays_always_the_same(tmp_path):
-    put(tmp_path / "bamboogle.jsonl", [{"question": f"q{i}", "answer": "a"} for i in range(130)])
-    every, paper, few = (load_sets(tmp_path, sample)[0] for sample in (0, None, 7))
-    assert [len(tasks) for tasks in (every, paper, few)] == [130, 125, 7]
-    assert few == load_sets(tmp_path, 7)[0] and few != every[:7]
-    assert load_sets(tmp_path, 7)[1]["bamboogle"] == {"not drawn": 123}
-
-
 @pytest.mark.parametrize("value, golds", [
     # lists that numpy and pandas have printed
     ("['Paris' 'City of Paris']", ["Paris", "City of Paris"]), ("['1' '2']", ["1", "2"]),
-    ("['a'\n 'b']", ["a", "b"]), ("array(['a', 'b'], dtype=object)", ["a", "b"]),
     ("[array(['a', 'b'], dtype=object)]", ["a", "b"]), ("['a' 'b' ... 'z']", ["a", "b", "z"]),
-    ("array(['a', 'b'], dtype='<U1')", ["a", "b"]), ("[['a' 'b']\n ['c' 'd']]", [*"abcd"]),
     ("array([], dtype=object)", []), ("[3.]", ["3"]),
     # as Python and JSON print them
     ("['New York', 'NYC']", ["New York", "NYC"]), ('["a", "b"]', ["a", "b"]),
     ("""["it's" 'x']""", ["it's", "x"]), ("['O'Brien', 'x']", ["O'Brien", "x"]),
-    ("('a', 'b')", ["a", "b"]), ("{'a', 'b'}", ["a", "b"]), ("[1, 'Paris']", ["1", "Paris"]),
     ("[['a', 'b'], ['c']]", ["a", "b", "c"]), (["['a' 'b']"], ["a", "b"]),
-    ("[New York, NYC]", ["New York", "NYC"]), ("[u'a', u\"b\"]", ["a", "b"]),
     (r"['\frac{1}{2}' '\theta']", [r"\frac{1}{2}", r"\theta"]), ("['a';'b']", ["a", "b"]),
     # as data sets keep them in objects; one that cannot be read is no gold
     ({"target": "['x' 'y']"}, ["x", "y"]), ("{'target': ['x']}", ["x"]),
@@ -198,7 +141,6 @@ def test_as_many_are_drawn_as_the_paper_plays_always_the_same(tmp_path):
     # nothing is no gold
     ("['Paris', nan]", ["Paris"]), ("['Paris', None]", ["Paris"]), (NAN, []), (["a", NAN], ["a"]),
     ([None], []), ("[None]", []), ("[nan]", []), (None, []), ("", []), ("[]", []), ([], []),
-    ("None", []), ("<NA>", []), (" nan ", []), ("['a', <NA>]", ["a"]), ("['a', Infinity]", ["a"]),
     (float("inf"), []), ("['None']", ["None"]),
     # numbers, of which parquet may have made floats
     (5, ["5"]), ([0], ["0"]), (3.0, ["3"]), (2.5, ["2.5"]), ("['a', 3.0]", ["a", "3"]),
@@ -234,41 +176,7 @@ def test_a_task_that_a_set_asks_is_dropped_and_listed(tmp_path):
         ("1", "bamboogle/b"), ("3", "bamboogle/b")]
 
 
-def test_without_a_question_of_a_set_nothing_is_called_clean(tmp_path):
-    (tmp_path / "sets").mkdir()
-    with pytest.raises(Mistake, match="holds no question of the sets"):
-        sets.questions_of(tmp_path / "sets")
-
-
 # ------------------------------------------------------------------------------------------ scores
-
-
-@contextmanager
-def endpoint(reply):
-    """URL of an OpenAI-compatible server; reply(messages) -> a text, or a status."""
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            said = reply(body["messages"])
-            message = {"role": "assistant", "content": said}
-            text = json.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "m",
-                               "choices": [{"index": 0, "finish_reason": "stop",
-                                            "message": message}]}).encode()
-            self.send_response(said if isinstance(said, int) else 200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *words):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
 
 
 def task(name, number, golds, **more):
@@ -313,18 +221,6 @@ def test_the_marks_of_a_play_are_those_computed_by_hand():
     assert scores.marks_of(played(half, "<answer>2</answer>"), "unread")["right"] == 0
 
 
-def test_a_choice_that_normalizes_to_nothing_is_no_part_of_every_answer():
-    choice = task("hle", 1, ["A"])
-    for said, right in (("(A)", 1), ("the", 0), ("B", 0)):
-        marks = scores.marks_of(played(choice, f"<answer>{said}</answer>"), None)
-        assert marks["equal"] == marks["em"] == marks["f1"] == marks["sub_em"] == right
-
-
-def test_golds_that_normalize_to_nothing_count_beside_others():
-    marks = scores.marks_of(played(task("hle", 1, ["A", "B"]), "<answer>A</answer>"), None)
-    assert marks["right"] == marks["em"] == marks["f1"] == marks["sub_em"] == 1
-
-
 def test_a_set_is_summed_up_as_by_hand():
     def mark(right, calls):
         return dict.fromkeys(("right", "equal", "em", "f1", "sub_em"), right) | {
@@ -365,30 +261,20 @@ def judged(tmp_path):
 
 def test_prose_and_neither_word_are_never_right_and_nothing_is_asked_again(judged):
     folder, words = judged
-    asked = []
 
-    def reply(messages):
-        number = messages[0]["content"].split("gaia ")[1][0]
-        asked.append(number)
-        assert "Paris" in messages[0]["content"] and "in France" in messages[0]["content"]
-        return VERDICTS[number]
+    def number(request):
+        return request["messages"][0]["content"].split("gaia ")[1][0]
 
-    with endpoint(reply) as url:
+    with endpoint(lambda request: VERDICTS[number(request)]) as (url, asked):
         for _ in "first", "again":
             scores.main([*words, "--judge", f"{url}=m"])
-    assert sorted(asked) == [*"12345"]
+    assert sorted(map(number, asked)) == [*"12345"]
+    assert all("Paris" in str(one) and "in France" in str(one) for one in asked)
     told = {row["play"][5]: row["verdict"] for row in read_jsonl(folder / "out/judged-rl.jsonl")}
     assert told == FOUND
     found = json.loads((folder / "out/table.json").read_text())["rl"]["gaia"]
     assert found["score"] == found["judge"] == pytest.approx(2 / 6) and found["equal"] == 0
     assert found["unread"] == pytest.approx(2 / 6) and found["no answer"] == pytest.approx(1 / 6)
-
-
-def test_a_play_that_the_judge_refuses_is_unread():
-    def refuse(messages):
-        raise Refused("content_filter")
-
-    assert scores.ask_judge(refuse, task("gaia", 1, ["4"]), "5") == ("unread", "content_filter")
 
 
 def test_an_answer_cannot_step_out_of_its_place_before_the_judge():
@@ -404,31 +290,6 @@ def test_an_answer_cannot_step_out_of_its_place_before_the_judge():
 # ------------------------------------------------------------------------------------------- table
 
 
-def test_the_table_has_the_papers_numbers_and_leaves_unknown_cells_empty(tmp_path, capsys):
-    tasks = [task(name, i, ["4"]) for name in SETS if name != "gaia" for i in (1, 2)]
-    write_jsonl(tmp_path / "tasks.jsonl", tasks)
-    right = [played(row, "<answer>4</answer>", calls=1) for row in tasks]
-    half = [played(row, f"<answer>{3 + int(row['id'][-1] == '1')}</answer>", sample=k)
-            for row in tasks if row["set"] != "hle" for k in (0, 1)]
-    stray = played(task("aime24", 3, ["4"]), "<answer>4</answer>")
-    write_jsonl(tmp_path / "base/episodes.jsonl", half[:-1] + [stray])
-    write_jsonl(tmp_path / "rl/episodes.jsonl", right)
-    scores.main(["--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "out"),
-                 "--runs", str(tmp_path / "base"), str(tmp_path / "rl")])
-    said = capsys.readouterr().out
-    assert said.strip() == (tmp_path / "out/table.md").read_text().strip()
-    rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in said.splitlines()]
-    table = {row[0]: row[1:] for row in rows[:15]}
-    assert table["%, avg@k"] == ["score", "questions", "the paper's", "paper, 3B", "base", "rl"]
-    assert table["aime24"] == ["right", "2", "30", "20.0", "50.0 (0.0 to 100.0)",
-                               "100.0 (15.8 to 100.0)"]  # of 2 in 2: 1 - 0.025^(1/2) below
-    assert table["hotpotqa"][:4] == ["f1", "2", "200", "51.9"]
-    assert [table[name][3] for name in ("math500", "2wiki", "musique")] == [""] * 3
-    assert table["gaia"] == ["right", "0", "103", "15.5", "-", "-"]
-    assert table["hle"][4:] == ["-", "100.0 (15.8 to 100.0)"]
-    assert table["mean of the first ten"] == ["", "", "", "46.1", "50.0", "100.0"]
-
-
 def test_published_questions_are_played_by_evaluate_with_tools_and_scored(published, tmp_path):
     """The three commands, one after the other; an endpoint plays, which searches, then answers."""
     world = tmp_path / "world"
@@ -437,7 +298,8 @@ def test_published_questions_are_played_by_evaluate_with_tools_and_scored(publis
     (world / "tools.json").write_text(json.dumps({"tools": ["Search"]}))
     golds = {t["query"]: t["golds"] for t in load_sets(published)[0]}
 
-    def reply(messages):
+    def reply(request):
+        messages = request["messages"]
         if len(messages) == 2:
             return ('<think>x</think><tool_call>{"name": "Search", "arguments": {"query": "mayor"}}'
                     '</tool_call>')
@@ -446,7 +308,7 @@ def test_published_questions_are_played_by_evaluate_with_tools_and_scored(publis
 
     tasks, out = str(tmp_path / "data/tasks.jsonl"), str(tmp_path / "eval")
     sets.main(["read", "--sets", str(published), "--out", str(tmp_path / "data")])
-    with endpoint(reply) as url:
+    with endpoint(reply) as (url, _):
         evaluate.main(["--env", "tools", "--database", str(world), "--tasks", tasks, "--url", url,
                        "--model", "m", "--samples", "2", "--concurrency", "2", "--out", out])
     scores.main(["--tasks", tasks, "--runs", f"m={out}/m", "--out", str(tmp_path / "scores")])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import runtime
 import sft
+import zero3
 from runtime import Mistake, read_jsonl, write_jsonl
 
 EPISODE = [
@@ -30,7 +31,7 @@ def samples():
     for _ in range(9):
         n = draw.randint(8, 60)
         ids, mask = ([draw.randrange(top) for _ in range(n)] for top in (300, 2))
-        made.append(sft.Rendered(ids, [0, 0, 0, *mask[3:-1], 1]))
+        made.append(runtime.Rendered(ids, [0, 0, 0, *mask[3:-1], 1]))
     return made
 
 
@@ -44,7 +45,7 @@ def trained_on(sample, template):
 
 
 def test_ids_are_the_chat_templates_and_the_mask_covers_replies_and_their_end_token(template):
-    rendered = sft.render(EPISODE, template)
+    rendered = runtime.render(EPISODE, template)
     whole = template.encode(template.tokenizer.apply_chat_template(EPISODE, tokenize=False))
     n = len(rendered.ids)
     assert rendered.ids == whole[:n] and template.tokenizer.decode(whole[n:]) == "\n"
@@ -60,7 +61,7 @@ def load(rows, template, tmp_path, cutoff=1000):
 def test_an_episode_over_the_cutoff_is_dropped_whole(template, tmp_path):
     rows = [{"messages": [*EPISODE[:4], {"role": "assistant", "content": "7" * n}]}
             for n in (1, 9, 30, 50)]
-    lengths = [len(sft.render(row["messages"], template).ids) for row in rows]
+    lengths = [len(runtime.render(row["messages"], template).ids) for row in rows]
     kept, dropped = load(rows, template, tmp_path, lengths[1])
     assert [len(sample.ids) for sample in kept] == lengths[:2] and dropped == 2
 
@@ -91,7 +92,7 @@ BAD = {"two replies": [*EPISODE[:3], EPISODE[2]], "two queries": [*EPISODE[:4], 
 @pytest.mark.parametrize("odd", BAD)
 def test_a_row_that_would_not_be_trained_as_it_stands_is_refused_with_its_line(
         odd, template, tmp_path):
-    with pytest.raises(Mistake, match=r"rows.jsonl:2: "):
+    with pytest.raises(Mistake, match="rows.jsonl, row 2: "):
         load([{"messages": EPISODE}, {"messages": BAD[odd]}], template, tmp_path)
 
 
@@ -102,7 +103,7 @@ def test_files_without_replies_are_refused(template, tmp_path):
 
 
 def test_every_epoch_visits_every_episode_once_in_another_order():
-    drawn = [i for step in range(15) for i in sft.batch_of(step, 10, 4, SEED)]
+    drawn = [i for step in range(15) for i in zero3.batch_of(step, 10, 4, SEED)]
     epochs = [drawn[i : i + 10] for i in range(0, 60, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) > 1
@@ -113,7 +114,7 @@ def test_every_epoch_visits_every_episode_once_in_another_order():
        st.integers(100, 9000), st.booleans())
 def test_every_sample_is_dealt_once_within_the_budget_and_ranks_get_as_many_micro_batches(
         lengths, ranks, budget, packed):
-    hands = sft.micro_batches(lengths, ranks, budget, packed)
+    hands = zero3.micro_batches(lengths, ranks, budget, packed)
     assert sorted(i for hand in hands for micro in hand for i in micro) == [*range(len(lengths))]
     assert len(hands) == ranks and len({len(hand) for hand in hands}) == 1 and hands[0]
     for micro in (micro for hand in hands for micro in hand if len(micro) > 1):
@@ -141,7 +142,7 @@ def test_sixteen_ranks_hardly_wait_for_each_other(sigma, least, packed):
         draw = random.Random(f"{SEED}/{seed}")
         lengths = [min(30_000, max(500, round(10_300 * math.exp(
             draw.gauss(-sigma * sigma / 2, sigma))))) for _ in range(256)]
-        hands = sft.micro_batches(lengths, 16, 32_768, packed)
+        hands = zero3.micro_batches(lengths, 16, 32_768, packed)
         found.append(efficiency(hands, lengths, packed))
     assert sum(found) / len(found) >= least - 0.01 * (not packed), "padding costs a little more"
 
@@ -162,16 +163,25 @@ def test_chunked_logps_entropy_and_gradients_are_those_of_whole_logits(chunk, mo
     torch.manual_seed(SEED)
     head = torch.nn.Linear(5, 11, bias=False)
     lm = SimpleNamespace(get_output_embeddings=lambda: head)
-    monkeypatch.setattr(runtime, "LOGITS", chunk * 11)
+    monkeypatch.setattr(zero3, "LOGITS", chunk * 11)
     hidden, weight = torch.randn(7, 5, requires_grad=True), head.weight
     targets, grad, t = torch.tensor([0, 3, 10, 3, 2, 7, 7]), torch.randn(7), 0.7
-    logps, entropy = sft.Policy.head(SimpleNamespace(lm=lm), hidden, targets, t)
+    logps, entropy = zero3.Policy.head(SimpleNamespace(lm=lm), hidden, targets, t)
     found = torch.autograd.grad((logps * grad).sum(), (hidden, weight))
     whole = torch.log_softmax(hidden @ weight.T / t, -1)
     chosen = whole.gather(-1, targets[:, None]).squeeze(-1)
     torch.testing.assert_close(logps, chosen)
-    torch.testing.assert_close(entropy, -(whole.exp() * whole).sum(-1))
-    torch.testing.assert_close(found, torch.autograd.grad((chosen * grad).sum(), (hidden, weight)))
+    nats = -(whole.exp() * whole).sum(-1)
+    torch.testing.assert_close(entropy, nats)
+    torch.testing.assert_close(found, torch.autograd.grad((chosen * grad).sum(), (hidden, weight),
+                                                          retain_graph=True))
+    for share in (0.0, 1.0):  # an entropy bonus, alone and beside the log-probabilities
+        logps, entropy = zero3.Policy.head(SimpleNamespace(lm=lm), hidden, targets, t)
+        ours, theirs = ((share * one + two.square() if share else two.square()).sum()
+                        for one, two in ((logps * grad, entropy), (chosen * grad, nats)))
+        torch.testing.assert_close(
+            torch.autograd.grad(ours, (hidden, weight)),
+            torch.autograd.grad(theirs, (hidden, weight), retain_graph=True))
 
 
 def test_the_heads_gradient_is_summed_over_chunks_in_float32(monkeypatch):
@@ -181,8 +191,8 @@ def test_the_heads_gradient_is_summed_over_chunks_in_float32(monkeypatch):
     exact = weight.detach().double().requires_grad_()
     whole = torch.log_softmax(hidden.double() @ exact.T, -1).gather(-1, targets[:, None])
     (wanted,) = torch.autograd.grad(whole.sum(), exact)
-    monkeypatch.setattr(runtime, "LOGITS", 5 * 50)  # 180 chunks
-    logps, _ = runtime.chunked_logps()(hidden, weight, targets, 1.0)
+    monkeypatch.setattr(zero3, "LOGITS", 5 * 50)  # 180 chunks
+    logps, _ = zero3.ChunkedLogps.apply(hidden, weight, targets, 1.0)
     (found,) = torch.autograd.grad(logps.sum(), weight)
     assert (found.double() - wanted).norm() < 0.006 * wanted.norm()
 
@@ -191,7 +201,7 @@ def gradient(policy, samples, micros, packed):
     """The summed gradient of these micro-batches' losses."""
     engine = Plain(policy)
     for micro in micros:
-        logps, _ = engine(*sft.collate([samples[i] for i in micro], packed, "cpu"))
+        logps, _ = engine(*zero3.collate([samples[i] for i in micro], packed, "cpu"))
         engine.backward(-logps.sum() * bool(micro) / 100)
     return engine.gradient()
 
@@ -206,7 +216,7 @@ def alone(policy, samples):
 @pytest.mark.parametrize("budget", [120, 10_000])
 def test_the_gradient_depends_neither_on_micro_batches_nor_on_packing(
         policy, samples, alone, packed, budget):
-    micros = sft.micro_batches([len(sample.ids) for sample in samples], 1, budget, packed)[0]
+    micros = zero3.micro_batches([len(sample.ids) for sample in samples], 1, budget, packed)[0]
     found = gradient(policy, samples, micros, packed)
     assert (found - alone).norm() <= 5e-6 * alone.norm()  # float32 keeps seven digits of each sum
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=4e-6 * alone.abs().max().item())
@@ -230,9 +240,10 @@ def test_a_tiny_model_learns_all_that_there_is_to_learn(student):
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_learns(tiny_model, episodes, student, tmp_path):
-    train("sft.py", tmp_path / "sft", SFT, "--model", tiny_model, "--data", episodes,
-          "--keep-activations 200", ranks=2)
+@pytest.mark.parametrize("words", ["--keep-activations 200", "--zero 2"])
+def test_two_ranks_learn_what_one_learns(words, tiny_model, episodes, student, tmp_path):
+    train("sft.py", tmp_path / "sft", SFT, "--model", tiny_model, "--data", episodes, words,
+          ranks=2)
     one, two = (read_jsonl(out / "log.jsonl") for out in (student, tmp_path / "sft"))
     for key, digits in (("loss", 1e-3), ("gnorm", 1e-2)):
         assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=digits)

@@ -2,20 +2,17 @@
 
     python -m pytest tests/test_teacher.py     (STAR_TEST_DATA=../shared for the official database)
 """
-import os
 import re
 
 import pytest
+from conftest import SEED
 
 import synth
-from runtime import join_words, read_jsonl
+from runtime import read_jsonl
 from sandbox import parse
 from travel import solver
 from travel.constraints import score
-from travel.dead_ends import count_dead_ends
-from travel.teacher import spelled
 
-SEED = int(os.environ.get("TEST_SEED", "0"))
 NUMBER = r"\d+(?:[.:]\d+)*"
 TERM = rf"\$?{NUMBER}(?: x \d+(?: (?:rooms|cars|people))?)?"
 EQUATION = rf"((?:{TERM})(?: [+-] {TERM})*) = \$?({NUMBER})"
@@ -162,59 +159,3 @@ def test_a_dead_end_is_one(rows):
                 city = parse(row["messages"][2 * len(shown) - 2]["content"]).arguments["city"]
                 assert not [bed for bed in solver.lodgings(task, database, city)
                             if bed.nights <= task["days"] - task["visiting_city_number"]]
-
-
-def test_a_teacher_looks_at_beds_before_it_splits_the_nights(rows):
-    for row, _ in rows:
-        split = False
-        calls = [parse(each["content"]) for each in row["messages"][2::2]]
-        for (thought, _), call in zip(thoughts(row), calls, strict=True):
-            split = split or "the nights as" in thought or "The nights are" in thought
-            assert not (split and call.name == "SearchAccommodation")
-        assert split == (row["task"]["days"] > 3)
-
-
-def test_exploring_episodes_meet_a_dead_end_and_leave_it(rows):
-    for row, database in rows:
-        said = str(row["messages"])
-        assert ("dead end" in said) == (row["model"] == "solver, exploring")
-        met, left, kept = count_dead_ends(row, database).values()
-        assert left and not kept if met else left is kept is None
-        if "dead end" in said and not re.search(r"is more than \$|and the budget is", said):
-            assert met
-    assert sum(row["model"] == "solver, exploring" for row, _ in rows) > 20
-
-
-def test_a_plan_by_an_invented_flight_keeps_a_dead_end_and_no_plan_does_not(rows):
-    met = [(row, database) for row, database in rows if "no available flight" in str(row)]
-    assert len(met) > 20
-    for row, database in met:
-        day = row["plan"][0] | {"transportation": "Flight Number: F0000000, from A to B"}
-        plans = ([day, *row["plan"][1:]], [True, False, True]), (None, [True, False, False])
-        for plan, found in plans:
-            assert [*count_dead_ends(row | {"plan": plan}, database).values()] == found
-        failed = [each | {"content": each["content"].replace("<tool_response>", "")}
-                  for each in row["messages"]]  # no result is the database's
-        assert not count_dead_ends(row | {"messages": failed}, database)["dead end: met"]
-
-
-def test_no_search_is_made_twice(rows):
-    for row, _ in rows:
-        calls = [each["content"].split("</think>")[1] for each in row["messages"][2:-1:2]]
-        assert len(calls) == len(set(calls))
-
-
-def test_thoughts_hold_no_slip(rows):
-    slips = (r"[{}]| /|  |\.\.| [.,;]", r"\b1 (nights|people|cities|meals|hotels|rooms)\b",
-             r"\b([2-9]|\d\d) (night|person|city|meal|hotel)\b", r"\b([a-z]+) \1\b", r"\$\$",
-             r"[.?] [a-z]")
-    for row, _ in rows:
-        for thought, _ in thoughts(row):
-            text = re.sub(r"\[[^\]]*\]", "[X]", thought)
-            assert not [slip for slip in slips if re.search(slip, text)], thought
-
-
-def test_sums_are_spelled_out():
-    assert spelled((80, 2), (35.5, 1)) == "$80 x 2 + $35.50 = $195.50"
-    assert spelled((80, 1)) == "$80" and spelled((80, 3), noun=" rooms") == "$80 x 3 rooms = $240"
-    assert join_words(["a"]) == "a" and join_words(["a", "b", "c"]) == "a, b and c"

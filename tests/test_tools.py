@@ -1,24 +1,18 @@
 """The tools world: settings, grammars, cache, the tools' results, and plays in the stages."""
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SEED, Letters, Scripted, free_port, train
+from conftest import ROOT, SEED, Letters, answering, free_port, train
 from hypothesis import given
 from hypothesis import strategies as st
-from test_retriever import answering
 
 import runtime
-import sft
-from runtime import Mistake, Template, ToolCalls
-from sandbox import Action
+from runtime import Mistake, Template
 from tiny.facts import PageServer
 from toolstar import tools
 from toolstar.tools import as_tags, parse_tags, parse_turn, read_settings
@@ -30,21 +24,6 @@ CALL = '<think>x</think><tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 PRINT = CALL % ("Python", '{"code": "print(6 * 7)"}')
 LOOK = CALL % ("Search", '{"query": "tower"}')
 DONE = "<think>x</think><answer>42</answer>"
-
-
-@pytest.fixture(scope="session")
-def jail():
-    """A jail that all worlds of this file share, since a new one takes a second to start."""
-    from toolstar.jail import Jail, JailError
-
-    try:
-        jail = Jail(2)
-    except JailError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
-    yield jail
-    jail.close()
 
 
 @pytest.fixture
@@ -95,14 +74,6 @@ def test_a_wrong_setting_is_one_line_that_names_the_file_and_the_key(tmp_path, t
     assert said.startswith(str(tmp_path / "tools.json")) and why in said and "\n" not in said
 
 
-def test_a_folder_without_settings_or_corpus_is_named(tmp_path):
-    with pytest.raises(Mistake, match="tools.json must hold .*No such file"):
-        read_settings(tmp_path)
-    (tmp_path / "tools.json").write_text('{"tools": ["Search"]}')
-    with pytest.raises(Mistake, match="corpus.jsonl is missing"):
-        tools.Tools(read_settings(tmp_path))
-
-
 @pytest.mark.parametrize("change, why", [
     ({"golds": "42"}, "'golds' must be a list"), ({"golds": []}, "'golds' must be a list"),
     ({"check": "em"}, "a 'check', math or qa"), ({"needs": ["bing"]}, "'needs' must be some"),
@@ -114,15 +85,6 @@ def test_a_task_that_cannot_be_judged_is_refused_by_its_key(make, change, why):
     assert world.load_task(TASK) == TASK
     with pytest.raises(Mistake, match=why):
         world.load_task(TASK | change)
-
-
-@pytest.mark.parametrize("grammar", ["turns", "tags"])
-def test_the_prompt_declares_the_tools_that_there_are_and_the_budget(make, grammar):
-    world = make(grammar=grammar, max_calls=3, tools=["Python"])
-    prompt = play(world).messages[0]["content"]
-    assert "3 calls in all" in prompt and "{" + "tools}" not in prompt
-    assert ("Python" in prompt or "<python>" in prompt)
-    assert '"name": "Browse"' not in prompt and "<browse>" not in prompt
 
 
 # ---------------------------------------------------------------- grammars
@@ -156,20 +118,6 @@ def test_only_stop_strings_of_the_world_end_a_segment():
     reply = "<think>not </browse> but</think><search>q</search>>"
     assert parse_tags(reply, ("</search>",)).arguments == {"query": "q"}
     assert parse_tags("<answer>the tag </browse></answer>", ("</search>",)).kind == "answer"
-
-
-def test_a_call_that_ends_within_a_token_is_answered_in_play(make):
-    said = iter(["<think>x</think><python>print(6 * 7)</python><",
-                 "<think>x</think><answer>\\boxed{42}</answer>"])
-    world = make(grammar="tags")
-    episode = play(world, *said)
-    assert episode.messages[3]["content"] == " <result>\n42\n</result>"
-    assert world.verdict(episode)[2] == 1
-
-
-def test_a_program_in_a_call_may_have_line_breaks_as_they_are():
-    reply = CALL % ("Python", '{"code": "a = 1\nprint(a)"}')
-    assert parse_turn(reply).arguments == {"code": "a = 1\nprint(a)"}
 
 
 PIECES = ["<think>", "</think>", "<search>", "</search>", "<python>", "</python>", "<answer>",
@@ -220,7 +168,7 @@ def test_a_result_cannot_forge_a_tag_or_the_end_of_a_turn(make, grammar):
     assert forged.sandbox.calls[0]["escaped"] == 9
     said = sum(len(template.encode(m["content"])) for m in forged.messages
                if m["role"] == "assistant")
-    ids, mask = sft.render(forged.messages, template)
+    ids, mask = runtime.render(forged.messages, template)
     ends = 2 if grammar == "turns" else 1  # of the policy; the template's own end the prompt's
     assert sum(mask) == said + ends and forged.answer and forged.stop == "answer"
     assert ids.count(0) == ends + 2 + (grammar == "turns")
@@ -254,47 +202,12 @@ def test_the_outcome_of_a_program_is_reported(make, program, status, shown):
     assert shown in episode.messages[3]["content"]
 
 
-@pytest.mark.parametrize("name, arguments, why", [
-    ("Python", '{"query": "a"}', "Python takes texts: code"), ("Python", "3", "takes texts"),
-    ("Search", '{"query": 3}', "takes texts"), ("Search", '{"query": " "}', "needs a query"),
-    ("Browse", '{"url": "u", "to": "v"}', "there is no tool 'Browse'")])
-def test_wrong_arguments_are_reported_and_run_no_tool(make, name, arguments, why):
-    world = make()
-    episode = world.episode(TASK, "s", ARGS)
-    episode.strict = False
-    assert why in episode.step(CALL % (name, arguments))
-    assert not world.faults.last
-
-
-def test_arguments_nested_as_deep_as_json_goes_are_an_error(make):
-    deep = "[" * 900 + "]" * 900
-    for call in (CALL % ("Search", deep), CALL % ("Search", f'{{"query": {deep}}}')):
-        record = play(make(), call, DONE).record()
-        assert record["tools"][0]["status"] == "error" and json.dumps(record)
-
-
 def test_a_call_again_after_a_tool_has_failed_is_no_repetition(make):
     episode = play(make(), LOOK)
     episode.sandbox.calls[0]["status"] = "injected"
     episode.step(LOOK)
     episode.step(LOOK)
     assert [call["repeated"] for call in episode.sandbox.calls] == [False, False, True]
-
-
-def test_episodes_in_tags_are_judged_by_their_own_text(make):
-    world = make(grammar="tags")
-    said = "<think>x</think><answer>42</answer>"  # the reference wants a box
-    assert world.verdict(play(world, said))[1]["released"] == -1
-
-
-def test_a_reply_that_lenient_play_has_mended_is_no_whole_form(make):
-    world = make()
-    episode = world.episode(TASK, "seed", ARGS)
-    episode.strict = False
-    episode.step("<answer>42</answer>")
-    _, score, strictly = world.verdict(episode)
-    assert (episode.stop, score["success"], strictly) == ("answer", 1, 0)
-    assert world.reward(score, "strict") == -1
 
 
 @pytest.mark.parametrize("said, paid", [
@@ -330,13 +243,6 @@ def test_one_call_too_many_is_refused_and_the_next_ends_the_play(make):
     assert world.reward(score, "strict") == world.reward(score, "paper") == -1
 
 
-def test_a_fork_has_calls_of_its_own(make):
-    episode = play(make(), PRINT)
-    twin = episode.fork("other")
-    twin.step(LOOK)
-    assert [len(e.sandbox.calls) for e in (episode, twin)] == [1, 2]
-
-
 def test_failures_are_injected_and_are_no_fault_of_a_tool(make):
     world = make()
     episode = play(world, *[PRINT] * 5, failure_rate=1.0)
@@ -345,51 +251,7 @@ def test_failures_are_injected_and_are_no_fault_of_a_tool(make):
     assert episode.record()["failures"] == 5 and not world.faults.last
 
 
-def test_results_of_searches_are_kept_and_those_of_programs_are_not(make):
-    world, asked = make(), {"query": "the tallest tower"}
-    first = world.answer("Search", asked)
-    world.retriever = None  # who asked it would fail
-    assert not first[2] and world.answer("Search", asked) == (*first[:2], True)
-    assert [world.answer("Python", {"code": "print(1)"})[2] for _ in range(2)] == [False, False]
-
-
-# ---------------------------------------------------------------- commands
-
-
-def command(*words):
-    return subprocess.run([sys.executable, "-m", "toolstar.tools", *map(str, words)], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A copy of the world that ships with the repository."""
-    for name in ("corpus.jsonl", "tools.json"):
-        (tmp_path / name).write_bytes((FILE / name).read_bytes())
-    return tmp_path
-
-
-@pytest.mark.slow
-def test_check_calls_each_tool_and_says_how_programs_are_locked_up(folder, jail):
-    done = command("check", "--database", folder)
-    assert done.returncode == 0, done.stderr
-    for line in ("Python jailed", "    network ", "-> ok\nDoc 1 ", "-> ok\n42\n", "-> error\n"):
-        assert line in done.stdout
-    (folder / "tools.json").write_text('{"tools": ["Search"], "retriever": "http://127.0.0.1:9"}')
-    done = command("check", "--database", folder)
-    assert done.returncode == 1 and "127.0.0.1:9/retrieve does not answer" in done.stderr
-
-
 # ---------------------------------------------------------------- broken tools
-
-
-def test_more_than_ten_broken_calls_in_the_last_thousand_stop_the_run():
-    faults = tools.Faults()
-    for _ in range(tools.MOST_BROKEN):
-        faults.note("Search", "refused")
-        faults.note("Search", "")
-    with pytest.raises(SystemExit, match="Search has failed in 11 of the last 21 calls: refused"):
-        faults.note("Search", "refused")
 
 
 @pytest.mark.slow
@@ -433,39 +295,6 @@ def test_programs_may_run_on_a_sandboxfusion_server():
         remote.close()
 
 
-def test_a_retriever_of_another_kind_stops_before_anything_is_spent(make):
-    with (answering(lambda request: (200, {"hits": []})) as url,
-          pytest.raises(Mistake, match="/retrieve does not answer: KeyError")):
-        make(retriever=url)
-
-
-@pytest.mark.slow
-def test_a_play_goes_on_through_kills_of_workers_and_pages(make, jail):
-    """Right answers, or calls that say that they broke; no play ends otherwise."""
-    server = PageServer([FILE], 0)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    port, page = server.server_port, next(iter(server.texts))
-    world = make(tools=["Search", "Python", "Browse"], allow=[f"127.0.0.1:{port}"])
-    browse = CALL % ("Browse", json.dumps({"url": f"http://127.0.0.1:{port}{page}"}))
-    statuses = Counter()
-    for number in range(20):
-        if number % 2:
-            for worker in filter(None, list(jail.idle.queue)):
-                os.kill(worker.pid, signal.SIGKILL)
-        if number == 10:
-            server.shutdown()  # its pages are refused from now on
-        work = CALL % ("Python", json.dumps({"code": f"print(sum(range({number})) % 97)"}))
-        episode = play(world, work, browse, LOOK.replace("tower", f"tower {number}"), DONE)
-        calls = episode.sandbox.calls
-        assert calls[0]["status"] == "broken" or episode.messages[3]["content"] == (
-            f"<tool_response>\n{sum(range(number)) % 97}</tool_response>")
-        assert episode.stop == "answer" and len(calls) == 3
-        statuses.update((call["name"], call["status"]) for call in calls)
-    server.server_close()
-    assert statuses["Search", "ok"] == 20
-    assert statuses["Python", "ok"] >= 20 - tools.MOST_BROKEN
-
-
 # ---------------------------------------------------------------- overlap
 
 
@@ -494,87 +323,6 @@ def waiting(sandbox, n, seconds):
             for i in range(n)]
 
 
-def wait_once(text):
-    asked = text.partition("user\n")[2].partition("<|im_end|>")[0]
-    return "<think>x</think><answer>x</answer>\0" if "waited" in text else (
-        CALL % ("Wait", asked) + "\0")
-
-
-def test_plays_that_wait_for_a_tool_take_no_place_in_the_engine():
-    sandbox, engine = Slow(), Scripted(wait_once)
-    ended = list(engine.play(waiting(sandbox, 12, 0.3), concurrency=3, slow=True))
-    assert len(ended) == 12 and all(e.stop == "answer" for e in ended)
-    assert 3 < sandbox.most <= 12, "more than the engine has places, at most four times as many"
-
-
-def test_a_failure_of_a_tool_is_raised_when_the_others_are_handed_over():
-    class Fails(Slow):
-        def call(self, name, arguments):
-            if arguments["seconds"] < 0:
-                raise SystemExit("broken")
-            return super().call(name, arguments)
-
-    sandbox, ended = Fails(), []
-    episodes = waiting(sandbox, 5, 0.0)
-    episodes[2].messages[1]["content"] = '{"seconds": -1}'
-    with pytest.raises(SystemExit, match="broken"):
-        for episode in Scripted(wait_once).play(episodes, slow=True):
-            ended.append(episode)
-    assert len(ended) <= 4
-
-
-def test_with_tensor_parallel_ranks_one_calls_the_tools_and_all_play_the_same():
-    """Two ranks in two threads; what the first is told reaches the second through a pipe."""
-    import queue
-
-    pipe, results, sandbox = queue.Queue(), {}, Slow()
-
-    def agreed(leads):
-        def agree(value):
-            if leads:
-                pipe.put(value)
-                return value
-            return pipe.get(timeout=20)
-        return agree
-
-    def rank(leads):
-        calls, said = ToolCalls(True, 4, leads, agreed(leads)), {}
-        episodes = waiting(sandbox, 4, 0.0)
-        for i, episode in enumerate(episodes):
-            calls.start(i, episode, Action("call", "Wait", {"seconds": 0.02 * (4 - i)}))
-        calls.start("over", None, None)
-        while calls:
-            for play, observation in calls.ready(block=True):
-                said[play] = observation
-        calls.close()
-        results[leads] = said
-
-    threads = [threading.Thread(target=rank, args=(leads,)) for leads in (True, False)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert results[True] == results[False] == dict.fromkeys(range(4), "waited") | {"over": None}
-    assert list(results[True]) == list(results[False]), "in one order"
-    assert len(sandbox.called) == 4, "nobody pays twice"
-
-
-def test_the_questions_that_come_with_the_world_are_its_tasks(make):
-    world = make(tools=["Search"])
-    rows = runtime.read_jsonl(FILE / "questions.jsonl")
-    assert [world.load_task(row)["id"] for row in rows] == [row["id"] for row in rows]
-    places = (FILE / "corpus.jsonl").read_text("utf-8")
-    for row in rows:
-        if row["needs"] == ["search"]:
-            assert row["golds"][0] in places
-
-
-def test_mathematics_is_judged_while_others_still_play(make):
-    world = make(tools=["Search"])
-    episode = play(world, "<think>x</think><answer>\\frac{84}{2}</answer>")
-    assert episode.ahead.result() is True and world.verdict(episode)[2] == 1
-    assert play(world, "<think>x</think><answer></answer>").ahead is None
-    assert play(world, DONE, task={"id": "ask", "query": "?"}).stop == "answer"  # evaluate.py --ask
 
 
 # ---------------------------------------------------------------- stages

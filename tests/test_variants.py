@@ -16,7 +16,7 @@ from babble import Babble
 from conftest import ROOT, SEED, Plain, Replies, equal, flags_of, numbers, train, train_broken
 
 import grpo
-import sft
+import zero3
 from runtime import read_jsonl
 
 DIFFS = sorted((ROOT / "variants").glob("*.diff"))
@@ -214,7 +214,7 @@ def updates_of(one_rank, template, tmp_path):
         args, waiting, found = flags_of(module, f"{words} --max-turns 9"), [], []
         llm = Replies(template, lambda *_: ("1 2", 0.5))
         for step, reward in enumerate(rewards):
-            batch = [tasks[i] for i in module.batch_of(step, len(tasks), args.prompts, args.seed)]
+            batch = [tasks[i] for i in zero3.batch_of(step, len(tasks), args.prompts, args.seed)]
             samples, waiting = module.play_stretch(llm, template, WORLD, batch, step,
                                                    step + 1 == len(rewards), waiting, reward, args)
             found.append((samples, copy.deepcopy(waiting)))
@@ -281,7 +281,7 @@ def test_tokens_of_three_ages_have_the_gradient_of_whole_logits_in_float64(
         s.logps = [next(told) if m else 0.0 for m in s.mask]
         samples.append(s)
     in_loss = module.token_weights(module.group_advantages(samples), args)
-    engine, loss, fresh = Plain(sft.Policy(plain)), 0.0, []
+    engine, loss, fresh = Plain(zero3.Policy(plain)), 0.0, []
     line = module.learn(engine, in_loss, False, 0, 1, CPU, args)
     for s, weight in in_loss:
         logps, is_policy = logps_of(s), torch.tensor(s.mask).bool()
@@ -327,24 +327,3 @@ def test_a_fault_applies_and_says_where_it_happened_and_what_one_sees(diff, tmp_
     assert len(re.findall(r"^\+(?!\+\+ )", changes, re.MULTILINE)) <= 3
     assert re.search("^Happened: https://github.com/", head, re.MULTILINE)
     assert all(f"\n{field}: " in head for field in ("To see", "Not to see", "Stopped by"))
-
-
-def test_the_table_of_faults_marks_what_lies_beyond_the_seeds_and_where_the_bound_stops(
-        monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "variants")
-    import faults
-
-    def log(late, stops=9):  # eight updates, of which the last two count
-        return [dict.fromkeys(faults.KEYS, late if step > 6 else 50.0)
-                | {"step": step, "dlogp_mean": 2e-4 if step >= stops else 1e-5}
-                for step in range(1, 9)]
-
-    runs = {"one": log(1.0), "two": log(1.2), "other flags": log(3.0), "near": log(1.3),
-            "far": log(1.5, stops=3), "near others": log(3.3)}
-    right = {"near": "one", "far": "one", "near others": "other flags"}
-    rows = faults.table_of(runs, right, ["one", "two"]).splitlines()[2:]
-    cells = {name: (reward, stops) for _, name, reward, *_, stops, _ in
-             ([cell.strip() for cell in row.split("|")] for row in rows)}
-    assert cells == {"one": ("1", "–"), "two": ("1.2", "–"), "other flags": ("3", "–"),
-                     "near": ("1.3", "–"), "far": ("**1.5**", "update 3"),
-                     "near others": ("3.3", "–")}

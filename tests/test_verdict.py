@@ -1,24 +1,21 @@
 """Verdicts of the tools world: parity with Tool-Star's code, mathematics, rewards, hostile text."""
 import gzip
 import json
-import math
 import os
-import random
 import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from pathlib import Path
 
 import hypothesis
 import pytest
+from conftest import SEED
 from hypothesis import strategies as st
 
 from toolstar import mathematics, text, verdict
 from toolstar.mathematics import math_equal
 
-SEED = int(os.environ.get("TEST_SEED", 0))
 HEADER = verdict.HEADER
 
 
@@ -77,13 +74,6 @@ def test_token_f1_and_normalization_are_the_references(test_data):
         said = [text.normalize(case["p"]), [text.normalize(gold) for gold in golds]]
         assert said == case["n"]
     assert len(rows) == 500
-
-
-def test_text_is_cut_as_the_reference_cuts_it(test_data):
-    rows = cases(test_data, "truncate")
-    for case in rows:
-        assert text.truncate(case["s"], case.get("m", 400)) == case["v"]
-    assert len(rows) == 100
 
 
 def test_qa_metrics_are_the_references_but_the_best_alias_counts(test_data):
@@ -166,70 +156,16 @@ m+n = 109 ~ 109    \frac{m}{n}=\frac37 ~ \frac37    |AB| = 5 ~ 5    5\sqrt{2} \a
 \begin{pmatrix}1\\[4pt]2\end{pmatrix} ~ \begin{pmatrix}1\\2\end{pmatrix}
 Matrix([[1], [2]]) ~ \begin{pmatrix}1\\2\end{pmatrix}    576\pi\;m^{2} ~ 576\pi    (2516)_8 ~ 2516_8
 \ln(x^4y^2) ~ 4\ln x+2\ln y    \sqrt{50x^2} ~ 5x\sqrt2    10{,}000 ~ 10000    \$950 ~ 950
-\boxed{\frac{3}{4}} ~ 0.75    12 \text{ cm}^2 ~ 12    12\text{ cm}^2 ~ 1200\text{ mm}^2
-3 hours ~ 180 minutes    1.5 \text{ hours} ~ 90 \text{ minutes}    40 miles per hour ~ 40 mph
-25\% ~ 0.25    25 percent ~ \frac14    12.5\% ~ \frac{1}{8}    60^\circ ~ \frac{\pi}{3}
-60 degrees ~ 60    \angle ABC = 60^\circ ~ 60    x = 5 \text{ or } x = -5 ~ \pm 5
-x = 2, y = 3 ~ (2, 3)    (x, y) = (2, 3) ~ (2,3)    \{1,2,3\} ~ 3, 2, 1    1, 2, and 3 ~ 1,2,3
-[0, \infty) ~ x \geq 0    x \in [0, \infty) ~ x \ge 0
-(-\infty, 2) \cup (3, \infty) ~ x < 2 \text{ or } x > 3    -1 \le x < 4 ~ [-1,4)
-Matrix([[1, 2], [3, 4]]) ~ \begin{bmatrix}1&2\\3&4\end{bmatrix}
-\begin{bmatrix}1&2\\[6pt]3&4\end{bmatrix} ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
-\begin{vmatrix}1&2\\3&4\end{vmatrix} ~ -2    11_{10} ~ 1011_2    1011_{\text{two}} ~ 1011_2
-FF_{16} ~ 255    \text{FF}_{16} ~ 255_{10}    \approx 3.14 ~ 3.14    x \approx 3.14 ~ 3.14
-\frac{22}{7} \approx 3.14 ~ \frac{22}{7}    p+q=17 ~ 17    a + b + c = 12 ~ 12    f(x) = 2x+1 ~ 2x+1
-y = 2x+1 ~ 2x+1    S_{\triangle ABC} = 6 ~ 6    P(A) = \frac{1}{3} ~ \frac13    n = 7 ~ 7
-AB = 5 ~ 5    \overline{AB} = 5 ~ 5    \text{Total} = 15 ~ 15    1/2 ~ \frac{1}{2}
-1\frac{1}{2} ~ 1.5    3.0 ~ 3    6.02\times 10^{23} ~ 602000000000000000000000    1.5e3 ~ 1500
-\sqrt{8} ~ 2\sqrt{2}    2^{10} ~ 1024    \frac{\sqrt{3}}{3} ~ \frac{1}{\sqrt3}
-\frac{n(n+1)}{2} ~ \frac{n^2+n}{2}    \binom{n}{2} ~ \frac{n(n-1)}{2}    e^{2x} ~ \exp(2x)
-\log_2 8 ~ 3    \tan\frac{\pi}{4} ~ 1    \sin^2 x + \cos^2 x ~ 1    2+3i ~ 3i+2    |x| ~ \sqrt{x^2}
-7! ~ 5040    0.\overline{142857} ~ \frac17    0.333... ~ 0.333...    \text{yes} ~ Yes
-\text{No solution} ~ no solution    True ~ true    \infty ~ +\infty    -\infty ~ - \infty
-\frac{1}{3}\ln 2 ~ \frac{\ln 2}{3}    3:4 ~ \frac34    3:4 ~ 6:8    \$1{,}250.50 ~ 1250.5
-20 dollars ~ \$20    5 apples ~ 5    5 \text{ students} ~ 5    8 units ~ 8
-45 \text{ sq ft} ~ 45 \text{ square feet}    100 °C ~ 100    (5, -2) ~ \left(5,-2\right)
-(1,2),(3,4) ~ (3,4),(1,2)    \{(1,2),(3,4)\} ~ (1,2), (3,4)    \{ (1,2) \} ~ (1,2)
-x^2 - 1 ~ (x-1)(x+1)    \frac{x+1}{2} ~ \frac12 x + \frac12    -\frac{1}{2} ~ \frac{-1}{2}
-5\cdot 10^{-3} ~ 0.005    2 \pi r ~ 2\pi r    4\pi \text{ cm} ~ 4\pi
-\sqrt{2} \text{ units} ~ \sqrt{2}    \frac{3}{2} \text{ hours} ~ 1.5    10^{-2} ~ 0.01
-x>3 ~ (3, \infty)    \mathbb{R} ~ (-\infty, \infty)    k = 0, 1, 2 ~ 0,1,2    a=1, b=2 ~ 1, 2
-90\% ~ 0.9    1,000,000 ~ 10^6    12 \, \text{km/h} ~ 12 km/h    3\sqrt{3}+2 ~ 2+\sqrt{27}
-\{x | x \neq 2\} ~ x \neq 2    2n+1, n \in \mathbb{Z} ~ 2n+1, n \in \mathbb{Z}    007 ~ 7
-\frac{a}{b} ~ a/b    \text{Monday} ~ monday    1:30 \text{ PM} ~ 1:30 pm    \frac{7}{2} ~ 3.5
-3 \frac{1}{2} ~ 7/2    3-2\sqrt{2} ~ (\sqrt{2}-1)^2    2:3:4 ~ 4:6:8
-\frac{1}{4} \text{ of the area} ~ \frac14    -\frac{\sqrt{2}}{2} ~ -\frac{1}{\sqrt{2}}
-3.50 dollars ~ \$3.50    12\% ~ \frac{3}{25}    0.12 ~ 12 \text{ percent}
-\text{(D)}\ \frac{7}{8} ~ D    D ~ \text{(D)}\ \frac{7}{8}    \textbf{(E)}~\text{none} ~ E
-x \in (-\infty, -1) \cup (1, \infty) ~ (-\infty,-1)\cup(1,\infty)    |x| > 1 ~ |x|>1
-y = -3x + 4 ~ 3x + y = 4    \left\{\frac{1}{2}, 3\right\} ~ 3, 0.5
-\begin{bmatrix}1&0\\0&1\end{bmatrix} ~ \left(\begin{array}{cc}1 & 0 \\ 0 & 1\end{array}\right)
-[1, 2; 3, 4] ~ [1, 2; 3, 4]    \left(3, \frac{\pi}{2}\right) ~ (3, \pi/2)
-15^{\circ} ~ 15 \text{ degrees}    \frac{\pi}{12} ~ 15^\circ    5\sqrt{3}\text{ cm}^2 ~ 5\sqrt{3}
-2.5 \times 10^{-4} ~ 0.00025    3^{20} ~ 3486784401    \frac{10!}{5!5!} ~ 252
-252 \text{ ways} ~ 252    \log 100 ~ \log_{10} 100    n^2+2n ~ n(n+2)    k=5 ~ 5    \lambda = 3 ~ 3
-T_n = n^2 ~ n^2    f^{-1}(x) = x-1 ~ x - 1    \angle A = 30^\circ ~ 30^\circ
-\text{The answer is } 42 ~ 42    \approx 42 ~ 42    3\frac{1}{3} ~ \frac{10}{3}    1011_2 ~ 11
-4\ln 2 ~ \ln 16    \ln\frac{a}{b} ~ \ln a-\ln b    \sqrt{12x^3} ~ 2x\sqrt{3x}    x^{1/2} ~ \sqrt{x}
-i ~ \sqrt{-1}    (1+i)^2 ~ 2i    \frac{1}{1+i} ~ \frac{1-i}{2}    30 \text{ min} ~ 0.5 \text{ hours}
-1 \text{ km} ~ 1000 \text{ m}    2 \text{ ft} ~ 24 \text{ in}    60\text{ mph} ~ 60
-6 \text{ square inches} ~ 6\text{ in}^2    7 \mathrm{~cm} ~ 7 cm    \$12,500 ~ 12500
-12,500 ~ 12500    \{1, 2, 3\} ~ \{3, 1, 2\}    \emptyset ~ \varnothing    \text{None} ~ none
-0.1\overline{6} ~ \frac{1}{6}    1.\overline{3} ~ 4/3    2e^{3x} ~ 2\exp(3x)
-\tan^{-1}(1) ~ \arctan 1    \frac{\pi}{4} ~ \arctan(1)    e^{\ln 5} ~ 5    4x^2-12x+9 ~ (2x-3)^2
-x=2,3 ~ 2,3    x=2\text{ or }3 ~ 2,3    p \to q ~ p \to q    10^{10} ~ 10000000000
-\text{east} ~ East    9:15 \text{ a.m.} ~ 9:15 AM    \frac{a+b}{c} ~ (a+b)/c    -x^2+3x ~ x(3-x)
-\frac{3}{x-1} ~ \frac{-3}{1-x}    \binom{7}{3} ~ 35    \text{13 cm} ~ 13
-6\ \text{m/s}^2 ~ 6 m/s^2    8\,\text{kg} ~ 8000 g    C ~ (C)    C: 12\pi ~ 12\pi
-B: [1,2) ~ [1,2)    B: \sqrt{2} ~ B    \text{B} ~ B.
-matrix([[1,2],[3,4]]) ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
-Matrix([[1/2, 0], [0, 1]]) ~ \begin{pmatrix}\frac12&0\\0&1\end{pmatrix}
-\begin{pmatrix} 3 \\[2mm] 4 \end{pmatrix} ~ \begin{pmatrix} 3 \\ 4 \end{pmatrix}
-sqrt(3)/3 ~ \frac{\sqrt3}{3}    pi/4 ~ \frac{\pi}{4}    3*x**2 ~ 3x^2    2*sqrt(5) ~ 2\sqrt5
-oo ~ \infty    C ~ C：5    5 ~ C、5    （１，２） ~ (1,2)    2^{2023}\cdot 2 ~ 2^{2024}
-1-\dfrac{1}{2024!} ~ 1-\frac{1}{2024!}    \sum_{k=0}^{n} 2^k ~ \sum_{k=0}^n 2^{k}
-\int_0^1 x\,dx ~ \int_0^1 x dx    (2^3)^4 ~ 4096    \frac{1}{3}x^3 - 2x + C ~ \frac{x^3}{3}-2x+C
-\cosh x ~ \frac{e^{x}+e^{-x}}{2}    y = \frac{1}{2}x + 3 ~ x - 2y + 6 = 0
+60^\circ ~ \frac{\pi}{3}    60 degrees ~ 60    \angle ABC = 60^\circ ~ 60
+x = 2, y = 3 ~ (2, 3)    \{1,2,3\} ~ 3, 2, 1    1, 2, and 3 ~ 1,2,3    0.\overline{142857} ~ \frac17
+\begin{vmatrix}1&2\\3&4\end{vmatrix} ~ -2    1011_{\text{two}} ~ 1011_2    FF_{16} ~ 255
+\frac{22}{7} \approx 3.14 ~ \frac{22}{7}    P(A) = \frac{1}{3} ~ \frac13    1.5e3 ~ 1500
+\log_2 8 ~ 3    \sin^2 x + \cos^2 x ~ 1    7! ~ 5040    \infty ~ +\infty    True ~ true
+\{ (1,2) \} ~ (1,2)    45 \text{ sq ft} ~ 45 \text{ square feet}    1 \text{ km} ~ 1000 \text{ m}
+\sqrt{12x^3} ~ 2x\sqrt{3x}    \ln\frac{a}{b} ~ \ln a-\ln b    2e^{3x} ~ 2\exp(3x)
+6\ \text{m/s}^2 ~ 6 m/s^2    (1+i)^2 ~ 2i    pi/4 ~ \frac{\pi}{4}    oo ~ \infty    5 ~ C、5
+（１，２） ~ (1,2)    \sum_{k=0}^{n} 2^k ~ \sum_{k=0}^n 2^{k}    (2^3)^4 ~ 4096
+y = \frac{1}{2}x + 3 ~ x - 2y + 6 = 0    1-\dfrac{1}{2024!} ~ 1-\frac{1}{2024!}
 """
 UNEQUAL = r"""
 -5 ~ 5    1/2 ~ 12    25 ~ 25\%    5\text{ cm} ~ 5\text{ m}    x=5 ~ y=5    \frac{22}{7} ~ \pi
@@ -286,81 +222,6 @@ def test_only_a_decimal_gold_forgives_the_noise_of_floats():
     assert not math_equal("0.30000000000000004", "3/10")
     assert not math_equal("0.3001", "0.3")
     assert not math_equal("1.4142135623730951", r"\sqrt{2}")
-
-
-def test_none_equals_only_none():
-    assert math_equal(None, None) and math_equal(5, "5")
-    assert not math_equal(None, "5") and not math_equal("5", None)
-    assert not math_equal("", "5") and not math_equal("$", "5")
-
-
-def number_forms(value):
-    """Spellings of a rational number."""
-    sign, top, bottom = "-" * (value < 0), abs(value.numerator), value.denominator
-    forms = [rf"{sign}\frac{{{top}}}{{{bottom}}}", rf"\left({sign}{top}/{bottom}\right)",
-             rf"\( {sign}\dfrac{{{3 * top}}}{{{3 * bottom}}} \)", rf"{sign}{{{top}\over {bottom}}}",
-             f"x = {sign}{top}/{bottom}", f"${sign}{top} / {bottom}$."]
-    if bottom == 1:
-        commas = f"{int(value):,}"
-        forms += [f"{value}", f"{value}.0", commas, commas.replace(",", r",\!"),
-                  rf"{sign}\sqrt{{{top * top}}}", rf"{value}\text{{ cm}}", rf"{value}^\circ"]
-    elif top > bottom:
-        forms.append(rf"{sign}{top // bottom}\frac{{{top % bottom}}}{{{bottom}}}")
-    if 100 % bottom == 0:
-        forms += [f"{float(value)}", rf"{100 * value}\%"]
-    return forms
-
-
-def test_every_spelling_of_a_number_equals_every_other_and_none_of_its_neighbours():
-    rng, equal, unequal = random.Random(SEED), [], []
-    for _ in range(100):
-        value = Fraction(rng.randint(-9999, 9999), rng.choice((1, 1, 1, 2, 3, 4, 7, 25, 100)))
-        other = value + rng.choice((1, -1, 10, Fraction(1, 7)))
-        a, b = rng.sample(number_forms(value), 2)
-        if "cm" in a + b and "circ" in a + b:
-            continue  # two units of other dimensions
-        equal.append((a, b))
-        unequal.append((a, rng.choice(number_forms(other))))
-    assert [pair for pair, same in zip(equal, judged(equal), strict=True) if not same] == []
-    assert [pair for pair, same in zip(unequal, judged(unequal), strict=True) if same] == []
-
-
-def test_every_order_of_a_set_but_one_of_a_tuple():
-    rng = random.Random(SEED)
-    for _ in range(20):
-        values = rng.sample(range(-30, 30), rng.randint(2, 5))
-        turned = values[1:] + values[:1]
-        one, two = (", ".join(map(str, row)) for row in (values, turned))
-        assert math_equal(rf"\{{{one}\}}", rf"\left\{{{two}\right\}}")
-        assert math_equal(one, two)
-        assert not math_equal(f"({one})", rf"\left({two}\right)")
-        assert not math_equal(f"({one})", one), "a point or an interval is no list"
-        assert not math_equal(rf"\{{{one}\}}", rf"\{{{one}, 31\}}")
-
-
-def test_a_product_of_radicals_is_its_value():
-    rng = random.Random(SEED)
-    for _ in range(10):
-        a, b, c = rng.randint(2, 12), rng.choice((2, 3, 5, 6, 7, 10, 11)), rng.randint(1, 6)
-        forms = [rf"\frac{{{a}\sqrt{{{b}}}}}{{{c}}}", rf"\frac{{{a}}}{{{c}}}\sqrt{{{b}}}",
-                 f"{a}*sqrt({b})/{c}", rf"\frac{{{a * b}}}{{{c}\sqrt{{{b}}}}}",
-                 rf"\frac{{\sqrt{{{a * a * b}}}}}{{{c}}}"]
-        one, two = rng.sample(forms, 2)
-        assert math_equal(one, two), (one, two)
-        assert not math_equal(one, f"{a * math.sqrt(b) / c:.3f}")
-        assert not math_equal(one, rf"\frac{{{a}\sqrt{{{b + 1}}}}}{{{c}}}")
-
-
-def test_an_equation_of_sums_is_not_a_number():
-    assert math_equal("2x+3y=6", "6")  # as math-verify has it: its last side
-    assert not math_equal("6", "2x+3y=6")
-
-
-def test_a_gold_equals_itself_in_a_box(test_data):
-    golds = {case["b"] for case in cases(test_data, "matheq")} - {None}
-    golds = random.Random(SEED).sample(sorted(gold for gold in golds if "box" not in gold), 150)
-    verdicts = judged([(rf"$\boxed{{{gold}}}$", gold) for gold in golds])
-    assert not [gold for gold, equal in zip(golds, verdicts, strict=True) if not equal]
 
 
 # ---------------------------------------------------------------- what is costly
@@ -422,27 +283,6 @@ def test_what_is_killed_from_outside_is_asked_again():
         assert asked.result() is None and server.poll() is None
         server.kill()
         assert math_equal("x+2", "2+x") and server.wait() == -signal.SIGKILL
-
-
-HOSTILE = ["2^{2^{2^{2^{2^{2}}}}}", "9^{9^{9^{9}}}", r"\int_0^1 9^{9^{9^9}} dx", "7" + "!" * 300,
-           r"\sum_{n=1}^{10^9} n^{n}", r"\binom{10^9}{10^8}", r"\sqrt{" * 90 + "2" + "}" * 90,
-           ENDLESS]
-
-
-@pytest.mark.slow
-def test_a_batch_of_512_with_hostile_answers_has_the_verdicts_of_its_pairs_alone(test_data):
-    rng = random.Random(SEED)
-    rows = [case for case in cases(test_data, "matheq") if None not in (case["a"], case["b"])]
-    honest = [(case["a"], case["b"]) for case in rng.sample(rows, 486)]
-    hostile = [(f"{rng.choice(HOSTILE)}+{number}", "7") for number in range(26)]
-    batch = rng.sample(honest + hostile, 512)
-    alone = {pair: math_equal(*pair) for pair in honest}
-    math_equal.cache_clear()
-    start = time.monotonic()
-    verdicts = dict(zip(batch, judged(batch), strict=True))
-    print(f"512 answers in {time.monotonic() - start:.1f} s")
-    assert [pair for pair in honest if verdicts[pair] is not alone[pair]] == []
-    assert not any(verdicts[pair] for pair in hostile)
 
 
 @pytest.mark.parametrize("text", [
@@ -540,20 +380,6 @@ def rewards(answer="0.5", calls=(), task=TASK, format_ok=True, text=""):
 ])
 def test_rewards_are_those_of_the_table(what, values):
     assert rewards(**what) == pytest.approx(values)
-
-
-def test_a_score_tells_the_calls_and_the_gap():
-    text = (r"<think>a</think><search>q</search><result>r</result><python>1</python>"
-            r"<result>1</result><answer>\boxed{12}</answer>")
-    row = verdict.score({**TASK, "needs": ["python"]}, "12",
-                        [call("Search", empty=True), call("Python", "error")], True, text)
-    # token F1 takes 12 for 1/2, and pays for the tags
-    assert row["released"] == pytest.approx(1.1) and row["gap"] == pytest.approx(1.1)
-    told = {name: row[name] for name in ("success", "search", "python", "both", "errors",
-                                         "decorative", "called")}
-    assert told == {"success": 0, "search": 1, "python": 0, "both": 0, "errors": 1,
-                    "decorative": 1, "called": 1}
-    assert {*verdict.PARTS} <= {*row}
 
 
 def test_questions_count_over_all_aliases_and_a_choice_is_no_article():

@@ -1,37 +1,15 @@
 """A second world, a calculator in 50 lines, works in the stages without changes to them; the travel
 world refuses tasks that no plan can solve."""
 import math
-import subprocess
 import sys
 
 import pytest
 from conftest import ROOT, witness
 
-from evaluate import main
-from runtime import Mistake, read_jsonl, write_jsonl
+from runtime import Mistake
 from travel.world import Travel
 
 FILE = ROOT / "tests" / "calculator.py"
-SHORT = ["--env", "tests/calculator.py", "--max-turns", "3", "--group", "4", "--prompts", "2",
-         "--context", "400", "--turn-tokens", "24", "--lr", "1e-3", "--keep-activations", "100000"]
-SUMS = {f"sum-{i}": i + i * i for i in range(6)}
-
-
-@pytest.fixture(scope="module")
-def sums(tmp_path_factory):
-    """A file of tasks: sums to compute."""
-    rows = [{"id": name, "query": f"What makes {total}?", "sum": total}
-            for name, total in SUMS.items()]
-    path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
-    write_jsonl(path, rows)
-    return path
-
-
-def test_a_task_that_the_world_refuses_is_named_with_its_row(sums, tmp_path):
-    odd = {"id": "odd", "query": "?", "sum": "3"}
-    write_jsonl(tmp_path / "bad.jsonl", [*read_jsonl(sums), odd])
-    with pytest.raises(SystemExit, match=r"bad.jsonl, row 7: 'sum' must be a whole number"):
-        main(["--env", str(FILE), "--tasks", str(tmp_path / "bad.jsonl"), "--model", "x"])
 
 
 def test_both_worlds_have_the_members_of_the_contract():
@@ -45,15 +23,6 @@ def test_both_worlds_have_the_members_of_the_contract():
                        "reward", "close"}
     lines = [line for line in FILE.read_text().splitlines() if line.strip()]
     assert len(lines) <= 60
-
-
-@pytest.mark.slow
-def test_an_unknown_reward_is_refused_with_those_the_world_knows(tiny_model, sums, tmp_path):
-    words = [*SHORT, "--reward", "macro", "--model", str(tiny_model), "--tasks", str(sums)]
-    done = subprocess.run([sys.executable, "grpo.py", *words, "--out", str(tmp_path)], cwd=ROOT,
-                          capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "--reward macro: the rewards of this world are talk, success" in done.stderr
 
 
 @pytest.mark.parametrize("change", [

@@ -41,7 +41,7 @@ def drills(args):
 def world_rows(args, number):
     """A world's share of the rows. The worlds are in different months, because in one month a model
     could not learn from which days on no trip can start."""
-    dates, n = MONTHS[number % 12], runtime.portions(args.n, [1] * args.worlds)[number]
+    dates, n = MONTHS[number % 12], synth.portions(args.n, [1] * args.worlds)[number]
     with tempfile.TemporaryDirectory() as folder:
         write_world(folder, f"{args.seed}.{number}", dates, HOME)
         if args.episodes:

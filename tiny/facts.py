@@ -37,18 +37,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import runtime
-from runtime import (
-    COUNT,
-    PORT,
-    Mistake,
-    entries,
-    load_tasks,
-    portions,
-    stable_draw,
-    write_jsonl,
-    write_text,
-)
-from sandbox import PROMPTS, final_turn, turn
+from runtime import COUNT, PORT, Mistake, load_tasks, write_jsonl, write_text
+from sandbox import PROMPTS, entries, final_turn, turn
+from synth import portions, stable_draw
 from tiny.worlds import POOLS
 
 # {kind of sentence: its wordings}; the last wording of a question is for the held-out world only

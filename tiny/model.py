@@ -122,6 +122,8 @@ def make_tiny(corpus, out, seed, width=192, vocabulary=2048, phrases=PHRASES):
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    from zero3 import new_model
+
     talks = [row["messages"] for path in corpus for row in runtime.read_jsonl(path)]
     texts = [message["content"] for talk in talks for message in talk]
     tokenizer = make_tokenizer(texts, vocabulary, phrases)
@@ -141,7 +143,7 @@ def make_tiny(corpus, out, seed, width=192, vocabulary=2048, phrases=PHRASES):
     with torch.no_grad():
         embed_classes(lm, rows)
         wire_induction(lm)
-    with runtime.new_model(out) as part:
+    with new_model(out) as part:
         lm.save_pretrained(part)
         tokenizer.save_pretrained(part)
     count = sum(weight.numel() for weight in lm.parameters())

@@ -12,12 +12,13 @@ from pathlib import Path
 import runtime
 import synth
 from runtime import Mistake
+from sandbox import entries
 from travel.constraints import ROOM_TYPES
 
 WORDS = Path(__file__).parent.parent / "database" / "words"
 # The pools of words for names. No word is in two pools, so that a word shows what kind of place it
 # names. All worlds use the same pools, so that a tiny model can copy names that it has never seen.
-POOLS = {name: words.split() for name, words in runtime.entries(WORDS / "names.txt").items()}
+POOLS = {name: words.split() for name, words in entries(WORDS / "names.txt").items()}
 FILLERS = ("Tea", "BBQ", "Seafood", "Cafe", "Pizza", "Bakery")
 MONTHS = [synth.days_of(f"2022-{month:02d}") for month in range(1, 13)]
 WINDING = 1.25  # km by road per km of straight line

@@ -37,7 +37,8 @@ from itertools import count
 from threading import Lock
 
 import runtime
-from runtime import ChatError, Mistake, chat, spoken
+from evaluate import ChatError, chat, read_key, spoken
+from runtime import Mistake
 from sandbox import PROMPTS
 from toolstar.text import truncate
 
@@ -158,7 +159,7 @@ def asker(chosen, folder, asks, generate):
     """
     if chosen["llm"] != "policy":
         url, model = URL_MODEL.fullmatch(chosen["llm"]).groups()
-        key = runtime.read_key(chosen["key"] and folder / chosen["key"])
+        key = read_key(chosen["key"] and folder / chosen["key"])
         generate = partial(chat, url, model, temperature=0.0, retries=TRIES, api_key=key)
     return partial(ask_endpoint, generate) if generate else asks.ask
 

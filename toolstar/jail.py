@@ -153,8 +153,9 @@ class BrokenWorker(OSError):
 def inside(place):
     """The path of a file in the jail. A virtual environment moves to /python, so that a program
     sees the same wherever this repository is."""
+    place = os.path.abspath(place)  # Python may have been called by a path with ".."
     moves = sys.prefix != sys.base_prefix and Path(place).is_relative_to(sys.prefix)
-    return f"/python/{Path(place).relative_to(sys.prefix)}" if moves else str(place)
+    return f"/python/{Path(place).relative_to(sys.prefix)}" if moves else place
 
 
 def view():

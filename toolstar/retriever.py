@@ -170,7 +170,7 @@ class Remote:
                 return hits
             except self.failures as error:
                 why = repr(error)[:300]
-            if re.search(r"status 4(?!29)\d\d", why):
+            if re.search(r"status 4(?!29)\d\d|ReadTimeout|does not end", why):
                 break  # asking again will not help
             time.sleep(self.pause * 2**tried)
         try:
@@ -242,7 +242,7 @@ def open_retriever(name, corpus=None, devices=("cpu",), **more):
     """A retriever for many threads. name: "bm25" (of a corpus), an index folder, the URL of a
     server, or the json file of a web search. more: arguments of Remote."""
     if name.startswith(HTTP) or name.endswith(".json"):
-        return Shared(Remote(name, **more))
+        return Remote(name, **more)
     return Shared(BM25(corpus) if name == "bm25" else Dense(name, devices))
 
 

@@ -29,8 +29,8 @@ from pathlib import Path
 
 import evaluate
 import runtime
-from evaluate import mean, name_of
-from runtime import endpoint, read_jsonl, spoken
+from evaluate import endpoint, mean, name_of, spoken
+from runtime import read_jsonl
 from sandbox import PROMPTS
 from toolstar import verdict
 from toolstar.sets import PAPER_MEAN, SETS, TEN
@@ -58,7 +58,7 @@ def ask_judge(generate, task, said):
     text = JUDGE.format(query=task["query"], golds=golds, said=said)
     try:
         reply = generate([{"role": "user", "content": text}])
-    except runtime.Refused as error:
+    except evaluate.Refused as error:
         return "unread", str(error)[-400:]
     word = re.fullmatch(r"\W*(correct|incorrect)\W*", spoken(reply), re.IGNORECASE)
     return word[1].lower() if word else "unread", reply[-400:]
@@ -70,8 +70,8 @@ def judge_plays(args, name, rows):
     Answers that equal a gold are judged too, so that the table shows how far both agree.
     """
     (url, model), verdicts = args.judge, {}
-    generate = partial(runtime.chat, url, model, temperature=0, max_tokens=2048,
-                       retries=TRIES - 1, api_key=runtime.read_key(args.judge_key))
+    generate = partial(evaluate.chat, url, model, temperature=0, max_tokens=2048,
+                       retries=TRIES - 1, api_key=evaluate.read_key(args.judge_key))
     file = Path(args.out) / f"judged-{name}.jsonl"
     known = {(one["play"], one["said"]): one["verdict"] for one in runtime.recover_jsonl(file)
              if one["judge"] == model}

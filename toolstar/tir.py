@@ -31,9 +31,9 @@ from functools import partial
 
 import evaluate
 import runtime
-from evaluate import name_of
-from runtime import COUNT, NATURAL, Help, Mistake, Parser, endpoint, entries, fill
-from sandbox import PROMPTS
+from evaluate import endpoint, name_of
+from runtime import COUNT, NATURAL, Help, Mistake, Parser
+from sandbox import PROMPTS, entries, fill
 from toolstar.published import convert
 from toolstar.sets import contaminated, questions_of
 from toolstar.verdict import bare

@@ -34,7 +34,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime import SHARE, Mistake, Parser, run
+from runtime import SHARE, Mistake, Parser, rank, run
 from sandbox import PROMPTS, Action, Episode, Sandbox, parse
 from toolstar import helpers, mathematics, verdict
 from toolstar.browse import Browser, BrowserBroken, PageError
@@ -413,8 +413,7 @@ class Tools:
     def judge_ahead(self, episode):
         """Start to compare an answer with the golds in a thread, since mathematics can be slow.
 
-        verdict() then finds the outcome in the cache of mathematics.compared. Returns a Future or
-        None.
+        verdict() then finds the outcome in the cache of math_equal. Returns a Future or None.
         """
         said = verdict.bare(episode.answer)
         return self.judging.submit(verdict.is_right, said, episode.task) if said else None
@@ -581,7 +580,7 @@ def open_world(args):
     settings = read_settings(folder)
     settings.helpers = helpers.chosen_by(settings.helpers, getattr(args, "helpers", ""))
     world = Tools(settings)
-    if os.environ.get("RANK", "0") == "0" and parent_process() is None:
+    if rank() == 0 and parent_process() is None:
         chosen = {key: getattr(settings, key) for key in SETTINGS}
         print(f"tools {world.hash}, Python {world.level}: {json.dumps(chosen)}")
     return world

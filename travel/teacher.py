@@ -16,8 +16,7 @@ import math
 
 import numpy as np
 
-from runtime import entries, fill, join_words
-from sandbox import PROMPTS
+from sandbox import PROMPTS, entries, fill, join_words
 from travel import constraints, solver
 
 FORMS = entries(PROMPTS / "thoughts.txt")

@@ -82,7 +82,8 @@ def train(name, more, args, fault=None):
         stage = re.sub(r"(?m)^MAX_DLOGP = .*", 'MAX_DLOGP = {"cpu": math.inf, "cuda": math.inf}',
                        (ROOT / "grpo.py").read_text())
         runtime.write_text(code / "grpo.py", stage)
-        shutil.copy(ROOT / "runtime.py", code)
+        for shared in ("runtime.py", "zero3.py"):
+            shutil.copy(ROOT / shared, code)
         if fault:
             file = re.match("--- (.+)", fault["diff"])[1]
             subprocess.run(["patch", "-s", code / file], input=fault["diff"], text=True, check=True)

@@ -257,21 +257,21 @@ def main():
     interrupted = zero3.watch_sigterm()
     runtime.say(f"dpo: {n} pairs, {len(val)} held out, {steps} updates of {args.batch}, {ranks} "
                 f"ranks, {'packed' if packed else 'padded'} rows")
-    machine = packed, rank, ranks, device, args
+    common = packed, rank, ranks, device, args
     # (2) computed before the first update, or read if the run resumes
-    reference = take_reference(trainer, episodes_of(pairs + val), start, *machine)
+    reference = take_reference(trainer, episodes_of(pairs + val), start, *common)
     for step in range(start, steps):
         began = time.time()
         # (3) (4) (5)
         drawn = zero3.batch_of(step, n, args.batch, args.seed)
         rows = episodes_of([pairs[i] for i in drawn])
         lr = trainer.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
-        numbers = learn_pairs(trainer, rows, reference[:, drawn], *machine)
+        numbers = learn_pairs(trainer, rows, reference[:, drawn], *common)
         zero3.check_finite(args.out, step + 1, loss=numbers["loss"], gnorm=numbers["gnorm"])
         line = {"step": step + 1, **numbers, "lr": lr, "tokens": sum(len(row.ids) for row in rows),
                 "policy_tokens": sum(sum(row.mask) for row in rows), "seconds": time.time() - began}
         if val and (step + 1 == steps or (args.val_every and (step + 1) % args.val_every == 0)):
-            logps = sum_logps(trainer, episodes_of(val), *machine)
+            logps = sum_logps(trainer, episodes_of(val), *common)
             _, numbers = preference(logps, reference[:, n:], episodes_of(val), args)
             line |= {f"val_{name}": number for name, number in numbers.items()}
         if rank == 0:

@@ -264,11 +264,11 @@ def typed_value(text, like):
 # --------------------------------------------------------------------------------- playing in vLLM
 
 def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
-              max_tokens=None, concurrency=64, stops=(), slow=True, asks=None):
+              max_tokens=None, concurrency=64, stops=(), slow=True, questions=None):
     """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.
 
     Each reply has its own seed (seed, task, sample, turn) and does not depend on other plays. slow:
-    as in runtime.ToolCalls. asks: a world's way to put questions of its own to the engine, or None
+    as in runtime.ToolCalls. questions: those that a world itself has for the engine, or None
     (toolstar.helpers).
     """
     live, numbers, episodes = {}, count(), iter(episodes)
@@ -282,8 +282,8 @@ def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95,
                             f"{seed}/{name_of(episode.task)}/{episode.turns}", **sampling,
                             max_tokens=min(room, max_tokens or room))
 
-    joined = (asks.join(llm.llm_engine, template, max_context, seed, **sampling) if asks else
-              contextlib.nullcontext(llm.llm_engine))
+    joined = (questions.join(llm.llm_engine, template, max_context, seed, **sampling)
+              if questions else contextlib.nullcontext(llm.llm_engine))
     with contextlib.closing(runtime.ToolCalls(slow, concurrency)) as calls, joined as engine:
         while True:
             for episode in islice(episodes, max(calls.room(live), 0)):
@@ -637,7 +637,7 @@ def play_rows(args, name, path, tasks):
         if hasattr(episode, "refusal"):
             row["refusal"] = episode.refusal
         if verdict is not None:
-            reward = world.reward(verdict, world.kinds[0])
+            reward = world.reward(verdict, world.rewards[0])
             row |= {"score": verdict, "reward": reward, "strict": strict}
         if name == "person":
             print_verdict(row)
@@ -670,15 +670,15 @@ def player(args, name, path, world, tasks):
         return map(play_person, episodes)
     if not path:
         return map(partial(play_replies, getattr(world, name)), episodes)
-    asks = None
+    questions = None
     if hasattr(world, "open_helpers"):
-        asks = world.open_helpers(args.url and partial(
+        questions = world.open_helpers(args.url and partial(
             chat, args.url, path, temperature=args.temperature, top_p=args.top_p,
             api_key=read_key(args.key)))
-    return play_model(args, path, world, episodes, asks)
+    return play_model(args, path, world, episodes, questions)
 
 
-def play_model(args, path, world, episodes, asks=None, retries=6):
+def play_model(args, path, world, episodes, questions=None, retries=6):
     """The episodes as they end, played by a model at --url, or else in vLLM."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.url:
@@ -689,7 +689,8 @@ def play_model(args, path, world, episodes, asks=None, retries=6):
     template = runtime.load_template(path)
     llm = runtime.open_llm(path, args.max_context, args.concurrency, args.tp, args.gpu_memory)
     return play_vllm(llm, template, episodes, args.max_context, **sampling, seed=args.seed,
-                     concurrency=args.concurrency, stops=world.stops, slow=world.slow, asks=asks)
+                     concurrency=args.concurrency, stops=world.stops, slow=world.slow,
+                     questions=questions)
 
 
 def merged(messages):
@@ -754,7 +755,7 @@ def check_world(world, task, args):
     episode.record("check")
     return [*lines, f"the last reply stops the episode: {episode.stop}", f"plan: {plan!r:.80}",
             f"score: {score!r:.200}", f"strict: {strict}",
-            *(f"reward {kind}: {world.reward(score, kind):g}" for kind in world.kinds if score)]
+            *(f"reward {kind}: {world.reward(score, kind):g}" for kind in world.rewards if score)]
 
 
 def call_tools(world, episode):

@@ -178,7 +178,7 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
     """
     engine, live, done = llm.llm_engine, {}, []
     queries = runtime.shared_counter(name, len(tasks))
-    calls = runtime.open_calls(world.slow, len(tasks), group, args)
+    calls = runtime.tool_calls_of_rank(world.slow, len(tasks), group, args)
 
     def queue(s):
         live[submit(engine, s, world, template, temperature, top_p, args)] = s
@@ -215,16 +215,16 @@ def judge_all(samples, world, reward):
         s.logps = array("d", s.logps)
 
 
-def reward_name(chosen, kinds, progress):
-    """The reward to use after a fraction `progress` of training. chosen: --reward, kinds: the
+def reward_name(chosen, rewards, progress):
+    """The reward to use after a fraction `progress` of training. chosen: --reward, rewards: the
     world's rewards.
 
     The curriculum goes from dense to sparse rewards: the world's first kind for 2/5 of training,
     its second for 2/5, then its third [1 sec. 3].
     """
     if chosen != "curriculum":
-        return chosen or kinds[0]
-    return kinds[0] if progress < 2 / 5 else kinds[1] if progress < 4 / 5 else kinds[2]
+        return chosen or rewards[0]
+    return rewards[0] if progress < 2 / 5 else rewards[1] if progress < 4 / 5 else rewards[2]
 
 
 # --------------------------------------------------------------------------------------- learning
@@ -298,10 +298,10 @@ def learning_rate(step, steps, args):
     return args.lr * min(1, (steps - step) / max(1, args.decay * steps))
 
 
-def learn(trainer, in_loss, packed, rank, ranks, device, args, seen=None):
+def learn(trainer, in_loss, packed, rank, ranks, device, args, microscope=None):
     """(5) One update -> statistics of its policy tokens. in_loss: [(sample, weight)], all ranks.
-    seen: a list to fill for --microscope, or None."""
-    lengths, parts = [len(s.ids) for s, _ in in_loss], []
+    microscope: a list to fill for --microscope, or None."""
+    lengths, micro_stats = [len(s.ids) for s, _ in in_loss], []
     micros = zero3.micro_batches(lengths, ranks, args.pack_tokens, packed)[rank]
     for micro in micros:
         batch = [in_loss[i] for i in micro]
@@ -314,9 +314,9 @@ def learn(trainer, in_loss, packed, rank, ranks, device, args, seen=None):
             gap = (logps.detach() - old_logps).abs()
             quarter = torch.tensor([4 * i // args.context for s, _ in batch
                                     for i, mask in enumerate(s.mask) if mask], device=device)
-            parts.append((loss.detach(), entropy.detach(), gap, clipped, quarter))
-            if seen is not None:
-                seen.append((batch, logps.detach(), old_logps, advantage, entropy, clipped))
+            micro_stats.append((loss.detach(), entropy.detach(), gap, clipped, quarter))
+            if microscope is not None:
+                microscope.append((batch, logps.detach(), old_logps, advantage, entropy, clipped))
         trainer.backward(loss * ranks)  # DeepSpeed averages over ranks, the loss is a sum
     # every rank agrees on this: without a gradient skip the step, because AdamW's momentum would
     # still move the weights
@@ -324,7 +324,7 @@ def learn(trainer, in_loss, packed, rank, ranks, device, args, seen=None):
     if has_gradient:
         trainer.step()
     gnorm = float(trainer.get_global_grad_norm() or 0) if has_gradient else 0.0
-    return statistics(parts, device) | {"gnorm": gnorm}
+    return statistics(micro_stats, device) | {"gnorm": gnorm}
 
 
 def per_token(batch, device):
@@ -337,13 +337,13 @@ def per_token(batch, device):
     return torch.tensor(logps, device=device), advantage.to(device), weight.to(device), counts
 
 
-def statistics(parts, device):
-    """Means over all policy tokens of all ranks, for the log. parts: [(loss, entropy, |dlogp|,
-    clipped, quarter)] of the micro-batches, loss a number and the others (N,). quarter: 0 to 3, the
-    part of the context that a token lies in: a gap that grows with depth hides in the mean."""
+def statistics(micro_stats, device):
+    """Means over all policy tokens of all ranks, for the log. micro_stats: [(loss, entropy,
+    |dlogp|, clipped, quarter)] of the micro-batches, loss a number and the others (N,). quarter: 0
+    to 3, the part of the context a token lies in: a gap that grows with depth hides in the mean."""
     sums, worst = torch.zeros(6, device=device), torch.zeros((), device=device)
     depth = torch.zeros(2, 4, device=device)  # |dlogp| and number of the tokens of each quarter
-    for loss, entropy, gap, clipped, quarter in parts:
+    for loss, entropy, gap, clipped, quarter in micro_stats:
         sums += torch.stack([loss, entropy.sum(), gap.sum(), (clipped < 0).sum(),
                              (clipped > 0).sum(), torch.ones_like(gap).sum()])
         worst = torch.maximum(worst, gap.max())
@@ -386,7 +386,7 @@ def main():
             break
         clock.append(time.time())
         # (1) (2) play and judge
-        reward = reward_name(args.reward, world.kinds, step / steps)
+        reward = reward_name(args.reward, world.rewards, step / steps)
         batch = [tasks[i] for i in zero3.batch_of(step, len(tasks), args.prompts, args.seed)]
         played = rollout(llm, template, world, batch, f"play/{step}", args.group, args.temperature,
                          1.0, args)
@@ -401,18 +401,18 @@ def main():
         groups = group_advantages(samples)
         lr = trainer.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
         updates = [token_weights(part, args) for part in split(groups, args)]
-        seen = [] if args.microscope and (step + 1) % args.microscope == 0 else None
-        stats = [learn(trainer, in_loss, packed, rank, ranks, device, args, seen)
+        microscope = [] if args.microscope and (step + 1) % args.microscope == 0 else None
+        stats = [learn(trainer, in_loss, packed, rank, ranks, device, args, microscope)
                  for in_loss in updates]
         clock.append(time.time())
         for update in stats:
             zero3.check_finite(args.out, step + 1, loss=update["loss"], gnorm=update["gnorm"])
-        line = {"step": step + 1} | describe(samples, groups, world.parts) | stats[0]
+        line = {"step": step + 1} | describe(samples, groups, world.logged) | stats[0]
         line |= {"minibatches": stats[1:], "reward_name": reward, "lr": lr}
         line |= timings(samples, sum(updates, []), clock)
-        if seen is not None:
-            write_tokens(f"{args.out}/microscope/{step + 1:05d}.jsonl", samples, seen, template,
-                         args)
+        if microscope is not None:
+            write_tokens(f"{args.out}/microscope/{step + 1:05d}.jsonl", samples, microscope,
+                         template, args)
         if rank == 0:
             records = [s.record | {"advantage": s.advantage} for s in samples]
             runtime.write_jsonl(f"{args.out}/rollouts/{step + 1:05d}.jsonl", records)
@@ -428,9 +428,9 @@ def main():
 def read_inputs(args):
     """World, tasks, validation tasks, template. Checks every input before the engines start."""
     world = runtime.open_world(args)
-    kinds = [*world.kinds, *["curriculum"] * (len(world.kinds) == 3)]
-    if args.reward and args.reward not in kinds:
-        raise Mistake(f"--reward {args.reward}: the rewards of this world are {', '.join(kinds)}")
+    rewards = [*world.rewards, *["curriculum"] * (len(world.rewards) == 3)]
+    if args.reward and args.reward not in rewards:
+        raise Mistake(f"--reward {args.reward}: the rewards of this world are {', '.join(rewards)}")
     tasks = runtime.load_tasks(args.tasks, world.load_task)
     val = runtime.load_tasks(args.val, world.load_task) if args.val else []
     template = runtime.load_template(args.model)
@@ -440,7 +440,7 @@ def read_inputs(args):
     s = new_sample(tasks[0], 0, "check", world, template, args)
     s.episode.begin("<think>.</think><answer>.</answer>")
     s.episode.stop = s.episode.stop or "turns"
-    judge_all([s], world, world.kinds[0])
+    judge_all([s], world, world.rewards[0])
     return world, tasks, val, template
 
 
@@ -456,7 +456,7 @@ def check_sync(line, device):
 def validate(llm, template, world, val, step, trainer, args):
     """Play each validation task once; keep the model with the highest success in OUT/best."""
     samples = rollout(llm, template, world, val, f"val/{step}", 1, 0.6, 0.95, args)  # as in [1]
-    judge_all(samples, world, world.kinds[0])
+    judge_all(samples, world, world.rewards[0])
     scores = [s.record["score"]["success"] for s in gather(samples)]
     success, file = sum(scores) / len(scores), Path(args.out) / "log.jsonl"
     before = [row["val_success"] for row in runtime.read_jsonl(file) if "val_success" in row]
@@ -492,9 +492,9 @@ def sampled(s):
     return sum(s.mask)
 
 
-def describe(samples, groups, parts):
+def describe(samples, groups, logged):
     """The plays of a step in numbers: means over plays, and the fraction of uniform groups."""
-    rows = [{"reward": s.reward} | {part: s.record["score"][part] for part in parts} | {
+    rows = [{"reward": s.reward} | {name: s.record["score"][name] for name in logged} | {
         "strict": s.record["strict"], "format": s.stop == "format",
         "overlength": s.stop in OVERLENGTH, "turns": s.record["turns"], "calls": s.record["calls"],
         "tokens": len(s.ids), "policy_tokens": sampled(s), "failures": s.record["failures"]}

@@ -155,7 +155,7 @@ def parse_qa(reply):
 class Questions:
     """The world of questions (docs/environment.md)."""
 
-    kinds, parts, stops, slow = ("em",), ("success", "em", "sub_em", "f1"), (), True
+    rewards, logged, stops, slow = ("em",), ("success", "em", "sub_em", "f1"), (), True
 
     def __init__(self, args):
         prompt = Path(args.system_prompt)
@@ -181,8 +181,8 @@ class Questions:
         score = qa_score(episode)
         return episode.answer, score | {"success": score["em"]}, score["em"]
 
-    def reward(self, score, kind):
-        return score[kind]
+    def reward(self, score, name):
+        return score[name]
 
     def close(self):
         """The retriever ends with the process."""

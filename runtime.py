@@ -619,7 +619,7 @@ class ToolCalls:
             self.pool.shutdown()
 
 
-def open_calls(slow, n, group, args):
+def tool_calls_of_rank(slow, n, group, args):
     """The ToolCalls of a trainer's rank. All engines share n queries of `group` plays each."""
     engines = int(os.environ.get("WORLD_SIZE", 1))
     # at most an equal share, or the first engine to start would take the plays of all queries

@@ -128,7 +128,7 @@ def open_world(args):
 class PlainWorld:
     """The world of an environment class (docs/environment.md)."""
 
-    kinds, parts, stops, slow = ("reward",), ("success", "reward"), (), True
+    rewards, logged, stops, slow = ("reward",), ("success", "reward"), (), True
 
     def __init__(self, factory):
         missing = [name for name in ("reset", "get_reward") if not hasattr(factory, name)]
@@ -162,7 +162,7 @@ class PlainWorld:
         success = float(reward >= 1)
         return episode.answer, {"success": success, "reward": reward}, success
 
-    def reward(self, score, kind):
+    def reward(self, score, name):
         return score["reward"]
 
     def close(self):

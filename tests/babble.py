@@ -53,8 +53,8 @@ def call(reply):
 
 
 class Babble:
-    kinds = ("digits", "apart")
-    parts = ("success", "digits")
+    rewards = ("digits", "apart")
+    logged = ("success", "digits")
     stops = tuple(string.ascii_letters)  # one of them, or the end token, comes soon
     slow = bool(SLOW)
 
@@ -72,8 +72,8 @@ class Babble:
                  "apart": zlib.crc32(said.encode()) / 2**32}
         return episode.answer, score, 0.0
 
-    def reward(self, score, kind):
-        return score["apart"] / 100 + score["digits"] / 9 * (kind == "digits")
+    def reward(self, score, name):
+        return score["apart"] / 100 + score["digits"] / 9 * (name == "digits")
 
     def close(self):
         print("babble: closed")

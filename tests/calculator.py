@@ -22,8 +22,8 @@ class Adder:
 
 
 class Calculator:
-    kinds = ("talk", "success")
-    parts = ("success", "called", "words")
+    rewards = ("talk", "success")
+    logged = ("success", "called", "words")
     stops = ()
     slow = False
 
@@ -42,8 +42,8 @@ class Calculator:
         score = {"success": right, "called": called, "words": min(1.0, len(said.split()) / 99)}
         return episode.answer, score, right * called
 
-    def reward(self, score, kind):
-        return score["success"] if kind == "success" else score["words"]
+    def reward(self, score, name):
+        return score["success"] if name == "success" else score["words"]
 
     def close(self):
         print("calculator: closed")

@@ -233,14 +233,14 @@ def test_without_a_pair_nothing_begins(template, tmp_path):
 
 def test_the_reference_is_computed_by_the_starting_weights_and_read_by_a_resumed_run(
         policy, plain, pairs, one_rank, tmp_path):
-    rows, machine = dpo.episodes_of(pairs), (False, 0, 1, "cpu", options(f"--out {tmp_path}"))
-    found = dpo.take_reference(Plain(policy), rows, 0, *machine)
+    rows, common = dpo.episodes_of(pairs), (False, 0, 1, "cpu", options(f"--out {tmp_path}"))
+    found = dpo.take_reference(Plain(policy), rows, 0, *common)
     with torch.no_grad():
         logps = [[plain_logps(plain, pair[side]) for pair in pairs] for side in (0, 1)]
     torch.testing.assert_close(found, torch.tensor(logps), rtol=1e-6, atol=0)
-    assert torch.equal(dpo.take_reference(None, rows, 5, *machine), found), "to the last bit"
+    assert torch.equal(dpo.take_reference(None, rows, 5, *common), found), "to the last bit"
     with pytest.raises(Mistake, match="reference.jsonl is of .* pairs, and there are 1 now"):
-        dpo.take_reference(None, rows[:2], 5, *machine)
+        dpo.take_reference(None, rows[:2], 5, *common)
 
 
 # -------------------------------------------------------------------------------------- processes

@@ -162,8 +162,8 @@ def test_travel_is_a_world(trip, mini):
     assert (episode.sandbox.failure_rate, episode.sandbox.seed) == (0.5, "7/w")
     episode.step(f"<think>.</think><answer>{itinerary(plan)}</answer>")
     found, verdict, strict = world.verdict(episode)
-    assert found and strict == verdict["official"] == 1.0 and set(world.parts) <= verdict.keys()
-    assert [world.reward(verdict, kind) for kind in world.kinds] == [5, 3, 1]
+    assert found and strict == verdict["official"] == 1.0 and set(world.logged) <= verdict.keys()
+    assert [world.reward(verdict, kind) for kind in world.rewards] == [5, 3, 1]
     assert world.stops == () and world.slow is False and world.close() is None
 
 

@@ -127,7 +127,7 @@ def test_plays_are_judged_by_the_named_reward_and_gathered_in_one_order(one_rank
     args = flags("--group 3")
     tasks = [{"id": f"{i}", "query": "?", "turns": 1, "success": 0.5} for i in range(3)]
     plays = {}
-    for kind in Babble.kinds:  # the requests end in another order
+    for kind in Babble.rewards:  # the requests end in another order
         llm = Replies(template, lambda name, _: (f"{name.split('/')[3]} 2", 0.5))
         samples = grpo.rollout(llm, template, WORLD, tasks, f"play/{kind}", 3, 1.0, 1.0, args)
         grpo.judge_all(samples, WORLD, kind)
@@ -141,13 +141,13 @@ def test_plays_are_judged_by_the_named_reward_and_gathered_in_one_order(one_rank
 
 def test_the_plays_of_all_queries_are_shared_out_evenly(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert runtime.open_calls(False, 32, 8, flags("--concurrency 256")).places == 64
+    assert runtime.tool_calls_of_rank(False, 32, 8, flags("--concurrency 256")).places == 64
 
 
 def test_the_reward_is_the_named_one_or_the_first_or_follows_the_curriculum():
-    kinds = [grpo.reward_name("curriculum", Travel.kinds, i / 10) for i in range(10)]
+    kinds = [grpo.reward_name("curriculum", Travel.rewards, i / 10) for i in range(10)]
     assert kinds == ["sum"] * 4 + ["macro"] * 4 + ["success"] * 2
-    named = [grpo.reward_name(kind, Travel.kinds, 0.5) for kind in (None, "success")]
+    named = [grpo.reward_name(kind, Travel.rewards, 0.5) for kind in (None, "success")]
     assert named == ["sum", "success"]
 
 

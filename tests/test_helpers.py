@@ -186,9 +186,9 @@ def player(*replies, helps=REPAIRED):
 
 
 def played(world, script, n=1, **options):
-    asks, engine = world.open_helpers(), Scripted(script)
+    questions, engine = world.open_helpers(), Scripted(script)
     begun = (world.episode(TASK | {"id": i}, f"s/{i}", ARGS) for i in range(n))
-    return engine, list(engine.play(begun, slow=True, asks=asks, **options))
+    return engine, list(engine.play(begun, slow=True, questions=questions, **options))
 
 
 def test_a_policy_is_its_own_debugger_and_every_token_is_counted(make):
@@ -246,15 +246,15 @@ class Breaks(Scripted):
 
 def test_an_engine_that_fails_while_a_helper_waits_ends_the_play(make):
     world, failure = make({"debug": 1}), []
-    asks = world.open_helpers()
+    questions = world.open_helpers()
     engine = Breaks(player(BROKEN, DONE))
 
     def work():
         with pytest.raises(RuntimeError, match="out of memory") as error:
-            list(engine.play([world.episode(TASK, "s", ARGS)], slow=True, asks=asks))
+            list(engine.play([world.episode(TASK, "s", ARGS)], slow=True, questions=questions))
         failure.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(60)
-    assert failure and asks.ask("?", "s", 9) == ("", 0, "the play is over")
+    assert failure and questions.ask("?", "s", 9) == ("", 0, "the play is over")

@@ -131,7 +131,7 @@ def test_no_text_makes_a_grammar_raise(text):
     assert isinstance(as_tags([{}, {}, {"role": "assistant", "content": text}]), str)
 
 
-@pytest.mark.parametrize("kind", tools.Tools.kinds)
+@pytest.mark.parametrize("kind", tools.Tools.rewards)
 @pytest.mark.parametrize("last", ["42", "41", "6*7"])
 def test_an_episode_earns_the_same_in_either_grammar(make, kind, last):
     turns, tags = make(), make(grammar="tags")

@@ -19,7 +19,7 @@ def test_both_worlds_have_the_members_of_the_contract():
     members = {name for name in dir(Calculator) if not name.startswith("_")}
     optional = {"lines", "solver", "careless", "prepare"}
     assert members | optional == {name for name in dir(Travel) if not name.startswith("_")}
-    assert members == {"kinds", "parts", "stops", "slow", "load_task", "episode", "verdict",
+    assert members == {"rewards", "logged", "stops", "slow", "load_task", "episode", "verdict",
                        "reward", "close"}
     lines = [line for line in FILE.read_text().splitlines() if line.strip()]
     assert len(lines) <= 60

@@ -15,7 +15,7 @@ Helpers of the tools world: they repair an episode while it is played, at a cost
 
 Helpers act only in evaluate.py; training and synthesis never call Tools.open_helpers. Budgets are
 per episode. A failed attempt uses up one help, and the agent sees the same as without the helper.
-"llm" is "policy", the model that plays, asked in its own engine (Asks), or URL=MODEL.
+"llm" is "policy", the model that plays, asked in its own engine (Questions), or URL=MODEL.
 
 Reads   database/prompts; "helpers" of tools.json, whose keys --helpers of evaluate.py can change
 Writes  "helped" in an episode's record: [{helper, turn, status, tokens, seconds}], where turn is
@@ -76,7 +76,7 @@ def chosen_by(found, flag=""):
 
 # ---------------------------------------------------------------- asking a language model
 
-class Asks:
+class Questions:
     """Questions from the threads of tools to the engine that plays. A thread waits for its answer.
     An answer is (text, tokens of question and answer, reason if there is no answer).
     """
@@ -151,17 +151,17 @@ class Asks:
             future.set_result(("", 0, "the play is over"))
 
 
-def asker(chosen, folder, asks, generate):
+def asker(chosen, folder, questions, generate):
     """The function ask(text, seed, max_tokens) -> (answer, tokens of both, reason if none).
 
-    chosen: of chosen_by; folder: the world's. asks: the Asks of the policy's engine; generate: a
+    chosen: of chosen_by; folder: the world's. questions: those to the policy's engine; generate: a
     function that asks the policy's endpoint. One of the two is None.
     """
     if chosen["llm"] != "policy":
         url, model = URL_MODEL.fullmatch(chosen["llm"]).groups()
         key = read_key(chosen["key"] and folder / chosen["key"])
         generate = partial(chat, url, model, temperature=0.0, retries=TRIES, api_key=key)
-    return partial(ask_endpoint, generate) if generate else asks.ask
+    return partial(ask_endpoint, generate) if generate else questions.ask
 
 
 def ask_endpoint(generate, text, seed, max_tokens):

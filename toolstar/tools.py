@@ -369,7 +369,7 @@ class ToolEpisode(Episode):
 class Tools:
     """The world as the stages see it (docs/environment.md)."""
 
-    kinds, slow = verdict.KINDS, True
+    rewards, slow = verdict.REWARDS, True
     reward = staticmethod(verdict.reward_of)
 
     def __init__(self, settings):
@@ -381,7 +381,7 @@ class Tools:
         self.jail = self.browser = self.ask = None
         chosen = json.dumps([getattr(settings, key) for key in ANSWERING])
         self.hash = hashlib.sha256(chosen.encode()).hexdigest()[:12]
-        self.parts = verdict.PARTS + ("cached", "tool_seconds")
+        self.logged = verdict.LOGGED + ("cached", "tool_seconds")
         if "Search" in settings.tools:
             self.find_corpus()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -450,12 +450,13 @@ class Tools:
         training and synthesis never do.
 
         generate: a function of messages that asks the policy's endpoint. None: the policy runs in
-        vLLM, and the player must answer the questions in the Asks that this returns.
+        vLLM, and the player must answer the questions in the Questions that this returns.
         """
-        asks = None if generate else helpers.Asks()
+        questions = None if generate else helpers.Questions()
         if any(map(self.settings.helpers.get, helpers.NAMES)):
-            self.ask = helpers.asker(self.settings.helpers, self.settings.folder, asks, generate)
-        return asks
+            self.ask = helpers.asker(self.settings.helpers, self.settings.folder, questions,
+                                     generate)
+        return questions
 
     def lines(self, row):
         """The lines that this world adds to evaluate.py's table: TE, success where a tool was used

@@ -33,8 +33,8 @@ from runtime import Mistake
 from toolstar.mathematics import math_equal
 from toolstar.text import golds_of, normalize, same_text, token_f1, untexted, words_f1
 
-KINDS = ("strict", "paper", "released", "needed", "answer")
-PARTS = ("success", "f1", "em", "format_ok", "python", "search", "browse", "both", "errors",
+REWARDS = ("strict", "paper", "released", "needed", "answer")
+LOGGED = ("success", "f1", "em", "format_ok", "python", "search", "browse", "both", "errors",
          "decorative", "gap", "undecided")  # the numbers of a score whose means are logged
 END, BONUS, UNNEEDED = "<|im_end|>", 0.1, 0.05
 HEADER = "<|im_start|>assistant\n"  # the released code reads a response up to here
@@ -235,9 +235,9 @@ def count_calls(calls, needs):
 
 
 def reward_of(score, kind):
-    """The reward for a score, a float. kind: one of KINDS, else a Mistake."""
-    if kind not in KINDS:
-        raise Mistake(f"--reward {kind}: the kinds are {', '.join(KINDS)}")
+    """The reward for a score, a float. kind: one of REWARDS, else a Mistake."""
+    if kind not in REWARDS:
+        raise Mistake(f"--reward {kind}: the rewards are {', '.join(REWARDS)}")
     if kind == "released":
         return score["released"]
     accuracy = score["acc"]

@@ -138,14 +138,14 @@ class Travel:
     """The travel world. test_split: its tasks are of the published test split, which has only
     level, days and query, so they can be played for the leaderboard but not judged here."""
 
-    kinds = ("sum", "macro", "success")  # of reward, dense to sparse; three make a curriculum
-    parts = SCORES  # names of the score's numbers whose means are logged; "success" is one of them
+    rewards = ("sum", "macro", "success")  # dense to sparse; three make a curriculum
+    logged = SCORES  # names of the score's numbers whose means are logged; "success" is one of them
     stops = ()  # strings that end a reply, in addition to the end token
     slow = False  # whether tools are called in threads
 
     def __init__(self, database, test_split=False, reader=None):
         self.database, self.test_split, self.reader = database, test_split, reader or Reader()
-        self.parts = SCORES + COSTS * bool(self.reader.endpoint)
+        self.logged = SCORES + COSTS * bool(self.reader.endpoint)
 
     def load_task(self, row):
         """A task with an "id" from a row of a file; a Mistake names the key."""
@@ -179,9 +179,9 @@ class Travel:
         plan, verdict = judge(episode.task, episode.answer, database, self.reader)
         return plan, verdict, verdict.pop("strict")
 
-    def reward(self, verdict, kind):
-        """The reward for a score, a float. kind: one of self.kinds."""
-        return reward(verdict, kind)
+    def reward(self, verdict, name):
+        """The reward for a score, a float. name: one of self.rewards."""
+        return reward(verdict, name)
 
     def prepare(self, episodes):
         """Start to read the answers of all episodes before they are judged -> Futures of them."""

@@ -36,10 +36,6 @@ sys.path.insert(0, str(ROOT))
 from look import memory  # noqa: E402
 
 memory.SHAPES["rehearsal"] = (256, 704, 4, 4, 2, 4096, True)
-# run.sh's settings: tokens of an episode, the engine's share, and most tokens of the micro-batches
-# that keep their activations
-RECIPES = {"0.5b": (16384, 0.35, 4096), "1.5b": (30000, 0.5, 14336), "3b": (30000, 0.6, 10240),
-           "7b": (30000, 0.6, 8192)}
 ASLEEP = 2  # GiB that a sleeping engine is assumed to keep
 DENSE = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "A10G": 70e12, "L40S": 362e12,
          "3090": 71e12, "4090": 165e12}  # bfloat16 FLOP/s without sparsity, from data sheets
@@ -150,7 +146,7 @@ def check_memory(case, cuda):
     import zero3
 
     size, words, gib = CARDS[case]
-    words = ("--context {} --gpu-memory {} --keep-activations {} ".format(*RECIPES[size])
+    words = ("--context {} --gpu-memory {} --keep-activations {} ".format(*memory.RECIPES[size])
              + words)
     if not cuda:
         size, words, gib = "rehearsal", f"{words} --context 512 --keep-activations 128", 0
@@ -258,7 +254,7 @@ def check_speed(case, cuda):
 
     large = cuda and torch.cuda.get_device_properties(0).total_memory > 60 * 2**30
     size = "rehearsal" if not cuda else case if large else "0.5b"
-    most = RECIPES[size][2] if cuda else 600
+    most = memory.RECIPES[size][2] if cuda else 600
     lm, args, device = start(size, f"--pack-tokens {most}")
     n, card = sum(p.numel() for p in lm.parameters()), Card(device)
     lengths = [most * tenth // 10 for tenth in (3, 4, 4, 5, 5, 6, 6, 7, 8, 10)]

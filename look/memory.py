@@ -7,12 +7,15 @@ and of the stages' own loss, which never holds more than LOGITS logits.
 
     python -m look.memory sft  --model Qwen/Qwen2.5-7B-Instruct --gpus 16
     python -m look.memory grpo --model Qwen/Qwen2.5-7B-Instruct --gpus 16 --context 30000
+    python -m look.memory cards        # the table of docs/gpus.md
 
 Prints a table, and exits with status 1 if a moment does not fit. The flags are those of the stages.
 """
+import itertools
 import math
 import re
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for python look/memory.py
@@ -132,7 +135,7 @@ def qwen(size):
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help)
     add = p.add_argument
-    add("stage", choices=ROOM, help="stage to plan")
+    add("stage", choices=(*ROOM, "cards"), help="stage to plan")
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name")
     add("--gpus", type=COUNT, default=8, help="GPUs of all nodes together")
     add("--gpu-gib", type=POSITIVE, default=80, help="GiB of a GPU")
@@ -185,6 +188,8 @@ def most_kept(config, n, args):
 
 def plan(args):
     """Print the table; SystemExit if a moment does not fit."""
+    if args.stage == "cards":
+        return print(*cards(), sep="\n")
     config, n = load_shape(args.model)
     found, longest, tokens, contexts = by_moment(config, n, args)
     totals = {moment: total(rows) for moment, rows in found.items()}
@@ -209,6 +214,70 @@ def plan(args):
                  "higher --gpu-memory, or a smaller --context")
     if tokens := most_kept(config, n, args):
         print(f"micro-batches of up to {tokens} tokens fit with --keep-activations {tokens}")
+
+
+# --------------------------------------------------------------------- the table of docs/gpus.md
+
+# run.sh's settings: tokens of an episode, the engine's share, and most tokens of the micro-batches
+# that keep their activations
+RECIPES = {"0.5b": (16384, 0.35, 4096), "1.5b": (30000, 0.5, 14336), "3b": (30000, 0.6, 10240),
+           "7b": (30000, 0.6, 8192)}
+CARDS = {24: 22, 48: 44, 80: 79}  # {GB of a card: GiB that the smallest such card reports}
+PLAYS = 256  # in flight: 32 queries x 8
+
+
+def cards():
+    """The lines of the table: for each card and size, the first choice that fits. The order of the
+    choices: --offload, which does not change learning, then --lora; a shorter context last."""
+    yield f"| GPUs | {' | '.join(RECIPES)} |"
+    yield "| --- " * (len(RECIPES) + 1) + "|"
+    for gb, gpus in itertools.product(CARDS, (1, 2, 4, 8)):
+        cells = []
+        for size in RECIPES:
+            best = choose(size, gpus, CARDS[gb], ("", "--offload", "--lora 32",
+                                                  "--lora 32 --offload"))
+            if best and "--offload" in best:  # the host may lack the memory
+                other = choose(size, gpus, CARDS[gb], ("", "--lora 32"))
+                best = " or ".join(filter(None, (best, other)))
+            cells.append(best or "-")
+        yield f"| {gpus} x {gb} GB | {' | '.join(cells)} |"
+
+
+def choose(size, gpus, gib, ways):
+    """A cell of the table: the variables of run.sh, "" if none of the ways fits."""
+    config, n = shape_of(size)
+    longest, usual, keep = RECIPES[size]
+    contexts = [tokens for tokens in (30000, 16384, 8192) if tokens <= longest]
+    shares = sorted({usual, *(s for s in (0.5, 0.4, 0.3, 0.25, 0.2) if s < usual)}, reverse=True)
+    for context, way in itertools.product(contexts, ways):
+        words = f"{way} --gpus {gpus} --gpu-gib {gib} --context {context}"
+        pack = "32768" if context == 30000 else str(context)  # with KEEP=0; the preflight's in SFT
+        rl = flags(["grpo", *words.split(), "--pack-tokens", pack])
+        sft = flags(["sft", *words.split(), "--cutoff", pack])
+        fitting = {}
+        for rl.gpu_memory in shares:
+            stages = [by_moment(config, n, args) for args in (sft, rl)]
+            fits = all(total(rows) <= gib for found, *_ in stages for rows in found.values())
+            if fits and stages[1][3] >= 2:  # whole contexts; few plays need one
+                fitting[rl.gpu_memory] = stages[1][3]
+        if fitting:
+            # a cache that holds all plays of an engine is enough
+            enough = [share for share in fitting if fitting[share] >= PLAYS / gpus]
+            share = min(enough, default=max(fitting))
+            rl.gpu_memory = share
+            kept = min(most_kept(config, n, args) for args in (sft, rl))
+            told = {"HOW": f'"{way}"' if " " in way else way,
+                    "CONTEXT": context if context != longest else "",
+                    "SHARE": share if share != usual else "", "KEEP": kept if kept < keep else ""}
+            cell = " ".join(f"{name}={value}" for name, value in told.items() if value != "")
+            memory = f" ({math.ceil(host(config, n, rl) / GIB)})" if rl.offload else ""
+            return f"`{cell}`{memory}" if cell else "as it is"
+    return ""
+
+
+@lru_cache
+def shape_of(size):
+    return load_shape(f"Qwen/Qwen2.5-{size.upper()}")
 
 
 def main(argv=None):

@@ -36,14 +36,6 @@ def test_flops_count_weights_the_head_of_policy_tokens_and_causal_attention_by_h
     assert gpu.flops(config, 1.2e9, [4000, 6000], 1000) == pytest.approx(work)
 
 
-def test_its_settings_are_those_of_run_sh(gpu):
-    for size, (context, share, keep) in gpu.RECIPES.items():
-        words = subprocess.run(["bash", "run.sh", size], cwd=ROOT, capture_output=True, text=True,
-                               env=os.environ | {"DRY": "1"}).stdout
-        for flag in (f"context {context}", f"gpu-memory {share}", f"keep-activations {keep}"):
-            assert f" --{flag} " in words, size
-
-
 @pytest.mark.slow
 def test_a_rehearsal_measures_an_update_and_keeps_activations_without_changing_a_bit(tmp_path):
     report = report_of(tmp_path, "--parts", "numbers", "speed")

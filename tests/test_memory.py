@@ -1,10 +1,13 @@
 """The memory plan agrees with real models without storage, with ZeRO-3, and with its messages."""
+import os
 import re
+import subprocess
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 
 import zero3
 from look import memory
@@ -142,3 +145,14 @@ def test_a_kept_micro_batch_is_planned_beside_the_largest_one_and_most_kept_fits
     before, said, _ = plan("grpo --gpus 16")
     assert kept == before and "fit with --keep-activations 9216" in said
     assert plan("grpo --gpus 16 --keep-activations 10240")[2].startswith("this does not fit")
+
+
+def test_the_table_of_the_page_is_what_the_command_prints_for_run_shs_own_settings():
+    page = (ROOT / "docs" / "gpus.md").read_text()
+    assert "\n".join(memory.cards()) in page
+    for size, (context, share, keep) in memory.RECIPES.items():
+        words = subprocess.run(["bash", "run.sh", size], cwd=ROOT, capture_output=True, text=True,
+                               env=os.environ | {"DRY": "1"}).stdout
+        for flag, setting in (("context", context), ("gpu-memory", share),
+                              ("keep-activations", keep)):
+            assert f" --{flag} {setting} " in words, size

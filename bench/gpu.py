@@ -157,12 +157,13 @@ def check_memory(case, cuda):
     ballast = card.gib - gib if gib else 0
     if ballast:
         card.hold(ballast)
-    n = sum(p.numel() for name, p in lm.named_parameters() if ".lora_" not in name)
+    adapters = sum(p.numel() for name, p in lm.named_parameters() if ".lora_" in name)
+    shape = memory.Shape(lm.config, sum(p.numel() for p in lm.parameters()) - adapters, adapters)
     planned.gpu_gib = card.gib - ballast
     moments = {moment: memory.total(rows)
-               for moment, rows in memory.by_moment(lm.config, n, planned)[0].items()}
+               for moment, rows in memory.by_moment(shape, planned)[0].items()}
     play, learn = moments.pop("play"), max(moments.values())
-    assumed = memory.training(lm.config, n, planned, 1)[-1][1] / memory.GIB
+    assumed = memory.training(shape, planned, 1)[-1][1] / memory.GIB
     if max(play, learn) > planned.gpu_gib + assumed:
         say(f"memory, {case}", None, f"skipped: {max(play, learn):.1f} GiB are planned")
         return

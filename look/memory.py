@@ -17,11 +17,13 @@ import re
 import sys
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for python look/memory.py
 import runtime
 from runtime import COUNT, NATURAL, PART, POSITIVE, Help, Mistake, Parser
-from zero3 import LOGITS
+from zero3 import LOGITS, add_adapters
 
 # logits, layer: backward through the head, through the last layer, of the largest micro-batch
 MOMENTS = ("play", "logits", "layer")
@@ -36,11 +38,19 @@ SHAPES = {  # of Qwen2.5
     "3b": (2048, 11008, 36, 16, 2, 151936, True), "7b": (3584, 18944, 28, 28, 4, 152064, False)}
 
 
-def training(config, n, args, tokens):
-    """[(what, bytes, moments)] of the trainer of a model with n parameters; tokens: of its largest
-    micro-batch. AdamW's step needs no memory of its own, since its kernel is fused."""
+class Shape(NamedTuple):
+    """What the plan needs to know of a model: its config, and its numbers of parameters."""
+    config: object
+    n: int  # without adapters
+    adapters: int  # those of --lora
+
+
+def training(shape, args, tokens):
+    """[(what, bytes, moments)] of the trainer; tokens: of a micro-batch. AdamW's step needs no
+    memory of its own, since its kernel is fused."""
+    config, n, adapters = shape
     h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
-    layers, kv, adapters = config.num_hidden_layers, kv_width(config), adapter_size(config, args)
+    layers, kv = config.num_hidden_layers, kv_width(config)
     trained = adapters or n  # with --lora only the adapters have gradients and moments
     shard = 0 if args.offload else trained / args.gpus
     chunk = max(1, min(1024, LOGITS // v))
@@ -68,31 +78,22 @@ def training(config, n, args, tokens):
         ("CUDA, NCCL, waste (assumed)", max(4 if adapters else 5, args.gpu_gib / 10) * GIB, always)]
 
 
-def playing(config, n, args):
+def playing(shape, args):
     """([(what, bytes, moments)] of the engine, the number of contexts that fit its cache)."""
-    weights, work = 2 * n, 2 * GIB
+    weights, work = 2 * shape.n, 2 * GIB
     cache = args.gpu_memory * args.gpu_gib * GIB - weights - work
-    per_token = 4 * config.num_hidden_layers * kv_width(config)
+    per_token = 4 * shape.config.num_hidden_layers * kv_width(shape.config)
     rows = [("engine's weights, bf16", weights, ("play",)), ("engine's KV cache", cache, ("play",)),
             ("engine's work (assumed)", work, ("play",))]
     return rows, cache / (per_token * args.context)
 
 
-def host(config, n, args):
+def host(shape, args):
     """The bytes that --offload needs in the memory of all nodes: AdamW's moments, the master
     weights, and the gradients twice, in pinned memory. PyTorch rounds each rank's pinned memory up
     to a power of two."""
-    trained = (adapter_size(config, args) or n) / args.gpus
+    trained = (shape.adapters or shape.n) / args.gpus
     return args.offload * args.gpus * (12 * trained + 2 * 2 ** math.ceil(math.log2(4 * trained)))
-
-
-def adapter_size(config, args):
-    """The number of parameters in the adapters of --lora R: R times the input and output widths of
-    each layer's seven linear layers."""
-    h, i, kv = config.hidden_size, config.intermediate_size, kv_width(config)
-    heads = config.num_attention_heads * (kv // config.num_key_value_heads)
-    widths = 2 * (h + heads) + 2 * (h + kv) + 3 * (h + i)
-    return args.lora * config.num_hidden_layers * widths
 
 
 def kv_width(config):
@@ -101,8 +102,8 @@ def kv_width(config):
     return config.num_key_value_heads * width
 
 
-def load_shape(model):
-    """(config, number of parameters) of a model, without loading its weights."""
+def load_shape(model, lora=0):
+    """The Shape of a model with adapters of rank `lora`, without loading its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -122,7 +123,10 @@ def load_shape(model):
             setattr(text, name, usual)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(text)
-    return text, sum(p.numel() for p in lm.parameters())
+        n = sum(p.numel() for p in lm.parameters())
+        if lora:
+            add_adapters(lm, SimpleNamespace(lora=lora, seed=0))
+    return Shape(text, n, sum(p.numel() for p in lm.parameters()) - n)
 
 
 def qwen(size):
@@ -152,22 +156,19 @@ def flags(argv=None):
     return p.parse_args(argv)
 
 
-def by_moment(config, n, args):
+def by_moment(shape, args):
     """({moment: [(what, bytes)]} of an update, tokens of (the longest episode, the largest
-    micro-batch), the number of contexts in the engine's cache)"""
+    micro-batch), the number of contexts in the engine's cache). The rows of a moment are those of
+    the largest micro-batch or, where it needs more, of the largest that keeps its activations."""
     plays, (longest, tokens) = args.stage not in ("sft", "dpo"), ROOM[args.stage]
     longest = args.context if plays else args.cutoff or longest
     tokens = max(args.pack_tokens or tokens, longest)  # a longer episode is a micro-batch by itself
-    rows, contexts = training(config, n, args, tokens), math.inf
-    if plays:
-        engine, contexts = playing(config, n, args)
-        rows += engine
-    found = {moment: [(what, size) for what, size, where in rows if moment in where]
-             for moment in MOMENTS[not plays:]}
-    if 0 < args.keep_activations < tokens:  # such micro-batches are smaller, but may need more
-        kept = [[(what, size) for what, size, where in training(config, n, args,
-                 args.keep_activations) if moment in where] for moment in MOMENTS[1:]]
-        found["kept"] = max(kept, key=total)
+    engine, contexts = playing(shape, args) if plays else ([], math.inf)
+    found = {}
+    for moment in MOMENTS[not plays:]:
+        batches = [[(what, size) for what, size, where in training(shape, args, each) + engine
+                    if moment in where] for each in (tokens, min(tokens, args.keep_activations))]
+        found[moment] = max(batches, key=total)
     return found, longest, tokens, contexts
 
 
@@ -176,12 +177,12 @@ def total(rows):
     return sum(size for _, size in rows) / GIB
 
 
-def most_kept(config, n, args):
+def most_kept(shape, args):
     """The most tokens, a multiple of 1024, that --keep-activations has room for; 0 if there is no
     room for 4096, because hardly any play is as short as that."""
     for tokens in range(32768, 4095, -1024):
         tried = args.__class__(**vars(args) | {"keep_activations": tokens, "pack_tokens": tokens})
-        if all(total(rows) <= args.gpu_gib for rows in by_moment(config, n, tried)[0].values()):
+        if all(total(rows) <= args.gpu_gib for rows in by_moment(shape, tried)[0].values()):
             return tokens
     return 0
 
@@ -190,10 +191,10 @@ def plan(args):
     """Print the table; SystemExit if a moment does not fit."""
     if args.stage == "cards":
         return print(*cards(), sep="\n")
-    config, n = load_shape(args.model)
-    found, longest, tokens, contexts = by_moment(config, n, args)
+    shape = load_shape(args.model, args.lora)
+    found, longest, tokens, contexts = by_moment(shape, args)
     totals = {moment: total(rows) for moment, rows in found.items()}
-    print(f"{args.model}: {n:,} parameters on {args.gpus} GPUs, {tokens} tokens at a time")
+    print(f"{args.model}: {shape.n:,} parameters on {args.gpus} GPUs, {tokens} tokens at a time")
     print(f"{'GiB on each GPU':30}" + "".join(f"{moment:>8}" for moment in found))
     for what in dict.fromkeys(what for rows in found.values() for what, _ in rows):
         sizes = [dict(rows).get(what, 0) / GIB for rows in found.values()]
@@ -201,7 +202,7 @@ def plan(args):
             print(f"{what:30}" + "".join(f"{size:8.1f}" if size else " " * 8 for size in sizes))
     print(f"{f'of {args.gpu_gib:g} GiB':30}" + "".join(f"{size:8.1f}" for size in totals.values()))
     if args.offload:
-        print(f"--offload takes {host(config, n, args) / GIB:.1f} GiB of the host's memory")
+        print(f"--offload takes {host(shape, args) / GIB:.1f} GiB of the host's memory")
     if contexts < math.inf:
         print(f"an engine's KV cache holds {contexts:.1f} contexts of {longest} tokens")
     worst = max(totals, key=totals.get)
@@ -212,7 +213,7 @@ def plan(args):
     if contexts < 1:
         sys.exit("this does not fit: the engine's cache holds no whole context. What helps: a "
                  "higher --gpu-memory, or a smaller --context")
-    if tokens := most_kept(config, n, args):
+    if tokens := most_kept(shape, args):
         print(f"micro-batches of up to {tokens} tokens fit with --keep-activations {tokens}")
 
 
@@ -245,7 +246,6 @@ def cards():
 
 def choose(size, gpus, gib, ways):
     """A cell of the table: the variables of run.sh, "" if none of the ways fits."""
-    config, n = shape_of(size)
     longest, usual, keep = RECIPES[size]
     contexts = [tokens for tokens in (30000, 16384, 8192) if tokens <= longest]
     shares = sorted({usual, *(s for s in (0.5, 0.4, 0.3, 0.25, 0.2) if s < usual)}, reverse=True)
@@ -254,9 +254,9 @@ def choose(size, gpus, gib, ways):
         pack = "32768" if context == 30000 else str(context)  # with KEEP=0; the preflight's in SFT
         rl = flags(["grpo", *words.split(), "--pack-tokens", pack])
         sft = flags(["sft", *words.split(), "--cutoff", pack])
-        fitting = {}
+        shape, fitting = shape_of(size, rl.lora), {}
         for rl.gpu_memory in shares:
-            stages = [by_moment(config, n, args) for args in (sft, rl)]
+            stages = [by_moment(shape, args) for args in (sft, rl)]
             fits = all(total(rows) <= gib for found, *_ in stages for rows in found.values())
             if fits and stages[1][3] >= 2:  # whole contexts; few plays need one
                 fitting[rl.gpu_memory] = stages[1][3]
@@ -265,19 +265,19 @@ def choose(size, gpus, gib, ways):
             enough = [share for share in fitting if fitting[share] >= PLAYS / gpus]
             share = min(enough, default=max(fitting))
             rl.gpu_memory = share
-            kept = min(most_kept(config, n, args) for args in (sft, rl))
+            kept = min(most_kept(shape, args) for args in (sft, rl))
             told = {"HOW": f'"{way}"' if " " in way else way,
                     "CONTEXT": context if context != longest else "",
                     "SHARE": share if share != usual else "", "KEEP": kept if kept < keep else ""}
             cell = " ".join(f"{name}={value}" for name, value in told.items() if value != "")
-            memory = f" ({math.ceil(host(config, n, rl) / GIB)})" if rl.offload else ""
+            memory = f" ({math.ceil(host(shape, rl) / GIB)})" if rl.offload else ""
             return f"`{cell}`{memory}" if cell else "as it is"
     return ""
 
 
 @lru_cache
-def shape_of(size):
-    return load_shape(f"Qwen/Qwen2.5-{size.upper()}")
+def shape_of(size, lora):
+    return load_shape(f"Qwen/Qwen2.5-{size.upper()}", lora)
 
 
 def main(argv=None):

@@ -97,7 +97,7 @@ def test_the_loss_holds_no_whole_logits_and_at_most_a_third_of_a_small_model_of_
 def test_planned_activations_are_those_of_the_real_model(size, tokens, keep, moment, rank):
     args = memory.flags(["grpo", "--keep-activations", str(keep * tokens)])
     args.lora = rank
-    rows = memory.training(config_of(size), 0, args, tokens)
+    rows = memory.training(memory.Shape(config_of(size), 0, rank), args, tokens)
     deepspeeds = re.compile("shard|bucket|gathered|CUDA")
     planned = {moment: sum(n for row, n, where in rows if moment in where
                            and not deepspeeds.search(row)) for moment in ("logits", "layer")}
@@ -138,12 +138,12 @@ def test_a_plan_that_does_not_fit_names_the_fullest_moment(words, moment, change
     assert plan(changed)[0][moment] < moments[moment]
 
 
-def test_a_kept_micro_batch_is_planned_beside_the_largest_one_and_most_kept_fits(plan):
-    kept = plan("grpo --gpus 16 --keep-activations 9216")[0]
-    assert kept.pop("kept") == plan("grpo --gpus 16 --context 9216 --pack-tokens 9216 "
-                                    "--keep-activations 9216")[0]["logits"]
-    before, said, _ = plan("grpo --gpus 16")
-    assert kept == before and "fit with --keep-activations 9216" in said
+def test_a_moment_is_planned_for_the_micro_batch_that_needs_most_and_most_kept_fits(plan):
+    kept, said, _ = plan("grpo --gpus 16 --keep-activations 9216")
+    alone = plan("grpo --gpus 16 --context 9216 --pack-tokens 9216 --keep-activations 9216")[0]
+    largest = plan("grpo --gpus 16")[0]
+    assert kept["logits"] == alone["logits"] > largest["logits"]
+    assert kept["play"] == largest["play"] and "fit with --keep-activations 9216" in said
     assert plan("grpo --gpus 16 --keep-activations 10240")[2].startswith("this does not fit")
 
 

@@ -1,5 +1,24 @@
-"""Fixtures and helpers for all tests: the repository on the path, two databases, a trip, a tiny
-model.
+"""The map of the tests, and what several of them share.
+
+Read in this order: test_grpo.py (the algorithm, each number by hand), test_variants.py (ten losses
+as ten equations), test_arpo.py, test_sft.py and test_dpo.py; test_runtime_template.py and
+test_talk.py (which tokens are trained); test_evaluate.py and test_endpoints.py (plays and tables);
+test_constraints.py (the rules of travel as tables), test_solver.py, test_teacher.py, test_synth.py;
+test_jail.py with hostile.py and test_verdict.py (the tools world); test_run.py (the recipes).
+test_house.py holds the floor plan: who may import whom, and what must not be called.
+
+What stands for what. Nothing else is a stand-in: jails, browsers, databases and processes are real.
+
+    Letters     a tokenizer, one token per character      Plain     DeepSpeed's engine on one rank
+    Scripted    vLLM's engine in evaluation, a token a step; Replies in training, which reports
+                log-probabilities and ends its requests in random order
+    endpoint    a server in OpenAI's form; answering: any other server
+    tiny_model  a random model of 2M parameters; student: after SFT; trained: after RL
+    babble.py   a world in which every reply is valid, so that no outcome hangs on what a tiny
+                model says; calculator.py: a second world, with a tool and a right answer
+    families.py random models of many architectures      smollm2.py   a real one
+    styles.py   answers in the styles of language models, with the plans that they state
+    signal_at.py    sends a run its signal at a chosen moment
 
 The official tables and the reference's answers are not in the repository. STAR_TEST_DATA names a
 folder with travelplanner/ and parity/; without it the tests that need them are skipped. TEST_SEED
@@ -7,11 +26,13 @@ seeds everything that tests draw; they must pass with any seed.
 """
 import contextlib
 import copy
+import fcntl
 import json
 import math
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,12 +44,16 @@ from types import SimpleNamespace
 from unittest.mock import patch
 from urllib.parse import parse_qsl, urlsplit
 
+import hypothesis
 import pytest
-
-import zero3
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = int(os.environ.get("TEST_SEED", "0"))
+hypothesis.core.global_force_seed = SEED  # what --hypothesis-seed sets; no examples are kept
+hypothesis.settings.register_profile("star", deadline=None)
+hypothesis.settings.load_profile("star")
+# a job in the background ignores Ctrl-C, and would start deaf programs
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(ROOT))
 # for this process and those it starts; the engine reads them when it is imported
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONPATH=str(ROOT))
@@ -156,18 +181,40 @@ class Scripted:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """A folder with a tokenizer and a random Qwen2 of 2M parameters, which writes nonsense."""
+def once(tmp_path_factory):
+    """once(name, make) -> a folder that make(folder) has filled, once for all of xdist's workers:
+    the first that asks for it makes it, under a lock, and the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def once(name, make):
+        folder, made = base / name, base / f"{name}.made"
+        with open(base / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+                folder.mkdir()
+                make(folder)
+                made.touch()
+        return folder
+    return once
+
+
+def make_model(folder):
     from sandbox import read_prompt
     from tiny.model import make_tiny
 
-    folder = tmp_path_factory.mktemp("tiny")
     tables = sorted((ROOT / "database" / "mini").glob("*.csv"))
     texts = [read_prompt("short")] + [path.read_text(encoding="utf-8")[:20_000] for path in tables]
     rows = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in texts]
     (folder / "corpus.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     make_tiny([folder / "corpus.jsonl"], folder / "model", seed=SEED, vocabulary=1024)
-    return folder / "model"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(once):
+    """A folder with a tokenizer and a random Qwen2 of 2M parameters, which writes nonsense."""
+    return once("tiny", make_model) / "model"
 
 
 # ------------------------------------------------------------------------------- servers, the jail
@@ -425,63 +472,62 @@ def policy(tiny_model):
     import torch
     from transformers import AutoModelForCausalLM
 
+    import zero3
 
     torch.manual_seed(SEED)
     return zero3.Policy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
 
 
-@pytest.fixture(scope="session")
-def episodes(tmp_path_factory):
-    """A file of episodes with two replies of three digits, which a tiny model learns quickly."""
+def make_episodes(folder):
     from babble import Babble
 
     from runtime import write_jsonl
 
-    draw, rows, out = random.Random(SEED), [], tmp_path_factory.mktemp("episodes")
+    draw, rows = random.Random(SEED), []
     for i in range(48):
         task = {"query": f"Go on, {i}.", "turns": 2}
         episode = Babble().episode(task, "", SimpleNamespace(max_turns=3))
         while not episode.stop:
             episode.step(" ".join(draw.choices("0123456789", k=3)))
         rows.append({"messages": episode.messages})
-    write_jsonl(out / "episodes.jsonl", rows)
-    return out / "episodes.jsonl"
+    write_jsonl(folder / "episodes.jsonl", rows)
+    write_jsonl(folder / "tasks.jsonl", [
+        {"id": f"b{i}", "query": f"Go on, {i}.", "turns": 1 + i % 3, "success": 0.5}
+        for i in range(6)])
 
 
 @pytest.fixture(scope="session")
-def student(tiny_model, episodes, tmp_path_factory):
+def episodes(once):
+    """A file of episodes with two replies of three digits, which a tiny model learns quickly."""
+    return once("episodes", make_episodes) / "episodes.jsonl"
+
+
+@pytest.fixture(scope="session")
+def student(tiny_model, episodes, once):
     """The tiny model after sft.py on these episodes: it writes digits."""
-    out = tmp_path_factory.mktemp("student") / "sft"
-    train("sft.py", out, SFT, "--model", tiny_model, "--data", episodes)
-    return out
+    return once("student", lambda folder: train(
+        "sft.py", folder / "sft", SFT, "--model", tiny_model, "--data", episodes)) / "sft"
 
 
 @pytest.fixture(scope="session")
-def babble(student):
+def babble(student, episodes):
     """The flags of a run in which the student learns to write high digits."""
-    from runtime import write_jsonl
-
-    tasks = student.parent / "tasks.jsonl"
-    write_jsonl(tasks, [{"id": f"b{i}", "query": f"Go on, {i}.", "turns": 1 + i % 3, "success": 0.5}
-                        for i in range(6)])
-    return f"{BABBLE} --model {student} --tasks {tasks}"
+    return f"{BABBLE} --model {student} --tasks {episodes.with_name('tasks.jsonl')}"
 
 
 @pytest.fixture(scope="session")
-def trained(babble, student, tmp_path_factory):
+def trained(babble, episodes, once):
     """trained(name) -> the folder of one of three equal trainings: "grpo", "broken" (stopped by
     SIGTERM, then killed while it saved) or "arpo" (without forks)."""
-    folder = tmp_path_factory.mktemp("trained")
-    words = babble, "--val-every 4 --val", student.parent / "tasks.jsonl"
+    words = babble, "--val-every 4 --val", episodes.with_name("tasks.jsonl")
 
-    @cache
-    def run(name):
-        if name in ("grpo", "arpo"):
-            train(f"{name}.py", folder / name, *words, "--initial 8" * (name == "arpo"))
+    def make(out, name):
+        if name == "broken":
+            train_broken("grpo.py", out, *words)
         else:
-            train_broken("grpo.py", folder / name, *words)
-        return folder / name
-    return run
+            train(f"{name}.py", out, *words, "--initial 8" * (name == "arpo"))
+
+    return lambda name: once(name, lambda folder: make(folder / "rl", name)) / "rl"
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def test_every_epoch_visits_every_episode_once_in_another_order():
     assert len(set(map(tuple, epochs))) > 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 5000), min_size=0, max_size=70), st.integers(1, 9),
        st.integers(100, 9000), st.booleans())
 def test_every_sample_is_dealt_once_within_the_budget_and_ranks_get_as_many_micro_batches(

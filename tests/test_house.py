@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 
 import pytest
 from conftest import ROOT
@@ -43,8 +44,6 @@ MAY_IMPORT = {
     "toolstar": {"runtime", "sandbox", "evaluate"},
     "adapters": {"runtime", "sandbox", "travel"},
     "look": EVERYTHING, "tiny": EVERYTHING, "recipes": EVERYTHING}
-# stages write these each for themselves; all other functions that they share are equal
-OWN_WORDS = {"flags", "main", "log", "learning_rate"}
 # the functions that may differ between the twins are ARPO; all others are equal to the letter
 ARPO_ADDS = {"entropy", "branch", "unforked"}
 ARPO_CHANGES = {"flags", "play_flags", "learn_flags", "Sample", "submit", "rollout", "read_inputs",
@@ -79,8 +78,7 @@ def imports(name):
 
 
 def run(*command):
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
-                          timeout=120)
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
 
 
 # ----------------------------------------------------------------------------------------- layout
@@ -128,6 +126,29 @@ def test_a_file_imports_only_what_the_floor_plan_allows(name):
     assert our_imports(name) <= allowed, f"{name} imports {our_imports(name) - allowed}"
 
 
+def test_imports_point_one_way():
+    """No file imports one that imports it, however far away; those inside functions count."""
+    files = {module_of(name): name for name in FILES}
+    needs = {}
+    for module, name in files.items():
+        found = set()
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        needs[module] = found & files.keys() - {module}
+    assert needs["zero3"] == {"runtime"} and not needs["runtime"] | needs["sandbox"]
+    TopologicalSorter(needs).prepare()  # raises CycleError, which has the circle
+
+
+def test_what_all_stages_share_hardly_knows_torch():
+    lazy = [f"{name}:{node.lineno}" for name in TOP for node in ast.walk(tree(name))
+            if isinstance(node, ast.Import) and node.col_offset
+            and any(alias.name == "torch" for alias in node.names)]
+    assert len(lazy) <= 3, lazy
+
+
 @pytest.mark.parametrize("stage", ["dpo", "arpo"])
 def test_a_stage_is_three_files(stage):
     code = f"""if True:
@@ -143,12 +164,12 @@ def test_a_stage_is_three_files(stage):
 
 
 def test_every_file_imports_without_the_engines_and_prints_nothing():
-    programs = ("toolstar.cell", "tiny.__main__")
     light = [module_of(name) for name in WITHOUT_TORCH]
-    others = [module_of(name) for name in FILES if name not in WITHOUT_TORCH]
+    others = [module_of(name) for name in FILES if name not in WITHOUT_TORCH
+              and name != "toolstar/cell.py" and not name.endswith("__main__.py")]
     code = f"""if True:
         import importlib, sys
-        for name in {light + [name for name in others if name not in programs]}:
+        for name in {light + others}:
             importlib.import_module(name)
             heavy = {HEAVY} + ["torch"] * (name in {light})
             assert not set(heavy) & set(sys.modules), (name, set(heavy) & set(sys.modules))
@@ -182,13 +203,9 @@ def test_nothing_dangerous_is_called(name):
 # ------------------------------------------------------------------------------------------ twins
 
 
-def test_what_two_stages_share_is_equal():
-    sft = functions("sft.py")
-    for name in ("dpo.py", "grpo.py"):
-        other = functions(name)
-        shared = sft.keys() & other.keys() - OWN_WORDS
-        for one in sorted(shared):
-            assert sft[one] == other[one], difference("sft.py", name, sft[one], other[one])
+def test_the_stages_with_a_cosine_have_the_same():
+    one, other = (functions(name)["learning_rate"] for name in ("sft.py", "dpo.py"))
+    assert one == other, difference("sft.py", "dpo.py", one, other)
 
 
 def test_arpo_is_grpo_plus_forking():
@@ -202,7 +219,7 @@ def test_arpo_is_grpo_plus_forking():
 def test_arpo_is_a_small_diff():
     grpo, arpo = text_of("grpo.py").splitlines(), text_of("arpo.py").splitlines()
     diff = list(difflib.unified_diff(grpo, arpo, n=0))[2:]
-    assert sum(line[0] in "+-" for line in diff) <= 110
+    assert sum(line[0] in "+-" for line in diff) <= 90
 
 
 def difference(one, other, a, b):

@@ -10,6 +10,7 @@ Tabulate and draw an axis: one thing varied over several runs, beside the papers
                    without loopholes (strict)
     (4) training   trained tokens and seconds of an update; a curve of success over the updates
     (5) questions  instead of all that, with --questions: exact match out of domain, set by set
+    (6) episodes   with --axis episodes: the calls and tokens of a teacher's episodes, by level
 
 `bash run.sh SIZE axis NAME` makes the runs of an axis and ends with this table.
 
@@ -19,6 +20,8 @@ Writes  OUT/AXIS.md and OUT/AXIS.png, or OUT/AXIS-questions.md
 
     python -m recipes.axes --axis reward --out out/axes \\
         --runs sum=out/a/eval/rl sum=out/b/eval/rl macro=out/c/eval/rl
+    python -m recipes.axes --axis episodes --runs data/full/sft.jsonl \\
+        --model Qwen/Qwen2.5-7B-Instruct
 """
 import json
 import math
@@ -30,6 +33,7 @@ from evaluate import interval, mean, plays_of, pooled, read_episodes, span
 from look.report import log_rows, task_means
 from runtime import COUNT, Help, Mistake, Parser
 from travel.constraints import hard_counts
+from travel.world import LEVELS
 
 FILE = Path(__file__).parent.parent / "docs" / "paper.json"  # the papers' numbers, each once
 KNOWN = json.loads(FILE.read_text(encoding="utf-8"))
@@ -270,6 +274,25 @@ def questions_table(axis, runs, size=None):
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
+def episodes_table(files, template):
+    """Markdown: calls and tokens of the episodes in these files by level, then the paper's."""
+    head = ["", "trajectories", "calls, mean", "tokens, mean", "tokens of the plan, mean"]
+    lines, counts = [head, ["---"] * len(head)], {level: [] for level in (*LEVELS, "all")}
+    for row in (row for file in files for row in read_episodes(file).values()):
+        texts = template.text(row["messages"]), row["answer"] or ""
+        for level in {row["task"].get("level"), "all"} & counts.keys():
+            counts[level].append((row["calls"], *(len(template.encode(text)) for text in texts)))
+    if not counts["all"]:
+        raise Mistake(f"--runs {' '.join(files)}: no episodes; synth.py episodes makes them")
+    for level, found in counts.items():
+        means = [mean(column) for column in zip(*found, strict=True)] or [None] * 3
+        lines.append([level, f"{len(found):,}",
+                      *("" if value is None else f"{value:,.1f}" for value in means)])
+    for level, (n, share, *means) in TABLES["levels"]["rows"].items():
+        lines.append([f"paper, {level}", f"{n:,} ({share:g}%)", *(f"{x:,.1f}" for x in means)])
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
 def draw_success(axis, runs, picture):
     """Draw the success of the training plays, means over 5 updates; single seeds are thin."""
     from matplotlib.figure import Figure  # pyplot would look for a screen
@@ -304,14 +327,18 @@ def running_mean(values, width):
 def flags(argv=None):
     p = Parser(description=__doc__, formatter_class=Help, prog="python -m recipes.axes")
     add = p.add_argument
-    add("--axis", choices=AXES, required=True, help="which of the papers' numbers to print beside")
+    add("--axis", choices=[*AXES, "episodes"], required=True,
+        help="which of the papers' numbers to print beside")
     add("--runs", nargs="+", required=True, metavar="NAME=OUT/eval/rl",
-        help="evaluated runs: the setting's name and a folder of episodes; repeat a name per seed")
+        help="evaluated runs: the setting's name and a folder of episodes; repeat a name per seed. "
+        "Of --axis episodes: files of episodes")
     add("--tasks", default="", help="name of what the runs were judged on, for the table's head")
     add("--gpus", type=COUNT, help="GPUs of each run, for the hours that it took")
     add("--size", help="size of the models, to print the paper's numbers of that size alone")
     add("--questions", action="store_true", help="tabulate the questions out of domain that "
         "qa_eval.py asked; --runs are then NAME=OUT/qa/rl")
+    add("--model", metavar="PATH", help="of --axis episodes: folder or hub name of the model whose "
+        "tokenizer counts the tokens")
     add("--out", default="out/axes", help="folder to write AXIS.md and AXIS.png into")
     return p.parse_args(argv)
 
@@ -319,15 +346,19 @@ def flags(argv=None):
 def tabulate(args):
     out = Path(args.out)
     page, picture = out / f"{args.axis}.md", out / f"{args.axis}.png"
+    if (args.axis == "episodes") != bool(args.model):
+        raise Mistake("--axis episodes and --model need each other")
     if args.questions:
         page, text = out / f"{args.axis}-questions.md", questions_table(
             args.axis, read_answers(args.runs), args.size)
+    elif args.model:
+        text = episodes_table(args.runs, runtime.load_template(args.model))
     else:
         runs = read_runs(args.runs)
         draw_success(args.axis, runs, picture)
         text = table_of(args.axis, runs, args.tasks, args.gpus or 0, args.size)
     runtime.write_text(page, text)
-    shown = "" if args.questions else f"; open {picture} for success over the updates"
+    shown = "" if args.questions or args.model else f"; open {picture} for success over the updates"
     print(f"{text}\n{page}: this table{shown}")
 
 

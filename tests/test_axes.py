@@ -1,10 +1,11 @@
 """An axis makes a table and a picture of several runs, with the papers' numbers beside them."""
 
 import pytest
+from conftest import Letters
 
 import evaluate
 from recipes import axes
-from runtime import write_jsonl
+from runtime import Template, write_jsonl
 from travel.constraints import COMMONSENSE, HARD, summary
 from travel.world import Travel
 
@@ -88,3 +89,19 @@ def test_hard_micro_pools_the_constraints_of_all_plans(tmp_path, mini):
     # the same plan, four constraints of which were not reached
     rows[1]["score"] = summary(dict.fromkeys((*COMMONSENSE, *HARD), absent))
     assert evaluate.measure(rows, Travel(mini).lines)["hard_micro"] == pytest.approx(0.2)
+
+
+def test_a_teachers_episodes_are_counted_by_level(tmp_path):
+    file, template = tmp_path / "sft.jsonl", Template(Letters(), "letters")
+    write_jsonl(file, [
+        {"task": {"id": str(calls), "level": level}, "calls": calls, "answer": answer,
+         "messages": [{"role": "user", "content": "a" * calls}]}
+        for level, calls, answer in (
+            ("easy", 2, "abcd"), ("easy", 4, "abcdef"), ("hard", 9, None))])
+    around = len(template.encode(template.text([{"role": "user", "content": ""}])))
+    lines = cells(axes.episodes_table([str(file)], template))
+    assert lines[2:6] == [
+        ["easy", "2", "3.0", f"{around + 3}.0", "5.0"], ["medium", "0", "", "", ""],
+        ["hard", "1", "9.0", f"{around + 9}.0", "0.0"],
+        ["all", "3", "5.0", f"{around + 5}.0", "3.3"]]
+    assert lines[6] == ["paper, easy", "627 (52.3%)", "8.8", "10,100.0", "1,204.7"]

@@ -270,9 +270,9 @@ def rollout(llm, template, world, tasks, name, group, temperature, top_p, args):
 
 def judge_all(samples, world, reward):
     """(2) Set stop, reward and record of each sample by the world's verdict on its episode."""
-    runtime.prepare(world, [s.episode for s in samples])  # a world may read all answers at once
-    for s in samples:
-        plan, score, strict = world.verdict(s.episode)
+    # a world may judge several at a time
+    verdicts = runtime.judged(world, [s.episode for s in samples])
+    for s, (_, plan, score, strict) in zip(samples, verdicts, strict=True):
         s.stop, s.reward = s.episode.stop, world.reward(score, reward)
         s.record = s.episode.record() | {
             "plan": plan, "score": score, "strict": strict, "reward": s.reward,

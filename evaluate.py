@@ -631,30 +631,20 @@ def play_agents(args, tasks):
 def play_rows(args, name, path, tasks):
     """Yield the judged record of each task's episode as it ends."""
     world = runtime.open_world(args)
-    for episode in prepared(world, player(args, name, path, world, tasks)):
-        plan, verdict, strict = world.verdict(episode)
+    if name == "person":
+        world.judges = 0  # the verdict is shown before the next play
+    played = player(args, name, path, world, tasks)
+    for episode, plan, score, strict in runtime.judged(world, played):
         row = episode.record(name) | {"plan": plan, "tokens": episode.tokens or None}
         if hasattr(episode, "refusal"):
             row["refusal"] = episode.refusal
-        if verdict is not None:
-            reward = world.reward(verdict, world.rewards[0])
-            row |= {"score": verdict, "reward": reward, "strict": strict}
+        if score is not None:
+            reward = world.reward(score, world.rewards[0])
+            row |= {"score": score, "reward": reward, "strict": strict}
         if name == "person":
             print_verdict(row)
         yield row
     world.close()
-
-
-def prepared(world, episodes):
-    """Yield the episodes in the order in which they end. If the world lets a server read an answer,
-    it begins when the episode ends, and the others play on; the episode is yielded once it is read.
-    """
-    reading = []
-    for episode in episodes:
-        reading.append((episode, runtime.prepare(world, [episode])))
-        while reading and all(future.done() for future in reading[0][1]):
-            yield reading.pop(0)[0]
-    yield from (episode for episode, _ in reading)
 
 
 def player(args, name, path, world, tasks):

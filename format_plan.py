@@ -441,20 +441,15 @@ def format_plan(text, task, model, url, **options):
 
 
 class Reader:
-    """Turns answers into plans by rules, or by an LLM (the formatter) with many requests at a time.
+    """Turns answers into plans by rules, or by an LLM (the formatter). Threads may share it.
 
     An answer on which the formatter fails is judged as an answer without a plan, and counted. If
     the endpoint itself is at fault, the run ends with evaluate.chat's ChatError, since an unread
     answer must not be judged as a bad one."""
 
     def __init__(self, endpoint=None, key=None):
-        self.endpoint, self.key, self.pool = endpoint, key, ThreadPoolExecutor(CONCURRENCY)
-        self.asked = lru_cache(10_000)(lambda *text: self.pool.submit(self._ask, *text))
-
-    def prefetch(self, answers):
-        """Start to read [(text, task)] without waiting -> the Futures of the formatter's replies"""
-        return [self.asked(text, task.get("query", "")) for text, task in answers
-                if self.endpoint and isinstance(text, str)]
+        self.endpoint, self.key = endpoint, key
+        self.asked = lru_cache(10_000)(self._ask)
 
     def read(self, text, task, database):
         """(plan, unused lines, their share, costs). The first three are as in read_plan; an LLM
@@ -462,7 +457,7 @@ class Reader:
         if not self.endpoint:
             return *read_plan(text, task, database), {}
         answered = isinstance(text, str)
-        plan, problem, tokens = self.prefetch([(text, task)])[0].result() if answered else (
+        plan, problem, tokens = self.asked(text, task.get("query", "")) if answered else (
             None, None, 0)
         unread = [f"the formatter failed: {problem}"] if problem else []
         costs = dict(zip(COSTS, (float(len(unread)), tokens), strict=True))
@@ -476,10 +471,6 @@ class Reader:
             return plan, None, tokens
         except Refused as error:
             return None, str(error), 0
-
-    def close(self):
-        """Cancel the requests that have not been sent."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def add_reader_flags(parser):
@@ -504,13 +495,13 @@ def read_all(args):
         if not {"answer", "text"} & {*row}:
             raise Mistake(f"{args.file}, line {number}: needs an answer or a text")
     texts = [(row.get("answer", row.get("text")), row.get("task", row)) for row in rows]
-    reader.prefetch(texts)
-    for number, (row, (text, task)) in enumerate(zip(rows, texts, strict=True), 1):
-        plan, unread, *_ = reader.read(text, task, database.of(task))
-        if args.reader and unread:
-            print(f"{args.file}, line {number}: {unread[0]}", file=sys.stderr)
-        print(json.dumps({**row, "plan": plan}, ensure_ascii=False))
-    reader.close()
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        read = pool.map(lambda text, task: reader.read(text, task, database.of(task)),
+                        *zip(*texts, strict=True))
+        for number, (row, (plan, unread, *_)) in enumerate(zip(rows, read, strict=True), 1):
+            if args.reader and unread:
+                print(f"{args.file}, line {number}: {unread[0]}", file=sys.stderr)
+            print(json.dumps({**row, "plan": plan}, ensure_ascii=False))
 
 
 def main(argv=None):

@@ -31,6 +31,7 @@ import random
 import re
 import signal
 import time
+from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import ProcessPoolExecutor
 from functools import lru_cache
@@ -688,11 +689,26 @@ def open_world(args):
     return load_world(args.env).open_world(args)
 
 
-def prepare(world, episodes):
-    """Tell a world which episodes it will judge next, if it has this member -> the Futures that
-    their verdicts would have to wait for."""
-    found = world.prepare(episodes) if hasattr(world, "prepare") else ()
-    return [future for future in found or () if not future.done()]
+def judged(world, episodes):
+    """Yield (episode, plan, score, strict), the world's verdict on each episode, in their order.
+
+    If verdicts wait for a server or another process, the world's `judges` says how many threads
+    compute them: then none holds up another, nor the episodes that still play.
+    """
+    if not getattr(world, "judges", 0):
+        yield from ((episode, *world.verdict(episode)) for episode in episodes)
+        return
+    pool, waiting = ThreadPoolExecutor(world.judges), deque()
+    try:
+        for episode in episodes:
+            waiting.append((episode, pool.submit(world.verdict, episode)))
+            while waiting and waiting[0][1].done():
+                episode, verdict = waiting.popleft()
+                yield episode, *verdict.result()
+        for episode, verdict in waiting:
+            yield episode, *verdict.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def read_csv_rows(path):

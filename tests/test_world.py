@@ -17,7 +17,7 @@ def test_both_worlds_have_the_members_of_the_contract():
     from calculator import Calculator
 
     members = {name for name in dir(Calculator) if not name.startswith("_")}
-    optional = {"lines", "solver", "careless", "prepare"}
+    optional = {"lines", "solver", "careless"}
     assert members | optional == {name for name in dir(Travel) if not name.startswith("_")}
     assert members == {"rewards", "logged", "stops", "slow", "load_task", "episode", "verdict",
                        "reward", "close"}

@@ -28,7 +28,6 @@ import re
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import parent_process
 from pathlib import Path
@@ -302,7 +301,6 @@ class ToolEpisode(Episode):
         # helpers: None in training. helped: items for the record. change: the item with which the
         # next finish() rewrites the messages. rewritten: the item with which the last one did
         self.helpers, self.helped, self.change, self.rewritten = None, [], None, None
-        self.ahead = None  # Future: the comparison of its answer, which runs while others play
         super().__init__(task, sandbox, max_turns, prompt,
                          parse=partial(parse_tags, stops=stops) if self.tags else parse_turn)
 
@@ -314,8 +312,6 @@ class ToolEpisode(Episode):
             reply = self.messages.pop()["content"] + reply
         self.strict = self.strict or self.tags  # one message has no place for an error's feedback
         action = super().begin(reply)
-        if self.stop == "answer" and self.task.get("check") == "math":
-            self.ahead = self.sandbox.world.judge_ahead(self)
         if not action or action.kind != "call" or self.calls <= self.most:
             return action
         self.calls -= 1
@@ -370,6 +366,7 @@ class Tools:
     """The world as the stages see it (docs/environment.md)."""
 
     rewards, slow = verdict.REWARDS, True
+    judges = 8  # mathematics is compared in other processes
     reward = staticmethod(verdict.reward_of)
 
     def __init__(self, settings):
@@ -377,7 +374,6 @@ class Tools:
         self.stops = tuple(f"</{TAG_OF[name]}>" for name in settings.tools
                            if settings.grammar == "tags")
         self.lock, self.retriever, self.kept = threading.Lock(), None, {}
-        self.judging = ThreadPoolExecutor(8, "judging")
         self.jail = self.browser = self.ask = None
         chosen = json.dumps([getattr(settings, key) for key in ANSWERING])
         self.hash = hashlib.sha256(chosen.encode()).hexdigest()[:12]
@@ -410,17 +406,8 @@ class Tools:
         # the first search opens it: bm25s imports numba, after which vLLM 0.32.0 does not start
         self.open_search = partial(open_retriever, chosen, corpus)
 
-    def judge_ahead(self, episode):
-        """Start to compare an answer with the golds in a thread, since mathematics can be slow.
-
-        verdict() then finds the outcome in the cache of math_equal. Returns a Future or None.
-        """
-        said = verdict.bare(episode.answer)
-        return self.judging.submit(verdict.is_right, said, episode.task) if said else None
-
     def close(self):
         """Stop the workers and close the files."""
-        self.judging.shutdown(wait=False, cancel_futures=True)
         for held in self.jail, self.browser and self.browser.jail, self.browser:
             if held:
                 held.close()
@@ -481,8 +468,6 @@ class Tools:
         checks it), and no tool was broken.
         """
         calls, stop = episode.sandbox.calls, episode.stop
-        if episode.ahead:
-            episode.ahead.result()
         said = as_tags(episode.messages, episode.tags)
         kept = not episode.tags or verdict.released_format(said)
         whole = stop == "answer" and kept and not episode.errors  # --lenient lets errors pass

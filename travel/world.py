@@ -12,7 +12,7 @@ import os
 import re
 from contextlib import suppress
 
-from format_plan import COSTS, Reader, add_reader_flags, open_reader
+from format_plan import CONCURRENCY, COSTS, Reader, add_reader_flags, open_reader
 from runtime import SHARE, Mistake
 from sandbox import Episode, Sandbox, open_database, read_prompt
 from travel.constraints import (
@@ -146,6 +146,7 @@ class Travel:
     def __init__(self, database, test_split=False, reader=None):
         self.database, self.test_split, self.reader = database, test_split, reader or Reader()
         self.logged = SCORES + COSTS * bool(self.reader.endpoint)
+        self.judges = CONCURRENCY * bool(self.reader.endpoint)  # threads for verdicts; 0: none
 
     def load_task(self, row):
         """A task with an "id" from a row of a file; a Mistake names the key."""
@@ -183,13 +184,8 @@ class Travel:
         """The reward for a score, a float. name: one of self.rewards."""
         return reward(verdict, name)
 
-    def prepare(self, episodes):
-        """Start to read the answers of all episodes before they are judged -> Futures of them."""
-        return self.reader.prefetch([(episode.answer, episode.task) for episode in episodes])
-
     def close(self):
-        """Stop the reader."""
-        self.reader.close()
+        """Nothing to close: the databases are read-only."""
 
     def lines(self, row):
         """The lines that this world adds to evaluate.py's table, {name: number or None}, for the

@@ -30,7 +30,6 @@ from functools import lru_cache, partial
 from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
-from queue import Empty
 
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, PART, Help, Mistake, Parser
@@ -596,14 +595,45 @@ def play_agent(args, folder, path, tasks):
         if name_of(task) in done and not task.items() <= done[name_of(task)]["task"].items():
             raise Mistake(f"{folder}: other tasks with these ids were played; choose another --out")
     left = [task for task in tasks if name_of(task) not in done]
-    with runtime.progress(None, folder.name, len(tasks), len(tasks) - len(left)) as bar:
-        rows = partial(play_rows, args, folder.name, path)
-        playing = partial(in_processes, rows, args=args) if path and not args.url else rows
-        for row in playing(left) if left else ():
-            runtime.append_jsonl(file, row)
-            done[name_of(row["task"])] = row
-            bar.update()
+    append = in_processes if path and not args.url else append_rows
+    append(file, folder.name, partial(play_rows, args, folder.name, path), left, args)
+    done = read_episodes(file)
     return [done[name_of(task)] for task in tasks]
+
+
+def append_rows(file, name, rows_of, tasks, args=None):
+    """Append each row of rows_of(tasks) to a file as it comes. name: of the bar, None for none."""
+    for row in runtime.progress(rows_of(tasks), name, len(tasks)) if tasks else ():
+        runtime.append_jsonl(file, row)
+
+
+def in_processes(file, name, rows_of, tasks, args):
+    """The same in a process per engine (--tp GPUs, or the CPU), each with a share of the tasks; the
+    first one's is shown. Even one engine needs a process, because only its end frees all of an
+    engine's memory for the next checkpoint."""
+    context, gpus = get_context("spawn"), runtime.visible_gpus()
+    n = min(max(1, len(gpus) // args.tp), len(tasks))
+    children = [context.Process(target=on_gpus, args=(
+        gpus[i * args.tp:(i + 1) * args.tp], file, name if i == 0 else None, rows_of, tasks[i::n]))
+        for i in range(n)]
+    for child in children:
+        child.start()
+    try:
+        for child in children:
+            child.join()
+        if any(child.exitcode for child in children):
+            raise SystemExit("stopped early, see above; repeat the command to continue")
+    finally:
+        for child in children:
+            child.kill()
+
+
+def on_gpus(gpus, *what):
+    """append_rows in a process that sees these GPUs."""
+    runtime.die_with_parent()
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    runtime.run("evaluate.py", append_rows, *what)
 
 
 def play_agents(args, tasks):
@@ -695,38 +725,6 @@ def merged(messages):
         else:
             found.append(message | {"role": role.replace("result", "assistant"), "content": text})
     return found
-
-
-def in_processes(rows_of, tasks, args):
-    """Yield the rows of rows_of(tasks), from a process per engine (--tp GPUs, or the CPU), each
-    with a share of the tasks. Even one engine needs a process, because only its end frees all of
-    an engine's memory for the next checkpoint."""
-    context, gpus = get_context("spawn"), runtime.visible_gpus()
-    n, rows = min(max(1, len(gpus) // args.tp), len(tasks)), context.Queue()
-    children = [context.Process(target=send_rows, args=(
-        rows_of, tasks[i::n], gpus[i * args.tp:(i + 1) * args.tp], rows)) for i in range(n)]
-    for child in children:
-        child.start()
-    alive = True
-    try:
-        while alive:
-            alive = any(child.is_alive() for child in children)  # then once more, for the last rows
-            with contextlib.suppress(Empty):
-                while True:
-                    yield rows.get(timeout=0.5)
-        if any(child.exitcode for child in children):
-            raise SystemExit("stopped early, see above; repeat the command to continue")
-    finally:
-        for child in children:
-            child.kill()
-
-
-def send_rows(rows_of, tasks, gpus, rows):
-    """In a process of its own that sees these GPUs: put the tasks' rows into a queue."""
-    runtime.die_with_parent()
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    runtime.run("evaluate.py", lambda: [rows.put(row) for row in rows_of(tasks)])
 
 
 def check_world(world, task, args):

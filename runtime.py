@@ -173,11 +173,11 @@ def workers(number):
 
 
 def progress(rows, name, total, initial=0, unit="it"):
-    """A tqdm bar; in a file or a pipe, a line every half minute."""
+    """A tqdm bar, none without a name; in a file or a pipe, a line every half minute."""
     from tqdm import tqdm
 
     sparse = {} if sys.stderr.isatty() else {"mininterval": 30, "ncols": 100}
-    return tqdm(rows, name, total, initial=initial, unit=unit, **sparse)
+    return tqdm(rows, name, total, disable=not name, initial=initial, unit=unit, **sparse)
 
 
 # -------------------------------------------------------------------------------------- (3) records
@@ -228,8 +228,10 @@ def recover_jsonl(path, check=None):
 
 
 def append_jsonl(path, row):
-    """Add one record and flush it, so that a killed run keeps every finished episode."""
+    """Add one record and flush it, so that a killed run keeps every finished episode. Processes
+    that add to the same file wait for each other."""
     with open(path, "a", encoding="utf-8", errors="replace") as out:
+        fcntl.flock(out, fcntl.LOCK_EX)
         out.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

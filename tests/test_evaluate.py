@@ -296,26 +296,27 @@ def plays_of(tasks):
     for task in tasks:
         if task == "bad":
             raise ValueError("a slip")
-        if task == "slow":
-            time.sleep(600)
-        yield os.environ.get("CUDA_VISIBLE_DEVICES"), task
+        yield os.environ.get("CUDA_VISIBLE_DEVICES"), task * 100_000
 
 
-def shared(tasks, gpus, monkeypatch, tp=1):
+def shared(file, tasks, gpus, monkeypatch, tp=1):
     monkeypatch.setattr(runtime, "visible_gpus", lambda: gpus)
-    return evaluate.in_processes(plays_of, tasks, SimpleNamespace(url=None, tp=tp))
+    evaluate.in_processes(file, "m", plays_of, tasks, SimpleNamespace(tp=tp))
 
 
-def test_every_engine_has_its_gpus_and_a_share_of_the_tasks(monkeypatch):
-    found = list(shared("abcd", ["2", "3", "6", "7"], monkeypatch, tp=2))
-    assert sorted(found) == [("2,3", "a"), ("2,3", "c"), ("6,7", "b"), ("6,7", "d")]
+def test_every_engine_has_its_gpus_and_a_share_of_the_tasks(tmp_path, monkeypatch):
+    shared(tmp_path / "rows", "abcd" * 50, ["2", "3", "6", "7"], monkeypatch, tp=2)
+    rows = sorted((gpus, text[0]) for gpus, text in read_jsonl(tmp_path / "rows"))
+    assert rows == [(gpus, task) for gpus, tasks in (("2,3", "ac"), ("6,7", "bd"))
+                    for task in tasks for _ in range(50)], "long lines of both stay whole"
 
 
-def test_an_engine_that_fails_stops_the_run_and_loses_no_row_of_the_others(monkeypatch, capfd):
-    rows, found = shared(["a", "bad", "c", "d"], ["0", "1"], monkeypatch), []
+def test_an_engine_that_fails_stops_the_run_and_loses_no_row_of_the_others(
+        tmp_path, monkeypatch, capfd):
     with pytest.raises(SystemExit, match="stopped early"):
-        found.extend(iter(lambda: next(rows), None))
-    assert {task for _, task in found} >= {"a", "c"} and "a slip" in capfd.readouterr().err
+        shared(tmp_path / "rows", ["a", "bad", "c", "d"], ["0", "1"], monkeypatch)
+    assert {text[0] for _, text in read_jsonl(tmp_path / "rows")} >= {"a", "c"}
+    assert "a slip" in capfd.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------- report

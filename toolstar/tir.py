@@ -225,12 +225,9 @@ def play_missing(args, folder, tasks, tools):
         raise Mistake(f"{folder}: other tasks with these ids were played; choose another --out")
     for what in "dr, prompt", "hint":  # (3) starts from (1), so it is a second round
         todo = list(wanted_samples(args, tasks, rows, tools))
-        rows_of = partial(play_samples, args)
-        if not args.url:
-            rows_of = partial(evaluate.in_processes, rows_of, args=args)
-        for row in runtime.progress(rows_of(todo) if todo else (), what, len(todo)):
-            runtime.append_jsonl(file, row)
-            rows[name_of(row["task"])] = row
+        append = evaluate.append_rows if args.url else evaluate.in_processes
+        append(file, what, partial(play_samples, args), todo, args)
+        rows = evaluate.read_episodes(file)
     names = [f"{task['id']}/{mode}-{k}" for task in tasks for mode in MODES
              for k in range(args.samples)]
     wanted = {name: rows.pop(name) for name in names if name in rows}

@@ -102,10 +102,15 @@ def read_pair(row, template, cutoff):
     Without a prompt, or if it is a text, each side is a complete conversation.
     """
     past = row["prompt"] if isinstance(row.get("prompt"), list) else []
+    for side in Pair._fields:
+        if not isinstance(row.get(side), list):
+            return f"'{side}' is no list of messages"
     try:
         sides = [runtime.read_talk([*past, *row[side]], template, row) for side in Pair._fields]
     except Mistake as mistake:
         return str(mistake)
+    if not past and row.get("prompt") and row["prompt"] not in [m["content"] for m in sides[0]]:
+        return "'prompt' is no list of messages, nor a text that the sides repeat"
     past = sides[0][:len(past)]
     one, other = [list(takewhile(lambda m: m["role"] != "assistant", side)) for side in sides]
     if one != other or not one:

@@ -404,52 +404,50 @@ class Template:
         return self.tokenizer.decode(ids[:-1] if closed else ids), closed
 
 
-def is_talk(messages):
-    """Whether messages are a conversation: each has a role and a text, only the first is of the
-    system, and from the first reply on, replies alternate with other turns."""
-    if not isinstance(messages, list) or not all(
-            isinstance(message, dict) and isinstance(message.get("content"), str)
-            and message.get("role") in ("user", "assistant", "result") + ("system",) * (i == 0)
-            for i, message in enumerate(messages)):
-        return False
-    said = [message["role"] == "assistant" for message in messages]
-    first = said.index(True) if True in said else len(said)
-    return all(one != other for one, other in itertools.pairwise(said[first:]))
-
-
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields that hold a reply's thought
 UNTRAINED = ("weight", "loss", "loss_mask", "trainable", "train")  # 0 or false: not in the loss
+# fields of a row that would change its prompt or its loss, and are not read; beside them "tools"
+UNREAD = ("system", "functions", "chat_template_kwargs", "mask", "loss_weight", *UNTRAINED)
+EMPTY = (None, "", [], {})
+LETTERS = {"system": "s", "user": "u", "result": "u", "assistant": "a"}
 
 
 def read_talk(messages, template, row):
     """A conversation of training data, with each thought in front of its reply, and "untrained" at
     the replies that its author took out of the loss. A Mistake if it is no conversation, or if
     training would leave out a part of it or of its row."""
-    if not messages or not is_talk(messages) or messages[0]["role"] == "assistant":
-        raise Mistake("its 'messages' are not a conversation: system and user, each with a text "
-                         "as 'content', then assistant alternates with user or result")
-    tools = row.get("tools") or ()  # an episode's are calls that were made
-    if row.get("system") or any("status" not in tool for tool in tools):
-        raise Mistake("its 'system' or 'tools' would be left out: write them into a system message")
+    if not isinstance(messages, list):
+        raise Mistake(f"it has no list of 'messages', but {[*row]}: docs/models.md converts it")
+    unread = [key for key in UNREAD if row.get(key) not in (*EMPTY, 1)]
+    # an episode's tools are calls that were made
+    unread += ["tools"] * any("status" not in tool for tool in row.get("tools") or ())
+    if unread:
+        raise Mistake(f"its {unread} would be left out: write what the model reads into a system "
+                      "message, mark what is not trained on in its message, and remove the field")
     talk = []
-    for message in messages:
-        role, content = message["role"], message["content"]
-        others = [key for key, value in message.items()
-                  if value not in (None, "", [], {}) and key not in (
-                      "role", "content", *THOUGHTS, *UNTRAINED)]
-        if others:
-            raise Mistake(f"a message has {others}, which would be left out: write it into the "
-                             "content, as the model is to say it, or remove it")
+    for number, message in enumerate(messages, 1):
+        unread = [key for key, value in message.items() if value not in EMPTY
+                  and key not in ("role", "content", *THOUGHTS, *UNTRAINED)]
+        if unread:
+            raise Mistake(f"message {number} has {unread}, which would be left out: write it into "
+                          "the content, as the model is to say it, or remove it")
+        role, content = message.get("role"), message.get("content")
+        if role not in LETTERS or not isinstance(content, str):
+            raise Mistake(f"message {number}: 'role' is {role!r:.40}, which must be one of "
+                          f"{[*LETTERS]}, and 'content' is {content!r:.40}, which must be a text")
         thoughts = [message[key] for key in THOUGHTS if message.get(key)]
         marks = [message[key] for key in UNTRAINED if message.get(key) is not None]
         if any(mark not in (0, 1) for mark in marks):
-            raise Mistake(f"a message has a weight of {marks}: 0 and 1 are read")
+            raise Mistake(f"message {number} has a weight of {marks}: 0 and 1 are read")
         if role == "assistant":
             content = content.removesuffix(template.end_text)  # some data sets write it
             content = with_thought(content, thoughts[0]) if thoughts else content
             if template.escape(content) != content:
                 raise Mistake(f"a reply contains a mark of the template: {content!r:.200}")
         talk.append({"role": role, "content": content, "untrained": 0 in marks})
+    if not re.fullmatch("[su]u*(au)*a?", "".join(LETTERS[one["role"]] for one in talk)):
+        raise Mistake(f"the roles of its 'messages' are {[one['role'] for one in talk]}: system "
+                      "and user come first, then assistant alternates with user or result")
     return talk
 
 

@@ -60,23 +60,29 @@ import zero3  # noqa: E402
 # ------------------------------------------------------------------------------------------- data
 
 def load_samples(path, template, cutoff):
-    """Read and render the episodes of a file -> samples, and the number of dropped episodes: those
-    that were judged and failed, of more than `cutoff` tokens, or without a reply."""
-    samples, rows = [], runtime.read_jsonl(path)
-    for line, episode in enumerate(rows, 1):
+    """Read and render the episodes of a file -> samples, and {cause: number} of dropped episodes:
+    those that were judged and failed, of more than `cutoff` tokens, or without a reply to train on.
+    """
+    samples, dropped = [], {"failed": 0, "too long": 0, "without reply": 0}
+    for line, episode in enumerate(runtime.read_jsonl(path), 1):
         with runtime.at_row(path, line):
             if (episode.get("score") or {}).get("success") == 0:
+                dropped["failed"] += 1
                 continue
             messages = runtime.read_talk(episode.get("messages"), template, episode)
             sample = runtime.render(messages, template)
         if episode.get("stop") in ("format", "context", "length") and sample.mask[-1]:
             sample.ids.pop()  # the last reply was cut off: its end token was never sampled
             sample.mask.pop()
-        if len(sample.ids) <= cutoff and any(sample.mask):
+        if len(sample.ids) > cutoff:
+            dropped["too long"] += 1
+        elif not any(sample.mask):
+            dropped["without reply"] += 1
+        else:
             samples.append(sample)
     if not samples:
-        raise Mistake(f"{path}: no episode to train on (of at most --cutoff {cutoff} tokens)")
-    return samples, len(rows) - len(samples)
+        raise Mistake(f"{path}: no episode to train on; dropped: {dropped} (--cutoff {cutoff})")
+    return samples, dropped
 
 
 # ------------------------------------------------------------------------------------------- loss
@@ -104,8 +110,9 @@ def main():
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
     start = zero3.restore(trainer, args)
     interrupted = zero3.watch_sigterm()
-    runtime.say(f"sft: {len(samples)} episodes ({dropped} dropped), {steps} updates of "
-                f"{args.batch}, {ranks} ranks, {'packed' if packed else 'padded'} rows")
+    runtime.say(f"sft: {len(samples)} episodes; dropped: {dropped}")
+    runtime.say(f"{steps} updates of {args.batch}, {ranks} ranks, "
+                f"{'packed' if packed else 'padded'} rows")
     for step in range(start, steps):
         began = time.time()
         # (2) the batch of this update, and the micro-batches of this rank

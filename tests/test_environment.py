@@ -79,7 +79,7 @@ def test_the_pages_commands_lead_from_the_world_to_a_page_of_curves(folder):
             (folder / name).unlink()
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         if script == "sft.py":
-            assert "(1 dropped)" in done.stdout, "8: the cat is in room 3, the patience 2"
+            assert "'failed': 1" in done.stdout, "8: the cat is in room 3, the patience 2"
     page = (folder / "out" / "cat" / "report.html").read_text(encoding="utf-8")
     assert "eval/rl" in page and "rl/rollouts" in page and '"dlogp_mean":[' in page
     assert len(read_jsonl(folder / "out" / "cat" / "eval" / "rl" / "episodes.jsonl")) == 9

@@ -63,14 +63,14 @@ def test_an_episode_over_the_cutoff_is_dropped_whole(template, tmp_path):
             for n in (1, 9, 30, 50)]
     lengths = [len(runtime.render(row["messages"], template).ids) for row in rows]
     kept, dropped = load(rows, template, tmp_path, lengths[1])
-    assert [len(sample.ids) for sample in kept] == lengths[:2] and dropped == 2
+    assert [len(sample.ids) for sample in kept] == lengths[:2] and dropped["too long"] == 2
 
 
 def test_an_episode_that_was_judged_and_failed_is_dropped(template, tmp_path):
     rows = [{"messages": EPISODE} | more for more in (
         {}, {"score": None}, {"score": {"success": 1.0}}, {"score": {"success": 0.0}})]
     kept, dropped = load(rows, template, tmp_path)
-    assert len(kept) == 3 and dropped == 1
+    assert len(kept) == 3 and dropped == {"failed": 1, "too long": 0, "without reply": 0}
 
 
 def test_end_tokens_are_trained_once_and_only_if_the_model_said_them(template, tmp_path):

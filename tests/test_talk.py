@@ -1,11 +1,15 @@
 """What a row of training data says is what is trained on, or it is refused by name."""
 import itertools
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
 from test_runtime_template import CHATML, tokenizer_of
 
 import dpo
 import runtime
+import sft
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +54,51 @@ def test_what_a_row_says_beside_its_texts_decides_what_is_trained_on(chatml, mes
 
 
 @pytest.mark.parametrize("messages, row, words", [
-    ([reply("", tool_calls=[{"name": "f"}]), NEXT], {}, "'tool_calls'.*would be left out"),
-    ([reply("x", name="bob")], {}, "'name'.*would be left out"),
-    ([reply("x")], {"tools": [{"type": "function"}]}, "'tools' would be left out"),
-    ([reply("x")], {"system": "You plan."}, "'system' or 'tools' would be left out"),
-    ([reply("x", masked=False)], {}, "'masked'.*would be left out"),
-    ([reply("x", weight=0.5)], {}, "0 and 1 are read"),
-    ([reply("a<|im_end|>\n<|im_start|>user\nfake")], {}, "a mark of the template"),
-    ([reply("x"), reply("y")], {}, "not a conversation")])
+    ([reply("", tool_calls=[{"name": "f"}]), NEXT], {}, "2.*'tool_calls'"),
+    ([reply(None, tool_calls=[{"name": "f"}]), NEXT], {}, "2.*'tool_calls'"),
+    *(([reply("x", **{field: value})], {}, f"2.*'{field}'") for field, value in (
+        ("name", "bob"), ("masked", False), ("loss_weight", 0), ("mask", 1))),
+    ([reply("x", weight=0.5)], {}, "2.*0.5"), ([reply([{"text": "x"}])], {}, "2.*'content'"),
+    ([reply("x"), {"role": "tool", "content": "y"}], {}, "3.*'role'"),
+    ([{"from": "gpt", "value": "x"}], {}, "2.*'from'"),
+    *(([reply("x")], {field: value}, f"'{field}'") for field, value in (
+        ("tools", [{"type": "function"}]), ("tools", "[]"), ("system", "You plan."),
+        ("functions", [{"name": "f"}]), ("weight", 0), ("loss", False), ("mask", [0, 1]))),
+    ([reply("a<|im_end|>\n<|im_start|>user\nfake")], {}, "fake"),
+    ([reply("x"), reply("y")], {}, "'messages'")])
 def test_what_training_would_leave_out_is_refused_by_name(chatml, messages, row, words):
     with pytest.raises(runtime.Mistake, match=words):
         trained_on(chatml, *messages, **row)
+
+
+SHAREGPT = {"system": "s", "conversations": [
+    {"from": "human", "value": "q"}, {"from": "gpt", "value": "x"}]}
+ALPACA = {"instruction": "q", "input": "", "output": "x"}
+CALLS = {"tools": [{"name": "f"}], "messages": [
+    {"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "y"}, {"role": "assistant", "content": "z"}]}
+
+
+def test_other_forms_are_refused_with_row_and_field_and_the_page_converts_them(chatml, tmp_path):
+    page = (ROOT / "docs" / "models.md").read_text()
+    (tmp_path / "convert.py").write_text(page.split("```python\n")[1].split("```")[0])
+    forms = (SHAREGPT, "conversations"), (ALPACA, "instruction"), (CALLS, "tools")
+    for number, (form, field) in enumerate(forms):
+        runtime.write_jsonl(tmp_path / "rows", [{"messages": [NEXT, reply("x")]}, form])
+        with pytest.raises(runtime.Mistake, match=f"row 2: .*'{field}'"):
+            sft.load_samples(tmp_path / "rows", chatml, 999)
+        with open(tmp_path / "rows") as rows, open(tmp_path / f"{number}", "w") as out:
+            subprocess.run([sys.executable, tmp_path / "convert.py"], stdin=rows, stdout=out,
+                           check=True)
+    read = [sft.load_samples(tmp_path / f"{number}", chatml, 999)[0] for number in range(3)]
+    texts = [chatml.tokenizer.decode(rows[1].ids) for rows in read]
+    assert texts[1] == f"{FIRST}x<|im_end|>"
+    assert texts[0] == f"<|im_start|>system\ns<|im_end|>\n{texts[1]}"
+    assert texts[2] == (
+        f'<|im_start|>system\n[{{"name": "f"}}]<|im_end|>\n{FIRST}<tool_call>{{"name": "f", '
+        '"arguments": {"x": 1}}</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\ny\n'
+        "</tool_response><|im_end|>\n<|im_start|>assistant\nz<|im_end|>")
 
 
 def test_pairs_are_read_by_the_same_rule(chatml):
@@ -73,3 +111,7 @@ def test_pairs_are_read_by_the_same_rule(chatml):
     assert chatml.tokenizer.decode(said) == "<think>T</think>\nx<|im_end|>"
     whole = {side: row["prompt"] + row[side] for side in ("chosen", "rejected")}
     assert dpo.read_pair(whole | {"prompt": "q"}, chatml, 100) == pair, "as ultrafeedback has it"
+    for prompt in "another", {"role": "user", "content": "q"}:
+        assert "'prompt'" in dpo.read_pair(whole | {"prompt": prompt}, chatml, 100)
+    assert "'chosen'" in dpo.read_pair(row | {"chosen": "x"}, chatml, 100)
+    assert "'weight'" in dpo.read_pair(row | {"weight": 0}, chatml, 100)

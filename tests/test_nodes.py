@@ -1,9 +1,8 @@
-"""Two nodes run the RL stage of run.sh 7b; one is lost, or asked to leave, and the pair goes on.
+"""Two nodes run the RL stage of run.sh 7b; one is asked to leave, and the pair goes on.
 
 The nodes are two torchrun agents on this machine, each with a core, a rank and a tiny model, over
 gloo: run.sh's own commands and waiting, the trainer's sharding and the engine's play, all as on two
-machines. A node is lost as when its power goes: every process of it, its ranks too, gets SIGKILL
-(torchrun starts them in sessions of their own).
+machines.
 """
 import json
 import os
@@ -21,10 +20,9 @@ from conftest import ROOT
 from runtime import read_jsonl
 
 pytestmark = pytest.mark.slow
-STEPS = 6
+STEPS = 5
 FLAGS = f"""--steps {STEPS} --prompts 2 --group 2 --context 1024 --max-turns 3 --turn-tokens 64
     --concurrency 4 --system-prompt short --save-every 1 --pack-tokens 4096"""
-PATIENCE = 600  # seconds; what takes longer hangs
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +71,14 @@ class Pair:
                     stderr=subprocess.STDOUT, start_new_session=True))
 
     def wait_for(self, update):
-        began = time.time()
         while f"step {update:4d}/{STEPS} " not in self.said(0):
             runs = all(node.poll() is None for node in self.nodes)
-            assert runs and time.time() < began + PATIENCE, self.said(0) + self.said(1)
+            assert runs, self.said(0) + self.said(1)
             time.sleep(0.1)
-
-    def lose(self, number):
-        for process in family(self.nodes[number].pid):
-            os.kill(process, signal.SIGKILL)
 
     def end(self):
         """The exit codes of the nodes."""
-        return [node.wait(timeout=PATIENCE) for node in self.nodes]
+        return [node.wait() for node in self.nodes]
 
     def said(self, number):
         return self.screens[number].read_text()[-8000:]
@@ -106,37 +99,26 @@ def pair(disk):
     """A function that starts a Pair; at the end all their processes are killed."""
     started = []
     yield lambda: started.append(Pair(disk)) or started[-1]
-    for each in started:
-        for number, node in enumerate(each.nodes):
-            if node.poll() is None:
-                each.lose(number)
-            node.wait()
+    for node in (node for each in started for node in each.nodes):
+        if node.poll() is None:
+            for process in family(node.pid):  # torchrun starts ranks in sessions of their own
+                os.kill(process, signal.SIGKILL)
+        node.wait()
 
 
-def test_a_node_is_lost_then_one_is_asked_to_leave_and_the_pair_goes_on_to_the_end(pair, disk):
+def test_a_node_is_asked_to_leave_and_the_same_commands_go_on_to_the_end(pair, disk):
     out = disk / "out" / "rl"
-
-    def saved():
-        return json.loads((out / "checkpoints" / "latest").read_text())["step"]
-
-    # node 1 is lost: node 0 stops, too
+    # node 0 gets SIGTERM: the update ends, then both save and leave
     first = pair()
-    first.wait_for(2)
-    first.lose(1)
-    assert first.end()[0] == 1
-    assert "stage rl failed" in first.said(0).splitlines()[-1]
-    # the same commands go on; node 0 gets SIGTERM: the update ends, then both save and leave
-    began = saved()
+    first.wait_for(1)
+    os.killpg(first.nodes[0].pid, signal.SIGTERM)
+    assert first.end() == [1, 1]
+    saved = json.loads((out / "checkpoints" / "latest").read_text())["step"]
+    assert 1 <= saved < STEPS and not (out / "config.json").exists()
+    # the same commands, to the end; what was done is not done again
     second = pair()
-    second.wait_for(began + 1)
-    os.killpg(second.nodes[0].pid, signal.SIGTERM)
-    assert second.end() == [1, 1]
-    assert f"stopped and saved after update {saved()}" in second.said(0) and saved() > began
-    assert "SIGTERM: what was saved is kept" in second.said(0).splitlines()[-1]
-    # and once more, to the end; what was done is not done again
-    third = pair()
-    assert third.end() == [0, 0], third.said(0)
-    assert f"step {began + 1:4d}/" not in third.said(0)
+    assert second.end() == [0, 0], second.said(0)
+    assert f"step {saved:4d}/" not in second.said(0)
     lines = [line for line in read_jsonl(out / "log.jsonl") if "reward" in line]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert (out / "best" / "config.json").exists() and (out / "config.json").exists()

@@ -1,38 +1,20 @@
-"""docs/paper.json has every number of the papers once; every other place that prints one agrees."""
+"""docs/paper.json has every number of the papers once; defaults and studies agree with it."""
 import ast
 import json
 import math
 import os
 import re
-import shlex
 import subprocess
-from functools import cache
 
 import pytest
 from conftest import ROOT, free_port
-from test_run import arguments, script
+from test_run import arguments, script, stages_of
 
 KNOWN = json.loads((ROOT / "docs" / "paper.json").read_text(encoding="utf-8"))
 TABLES, FLAGS, FACTORS = (KNOWN[name] for name in ("tables", "flags", "factors"))
 SIZES = ("1.5b", "3b", "7b")
 DEFAULTS = {"sft.py": ("sft",), "grpo.py": ("rl",), "arpo.py": ("rl",), "evaluate.py": ("play",),
-            "qa_eval.py": ("play", "questions"), "pairs.py": ("star-pairs",)}
-
-
-def find(name):
-    """The path of the repository's file with this name."""
-    found, = (path for path in texts() if path.name == name)
-    return found
-
-
-@cache
-def texts():
-    """{path: text} of all files that users read: code, recipes, pages."""
-    paths = [path for ending in ("py", "sh", "md") for path in ROOT.rglob(f"*.{ending}")]
-    hidden = {"tests", "out", "data", "runs"}
-    return {path: path.read_text(encoding="utf-8") for path in paths
-            if not any(part in hidden or part.startswith(".")
-                       for part in path.relative_to(ROOT).parts)}
+            "qa_eval.py": ("play", "questions"), "toolstar/pairs.py": ("star-pairs",)}
 
 
 def number(where):
@@ -44,17 +26,6 @@ def number(where):
     return values[columns.index(column[0]) if column else 0]
 
 
-def rows_of(markdown):
-    """(head, rows of cells) of each table of a page."""
-    for block in re.findall(r"(?:^\|.*\n)+", markdown, re.MULTILINE):
-        lines = [[cell.strip() for cell in line.strip().strip("|").split("|")]
-                 for line in block.replace("\\|", "¦").splitlines()]
-        yield lines[0], lines[2:]
-
-
-# ---------------------------------------------------------------- where they are printed
-
-
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_a_stages_defaults_are_the_papers(name):
     for table in DEFAULTS[name]:
@@ -64,7 +35,7 @@ def test_a_stages_defaults_are_the_papers(name):
 
 def default(name, flag):
     """The default of a flag, from the call that adds it."""
-    for node in ast.walk(ast.parse(texts()[find(name)])):
+    for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) \
                 and node.args[0].value == flag:
             return float(next(key.value.value for key in node.keywords if key.arg == "default"))
@@ -72,40 +43,16 @@ def default(name, flag):
     return default("evaluate.py", flag)  # which qa_eval.py takes over
 
 
-def dry(command):
-    """The commands that a recipe would run."""
-    command = command.replace("=URL=MODEL", "=http://localhost:8000/v1=MODEL")
-    return subprocess.run(command, shell=True, cwd=ROOT, env=os.environ | {"DRY": "1"}, text=True,
-                          check=True, capture_output=True).stdout
+# the studies that the paper made
+STUDIES = [(axis, size) for axis in ("reward", "algorithm") for size in SIZES]
+STUDIES += [("scale", "7b"), ("data", "3b"), ("noise", "3b")]
 
 
-# ---------------------------------------------------------------- docs/*.md
-
-
-def rows_of_paper_md():
-    """(what is in the paper, command) of each row of the page's tables of figures and tables."""
-    return [(row[0], row[1]) for head, rows in rows_of(texts()[ROOT / "docs" / "paper.md"])
-            if head[0] == "in the paper" for row in rows]
-
-
-def commands_in(text, sizes):
-    """The commands in a cell, with SIZE replaced by each size."""
-    found = [one for one in re.findall(r"`([^`]+)`", text) if " " in one]
-    return dict.fromkeys(command.replace("SIZE", size) for command in found for size in sizes)
-
-
-# (command, axis, size) of each study of STAR that the page names
-STUDIES = sorted({(command, *re.search(r"run\.sh (\S+) axis (\w+)", command).groups()[::-1])
-                  for _, cell in rows_of_paper_md() if "tool-star" not in cell
-                  for command in commands_in(cell, SIZES)
-                  if re.search(r" axis (?!reliability)", command)})
-
-
-@pytest.mark.parametrize("command, axis, size", STUDIES)
-def test_the_runs_of_a_study_have_the_papers_factors(command, axis, size):
+@pytest.mark.parametrize("axis, size", STUDIES)
+def test_the_runs_of_a_study_have_the_papers_factors(axis, size):
     """Every run of RL: all that the paper holds fixed, and along the axis what it varies."""
-    lines = [shlex.split(line) for line in dry(command).splitlines() if " --failure-rate " in line]
-    runs = [(script(words)[0], arguments(words)) for words in lines if "torchrun" in words]
+    runs = [(script(words)[0], arguments(words)) for _, _, words in stages_of(size, "axis", axis)
+            if "torchrun" in words and "--failure-rate" in words]
     updates = math.ceil(number("rl/--epochs") * number("queries/rl/number")
                         / number("rl/--prompts"))
     fixed = FLAGS["rl"]["values"] | {"--steps": str(updates)}
@@ -131,9 +78,9 @@ DRAWN = {"tiny": {"drills": "--n 40 --worlds 2", "episodes": "--n 40 --worlds 2"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size, axis, settings", [
-    ("tiny", "reward", ["sft", "sum", "macro", "success", "curriculum"]),
+    ("tiny", "memory", ["sft", "other-worlds", "world-of-the-test"]),
     ("tool-tiny", "masking", ["sft", "masked", "trained-on"])])
-def test_a_study_of_the_page_runs_to_its_table_at_tiny_size(size, axis, settings, tmp_path):
+def test_a_study_runs_to_its_table_at_tiny_size(size, axis, settings, tmp_path):
     variables = os.environ | {"OUT": str(tmp_path), "SEEDS": "0", "AXIS_STEPS": "1", "GPUS": "1",
                               "AXIS_TASKS": "2", "PORT": str(free_port())}
     command = ["bash", "run.sh", size, "axis", axis]
@@ -147,7 +94,8 @@ def test_a_study_of_the_page_runs_to_its_table_at_tiny_size(size, axis, settings
     done = subprocess.run(command, cwd=ROOT, env=variables | flags, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     file = tmp_path / "axis" / f"{'tool-' * (size != 'tiny')}{axis}.md"
-    (head, rows), = rows_of(file.read_text())
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")]
+                      for line in file.read_text().splitlines() if line.startswith("|")]
     ours = next(n for n, cell in enumerate(head) if cell.startswith("ours, 2 tasks"))
     assert [row[0] for row in rows if row[ours] != "not run"] == settings
     assert all(f"| {name} " in done.stdout for name in settings), "the table is printed"

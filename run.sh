@@ -385,10 +385,10 @@ if [[ $size == tiny ]]; then
         --data "$DATA/sft.jsonl" --epochs 0.8 --batch 4 --lr $rate --min-lr 0.05 --warmup 0.03 \
         --cutoff $room "${train[@]}" --out "$OUT/sft"
 else
-    # 180 held-out queries choose the checkpoint [1] and 180 others judge it. To be judged on the
-    # published validation queries, put those into test.jsonl before the first run
+    # 180 held-out queries choose the checkpoint and 1,000 others judge it [1]. To be judged on the
+    # published validation queries, put those 180 into test.jsonl before the first run
     draw_tasks val-tasks val --split val --n 180 --levels 1 1 1 --seed 1 --prefix val
-    draw_tasks test-tasks test --split val --n 180 --levels 1 1 1 --seed 6 --prefix test \
+    draw_tasks test-tasks test --split val --n 1000 --levels 1 1 1 --seed 6 --prefix test \
         --exclude "$DATA/val.jsonl"
     # 1,000 queries for RL, levels 4:3:3; SFT has others
     draw_tasks rl-tasks rl --split train --n 1000 --levels 4 3 3 --seed 2 --prefix rl

@@ -1,19 +1,23 @@
 # The paper's five axes [1 sec. 4]: bash run.sh SIZE axis NAME. run.sh sources this file once the
 # SFT checkpoint is made. Every setting and seed starts from that checkpoint and runs the recipe's
-# rl and evaluate commands with other flags appended; the last stage tabulates all of them beside
-# the paper's numbers. With QA and RETRIEVER every checkpoint also answers the questions out of
-# domain, and a second table has them [1 Tables 2, 9].
-# AXIS_STEPS: updates of each run. AXIS_TASKS: number of held-out tasks that judge a run.
+# rl and evaluate commands with other flags appended, on the recipe's own tasks; the recipe's run
+# itself is the row whose parts are the recipe's. The last stage tabulates all of them beside the
+# paper's numbers. With QA and RETRIEVER every checkpoint also answers the questions out of domain,
+# and a second table has them [1 Tables 2, 9].
+# AXIS_STEPS: updates of each run. AXIS_TASKS: most held-out tasks that judge a run; by default all
+# do. With either of them the recipe's run is no row.
 
+own="$algorithm $reward rl fail-00"  # the recipe's run
+[[ -z ${AXIS_STEPS:-}${AXIS_TASKS:-} ]] || own=none
 if [[ $size == tiny ]]; then  # [2]
-    AXIS_STEPS=${AXIS_STEPS:-$steps} AXIS_TASKS=${AXIS_TASKS:-400} best=''
+    AXIS_STEPS=${AXIS_STEPS:-$steps} best=''
     apart=$DATA/val.jsonl
-    amounts="100 200 400" full=400 alone=200 scales="128 192 256"
+    amounts="100 200 1000" alone=200 scales="128 192 256"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10 20"
-else  # five epochs of 1,000 tasks at 32, whatever the amount [1]; all of the validation tasks
-    AXIS_STEPS=${AXIS_STEPS:-157} AXIS_TASKS=${AXIS_TASKS:-180} best=/best
+else  # five epochs of 1,000 tasks at 32, whatever the amount [1]
+    AXIS_STEPS=${AXIS_STEPS:-157} best=/best
     apart=$DATA/sft-tasks.jsonl
-    amounts="100 200 500 1000 2000" full=1000 alone=1000 scales="1.5b 3b 7b"
+    amounts="100 200 500 1000 2000" alone=1000 scales="1.5b 3b 7b"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
 fi
 # for the table: the tasks that judge; the size, whose numbers of the paper stand beside ours; and
@@ -26,33 +30,37 @@ runs=() faulty=() asked=()
 # tasks, per cent of tool calls that fail. An axis changes one part, so axes share the run that they
 # have in common. Tools fail in training only; the axis of noise is also evaluated with 10%.
 settings() {
-    local x tasks=mixed-$full plain=${reward/curriculum/macro}
+    local x plain=${reward/curriculum/macro}
     echo sft sft
     case $axis in
-        crossing)  echo "grpo grpo $reward $tasks fail-00" ;;
+        crossing)  echo "grpo grpo $reward rl fail-00" ;;
         reward)    for x in sum macro success curriculum; do
-                       echo "$x grpo $x $tasks fail-00"
+                       echo "$x grpo $x rl fail-00"
                    done ;;
         algorithm) for x in $algorithms; do
-                       echo "$x $x $plain $tasks fail-00"
+                       echo "$x $x $plain rl fail-00"
                    done ;;
         noise)     for x in $failing; do  # macro at 3b [1 Fig. 6]
-                       echo "${x#0}% grpo $plain $tasks fail-$x"
+                       echo "${x#0}% grpo $plain rl fail-$x"
                    done ;;
         data)      for x in $amounts; do
-                       echo "$x-prompts grpo $reward mixed-$x fail-00"
+                       echo "$x-prompts grpo $reward $(mixed "$x") fail-00"
                    done
-                   for x in easy medium hard mixed; do
+                   for x in easy medium hard; do
                        echo "$x grpo $reward $x-$alone fail-00"
-                   done ;;
-        memory)    echo "other-worlds grpo $reward $tasks fail-00"
-                   echo "world-of-the-test grpo $reward home-$full fail-00" ;;
+                   done
+                   echo "mixed grpo $reward $(mixed "$alone") fail-00" ;;
+        memory)    echo "other-worlds grpo $reward rl fail-00"
+                   echo "world-of-the-test grpo $reward home-1000 fail-00" ;;
     esac
 }
 
+# mixed N   the name of N tasks of mixed levels: the recipe's are 1,000
+mixed() { if [[ $1 == 1000 ]]; then echo rl; else echo "mixed-$1"; fi; }
+
 # train SEED RUN ALGORITHM REWARD TASKS FAIL   RL of one setting, from the SFT checkpoint
 train() {
-    local script=grpo.py more=()
+    local script=grpo.py tasks=$DATA/rl.jsonl more=()
     case $3 in
         dapo)          more=(--drop-uniform) ;;
         arpo)          script=arpo.py more=(--branch paper) ;;
@@ -61,27 +69,34 @@ train() {
     [[ $5 != home-* ]] || more+=(--database "$database")
     words=("${rl[@]/#[ag]rpo.py/$script}" ${FLAGS_rl:-})
     # all settings get the same number of updates: fewer tasks are repeated more often [1]
-    change --reward "$4" --tasks "$DATA/subsets/$5.jsonl" --failure-rate "0.${6#fail-}" \
+    [[ $5 == rl ]] || tasks=$DATA/subsets/$5.jsonl
+    change --reward "$4" --tasks "$tasks" --failure-rate "0.${6#fail-}" \
         "${more[@]}" --steps "$AXIS_STEPS" --seed "$1" --save-every 10 --out "$2/rl"
     stage "rl-${2##*/}" "$2/rl/config.json" "${words[@]}"
 }
 
-# draw_sets   draw the tasks of an axis: nested sets of mixed levels; for data, sets of one level
-# that share no task with these [1 app. D.3]; for memory, tasks in the cities of the evaluation
+# draw_sets   for data, sets around the recipe's tasks and sets of one level that share no task with
+# them [1 app. D.3]; for memory, tasks in the cities of the evaluation
 draw_sets() {
-    local level levels=(easy "1 0 0" medium "0 1 0" hard "0 0 1")
-    draw_tasks pool pool --levels 1 1 1 --split train --n $((3 * alone)) --seed 6 --prefix pool \
-        --exclude "$apart"
-    stage subsets "$DATA/subsets/mixed-${amounts%% *}.jsonl" python synth.py subsets \
-        --tasks "$DATA/pool.jsonl" --sizes $amounts --seed 7 --out "$DATA/subsets"
-    for level in $([[ $axis != data ]] || echo 0 2 4); do
+    local level levels=(easy "1 0 0" medium "0 1 0" hard "0 0 1") more=() others=("$DATA/rl.jsonl")
+    if [[ $axis == memory ]]; then
+        stage home "$DATA/subsets/home-1000.jsonl" "${draw[@]}" --split train \
+            --database "$database" --n 1000 --seed 2 --prefix home \
+            --out "$DATA/subsets/home-1000.jsonl"
+    fi
+    [[ $axis == data ]] || return 0
+    if [[ $amounts == *2000* ]]; then
+        draw_tasks more more --levels 4 3 3 --split train --n 1000 --seed 6 --prefix more \
+            --exclude "$apart" "${others[@]}"
+        others+=("$DATA/more.jsonl") more=(--tasks "$DATA/more.jsonl")
+    fi
+    stage subsets "$DATA/subsets/mixed-100.jsonl" python synth.py subsets --base "$DATA/rl.jsonl" \
+        "${more[@]}" --sizes ${amounts/ 1000/} --seed 7 --out "$DATA/subsets"
+    for level in 0 2 4; do
         draw_tasks "${levels[level]}" "subsets/${levels[level]}-$alone" --split train --n "$alone" \
             --levels ${levels[level + 1]} --seed 8 --prefix "${levels[level]}" \
-            --exclude "$apart" "$DATA/pool.jsonl"
+            --exclude "$apart" "${others[@]}"
     done
-    [[ $axis != memory ]] || stage home "$DATA/subsets/home-$full.jsonl" "${draw[@]}" \
-        --split train --database "$database" --n "$full" --seed 2 --prefix home \
-        --out "$DATA/subsets/home-$full.jsonl"
 }
 
 # study   train and evaluate every setting and seed, all from the same SFT checkpoint
@@ -90,25 +105,31 @@ study() {
     draw_sets
     for seed in $SEEDS; do
         while read -r label made <&3; do
-            run=$OUT/axis/runs/${made// /-}-s$seed
+            run=$(run_of "$OUT" "$made" "$seed")
             model=sft=$OUT/sft
-            if [[ $made != sft ]]; then
+            [[ $made == sft ]] || model=rl=$run/rl$best
+            if [[ $run == "$OUT" ]]; then
+                stage rl "$OUT/rl/config.json" "${rl[@]}"
+                stage eval "$OUT/eval/table.md" "${evaluate[@]}"
+            elif [[ $made != sft ]]; then
                 train "$seed" "$run" $made
-                model=rl=$run/rl$best
             fi
             words=("${evaluate[@]}" ${FLAGS_eval:-})
-            change --model "$model" --limit "$AXIS_TASKS" --seed "$seed" --out "$run/eval"
-            stage "eval-${run##*/}" "$run/eval/table.md" "${words[@]}"
+            change --model "$model" ${AXIS_TASKS:+--limit "$AXIS_TASKS"} --seed "$seed" \
+                --out "$run/eval"
+            [[ $run == "$OUT" ]] || stage "eval-${run##*/}" "$run/eval/table.md" "${words[@]}"
             if [[ $axis == noise ]]; then
                 change --failure-rate 0.10 --out "$run/eval-failing"
                 stage "eval-failing-${run##*/}" "$run/eval-failing/table.md" "${words[@]}"
             fi
-            if [[ -n ${QA:-} ]]; then
+            if [[ -n ${QA:-} && $run == "$OUT" ]]; then
+                stage qa "$OUT/qa/tax.md" "${questions[@]}"
+            elif [[ -n ${QA:-} ]]; then
                 words=("${questions[@]}")
                 change --model "$model" --seed "$seed" --out "$run/qa"
                 stage "qa-${run##*/}" "$run/qa/tax.md" "${words[@]}"
             fi
-            [[ -n ${DRY:-} || $node != 0 ]] || rm -rf "$run/rl/checkpoints"
+            [[ -n ${DRY:-} || $node != 0 || $run == "$OUT" ]] || rm -rf "$run/rl/checkpoints"
             asked+=("$label=$run/qa/${model%%=*}")
             runs+=("$label=$run/eval/${model%%=*}")
             faulty+=("$label=$run/eval-failing/${model%%=*}")
@@ -116,10 +137,16 @@ study() {
     done
 }
 
+# run_of OUT PARTS SEED   the folder of a run, which is OUT if it is the recipe's
+run_of() {
+    if [[ $2-$3 == "$own-$SEED" ]]; then echo "$1"; else echo "$1/axis/runs/${2// /-}-s$3"; fi
+}
+
 # scale   the axis of scale. tiny: three widths with reward macro, each with its own base, sft and
 # rl. Otherwise: the axis of reward at all three sizes, in the folders beside OUT
 scale() {
     local x seed folder wide kind made
+    local -A rewards=([3b]=curriculum [7b]=sum)  # of the recipes that run GRPO
     for x in $scales; do
         if [[ $size == tiny ]]; then
             folder=$OUT/axis/scale/width-$x wide="--width $x"
@@ -132,16 +159,17 @@ scale() {
         fi
         for seed in $([[ $size != tiny ]] || echo "$SEEDS"); do
             row "width-$x-sft" "$folder/axis/runs/sft-s$seed" sft
-            row "width-$x" "$folder/axis/runs/grpo-$reward-mixed-$full-fail-00-s$seed" rl
+            row "width-$x" "$(run_of "$folder" "grpo $reward rl fail-00" "$seed")" rl
         done
     done
     [[ $size != tiny ]] || return 0
     for kind in sft sum macro success curriculum; do
         for x in $scales; do
+            [[ $own == none ]] || own="grpo ${rewards[$x]:-} rl fail-00"
             for seed in $SEEDS; do
-                made=grpo-$kind-mixed-$full-fail-00-s$seed
-                [[ $kind != sft ]] || made=sft-s$seed
-                row "$kind-$x" "$(scale_folder "$x")/axis/runs/$made" "${made%%-*}"
+                made="grpo $kind rl fail-00"
+                [[ $kind != sft ]] || made=sft
+                row "$kind-$x" "$(run_of "$(scale_folder "$x")" "$made" "$seed")" "${made%% *}"
             done
         done
     done

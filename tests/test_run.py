@@ -249,7 +249,8 @@ SETTINGS = {  # by hand: the rows of each axis of tiny
     "algorithm": ["sft", "grpo", "dapo", "arpo", "arpo-released"],
     "noise": ["sft", "0%", "5%", "10%", "20%"],
     "memory": ["sft", "other-worlds", "world-of-the-test"],
-    "data": ["sft", "100-prompts", "200-prompts", "400-prompts", "easy", "medium", "hard", "mixed"],
+    "data": ["sft", "100-prompts", "200-prompts", "1000-prompts", "easy", "medium", "hard",
+             "mixed"],
 }
 
 
@@ -257,7 +258,7 @@ def trained(stages):
     """{run: {flag: values, "script": file}} of an axis's trainings, and {setting: [runs]}."""
     runs = {}
     for name, (_, words) in stages.items():
-        if name.startswith("rl-") and script(words)[0] in ("grpo.py", "arpo.py"):
+        if re.match("rl(-grpo|-dapo|-arpo|$)", name):
             given = arguments(words)
             run = given["--out"][0].removesuffix("/rl")
             runs[run] = given | {"script": script(words)[0]}
@@ -282,20 +283,32 @@ def test_an_axis_trains_every_setting_with_every_seed_alike_from_one_checkpoint(
     assert len(sizes) == 1
 
 
+@pytest.mark.parametrize("size, axis, setting", [
+    ("tiny", "reward", "macro"), ("1.5b", "algorithm", "arpo"), ("3b", "reward", "curriculum"),
+    ("3b", "data", "1000-prompts"), ("7b", "reward", "sum")])
+def test_the_recipes_run_is_a_run_of_its_axis(size, axis, setting):
+    recipe, study = dry(size), dry(size, "axis", axis)
+    assert study["rl"] == recipe["rl"] and study["eval"] == recipe["eval"]
+    runs = arguments(study[f"axis-{axis}"][1])["--runs"]
+    assert f"{setting}=out/{size}/eval/rl" in runs and len(runs) == len(set(runs))
+    runs = arguments(dry(size, "axis", axis, AXIS_STEPS="9")[f"axis-{axis}"][1])["--runs"]
+    assert f"{setting}=out/{size}/eval/rl" not in runs
+
+
 def test_only_what_the_axis_names_changes_along_it_and_the_axes_cross_in_one_run():
     changes = {"reward": {"--reward"}, "data": {"--tasks"}, "noise": {"--failure-rate"},
                "algorithm": {"script", "--branch", "--drop-uniform"},
                "memory": {"--tasks", "--database"}}
     crossing = []
     for axis, allowed in changes.items():
-        runs, _ = trained(dry("tiny", "axis", axis, SEEDS="0"))
+        runs, _ = trained(dry("tiny", "axis", axis, SEEDS="1"))
         for run in runs.values():
             del run["--out"]
         keys = {key for run in runs.values() for key in run}
         differ = {key for key in keys if len({str(run.get(key)) for run in runs.values()}) > 1}
         assert differ == allowed, axis
         crossing.append(set(runs))
-    assert set.intersection(*crossing) == {"out/tiny/axis/runs/grpo-macro-mixed-400-fail-00-s0"}
+    assert set.intersection(*crossing) == {"out/tiny/axis/runs/grpo-macro-rl-fail-00-s1"}
 
 
 # -------------------------------------------------------------------------------------- the chain

@@ -47,6 +47,13 @@ from travel.world import LEVELS, Travel, load_task
 WISHES = ("house rule", "cuisine", "room type", "transportation")
 RULE_WISHES = ("pets", "smoking", "children under 10", "parties", "visitors")
 ROOM_WISHES = ("entire room", "private room", "shared room", "not shared room")
+# how many of the benchmark's 45 + 102 public queries have which wishes
+BENCHMARK = {"easy": {(): 15},
+             "medium": {("house rule",): 19, ("cuisine",): 22, ("room type",): 16},
+             "hard": {("house rule", "room type", "transportation"): 39,
+                      ("house rule", "cuisine", "transportation"): 17,
+                      ("house rule", "cuisine", "room type"): 12,
+                      ("cuisine", "room type", "transportation"): 7}}
 CUISINES = ("Chinese", "American", "Italian", "Mexican", "Indian", "Mediterranean", "French")
 PRONOUNS = {"We": "I", "we": "I", "are": "am", "Our": "My", "our": "my", "us": "me",
             "ourselves": "myself"}  # {word of a group: word of one traveller}
@@ -114,7 +121,7 @@ def split_of(task, database):
     return "val" if val_pair else "train"
 
 
-def sample_task(rng, database, days, level, like, dates):
+def sample_task(rng, database, days, level, like, dates, benchmark=False):
     """The elements of a task as [1] and [2] draw them, without budget and query; None if the draw
     is infeasible. A trip by air needs three flights out and three back to choose from; a trip by
     road is at most 600 km long on the way out [2]. In a small world one flight or any road will do.
@@ -122,7 +129,7 @@ def sample_task(rng, database, days, level, like, dates):
     people = 1
     if level != "easy":
         people = 2 if rng.random() < 0.5 else rng.randint(3, 8)
-    wish, by_air = sample_wishes(rng, level, people), rng.random() < 0.9
+    wish, by_air = sample_wishes(rng, level, people, benchmark), rng.random() < 0.9
     if wish["transportation"]:
         by_air = wish["transportation"] == "no self-driving"
     flights, longest = (3, 600) if like == "paper" else (1, math.inf)
@@ -152,20 +159,25 @@ def sample_task(rng, database, days, level, like, dates):
     return task if any(connected(city, org, task["date"][-1]) for city in stops) else None
 
 
-def sample_wishes(rng, level, people):
-    """{wish: its value, or None}. An easy task has no wish, a medium task has one; a hard task has
-    two and also rules out a means of transport."""
+def sample_wishes(rng, level, people, benchmark=False):
+    """{wish: its value, or None}. An easy task has no wish, a medium task has one. A hard task of
+    [2] has two and also rules out a means of transport; one of the benchmark has any three of the
+    four kinds, and always four cuisines where [2] has two or three."""
     wish, kinds = dict.fromkeys(WISHES), ()
-    if level == "medium":
+    if benchmark:
+        kinds, = rng.choices(*zip(*BENCHMARK[level].items(), strict=True))
+    elif level == "medium":
         kinds = [rng.choice(("house rule", "cuisine", "room type"))]
-    if level == "hard":
+    elif level == "hard":
         pairs = ("house rule", "cuisine"), ("cuisine", "room type"), ("house rule", "room type")
-        kinds = rng.choices(pairs, (3, 3, 4))[0]
+        kinds = (*rng.choices(pairs, (3, 3, 4))[0], "transportation")
+    if "transportation" in kinds:
         wish["transportation"] = rng.choice(("no flight", "no self-driving"))
     if "house rule" in kinds:
         wish["house rule"] = rng.choice(RULE_WISHES)
     if "cuisine" in kinds:
-        wish["cuisine"] = rng.sample(CUISINES, 2 if level == "medium" else rng.choice((2, 3)))
+        number = 2 if level == "medium" else 4 if benchmark else rng.choice((2, 3))
+        wish["cuisine"] = rng.sample(CUISINES, number)
     if "room type" in kinds:
         wish["room type"] = rng.choice(ROOM_WISHES if people <= 2 else ROOM_WISHES[:2])
     return wish
@@ -204,10 +216,13 @@ def make_task(args, index):
     name = list(worlds)[stable_draw(f"world/{args.seed}/{index}") % len(worlds)]
     database = worlds[name]
     kinds = list(itertools.product(args.days, LEVELS))
-    task = sample_task(rng, database, *kinds[index % len(kinds)], args.like, args.dates)
+    small = all(len(world.cities) < 100 for world in worlds.values())
+    like = args.like if args.like in GRAMMARS else "tiny" if small else "paper"
+    task = sample_task(rng, database, *kinds[index % len(kinds)], like, args.dates,
+                       args.like == "benchmark")
     if task is None or args.split not in ("all", split_of(task, database)):
         return None
-    if args.like == "paper":
+    if like == "paper":
         task["budget"] = paper_budget(task, database)
     else:
         task["budget"] = close_budget(rng, task, database)
@@ -215,7 +230,7 @@ def make_task(args, index):
     plan = solver.lay_out(task, report.journey) if report and report.journey else None
     if constraints.score(task, plan, database, "strict")["success"] < 1:
         return None
-    task["query"] = write_query(rng, task, GRAMMARS[args.like])
+    task["query"] = write_query(rng, task, GRAMMARS[like])
     if name:
         task["world"] = name
     ratio = round(report.cost / task["budget"], 3)
@@ -243,8 +258,6 @@ def own_rows(path, *keys):
 def tasks(args):
     """Draw a task per index until there are enough of every kind. To resume, a run only needs the
     index of the last task that was kept."""
-    small = all(len(world.cities) < 100 for world in open_once(args.database).worlds.values())
-    args.like = args.like or ("tiny" if small else "paper")
     keys = {key_of(task) for path in args.exclude for task in load(path)}
     args.days = list(dict.fromkeys(args.days))
     kinds, lack, pairs = list(itertools.product(args.days, LEVELS)), {}, Counter()
@@ -518,8 +531,9 @@ def flags(argv=None):
 
     add = command("tasks", tasks, "draw solvable tasks with queries", world)
     add("--n", type=COUNT, default=1000, help="number of tasks")
-    add("--like", choices=GRAMMARS, help="tiny: short queries, budgets near the least cost; paper: "
-        "as published; unset: tiny if the database has fewer than 100 cities")
+    add("--like", choices=[*GRAMMARS, "benchmark"], help="tiny: short queries, budgets near the "
+        "least cost; paper: as [1] and [2] draw them; unset: tiny if the database has fewer than "
+        "100 cities, else paper; benchmark: the same, with the wishes of [1]'s public queries")
     add("--days", type=int, nargs="+", choices=(3, 5, 7), default=[3, 5, 7], help="of the trips")
     add("--levels", type=NATURAL, nargs=3, default=[4, 3, 3], metavar=("EASY", "MEDIUM", "HARD"),
         help="the ratio of the levels [2]")

@@ -104,6 +104,25 @@ def test_training_and_validation_share_no_places_and_no_dates(mini, tmp_path):
     assert {task["dest"] in reserved for task in val} == {True, False}
 
 
+def test_the_benchmarks_wishes_are_drawn_as_its_public_queries_have_them(test_data):
+    def shares(pairs):
+        """{(level, the kinds of its wishes): per cent of that level}, the numbers of cuisines."""
+        kinds = [(level, tuple(filter(wish.get, synth.WISHES))) for level, wish in pairs]
+        levels = Counter(level for level, _ in kinds)
+        cuisines = {(level, len(wish["cuisine"])) for level, wish in pairs if wish["cuisine"]}
+        return {kind: 100 * n / levels[kind[0]] for kind, n in Counter(kinds).items()}, cuisines
+
+    published = [(task["level"], task["local_constraint"]) for file in ("train_45", "val_102")
+                 for task in read_jsonl(test_data / "travelplanner" / f"{file}.jsonl")]
+    rng = random.Random(SEED)
+    drawn = [(level, synth.sample_wishes(rng, level, rng.randint(2, 8), benchmark=True))
+             for level in synth.LEVELS for _ in range(20_000)]
+    (theirs, cuisines), (ours, drawn_cuisines) = shares(published), shares(drawn)
+    assert len(published) == 147 and ours.keys() == theirs.keys()
+    assert all(abs(ours[kind] - share) < 3 for kind, share in theirs.items())
+    assert drawn_cuisines == cuisines == {("medium", 2), ("hard", 4)}
+
+
 @pytest.mark.parametrize("other", [("--seed", SEED + 1), ("--like", "paper"), ("--split", "val"),
                                    ("--prefix", "mine")])
 def test_a_file_of_other_flags_is_not_gone_on_with(other, out):

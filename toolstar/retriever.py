@@ -37,6 +37,8 @@ from runtime import COUNT, PORT, Mistake, Parser, progress, write_text
 HTTP = ("http://", "https://")
 CHUNK = 65536  # passages whose vectors are converted to float32 at a time
 MAX_QUERIES = 64  # of concurrent searches that share a scan
+REQUESTS = 8  # to a server at once
+SILENCE = 120  # seconds that a server may say nothing
 BODY_BYTES, BODY_SECONDS = 2**26, 300  # the most that a server's reply may have and take
 FLAT = 45  # bytes of the head of a flat faiss index, before its float32 vectors
 
@@ -151,7 +153,7 @@ class Remote:
         self.tool_star = not self.web and plain.endswith(("/search", "/batch_search"))
         self.url = (plain if self.web else plain.rpartition("/")[0] + "/batch_search" if
                     self.tool_star else plain.removesuffix("/retrieve") + "/retrieve")
-        self.post = partial(post, httpx2.Client(timeout=120), self.url)
+        self.post = partial(post, httpx2.Client(timeout=SILENCE), self.url)
 
     def search(self, queries, k):
         if len(queries) > 1 and not self.web:
@@ -206,16 +208,17 @@ class Remote:
 
 
 class Shared:
-    """A retriever for many threads: searches that arrive during a scan share the next scan."""
+    """A retriever for many threads: searches that arrive while all workers are busy share the next
+    scan. workers: how many scans run at once."""
 
-    def __init__(self, retriever):
+    def __init__(self, retriever, workers=1):
         self.retriever, self.lock, self.waiting = retriever, threading.Lock(), []
-        self.worker = ThreadPoolExecutor(1)
+        self.workers = ThreadPoolExecutor(workers)
 
     def search(self, queries, k):
         with self.lock:
             if not self.waiting or len(self.waiting[-1][0]) + len(queries) > MAX_QUERIES:
-                self.waiting.append(([], [], self.worker.submit(self.scan)))
+                self.waiting.append(([], [], self.workers.submit(self.scan)))
             asked, ks, scan = self.waiting[-1]
             start = len(asked)
             asked.extend(queries)
@@ -241,8 +244,12 @@ def find_retriever(name, corpus):
 def open_retriever(name, corpus=None, devices=("cpu",), **more):
     """A retriever for many threads. name: "bm25" (of a corpus), an index folder, the URL of a
     server, or the json file of a web search. more: arguments of Remote."""
-    if name.startswith(HTTP) or name.endswith(".json"):
+    if name.endswith(".json"):
         return Remote(name, **more)
+    if name.startswith(HTTP):
+        # most servers scan once per request, so queries go together; a query that hangs holds up
+        # those of its own request alone
+        return Shared(Remote(name, **more), REQUESTS)
     return Shared(BM25(corpus) if name == "bm25" else Dense(name, devices))
 
 

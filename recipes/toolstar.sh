@@ -55,7 +55,8 @@ if [[ $size == tool-star-* ]]; then
         --out "$DATA/sets"
     # call each tool once before hours are spent
     for part in eval train; do
-        words=(python -m toolstar.tools check --database "$TOOLS/$part")
+        words=(python evaluate.py --env tools --database "$TOOLS/$part"
+            --tasks "$DATA/rl.jsonl" --check)
         if [[ -n ${DRY:-} ]]; then printf '\n# check\n%s\n' "${words[*]}"; continue; fi
         "${words[@]}" || stop "a tool fails, see above: $TOOLS/$part/tools.json has its settings"
     done

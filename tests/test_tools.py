@@ -3,7 +3,7 @@ import json
 import subprocess
 import sys
 import threading
-import time
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +11,12 @@ from conftest import ROOT, SEED, Letters, answering, free_port, train
 from hypothesis import given
 from hypothesis import strategies as st
 
+import evaluate
 import runtime
 from runtime import Mistake, Template
 from tiny.facts import PageServer
 from toolstar import tools
+from toolstar.jail import Result
 from toolstar.tools import as_tags, parse_tags, parse_turn, read_settings
 
 FILE = ROOT / "database" / "tools"
@@ -276,6 +278,14 @@ def test_a_query_that_the_server_refuses_is_an_error_and_its_end_stops_the_run(m
             assert world.verdict(episode)[2] == 0, "right, but by a broken tool"
 
 
+def test_check_ends_at_the_first_tool_that_is_broken(make):
+    args = Namespace(**vars(ARGS), database=make().settings.folder, check=True)
+    world = tools.open_world(args)
+    world.jail = SimpleNamespace(run=lambda code: Result("broken", "", "", "no worker", 0.0))
+    with pytest.raises(SystemExit, match="Python .* no worker"):
+        evaluate.check_world(world, TASK, args)
+
+
 def test_programs_may_run_on_a_sandboxfusion_server():
     ended = {"print(1)": ("Success", "Finished", "1\n", ""),
              "1 / 0": ("Failed", "Finished", "", 'File "program.py", line 1\nZeroDivisionError: x'),
@@ -293,36 +303,6 @@ def test_programs_may_run_on_a_sandboxfusion_server():
             ("error", "", ended["1 / 0"][3], "ZeroDivisionError: x (line 1)"),
             ("timeout", "", "", "")]
         remote.close()
-
-
-# ---------------------------------------------------------------- overlap
-
-
-class Slow:
-    """A tool whose calls take as long as their argument says; it counts those that run at once."""
-    tools = ("Wait",)
-
-    def __init__(self):
-        self.lock, self.now, self.most, self.called = threading.Lock(), 0, 0, []
-
-    def call(self, name, arguments):
-        with self.lock:
-            self.now += 1
-            self.most = max(self.most, self.now)
-            self.called.append(arguments)
-        time.sleep(arguments["seconds"])
-        with self.lock:
-            self.now -= 1
-        return "waited"
-
-
-def waiting(sandbox, n, seconds):
-    from sandbox import Episode
-
-    return [Episode({"id": i, "query": json.dumps({"seconds": seconds})}, sandbox, 9, "s")
-            for i in range(n)]
-
-
 
 
 # ---------------------------------------------------------------- stages

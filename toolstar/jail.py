@@ -19,7 +19,7 @@ A machine without user namespaces has no jail: name a SandboxFusion server inste
 
 Reads   only the program       Writes  nothing that outlives the call
 
-    python -m toolstar.tools check    print the proof
+    Jail(seconds=5).run("print(6 * 7)")
 """
 import contextlib
 import fcntl

@@ -16,11 +16,10 @@ published checkpoints and data use "tags".
 
 Reads   DATABASE/tools.json and the corpus that it names
 
-    python -m toolstar.tools check --database database/tools
-    python evaluate.py --env tools --agent person --tasks database/tools/questions.jsonl
+    python evaluate.py --env tools --tasks database/tools/questions.jsonl --check
+    python evaluate.py --env tools --tasks database/tools/questions.jsonl --agent person
     torchrun --standalone grpo.py --env tools --database database/tools --tasks data/rl.jsonl
 """
-import argparse
 import hashlib
 import json
 import os
@@ -33,7 +32,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime import SHARE, Mistake, Parser, rank, run
+from runtime import SHARE, Mistake, rank
 from sandbox import PROMPTS, Action, Episode, Sandbox, parse
 from toolstar import helpers, mathematics, verdict
 from toolstar.browse import Browser, BrowserBroken, PageError
@@ -68,6 +67,8 @@ DECLARED = {  # for the prompt: (what the tool does, {argument: description})
                {"url": "Address of the page", "query": "What to look for"}),
 }
 NEEDED = {"Search": ["query"], "Python": ["code"], "Browse": ["url"]}  # of these
+EXAMPLES = {"Search": {"query": "the tallest tower"}, "Python": {"code": "print(6 * 7)"},
+            "Browse": {"url": "http://127.0.0.1:9/"}}  # an error, as it must be; needs no network
 TAGS = {"search": "Search", "python": "Python", "browse": "Browse"}
 TAG_OF = {name: tag for tag, name in TAGS.items()}
 # tags of the grammars and marks of chat templates, which a tool's result must not contain
@@ -207,14 +208,14 @@ class Faults:
     trains with broken tools learns not to use them, and nobody would notice."""
 
     def __init__(self):
-        self.lock, self.last = threading.Lock(), deque(maxlen=OF_LAST)
+        self.lock, self.last, self.most = threading.Lock(), deque(maxlen=OF_LAST), MOST_BROKEN
 
     def note(self, name, cause):
         """Count one call of the tool `name`. cause: why the tool broke, "" if it answered."""
         with self.lock:
             self.last.append(bool(cause))
             count = sum(self.last) if cause else 0
-        if count > MOST_BROKEN:
+        if count > self.most:
             raise SystemExit(f"{name} has failed in {count} of the last {len(self.last)} calls: "
                              f"{cause}. Repair it, then repeat the command (training: --resume)")
 
@@ -262,7 +263,7 @@ class ToolSandbox(Sandbox):
         self.world, self.tools, self.calls = world, frozenset(world.settings.tools), []
 
     def example(self, name):
-        return dict.fromkeys(DECLARED[name][1], "") | TRIED[name]
+        return dict.fromkeys(DECLARED[name][1], "") | EXAMPLES[name]
 
     def call(self, name, arguments):
         """The observation of a call, a str. Raises only the SystemExit of Faults."""
@@ -566,39 +567,9 @@ def open_world(args):
     settings = read_settings(folder)
     settings.helpers = helpers.chosen_by(settings.helpers, getattr(args, "helpers", ""))
     world = Tools(settings)
+    if getattr(args, "check", False):  # of evaluate.py: one broken tool ends it
+        world.faults.most = 0
     if rank() == 0 and parent_process() is None:
         chosen = {key: getattr(settings, key) for key in SETTINGS}
         print(f"tools {world.hash}, Python {world.level}: {json.dumps(chosen)}")
     return world
-
-
-# ---------------------------------------------------------------- main
-
-TRIED = {"Search": {"query": "the tallest tower"}, "Python": {"code": "print(6 * 7)"},
-         "Browse": {"url": "http://127.0.0.1:9/"}}  # an error, as it must be; needs no network
-
-
-def check(args):
-    """Call each tool once and print its answer; SystemExit if one is broken."""
-    world, broken = open_world(args), []
-    for what, outcome in getattr(world.jail, "proof", {}).items():
-        print(f"    {what:40} {outcome}")
-    for name in world.settings.tools:
-        status, text = getattr(world, name.lower())(**TRIED[name])
-        broken += [name] * (status == "broken")
-        print(f"\n{name} {json.dumps(TRIED[name])} -> {status}\n{text}")
-    world.close()
-    if broken:
-        raise SystemExit(f"broken: {', '.join(broken)}")
-
-
-def main(argv=None):
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("command", choices=("check",), help="call each tool once; exit with status 1 if "
-                   "one is broken")
-    p.add_argument("--database", help="folder with tools.json (database/tools)")
-    run("toolstar.tools", check, p.parse_args(argv))
-
-
-if __name__ == "__main__":
-    main()

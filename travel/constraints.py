@@ -7,9 +7,10 @@ Judge plans: TravelPlanner's thirteen constraints under three rule sets, the sco
     (3) score   the shares of constraints that passed; reward() makes one number of them
 
 There are three rule sets. `star` computes the reward of the STAR release. `official` computes what
-the TravelPlanner leaderboard's code computes, which differs from star at C1 to C12. `strict` first
-checks by star and then closes the loopholes of star that RL learns to use, so it never passes a
-plan that star fails. docs/rules.md explains the marks B1 to B33 and C1 to C12.
+the TravelPlanner leaderboard's code computes, which differs from star at C1 to C12. `strict` runs
+every check a second time, on a Trip that is marked strict: this closes the loopholes of star that
+RL learns to use, and never passes a plan that star fails. docs/rules.md explains the marks B1 to
+B33 and C1 to C12.
 
 A malformed value in a plan makes the check that reads it False, with a reason, even where the two
 reference programs raise an exception. A task without a needed key is the caller's Mistake.
@@ -17,7 +18,7 @@ reference programs raise an exception. A task without a needed key is the caller
 import ast
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from format_plan import MEALS, MOST_PIECES, TABLE_OF, read_plan
@@ -114,7 +115,7 @@ class Trip:
     task: dict
     database: object
     official: bool
-    strict: bool  # a name must be the whole name of rows, and all these rows count
+    strict: bool  # a name must be the whole name of rows, and all these rows count (B4)
     days: list  # the Days of the plan, up to task["days"] (B1)
     more: int  # number of further days that are not empty
 
@@ -236,8 +237,9 @@ def read_fields(texts, database, official):
     return ends, move, ride, meals, sights, bed, meals + sights + bed
 
 
-def read_trip(task, plan, database, official):
+def read_trip(task, plan, database, rules):
     """The Trip of a plan; a sentence with the reason if the plan is not a list of dicts."""
+    official, strict = rules == "official", rules == "strict"
     length = need(task, "days")
     if not isinstance(length, int):
         return "the task's days is not a whole number"
@@ -247,6 +249,8 @@ def read_trip(task, plan, database, official):
     for number, item in enumerate(plan[: max(length, 0)], 1):
         if not isinstance(item, dict):
             return f"day {number} is a {type(item).__name__}, not a table of fields"
+        if strict and isinstance(item.get("attraction"), str):
+            item = item | {"attraction": with_end(item["attraction"])}
         texts = tuple(map(item.get, PLACES))
         try:
             told = read_fields(texts, database, official)
@@ -254,7 +258,13 @@ def read_trip(task, plan, database, official):
             told = read_fields.__wrapped__(texts, database, official)
         days.append(Day(number, item, texts[0], *told))
     more = sum(map(bool, plan[len(days):]))
-    return Trip(task, database, official, False, days, more)
+    return Trip(task, database, official, strict, days, more)
+
+
+def with_end(sights):
+    """B15: the attractions of a day, in which the last one ends with ";" as all others do."""
+    ended, mark, last = sights.rpartition(";")
+    return f"{ended}{mark}{last.strip()};" if last.strip() not in EMPTY else sights
 
 
 # ------------------------------------------------------------------------------------ commonsense
@@ -263,10 +273,12 @@ def read_trip(task, plan, database, official):
 
 def is_not_absent(trip):
     """All days and fields are there, the number of cities is right, half of the fields are filled.
-    """
+    In strict there are no other days and fields (B1, B11), and they hold texts (B6, B9)."""
     length, complete = trip.task["days"], 0
     if length < 1:
         return f"the task has {length} days"
+    if trip.strict and trip.more:
+        return f"the plan has {trip.more} days more than the task"
     for day in trip.days:
         if trip.official and day.item and "current_city" not in day.item:
             return f"day {day.number} has no current_city"
@@ -278,7 +290,7 @@ def is_not_absent(trip):
     if counted and (reason := wrong_cities(trip)):
         return reason
     for day in trip.days:
-        if reason := empty_field(trip, day, day.item):
+        if reason := trip.strict and odd_field(day) or empty_field(trip, day):
             return reason
     filled = len([value for day in trip.days for value in day.item.values()
                   if value and value != "-"])
@@ -311,14 +323,28 @@ def wrong_start(trip, day):
     return f"day 1: the trip starts at {day.ends[0]!s:.40}, not at {trip.task['org']}"
 
 
-def empty_field(trip, day, item):
+def odd_field(day):
+    """The reason if a field is none of a day's, holds no text or another day's number, or None."""
+    for key in {"day", "days"} & day.item.keys():
+        if str(day.item[key]) != str(day.number):
+            return f"day {day.number} says that it is day {day.item[key]!r:.20}"
+    if more := day.item.keys() - {"day", "days", *PLACES}:
+        return f"day {day.number} has {len(more)} fields more, like {min(map(str, more)):.40}"
+    texts = (field for field in FIELDS if not isinstance(day.item[field], str))
+    return next((f"day {day.number}: {field} is not text" for field in texts), None)
+
+
+def empty_field(trip, day):
     """B9, B10: every day must have every field; "" and "-" are allowed only if nothing is needed.
-    """
+    In strict so are blanks (B6)."""
+    item = day.item
     if not isinstance(day.city, str):
         return f"day {day.number}: current_city is not text"
     for field in FIELDS:
         if field not in item:
             return f"day {day.number} has no {field}"
+    if trip.strict:
+        item = {field: item[field].strip() for field in FIELDS}
     at_rest = "from " not in day.city
     if item["transportation"] in EMPTY and (not at_rest or "to " in day.city):
         return f"day {day.number}: no transportation on a day of travel"
@@ -335,19 +361,45 @@ def empty_field(trip, day, item):
 
 
 def is_valid_information_in_sandbox(trip):
-    """Everything that the plan names is in the database (B12 to B15)."""
+    """Everything that the plan names is in the database (B12 to B15); in strict by its whole name.
+    """
     for day in trip.days:
         if trip.official and "transportation" not in day.item:  # C7
             return f"day {day.number} has no transportation"
-        if day.move is not None and (day.ride is None or day.ride.fault):
-            fault = day.ride.fault if day.ride else "is not text"
+        fault = wrong_ride(trip, day) if day.ride else day.move is not None and "is not text"
+        if fault:
             return f"day {day.number}: transportation: {fault}"
         for venue in day.venues:
             if venue.name is None:
                 return f"day {day.number}: {venue.field} is not text"
+            if trip.strict and not venue.exact:
+                return (f"day {day.number}: {venue.field}: {venue.text!r:.80} "
+                        "is not the whole name and city of any")
             if not venue.rows:
                 lost = f"{venue.name!r:.80} in {venue.city!r:.40}"
                 return f"day {day.number}: {venue.field}: there is no {lost}"
+    return None
+
+
+def wrong_ride(trip, day):
+    """Why a ride is not in the database, or None. In strict it must be exactly one of three forms,
+    and a flight must be on the day's date. What stands behind the route is not read: the row
+    counts, whatever is said of it (B5, B13, B14)."""
+    ride, text, dates = day.ride, day.move.strip(), trip.task.get("date")
+    if ride.fault or not trip.strict:
+        return ride.fault
+    form = RIDE.match(text)
+    if not form or form.groups()[1:] != ride.route or not form[1].lower().startswith(ride.mode):
+        return f"{text!r:.80} is no Flight Number: F.., Self-driving or Taxi, from A to B"
+    if len({*NUMBER.findall(text)}) > 1 or len(FROM.findall(text)) > 1:
+        return f"{text!r:.80} holds more than one ride"
+    if ride.mode != "flight":
+        return None
+    if not isinstance(dates, list) or len(dates) < day.number:
+        return f"the task gives no date for day {day.number}"
+    flight, date = ride.row, dates[day.number - 1]
+    if flight.date != date:
+        return f"flight {flight.number} flies on {flight.date}, not on {date}"
     return None
 
 
@@ -393,16 +445,21 @@ def is_valid_accommodation(trip):
 
 
 def is_reasonable_visiting_city(trip):
-    """The trip is a round through known cities of the right state, one stay in each (B18)."""
+    """The trip is a round through known cities of the right state, one stay in each (B18). In
+    strict it starts at the origin in any case (B8), and current_city says nothing else."""
     stops = []
     for day in trip.days:
         if day.ends[0] is None:
             return f'day {day.number}: current_city must be a city or "from A to B"'
         if reason := wrong_start(trip, day):
             return reason
+        if trip.strict and day.city.strip() not in (day.ends[0], "from " + " to ".join(day.ends)):
+            return f"day {day.number}: current_city says more than its cities: {day.city!r:.80}"
         stops += day.ends
     if len(stops) < 3 or stops[0] != stops[-1]:
         return "current_city: the trip does not come back to where it started"
+    if trip.strict and stops[0] != need(trip.task, "org"):
+        return f"day 1: the trip starts at {stops[0]}, not at {trip.task['org']}"
     return broken_round(stops) or strange_stop(trip, stops)
 
 
@@ -422,7 +479,8 @@ def broken_round(stops):
 
 
 def strange_stop(trip, stops):
-    """The reason if a stop is an unknown city or, in more than three days, in another state."""
+    """The reason if a stop is an unknown city or, in more than three days, in another state; in
+    strict also if a trip of three days does not visit dest."""
     cities = trip.database.cities
     long = trip.task["days"] > 3
     dest = need(trip.task, "dest") if long or not trip.official else None  # C12
@@ -432,6 +490,10 @@ def strange_stop(trip, stops):
     for city in stops[1:-1] if long else ():
         if cities[city] != dest:
             return f"current_city: {city} is not in {dest}"
+    to_city = isinstance(dest, str) and dest in cities  # else a state
+    for city in stops[1:-1] if trip.strict and not long else ():
+        if dest != (city if to_city else cities[city]):
+            return f"current_city: the trip goes to {city}, not to {dest}"
     return None
 
 
@@ -451,7 +513,8 @@ def is_valid_transportation(trip):
 
 
 def is_valid_information_in_current_city(trip):
-    """Every filled field names a city of its day (B20)."""
+    """Every filled field names a city of its day (B20); in strict it is there, and each ride goes
+    between the cities of its day at a time that leaves room for the meals."""
     reasons = ((day, out_of_town(trip, day)) for day in trip.days)
     return next((f"day {day.number}: {reason}" for day, reason in reasons if reason), None)
 
@@ -473,14 +536,40 @@ def out_of_town(trip, day):
     for city in cities if move != "-" else ():
         if city not in move:
             return f"transportation does not name {city:.40}"
-    last = cities[-1] if cities else ""
+    if trip.strict and day.ride and len(cities) < 2:
+        return f"transportation leaves {cities[0]:.40} on a day at rest"
+    if trip.strict and day.ride and day.ride.route != cities:
+        return f"transportation does not go from {' to '.join(cities):.80}"
     for venue in venues:
         if venue.name is None:
             return f"{venue.field} is not text"
-        if last in venue.text:
+        told = [venue.city] if trip.strict else venue.text
+        if cities[-1] in told:
             continue
-        if venue.field == "accommodation" or not any(city in venue.text for city in cities):
+        if venue.field == "accommodation" or not any(city in told for city in cities):
             return f"{venue.field} is not in {' or '.join(day.ends):.80}"
+    for venue in day.meals if trip.strict and day.ride and day.ride.row else ():
+        if reason := untimely(day.ride.row, venue.field, venue.city == cities[-1]):
+            return reason
+    return None
+
+
+def untimely(row, field, arriving):
+    """The reason if a meal is at a time of the day's ride, or None. row: of the flight or the road.
+    arriving: the meal is in the city of arrival. On a road one may set out at any time from 05:00,
+    so it only binds breakfast and lunch on arrival."""
+    latest, earliest = HOURS[field]
+    if isinstance(row, Flight):
+        leaves, lands = row.departure, row.arrival
+    elif arriving and field != "dinner":
+        took = dict(map(reversed, TIME_UNIT.findall(row.duration)))
+        leaves, lands = "05:00", f"{5 + int(took.get('hour', 0)):02}:{int(took.get('min', 0)):02}"
+    else:
+        return None
+    if arriving and (lands > latest or lands < leaves):
+        return f"{field} comes before the arrival at {lands}"
+    if not arriving and leaves < earliest:
+        return f"{field} comes after the departure at {leaves}"
     return None
 
 
@@ -576,129 +665,6 @@ def valid_cost(trip, _):
     return f"the plan costs ${total:g}, the budget is ${budget:g}" if total > budget else None
 
 
-# ----------------------------------------------------------------------------------------- strict
-# The further conditions of strict, for plans that pass star's check. They read strict_trip's Trip.
-
-
-def strict_trip(trip):
-    """The Trip as strict reads it: also with an attraction after the last ";" (B15), and without
-    venues that are not text."""
-    days = []
-    for day in trip.days:
-        sights, more = day.item.get("attraction"), ()
-        last = sights.rpartition(";")[2].strip() if isinstance(sights, str) else ""
-        if last not in EMPTY:
-            more = read_venues(last + ";", "attraction", trip.database, False)
-        if more or None in [venue.name for venue in day.venues]:
-            meals, sights, bed = (tuple(venue for venue in part if venue.name is not None)
-                                  for part in (day.meals, day.sights + more, day.bed))
-            day = replace(day, meals=meals, sights=sights, bed=bed, venues=meals + sights + bed)
-        days.append(day)
-    return replace(trip, strict=True, days=days)
-
-
-def strict_absent(trip):
-    """The plan has exactly the task's days and their fields; all fields are texts, and one of
-    blanks counts as empty (B1, B6, B9, B11)."""
-    if trip.more:
-        return f"the plan has {trip.more} days more than the task"
-    for day in trip.days:
-        for key in {"day", "days"} & day.item.keys():
-            if str(day.item[key]) != str(day.number):
-                return f"day {day.number} says that it is day {day.item[key]!r:.20}"
-        if more := day.item.keys() - {"day", "days", *PLACES}:
-            return f"day {day.number} has {len(more)} fields more, like {min(map(str, more)):.40}"
-        for field in FIELDS:
-            if not isinstance(day.item[field], str):
-                return f"day {day.number}: {field} is not text"
-        if reason := empty_field(trip, day, {field: day.item[field].strip() for field in FIELDS}):
-            return reason
-    return None
-
-
-def strict_sandbox(trip):
-    """Names are whole names of rows (B4), and rides agree with their rows (B5, B13, B14)."""
-    for day in trip.days:
-        if day.ride and (reason := wrong_ride(trip, day)):
-            return f"day {day.number}: transportation: {reason}"
-        for venue in day.venues:
-            if not venue.exact:
-                return (f"day {day.number}: {venue.field}: {venue.text!r:.80} "
-                        "is not the whole name and city of any")
-    return None
-
-
-def wrong_ride(trip, day):
-    """The reason if a text is not exactly one of the three rides, or its flight is on another date;
-    else None. What stands behind the route is not read: the row counts, whatever is said of it."""
-    ride, text, dates = day.ride, day.move.strip(), trip.task.get("date")
-    form = RIDE.match(text)
-    if not form or form.groups()[1:] != ride.route or not form[1].lower().startswith(ride.mode):
-        return f"{text!r:.80} is no Flight Number: F.., Self-driving or Taxi, from A to B"
-    if len({*NUMBER.findall(text)}) > 1 or len(FROM.findall(text)) > 1:
-        return f"{text!r:.80} holds more than one ride"
-    if ride.mode != "flight":
-        return None
-    if not isinstance(dates, list) or len(dates) < day.number:
-        return f"the task gives no date for day {day.number}"
-    flight, date = ride.row, dates[day.number - 1]
-    if flight.date != date:
-        return f"flight {flight.number} flies on {flight.date}, not on {date}"
-    return None
-
-
-def strict_city(trip):
-    """The trip starts at the origin, even if day 1 is not a day of travel (B8), and a trip of three
-    days visits dest (B18)."""
-    for day in trip.days:
-        if day.city.strip() not in (day.ends[0], f"from {day.ends[0]} to {day.ends[-1]}"):
-            return f"day {day.number}: current_city says more than its cities: {day.city!r:.80}"
-    stops, cities = [city for day in trip.days for city in day.ends], trip.database.cities
-    org, dest = need(trip.task, "org"), need(trip.task, "dest")
-    if stops[0] != org:
-        return f"day 1: the trip starts at {stops[0]}, not at {org}"
-    to_city = trip.task["days"] <= 3 and isinstance(dest, str) and dest in cities  # else a state
-    for city in stops[1:-1]:
-        if dest != (city if to_city else cities[city]):
-            return f"current_city: the trip goes to {city}, not to {dest}"
-    return None
-
-
-def strict_current_city(trip):
-    """Venues are in a city of the day, and the ride connects the cities of current_city (B20)."""
-    for day in trip.days:
-        if day.ride and len(day.ends) < 2:
-            return f"day {day.number}: transportation leaves {day.ends[0]:.40} on a day at rest"
-        if day.ride and day.ride.route != day.ends:
-            return f"day {day.number}: transportation does not go from {' to '.join(day.ends):.80}"
-        for venue in day.venues:
-            if venue.city not in (day.ends[-1:] if venue.field == "accommodation" else day.ends):
-                return f"day {day.number}: {venue.field} is not in {' or '.join(day.ends):.80}"
-        for venue in day.meals if day.ride and day.ride.row else ():
-            if reason := untimely(day.ride.row, venue.field, venue.city == day.ends[-1]):
-                return f"day {day.number}: {reason}"
-    return None
-
-
-def untimely(row, field, arriving):
-    """The reason if a meal is at a time of the day's ride, or None. row: of the flight or the road.
-    arriving: the meal is in the city of arrival. On a road one may set out at any time from 05:00,
-    so it only binds breakfast and lunch on arrival."""
-    latest, earliest = HOURS[field]
-    if isinstance(row, Flight):
-        leaves, lands = row.departure, row.arrival
-    elif arriving and field != "dinner":
-        took = dict(map(reversed, TIME_UNIT.findall(row.duration)))
-        leaves, lands = "05:00", f"{5 + int(took.get('hour', 0)):02}:{int(took.get('min', 0)):02}"
-    else:
-        return None
-    if arriving and (lands > latest or lands < leaves):
-        return f"{field} comes before the arrival at {lands}"
-    if not arriving and leaves < earliest:
-        return f"{field} comes after the departure at {leaves}"
-    return None
-
-
 # ------------------------------------------------------------------------------------------ score
 
 COMMONSENSE = {
@@ -719,12 +685,6 @@ HARD = {  # name: (key of local_constraint, check)
     "valid_cuisine": ("cuisine", valid_cuisine),
     "valid_transportation": ("transportation", valid_transportation),
 }
-STRICT = {  # strict adds these; it runs all other checks a second time on its own Trip
-    "is_not_absent": strict_absent,
-    "is_valid_information_in_sandbox": strict_sandbox,
-    "is_valid_information_in_current_city": strict_current_city,
-    "is_reasonable_visiting_city": strict_city,
-}
 RULES = ("star", "official", "strict")
 
 
@@ -738,26 +698,28 @@ def score(task, plan, database, rules="star"):
     if rules not in RULES:
         raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(RULES)}")
     checks = {name: [None, None] for name in (*COMMONSENSE, *HARD)}
-    trip = read_trip(task, plan, database, rules == "official") if plan else None
-    if not isinstance(trip, Trip):  # no plan (B26), or a sentence about it
-        return summary(checks | {name: [trip and False, trip] for name in COMMONSENSE})
-    strict = strict_trip(trip) if rules == "strict" else None
+    passes = ("star", "strict") if rules == "strict" else (rules,)
+    trips = [read_trip(task, plan, database, each) if plan else None for each in passes]
+    if not isinstance(trips[0], Trip):  # no plan (B26), or a sentence about it
+        return summary(checks | {name: [trips[0] and False, trips[0]] for name in COMMONSENSE})
     for name, check in COMMONSENSE.items():
-        again = STRICT.get(name, check)
-        checks[name] = outcome(check(trip) or strict and again(strict))
+        checks[name] = outcome(check, trips)
     if checks[GATE[0]][0] and checks[GATE[1]][0]:
-        judge_hard(trip, strict, checks)
+        judge_hard(trips, checks)
     return summary(checks)
 
 
-def outcome(reason):
-    """[True, None], or [False, reason]; the reason is put on one line."""
-    return [False, " ".join(reason.split())] if reason else [True, None]
+def outcome(check, trips, *wanted):
+    """[True, None] if a check passes on all Trips, else [False, the first reason on one line]."""
+    for trip in trips:
+        if reason := check(trip, *wanted):
+            return [False, " ".join(reason.split())]
+    return [True, None]
 
 
-def judge_hard(trip, strict, checks):
-    """Fill in the hard checks that apply. strict: strict_trip's Trip, or None."""
-    asked = trip.task.get("local_constraint", {})
+def judge_hard(trips, checks):
+    """Fill in the hard checks that apply."""
+    trip, asked = trips[0], trips[0].task.get("local_constraint", {})
     if trip.official:
         need(trip.task, "local_constraint")
     if isinstance(asked, str):  # B27
@@ -772,7 +734,7 @@ def judge_hard(trip, strict, checks):
         wanted = asked.get(key) if key else "the budget"
         if not wanted and (wanted is None or key == "cuisine" or not trip.official):  # C9
             continue
-        checks[name] = outcome(check(trip, wanted) or strict and check(strict, wanted))
+        checks[name] = outcome(check, trips, wanted)
 
 
 def summary(checks):

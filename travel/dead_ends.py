@@ -23,7 +23,7 @@ def count_dead_ends(row, database):
         if call.kind == "call":
             shown = observation_message(world.call(call.name, call.arguments))
             met |= dead_end(task, call, database) if heard == shown else set()
-    trip = read_trip(task, row["plan"], database, official=False) if row.get("plan") else None
+    trip = read_trip(task, row["plan"], database, "star") if row.get("plan") else None
     planned = isinstance(trip, Trip)
     left = planned and all({"ride": rides_exist, "hotel": hotels_fit}[kind](trip) for kind in met)
     return {"dead end: met": bool(met), "dead end: left by another way": left if met else None,

@@ -16,8 +16,10 @@ A malformed value in a plan makes the check that reads it False, with a reason, 
 reference programs raise an exception. A task without a needed key is the caller's Mistake.
 """
 import ast
+import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -34,6 +36,7 @@ ROOM_TYPES = {"entire room": "Entire home/apt", "private room": "Private room",
               "shared room": "Shared room"}
 SCORES = ("cs_micro", "cs_macro", "hard_micro", "hard_macro", "success")
 LONGEST = 2000  # characters in which "from .. to" is searched for
+THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")  # 1,920
 
 
 def need(task, key):
@@ -43,12 +46,15 @@ def need(task, key):
     return task[key]
 
 
-def literal(text):
-    """The value of a Python literal in a text; the text itself if it is not a literal."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
+def literal(value):
+    """The value that a file holds as text: a Python literal, JSON, or a number such as 1,920. What
+    is none of these stays as it is."""
+    if isinstance(value, str):
+        text = value.replace(",", "") if THOUSANDS.fullmatch(value) else value
+        for read in ast.literal_eval, json.loads:
+            with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+                return read(text)
+    return value
 
 
 # ---------------------------------------------------------------------------------------- reading
@@ -719,11 +725,10 @@ def outcome(check, trips, *wanted):
 
 def judge_hard(trips, checks):
     """Fill in the hard checks that apply."""
-    trip, asked = trips[0], trips[0].task.get("local_constraint", {})
+    trip = trips[0]
+    asked = literal(trip.task.get("local_constraint", {}))  # B27
     if trip.official:
         need(trip.task, "local_constraint")
-    if isinstance(asked, str):  # B27
-        asked = literal(asked)
     for name, (key, check) in HARD.items():
         if key and not isinstance(asked, dict):
             checks[name] = [False, "the task's local_constraint is not a table of constraints"]

@@ -7,10 +7,8 @@ The travel world of the stages (docs/environment.md): TravelPlanner's tasks, too
 --env travel opens this module by name. Its flags are --database, --system-prompt,
 --failure-rate, --reader and --reader-key.
 """
-import json
 import os
 import re
-from contextlib import suppress
 
 from format_plan import CONCURRENCY, COSTS, Reader, add_reader_flags, open_reader
 from runtime import SHARE, Mistake
@@ -28,12 +26,13 @@ from travel.constraints import (
 from travel.dead_ends import count_dead_ends
 from travel.solver import solver_replies
 
+PRINTED = ("date", "days", "people_number", "budget", "visiting_city_number", "constraint",
+           "local_constraint")  # the keys whose values a published file holds as text
 LEVELS = ("easy", "medium", "hard")
 WISHES = {"house rule": HOUSE_RULES, "room type": (*ROOM_TYPES, "not shared room"),
           "transportation": ("no flight", "no self-driving")}
 DATE = re.compile(r"\d{4}-\d\d-\d\d")
 LARGEST = 10**9  # of people and dollars; the solver's arithmetic ends at 10**16
-THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")  # 1,920
 NO_WISH = ("", "None", "none", "null", "nan", "NaN")  # how files write that there is no wish
 
 
@@ -64,25 +63,29 @@ def open_world(args):
 
 def load_task(row):
     """A task from a record of TravelPlanner, of STAR or of ours. A Mistake names the key."""
-    task = {key: value for key, value in row.items()
+    task = {key: literal(value) if key in PRINTED else value for key, value in row.items()
             if key not in ("reference_information", "annotated_plan")}
-    for key in ("date", "days", "people_number", "budget", "visiting_city_number", "constraint",
-                "local_constraint"):
-        if isinstance(task.get(key), str):
-            task[key] = value_in(task[key])
-    asked = wish_in(task.pop("constraint", None) or task.get("local_constraint"), False) or {}
+    asked = wish_in(task.pop("constraint", None) or task.get("local_constraint")) or {}
     if not isinstance(asked, dict):
         raise Mistake(f"'local_constraint' must be a table of constraints, not {asked!r:.60}")
-    asked |= {"house rule": wish_in(asked.get("house rule"), False) or asked.get("room rule")}
-    task["local_constraint"] = {key: wish_in(asked.get(key), key == "cuisine") for key in (
+    wish = {key: wish_in(asked.get(key)) for key in (
         "house rule", "cuisine", "room type", "transportation")}
+    wish["house rule"] = wish["house rule"] or wish_in(asked.get("room rule"))
+    if isinstance(wish["cuisine"], (str, list)):  # also as text: Chinese, ['Chinese' 'French']
+        names = map(wish_in, re.split(r"""[][,;'"]""", str(wish["cuisine"])))
+        wish["cuisine"] = [name.strip() for name in names if name] or None
+    task["local_constraint"] = wish
     task.setdefault("id", str(task.get("idx", "?")))
     task.setdefault("level", "easy")
     for key, right, demand in demands(task):
         if not right:
-            value = (task | task["local_constraint"])[key]
-            raise Mistake(f"{key!r} is {value!r:.60}; it must be {demand}")
+            raise Mistake(f"{key!r} is {(task | wish)[key]!r:.60}; it must be {demand}")
     return task
+
+
+def wish_in(value):
+    """A wish of a task; None where none is stated, such as "None" or NaN."""
+    return None if value != value or str(value).strip() in NO_WISH else value
 
 
 def demands(task):
@@ -107,29 +110,8 @@ def demands(task):
     for key, known in WISHES.items():
         yield key, wish[key] is None or wish[key] in known, f"null or one of {', '.join(known)}"
     right = wish["cuisine"] is None or isinstance(wish["cuisine"], list) and all(
-        isinstance(name, str) for name in wish["cuisine"])
+        any(map(str.isalpha, name)) for name in wish["cuisine"])
     yield "cuisine", right, "null or a list of names"
-
-
-def value_in(text):
-    """The value of a text that is a Python literal or JSON; the text itself if it is neither."""
-    text = text.replace(",", "") if THOUSANDS.fullmatch(text) else text
-    value = literal(text)
-    if value is text:
-        with suppress(ValueError, RecursionError):
-            value = json.loads(text)
-    return value
-
-
-def wish_in(value, several):
-    """A wish of a task; None where none is stated, such as "None" or NaN. several: a list of names,
-    which may be printed as text: "['Chinese', 'French']", ['Chinese' 'French'], Chinese."""
-    texts = value if isinstance(value, list) else [value]
-    if not several or not all(text is None or isinstance(text, str) for text in texts):
-        return None if value != value or str(value).strip() in NO_WISH else value
-    names = [name.strip() for text in texts for name in re.split(r"""[][,;'"]""", text or "")]
-    names = [name for name in names if name not in NO_WISH]
-    return names or (value if value == [] else None)
 
 
 # ------------------------------------------------------------------------------------------ world

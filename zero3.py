@@ -300,8 +300,7 @@ def load(args, template, device):
     lm.eval()  # routers of experts draw at random in training mode
     recompute_large(lm, args)
     longest = args.context if "context" in args else args.cutoff
-    check_rotary(lm.config.get_text_config(), longest)
-    policy, packed = check_forwards(lm.to(device), template, flash)
+    policy, packed = check_forwards(lm.to(device), template, flash, longest)
     if dist.is_initialized():  # ranks that pack differ from others in their batches
         agreed = torch.tensor(int(packed), device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
@@ -332,12 +331,13 @@ def recompute_large(lm, args):
     lm.base_model.register_forward_pre_hook(choose, with_kwargs=True)
 
 
-def check_forwards(lm, template, flash):
+def check_forwards(lm, template, flash, longest):
     """Compare a few short forwards -> Policy, whether to pack rows
 
     Rows are packed with flash attention, unless that lets samples change each other, as in some
     models with linear attention. A Mistake if the model's logits are more than a product with its
-    head (scaled, capped, with a bias), which is what Policy computes.
+    head (scaled, capped, with a bias), which is what Policy computes, or if a sample of `longest`
+    tokens changes the rotary embeddings of the others in its micro-batch.
     """
     head, device, name = lm.get_output_embeddings(), lm.device, type(lm).__name__
     if head is None or lm.base_model is lm:
@@ -366,6 +366,7 @@ def check_forwards(lm, template, flash):
             raise Mistake(f"the log-probabilities of a {name} are not those of its hidden states "
                           "and its head, which is all that the stages compute: its logits are "
                           "scaled, capped or have a bias")
+        check_rotary(policy, alone, longest)
         if not flash:
             return policy, False
         after_one, after_other = (policy(*collate([first, sample], True, device))[0]
@@ -374,20 +375,31 @@ def check_forwards(lm, template, flash):
                         and gap(after_one, policy(*alone)[0]) <= bound)
 
 
-def check_rotary(text, longest):
-    """A Mistake if a sample of `longest` tokens would change the rotary embeddings of the others in
-    its micro-batch: the rules longrope and dynamic choose their frequencies by the largest position
-    of a batch. text: the config of the model's text part."""
-    rules = getattr(text, "rope_parameters", None) or {}
-    for rule in (rules, *(each for each in rules.values() if isinstance(each, dict))):
-        if rule.get("rope_type") not in ("longrope", "dynamic"):
-            continue
-        limit = getattr(text, "original_max_position_embeddings", None) or rule.get(
+def check_rotary(policy, alone, longest):
+    """A Mistake if the rotary embeddings of a sample change beside one of `longest` tokens: some
+    rules (longrope, dynamic) choose their frequencies by the largest position of the batch.
+
+    alone: the collated sample. For the long one, positions suffice: it consists of the last few.
+    """
+    text, seen = policy.lm.config.get_text_config(), []
+    ids, positions, keep = alone
+    if not getattr(text, "rope_parameters", None) or longest <= len(ids[0]):
+        return
+    far = positions + longest - len(ids[0])
+    hooks = [module.register_forward_hook(lambda _, inputs, turns: seen.append(turns[0][0]))
+             for module in policy.lm.modules() if "Rotary" in type(module).__name__]
+    policy(*alone)
+    policy(torch.cat([ids, ids]), torch.cat([positions, far]), torch.cat([keep, keep]))
+    for hook in hooks:
+        hook.remove()
+    half = len(seen) // 2
+    if not all(torch.allclose(*pair, atol=1e-3)
+               for pair in zip(seen[:half], seen[half:], strict=True)):
+        limit = getattr(text, "original_max_position_embeddings", None) or text.rope_parameters.get(
             "original_max_position_embeddings", text.max_position_embeddings)
-        if longest > limit:
-            raise Mistake(f"the rotary embeddings of this model ({rule['rope_type']}) depend on "
-                          f"the longest sample of a micro-batch if it has more than {limit} "
-                          "tokens, its original length: lower --context or --cutoff to that")
+        raise Mistake(f"a sample of {longest} tokens (--context or --cutoff) would change how this "
+                      f"model reads the others in its micro-batch, because its rotary embeddings "
+                      f"depend on the longest one; use at most {limit}, its original length")
 
 
 def add_adapters(lm, args):

@@ -44,20 +44,24 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
 usage() { sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh; exit 2; }
-# variables that nothing reads, and whose names are much like one that is read; FLAGS of no stage
+# a variable that nothing reads, and whose name is much like one that is read, stops the run; so do
+# FLAGS of no stage
 python3 - run.sh recipes/*.sh <<'END' >&2 || [[ $? != 3 ]] || exit 1
 import difflib, os, re, sys
 text = re.sub("(?m)^ *#.*", "", "".join(open(path).read() for path in sys.argv[1:]))
 read = set(re.findall(r"\$\{?([A-Z_]+)\b", text))
-others = os.environ.keys() - read - {"NVIDIA_VISIBLE_DEVICES"}  # containers with GPUs have this
-for name in filter(re.compile("[A-Z_]+").fullmatch, others):
-    for near in difflib.get_close_matches(name, read, 1, 0.8):
-        print(f"run.sh: {name} is not a variable that is read; is {near} meant?")
+# HIP_ and NVIDIA_VISIBLE_DEVICES are set by others, and much like CUDA_VISIBLE_DEVICES
+others = {name for name in os.environ.keys() - read if not name.endswith("_VISIBLE_DEVICES")}
+wrong = [f"{name} is not a variable that is read; is {near} meant? If not, unset {name}"
+         for name in filter(re.compile("[A-Z_]+").fullmatch, others)
+         for near in difflib.get_close_matches(name, read, 1, 0.8)]
 stages = re.findall(r'(?m)(?:^ *|\|\| )(?:stage|draw_tasks) "?([^\s"]+)', text)
 stages = {re.sub(r"\$\{.*?\}|\$\w+", ".+", name).replace("-", "_") for name in stages} - {".+"}
-for name in filter(re.compile("FLAGS_").match, os.environ):
-    if not re.fullmatch("FLAGS_(" + "|".join(stages) + ")", name):
-        sys.exit(print(f"run.sh: {name}: no stage has this name; DRY=1 shows all of them") or 3)
+wrong += [f"{name}: no stage has this name; DRY=1 shows all of them"
+          for name in filter(re.compile("FLAGS?_").match, os.environ)
+          if not re.fullmatch("FLAGS_(" + "|".join(stages) + ")", name)]
+print(*(f"run.sh: {line}" for line in wrong), sep="\n", end="\n" * bool(wrong))
+sys.exit(3 * bool(wrong))
 END
 # bash runs a trap once the current command has ended, so a stage that trains saves first
 trap 'stop "SIGTERM: what was saved is kept; the same command continues from here"' TERM

@@ -280,14 +280,18 @@ def load(args, template, device):
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    config = AutoConfig.from_pretrained(args.model)
-    text = config.get_text_config()
-    for name in vars(text):  # two forwards of the same tokens must be equal
-        if "drop" in name and isinstance(getattr(text, name, None), float):
-            setattr(text, name, 0.0)
-    lm, loaded = AutoModelForCausalLM.from_pretrained(
-        args.model, config=config, output_loading_info=True,
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        config = AutoConfig.from_pretrained(args.model)
+        text = config.get_text_config()
+        for name in vars(text):  # two forwards of the same tokens must be equal
+            if "drop" in name and isinstance(getattr(text, name, None), float):
+                setattr(text, name, 0.0)
+        lm, loaded = AutoModelForCausalLM.from_pretrained(
+            args.model, config=config, output_loading_info=True,
+            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    except ValueError as error:  # of a type that is none of its language models
+        raise Mistake(f"{args.model} is no causal language model of transformers: "
+                      f"{str(error).partition(chr(10))[0]} docs/models.md says which are") from None
     if loaded["missing_keys"]:  # transformers would draw them at random
         raise Mistake(f"{args.model} lacks weights: {sorted(loaded['missing_keys'])[:3]} ..")
     # the padding token's row would get no gradient; in some models that token ends a turn
@@ -542,6 +546,8 @@ def save_model(trainer, template, out):
             lm.save_pretrained(part, state_dict=state)
             template.tokenizer.save_pretrained(part)
             config.to_json_file(part / "generation_config.json", keys_to_pop=["compile_config"])
+            for file in Path(lm.name_or_path).glob("*processor*.json"):  # of images, for vLLM
+                shutil.copy(file, part)
         lm.generation_config = config
     dist.barrier()
 

@@ -1,12 +1,15 @@
 """Endpoints: what a scripted server says becomes a Reply, Refused or ChatError."""
 import contextlib
+from functools import partial
 
 import pytest
 from conftest import answering, completion
 
+import evaluate
 import runtime
 from evaluate import ChatError, Refused, chat
 from runtime import with_thought
+from sandbox import Episode, Sandbox
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CALL = '<tool_call>{"name": "SearchCity", "arguments": {"state": "x"}}</tool_call>'
@@ -66,15 +69,34 @@ def test_a_request_without_a_usable_reply_is_the_requests_fault_or_the_endpoints
     assert len(asked) == (4 if found[0] == 500 else 1)
 
 
-@pytest.mark.parametrize("found", [
-    (413, "too large"), (403, "moderation"), (504, "too slow"), None, (200, '{"choices": ['),
-    (200, {"choices": [{"message": None, "finish_reason": "stop"}]}), said(["x"])], ids=str)
-def test_what_fails_for_good_is_refused_if_the_endpoint_answers_a_short_question(found):
-    def answer(request):
-        return found if request["messages"] == HELLO else said("x")
+FAULTS = {status: (status, "no") for status in (403, 413, 451, 500, 502, 503, 504, 529)} | {
+    "hangs up": None, "half a JSON": (200, '{"choices": ['), "a web page": (200, "<html>"),
+    "no choice": (200, {"choices": []}), "no text": said(None), "a list": said(["x"]),
+    "no message": (200, {"choices": [{"message": None, "finish_reason": "stop"}]})}
 
-    with answering(answer) as url, pytest.raises(Refused):
-        chat(f"{url}/v1", "m", HELLO, retries=1)
+
+def played(fault, mini):
+    """{number of the play: its stop} of 20 plays at an endpoint that fails in the 8th."""
+    def answer(request):
+        asked = request["messages"][-1]["content"]
+        return fault if asked == "play 7" else said("<think>.</think><answer>x</answer>")
+
+    plays = [Episode({"id": i, "query": f"play {i}"}, Sandbox(mini)) for i in range(20)]
+    with answering(answer) as url:
+        generate = partial(chat, f"{url}/v1", "m", retries=1)
+        return {play.task["id"]: play.stop for play in evaluate.play(generate, plays)}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_one_play_that_an_endpoint_cannot_answer_is_refused_and_19_others_end(kind, mini):
+    assert played(FAULTS[kind], mini) == {i: "refused" if i == 7 else "answer" for i in range(20)}
+
+
+@pytest.mark.parametrize("status", [401, 404, 429])
+def test_a_wrong_key_or_model_and_a_spent_quota_end_the_run(status, mini):
+    with pytest.raises(ChatError) as failure:
+        played((status, "no"), mini)
+    assert not isinstance(failure.value, Refused)
 
 
 def test_a_server_that_is_gone_is_the_endpoints_fault():

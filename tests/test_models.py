@@ -73,6 +73,7 @@ def test_an_architecture_trains_right_or_is_refused(name, plain, one_rank, tmp_p
         return
     lm, rows = tiny_lm(name, SEED), samples(SEED)
     lm.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "preprocessor_config.json").write_text("{}")  # of an image model
     own = torch.cat([logps_of(lm, row) for row in rows])
     _, packed = checked(lm, plain)
     assert packed == (TABLE[name] == "packed"), packed
@@ -90,6 +91,7 @@ def test_an_architecture_trains_right_or_is_refused(name, plain, one_rank, tmp_p
         if name in policy.lm.state_dict() and buffer.is_floating_point():
             buffer.mul_(1.5)
     save(policy, plain, tmp_path / "out")
+    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == "{}"
     again = load(tmp_path / "out", plain)
     torch.testing.assert_close(again(*batches[False])[0], policy(*batches[False])[0], atol=1e-4,
                                rtol=0)
@@ -153,6 +155,14 @@ def test_weights_that_are_missing_are_not_drawn_at_random(plain, tmp_path):
     del state["model.layers.1.mlp.up_proj.weight"]
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Mistake, match="lacks weights: .*layers.1.mlp.up_proj"):
+        load(tmp_path, plain)
+
+
+def test_an_image_model_that_transformers_does_not_load_as_text_is_refused(plain, tmp_path):
+    from transformers import Mistral3Config
+
+    Mistral3Config().save_pretrained(tmp_path)  # as Ministral 3 is published
+    with pytest.raises(Mistake, match="Mistral3Config.*docs/models.md"):
         load(tmp_path, plain)
 
 

@@ -728,15 +728,12 @@ def merged(messages):
 
 
 def check_world(world, task, args):
-    """Play a scripted episode before an engine starts, so that a mistake in a world shows within
-    seconds; evaluate.py --check also calls its tools -> lines of text that describe the results"""
+    """--check: play a scripted episode that calls each tool and answers -> lines of text that
+    describe what came back"""
     episode = world.episode(task, "check", args)
     lines = [f"task {task['id']!r}: {str(task.get('query', ''))[:80]!r}"]
     lines += [f"{one['role']}: {one['content'][:80]!r}" for one in episode.messages]
-    if "branch" in args:  # arpo.py, whose plays fork
-        episode.fork("check")
-    if getattr(args, "check", False):
-        lines += call_tools(world, episode)
+    lines += call_tools(world, episode)
     episode.begin("<think>.</think><answer>.</answer>")
     episode.stop = episode.stop or "turns"
     plan, score, strict = world.verdict(episode)

@@ -142,9 +142,9 @@ def runtime_call(arguments):
 
 def test_arpo_refuses_a_class_that_it_cannot_fork(folder):
     world = opened(f"{folder / 'guess.py'}:Guess")
-    evaluate.check_world(world, world.load_task(TASKS[0]), Namespace(max_turns=5))
+    episode = world.episode(world.load_task(TASKS[0]), "seed", Namespace(max_turns=5))
     with pytest.raises(Mistake, match="Guess cannot be copied .* train it with grpo.py"):
-        evaluate.check_world(world, TASKS[0], Namespace(max_turns=5, branch="paper"))
+        episode.fork("check")  # as arpo.py's read_inputs does
 
 
 # ----------------------------------------------------------------------------------- copying files

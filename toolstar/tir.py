@@ -84,9 +84,9 @@ def play_samples(args, todo):
 
     world = open_world(args)
     # 40 retries, so that some minutes of downtime do not end a run of days
-    for episode in evaluate.play_model(args, args.model, world, (
-            begin(args, world, task) for task in todo), retries=40):
-        answer, score, strict = world.verdict(episode)
+    played = evaluate.play_model(args, args.model, world, (
+        begin(args, world, task) for task in todo), retries=40)
+    for episode, answer, score, strict in runtime.judged(world, played):
         yield episode.record(args.model) | {
             "plan": answer, "score": score, "strict": strict,
             "tokens": getattr(episode, "tokens", None)}

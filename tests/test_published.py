@@ -1,8 +1,6 @@
 """Tool-Star's published data in our form: results are masked, no row and no gold is lost.
 
 Every file here is made by hand, in the forms that such data is published in.
-
-    python -m pytest tests/test_published.py
 """
 import json
 

@@ -1,7 +1,4 @@
-"""Synthesis: tasks with a witness, complete queries, files that survive a kill.
-
-    python -m pytest tests/test_synth.py     (STAR_TEST_DATA=../shared for the official database)
-"""
+"""Synthesis: tasks with a witness, complete queries, files that survive a kill."""
 import contextlib
 import json
 import random
@@ -227,29 +224,22 @@ def test_queries_from_endpoints_that_fail_are_neither_lost_nor_doubled(serve, ta
         assert made(out, *words) == said
 
 
-@pytest.mark.parametrize("command", ["queries", "episodes"])
 def test_a_task_that_an_endpoint_refuses_is_left_out_and_thoughts_are_no_part_of_a_query(
-        command, serve, tasks, mini, tmp_path, out):
-    tasks = [task for task in tasks if task["days"] == 3][:6]
-    write_jsonl(tmp_path / "tasks.jsonl", tasks)
-    turns = {task["query"]: solver.solver_replies(task, mini) for task in tasks}
-    lost = json.dumps(tasks[2]["org"]), tasks[2]["query"]
+        serve, tasks, tmp_path, out):
+    write_jsonl(tmp_path / "tasks.jsonl", tasks[:6])
+    lost = json.dumps(tasks[2]["org"])
 
     def reply(model, messages):
-        if any(text in message["content"] for message in messages for text in lost):
+        if lost in messages[0]["content"]:
             return 400
-        if command == "queries":
-            return f"I think, {messages[0]['content']}</think>{paraphrase(model, messages)}"
-        return turns[messages[1]["content"]][len(messages) // 2 - 1].removeprefix("<think>")
+        return f"I think, {messages[0]['content']}</think>{paraphrase(model, messages)}"
 
     url, _ = serve(reply, rate=0)
-    kept = made(out, command, "--tasks", tmp_path / "tasks.jsonl", "--endpoint", f"{url}=two")
-    refused = read_jsonl(f"{out}.refused")
-    assert tasks[2]["id"] in {row["id"] for row in refused}
-    assert len(kept) + len(refused) == 6 and len(kept) > 2
-    for row in refused:
-        assert command == "episodes" and row["refused"] == ["refused"] or "400" in row["refused"][0]
-    assert not any("think" in row.get("query", "") for row in kept)
+    kept = made(out, "queries", "--tasks", tmp_path / "tasks.jsonl", "--endpoint", f"{url}=two")
+    refused = [row["id"] for row in read_jsonl(f"{out}.refused")]
+    assert refused == [task["id"] for task in tasks[:6] if json.dumps(task["org"]) == lost]
+    assert len(kept) + len(refused) == 6
+    assert not any("think" in row["query"] for row in kept)
 
 
 # ---------------------------------------------------------------- episodes
@@ -289,19 +279,24 @@ def test_a_teacher_behind_a_failing_endpoint_is_kept_where_it_succeeds(
         serve, tasks, mini, tmp_path, out):
     tasks = [task for task in tasks if task["days"] == 3][:12]
     write_jsonl(tmp_path / "tasks.jsonl", tasks)
-    lost = {task["query"] for task in tasks[::5]}
+    lost, broken = {task["query"] for task in tasks[::5]}, tasks[1]["query"]
     turns = {task["query"]: solver.solver_replies(task, mini) for task in tasks}
 
     def play(_, messages):
         query = messages[1]["content"]
+        if query == broken:
+            return 400
         return "No idea." if query in lost else turns[query][len(messages) // 2 - 1]
 
     url, asked = serve(play, rate=0.1)
     words = "episodes", "--tasks", tmp_path / "tasks.jsonl", "--endpoint", f"{url}=teacher"
     kept = made(out, *words)
-    assert [row["task"] for row in kept] == [task for task in tasks if task["query"] not in lost]
+    assert [row["task"] for row in kept] == [
+        task for task in tasks if task["query"] not in (*lost, broken)]
     assert all(row["model"] == "teacher" and row["score"]["success"] == 1 for row in kept)
-    assert [row["refused"] for row in read_jsonl(f"{out}.refused")] == [["format"]] * len(lost)
+    refused = {row["id"]: row["refused"] for row in read_jsonl(f"{out}.refused")}
+    assert refused == {task["id"]: ["format" if task["query"] in lost else "refused"]
+                       for task in tasks if task["query"] in (*lost, broken)}
     before = len(asked)
     assert made(out, *words) == kept and len(asked) == before  # none is asked again
 

@@ -81,6 +81,20 @@ def test_the_papers_entropy_is_a_mean_and_the_released_codes_a_sum_of_the_first_
     assert s.decisions == [(expected, expected - 1.0)]
 
 
+@pytest.mark.parametrize("law, baseline", [("paper", 1.0), ("released", None)])
+def test_a_fork_goes_on_from_its_parents_baseline_or_has_its_own(law, baseline):
+    s = arpo.Sample(Fake(), 0, "play/0/0", baseline=1.0, entropies=[9.0])
+    assert arpo.branch(s, 1.0, ["a"], flags(f"--branch {law} --weight 9")).baseline == baseline
+
+
+def test_released_tosses_a_coin_at_every_observation_of_a_play():
+    args, forks, episode = flags("--branch released --weight 0"), 0, Fake()
+    for episode.turns in range(60):
+        s = arpo.Sample(episode, 0, "play/0/0", baseline=1.0, entropies=[1.0])
+        forks += arpo.branch(s, 1.0, ["a"], args) is not None
+    assert 10 < forks < 50  # more than five deviations
+
+
 # ---------------------------------------------------------------------------------------- rollout
 
 

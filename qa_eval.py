@@ -12,9 +12,10 @@ Question answering with a search tool that no stage trained on: what did learnin
         the first checkpoint, with bootstrap intervals over the questions
 
 (1) to (3) are a world, which evaluate.py plays.
-The published rows of [1] are not comparable with each other: those of Search-R1 were made with 3
-passages and 4 replies, those of STAR with 5 passages and 60 calls.
-[1] STAR, arXiv:2603.21972   [2] Search-R1, arXiv:2503.09516
+The published rows of [1] are not comparable with each other: those of Search-R1 are taken from Ji
+et al. [3], with the limits of Search-R1's protocol, 3 passages and 4 replies; those of STAR were
+made with 5 passages and 60 calls. [1] does not name its metric: docs/paper.md.
+[1] STAR, arXiv:2603.21972   [2] Search-R1, arXiv:2503.09516   [3] Tree-GRPO, arXiv:2509.21240
 
 Reads   HF folders or an API; FlashRAG's DATA/<set>/<split>.jsonl or a DATA/questions.jsonl
 Writes  OUT/<model>/episodes.jsonl, OUT/tax.md, OUT/tax.json; plays only the episodes that OUT lacks
@@ -241,7 +242,7 @@ def tax_table(args, played):
         means = {key: float(scores.mean()) for key, scores in sets.items()}
         report[name] |= {"em": evaluate.mean(means.values()), "sets": means}
     text += (f"\n\n{args.topk} passages a search and {args.max_turns} searches at most; "
-             "Search-R1's published rows had 3 passages and 4 replies.\n")
+             "the rows of Search-R1 that STAR's paper prints had 3 passages and 4 replies.\n")
     runtime.write_text(f"{args.out}/tax.json", json.dumps(report, indent=1))
     runtime.write_text(f"{args.out}/tax.md", text)
     return text

@@ -259,7 +259,7 @@ def questions_table(axis, runs, size=None):
     played = dict.fromkeys(name for seeds in runs.values() for one in seeds for name in one["sets"])
     sets = played | dict.fromkeys(name.removeprefix("ood-") for name in TABLES
                           if name.startswith("ood-") and not name.startswith("ood-data"))
-    columns = paper_head(places, "exact match, mean of its seven sets")
+    columns = paper_head(places, "right answers, mean of its seven sets")
     head = ["setting", columns, f"ours, mean of {len(played)} sets (each seed)", *sets]
     lines = [head, ["---"] * len(head)]
     for name in runs | places:

@@ -138,21 +138,25 @@ def named_folder(spec):
 
 # ------------------------------------------------------------------------------------- statistics
 
+def gaps(seeds, others):
+    """(success of each task that all have played, success of each seed), minus those of others."""
+    import numpy as np
+
+    plays = [[plays_of(rows) for rows, _ in each] for each in (seeds, others)]
+    tasks = sorted(set.intersection(*map(set, plays[0] + plays[1])))
+    ours, theirs = (np.array([[mean(wins[task]) for task in tasks] for wins in each])
+                    for each in plays)  # (seeds, tasks)
+    both = min(len(ours), len(theirs))
+    return ours.mean(0) - theirs.mean(0), ours[:both].mean(1) - theirs[:both].mean(1)
+
+
 def difference(seeds, first):
     """Two cells: success minus that of the first trained setting, with its interval over tasks; and
     the numbers of tasks (with these seeds) and of seeds (with these tasks) that detect this
     difference in 80% of studies at a level of 5%: it must be 2.8 standard errors."""
-    import numpy as np
-
-    plays = [[plays_of(rows) for rows, _ in each] for each in (seeds, first)]
-    tasks = sorted(set.intersection(*map(set, plays[0] + plays[1])))
-    if not tasks:
+    of_tasks, of_seeds = gaps(seeds, first)
+    if not len(of_tasks):
         return ["no task in common", ""]
-    ours, theirs = (np.array([[mean(wins[task]) for task in tasks] for wins in each])
-                    for each in plays)  # (seeds, tasks)
-    both = min(len(ours), len(theirs))
-    of_tasks = ours.mean(0) - theirs.mean(0)
-    of_seeds = ours[:both].mean(1) - theirs[:both].mean(1)
     change = of_tasks.mean()
     needed = ["-" if abs(change) < 1e-9 or len(each) < 2 or not each.var()
               else f"{math.ceil(each.var(ddof=1) * (2.8 / change) ** 2):,}"

@@ -1,10 +1,10 @@
 """An axis makes a table and a picture of several runs, with the papers' numbers beside them."""
 
 import pytest
-from conftest import Letters
+from conftest import ROOT, Letters
 
 import evaluate
-from recipes import axes
+from recipes import axes, claims
 from runtime import Template, write_jsonl
 from travel.constraints import COMMONSENSE, HARD, summary
 from travel.world import Travel
@@ -105,3 +105,32 @@ def test_a_teachers_episodes_are_counted_by_level(tmp_path):
         ["hard", "1", "9.0", f"{around + 9}.0", "0.0"],
         ["all", "3", "5.0", f"{around + 5}.0", "3.3"]]
     assert lines[6] == ["paper, easy", "627 (52.3%)", "8.8", "10,100.0", "1,204.7"]
+
+
+def test_a_claim_holds_if_the_interval_of_two_binomials_leaves_0_out(tmp_path):
+    # 34.9 - 30.1; 1.96 * sqrt((0.349 * 0.651 + 0.301 * 0.699) / 1000) = 4.10
+    gap = claims.papers_gap("reward/curriculum/1.5b", "reward/macro/1.5b")
+    assert gap == pytest.approx((0.048, 0.0070, 0.0890), abs=1e-4)
+    assert claims.cell(gap, ">") == "+4.8 (+0.7 to +8.9) holds"
+    assert claims.cell(gap, "<").endswith(" against") and claims.cell(gap, "=").endswith(" against")
+    unclear = claims.papers_gap("reward/curriculum/3b", "reward/macro/3b")
+    assert claims.cell(unclear, ">").endswith(" cannot be told")
+    # Bamboogle's 125 questions are a seventh of the mean: sqrt((.528 * .472 + .376 * .624) / 125)
+    change, low, high = claims.papers_gap("ood/macro/7b", "ood/sum/7b")
+    assert (change, high - low) == pytest.approx((0.062, 2 * 1.96 * 0.06222 / 7), abs=1e-4)
+
+
+def test_our_runs_stand_beside_the_papers_claims(tmp_path):
+    good = evaluated(tmp_path / "a", [1.0] * 30 + [0.0] * 10)
+    bad = evaluated(tmp_path / "b", [1.0] * 10 + [0.0] * 30)
+    runs = axes.read_runs([f"hard={good}", f"easy={bad}", f"sum={good}", f"curriculum={bad}"])
+    lines = {line[1]: line[-1] for line in claims.takeaways(runs)}
+    assert lines["easy > hard at 3B"].startswith("-50.0 (")
+    assert lines["easy > hard at 3B"].endswith(" against")
+    assert lines["sum > curriculum at 7B"].endswith(" holds")
+    assert lines["mixed > easy at 3B"] == lines["macro > sum at 7B, out of domain"] == ""
+    assert {line[1]: line[-1] for line in claims.takeaways(runs, "7b")}["easy > hard at 3B"] == ""
+
+
+def test_the_page_has_what_the_command_prints():
+    assert claims.page({}) in (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")

@@ -2,14 +2,13 @@
 
     python -m pytest tests/test_sets.py
 """
-import csv
 import json
 
 import pytest
 from conftest import ROOT, endpoint
 
 import evaluate
-from runtime import read_jsonl, write_jsonl
+from runtime import Mistake, read_jsonl, write_jsonl
 from toolstar import scores, sets
 from toolstar.sets import SETS, contaminated, load_sets
 from toolstar.text import golds_of
@@ -18,59 +17,38 @@ from toolstar.tools import Tools
 NAN = float("nan")
 
 
-def put(path, rows):
-    """Write rows into a file of the kind that its suffix names."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":
-        write_jsonl(path, rows)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        with open(path, "w", newline="") as file:
-            out = csv.DictWriter(file, list(rows[0]))
-            out.writeheader()
-            out.writerows(rows)
-
-
-PUBLISHED = {  # by hand: the forms in which each set can be had
-    "aime24.json": [{"problem": "Find m+n.", "answer": 204, "solution": r"It is \boxed{204}."},
+PUBLISHED = {  # by hand: Tool-Star's rows have an answer, FlashRAG's a list of golden answers
+    "aime24/test": [{"problem": "Find m+n.", "answer": 204, "solution": r"It is \boxed{205}."},
                     {"ID": "2024-II-1", "Problem": "Find Q.", "Answer": "073"}],
-    "aime25/aime2025-I.jsonl": [{"id": 0, "question": "Sum?", "answer": "70"}],
-    "aime25/aime2025-II.jsonl": [{"id": 0, "question": "Product?", "answer": "588"}],
-    "MATH-500/test.jsonl": [{"problem": "Convert.", "answer": r"\left(3, \frac{\pi}{2}\right)",
-                             "solution": r"so \boxed{x}", "unique_id": "test/precalculus/807.json"},
-                            {"problem": "Where is f < 0?", "answer": "[1, 2]", "unique_id": "b"}],
-    "math/test/algebra/1.json": {"problem": "Solve.", "level": "Level 5", "type": "Algebra",
-                                 "solution": r"First \boxed{3}, no: \boxed{\frac{1}{2}}."},
-    "math/test/algebra/2.json": {"problem": "Prove.", "solution": "It is clear."},
-    "math/train/algebra/1.json": {"problem": "Train.", "solution": r"\boxed{1}"},
-    "gsm8k/main/test.jsonl": [{"question": "How many?", "answer": "<<2*617=1234>>\n#### 1,234"}],
-    "gsm8k/main/train.jsonl": [{"question": "Train?", "answer": "#### 1"}],
-    "WebWalkerQA.jsonl": [{"question": "When is it?", "answer": "May 3", "root_url": "https://a.b",
-                           "info": {"lang": "en"}}],
-    "hotpotqa/dev.jsonl": [{"id": "dev_0", "question": "Same country?", "golden_answers": ["yes"],
-                            "metadata": {}},
-                           {"id": "dev_1", "question": "Who?", "golden_answers": ["A. Bo", "Bo"]}],
-    "hotpotqa/train.jsonl": [{"id": "train_0", "question": "Train?", "golden_answers": ["x"]}],
-    "2wiki.json": {"data": [{"_id": "a", "question": "Whose?", "answer": "['Ann', \"O'Neil\"]"}]},
-    "musique/musique_ans_v1.0_test.jsonl": [{"id": "2hop__0", "question": "Hidden?"}],
-    "musique/musique_ans_v1.0_dev.jsonl": [
-        {"id": "2hop__1", "question": "Capital?", "answer": "Rome", "answerable": True,
-         "answer_aliases": ["Roma", "Rome"]},
-        {"id": "2hop__2", "question": "Nobody?", "answer": "x", "answerable": False}],
-    "bamboogle.csv": [{"Question": "Who, \"he\"?", "Answer": "Chester, Arthur"}],
-    "gaia/2023/test/metadata.jsonl": [{"task_id": "t", "Question": "Q?", "Final answer": "?"}],
-    "gaia/2023/validation/metadata.jsonl": [
-        {"task_id": "u", "Question": "Which?", "Level": 1, "Final answer": "17", "file_name": ""},
-        {"task_id": "v", "Question": "In the sheet?", "Final answer": "3", "file_name": "v.xlsx"}],
-    "hle.jsonl": [{"id": "h", "question": "Pick.\nA. one\nB. two", "answer": "B", "image": ""},
-                  {"id": "i", "question": "See.", "answer": "A", "image": "data:image/png;"}],
-    "README.md": None,
+    "aime25/test": [{"id": 0, "question": "Sum?", "answer": ["70"]},
+                    {"id": 0, "question": "Product?", "answer": "588"},
+                    {"id": 1, "question": "sum ?", "answer": "71"}],
+    "math500/test": [{"problem": "Convert.", "answer": r"\left(3, \frac{\pi}{2}\right)",
+                      "solution": r"so \boxed{x}", "id": "a"},
+                     {"problem": "Where is f < 0?", "answer": "[1, 2]", "id": "b"}],
+    "math/test": [{"problem": "Solve.", "solution": r"First \boxed{3}, no: \boxed{\frac{1}{2}}."},
+                  {"problem": "Prove.", "solution": "It is clear."}],
+    "math/train": [{"problem": "Train.", "solution": r"\boxed{1}"}],
+    "gsm8k/test": [{"question": "How many?", "answer": "<<2*617=1234>>\n#### 1,234"}],
+    "webwalker/test": [{"question": "When is it?", "answer": "May 3", "info": {"lang": "en"}}],
+    "hotpotqa/dev": [{"id": "dev_0", "question": "Same country?", "golden_answers": ["yes"]},
+                     {"id": "dev_1", "question": "Who?", "golden_answers": ["A. Bo", "Bo"]}],
+    "hotpotqa/train": [{"id": "train_0", "question": "Train?", "golden_answers": ["x"]}],
+    "2wikimultihopqa/dev": [{"id": "a", "question": "Whose?", "answer": "['Ann', \"O'Neil\"]"}],
+    "musique/test": [{"id": "2hop__0", "question": "Hidden?"}],
+    "musique/dev": [{"id": "2hop__1", "question": "Capital?", "answer": "Rome", "answerable": True,
+                     "answer_aliases": ["Roma", "Rome"]},
+                    {"id": "2hop__2", "question": "Nobody?", "answer": "x", "answerable": False}],
+    "bamboogle/test": [{"Question": "Who, \"he\"?", "Answer": "Chester, Arthur"}],
+    "gaia/test": [{"id": "u", "Question": "Which?", "Final answer": "17", "file_name": ""},
+                  {"id": "v", "Question": "In the sheet?", "Final answer": "3",
+                   "file_name": "v.xlsx"}],
+    "hle/test": [{"id": "h", "question": "Pick.\nA. one\nB. two", "answer": "B", "image": ""},
+                 {"id": "i", "question": "See.", "answer": "A", "image": "data:image/png;"}],
 }
 EXPECTED = {  # {id: golds}
     "aime24/1": ["204"], "aime24/2024-II-1": ["073"], "aime25/0": ["70"], "aime25/0~2": ["588"],
-    "math500/test/precalculus/807.json": [r"\left(3, \frac{\pi}{2}\right)"],
-    "math500/b": ["[1, 2]"],
+    "math500/a": [r"\left(3, \frac{\pi}{2}\right)"], "math500/b": ["[1, 2]"],
     "math/1": [r"\frac{1}{2}"], "gsm8k/1": ["1,234"], "webwalker/1": ["May 3"],
     "hotpotqa/dev_0": ["yes"], "hotpotqa/dev_1": ["A. Bo", "Bo"], "2wiki/a": ["Ann", "O'Neil"],
     "musique/2hop__1": ["Rome", "Roma"], "bamboogle/1": ["Chester, Arthur"], "gaia/u": ["17"],
@@ -81,24 +59,21 @@ EXPECTED = {  # {id: golds}
 @pytest.fixture
 def published(tmp_path):
     for name, rows in PUBLISHED.items():
-        if rows is None:
-            (tmp_path / "sets").mkdir(exist_ok=True)
-            (tmp_path / "sets" / name).write_text("words")
-        else:
-            put(tmp_path / "sets" / name, rows)
+        write_jsonl(tmp_path / "sets" / f"{name}.jsonl", rows)
     return tmp_path / "sets"
 
 
 # ----------------------------------------------------------------------------------------- reading
 
 
-def test_every_published_form_is_read_and_every_other_row_counted_by_cause(published, capsys):
+def test_both_layouts_are_read_and_every_other_row_counted_by_cause(published, capsys):
     tasks, causes = load_sets(published)
     assert {task["id"]: task["golds"] for task in tasks} == EXPECTED and causes.keys() == {*SETS}
     assert {task["set"]: task["check"] for task in tasks} == {n: s.check for n, s in SETS.items()}
     for task in tasks:  # the tools world takes them as they are
         assert Tools.load_task(None, task) == task
     assert {name: counts for name, counts in causes.items() if counts} == {
+        "aime25": {"a repeated question": 1},
         "math": {"no gold answer in its columns problem, solution": 1},
         "musique": {"has no answer by design": 1},
         "gaia": {"needs a file": 1}, "hle": {"needs an image": 1}}
@@ -106,6 +81,9 @@ def test_every_published_form_is_read_and_every_other_row_counted_by_cause(publi
     mixed = [task["id"] for task in read_jsonl(published.parent / "out/tasks.jsonl")]
     assert sorted(mixed) == sorted(EXPECTED) and mixed != [*EXPECTED], "some of each set come first"
     assert "gaia             1 tasks; 1 needs a file" in capsys.readouterr().out
+    (published / "hle/test.jsonl").rename(published / "hle/full.jsonl")
+    with pytest.raises(Mistake, match="hle"):
+        load_sets(published)
 
 
 @pytest.mark.parametrize("nothing", [NAN, None, "nan", "None", "<NA>", "", []])
@@ -114,7 +92,7 @@ def test_a_row_with_a_missing_value_in_any_column_is_read_or_counted(tmp_path, n
     row = {"id": "i", "question": "Who?", "answer": "Bo", "image": None, "file_name": None,
            "answerable": True, "answer_aliases": ["B"]}
     for column in row:
-        put(tmp_path / f"{name}.jsonl", [row | {column: nothing}])
+        write_jsonl(tmp_path / name / "test.jsonl", [row | {column: nothing}])
         tasks, causes = load_sets(tmp_path)
         if column in ("question", "answer"):
             assert not tasks and sum(causes[name].values()) == 1
@@ -165,8 +143,8 @@ def test_no_text_of_a_gold_raises_or_takes_long(text):
 
 
 def test_a_task_that_a_set_asks_is_dropped_and_listed(tmp_path):
-    put(tmp_path / "sets/bamboogle.jsonl", [{"id": "b", "question": "Who was the First?",
-                                             "answer": "a"}])
+    write_jsonl(tmp_path / "sets/bamboogle/test.jsonl",
+                [{"id": "b", "question": "Who was the First?", "answer": "a"}])
     rows = [{"id": "1", "query": "WHO was first ?!"}, {"id": "2", "query": "Who was second?"},
             {"task": {"id": "3", "query": "Who was first"}, "messages": []},
             {"id": "5", "query": "?"}]

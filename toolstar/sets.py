@@ -1,23 +1,24 @@
 r"""
-Read the twelve evaluation sets of Tool-Star [1], as they were published, as tasks.
+Read the twelve evaluation sets of Tool-Star [1] as tasks.
 
-    (1) read     turn SETS/<set>.jsonl, .json, .csv or .parquet, or a folder SETS/<set>, into tasks.
-                 Rows that cannot be used are counted by cause, and missing sets are named
+    (1) read     turn SETS/<set>/test.jsonl, or dev.jsonl where test.jsonl has no answers, into
+                 tasks. Rows that cannot be used are counted by cause, and missing sets are named
     (2) compare  drop training questions that occur in these sets (--sets of tir.py)
 
-evaluate.py plays the tasks, and scores.py prints the results beside the paper's.
+Two layouts exist: evaluation/data of Tool-Star's repository, whose rows are {question, answer}, and
+FlashRAG's folder, {id, question, golden_answers}. Copies of other forms, say a set's own parquet
+files, have to be renamed and converted by hand. evaluate.py plays the tasks, and scores.py prints
+the results beside the paper's.
 
-Reads   a folder of sets: aime24 aime25 math500 math gsm8k webwalker hotpotqa 2wiki musique
-        bamboogle gaia hle, each a file or a folder of that name
+Reads   a folder of folders: aime24 aime25 math500 math gsm8k webwalker hotpotqa 2wiki (FlashRAG:
+        2wikimultihopqa) musique bamboogle gaia hle
 Writes  OUT/tasks.jsonl
 [1] Tool-Star, arXiv:2505.16410
 
     python -m toolstar.sets read --sets my/sets --out data/sets
 """
-import csv
 import json
 import random
-import re
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +30,6 @@ from toolstar.text import MISSING, golds_of, normalize
 
 class Set(NamedTuple):
     """An evaluation set of [1]."""
-    names: tuple  # of its files and folders, as `squeezed` returns them
     n: int  # number of questions in [1]
     check: str  # "math" or "qa"
     score: str  # the metric that [1] reports
@@ -37,27 +37,23 @@ class Set(NamedTuple):
 
 
 SETS = {
-    "aime24": Set(("aime24", "aime2024"), 30, "math", "right", 20.0),
-    "aime25": Set(("aime25", "aime2025"), 30, "math", "right", 16.7),
-    "math500": Set(("math500",), 500, "math", "right"),
-    "math": Set(("math", "hendrycksmath", "competitionmath"), 500, "math", "right", 82.6),
-    "gsm8k": Set(("gsm8k",), 500, "math", "right", 85.0),
-    "webwalker": Set(("webwalker", "webwalkerqa"), 200, "qa", "f1", 20.8),
-    "hotpotqa": Set(("hotpotqa",), 200, "qa", "f1", 51.9),
-    "2wiki": Set(("2wiki", "2wikimultihopqa"), 200, "qa", "f1"),
-    "musique": Set(("musique",), 200, "qa", "f1"),
-    "bamboogle": Set(("bamboogle",), 125, "qa", "f1", 52.5),
-    "gaia": Set(("gaia",), 103, "qa", "right", 15.5),
-    "hle": Set(("hle",), 500, "qa", "right", 8.0),
+    "aime24": Set(30, "math", "right", 20.0),
+    "aime25": Set(30, "math", "right", 16.7),
+    "math500": Set(500, "math", "right"),
+    "math": Set(500, "math", "right", 82.6),
+    "gsm8k": Set(500, "math", "right", 85.0),
+    "webwalker": Set(200, "qa", "f1", 20.8),
+    "hotpotqa": Set(200, "qa", "f1", 51.9),
+    "2wiki": Set(200, "qa", "f1"),
+    "musique": Set(200, "qa", "f1"),
+    "bamboogle": Set(125, "qa", "f1", 52.5),
+    "gaia": Set(103, "qa", "right", 15.5),
+    "hle": Set(500, "qa", "right", 8.0),
 }
 TEN, PAPER_MEAN = [*SETS][:10], 46.1  # the sets without GAIA and HLE, and the paper's mean of them
-QUESTION = ("question", "problem", "query")  # names of columns, as `squeezed` returns them
-GOLDS = ("goldenanswers", "golds", "finalanswer", "groundtruth", "answer", "answers", "solution")
-IDS = ("id", "uniqueid", "taskid", "idx", "index")
-TRAINING = ("math", "gsm8k", "hotpotqa", "2wiki", "musique")  # these have a training split
+QUESTION = ("question", "problem")  # columns, in lower case and with _ for blanks
+GOLDS = ("golden_answers", "final_answer", "answer", "solution")
 NO = ("no", "false", "0", "0.0")  # how a column says that something is not so
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-SPLITS = ("test", "main", "validation", "dev", "val", "")  # in order of preference; "": any file
 
 
 # ---------------------------------------------------------------- files
@@ -73,10 +69,6 @@ def read_rows(path):
         except ImportError:
             raise Mistake(f"{path} needs pyarrow: pip install pyarrow") from None
         rows = parquet.read_table(path).to_pylist()
-    elif path.suffix == ".csv":
-        csv.field_size_limit(2**30)
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, strict=True))
     else:
         try:  # a list, an object, or an object that holds the list
             found = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -94,33 +86,15 @@ def is_missing(value):
         isinstance(value, str) and value.strip() in MISSING)
 
 
-def squeezed(name):
-    """The letters and digits of a name, in lower case."""
-    return re.sub(r"[^a-z0-9]", "", str(name).lower())
-
-
-def find_sets(folder):
-    """{set: lists of files, one per split, in order of preference}.
-
-    Files of a training split are used only for a set that has no training split: some copies of
-    aime24 on the hub call their only split "train". A Mistake if a set is there twice.
-    """
-    found = {}
-    if not Path(folder).is_dir():
-        raise Mistake(f"{folder} is not a folder; it must hold the sets, see toolstar/sets.py")
-    for path in sorted(Path(folder).iterdir()):
-        plain = squeezed(path.name if path.is_dir() else path.stem)
-        name = next((name for name, one in SETS.items() if plain in one.names), None)
-        if name is None or not (path.is_dir() or path.suffix in SUFFIXES):
-            continue
-        if name in found:
-            raise Mistake(f"{path} and {found[name][-1][0]} are both {name}: remove one")
-        files = sorted(each for each in path.rglob("*") if each.suffix in SUFFIXES)
-        if name in TRAINING:
-            files = [each for each in files if "train" not in str(each.relative_to(path)).lower()]
-        lists = [[each for each in files if split in str(each.relative_to(path)).lower()]
-                 for split in SPLITS]
-        found[name] = list(filter(None, lists)) if path.is_dir() else [[path]]
+def files_of(folder, name):
+    """The files of a set, the preferred one first; [] without its folder. A Mistake if the folder
+    has none."""
+    place = Path(folder) / name
+    if name == "2wiki" and not place.exists():
+        place = Path(folder) / "2wikimultihopqa"  # FlashRAG's name
+    found = [place / file for file in ("test.jsonl", "dev.jsonl") if (place / file).is_file()]
+    if place.exists() and not found:
+        raise Mistake(f"{place} holds neither test.jsonl nor dev.jsonl, see toolstar/sets.py")
     return found
 
 
@@ -130,9 +104,10 @@ def load_sets(folder, sample=0):
     sample: number of questions per set, always the same ones; 0: all; None: as many as in [1].
     """
     tasks, causes = [], {}
-    for name, lists in find_sets(folder).items():
-        for files in lists or [[]]:  # the first split with answers; some test splits have none
-            kept, causes[name] = load_set(name, files)
+    for name in SETS:
+        kept = []
+        for file in files_of(folder, name):  # the first with answers; some test splits have none
+            kept, causes[name] = load_set(name, file)
             if kept:
                 break
         most = SETS[name].n if sample is None else sample
@@ -149,15 +124,15 @@ def questions_of(folder):
     """The tasks of a folder of sets; a Mistake if it holds no question at all."""
     tasks, causes = load_sets(folder)
     if not tasks:
-        raise Mistake(f"{folder} holds no question of the sets {', '.join(SETS)}, each a file "
-                      f"such as gsm8k.jsonl or a folder: {causes}")
+        raise Mistake(f"{folder} holds no question of the sets {', '.join(SETS)}, each in a file "
+                      f"such as gsm8k/test.jsonl: {causes}")
     return tasks
 
 
-def load_set(name, files):
-    """(tasks, Counter of the rows that were left out, by cause) of the files of a set."""
+def load_set(name, file):
+    """(tasks, Counter of the rows that were left out, by cause) of a file of a set."""
     kept, causes, ids, asked = [], Counter(), Counter(), set()
-    for number, row in enumerate((row for path in files for row in read_rows(path)), 1):
+    for number, row in enumerate(read_rows(file), 1):
         task, cause = load_row(name, row, number)
         if cause:
             causes[cause] += 1
@@ -177,28 +152,27 @@ def load_set(name, files):
 
 def load_row(name, row, number):
     """(task, "") of a row, or (None, why it cannot be used). number: its id if it has none."""
-    values = {squeezed(key): value for key, value in row.items()}
+    values = {key.lower().replace(" ", "_"): value for key, value in row.items()}
     query = next((values[key] for key in QUESTION if key in values), None)
     if not isinstance(query, str) or not query.strip():
         return None, f"no question in its columns {', '.join(map(str, row)):.200}"
     if name == "hle" and str(values.get("image", "no")).lower() not in NO:
         return None, "needs an image"
-    if name == "gaia" and "filename" in values:
+    if name == "gaia" and "file_name" in values:
         return None, "needs a file"
     if str(values.get("answerable")).lower() in NO:
         return None, "has no answer by design"
     golds = golds_in(values, SETS[name].check)
     if not golds:
         return None, f"no gold answer in its columns {', '.join(map(str, row)):.200}"
-    own = next((values[key] for key in IDS if key in values), number)
-    return {"id": f"{name}/{own}", "set": name, "query": query, "golds": golds,
+    return {"id": f"{name}/{values.get('id', number)}", "set": name, "query": query, "golds": golds,
             "check": SETS[name].check}, ""
 
 
 def golds_in(values, check):
     r"""The right answers of a row, from a column, after "####" or in a solution's box; [] if none.
 
-    values: {squeezed name of a column: its value}.
+    values: {column, as in GOLDS: its value}.
     """
     found = []
     for key in GOLDS:
@@ -212,7 +186,7 @@ def golds_in(values, check):
         found = [gold.strip() for gold in golds_of(value) if gold.strip() not in ("", "?")]
         if found:
             break
-    more = golds_of(values.get("answeraliases"))
+    more = golds_of(values.get("answer_aliases"))
     return [*dict.fromkeys(found + [gold for gold in more if found and gold.strip()])]
 
 
@@ -242,7 +216,7 @@ def read(args):
     counts = Counter(task["set"] for task in tasks)
     for name in SETS:
         told = [f"{times} {cause}" for cause, times in causes.get(name, Counter()).items()]
-        missing = [] if name in causes else [f"no file or folder of that name in {args.sets}"]
+        missing = [] if name in causes else [f"no folder of that name in {args.sets}"]
         print("; ".join([f"{name:12} {counts[name]:5} tasks", *told, *missing]))
     if not tasks:
         raise Mistake(f"{args.sets} holds no question with an answer, see above")

@@ -105,10 +105,6 @@ def synthesise(serve, tmp_path):
     return start
 
 
-def report(folder):
-    return json.loads((folder / "report.json").read_text())
-
-
 def named(rows):
     return [row.get("task", row)["query"].partition("? ")[2] for row in rows]
 
@@ -123,12 +119,9 @@ def test_each_cell_goes_where_the_paper_sends_it(synthesise, grammar, cuts):
     assert found == {"dr": "dr", "prompt": "prompt", "hint": "hint", "dr prompt": "dr",
                      "dr hint": "dr", "prompt hint": "prompt", "dr prompt hint": "dr"}
     assert named(read_jsonl(folder / "rl.jsonl")) == [""]
-    said = report(folder)
-    right = ("none", "prompt", "hint", "hint and prompt")
-    assert said["tasks"] == {f"qa, dr {dr}, tir right by {tir}": 1
-                             for dr in ("right", "wrong") for tir in right}
-    assert said["sft"] == {"dr": 4, "prompt": 2, "hint": 1} and said["rl"] == 1
-    assert said["hints"] == {"doubt": 8, "answer": 8} and said["refused"] == {}
+    hints = [row["task"]["hint"] for row in read_jsonl(folder / "samples.jsonl")
+             if "hint" in row["task"]]
+    assert sorted(hints) == ["answer"] * 8 + ["doubt"] * 8
 
 
 @pytest.mark.parametrize("grammar", ["turns", "tags"])
@@ -156,7 +149,7 @@ def without_clock(folder):
         row["score"].pop("tool_seconds"), row["score"].pop("cached")
         for call in row["tools"]:
             call.pop("seconds"), call.pop("cached")
-    return rows | {"report": report(folder)}
+    return rows
 
 
 @pytest.mark.slow

@@ -17,13 +17,12 @@ A language model plays, at an endpoint or in vLLM. The command `convert` convert
 
 Reads   a world's folder, tasks; database/prompts/direct.txt, doubts.txt and hints.txt
 Writes  OUT/samples.jsonl, a line per sample: a run that was killed resumes from it, and another
-        --right or --max-calls chooses again from it. OUT/sft.jsonl, rl.jsonl, report.json
+        --right or --max-calls chooses again from it. OUT/sft.jsonl, rl.jsonl
 
     python -m toolstar.tir tir     --database my/world --tasks my/questions.jsonl \\
         --endpoint http://localhost:8000/v1=Qwen2.5-3B-Instruct --out out/tir
     python -m toolstar.tir convert --sft final_sft.json --rl rl.parquet --out data
 """
-import json
 import random
 import re
 from collections import Counter
@@ -170,19 +169,14 @@ def fault_of(row, most):
 
 
 def choose(rows, args):
-    """(5) (whether (1) is right, {right modes of (2) and (3)}, record for SFT or None) of a task.
-
-    rows: its samples' records. A sample is right if its answer is and (4) does not refuse it.
-    """
+    """(5) The record of a task from which SFT learns, or None. rows: the records of its samples. A
+    sample is right if its answer is and (4) does not refuse it."""
     good = [row for row in rows if row["strict"] == 1 and not fault_of(row, args.max_calls)]
-    by_mode = {mode: [row for row in good if mode_of(row["task"]) == mode] for mode in MODES}
-    direct = by_mode["dr"]
-    known = len(direct) >= args.right
-    chains = by_mode["prompt"] + by_mode["hint"]
-    found = {mode for mode in MODES[1:] if by_mode[mode]}
-    if known:
-        return known, found, direct[0]
-    return known, found, min(chains, key=lambda row: len(row["tools"]), default=None)
+    direct = [row for row in good if mode_of(row["task"]) == "dr"]
+    if len(direct) >= args.right:
+        return direct[0]
+    chains = [row for row in good if mode_of(row["task"]) != "dr"]
+    return min(chains, key=lambda row: len(row["tools"]), default=None)
 
 
 def as_episode(row, prompt):
@@ -192,24 +186,6 @@ def as_episode(row, prompt):
     task = {key: value for key, value in row["task"].items() if key not in ours}
     messages = [{"role": "system", "content": prompt}, *row["messages"][1:]]
     return row | {"task": task, "messages": messages, "source": mode_of(row["task"])}
-
-
-def report_on(args, rows, cells, chosen):
-    """The content of report.json: for each check how many tasks are right in which modes, where the
-    episodes for SFT come from, and why samples are refused.
-
-    cells: Counter of (check, whether (1) is right, the right modes of (2) and (3)).
-    """
-    faults = Counter((mode_of(row["task"]), fault_of(row, args.max_calls)) for row in rows)
-    return {"model": args.model, "samples": args.samples,
-            "right": args.right, "max calls": args.max_calls,
-            "tasks": {f"{check}, dr {'right' if known else 'wrong'}, tir right by "
-                      f"{' and '.join(found) or 'none'}": n
-                      for (check, known, found), n in sorted(cells.items())},
-            "sft": dict(Counter(row["source"] for row in chosen)),
-            "hints": dict(Counter(row["task"]["hint"] for row in rows if "hint" in row["task"])),
-            "refused": {f"{mode}: {fault}": n for (mode, fault), n in faults.items() if fault},
-            "tokens": sum(row["tokens"] or 0 for row in rows)}
 
 
 # ---------------------------------------------------------------- tir
@@ -236,7 +212,7 @@ def play_missing(args, folder, tasks, tools):
 
 
 def tir(args):
-    """Play the samples, choose among them, and write the files and the report."""
+    """Play the samples, choose among them, and write the files."""
     from toolstar.tools import open_world, system_prompt
 
     if bool(args.endpoint) == bool(args.model):
@@ -252,24 +228,22 @@ def tir(args):
     folder = evaluate.open_folder(args.out, "", settings, KEPT)
     rows = play_missing(args, folder, tasks, world.settings.tools)
     # (4) (5)
-    by_task, cells, sft, rl = {task["id"]: [] for task in tasks}, Counter(), [], []
+    by_task, sft, rl = {task["id"]: [] for task in tasks}, [], []
     for row in rows:
         by_task[row["task"]["id"]].append(row)
     prompt = system_prompt(args.system_prompt, world.settings)
     for task in tasks:
-        known, found, row = choose(by_task[task["id"]], args)
-        cells[task["check"], known, tuple(sorted(found))] += 1
-        if row:
+        if row := choose(by_task[task["id"]], args):
             sft.append(as_episode(row, prompt))
         else:
             rl.append(task)
     runtime.write_jsonl(folder / "sft.jsonl", sft)
     runtime.write_jsonl(folder / "rl.jsonl", rl)
-    report = report_on(args, rows, cells, sft) | {"rl": len(rl), "contaminated": dropped}
-    runtime.write_text(folder / "report.json",
-                        json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    print(f"{folder}: {len(tasks)} tasks, {len(sft)} episodes for SFT, {len(rl)} tasks for RL; "
-          f"{len(dropped)} left out, since their questions are in an evaluation set")
+    faults = Counter(fault_of(row, args.max_calls) for row in rows)
+    print(f"{folder}: {len(tasks)} tasks, {len(sft)} episodes for SFT "
+          f"{dict(Counter(row['source'] for row in sft))}, {len(rl)} tasks for RL; {len(dropped)} "
+          f"left out, since their questions are in an evaluation set; {len(rows)} samples, refused:"
+          f" {({fault: n for fault, n in faults.items() if fault})}")
 
 
 # ---------------------------------------------------------------- main

@@ -2,14 +2,14 @@
 Score the plays of Tool-Star's twelve sets in a table beside the paper's numbers [1].
 
     (1) answer   find the answer of a play in the policy's own replies (verdict.answer_of)
-    (2) judge    a language model says Correct or Incorrect of every answer; any other reply counts
-                 as unread, and the answer as not right
+    (2) judge    a language model says Correct or Incorrect of the answer; any other reply counts as
+                 unread, and the answer as not right
     (3) score    an answer is right if it equals a gold (verdict.is_right) or the judge finds it
-                 correct; for sets of facts the paper reports the F1 of shared words instead
-    (4) table    for each set the mean over plays with an interval over questions; for each agent
-                 also right, equal, judge, EM, F1, sub-EM, TE, calls and tokens
+                 correct; for sets of facts the paper reports the F1 of shared words instead, and
+                 the judge is not asked
+    (4) table    for each set the mean over plays with an interval over questions
 
-TE is the share of right plays among those that used a tool. The paper plays WebWalker, GAIA and HLE
+evaluate.py's own table has TE, calls and tokens. The paper plays WebWalker, GAIA and HLE
 with web search and a browser: its numbers of these sets are comparable only with such tools.
 
 Reads   tasks.jsonl of sets.py, folders of episodes of evaluate.py
@@ -39,8 +39,6 @@ from toolstar.text import truncate, untexted
 AT_ONCE, TRIES = 50, 3  # the judge: 50 questions at a time, 3 tries each [1]
 JUDGE = (PROMPTS / "judge.txt").read_text(encoding="utf-8").strip()
 FORGED = re.compile("<(?=/?(?:question|correct|answer)>)")  # tags that an answer must not hold
-SHARES = ("right", "equal", "judge", "em", "f1", "sub_em", "te")  # columns of an agent's own table
-COLUMNS = (*SHARES, "calls", "tokens", "unread", "no answer")
 
 
 # ---------------------------------------------------------------- scores
@@ -67,7 +65,7 @@ def ask_judge(generate, task, said):
 def judge_plays(args, name, rows):
     """(2) {play: verdict} of an agent's episodes; verdicts in OUT are not asked again.
 
-    Answers that equal a gold are judged too, so that the table shows how far both agree.
+    Answers that equal a gold are judged too, so that the file shows how far both agree.
     """
     (url, model), verdicts = args.judge, {}
     generate = partial(evaluate.chat, url, model, temperature=0, max_tokens=2048,
@@ -89,57 +87,47 @@ def judge_plays(args, name, rows):
     return {play: known.get((play, said[play]), "incorrect") for play in said} | verdicts
 
 
-def marks_of(row, found):
-    """The marks of a play: {column: number or None}. found: the judge's verdict, or None."""
+def score_of(row, found):
+    """The score of a play by the metric of its set, in [0, 1]. found: the judge's verdict, or None.
+    """
     task, said = row["task"], said_in(row)
-    equal = float(bool(said) and verdict.is_right(said, task))
-    metrics = verdict.qa_metrics(said, task["golds"] if said else [])
-    judge = None if found is None else float(found == "correct")
-    right = max(equal, judge or 0.0)
-    return {"right": right, "equal": equal, "judge": judge, "em": metrics["em"],
-            "f1": max(metrics["em"], metrics["f1"]), "sub_em": metrics["acc"],
-            "te": right if row["calls"] else None, "calls": row["calls"],
-            "tokens": row.get("tokens"), "unread": float(found == "unread"),
-            "no answer": float(said is None)}
-
-
-def summarise(name, plays):
-    """The numbers of a set, {column: number}. plays: {task id: [marks of each play]}."""
-    rows = [marks for each in plays.values() for marks in each]
-    scores = [mean(marks[SETS[name].score] for marks in each) for each in plays.values()]
-    return {column: mean(marks[column] for marks in rows) for column in COLUMNS} | {
-        "score": mean(scores), "interval": evaluate.interval(scores),
-        "questions": len(plays), "plays": len(rows)}
+    if SETS[task["set"]].score == "f1":
+        metrics = verdict.qa_metrics(said, task["golds"])
+        return max(metrics["em"], metrics["f1"])
+    return float(found == "correct" or bool(said) and verdict.is_right(said, task))
 
 
 # ---------------------------------------------------------------- table
 
 def write_table(args):
     """Score the episodes of --runs and print the table."""
-    wanted, report = {}, {}
+    wanted, report, notes = {}, {}, ""
     Path(args.out).mkdir(parents=True, exist_ok=True)
     for task in read_jsonl(args.tasks):
         wanted.setdefault(task["set"], set()).add(task["id"])
     for name, folder in evaluate.named_paths(args.runs).items():
         rows = [row for row in evaluate.read_episodes(Path(folder) / "episodes.jsonl").values()
                 if row["task"]["id"] in wanted.get(row["task"].get("set"), ())]
-        verdicts, plays = judge_plays(args, name, rows) if args.judge else {}, {}
+        right = [row for row in rows if SETS[row["task"]["set"]].score == "right"]
+        verdicts, plays = judge_plays(args, name, right) if args.judge else {}, {}
         for row in rows:
             task = row["task"]
-            marks = marks_of(row, verdicts.get(name_of(task)))
-            plays.setdefault(task["set"], {}).setdefault(task["id"], []).append(marks)
-        report[name] = {one: summarise(one, plays[one]) for one in SETS if one in plays}
-    text = compare(wanted, report) + "".join(f"\n{name}\n\n{detail(report[name])}"
-                                             for name in report)
+            score = score_of(row, verdicts.get(name_of(task)))
+            plays.setdefault(task["set"], {}).setdefault(task["id"], []).append(score)
+        report[name] = {one: summarise(plays[one]) for one in SETS if one in plays}
+        unread = [*verdicts.values()].count("unread")
+        notes += f"\n{name}: {unread} replies of the judge were not read\n" if unread else ""
+    text = compare(wanted, report) + notes
     for file, content in (("table.md", text), ("table.json", json.dumps(report, indent=1))):
         runtime.write_text(Path(args.out) / file, content)
     print(text)
 
 
-def lines_of_table(rows):
-    """A markdown table of rows of texts; the first row is the head."""
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+def summarise(plays):
+    """The numbers of a set. plays: {task id: [score of each play]}."""
+    scores = [mean(each) for each in plays.values()]
+    return {"score": mean(scores), "interval": evaluate.interval(scores), "questions": len(plays),
+            "plays": sum(map(len, plays.values()))}
 
 
 def compare(wanted, report):
@@ -153,18 +141,8 @@ def compare(wanted, report):
     whole = [f"{100 * mean(found[name]['score'] for name in TEN):.1f}"
              if found.keys() >= {*TEN} else "-" for found in report.values()]
     rows.append(["mean of the first ten", "", "", "", f"{PAPER_MEAN}", *whole])
-    return lines_of_table(rows)
-
-
-def detail(numbers):
-    """The table of one agent: a line per set, with the questions and plays that it has and all
-    COLUMNS."""
-    rows = [["", "questions", "plays", *COLUMNS]]
-    for name, found in numbers.items():
-        cells = ["-" if found[column] is None else f"{100 * found[column]:.1f}" if column in SHARES
-                 else f"{found[column]:.2f}" for column in COLUMNS]
-        rows.append([name, str(found["questions"]), str(found["plays"]), *cells])
-    return lines_of_table(rows)
+    rows.insert(1, ["---"] * len(rows[0]))
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
 # ---------------------------------------------------------------- main

@@ -31,7 +31,7 @@ trained, at a tenth of that rate.
 Reads   a HF folder or hub name, a jsonl of pairs {prompt, chosen, rejected, rewards?}
 Writes  OUT/ (a HF folder), OUT/log.jsonl, OUT/reference.jsonl, OUT/checkpoints/
 
-    python -m toolstar.pairs --episodes out/rl/rollouts --out out/pairs
+    python -m toolstar pairs --episodes out/rl/rollouts --out out/pairs
     torchrun --standalone --nproc_per_node 8 dpo.py --model out/rl --data out/pairs/train.jsonl
 
 Nothing below knows about tools or travel: to learn other preferences, supply other pairs.

@@ -98,7 +98,7 @@ if [[ $axis == helpers ]]; then helpers; else study; fi
 table=$OUT/axis/tool-$axis.md sets=$OUT/axis/scores-$axis/table.md
 [[ -n ${DRY:-} || $node != 0 ]] || rm -f "$table" "$sets"  # it may have another seed now
 if [[ $size == tool-star-* ]]; then  # set by set beside the paper's, as in the recipe
-    stage "scores-$axis" "$sets" python -m toolstar.scores --tasks "$DATA/sets/tasks.jsonl" \
+    stage "scores-$axis" "$sets" python -m toolstar scores --tasks "$DATA/sets/tasks.jsonl" \
         --runs "${scored[@]}" ${JUDGE:+--judge "$JUDGE"} ${JUDGE_KEY:+--judge-key "$JUDGE_KEY"} \
         --out "${sets%/*}"
 fi

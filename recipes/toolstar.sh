@@ -12,7 +12,7 @@ critic() {
     # every cycle samples with another seed, but the held-out pairs stay the same
     change --model policy="$3" --seed $(($4 + 1000 * $5)) --out "$2/play"
     stage "play-$1" "$2/play/table.md" "${words[@]}"
-    stage "pairs-$1" "$2/pairs/val.jsonl" python -m toolstar.pairs --fewer-calls \
+    stage "pairs-$1" "$2/pairs/val.jsonl" python -m toolstar pairs --fewer-calls \
         --episodes "$2/play/policy/episodes.jsonl" --seed "$4" ${7:+--principles "$7"} \
         --out "$2/pairs"
     words=("${dpo[@]}")
@@ -48,10 +48,10 @@ if [[ $size == tool-star-* ]]; then
     # SFT_DATA and RL_DATA are Tool-Star-SFT-54K and Multi-Tool-RL-10K of dongguanting; parquet
     # needs pyarrow, which requirements.txt names. Tasks that occur in a test set are dropped;
     # system.txt is the prompt of the SFT data
-    stage convert "$DATA/rl.jsonl" python -m toolstar.tir convert \
+    stage convert "$DATA/rl.jsonl" python -m toolstar convert \
         --sft "$SFT_DATA" --rl "$RL_DATA" --sets "$SETS" --out "$DATA"
     # the same number of questions per set as in [3]
-    stage sets "$DATA/sets/tasks.jsonl" python -m toolstar.sets read --sets "$SETS" \
+    stage sets "$DATA/sets/tasks.jsonl" python -m toolstar sets --sets "$SETS" \
         --out "$DATA/sets"
     # call each tool once before hours are spent
     for part in eval train; do
@@ -98,7 +98,7 @@ if [[ $size == tool-star-* ]]; then
     cycles ${CYCLES:-0}
     names=("${models[@]%%=*}")
     stage eval "$OUT/eval/table.md" "${evaluate[@]}" --model "${models[@]}" --out "$OUT/eval"
-    stage scores "$OUT/scores/table.md" python -m toolstar.scores --tasks "$DATA/sets/tasks.jsonl" \
+    stage scores "$OUT/scores/table.md" python -m toolstar scores --tasks "$DATA/sets/tasks.jsonl" \
         --runs "${names[@]/#/$OUT/eval/}" ${JUDGE:+--judge "$JUDGE"} \
         ${JUDGE_KEY:+--judge-key "$JUDGE_KEY"} --out "$OUT/scores"
     finish "$OUT/scores/table.md"

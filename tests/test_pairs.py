@@ -5,7 +5,7 @@ import pytest
 from conftest import SEED
 
 from runtime import read_jsonl, write_jsonl
-from toolstar import pairs
+from toolstar import __main__ as star
 
 
 def play(question="q", said="<answer>7</answer>", reward=1.1, calls=1, stop="answer", system="S",
@@ -24,7 +24,7 @@ def made(tmp_path):
     """made(plays, words) -> their pairs."""
     def made(plays, *words):
         write_jsonl(tmp_path / "episodes.jsonl", plays)
-        pairs.main(["--episodes", str(tmp_path / "episodes.jsonl"), "--out", str(tmp_path),
+        star.main(["pairs", "--episodes", str(tmp_path / "episodes.jsonl"), "--out", str(tmp_path),
                     "--held-out", "0", *words])
         return read_jsonl(tmp_path / "train.jsonl")
     return made
@@ -77,7 +77,7 @@ def test_a_question_with_two_ids_is_on_one_side_only(tmp_path):
         "id": f"{name}-{i}", "query": f"Question {i}{sign}"}}
         for i in range(40) for name, sign in (("a", "?"), ("b", " ?")) for right in (0, 1)]
     write_jsonl(tmp_path / "episodes.jsonl", plays)
-    pairs.main(["--episodes", str(tmp_path / "episodes.jsonl"), "--out", str(tmp_path),
+    star.main(["pairs", "--episodes", str(tmp_path / "episodes.jsonl"), "--out", str(tmp_path),
                 "--held-out", "0.5"])
     sides = [{row["task"]["id"].partition("-")[2] for row in read_jsonl(tmp_path / f"{part}.jsonl")}
              for part in ("train", "val")]

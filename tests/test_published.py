@@ -9,7 +9,8 @@ from conftest import Letters
 
 import runtime
 from runtime import Template, load_tasks, read_jsonl
-from toolstar import published, tir
+from toolstar import __main__ as star
+from toolstar import published
 from toolstar.tools import Tools, as_tags
 
 SYSTEM = "Think, and call tools by tags."
@@ -28,7 +29,7 @@ def convert(folder, sft_rows=None, rl_rows=None, *flags, form="jsonl"):
             text = "\n".join(lines) if form == "jsonl" else "[" + ",\n".join(lines) + "]"
             (folder / f"{part}.{form}").write_text(text, encoding="utf-8")
             words += [f"--{part}", str(folder / f"{part}.{form}")]
-    tir.main(words)
+    star.main(words)
     made = {part: read_jsonl(folder / "out" / f"{part}.jsonl") for part in ("sft", "rl")
             if (folder / "out" / f"{part}.jsonl").exists()}
     return made, json.loads((folder / "out" / "report.json").read_text())

@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT, SEED, answering
 
 from runtime import Mistake
+from toolstar import __main__ as star
 from toolstar import retriever
 
 CORPUS = ROOT / "database" / "qa" / "corpus.jsonl"
@@ -130,7 +131,7 @@ def corpus(tmp_path):
 
 def index(corpus, encoder, out, *more):
     """Build an index in blocks of 256 passages; return its matrix."""
-    retriever.main(["index", "--corpus", str(corpus), "--encoder", str(encoder), "--batch", "4",
+    star.main(["index", "--corpus", str(corpus), "--encoder", str(encoder), "--batch", "4",
                     "--out", str(out), *more])
     return (out / "matrix.f16").read_bytes()
 
@@ -157,7 +158,7 @@ def test_an_index_goes_on_after_a_stop_and_is_then_the_same(tmp_path, corpus, en
         file.seek(-5, os.SEEK_END)
         file.write(b"there")
     assert index(corpus, encoder, stopped) == whole[:-5] + b"there"  # nothing is left to do
-    with pytest.raises(SystemExit, match="toolstar.retriever: .* was begun with"):
+    with pytest.raises(SystemExit, match="toolstar index: .* was begun with"):
         index(corpus, encoder, stopped, "--batch", "8")
     retriever.Dense(stopped)
     corpus.write_text(text + text.splitlines()[0] + "\n")

@@ -22,7 +22,7 @@ COMMANDS = [(size,) for size in (*SIZES, "tool-tiny", *STARS)]
 COMMANDS += [(size, "axis", axis) for size in ("tiny", "3b") for axis in AXES]
 COMMANDS += [("tiny", "axis", "memory")]
 COMMANDS += [(size, "axis", axis) for size in ("tool-tiny", "tool-star-3b") for axis in TOOL_AXES]
-SEVERAL = {"synth.py", "-m tiny", "-m tiny.facts", "-m toolstar.tir", "-m toolstar.sets"}
+SEVERAL = {"synth.py", "-m tiny", "-m tiny.facts", "-m toolstar"}
 # flags of the stages that name what is read; all else that names a file or a folder is written
 INPUTS = {"--model", "--data", "--tasks", "--val", "--corpus", "--exclude", "--runs", "--episodes"}
 # what both papers and their released scripts say

@@ -9,7 +9,8 @@ from conftest import ROOT, endpoint
 
 import evaluate
 from runtime import Mistake, read_jsonl, write_jsonl
-from toolstar import scores, sets
+from toolstar import __main__ as star
+from toolstar import scores
 from toolstar.sets import SETS, contaminated, load_sets
 from toolstar.text import golds_of
 from toolstar.tools import Tools
@@ -77,7 +78,7 @@ def test_both_layouts_are_read_and_every_other_row_counted_by_cause(published, c
         "math": {"no gold answer in its columns problem, solution": 1},
         "musique": {"has no answer by design": 1},
         "gaia": {"needs a file": 1}, "hle": {"needs an image": 1}}
-    sets.main(["read", "--sets", str(published), "--out", str(published.parent / "out")])
+    star.main(["sets", "--sets", str(published), "--out", str(published.parent / "out")])
     mixed = [task["id"] for task in read_jsonl(published.parent / "out/tasks.jsonl")]
     assert sorted(mixed) == sorted(EXPECTED) and mixed != [*EXPECTED], "some of each set come first"
     assert "gaia             1 tasks; 1 needs a file" in capsys.readouterr().out
@@ -213,7 +214,7 @@ FOUND = {"1": "correct", "2": "incorrect", "3": "unread", "4": "unread", "5": "c
 
 @pytest.fixture
 def judged(tmp_path):
-    """(folder, flags of scores.main without the judge) of six plays, none of which equals a gold.
+    """(folder, flags of scores without the judge) of six plays, none of which equals a gold.
     """
     tasks = [task("gaia", number, ["Paris"]) for number in VERDICTS]
     write_jsonl(tmp_path / "tasks.jsonl", tasks)
@@ -232,7 +233,7 @@ def test_prose_and_neither_word_are_never_right_and_nothing_is_asked_again(judge
 
     with endpoint(lambda request: VERDICTS[number(request)]) as (url, asked):
         for _ in "first", "again":
-            scores.main([*words, "--judge", f"{url}=m"])
+            star.main(["scores", *words, "--judge", f"{url}=m"])
     assert sorted(map(number, asked)) == [*"12345"]
     assert all("Paris" in str(one) and "in France" in str(one) for one in asked)
     told = {row["play"][5]: row["verdict"] for row in read_jsonl(folder / "out/judged-rl.jsonl")}
@@ -272,11 +273,12 @@ def test_published_questions_are_played_by_evaluate_with_tools_and_scored(publis
         return f"<think>x</think><answer>{golds[messages[1]['content']][-1]}</answer>"
 
     tasks, out = str(tmp_path / "data/tasks.jsonl"), str(tmp_path / "eval")
-    sets.main(["read", "--sets", str(published), "--out", str(tmp_path / "data")])
+    star.main(["sets", "--sets", str(published), "--out", str(tmp_path / "data")])
     with endpoint(reply) as (url, _):
         evaluate.main(["--env", "tools", "--database", str(world), "--tasks", tasks, "--url", url,
                        "--model", "m", "--samples", "2", "--concurrency", "2", "--out", out])
-    scores.main(["--tasks", tasks, "--runs", f"m={out}/m", "--out", str(tmp_path / "scores")])
+    star.main(["scores", "--tasks", tasks, "--runs", f"m={out}/m",
+               "--out", str(tmp_path / "scores")])
     found = json.loads((tmp_path / "scores/table.json").read_text())["m"]
     assert found.keys() == SETS.keys()
     assert all(one["score"] == 1 for one in found.values())

@@ -17,6 +17,7 @@ from conftest import ROOT, Letters, Scripted, endpoint
 
 import runtime
 from runtime import Template, read_jsonl
+from toolstar import __main__ as star
 from toolstar import tir
 from toolstar.tools import open_world
 
@@ -98,7 +99,7 @@ def synthesise(serve, tmp_path):
         if not world.exists():
             write_world(world, grammar)
         tasks = write_tasks(tmp_path / "tasks.jsonl", *words)
-        tir.main(["tir", "--database", str(world), "--tasks", str(tasks), "--endpoint", url,
+        star.main(["tir", "--database", str(world), "--tasks", str(tasks), "--endpoint", url,
                   "--out", str(tmp_path / name), "--concurrency", "4", *flags])
         return tmp_path / name, asked
 
@@ -157,7 +158,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_files(synthesise, serve, tmp_
     whole, asked = synthesise(CELLS, "--samples", "2", name="whole")
     running = []
     url, before = serve(notice=lambda n: n == 25 and running[0].kill())
-    command = [sys.executable, "-m", "toolstar.tir", "tir", "--out", str(tmp_path / "killed"),
+    command = [sys.executable, "-m", "toolstar", "tir", "--out", str(tmp_path / "killed"),
                "--database", str(tmp_path / "world-turns"), "--samples", "2", "--concurrency", "4",
                "--tasks", str(tmp_path / "tasks.jsonl"), "--endpoint", url]
     running.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL,

@@ -22,8 +22,8 @@ FILE. [1] does not say how many plays and pairs it used.
 Reads   jsonl files of episodes, or folders of them
 Writes  OUT/train.jsonl and, unless --held-out is 0, OUT/val.jsonl
 
-    python -m toolstar.pairs --episodes out/rl/rollouts --out out/pairs
-    python -m toolstar.pairs --episodes out/play/rl/episodes.jsonl --by success --out out/pairs
+    python -m toolstar pairs --episodes out/rl/rollouts --out out/pairs
+    python -m toolstar pairs --episodes out/play/rl/episodes.jsonl --by success --out out/pairs
 """
 import random
 from collections import Counter
@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from evaluate import mean
-from runtime import COUNT, NATURAL, SHARE, Help, Mistake, Parser, read_jsonl, run, write_jsonl
+from runtime import Mistake, read_jsonl, write_jsonl
 from toolstar.text import normalize
 
 
@@ -137,33 +137,3 @@ def make_pairs(args):
             write_jsonl(Path(args.out) / f"{part}.jsonl", [as_row(*pair) for pair in pairs])
         lengths = [mean([pair[side].length for pair in pairs]) for side in (0, 1)] if pairs else []
         print(f"{part}: {len(pairs)} pairs; characters of chosen and rejected: {lengths}")
-
-
-# ---------------------------------------------------------------- main
-
-def flags(argv=None):
-    p = Parser(description=__doc__, formatter_class=Help)
-    add = p.add_argument
-    add("--episodes", nargs="+", required=True, metavar="JSONL|DIR", help="judged episodes")
-    add("--out", required=True, help="folder to write the pairs into")
-    add("--held-out", type=SHARE, default=0.1, help="share of the questions held out in val.jsonl")
-    add("--by", default="reward", help="key that is compared: reward, strict, or a number of the "
-        "score")
-    add("--chosen", type=float, default=1.0, help="a chosen play has this value or more [1]")
-    add("--rejected", type=float, default=1.0, help="a rejected play has less than this [1]")
-    add("--per-question", type=COUNT, default=4, help="maximum number of pairs per question")
-    add("--fewer-calls", action="store_true", help="also pair right plays of equal reward; the one "
-        "with fewer calls is chosen")
-    add("--principles", metavar="FILE", help="remove this text from the system prompts")
-    add("--seed", type=NATURAL, default=0, help="seed of the held-out questions and of the choice "
-        "among equal pairs")
-    return p.parse_args(argv)
-
-
-def main(argv=None):
-    args = flags(argv)
-    run("toolstar.pairs", make_pairs, args)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ OUT/system.txt is the system prompt of most rows; give it to later stages as --s
 Reads   json, jsonl or parquet (with pyarrow); --sets, a folder of evaluation sets (sets.py)
 Writes  OUT/sft.jsonl, rl.jsonl, system.txt, report.json
 
-    python -m toolstar.tir convert --sft final_sft.json --rl rl.jsonl --out data
+    python -m toolstar convert --sft final_sft.json --rl rl.jsonl --out data
 
 [1] Tool-Star, arXiv:2505.16410
 """

@@ -13,11 +13,9 @@ A retriever has search(queries, k): for each query its hits, best first, or its 
 Reads   a corpus: jsonl, {"id", "contents"} per line; the HF folder of an E5-style encoder
 Writes  OUT/meta.json, OUT/starts.npy, OUT/matrix.f16
 
-    python -m toolstar.retriever index --corpus wiki-18.jsonl --encoder intfloat/e5-base-v2 \
-        --out index
-    python -m toolstar.retriever serve --retriever index --port 8000
+    python -m toolstar index --corpus wiki-18.jsonl --encoder intfloat/e5-base-v2 --out index
+    python -m toolstar serve --retriever index --port 8000
 """
-import argparse
 import json
 import os
 import re
@@ -32,7 +30,7 @@ import numpy as np
 import torch
 
 import runtime
-from runtime import COUNT, PORT, Mistake, Parser, progress, write_text
+from runtime import Mistake, progress, write_text
 
 HTTP = ("http://", "https://")
 CHUNK = 65536  # passages whose vectors are converted to float32 at a time
@@ -237,8 +235,7 @@ def find_retriever(name, corpus):
     needed = (Path(corpus) if name == "bm25" else Path(name) if name.endswith(".json") else
               Path(name) / "meta.json")
     if not name.startswith(HTTP) and not needed.is_file():
-        raise Mistake(f"{needed} is missing: see --corpus, or run python -m toolstar.retriever "
-                      "index")
+        raise Mistake(f"{needed} is missing: see --corpus, or run python -m toolstar index")
 
 
 def open_retriever(name, corpus=None, devices=("cpu",), **more):
@@ -254,6 +251,10 @@ def open_retriever(name, corpus=None, devices=("cpu",), **more):
 
 
 # ---------------------------------------------------------------- index
+
+def all_devices():
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+
 
 def load_encoder(folder, device):
     """(an E5-style model, in fp16 on GPUs; its tokenizer)."""
@@ -289,7 +290,7 @@ def build_index(args):
         given = flat_vectors(args.vectors)
         dim = given.shape[1]
     else:
-        models = [load_encoder(args.encoder, device) for device in args.devices]
+        models = [load_encoder(args.encoder, device) for device in args.devices or all_devices()]
         dim = models[0][0].config.hidden_size
     meta = {"corpus": str(Path(args.corpus).resolve()), "bytes": os.path.getsize(args.corpus),
             "encoder": args.encoder, "dim": dim, "batch": args.batch}
@@ -352,7 +353,8 @@ def serve(args):
         return_scores: bool = False
 
     find_retriever(args.retriever, args.corpus)
-    retriever, app = open_retriever(args.retriever, args.corpus, args.devices), fastapi.FastAPI()
+    devices, app = args.devices or all_devices(), fastapi.FastAPI()
+    retriever = open_retriever(args.retriever, args.corpus, devices)
 
     @app.post("/retrieve")
     def retrieve(asked: Search):
@@ -361,34 +363,3 @@ def serve(args):
                 [[hit["document"] for hit in hits] for hits in result]}
 
     uvicorn.run(app, host=args.host, port=args.port, access_log=False, backlog=2048)
-
-
-def flags(argv=None):
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = p.add_subparsers(dest="command", required=True)
-    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    add = commands.add_parser("index", help="make an index folder").add_argument
-    add("--corpus", required=True, help="jsonl file, {id, contents} per line")
-    add("--encoder", required=True, help="E5-style HF folder or hub name")
-    add("--out", required=True, help="folder of the index; an interrupted build resumes from it")
-    add("--vectors", metavar="FILE", help="take the vectors from a flat faiss index of the same "
-        "corpus and encoder, such as FlashRAG's e5_Flat.index, instead of encoding the corpus")
-    add("--batch", type=COUNT, default=512, help="passages per forward pass of the encoder (512)")
-    add("--devices", nargs="+", default=gpus or ["cpu"], help="torch devices")
-    add = commands.add_parser("serve", help="answer POST /retrieve").add_argument
-    add("--retriever", default="bm25", help="bm25, or an index folder (bm25)")
-    add("--corpus", default="database/qa/corpus.jsonl", help="jsonl for bm25 (%(default)s)")
-    add("--devices", nargs="+", default=gpus or ["cpu"], help="torch devices")
-    add("--topk", type=COUNT, default=5, help="passages per query if a request has no topk (5)")
-    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); 0.0.0.0: all")
-    add("--port", type=PORT, default=8000, help="port to listen on (8000); 0: any free port")
-    return p.parse_args(argv)
-
-
-def main(argv=None):
-    args = flags(argv)
-    runtime.run("toolstar.retriever", {"index": build_index, "serve": serve}[args.command], args)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,7 @@ Writes  OUT/table.md, OUT/table.json, OUT/judged-NAME.jsonl; verdicts in OUT are
 
     python evaluate.py --env tools --database database/tool-star/eval --model rl=out/rl \\
         --tasks data/sets/tasks.jsonl --samples 4 --out out/eval
-    python -m toolstar.scores --tasks data/sets/tasks.jsonl --runs out/eval/rl \\
+    python -m toolstar scores --tasks data/sets/tasks.jsonl --runs out/eval/rl \\
         --judge http://localhost:8000/v1=Qwen2.5-72B-Instruct --out out/scores
 """
 import json
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import evaluate
 import runtime
-from evaluate import endpoint, mean, name_of, spoken
+from evaluate import mean, name_of, spoken
 from runtime import read_jsonl
 from sandbox import PROMPTS
 from toolstar import verdict
@@ -143,25 +143,3 @@ def compare(wanted, report):
     rows.append(["mean of the first ten", "", "", "", f"{PAPER_MEAN}", *whole])
     rows.insert(1, ["---"] * len(rows[0]))
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
-
-
-# ---------------------------------------------------------------- main
-
-def flags(argv=None):
-    p = runtime.Parser(description=__doc__, formatter_class=runtime.Help)
-    add = p.add_argument
-    add("--tasks", required=True, help="tasks.jsonl of sets.py")
-    add("--runs", nargs="+", required=True, metavar="[NAME=]FOLDER", help="episodes of evaluate.py")
-    add("--judge", type=endpoint, metavar="URL=MODEL", help="OpenAI-compatible endpoint that "
-        "compares answers with golds; default: only equal answers are right")
-    add("--judge-key", metavar="FILE", help="file that holds the endpoint's API key")
-    add("--out", required=True, help="folder for table.md, table.json and the judge's verdicts")
-    return p.parse_args(argv)
-
-
-def main(argv=None):
-    runtime.run("toolstar.scores", write_table, flags(argv))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,10 @@
 r"""
 Read the twelve evaluation sets of Tool-Star [1] as tasks.
 
-    (1) read     turn SETS/<set>/test.jsonl, or dev.jsonl where test.jsonl has no answers, into
+    (1) sets     turn SETS/<set>/test.jsonl, or dev.jsonl where test.jsonl has no answers, into
                  tasks. Rows that cannot be used are counted by cause, and missing sets are named
-    (2) compare  drop training questions that occur in these sets (--sets of tir.py)
+    (2) compare  drop training questions that occur in these sets (--sets of tir and
+                 convert)
 
 Two layouts exist: evaluation/data of Tool-Star's repository, whose rows are {question, answer}, and
 FlashRAG's folder, {id, question, golden_answers}. Copies of other forms, say a set's own parquet
@@ -15,7 +16,7 @@ Reads   a folder of folders: aime24 aime25 math500 math gsm8k webwalker hotpotqa
 Writes  OUT/tasks.jsonl
 [1] Tool-Star, arXiv:2505.16410
 
-    python -m toolstar.sets read --sets my/sets --out data/sets
+    python -m toolstar sets --sets my/sets --out data/sets
 """
 import json
 import random
@@ -23,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime import NATURAL, Help, Mistake, Parser, read_jsonl, run, write_jsonl
+from runtime import Mistake, read_jsonl, write_jsonl
 from toolstar import verdict
 from toolstar.text import MISSING, golds_of, normalize
 
@@ -208,9 +209,7 @@ def contaminated(tasks, sets):
     return clean, dropped
 
 
-# ---------------------------------------------------------------- main
-
-def read(args):
+def write_tasks(args):
     """Write the tasks of --sets, and print a line per set."""
     tasks, causes = load_sets(args.sets, args.sample)
     counts = Counter(task["set"] for task in tasks)
@@ -221,22 +220,3 @@ def read(args):
     if not tasks:
         raise Mistake(f"{args.sets} holds no question with an answer, see above")
     write_jsonl(Path(args.out) / "tasks.jsonl", tasks)
-
-
-def flags(argv=None):
-    p = Parser(description=__doc__, formatter_class=Help)
-    add = p.add_argument
-    add("command", choices=("read",), help="turn published sets into tasks")
-    add("--sets", required=True, help="folder of the published sets")
-    add("--sample", type=NATURAL, help="number of questions per set, always the same ones; 0: all; "
-        "default: as many as in the paper")
-    add("--out", required=True, help="folder to write tasks.jsonl into")
-    return p.parse_args(argv)
-
-
-def main(argv=None):
-    run("toolstar.sets", read, flags(argv))
-
-
-if __name__ == "__main__":
-    main()

@@ -11,17 +11,15 @@ Make the training data of the tools world, as Tool-Star's synthesis does [1].
     (5) choose   if (1) is right, SFT learns to answer without tools. Else, if (2) or (3) is right,
                  SFT learns the right chain with the fewest calls. Else the task goes to RL
 
-A language model plays, at an endpoint or in vLLM. The command `convert` converts the published data
-(published.py).
+A language model plays, at an endpoint or in vLLM.
 [1] Tool-Star, arXiv:2505.16410, section 3; its code for this is not released
 
 Reads   a world's folder, tasks; database/prompts/direct.txt, doubts.txt and hints.txt
 Writes  OUT/samples.jsonl, a line per sample: a run that was killed resumes from it, and another
         --right or --max-calls chooses again from it. OUT/sft.jsonl, rl.jsonl
 
-    python -m toolstar.tir tir     --database my/world --tasks my/questions.jsonl \\
+    python -m toolstar tir --database my/world --tasks my/questions.jsonl \\
         --endpoint http://localhost:8000/v1=Qwen2.5-3B-Instruct --out out/tir
-    python -m toolstar.tir convert --sft final_sft.json --rl rl.parquet --out data
 """
 import random
 import re
@@ -30,10 +28,9 @@ from functools import partial
 
 import evaluate
 import runtime
-from evaluate import endpoint, name_of
-from runtime import COUNT, NATURAL, Help, Mistake, Parser
+from evaluate import name_of
+from runtime import Mistake
 from sandbox import PROMPTS, entries, fill
-from toolstar.published import convert
 from toolstar.sets import contaminated, questions_of
 from toolstar.verdict import bare
 
@@ -244,62 +241,3 @@ def tir(args):
           f"{dict(Counter(row['source'] for row in sft))}, {len(rl)} tasks for RL; {len(dropped)} "
           f"left out, since their questions are in an evaluation set; {len(rows)} samples, refused:"
           f" {({fault: n for fault, n in faults.items() if fault})}")
-
-
-# ---------------------------------------------------------------- main
-
-def flags(argv=None):
-    p = Parser(description=__doc__, formatter_class=Help)
-    commands = p.add_subparsers(dest="command", required=True)
-
-    def command(name, run, words, **settings):
-        p = commands.add_parser(name, help=words, description=words, formatter_class=Help)
-        p.set_defaults(run=run, **settings)
-        return p.add_argument
-
-    tir_flags(command("tir", tir, "make chains for SFT and tasks for RL from questions [1]",
-                      failure_rate=0.0, helpers=""))
-    add = command("convert", convert, "convert Tool-Star's published data")
-    add("--sft", metavar="FILE", help="the 54K chains: json, jsonl or parquet")
-    add("--rl", metavar="FILE", help="the 10K tasks: parquet, json or jsonl")
-    add("--sets", metavar="DIR", help="folder of evaluation sets, whose questions are dropped")
-    add("--out", required=True, help="folder to write into")
-    return p.parse_args(argv)
-
-
-def tir_flags(add):
-    """Add the flags of the command tir."""
-    add("--tasks", required=True, metavar="JSONL", help="questions with golds and check")
-    add("--database", required=True, help="the world's folder, with tools.json")
-    add("--out", required=True, help="folder to write into; a run that was killed resumes from it")
-    add("--endpoint", type=endpoint, metavar="URL=MODEL", help="OpenAI-compatible server that "
-        "plays; it must continue a started assistant message, as vLLM's does")
-    add("--key", metavar="FILE", help="file that holds the endpoint's API key")
-    add("--model", metavar="PATH", help="checkpoint that plays in vLLM, instead of --endpoint")
-    add("--samples", type=COUNT, default=3, help="samples per task and mode [1]")
-    add("--right", type=COUNT, default=1, help="how many samples of (1) must be right "
-        "for a task to need no tools")
-    add("--max-calls", type=NATURAL, default=5, help="refuse chains with more calls [1]")
-    add("--limit", type=COUNT, help="use only the first LIMIT tasks")
-    add("--sets", metavar="DIR", help="evaluation sets (sets.py), whose questions are left out")
-    add("--system-prompt", default="full", help="full, short or a file")
-    add("--temperature", type=float, default=1.0, help="temperature of the sampling")
-    add("--top-p", type=float, default=1.0, help="nucleus of the sampling")
-    add("--max-tokens", type=NATURAL, default=4096, help="tokens per reply; 0: only the context "
-        "limits it, and --endpoint is sent no limit")
-    add("--max-context", type=COUNT, default=16384, help="tokens per episode")
-    add("--max-turns", type=COUNT, default=9, help="tool calls per episode, then an answer")
-    add("--concurrency", type=COUNT, default=32, help="episodes in flight")
-    add("--tp", type=COUNT, default=1, help="GPUs that share one engine")
-    add("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may fill")
-    add("--seed", type=int, default=0, help="seed of hints, of the world's random events and of "
-        "vLLM's sampling; an endpoint's sampling is not seeded")
-
-
-def main(argv=None):
-    args = flags(argv)
-    runtime.run("toolstar.tir", args.run, args)
-
-
-if __name__ == "__main__":
-    main()

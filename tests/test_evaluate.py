@@ -290,6 +290,23 @@ def test_a_slow_tool_holds_up_neither_engine_nor_others(mini):
     assert order[-1] == "slow" and slow.messages[-2]["content"].startswith("<tool_response>\nlate")
 
 
+def test_verdicts_that_wait_hold_up_neither_each_other_nor_the_plays():
+    """The first of eight ends after all others, which are played meanwhile."""
+    class World:
+        judges, others = 8, threading.Semaphore(0)
+
+        def verdict(self, episode):
+            for _ in range(7 if episode == 0 else 0):
+                assert self.others.acquire(timeout=20)
+            self.others.release()
+            return threading.current_thread(), 1, 1
+
+    assert [episode for episode, *_ in runtime.judged(World(), iter(range(8)))] == [*range(8)]
+    World.judges, World.others = 0, threading.Semaphore(7)
+    (_, thread, *_), *_ = runtime.judged(World(), range(8))
+    assert thread is threading.current_thread(), "a world need not expect threads"
+
+
 # -------------------------------------------------------------------------------------- processes
 
 

@@ -5,6 +5,7 @@ answer.
 """
 import json
 import re
+import threading
 import time
 
 import hypothesis
@@ -13,6 +14,7 @@ import styles
 from conftest import endpoint
 from hypothesis import strategies as st
 
+import runtime
 from evaluate import ChatError, Refused
 from format_plan import (
     FIELDS,
@@ -25,9 +27,10 @@ from format_plan import (
     read_plan,
 )
 from runtime import read_jsonl
+from sandbox import Episode, Sandbox
 from travel.constraints import judge, reward, score
 from travel.solver import solve
-from travel.world import load_task
+from travel.world import Travel, load_task
 
 
 def parse_plan(text, task, database):
@@ -402,3 +405,19 @@ def test_an_endpoint_at_fault_fails_no_answer(formatter, mini, trip):
     play(401)
     with pytest.raises(ChatError, match=url):
         Reader((url, "m")).read("a good answer", trip, mini)
+
+
+def test_the_answers_of_many_plays_are_read_at_the_same_time(mini, trip):
+    together = threading.Barrier(4)
+
+    def reply(request):
+        together.wait(20)
+        return LISTED
+
+    with endpoint(reply) as (url, _):
+        world = Travel(mini, reader=Reader((url, "m")))
+        plays = [Episode(trip, Sandbox(mini)) for _ in range(4)]
+        for number, play in enumerate(plays):
+            play.step(f"<think>.</think><answer>{number}</answer>")
+        judged = list(runtime.judged(world, plays))
+    assert all(plan == PLAN and score["formatter tokens"] == 77 for _, plan, score, _ in judged)

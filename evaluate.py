@@ -117,9 +117,10 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     if not getattr(body, "choices", None):  # a gateway's own message, or a web page
         raise Refused(f"{url}: no reply but {str(body)[:200]}")
     message = body.choices[0].message
-    if not message or not isinstance(message.content or "", str):
+    fields = "content", *runtime.THOUGHTS
+    text, *thoughts = (getattr(message, field, None) or "" for field in fields)
+    if not message or not all(isinstance(said, str) for said in (text, *thoughts)):
         raise Refused(f"{url}: no text but {str(message)[:200]}")
-    text, thoughts = message.content or "", (getattr(message, n, None) for n in runtime.THOUGHTS)
     ended = body.choices[0].finish_reason
     if not text.strip() and not begun:
         stop = "length" if ended == "length" else "refused"  # within a thought that is kept apart

@@ -432,13 +432,17 @@ def read_talk(messages, template, row):
             raise Mistake(f"message {number} has {unread}, which would be left out: write it into "
                           "the content, as the model is to say it, or remove it")
         role, content = message.get("role"), message.get("content")
-        if role not in LETTERS or not isinstance(content, str):
-            raise Mistake(f"message {number}: 'role' is {role!r:.40}, which must be one of "
-                          f"{[*LETTERS]}, and 'content' is {content!r:.40}, which must be a text")
         thoughts = [message[key] for key in THOUGHTS if message.get(key)]
         marks = [message[key] for key in UNTRAINED if message.get(key) is not None]
+        if role not in LETTERS or not all(isinstance(text, str) for text in (content, *thoughts)):
+            raise Mistake(f"message {number}: 'role' is {role!r:.40}, which must be one of "
+                          f"{[*LETTERS]}, and 'content' is {content!r:.40}, which must be a text, "
+                          "as a thought")
         if any(mark not in (0, 1) for mark in marks):
             raise Mistake(f"message {number} has a weight of {marks}: 0 and 1 are read")
+        if role != "assistant" and (thoughts or 1 in marks):
+            raise Mistake(f"message {number}, the {role}'s, has a thought or a weight of 1: only "
+                          "replies are trained on")
         if role == "assistant":
             content = content.removesuffix(template.end_text)  # some data sets write it
             content = with_thought(content, thoughts[0]) if thoughts else content

@@ -72,6 +72,7 @@ def test_a_request_without_a_usable_reply_is_the_requests_fault_or_the_endpoints
 FAULTS = {status: (status, "no") for status in (403, 413, 451, 500, 502, 503, 504, 529)} | {
     "hangs up": None, "half a JSON": (200, '{"choices": ['), "a web page": (200, "<html>"),
     "no choice": (200, {"choices": []}), "no text": said(None), "a list": said(["x"]),
+    "a thought in blocks": said("x", reasoning=[{"text": "x"}]),
     "no message": (200, {"choices": [{"message": None, "finish_reason": "stop"}]})}
 
 

@@ -58,7 +58,10 @@ def test_what_a_row_says_beside_its_texts_decides_what_is_trained_on(chatml, mes
     ([reply(None, tool_calls=[{"name": "f"}]), NEXT], {}, "2.*'tool_calls'"),
     *(([reply("x", **{field: value})], {}, f"2.*'{field}'") for field, value in (
         ("name", "bob"), ("masked", False), ("loss_weight", 0), ("mask", 1))),
-    ([reply("x", weight=0.5)], {}, "2.*0.5"), ([reply([{"text": "x"}])], {}, "2.*'content'"),
+    ([reply("x", weight=0.5)], {}, "2.*0.5"), ([reply("x", thinking=[{"text": "T"}])], {}, "2"),
+    ([reply("x"), NEXT | {"thinking": "T"}], {}, "3.*user"),
+    ([reply("x"), NEXT | {"train": True}], {}, "3.*user"),
+    ([reply([{"text": "x"}])], {}, "2.*'content'"),
     ([reply("x"), {"role": "tool", "content": "y"}], {}, "3.*'role'"),
     ([{"from": "gpt", "value": "x"}], {}, "2.*'from'"),
     *(([reply("x")], {field: value}, f"'{field}'") for field, value in (

@@ -405,11 +405,11 @@ class Template:
 
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields that hold a reply's thought
-UNTRAINED = ("weight", "loss", "loss_mask", "trainable", "train")  # 0 or false: not in the loss
-# fields of a row that would change its prompt or its loss, and are not read; beside them "tools"
-UNREAD = ("system", "functions", "chat_template_kwargs", "mask", "loss_weight", *UNTRAINED)
+# of a reply: 0 or false takes it out of the loss
+UNTRAINED = ("weight", "loss_weight", "loss", "loss_mask", "trainable", "train")
+UNREAD = ("system", "functions", "chat_template_kwargs", "mask")  # of a row; "tools" as well
 EMPTY = (None, "", [], {})
-LETTERS = {"system": "s", "user": "u", "result": "u", "assistant": "a"}
+ROLES = {"system": "s", "user": "u", "result": "u", "assistant": "a"}  # letters, for the order
 
 
 def read_talk(messages, template, row):
@@ -418,7 +418,8 @@ def read_talk(messages, template, row):
     training would leave out a part of it or of its row."""
     if not isinstance(messages, list):
         raise Mistake(f"it has no list of 'messages', but {[*row]}: docs/models.md converts it")
-    unread = [key for key in UNREAD if row.get(key) not in (*EMPTY, 1)]
+    unread = [key for key in UNREAD if row.get(key) not in EMPTY]
+    unread += [key for key in UNTRAINED if row.get(key) not in (*EMPTY, 1)]
     # an episode's tools are calls that were made
     unread += ["tools"] * any("status" not in tool for tool in row.get("tools") or ())
     if unread:
@@ -434,9 +435,9 @@ def read_talk(messages, template, row):
         role, content = message.get("role"), message.get("content")
         thoughts = [message[key] for key in THOUGHTS if message.get(key)]
         marks = [message[key] for key in UNTRAINED if message.get(key) is not None]
-        if role not in LETTERS or not all(isinstance(text, str) for text in (content, *thoughts)):
+        if role not in ROLES or not all(isinstance(text, str) for text in (content, *thoughts)):
             raise Mistake(f"message {number}: 'role' is {role!r:.40}, which must be one of "
-                          f"{[*LETTERS]}, and 'content' is {content!r:.40}, which must be a text, "
+                          f"{[*ROLES]}, and 'content' is {content!r:.40}, which must be a text, "
                           "as a thought")
         if any(mark not in (0, 1) for mark in marks):
             raise Mistake(f"message {number} has a weight of {marks}: 0 and 1 are read")
@@ -449,7 +450,7 @@ def read_talk(messages, template, row):
             if template.escape(content) != content:
                 raise Mistake(f"a reply contains a mark of the template: {content!r:.200}")
         talk.append({"role": role, "content": content, "untrained": 0 in marks})
-    if not re.fullmatch("[su]u*(au)*a?", "".join(LETTERS[one["role"]] for one in talk)):
+    if not re.fullmatch("[su]u*(au)*a?", "".join(ROLES[one["role"]] for one in talk)):
         raise Mistake(f"the roles of its 'messages' are {[one['role'] for one in talk]}: system "
                       "and user come first, then assistant alternates with user or result")
     return talk

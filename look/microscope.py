@@ -29,14 +29,14 @@ from runtime import write_jsonl
 UNFINISHED = "\ufffd"  # what a tokenizer decodes an incomplete character to
 
 
-def write_tokens(path, samples, seen, template, args):
+def write_tokens(path, samples, micros, template, args):
     """Write a line per play of an update. Every rank must call this; rank 0 writes.
 
-    samples: of all ranks. seen: what this rank learnt from, [([(sample, weight)] of a micro-batch,
+    samples: of all ranks. micros: of what this rank learnt, [([(sample, weight)] of a micro-batch,
     log pi of the trainer, log pi_old, advantage, entropy, clipped, each (N,) over policy tokens)].
     """
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, columns_of(seen))
+    dist.all_gather_object(parts, columns_of(micros))
     if dist.get_rank():
         return
     learnt = {name: columns for part in parts for name, columns in part.items()}
@@ -48,10 +48,10 @@ def write_tokens(path, samples, seen, template, args):
                         "clip": clip, "group": trees[s.group]} for s in samples))
 
 
-def columns_of(seen):
+def columns_of(micros):
     """{name of a play: its columns} for the micro-batches of a rank."""
     found = {}
-    for batch, logps, old_logps, advantage, entropy, clipped in seen:
+    for batch, logps, old_logps, advantage, entropy, clipped in micros:
         w = torch.exp((logps - old_logps).clamp(max=20))  # the same bound as in policy_loss
         counts = [sum(s.mask) for s, _ in batch]
         parts = [tensor.cpu().split(counts) for tensor in (logps, w, clipped, advantage, entropy)]

@@ -284,9 +284,9 @@ def test_the_microscope_writes_what_learn_saw_of_each_token(tmp_path, one_rank, 
     logps, old = torch.full((n,), -0.25), torch.full((n,), -0.5)
     clipped = torch.tensor([1.0] + [0.0] * (n - 1))
     gain, entropy = torch.full((n,), 1.5), torch.full((n,), 0.125)
-    seen = [([(plays[0], 0.1)], logps, old, gain, entropy, clipped)]
+    micros = [([(plays[0], 0.1)], logps, old, gain, entropy, clipped)]
     args = SimpleNamespace(clip_low=0.2, clip_high=0.28)
-    write_tokens(tmp_path / "microscope" / "00001.jsonl", plays, seen, template, args)
+    write_tokens(tmp_path / "microscope" / "00001.jsonl", plays, micros, template, args)
     learnt, left = read_jsonl(tmp_path / "microscope" / "00001.jsonl")
     assert "".join(learnt["tokens"][1:]) == "day 1" and left["tokens"][-1] == "\N{HOT BEVERAGE}"
     assert learnt["w"] == pytest.approx([math.exp(0.25)] * n) and learnt["side"][:2] == [1, 0]

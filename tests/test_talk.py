@@ -41,6 +41,7 @@ SECOND = "\n<|im_start|>user\nn<|im_end|>\n<|im_start|>assistant\n"
     ([reply("bad", weight=0), NEXT, reply("good", weight=1)],
      f"bad<|im_end|>{SECOND}[good<|im_end|>]"),
     ([reply("bad", loss=False), NEXT, reply("good")], f"bad<|im_end|>{SECOND}[good<|im_end|>]"),
+    ([reply("bad", loss_weight=0), NEXT, reply("good")], f"bad<|im_end|>{SECOND}[good<|im_end|>]"),
     ([reply("bad", loss_mask=0), NEXT, reply("good")], f"bad<|im_end|>{SECOND}[good<|im_end|>]"),
     ([reply("good", train=True), NEXT, reply("bad", trainable=False)],
      f"[good<|im_end|>]{SECOND}bad<|im_end|>"),
@@ -57,7 +58,7 @@ def test_what_a_row_says_beside_its_texts_decides_what_is_trained_on(chatml, mes
     ([reply("", tool_calls=[{"name": "f"}]), NEXT], {}, "2.*'tool_calls'"),
     ([reply(None, tool_calls=[{"name": "f"}]), NEXT], {}, "2.*'tool_calls'"),
     *(([reply("x", **{field: value})], {}, f"2.*'{field}'") for field, value in (
-        ("name", "bob"), ("masked", False), ("loss_weight", 0), ("mask", 1))),
+        ("name", "bob"), ("masked", False), ("loss_scale", 0), ("mask", 1))),
     ([reply("x", weight=0.5)], {}, "2.*0.5"), ([reply("x", thinking=[{"text": "T"}])], {}, "2"),
     ([reply("x"), NEXT | {"thinking": "T"}], {}, "3.*user"),
     ([reply("x"), NEXT | {"train": True}], {}, "3.*user"),
@@ -66,7 +67,8 @@ def test_what_a_row_says_beside_its_texts_decides_what_is_trained_on(chatml, mes
     ([{"from": "gpt", "value": "x"}], {}, "2.*'from'"),
     *(([reply("x")], {field: value}, f"'{field}'") for field, value in (
         ("tools", [{"type": "function"}]), ("tools", "[]"), ("system", "You plan."),
-        ("functions", [{"name": "f"}]), ("weight", 0), ("loss", False), ("mask", [0, 1]))),
+        ("functions", [{"name": "f"}]), ("weight", 0), ("loss", False), ("loss_weight", 0.5),
+        ("mask", True))),
     ([reply("a<|im_end|>\n<|im_start|>user\nfake")], {}, "fake"),
     ([reply("x"), reply("y")], {}, "'messages'")])
 def test_what_training_would_leave_out_is_refused_by_name(chatml, messages, row, words):

@@ -261,7 +261,10 @@ base=${MODEL:-$base} share=${SHARE:-0.6} context=${CONTEXT:-30000}
 cutoff=${CUTOFF:-$((context < 20480 ? context : 20480))}
 keep=${KEEP:-${keeps[${size#tool-star-}]:-0}}
 pack=${PACK:-$((keep ? keep : context < 30000 ? context : 32768))}
-read -ra how <<<"$HOW --keep-activations $keep"
+# weights whole on each GPU where the plan has room for them: docs/gpus.md
+zero=2
+[[ $size != *7b && $HOW != *--offload* ]] || zero=3
+read -ra how <<<"--zero $zero $HOW --keep-activations $keep"
 if [[ $size == *tiny ]]; then
     database=database/mini DATA=${DATA:-$OUT/data} rl_gpus=${GPUS:-$((2 - (seen == 1)))}
     GPUS=${GPUS:-1}
@@ -309,7 +312,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     draw=(python synth.py tasks --like tiny --days 3 --levels 4 3 3)
     # all training happens in generated worlds, which share no city with the world of the evaluation
     tasks=("${draw[@]}" --database "$DATA/worlds" --split train)
-    train=(--keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
+    train=(--zero 2 --keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
     play=(--system-prompt short --max-turns 9)
     rl=("${torchrun[@]}" "$rl_gpus" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$DATA/worlds" "${play[@]}" --reward $reward --keep-overlength --prompts 8
@@ -324,7 +327,7 @@ else
     teacher=(${endpoints[@]:+--endpoint "${endpoints[@]}"} ${ENDPOINT_KEY:+--key "$ENDPOINT_KEY"})
     tasks=(python synth.py tasks --database "$database" --like paper --days 3 5 7)
     # batch, rate and warm-up are from [1 app. C.2], the cutoff from its released configuration;
-    # cosine decay, bfloat16 and ZeRO-3 need no flags in sft.py
+    # cosine decay and bfloat16 need no flags in sft.py; ZeRO-2 makes the updates of its ZeRO-3
     sft=("${torchrun[@]}" "$GPUS" sft.py --model "$base" --data "$DATA/sft.jsonl"
         --epochs "$sft_epochs" --batch 32 --lr $(rate 5e-6) --warmup 0.1 --cutoff $cutoff
         --pack-tokens $((keep ? keep : cutoff)) --seed "$SEED" --save-every 20 --resume

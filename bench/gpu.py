@@ -146,8 +146,8 @@ def check_memory(case, cuda):
     import zero3
 
     size, words, gib = CARDS[case]
-    words = ("--context {} --gpu-memory {} --keep-activations {} ".format(*memory.RECIPES[size])
-             + words)
+    words = ("--context {} --gpu-memory {} --keep-activations {} --zero {} ".format(
+        *memory.RECIPES[size]) + words)
     if not cuda:
         size, words, gib = "rehearsal", f"{words} --context 512 --keep-activations 128", 0
     planned = memory.flags(["grpo", "--gpus", "1", *words.split()])

@@ -2,8 +2,9 @@
 Plan the memory that a stage needs on each GPU, at each moment of an update, without a GPU.
 
 The plan follows the sources of DeepSpeed 0.19.8 (ZeRO-3 with a bucket of 5e8 numbers and up to 1e9
-gathered parameters), of Qwen2 in transformers 5.19 with an attention that makes no T x T matrix,
-and of the stages' own loss, which never holds more than LOGITS logits.
+gathered parameters; ZeRO-2 with two buckets and nothing to gather), of Qwen2 in transformers 5.19
+with an attention that makes no T x T matrix, and of the stages' own loss, which never holds more
+than LOGITS logits.
 
     python -m look.memory sft  --model Qwen/Qwen2.5-7B-Instruct --gpus 16
     python -m look.memory grpo --model Qwen/Qwen2.5-7B-Instruct --gpus 16 --context 30000
@@ -58,16 +59,19 @@ def training(shape, args, tokens):
     layer += tokens * 14 * args.lora  # A x in bf16, of 7 linear layers
     head = v * h * (not adapters)
     logits = max(14 * chunk * v, 12 * chunk * v + 4 * head, 6 * chunk * v + 6 * head)
-    keep = tokens <= args.keep_activations
+    keep, whole = tokens <= args.keep_activations, args.zero == 2
     always, backward = MOMENTS, ("logits", "layer")
     return [
-        ("parameters, bf16 shard", 2 * (n + adapters) / args.gpus, always),
+        (f"parameters, bf16 {'whole' if whole else 'shard'}",
+         2 * (n + adapters) / (1 if whole else args.gpus), always),
         ("master weights, fp32 shard", 4 * shard, always),
-        ("gradients, fp32 shard", 4 * shard, always),
         ("AdamW's moments, fp32 shards", 8 * shard, always),
-        ("gradients' bucket, bf16", 2 * 5e8, always),
+        # ZeRO-3 has its gradients' memory for good; ZeRO-2 from backward to step, of which a pass
+        # through the layers has two buckets, one that fills while the other is sent
+        ("gradients, fp32 shard", 4 * shard, backward if whole else always),
+        ("gradients' buckets, bf16", 2 * 5e8 * (1 + whole), ("layer",) if whole else always),
         ("bucket's copy to be sent", 2 * min(trained, 5e8), ("layer",)),
-        ("gathered parameters, bf16", 2 * min(n, 1e9) * (args.gpus > 1), backward),
+        ("gathered parameters, bf16", 2 * min(n, 1e9) * (args.gpus > 1 and not whole), backward),
         ("activations of all layers" if keep else "inputs of all layers",
          layers * (layer if keep else 2 * tokens * h), backward),
         ("recomputed layer activations", layer * (not keep), ("layer",)),
@@ -150,10 +154,16 @@ def flags(argv=None):
         help="tokens per micro-batch; 0: the stage's default")
     add("--keep-activations", type=NATURAL, default=0, metavar="K", help="micro-batches of at most "
         "K tokens keep their activations")
-    add("--offload", action="store_true", help="keep AdamW and its states in the host's memory")
+    add("--zero", type=int, choices=(2, 3), default=3, help="3: each GPU holds a shard of the "
+        "weights and gathers layers; 2: all weights, which is faster")
+    add("--offload", action="store_true", help="keep AdamW and its states in the host's memory; "
+        "planned for --zero 3")
     add("--lora", type=COUNT, default=0, metavar="R", help="train only adapters of rank R")
     add("--gpu-memory", type=PART, default=0.6, help="grpo, arpo: share that the engine may fill")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.offload and args.zero == 2:  # whose gradients then stay on the GPU
+        p.error("--offload is planned for --zero 3 alone")
+    return args
 
 
 def by_moment(shape, args):
@@ -209,7 +219,7 @@ def plan(args):
     if totals[worst] > args.gpu_gib:
         sys.exit(f"this does not fit: {totals[worst] - args.gpu_gib:.2f} GiB too many on each GPU "
                  f"at the moment {worst!r}. What helps: fewer tokens, a lower --gpu-memory, no "
-                 "--keep-activations, --offload, --lora, or more GPUs")
+                 "--keep-activations, --zero 3, --offload, --lora, or more GPUs")
     if contexts < 1:
         sys.exit("this does not fit: the engine's cache holds no whole context. What helps: a "
                  "higher --gpu-memory, or a smaller --context")
@@ -219,26 +229,27 @@ def plan(args):
 
 # --------------------------------------------------------------------- the table of docs/gpus.md
 
-# run.sh's settings: tokens of an episode, the engine's share, and most tokens of the micro-batches
-# that keep their activations
-RECIPES = {"0.5b": (16384, 0.35, 4096), "1.5b": (30000, 0.5, 14336), "3b": (30000, 0.6, 10240),
-           "7b": (30000, 0.6, 8192)}
+# run.sh's settings: tokens of an episode, the engine's share, most tokens of the micro-batches that
+# keep their activations, and --zero, which is 3 with --offload
+RECIPES = {"0.5b": (16384, 0.35, 4096, 2), "1.5b": (30000, 0.5, 14336, 2),
+           "3b": (30000, 0.6, 10240, 2), "7b": (30000, 0.6, 8192, 3)}
 CARDS = {24: 22, 48: 44, 80: 79}  # {GB of a card: GiB that the smallest such card reports}
 PLAYS = 256  # in flight: 32 queries x 8
 
 
 def cards():
     """The lines of the table: for each card and size, the first choice that fits. The order of the
-    choices: --offload, which does not change learning, then --lora; a shorter context last."""
+    choices: --zero 3 and --offload, which do not change learning, then --lora; a shorter context
+    last."""
     yield f"| GPUs | {' | '.join(RECIPES)} |"
     yield "| --- " * (len(RECIPES) + 1) + "|"
     for gb, gpus in itertools.product(CARDS, (1, 2, 4, 8)):
         cells = []
         for size in RECIPES:
-            best = choose(size, gpus, CARDS[gb], ("", "--offload", "--lora 32",
-                                                  "--lora 32 --offload"))
+            best = choose(size, gpus, CARDS[gb], ("", "--zero 3", "--offload", "--lora 32",
+                                                  "--lora 32 --zero 3", "--lora 32 --offload"))
             if best and "--offload" in best:  # the host may lack the memory
-                other = choose(size, gpus, CARDS[gb], ("", "--lora 32"))
+                other = choose(size, gpus, CARDS[gb], ("--lora 32", "--lora 32 --zero 3"))
                 best = " or ".join(filter(None, (best, other)))
             cells.append(best or "-")
         yield f"| {gpus} x {gb} GB | {' | '.join(cells)} |"
@@ -246,11 +257,12 @@ def cards():
 
 def choose(size, gpus, gib, ways):
     """A cell of the table: the variables of run.sh, "" if none of the ways fits."""
-    longest, usual, keep = RECIPES[size]
+    longest, usual, keep, zero = RECIPES[size]
     contexts = [tokens for tokens in (30000, 16384, 8192) if tokens <= longest]
     shares = sorted({usual, *(s for s in (0.5, 0.4, 0.3, 0.25, 0.2) if s < usual)}, reverse=True)
     for context, way in itertools.product(contexts, ways):
-        words = f"{way} --gpus {gpus} --gpu-gib {gib} --context {context}"
+        words = f"--zero {3 if '--offload' in way else zero} {way} --context {context}"
+        words += f" --gpus {gpus} --gpu-gib {gib}"
         pack = "32768" if context == 30000 else str(context)  # with KEEP=0; the preflight's in SFT
         rl = flags(["grpo", *words.split(), "--pack-tokens", pack])
         sft = flags(["sft", *words.split(), "--cutoff", pack])

@@ -147,12 +147,24 @@ def test_a_moment_is_planned_for_the_micro_batch_that_needs_most_and_most_kept_f
     assert plan("grpo --gpus 16 --keep-activations 10240")[2].startswith("this does not fit")
 
 
+def test_zero_2_holds_all_weights_and_two_buckets_and_gradients_while_it_learns_only():
+    two, three = (memory.by_moment(memory.load_shape("Qwen/Qwen2.5-3B-Instruct"), memory.flags(
+        ["grpo", "--gpus", "8", "--zero", zero]))[0] for zero in "23")
+    n, more = 3085938688, {moment: memory.total(two[moment]) * 2**30 - memory.total(rows) * 2**30
+                           for moment, rows in three.items()}
+    weights = 2 * n - 2 * n / 8
+    assert more["play"] == pytest.approx(weights - 4 * n / 8 - 1e9)  # no gradients, no bucket
+    assert more["layer"] == pytest.approx(weights + 1e9 - 2e9)  # another bucket, nothing gathered
+    with pytest.raises(SystemExit):
+        memory.flags(["sft", "--zero", "2", "--offload"])
+
+
 def test_the_table_of_the_page_is_what_the_command_prints_for_run_shs_own_settings():
     page = (ROOT / "docs" / "gpus.md").read_text()
     assert "\n".join(memory.cards()) in page
-    for size, (context, share, keep) in memory.RECIPES.items():
+    for size, (context, share, keep, zero) in memory.RECIPES.items():
         words = subprocess.run(["bash", "run.sh", size], cwd=ROOT, capture_output=True, text=True,
                                env=os.environ | {"DRY": "1"}).stdout
         for flag, setting in (("context", context), ("gpu-memory", share),
-                              ("keep-activations", keep)):
+                              ("keep-activations", keep), ("zero", zero)):
             assert f" --{flag} {setting} " in words, size

@@ -13,8 +13,9 @@ A world made of a plain class, as TRL's environment_factory takes it: --env my_e
                                         # None if there is none: get_reward(self, answer)
         def close(self):                # optional
 
-The model reads the row's "query" or "prompt" (a text or messages), then what reset() returns, if it
-is a text. A method may be async. Where a tool sets self.done to True, the episode ends. The tools
+The model reads the row's "query" or "prompt", then what reset() returns. A prompt is a text or, as
+TRL has it, messages: a user's, and perhaps a system message, which goes before ours. A method may
+be async. A tool returns a text or a number, and may end the episode by self.done = True. The tools
 run in threads, one environment per episode. A tool reports a model's mistake by a ValueError,
 LookupError or ArithmeticError, whose text the model reads; any other exception is a slip in the
 class, and ends the program with its traceback.
@@ -26,6 +27,7 @@ import json
 import sys
 import traceback
 from functools import lru_cache
+from numbers import Number
 from threading import Thread
 
 from pydantic import ValidationError, validate_call
@@ -47,29 +49,30 @@ told = set()  # the errors whose traceback was printed
 checked = lru_cache(None)(validate_call)  # a function that first checks arguments by its type hints
 
 
-@lru_cache(None)
-def event_loop():
-    """One for all coroutines, so that a connection may outlive the call that opened it."""
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-def settled(value):
-    """What a method returned; of a coroutine, what that returns."""
-    if inspect.iscoroutine(value):
-        return asyncio.run_coroutine_threadsafe(value, event_loop()).result()
-    return value
+def as_text(name, said):
+    """What a method has told the model."""
+    if isinstance(said, (str, Number)):
+        return str(said)
+    raise TypeError(f"{name}() returned {said!r:.80}, which is neither a text nor a number")
 
 
 class Methods:
     """The public methods of one environment, as the tools of an Episode."""
 
-    def __init__(self, env):
-        self.env = env
+    def __init__(self, env, loop):
+        self.env, self.loop = env, loop
         self.methods = {name: method for name, method in inspect.getmembers(env, inspect.ismethod)
                         if name[0] != "_" and name not in NO_TOOLS}
         self.tools = frozenset(self.methods)
+
+    def settled(self, value):
+        """What a method has returned or, of an async method, what it returns at its end."""
+        async def wait():
+            return await value
+
+        if inspect.isawaitable(value):
+            return asyncio.run_coroutine_threadsafe(wait(), self.loop).result()
+        return value
 
     def call(self, name, arguments):
         """The observation of a call. The text of an exception that reports a model's mistake may
@@ -78,7 +81,8 @@ class Methods:
             return "Error: the arguments of a tool call are a JSON object"
         try:
             method = self.methods[name]
-            return str(settled(checked(method.__func__)(method.__self__, **arguments)))
+            said = self.settled(checked(method.__func__)(method.__self__, **arguments))
+            return as_text(name, said)
         except ValidationError as error:
             return "Error: " + "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
                                          for one in error.errors())
@@ -115,7 +119,7 @@ class PlainEpisode(Episode):
         return super().finish(observation)
 
     def record(self, model=""):
-        settled(getattr(self.sandbox.env, "close", lambda: None)())
+        self.sandbox.settled(getattr(self.sandbox.env, "close", lambda: None)())
         return super().record(model)
 
 
@@ -123,6 +127,19 @@ def open_world(args):
     """The world of --env FILE.py:CLASS."""
     file, _, name = args.env.partition(":")
     return PlainWorld(getattr(import_file(file), name))
+
+
+def asked_of(task):
+    """(system message, query) of a row, each "" if it has none."""
+    asked = task.get("query") or task.get("prompt") or ""
+    if isinstance(asked, str):
+        return "", asked
+    said = [(message["role"], message["content"]) for message in asked]
+    roles, texts = zip(*said, strict=True)
+    if roles not in (("user",), ("system", "user")) or not all(isinstance(t, str) for t in texts):
+        raise Mistake(f"task {task['id']}: 'prompt' is a text, or the messages of a user or of a "
+                      f"system and a user, each with a text; here they are of {', '.join(roles)}")
+    return texts[0] if len(texts) == 2 else "", texts[-1]
 
 
 class PlainWorld:
@@ -137,28 +154,32 @@ class PlainWorld:
                           "of adapters/plain.py. Of a gymnasium environment, make step() a tool "
                           "that returns the observation and keeps the reward for get_reward()")
         self.factory = factory
+        # one event loop for all episodes, so that a connection may outlive the call that opened it
+        self.loop = asyncio.new_event_loop()
+        Thread(target=self.loop.run_forever, daemon=True).start()
 
     def load_task(self, row):
         return row | {"id": str(row["id"])}
 
     def episode(self, task, seed, args):
-        methods = Methods(self.factory())
-        first = settled(methods.env.reset(**copy.deepcopy(task)))
-        asked = task.get("query") or task.get("prompt")
-        if isinstance(asked, list):
-            asked = "\n\n".join(message["content"] for message in asked)
-        query = "\n".join(text for text in (asked, first) if isinstance(text, str) and text)
+        methods = Methods(self.factory(), self.loop)
+        system, asked = asked_of(task)
+        first = methods.settled(methods.env.reset(**copy.deepcopy(task)))
+        first = "" if first is None else as_text("reset", first)
+        query = "\n".join(filter(None, (asked, first)))
         if not query:
             raise Mistake(f"task {task['id']} has no 'query', and reset() returned no text")
         schemas = "\n".join(json.dumps(methods.schema(name)) for name in methods.methods)
-        episode = PlainEpisode({"query": query}, methods, args.max_turns, PROMPT % schemas)
+        episode = PlainEpisode({"query": query}, methods, args.max_turns,
+                               "\n\n".join(filter(None, (system, PROMPT % schemas))))
         episode.task = task  # recorded as it was loaded
         return episode
 
     def verdict(self, episode):
         get_reward = episode.sandbox.env.get_reward
         asks = "answer" in inspect.signature(get_reward).parameters
-        reward = float(settled(get_reward(answer=episode.answer) if asks else get_reward()))
+        reward = get_reward(answer=episode.answer) if asks else get_reward()
+        reward = float(episode.sandbox.settled(reward))
         success = float(reward >= 1)
         return episode.answer, {"success": success, "reward": reward}, success
 

@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from argparse import Namespace
 from pathlib import Path
 
@@ -104,33 +103,88 @@ def test_the_pages_class_is_a_world_whose_methods_are_the_tools(folder):
     assert (plan, score["success"], strict, world.reward(score, "reward")) == ("4", 1.0, 1.0, 1.0)
 
 
-def test_a_class_may_be_async_read_messages_and_the_answer_and_end_the_episode(folder):
-    (folder / "walk.py").write_text(textwrap.dedent("""
-        class Walk:
-            async def reset(self, **row):
-                return "Dark."
+WALK = """
+import asyncio
 
-            async def go(self, steps: int):
-                '''Go on.
+class Walk:
+    '''One lane of ice; the third step breaks it.'''
 
-                Args:
-                    steps: How many.
-                '''
-                self.done = steps > 2
-                return steps
+    async def reset(self, **row):
+        self.done, self.steps, self.loop = False, 0, asyncio.get_running_loop()
+        return row.get("seen")
 
-            async def get_reward(self, answer):
-                return answer is None and self.done
-    """))
+    async def go(self, steps: int):
+        '''Go on.
+
+        Args:
+            steps: How many.
+        '''
+        assert asyncio.get_running_loop() is self.loop, "a connection outlives a call"
+        self.steps += steps
+        self.done = self.steps > 2
+        return self.steps
+
+    def odd(self, kind: str):
+        '''Return a value of a kind.
+
+        Args:
+            kind: Of which kind.
+        '''
+        return {"none": None, "dict": {"lamp": 1}}[kind]
+
+    async def get_reward(self, answer):
+        return answer == "safe" and not self.done
+"""
+
+
+@pytest.fixture
+def walk(folder):
+    """walk(row) -> (world, episode) of an async class with `done` and get_reward(self, answer)."""
+    (folder / "walk.py").write_text(WALK)
     world = opened(f"{folder / 'walk.py'}:Walk")
-    task = {"id": "0", "prompt": [{"role": "system", "content": "Walk."},
-                                  {"role": "user", "content": "Go far."}]}
-    episode = world.episode(task, "0", Namespace(max_turns=5))
-    assert episode.messages[1]["content"] == "Walk.\n\nGo far.\nDark."
-    call = '<think>.</think><tool_call>{"name": "go", "arguments": {"steps": %d}}</tool_call>'
-    assert (episode.step(call % 2), episode.stop) == ("2", "")
-    assert (episode.step(call % 3), episode.stop) == ("3", "done")
-    assert episode.step(call % 3) is None and world.verdict(episode)[1]["reward"] == 1
+    return lambda row: (world, world.episode({"id": "0", **row}, "0", Namespace(max_turns=5)))
+
+
+def go(steps):
+    return (f'<think>.</think><tool_call>{{"name": "go", "arguments": {{"steps": {steps}}}}}'
+            "</tool_call>")
+
+
+def test_async_methods_are_awaited_in_one_loop_and_the_reward_sees_the_answer(walk):
+    for answer, reward in (("safe", 1), ("no", 0)):
+        world, episode = walk({"query": "Walk.", "seen": "Ice."})
+        assert episode.messages[1]["content"] == "Walk.\nIce."
+        assert episode.step(go(1)) == "1" and episode.step(go(1)) == "2"
+        episode.step(f"<think>.</think><answer>{answer}</answer>")
+        assert world.verdict(episode)[1] == {"success": reward, "reward": reward}
+
+
+def test_a_lost_game_ends_the_play_and_stays_in_the_loss(walk):
+    from grpo import OVERLENGTH
+
+    world, episode = walk({"query": "Walk."})
+    assert (episode.step(go(3)), episode.stop, episode.step(go(1))) == ("3", "done", None)
+    assert world.verdict(episode)[1]["reward"] == 0 and episode.stop not in OVERLENGTH
+
+
+def test_a_prompt_of_messages_is_read_whole_or_refused(walk):
+    system, user, reply = ({"role": role, "content": role.title()}
+                           for role in ("system", "user", "assistant"))
+    ours, asked = walk({"prompt": [system, user]})[1].messages
+    assert asked["content"] == "User" and ours["content"].startswith("System\n\nThink first")
+    assert walk({"prompt": [user], "seen": "Ice."})[1].messages[1]["content"] == "User\nIce."
+    for prompt in ([user, reply, user], [system], [user | {"content": [{"text": "Walk."}]}]):
+        with pytest.raises(Mistake, match="'prompt'"):
+            walk({"prompt": prompt})
+
+
+@pytest.mark.parametrize("kind", ["none", "dict"])
+def test_a_tool_that_returns_no_text_is_a_slip_of_the_class(kind, walk):
+    world, episode = walk({"query": "Walk."})
+    with pytest.raises(TypeError, match=r"odd\(\)"):
+        episode.sandbox.call("odd", {"kind": kind})
+    with pytest.raises(TypeError, match=r"reset\(\)"):
+        walk({"query": "Walk.", "seen": ["Ice.", {}]})  # as gymnasium's reset
 
 
 def runtime_call(arguments):

@@ -18,7 +18,7 @@ ROOMS = ("travel", "toolstar", "tiny", "look", "recipes", "adapters")
 FILES = TOP + sorted(f"{path.parent.name}/{path.name}" for room in ROOMS
                      for path in (ROOT / room).glob("*.py"))
 LAYOUT = {*STAGES, "sandbox.py", "format_plan.py", "runtime.py", "zero3.py", "run.sh", "README.md",
-          "LICENSE",
+          "CITATION.cff", "LICENSE",
           "AGENTS.md", "pyproject.toml", "requirements.txt", "requirements-cpu.txt", "bench",
           "database", "docs", "tests", "variants", *ROOMS}
 # the program of a model, run inside the jail

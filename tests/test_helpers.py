@@ -256,5 +256,5 @@ def test_an_engine_that_fails_while_a_helper_waits_ends_the_play(make):
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join()
     assert failure and questions.ask("?", "s", 9) == ("", 0, "the play is over")

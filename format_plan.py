@@ -146,10 +146,15 @@ class Day:
         if revised or not texts or several:
             texts[:] = [text] if revised else [*texts, text]
 
+    def is_told(self):
+        """Whether a field besides the city says something; a price alone says nothing."""
+        return any(not NOTHING.match(text) for slot, texts in self.fields.items()
+                   for text in texts if slot != "current_city")
+
 
 def read_days(lines, names):
     """(2) lines -> (days, unused lines). A text may give its days several times, as a draft and a
-    final plan: the version with the most fields counts, of equal ones the last."""
+    final plan: the last version that says something about every day counts."""
     versions, day, slot, unused = [[]], Day(0, ""), None, []
     for listed, line in lines:
         heading = DAY.match(line)
@@ -177,7 +182,12 @@ def read_days(lines, names):
     for days in versions:
         for each in days[:-1]:
             each.fields = each.appendix | each.fields
-    return max(reversed(versions), key=lambda days: sum(len(each.fields) for each in days)), unused
+
+    def told(days):
+        number = sum(map(Day.is_told, days))
+        return number, number - len(days)
+
+    return max(reversed(versions), key=told), unused
 
 
 # ---------------------------------------------------------------- (3) names
@@ -192,6 +202,9 @@ DETAIL = pattern(rf"""[~≈$\d]|{LABEL}|[A-Z][\w ]{{0,20}}:""")
 SENTENCE = re.compile(r" ?\. ")  # after a name of the database
 NOTHING = pattern(r"""[\W_]*(?:(?:none|n/?a|nil|null|tbd|not|no|free|on your own|nothing|skip)\b
     (?! ?(?-i:[A-Z&'.]))|\$|$)|-+\ ?(?:[(,.;|$]|$)""")
+UNDERWAY = pattern(r"""[\W_]*(?:(?:on|in|at|en|during)[ -](?:the |a )?(?:flight|plane|board|way|
+    road|route|home|transit|airport)|(?:return |returning |back )?home)\b
+    (?! ?(?-i:[A-Z&'.]))""")
 LEAD = pattern(r"""\A(?:\d{1,2}[.)]|at|visit|explore|check(?: |-)?in(?:to| to| at)?|stay at)
     \ (?=["'\[@\d]|(?-i:[A-Z]))""")
 JOINT = re.compile(r"(?: ?\([^()]{0,60}\))?(?:,? (?:and|&) | ?[,;/·>] ?)")
@@ -280,9 +293,9 @@ class Names:
                 part = part.strip()
                 for _ in range(2):
                     known = self.known(part.lstrip('["'), slot, cities)[0]
-                    part = part if known else LEAD.sub("", part, 1)
-                if not known and (NOTHING.match(part.lstrip('["')) or part[0].islower()
-                                  or DETAIL.match(part)):
+                    part = part if known or UNDERWAY.match(part) else LEAD.sub("", part, 1)
+                if not known and (NOTHING.match(part.lstrip('["')) or UNDERWAY.match(part)
+                                  or part[0].islower() or DETAIL.match(part)):
                     break
                 place, rest = self.place(part, slot, cities)
                 yield place
@@ -297,9 +310,11 @@ names_of = cache(Names)  # collected once per database
 
 # ---------------------------------------------------------------- (4) plan
 RIDES = {"flight": "Flight", "taxi": "Taxi", "driving": "Self-driving"}
-MODE = pattern(r"""(?<![\w-])(?:(?P<flight>flights?\b|fly(?:ing)?\b|
-    airline|(?:air)?plane\b)|(?P<taxi>(?:taxi|cab|uber|lyft)\b)|(?P<driving>self-? ?driv\w{0,9}|
-    driv\w{1,9}\b(?! (?:time|dist|dur))|(?:(?:rental|rented|hire) )?cars?\b|rental\b))""")
+MODE = pattern(r"""(?<![\w-])(?:(?:by|in|via|take) (?:an? )?)?(?:
+    (?P<flight>flights?\b|fly(?:ing)?\b|airline|(?:air)?plane\b)|
+    (?P<taxi>(?:taxi|cab|uber|lyft)\b)|
+    (?P<driving>self-? ?driv\w{0,9}|driv\w{1,9}\b(?! (?:time|dist|dur))|
+    (?:(?:rental|rented|hire) )?cars?\b|rental\b))""")
 FLIGHT_NUMBER = re.compile(r"\bF\d{3,9}\b")
 
 

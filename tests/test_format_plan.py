@@ -168,6 +168,7 @@ def test_text_without_a_plan_gives_none(mini, trip, text):
     ("Lunch: The {eat[0]}", "The {eat[0]}"), ("Lunch: {eat[0]}x", "{eat[0]}x"),
     ("Lunch: None Better Grill", "None Better Grill"), ("Lunch: French Quarter", "French Quarter"),
     ("Lunch: At @Mango", "@Mango"), ("Lunch: At The Hut", "The Hut"),
+    ("Lunch: On the Way Diner", "On the Way Diner"), ("Lunch: Home Plate", "Home Plate"),
     ("Lunch: Sr. Pepe's No. 9 Bar", "Sr. Pepe's No. 9 Bar"),
     ("Lunch: {eat[0]} - American, Cafe", "{eat[0]}"), ("Lunch: {eat[0]} – $20 each", "{eat[0]}"),
     ("Lunch: {eat[0]} near the river", "{eat[0]} near the river"),
@@ -186,7 +187,8 @@ def test_a_name_is_read_completely_and_without_further_words(read, trip, said, n
 
 @pytest.mark.parametrize("nothing", [
     "-", "[None]", "n/a", "[TBD]", "-, Cost: $0", "- (on the road)", "N/A (travel)",
-    "None - flying home", "[Not provided - traveling]", "On your own", ""])
+    "None - flying home", "[Not provided - traveling]", "On your own", "", "On flight", "En route",
+    "In-flight meal", "At home", "At Home", "Return home", "Home (end of trip)"])
 def test_a_blank_item_fills_no_slot_and_ends_no_day(read, nothing):
     for slot in ("Breakfast", "Attraction", "Accommodation", "Transportation"):
         day, = read(f"Day 1: {{city}}\n{slot}: {nothing}\nDinner: {{eat[0]}}")
@@ -230,12 +232,16 @@ WAY = "from {org} to {city}"
     ("Drive from {org} to {city} (5h 40m, $30)", f"Self-driving, {WAY}"),
     ("Take a taxi from {org} to {city}, a long way", f"Taxi, {WAY}"),
     ("Transportation: Rental car, from {org} to {city}", f"Self-driving, {WAY}"),
+    ("Transportation: By car, from {org} to {city}", f"Self-driving, {WAY}"),
+    ("Transportation: In a taxi, from {org} to {city}", f"Taxi, {WAY}"),
+    ("Transportation: On flight F999 from {org} to {city}", f"Flight Number: F999, {WAY}"),
     ("Transportation: from {org} to {city}, cost: 30", f"Self-driving, {WAY}"),
     ("Transportation: {org} to {city} by taxi, $9", f"Taxi, {WAY}"),
     # what is not said is not added, and what is unknown stays
     ("Transportation: Flight F999, $80", "Flight Number: F999"), ("Transportation: Taxi", "Taxi"),
     ("Transportation: Train from {org} to {city}", "Train from {org} to {city}"),
     ("Transportation: {org} to {city} by train", "{org} to {city} by train"),
+    ("Transportation: By train, from {org} to {city}", "By train, from {org} to {city}"),
     ("Transportation: Self-driving by train from {org} to {city} (3h)",
      "Self-driving by train from {org} to {city} (3h)"),
     # within a city there is no ride
@@ -256,8 +262,23 @@ def test_a_draft_gives_way_to_the_plan(read, trip):
         "Day 2 - {city}\nLunch: {eat[1]}\nDay 3 - {city} to {org}\nTaxi from {city} to {org}")
     assert [day["day"] for day in plan] == [1, 2, 3]
     assert plan[1]["lunch"] == "{eat[1]}, {city}".format(**trip["names"])
-    plan = read("Day 1: {city} to {org}\nLunch: [Fake Cafe]")
-    assert plan[0]["lunch"] == f"Fake Cafe, {trip['names']['city']}", "on the way home, before it"
+
+
+@pytest.mark.parametrize("after, dinner", [
+    ("Day 1: {city}\nDinner: {eat[1]}\nDay 2: {city}\nLunch: {eat[2]}", 1),  # shorter, and the plan
+    ("Day 1: {city}\nDinner: {eat[1]}", 0),  # no second day
+    ("Day 1: {city}\nDinner: {eat[1]}\nDay 2: {city}\nCurrent City: {city}", 0),  # nothing on it
+    ("Day 1:\nDinner: $20\nDay 2:\nTransportation: -\nLunch: $9", 0)])  # prices
+def test_the_last_version_that_says_something_about_every_day_counts(read, trip, after, dinner):
+    plan = read("Day 1: {city}\nLunch: {eat[2]}\nDinner: {eat[0]}\nDay 2: {city}\nLunch: {eat[3]}\n"
+                "\nAfter some thought:\n\n" + after)
+    assert plan[0]["dinner"] == f"{trip['names']['eat'][dinner]}, {trip['names']['city']}"
+
+
+def test_a_place_without_a_city_on_the_way_home_is_looked_for_before_it(read, trip):
+    plan = read("Day 1: {city} to {org}\nLunch: [Fake Cafe]\nDinner: {eat[0]}")
+    assert plan[0]["lunch"] == "Fake Cafe, {city}".format(**trip["names"])
+    assert plan[0]["dinner"] == "{eat[0]}, {city}".format(**trip["names"])
 
 
 @pytest.mark.parametrize("text, idle, share", [

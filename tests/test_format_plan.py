@@ -6,7 +6,6 @@ answer.
 import json
 import re
 import threading
-import time
 
 import hypothesis
 import pytest
@@ -18,6 +17,8 @@ import runtime
 from evaluate import ChatError, Refused
 from format_plan import (
     FIELDS,
+    LONGEST_LINE,
+    MOST_LINES,
     SLOTS,
     Reader,
     clean_day,
@@ -301,30 +302,20 @@ def assert_is_plan(plan, org):
         assert day["current_city"] or not org  # nobody knows where a journey from "" starts
 
 
-def cpu(work, *args):
-    """The lower CPU time of two runs."""
-    found = []
-    for _ in range(2):
-        start = time.process_time()
-        work(*args)
-        found.append(time.process_time() - start)
-    return min(found)
-
-
 RUNS = (" ", "\t", "\n", "[", "[{", "]", "(", "{", "1", "-", ":", ".", ",", ";", "|", "$9", "_",
         "~~", "a", "A", "•", "- ", "a ", "A ", "1 ", "(a", "A, ", "from ", " to ", "from A to B ",
-        "Day 1", "Day 1\n", "F1234 ", "A, B;", '[{"day":', '{"a', "visit X, lunch at ", "-> ", "🍷")
+        "Day 1", "Day 1\n", "x\n", "F1234 ", "A, B;", '[{"day":', '{"a', "visit X, lunch at ",
+        "-> ", "🍷")
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_judging_an_answer_costs_linear_time(mini, trip, run):
-    """Of runs of anything, in any field. A text of 1 MB, cut at 200,000 characters, takes less than
-    0.2 s; what is over within 20 ms is not compared."""
+def test_a_megabyte_of_anything_is_cut_and_judged(mini, trip, run):
+    """A pattern that takes quadratic time on it does not end within a test."""
     for frame in ("{0}", "Day 1: {0}\nLunch: Nowhere{0}x\n", "Day 1\nCurrent City: Glen{0}x\n{0}",
                   "Day 1\nTransportation: Taxi{0}from A{0}to B\nAttraction: {0}"):
-        seconds = [cpu(judge, trip, frame.format(run * n), mini) for n in (1_000, 4_000)]
-        assert seconds[1] <= 6 * seconds[0] + 0.02, (run, frame, seconds)
-        assert cpu(judge, trip, frame.format(run * (10**6 // len(run))), mini) < 0.2, (run, frame)
+        _, verdict = judge(trip, frame.format(run * (10**6 // len(run))), mini)
+        assert verdict["success"] == 0 and len(verdict["unread"]) <= MOST_LINES
+        assert all(len(line) <= LONGEST_LINE for line in verdict["unread"])
 
 
 PIECES = st.sampled_from([
@@ -334,7 +325,6 @@ PIECES = st.sampled_from([
     "Transportation:", "Corrected Day 1:", "Revised Lunch:", " instead of ", "~~", "\ue000"])
 
 
-@hypothesis.seed(styles.TEST_SEED)
 @hypothesis.settings(max_examples=300, deadline=None)
 @hypothesis.given(
     text=st.lists(st.one_of(PIECES, st.text(max_size=8)), max_size=60).map("".join),

@@ -115,7 +115,7 @@ def trainer_flags(p, tokens):
     add("--offload", action="store_true", help="run AdamW on the CPU and keep its states in the "
         "host's memory: the same updates, slower")
     add("--lora", type=COUNT, default=0, metavar="R", help="train adapters of rank R at all linear "
-        "layers instead of all weights; use about 10 times the --lr (add_adapters)")
+        "layers but the head, experts and routers; use about 10 times the --lr (add_adapters)")
     add = p.add_argument_group("running").add_argument
     add("--save-every", type=NATURAL, default=0, help="updates between two checkpoints; 0: none")
     add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")

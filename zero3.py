@@ -26,6 +26,7 @@ import signal
 import sys
 import types
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -305,6 +306,10 @@ def load(args, template, device):
     recompute_large(lm, args)
     longest = args.context if "context" in args else args.cutoff
     policy, packed = check_forwards(lm.to(device), template, flash, longest)
+    for name, layer in lm.named_modules():
+        if isinstance(layer, Adapted) and not layer.called:
+            raise Mistake(f"--lora: a {type(lm).__name__} does not call its layer {name}, so an "
+                          "adapter would have no effect there")
     if dist.is_initialized():  # ranks that pack differ from others in their batches
         agreed = torch.tensor(int(packed), device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
@@ -406,25 +411,54 @@ def check_rotary(policy, alone, longest):
                       f"depend on the longest one; use at most {limit}, its original length")
 
 
+class Adapted(torch.nn.Linear):
+    """A linear layer of weight W (out, in) that computes x (W + ALPHA / R * B A)^T, with an adapter
+    of A (R, in) and B (out, R)."""
+    called = False  # a layer whose weight the model reads by itself has no use for an adapter
+
+    def forward(self, x):
+        self.called = True
+        by_adapter = torch.nn.functional.linear(x, self.lora_A) @ self.lora_B.T
+        return super().forward(x) + by_adapter * (ALPHA / len(self.lora_A))
+
+
 def add_adapters(lm, args):
-    """--lora R: add an adapter to each linear layer but the head, and freeze all other weights.
+    """--lora R: add an adapter to each linear layer but the head, experts and routers, and freeze
+    all other weights. A is random and B 0 at the start.
 
-    A layer of weight W then computes W + ALPHA / R * B A, with A (R, in) random and B (out, R) 0 at
-    the start. "LoRA Without Regret" recommends all layers, this ALPHA, a rank of 1 to 32 for RL and
-    256 for SFT, and 10 times the learning rate of full fine-tuning.
+    "LoRA Without Regret" recommends all layers, this ALPHA, a rank of 1 to 32 for RL and 256 for
+    SFT, and 10 times the learning rate of full fine-tuning.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-
     torch.manual_seed(args.seed)  # A is equal on all ranks
-    inject_adapter_in_model(LoraConfig(r=args.lora, lora_alpha=ALPHA, target_modules="all-linear",
-                                       task_type="CAUSAL_LM"), lm)
+    lm.requires_grad_(False)
+    weights, head = [*lm.named_parameters(remove_duplicate=False)], lm.get_output_embeddings()
+    owners, found = Counter(id(weight) for _, weight in weights), set()
+    for name, layer in lm.named_modules():
+        # a subclass computes something else; a weight of two layers cannot get two adapters
+        if (type(layer) is torch.nn.Linear and layer is not head and owners[id(layer.weight)] == 1
+                and not {"experts", "router", "gate"} & {*name.split(".")}):
+            outputs, inputs = layer.weight.shape
+            A, B = torch.empty(args.lora, inputs), torch.zeros(outputs, args.lora)
+            torch.nn.init.kaiming_uniform_(A, a=math.sqrt(5))
+            layer.lora_A = torch.nn.Parameter(A.to(layer.weight))
+            layer.lora_B = torch.nn.Parameter(B.to(layer.weight))
+            layer.__class__ = Adapted
+            found.add(id(layer.weight))
+    if not found:
+        raise Mistake(f"--lora: a {type(lm).__name__} has no linear layers to adapt")
+    sizes = {id(weight): weight.numel() for _, weight in weights}
+    share = sum(sizes[each] for each in found) / sum(sizes.values())
+    frozen = {name.split(".")[-2] for name, weight in weights
+              if weight.ndim > 1 and id(weight) not in found}
+    say(f"--lora {args.lora}: {share:.1%} of the weights get an adapter, and none: "
+        f"{', '.join(sorted(frozen))}")
     # ZeRO-3 gathers a layer's weights for the backward pass if its input takes a gradient, which
     # the output of the frozen embedding does not
     lm.enable_input_require_grads()
 
 
 def merge(layer):
-    """The weights of a layer with its adapter: W + ALPHA / R * B A.
+    """The weight of an Adapted layer: W + ALPHA / R * B A.
 
     In bfloat16 most entries of a small update are less than half a step of W, so rounding to the
     nearest value would give W back, and the engine would play without the update. So an entry is
@@ -432,8 +466,8 @@ def merge(layer):
     all ranks, and a resumed run, get the same weights.
     """
     with torch.no_grad():
-        weight = layer.base_layer.weight
-        merged = weight.float() + layer.get_delta_weight("default").float()
+        weight, A, B = layer.weight, layer.lora_A.float(), layer.lora_B.float()
+        merged = weight.float() + ALPHA / len(A) * B @ A
         if weight.dtype == torch.bfloat16:  # its bits are the first 16 of those of a float32
             draw = torch.Generator(weight.device).manual_seed(0)
             bits = merged.view(torch.int32)  # of the same memory
@@ -485,14 +519,13 @@ def full_weights(trainer):
     import deepspeed
 
     lm = trainer.module.lm
-    adapted = {f"{name}.base_layer.weight": layer for name, layer in lm.named_modules()
-               if hasattr(layer, "get_delta_weight")}
+    adapted = {f"{name}.weight": layer for name, layer in lm.named_modules()
+               if isinstance(layer, Adapted)}
     for name, parameter in lm.named_parameters():
         layer = adapted.get(name)
         if ".lora_" not in name:
             with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
-                weight = merge(layer) if layer else parameter.data
-                yield name.replace(".base_layer", ""), weight
+                yield name, merge(layer) if layer else parameter.data
     saved = lm.state_dict()  # some models keep constants of routers or layers in buffers
     yield from ((name, buffer) for name, buffer in lm.named_buffers() if name in saved)
 

@@ -22,6 +22,9 @@ ROWS = re.findall(r"^\| ([^|]+?) \| `([^`]+)` \| (packed|padded|refused[^|]*?) \
 TABLE = {name: outcome for _, name, outcome in ROWS}
 QUICK = ("qwen2", "qwen3", "gemma3_text", "gpt2", "glm4_moe", "qwen3_5_text", "lfm2", "gemma2",
          "granite, scaled", "phi")
+LORA = [name for name in TABLE if not TABLE[name].startswith("refused")] + [
+    "granitemoe", "qwen3_5_moe_text", "kimi_linear", "deepseek_v3", "ernie4_5_moe"]
+QUICK_LORA = ("gpt2", "mamba", "glm4_moe", "gpt_oss")
 CPU = torch.device("cpu")
 
 
@@ -95,6 +98,35 @@ def test_an_architecture_trains_right_or_is_refused(name, plain, one_rank, tmp_p
     again = load(tmp_path / "out", plain)
     torch.testing.assert_close(again(*batches[False])[0], policy(*batches[False])[0], atol=1e-4,
                                rtol=0)
+
+
+@pytest.mark.parametrize("name", [
+    name if name in QUICK_LORA else pytest.param(name, marks=pytest.mark.slow) for name in LORA])
+def test_adapters_are_saved_as_they_are_trained_or_refused(name, plain, one_rank, tmp_path):
+    tiny_lm(name, SEED).save_pretrained(tmp_path / "model")
+    if name in ("gpt2", "mamba", "falcon_mamba"):
+        with pytest.raises(Mistake, match="--lora"):
+            load(tmp_path / "model", plain, "--lora 4")
+        return
+    policy, batch = (load(tmp_path / "model", plain, "--lora 4"),
+                     zero3.collate(samples(SEED), False, "cpu"))
+    before = policy(*batch)[0].detach()
+    with torch.no_grad():
+        for weight, parameter in policy.named_parameters():
+            if "lora_B" in weight:
+                parameter.normal_(0, 0.05)
+        for buffer, tensor in policy.lm.named_buffers():  # as training sets some of them
+            if buffer in policy.lm.state_dict() and tensor.is_floating_point():
+                tensor.mul_(1.5)
+    after = policy(*batch)[0]
+    after.sum().backward()
+    trained = {weight for weight, parameter in policy.named_parameters()
+               if parameter.grad is not None}
+    assert trained == {weight for weight, _ in policy.named_parameters() if ".lora_" in weight}
+    assert (after - before).abs().max() > 0.1
+    save(policy, plain, tmp_path / "out")
+    again = load(tmp_path / "out", plain)(*batch)[0]
+    torch.testing.assert_close(again, after, atol=1e-4, rtol=0)
 
 
 def gradient(policy, batches):

@@ -421,8 +421,8 @@ def main():
         zero3.save_checkpoint(trainer, args, step + 1, interrupted(device))
     zero3.save_model(trainer, template, args.out)
     runtime.say(f"{args.out}: done. Next: python evaluate.py --model {args.out} --tasks TASKS")
-    world.close()
     llm.llm_engine.engine_core.shutdown()  # also ends the process group
+    world.close()
 
 
 def read_inputs(args):

@@ -24,6 +24,8 @@ import random
 import shutil
 import signal
 import sys
+import threading
+import time
 import types
 import warnings
 from collections import Counter
@@ -232,7 +234,44 @@ def setup():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    if dist.get_world_size() > 1:
+        watch_ranks()
     return dist.get_rank(), dist.get_world_size(), device
+
+
+def watch_ranks():
+    """End this process within a minute of another rank's early end, in which it would wait for it
+    in vain: NCCL does not notice that a rank of its node has died, and torchrun waits for the
+    others as long as --shutdown-timeout says.
+
+    A thread looks every few seconds whether the processes of this node exist, which a slow rank's
+    does, and tells the other nodes in the store. A rank that leaves in order ends its process group
+    first, and so must all others within a few seconds.
+    """
+    store = dist.distributed_c10d._get_default_store().clone()  # nothing else waits for the clone
+    first = dist.get_rank() - int(os.environ["LOCAL_RANK"])
+    node = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+    store.set(f"pid/{dist.get_rank()}", str(os.getpid()))
+
+    def lost():
+        try:
+            pids = [store.get(f"pid/{other}").decode() for other in node]
+            if not (threading.main_thread().is_alive()  # else it hangs while Python ends
+                    and all(Path("/proc", pid).exists() for pid in pids)):
+                store.set("lost", "")
+            return store.check(["lost"])
+        except RuntimeError:  # the store is lost, too
+            return True
+
+    def watch():
+        while dist.is_initialized() and not lost():
+            time.sleep(5)
+        time.sleep(10)  # at the end of a run the others are as far
+        if dist.is_initialized():
+            print("a rank of this run has ended early; this one ends, too", file=sys.stderr,
+                  flush=True)
+            os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def compile_op(name, build):
@@ -628,6 +667,7 @@ def save_checkpoint(trainer, args, step, last):
                 shutil.rmtree(other)
         dist.barrier()
     if last:
+        dist.destroy_process_group()  # before the process ends: see watch_ranks
         sys.exit(f"stopped and saved after update {step}; repeat the command with --resume to "
                  "continue")
 

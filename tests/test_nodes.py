@@ -51,6 +51,17 @@ def disk(tiny_model, tmp_path_factory):
     return disk
 
 
+@pytest.mark.parametrize("way, status", [("kill", 1), ("hang", 1), ("memory", 1), ("slow", 0)])
+def test_a_rank_that_dies_ends_the_other_and_a_slow_one_does_not(way, status):
+    # a rank that is not ended waits for ever, and torchrun for an hour
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--shutdown-timeout",
+         "3600", "--nproc_per_node", "2", "tests/dying.py", way], cwd=ROOT, capture_output=True,
+        text=True, timeout=PATIENCE)
+    assert done.returncode == status, done.stderr[-4000:]
+    assert done.stdout.count("slow ended in order") == 2 * (way == "slow")
+
+
 class Pair:
     """Both nodes, running bash run.sh 7b."""
 

@@ -15,6 +15,7 @@ The words: the engine is vLLM's, the trainer is DeepSpeed's. runtime.py has what
 import contextlib
 import datetime
 import fcntl
+import hashlib
 import heapq
 import json
 import logging
@@ -662,7 +663,8 @@ def save_checkpoint(trainer, args, step, last):
         if rank() == 0:
             size = (Path(args.out) / "log.jsonl").stat().st_size
             write_text(folder / "latest", json.dumps(
-                {"step": step, "log_bytes": size, "ranks": dist.get_world_size()}))
+                {"step": step, "log_bytes": size, "ranks": dist.get_world_size(),
+                 "zero": args.zero}))
             for other in {*folder.glob("step-*")} - {folder / f"step-{step}"}:
                 shutil.rmtree(other)
         dist.barrier()
@@ -682,28 +684,35 @@ def restore(trainer, args):
     if (out / "config.json").exists() and not latest.exists():
         raise Mistake(f"{out} holds a model and no checkpoint to resume: choose another --out")
     ranks = dist.get_world_size()
-    mark = {"step": 0, "log_bytes": 0, "ranks": ranks}
+    mark = {"step": 0, "log_bytes": 0, "ranks": ranks, "zero": args.zero}
     if latest.exists():
-        mark = json.loads(latest.read_text())
+        mark |= json.loads(latest.read_text())
     if mark["ranks"] != ranks:
         raise Mistake(f"{out} was trained by {mark['ranks']} ranks and its checkpoint is split "
                       f"into as many parts: resume with --nproc_per_node {mark['ranks']}")
-    dist.barrier()  # all ranks have looked
+    if mark["zero"] != args.zero:
+        raise Mistake(f"{out} was trained with --zero {mark['zero']}, and so is its checkpoint "
+                      "split: resume with the same")
     if rank() == 0:
         flags = json.loads(json.dumps(vars(args), default=str))
+        for name in {"data", "tasks", "val"} & {key for key in flags if flags[key]}:
+            with open(flags[name], "rb") as file:
+                flags[f"content of --{name}"] = hashlib.file_digest(file, "sha256").hexdigest()
         before = json.loads(settings.read_text()) if mark["step"] else flags
         changed = [name for name in flags if before.get(name) != flags[name] and name != "resume"]
         if changed:
             print(f"{out}: resuming with another {', '.join(changed)} than before", flush=True)
         if args.track:  # now, so that a package that is missing ends the run here
             open_tracker(args.track, args.out)
-        write_text(settings, json.dumps(flags, indent=1) + "\n")
-        with open(log, "ab") as file:
-            file.truncate(mark["log_bytes"])
     if mark["step"]:
         # save_checkpoint left out the weights that --lora freezes
         trainer.load_checkpoint(out / "checkpoints", tag=f"step-{mark['step']}",
                                 load_module_strict=not args.lora)
         say(f"{out}: resuming after update {mark['step']}")
+    dist.barrier()  # all ranks have looked, and loaded
+    if rank() == 0:
+        write_text(settings, json.dumps(flags, indent=1) + "\n")
+        with open(log, "ab") as file:
+            file.truncate(mark["log_bytes"])
     dist.barrier()
     return mark["step"]

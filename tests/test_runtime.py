@@ -2,6 +2,7 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -141,22 +142,28 @@ def test_a_stage_reads_its_inputs_before_it_starts_an_engine(tiny_model, tmp_pat
 @pytest.fixture
 def resume(one_rank, tmp_path):
     """resume(flags, latest) -> the update that an OUT with three updates continues after; it has a
-    checkpoint of the second. latest: what its mark says otherwise."""
-    out = tmp_path / "out"
+    checkpoint of the second. latest: what its mark says otherwise; grown: so has its data."""
+    out, data = tmp_path / "out", tmp_path / "data.jsonl"
 
-    def resume(words, **latest):
+    def resume(words, grown=False, **latest):
         line = {"lr": 1e-3, "reward_name": "sum"}
+        words = f"--out {out} --data {data} --batch 4 {words}"
+        write_text(data, "{}\n")
+        shutil.rmtree(out, ignore_errors=True)
+        assert zero3.restore(None, flags_of(sft, words.replace("1e-4 --seed 3", "1e-3"))) == 0
+        write_text(data, "{}\n" * (1 + grown))
         write_jsonl(out / "log.jsonl", [{"step": step, **line} for step in (1, 2)])
         mark = {"step": 2, "log_bytes": (out / "log.jsonl").stat().st_size, "ranks": 1} | latest
         with open(out / "log.jsonl", "a") as log:
             log.write('{"step": 3, "lr": 0.001, "reward')
         write_text(out / "checkpoints" / "latest", json.dumps(mark))
-        before = vars(flags_of(sft, f"--out {out} --lr 1e-3 --batch 4"))
-        write_text(out / "settings.json", json.dumps(before))
         loaded = []
-        trainer = SimpleNamespace(load_checkpoint=lambda *_, tag, **__: loaded.append(tag))
-        step = zero3.restore(trainer, flags_of(sft, f"--out {out} --batch 4 {words}"))
-        assert loaded == ["step-2"]
+
+        def load_checkpoint(*_, tag, **__):
+            loaded.append((tag, (out / "log.jsonl").read_text().count("step")))
+        step = zero3.restore(SimpleNamespace(load_checkpoint=load_checkpoint),
+                             flags_of(sft, words))
+        assert loaded == [("step-2", 3)], "the log is cut after the checkpoint could be loaded"
         return step, read_jsonl(out / "log.jsonl")
     return resume
 
@@ -171,9 +178,16 @@ def test_other_flags_at_a_resume_are_told_in_a_line(resume, capsys):
     assert "resuming with another lr, seed than before\n" in capsys.readouterr().out
 
 
+def test_data_that_changed_before_a_resume_is_named(resume, capsys):
+    resume("--lr 1e-3 --resume", grown=True)
+    assert "content of --data" in capsys.readouterr().out
+
+
 def test_another_number_of_ranks_at_a_resume_stops_in_a_sentence(resume):
     with pytest.raises(Mistake, match="trained by 4 ranks .*resume with --nproc_per_node 4"):
         resume("--lr 1e-3 --resume", ranks=4)
+    with pytest.raises(Mistake, match="--zero 2"):
+        resume("--lr 1e-3 --resume", zero=2)
 
 
 def test_an_existing_run_is_not_overwritten(resume):

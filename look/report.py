@@ -3,7 +3,8 @@ Look at a run: write one page with everything in it.
 
     (1) find    find every log.jsonl and every file of episodes below RUN_DIR, also of a run that is
                 still writing, and change none of them
-    (2) choose  choose at most --episodes episodes, with all plays of a task together
+    (2) choose  every evaluation and, if there are more than MOST plays of training, those of evenly
+                spread updates
     (3) write   write curves, scores, failures by check, and each episode with its plan, verdicts,
                 tool calls and turns; pairs side by side; training plays token by token
 
@@ -29,12 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for python look/
 import evaluate
 import runtime
 from evaluate import STOPS, interval, mean, name_of, plays_of
-from runtime import COUNT, Help, Mistake, Parser
+from runtime import Help, Mistake, Parser
 from travel.world import LEVELS
 
 RULES = Path(__file__).parents[1] / "docs" / "rules.md"  # a sentence for each check of travel
+MOST = 5000  # episodes that a page holds besides those of evaluations
 PLAYS = 400  # most plays that are shown token by token
-MEANS = ("success", "official", "strict", "reward", "turns", "calls", "tokens")
+MEANS = ("success", "strict", "reward", "turns", "calls", "tokens")
 
 
 def finite(text):
@@ -79,12 +81,13 @@ def is_episode(row):
 
 # --------------------------------------------------------------------------------------- the page
 
-def write_report(folder, out, limit):
-    """Write OUT/report.html from the logs and at most `limit` episodes below a folder."""
+def write_report(folder, out):
+    """Write OUT/report.html from the logs and episodes below a folder."""
     logs, sources = find_records(folder)
     entries = [entry for name, files in sources.items() for entry in entries_of(name, files)]
-    kept = choose(entries, limit)
-    for entry in choose([entry for entry in kept if entry["tokens_at"]], PLAYS):
+    kept = choose(entries)
+    seen = [entry for entry in kept if entry["tokens_at"]]
+    for entry in seen[::math.ceil(len(seen) / PLAYS) or 1]:
         entry["play"] = entry["tokens_at"][0]
     index = page_index(sources, entries, kept) | {"run": str(folder), "logs": logs}
     index["rules"] = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", RULES.read_text(), re.MULTILINE))
@@ -158,7 +161,6 @@ def entries_of(source, files):
             entry["task"] = {"id": name, "level": level, "query": str(task.get("query", ""))[:1000]}
             entry |= {name: None if pair else row.get(name) for name in ("stop", *MEANS)}
             entry["success"] = score.get("success")
-            entry["official"] = score.get("official")
             if entry["success"] is not None:
                 entry["score"] = {"success": entry["success"]}
             entry["checks"] = {check: found[0] for check, found in score.get("checks", {}).items()}
@@ -174,19 +176,13 @@ def seen_plays(path):
     return [(row["name"], tokens, offset) for offset, row in scan(tokens)]
 
 
-def choose(entries, limit):
-    """At most limit entries: evenly spread tasks, each with all its plays; evaluations first."""
-    units, kept = {}, []
-    for i, entry in enumerate(entries):
-        units.setdefault((entry["step"], entry["task"]["id"]), []).append(i)
-    for training in (False, True):
-        picked = part = [plays for (step, _), plays in units.items() if bool(step) == training]
-        number = len(part)
-        while sum(map(len, picked)) > limit - len(kept):
-            number = number * 99 // 100
-            picked = [part[i * len(part) // number] for i in range(number)]
-        kept += [i for plays in picked for i in plays]
-    return [entries[i] for i in sorted(kept)]
+def choose(entries):
+    """All entries of evaluations; of the others those of every so-many-th update, if there are more
+    than MOST."""
+    updates = Counter((entry["source"], entry["step"]) for entry in entries if entry["step"])
+    kept = {*list(updates)[::math.ceil(updates.total() / MOST) or 1]}
+    return [entry for entry in entries
+            if not entry["step"] or (entry["source"], entry["step"]) in kept]
 
 
 def page_index(sources, entries, kept):
@@ -252,15 +248,12 @@ def flags(argv=None):
     add("run", metavar="RUN_DIR",
         help="folder of a run: its logs and episodes may lie anywhere below")
     add("--out", help="folder to write into (default: RUN_DIR)")
-    add("--episodes", type=COUNT, default=5000,
-        help="maximum number of episodes in the page; if there are more, evenly spread tasks")
     return p.parse_args(argv)
 
 
 def main(argv=None):
     args = flags(argv)
-    runtime.run("look.report", write_report, Path(args.run), Path(args.out or args.run),
-                args.episodes)
+    runtime.run("look.report", write_report, Path(args.run), Path(args.out or args.run))
 
 
 if __name__ == "__main__":

@@ -122,10 +122,18 @@ def test_the_standings_are_those_of_the_table(run):
     assert after["checks"]["is_valid_information_in_sandbox"] == [1, 5]
     assert after["checks"]["valid_cost"] == [1, 4]
     assert after["stops"] == {"answer": 5 / 6, "format": 1 / 6} and after["tokens"] == 102.5
-    assert after["official"] == after["strict"] == 0.5
+    assert after["strict"] == 0.5
     assert source(index, "rl/rollouts")["pass"] == {}, "the plays of a group are no evaluation"
     low, high = after["interval"]
     assert 0 <= low < 0.5 < high <= 1
+
+
+def test_a_page_of_a_long_run_holds_evenly_spread_updates_each_whole(monkeypatch):
+    monkeypatch.setattr(report, "MOST", 6)
+    rows = [{"source": "rl", "step": str(step)} for step in range(4) for _ in range(3)]
+    judged = [{"source": "eval", "step": ""}] * 9
+    assert report.choose(judged + rows) == judged + rows[:3] + rows[6:9]
+    assert report.choose(judged + rows[:6]) == judged + rows[:6] and report.choose([]) == []
 
 
 def test_a_log_is_read_as_a_resumed_and_unfinished_run_left_it(run):

@@ -6,14 +6,19 @@ The travel world for people who train in TRL: TravelEnv for environment_factory,
                           environment_factory=TravelEnv, args=GRPOConfig(...))
 
 A row of the data set has a "prompt" (messages) and a "task", from synth.py or as published. TRL
-makes the tools' schemas from the methods below, which are the six tools of the benchmark.
+makes the tools' schemas from the methods of TravelEnv: they are made here from our own schemas, in
+the system prompt, of the six tools of the benchmark.
 """
+import json
 from functools import cache
+from inspect import Parameter, Signature
 
-from sandbox import Sandbox, open_database
+from sandbox import Sandbox, open_database, read_prompt
 from travel.constraints import judge, reward
 from travel.world import load_task
 
+SCHEMAS = [json.loads(line)["function"] for line in read_prompt().splitlines()
+           if line.startswith('{"type": "function"')]
 database = cache(open_database)
 
 
@@ -24,59 +29,25 @@ class TravelEnv:
         self.task = load_task(task)
         self.sandbox = Sandbox(database().of(self.task))
 
-    def SearchCity(self, state: str) -> str:
-        """List the cities of a state.
 
-        Args:
-            state: The name of the state.
-        """
-        return self.sandbox.call("SearchCity", {"state": state})
+def tool(name, description, parameters):
+    """A method with the docstring and the type hints that TRL makes this schema of."""
+    def call(self, **arguments: str) -> str:
+        return self.sandbox.call(name, arguments)
 
-    def SearchFlight(self, departure: str, destination: str, date: str) -> str:
-        """List the flights between two cities on a date.
+    told = parameters["properties"]
+    call.__name__, call.__annotations__ = name, dict.fromkeys([*told, "return"], str)
+    call.__doc__ = "\n".join([description, "", "Args:", *(
+        f"    {key}: {hint['description']}" for key, hint in told.items())])
+    call.__signature__ = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *(
+        Parameter(key, Parameter.KEYWORD_ONLY, annotation=str,
+                  default=Parameter.empty if key in parameters["required"] else "")
+        for key in told)], return_annotation=str)
+    return call
 
-        Args:
-            departure: The city to fly from.
-            destination: The city to fly to.
-            date: The date of the flight, as YYYY-MM-DD.
-        """
-        ends = {"departure": departure, "destination": destination}
-        return self.sandbox.call("SearchFlight", ends | {"date": date})
 
-    def GoogleDistanceMatrix(self, departure: str, destination: str, mode: str) -> str:
-        """Estimate the distance, time and cost of a road trip between two cities.
-
-        Args:
-            departure: The city to start from.
-            destination: The city to go to.
-            mode: How to travel, driving or taxi.
-        """
-        ends = {"departure": departure, "destination": destination}
-        return self.sandbox.call("GoogleDistanceMatrix", ends | {"mode": mode})
-
-    def SearchRestaurant(self, city: str) -> str:
-        """List the restaurants of a city.
-
-        Args:
-            city: The name of the city.
-        """
-        return self.sandbox.call("SearchRestaurant", {"city": city})
-
-    def SearchAttraction(self, city: str) -> str:
-        """List the attractions of a city.
-
-        Args:
-            city: The name of the city.
-        """
-        return self.sandbox.call("SearchAttraction", {"city": city})
-
-    def SearchAccommodation(self, city: str) -> str:
-        """List the accommodations of a city.
-
-        Args:
-            city: The name of the city.
-        """
-        return self.sandbox.call("SearchAccommodation", {"city": city})
+for schema in SCHEMAS:
+    setattr(TravelEnv, schema["name"], tool(**schema))
 
 
 def travel_reward(completions, environments, kind="sum", **columns):

@@ -12,7 +12,7 @@ from conftest import ROOT
 
 import evaluate
 import runtime
-from adapters.trl import TravelEnv, travel_reward
+from adapters.trl import SCHEMAS, TravelEnv, travel_reward
 from format_plan import itinerary
 from runtime import Mistake, read_jsonl, write_jsonl
 from travel.solver import searches, solve, solve_report
@@ -228,6 +228,8 @@ def test_the_solvers_plan_earns_5_in_trls_environment_through_its_tools(trip, mi
     env.reset(task=task)
     names = [name for name in dir(env) if name[0].isupper()]
     schemas = [get_json_schema(getattr(env, name))["function"] for name in names]
+    told = [schema | {"return": {"type": "string"}} for schema in SCHEMAS]  # as our model reads it
+    assert schemas == sorted(told, key=lambda schema: schema["name"])
     assert {schema["name"] for schema in schemas} == env.sandbox.tools
     for step in searches(task, solve_report(task, mini).journey):
         said = getattr(env, step.tool)(**step.arguments)

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 from conftest import SEED
@@ -248,6 +249,22 @@ def test_the_solver_as_an_agent_looks_up_its_plan_and_then_gives_it(tasks, mini)
         *calls, last = map(parse, solver.solver_replies(task, mini))
         assert {call.kind for call in calls} == {"call"}
         assert judge(task, last.text, mini)[1]["strict"] == 1
+
+
+def test_every_careless_mistake_fails_a_check_and_plans_without_one_succeed(tasks, mini):
+    failed = set()
+    for task in tasks[:40]:
+        journey = solver.solve_report(task, mini).journey
+        for number in range(9):  # of 8 mistakes, or none
+            plan = solver.lay_out(task, journey)
+            draw = SimpleNamespace(choice=lambda _, n=number: n < 8,
+                                   sample=lambda all, k, n=number: all[n:n + k])
+            solver.spoil(plan, draw)
+            found = score(task, plan, mini)
+            assert found["success"] == (number == 8), (task["id"], number)
+            failed |= {check for check, (passed, _) in found["checks"].items() if passed is False}
+    assert failed >= {"is_valid_information_in_sandbox", "is_not_absent", "is_valid_restaurants",
+                      "is_valid_attractions", "is_valid_transportation"}
 
 
 # ---------------------------------------------------------------- on the official queries

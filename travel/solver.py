@@ -12,6 +12,7 @@ is enough: no two hotels cost less than the cheapest one whose minimum nights th
 """
 import itertools
 import math
+import random
 from collections import namedtuple
 from functools import cache, lru_cache, partial
 
@@ -333,16 +334,28 @@ def way_searches(task, mode, a, b, date, flies):
     return steps
 
 
+def spoil(plan, draw):
+    """Put none, one or two mistakes into a plan."""
+    first, last, full = plan[0], plan[-1], next(day for day in plan if day["attraction"] != "-")
+    city = full["current_city"]
+    other = "Taxi" if last["transportation"].startswith("Self-driving") else "Self-driving"
+    mistakes = [
+        (first, "accommodation", f"Ritz, {city}"), (first, "accommodation", "-"),
+        (full, "lunch", full["dinner"]), (full, "dinner", f"Cafe Paris, {city}"),
+        (full, "breakfast", "-"), (full, "attraction", f"Eiffel Tower, {city};"),
+        (full, "attraction", full["attraction"] * 2), (last, "transportation", other)]
+    for day, cell, text in draw.sample(mistakes, draw.choice((0, 0, 1, 2))):
+        day[cell] = text
+
+
 def solver_replies(task, database, careless=False):
     """The solver's replies as an agent: searches and the cheapest plan, or the reason why there is
-    none. careless: the plan names a hotel that is not there, and repeats a meal."""
+    none. careless: about half of the plans have a mistake or two."""
     journey, _, reason = solve_report(task, database)
     if reason:
         return [final_turn(reason, f"No plan: {reason}")]
     plan = lay_out(task, journey)
     if careless:
-        plan[0]["accommodation"] = f"Ritz, {journey.stays[0].city}"
-        day = max(plan, key=lambda day: day["dinner"])  # one that has a dinner
-        day["lunch"] = day["dinner"]
+        spoil(plan, random.Random(f"careless/{task['id']}"))
     answer = itinerary(plan)
     return [*(turn(*step) for step in searches(task, journey)), final_turn("the plan", answer)]

@@ -186,5 +186,5 @@ class Travel:
         return solver_replies(task, self.database.of(task), careless)
 
     def careless(self, task):
-        """The same with two cells of the plan spoilt, which shows what the checks say."""
+        """The same with mistakes in about half of the plans, which show what the checks say."""
         return self.solver(task, careless=True)

@@ -237,6 +237,7 @@ def test_a_header_that_is_text_is_broken_up_too():
     "{% for m in messages %}{{ m.content }}\n{% endfor %}",
     "{% for m in messages | reverse %}{{ m.content }}<|im_end|>{% endfor %}",
     CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}"),
+    CHATML.replace("{{ m.role }}", "{{ m.role }}{{ loop.index if m.role != 'assistant' }}"),
     CHATML.replace("{{ m.content }}", "{{ m.content.replace('/think', '') if m.role == 'system' "
                                       "else m.content }}"),
     CHATML.replace("{{ m.content }}", "{{ m.content }}{{ messages | length if loop.first }}")])

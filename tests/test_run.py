@@ -415,8 +415,7 @@ def test_more_flags_of_a_stage_come_last():
 @pytest.mark.parametrize("name", ["FLAGS_grpo", "FLAGS_RL", "FLAGS_sftt", "FLAG_rl", "GPU",
                                   "MODLE"])
 def test_a_variable_that_would_be_ignored_stops_the_run(name):
-    done = subprocess.run(["bash", "run.sh", "tiny"], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"DRY": "1", name: "--lr 1"})
+    done = run_sh(ROOT, "tiny", DRY="1", **{name: "--lr 1"})
     assert done.returncode == 1 and name in done.stderr and not done.stdout
 
 

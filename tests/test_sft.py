@@ -122,29 +122,16 @@ def test_every_sample_is_dealt_once_within_the_budget_and_ranks_get_as_many_micr
         assert (sum(sizes) if packed else len(micro) * max(sizes)) <= budget
 
 
-def efficiency(hands, lengths, packed):
-    """The time of a 7B model for real tokens, divided by that of ranks that wait for the slowest;
-    attention grows with the square of a row."""
-    def seconds(micro, packed):
-        rows = [lengths[i] if packed else max(lengths[j] for j in micro) for i in micro]
-        return sum(n + n * n / 51_000 for n in rows)
-
-    spent = sum(max(seconds(micro, packed) for micro in together)
-                for together in zip(*hands, strict=True))
-    return seconds(range(len(lengths)), True) / spent / len(hands)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("sigma, least", [(0.3, 0.94), (0.5, 0.87), (0.8, 0.88)])
-def test_sixteen_ranks_hardly_wait_for_each_other(sigma, least, packed):
-    found = []
-    for seed in range(20):
-        draw = random.Random(f"{SEED}/{seed}")
-        lengths = [min(30_000, max(500, round(10_300 * math.exp(
-            draw.gauss(-sigma * sigma / 2, sigma))))) for _ in range(256)]
-        hands = zero3.micro_batches(lengths, 16, 32_768, packed)
-        found.append(efficiency(hands, lengths, packed))
-    assert sum(found) / len(found) >= least - 0.01 * (not packed), "padding costs a little more"
+@pytest.mark.parametrize("packed, least", [(True, 0.94), (False, 0.84)])
+def test_sixteen_ranks_hardly_wait_for_each_other(packed, least):
+    """The tokens of a batch, divided by those of ranks that wait for the largest micro-batch."""
+    draw = random.Random(SEED)
+    lengths = [min(30_000, max(500, round(draw.lognormvariate(9.1, 0.5)))) for _ in range(256)]
+    spent = 0
+    for together in zip(*zero3.micro_batches(lengths, 16, 32_768, packed), strict=True):
+        micros = [[lengths[i] for i in micro] for micro in together if micro]
+        spent += max(sum(micro) if packed else max(micro) * len(micro) for micro in micros)
+    assert sum(lengths) / 16 / spent >= least
 
 
 def test_the_learning_rate_warms_up_and_follows_a_cosine():

@@ -49,7 +49,7 @@ def model_says(grammar, messages):
 
 @pytest.fixture
 def serve():
-    """serve(grammar, cuts, notice) -> (URL=MODEL, requests so far): a server that continues a begun
+    """serve(grammar, cuts, notice) -> (URL, requests so far): a server that continues a begun
     message, as vLLM's does. cuts: stop strings are left out; notice(number of each request)."""
     with contextlib.ExitStack() as servers:
         def start(grammar="turns", cuts=False, notice=lambda n: None):
@@ -63,7 +63,7 @@ def serve():
                 return said
 
             url, asked = servers.enter_context(endpoint(reply))
-            return f"{url}=m", asked
+            return url, asked
 
         yield start
 
@@ -99,8 +99,8 @@ def synthesise(serve, tmp_path):
         if not world.exists():
             write_world(world, grammar)
         tasks = write_tasks(tmp_path / "tasks.jsonl", *words)
-        star.main(["tir", "--database", str(world), "--tasks", str(tasks), "--endpoint", url,
-                  "--out", str(tmp_path / name), "--concurrency", "4", *flags])
+        star.main(["tir", "--database", str(world), "--tasks", str(tasks), "--model", "m",
+                   "--url", url, "--out", str(tmp_path / name), "--concurrency", "4", *flags])
         return tmp_path / name, asked
 
     return start
@@ -160,7 +160,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_files(synthesise, serve, tmp_
     url, before = serve(notice=lambda n: n == 25 and running[0].kill())
     command = [sys.executable, "-m", "toolstar", "tir", "--out", str(tmp_path / "killed"),
                "--database", str(tmp_path / "world-turns"), "--samples", "2", "--concurrency", "4",
-               "--tasks", str(tmp_path / "tasks.jsonl"), "--endpoint", url]
+               "--tasks", str(tmp_path / "tasks.jsonl"), "--model", "m", "--url", url]
     running.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL,
                                     stderr=subprocess.DEVNULL))
     assert running[0].wait() == -9
@@ -205,7 +205,8 @@ def test_a_hint_after_the_answer_takes_it_into_the_thought():
 @pytest.mark.parametrize("grammar", ["turns", "tags"])
 def test_a_vllm_engine_goes_on_with_the_begun_thought_token_for_token(tmp_path, grammar):
     world = open_world(SimpleNamespace(database=str(write_world(tmp_path / "w", grammar))))
-    args = SimpleNamespace(seed=0, failure_rate=0.0, max_turns=5, system_prompt="short")
+    args = SimpleNamespace(seed=0, failure_rate=0.0, max_turns=5, system_prompt="short",
+                           lenient=False)
     task = {"id": "a", "query": "Capital?", "golds": ["Sarn"], "check": "qa", "sample": "hint-0",
             "begun": "<think>Mostar, perhaps. I look."}
 

@@ -15,14 +15,16 @@ The stages play and train in this world: python evaluate.py --env tools, grpo.py
     python -m toolstar sets    --sets my/sets --out data/sets
     python -m toolstar convert --sft final_sft.json --rl rl.parquet --out data
     python -m toolstar tir     --database my/world --tasks my/questions.jsonl \\
-        --endpoint http://localhost:8000/v1=Qwen2.5-3B-Instruct --out out/tir
+        --url http://localhost:8000/v1 --model Qwen2.5-3B-Instruct --out out/tir
     python -m toolstar pairs   --episodes out/rl/rollouts --out out/pairs
     python -m toolstar scores  --tasks data/sets/tasks.jsonl --runs out/eval/rl --out out/scores
+
+[1] Tool-Star, arXiv:2505.16410
 """
 import importlib
 
 import runtime
-from evaluate import endpoint
+from evaluate import endpoint, play_flags
 from runtime import COUNT, NATURAL, PORT, SHARE, Help, Parser
 
 
@@ -34,19 +36,9 @@ def flags(argv=None):
         """function: module.name, imported when the command runs, since retriever.py needs torch."""
         p = commands.add_parser(name, help=words, description=words, formatter_class=Help)
         p.set_defaults(function=function, **settings)
-        return p.add_argument
+        return p
 
-    search_flags(command)
-    data_flags(command)
-    tir_flags(command("tir", "tir.tir", "make chains for SFT and tasks for RL from questions",
-                      failure_rate=0.0, helpers=""))
-    play_flags(command)
-    return p.parse_args(argv)
-
-
-def search_flags(command):
-    """(1)"""
-    add = command("index", "retriever.build_index", "make an index folder of E5 vectors")
+    add = command("index", "retriever.build_index", "make an index of E5 vectors").add_argument
     add("--corpus", required=True, help="jsonl file, {id, contents} per line")
     add("--encoder", required=True, help="E5-style HF folder or hub name")
     add("--out", required=True, help="folder of the index; an interrupted build resumes from it")
@@ -54,61 +46,38 @@ def search_flags(command):
         "corpus and encoder, such as FlashRAG's e5_Flat.index, instead of encoding the corpus")
     add("--batch", type=COUNT, default=512, help="passages per forward pass of the encoder")
     add("--devices", nargs="+", help="torch devices; default: all GPUs, else the CPU")
-    add = command("serve", "retriever.serve", "answer POST /retrieve")
+    add = command("serve", "retriever.serve", "answer POST /retrieve").add_argument
     add("--retriever", default="bm25", help="bm25, or an index folder")
     add("--corpus", default="database/qa/corpus.jsonl", help="jsonl for bm25")
     add("--devices", nargs="+", help="torch devices; default: all GPUs, else the CPU")
     add("--topk", type=COUNT, default=5, help="passages per query if a request has no topk")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
     add("--port", type=PORT, default=8000, help="port to listen on; 0: any free port")
-
-
-def data_flags(command):
-    """(2), (3) convert"""
-    add = command("sets", "sets.write_tasks", "turn the published evaluation sets into tasks")
+    add = command("sets", "sets.write_tasks", "turn evaluation sets into tasks").add_argument
     add("--sets", required=True, help="folder of the published sets")
     add("--sample", type=NATURAL, help="number of questions per set, always the same ones; 0: all; "
         "default: as many as in the paper")
     add("--out", required=True, help="folder to write tasks.jsonl into")
-    add = command("convert", "published.convert", "convert Tool-Star's published data")
+    add = command("convert", "published.convert", "convert Tool-Star's published data").add_argument
     add("--sft", metavar="FILE", help="the 54K chains: json, jsonl or parquet")
     add("--rl", metavar="FILE", help="the 10K tasks: parquet, json or jsonl")
     add("--sets", metavar="DIR", help="folder of evaluation sets, whose questions are dropped")
     add("--out", required=True, help="folder to write into")
-
-
-def tir_flags(add):
-    """(3) tir"""
+    tir = command("tir", "tir.tir", "make chains for SFT and tasks for RL from questions",
+                  failure_rate=0.0, helpers="")
+    add = tir.add_argument
     add("--tasks", required=True, metavar="JSONL", help="questions with golds and check")
     add("--database", required=True, help="the world's folder, with tools.json")
-    add("--out", required=True, help="folder to write into; a run that was killed resumes from it")
-    add("--endpoint", type=endpoint, metavar="URL=MODEL", help="OpenAI-compatible server that "
-        "plays; it must continue a started assistant message, as vLLM's does")
-    add("--key", metavar="FILE", help="file that holds the endpoint's API key")
-    add("--model", metavar="PATH", help="checkpoint that plays in vLLM, instead of --endpoint")
-    add("--samples", type=COUNT, default=3, help="samples per task and mode")
-    add("--right", type=COUNT, default=1, help="how many samples of (1) must be right "
-        "for a task to need no tools")
-    add("--max-calls", type=NATURAL, default=5, help="refuse chains with more calls")
+    add("--samples", type=COUNT, default=3, help="samples per task and mode [1]")
+    add("--right", type=COUNT, default=1, help="how many samples of dr must be right for a task to "
+        "need no tools")
+    add("--max-calls", type=NATURAL, default=5, help="refuse chains with more calls [1]")
     add("--limit", type=COUNT, help="use only the first LIMIT tasks")
     add("--sets", metavar="DIR", help="evaluation sets (sets.py), whose questions are left out")
     add("--system-prompt", default="full", help="full, short or a file")
-    add("--temperature", type=float, default=1.0, help="temperature of the sampling")
-    add("--top-p", type=float, default=1.0, help="nucleus of the sampling")
-    add("--max-tokens", type=NATURAL, default=4096, help="tokens per reply; 0: only the context "
-        "limits it, and --endpoint is sent no limit")
-    add("--max-context", type=COUNT, default=16384, help="tokens per episode")
-    add("--max-turns", type=COUNT, default=9, help="tool calls per episode, then an answer")
-    add("--concurrency", type=COUNT, default=32, help="episodes in flight")
-    add("--tp", type=COUNT, default=1, help="GPUs that share one engine")
-    add("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may fill")
-    add("--seed", type=int, default=0, help="seed of hints, of the world's random events and of "
-        "vLLM's sampling; an endpoint's sampling is not seeded")
-
-
-def play_flags(command):
-    """(4), (5)"""
-    add = command("pairs", "pairs.make_pairs", "pair right plays with wrong ones, for dpo.py")
+    play_flags(tir, "out/tir", 4096)
+    tir.set_defaults(temperature=1.0, top_p=1.0, max_context=16384, max_turns=9, concurrency=32)
+    add = command("pairs", "pairs.make_pairs", "pair right plays with wrong ones").add_argument
     add("--episodes", nargs="+", required=True, metavar="JSONL|DIR", help="judged episodes")
     add("--out", required=True, help="folder to write the pairs into")
     add("--held-out", type=SHARE, default=0.1, help="share of the questions held out in val.jsonl")
@@ -122,13 +91,14 @@ def play_flags(command):
     add("--principles", metavar="FILE", help="remove this text from the system prompts")
     add("--seed", type=NATURAL, default=0, help="seed of the held-out questions and of the choice "
         "among equal pairs")
-    add = command("scores", "scores.write_table", "score plays of the twelve sets in a table")
+    add = command("scores", "scores.write_table", "score plays of the twelve sets").add_argument
     add("--tasks", required=True, help="tasks.jsonl of sets.py")
     add("--runs", nargs="+", required=True, metavar="[NAME=]FOLDER", help="episodes of evaluate.py")
     add("--judge", type=endpoint, metavar="URL=MODEL", help="OpenAI-compatible endpoint that "
         "compares answers with golds; default: only equal answers are right")
     add("--judge-key", metavar="FILE", help="file that holds the endpoint's API key")
     add("--out", required=True, help="folder for table.md, table.json and the judge's verdicts")
+    return p.parse_args(argv)
 
 
 def main(argv=None):

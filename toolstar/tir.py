@@ -11,7 +11,8 @@ Make the training data of the tools world, as Tool-Star's synthesis does [1].
     (5) choose   if (1) is right, SFT learns to answer without tools. Else, if (2) or (3) is right,
                  SFT learns the right chain with the fewest calls. Else the task goes to RL
 
-A language model plays, at an endpoint or in vLLM.
+A language model plays, in vLLM or at --url, an endpoint that continues a begun assistant message,
+as vLLM's does.
 [1] Tool-Star, arXiv:2505.16410, section 3; its code for this is not released
 
 Reads   a world's folder, tasks; database/prompts/direct.txt, doubts.txt and hints.txt
@@ -19,7 +20,7 @@ Writes  OUT/samples.jsonl, a line per sample: a run that was killed resumes from
         --right or --max-calls chooses again from it. OUT/sft.jsonl, rl.jsonl
 
     python -m toolstar tir --database my/world --tasks my/questions.jsonl \\
-        --endpoint http://localhost:8000/v1=Qwen2.5-3B-Instruct --out out/tir
+        --url http://localhost:8000/v1 --model Qwen2.5-3B-Instruct --out out/tir
 """
 import random
 import re
@@ -36,7 +37,7 @@ from toolstar.verdict import bare
 
 MODES = ("dr", "prompt", "hint")
 SETTINGS = ("database", "temperature", "top_p", "max_context", "max_turns", "max_tokens",
-            "system_prompt", "seed")  # flags that must be the same for all samples of a folder
+            "system_prompt", "lenient", "seed")  # flags that all samples of a folder share
 KEPT = "samples.jsonl"
 DOUBTS = (PROMPTS / "doubts.txt").read_text(encoding="utf-8").split("\n")
 DOUBT = re.compile(rf"\b(?:{'|'.join(re.escape(words) for words in DOUBTS if words)})\b", re.I)
@@ -61,6 +62,7 @@ def direct_prompt(name, grammar):
 def begin(args, world, task):
     """The Episode of a sample; one of (1) has no tools, one of (3) has the start of a reply."""
     episode = world.episode(task, f"{args.seed}/{name_of(task)}", args)
+    episode.strict = not args.lenient
     if mode_of(task) == "dr":
         episode.sandbox.tools = frozenset()  # a call breaks the format
         prompt = direct_prompt(args.system_prompt, world.settings.grammar)
@@ -85,6 +87,7 @@ def play_samples(args, todo):
     for episode, answer, score, strict in runtime.judged(world, played):
         yield episode.record(args.model) | {
             "plan": answer, "score": score, "strict": strict,
+            "reward": world.reward(score, world.rewards[0]),
             "tokens": getattr(episode, "tokens", None)}
     world.close()
 
@@ -201,6 +204,8 @@ def play_missing(args, folder, tasks, tools):
         append = evaluate.append_rows if args.url else evaluate.in_processes
         append(file, what, partial(play_samples, args), todo, args)
         rows = evaluate.read_episodes(file)
+        for task in todo if args.show else ():
+            evaluate.print_episode(rows[name_of(task)])
     names = [f"{task['id']}/{mode}-{k}" for task in tasks for mode in MODES
              for k in range(args.samples)]
     wanted = {name: rows.pop(name) for name in names if name in rows}
@@ -212,9 +217,9 @@ def tir(args):
     """Play the samples, choose among them, and write the files."""
     from toolstar.tools import open_world, system_prompt
 
-    if bool(args.endpoint) == bool(args.model):
-        raise Mistake("name either --endpoint or --model, which plays")
-    args.url, args.model = args.endpoint or (None, args.model)
+    if len(evaluate.named_paths(args.model)) > 1:
+        raise Mistake("--model: one model plays")
+    args.model, = evaluate.named_paths(args.model).values()
     world = open_world(args)
     world.close()  # play_samples opens its own
     tasks = runtime.load_tasks(args.tasks, world.load_task, args.limit)

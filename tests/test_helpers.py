@@ -216,6 +216,23 @@ def test_a_rollback_within_a_message_goes_on_from_the_tokens_before_it(make):
         len(first) - len("<think>One. Two. "), len("Two. " + again)]
 
 
+def test_after_a_rollback_or_a_refinement_the_engine_reads_what_the_messages_say(make):
+    template = Template(Letters(), "letters")
+    said = iter([PRINT, BROKEN, PRINT, DONE])
+    engine, (episode,) = played(make({"rollback": 1}), lambda text: next(said) + "\0")
+    assert engine.asked[1][0] == engine.asked[2][0]
+    assert engine.asked[1][2].seed != engine.asked[2][2].seed, "it is drawn anew"
+    assert talk(episode) == [PRINT, result(42), PRINT, result(42), DONE]
+    assert engine.asked[3][0] == ids_of(episode.messages[:-1], template)
+    said = iter([PRINT, call("print(43)"), DONE])
+    engine, (episode,) = played(
+        make({"refine": 1, "refine_at": 1}),
+        lambda text: ("short" if "<work>" in text else next(said)) + "\0")
+    assert talk(episode)[0] == call("print(43)", thought="short\nx")
+    assert engine.asked[-1][0] == ids_of(episode.messages[:-1], template)
+    assert episode.tokens == len(runtime.render(episode.messages, template)[0])
+
+
 @pytest.mark.parametrize("grammar", ["turns", "tags"])
 def test_the_ids_of_messages_are_those_that_training_renders(make, grammar):
     world, template = make({}, grammar=grammar), Template(Letters(), "letters")

@@ -115,6 +115,15 @@ def test_a_row_of_verls_columns_is_a_task_of_the_world(tmp_path):
     assert load_tasks(tmp_path / "out" / "rl.jsonl", lambda row: Tools.load_task(None, row))
 
 
+def test_a_question_of_an_evaluation_set_is_dropped_and_listed(tmp_path):
+    asked = {"id": "b", "question": "which lake", "answer": "Mol"}
+    runtime.write_jsonl(tmp_path / "sets/bamboogle/test.jsonl", [asked])
+    other = VERL | {"question": "Which river?"}
+    made, report = convert(tmp_path, None, [VERL, other], "--sets", str(tmp_path / "sets"))
+    assert [task["query"] for task in made["rl"]] == ["Which river?"]
+    assert [row["same as"] for row in report["rl"]["contaminated"]] == ["bamboogle/b"]
+
+
 @pytest.mark.parametrize("nothing", [float("nan"), None, "", "None"])
 def test_rows_that_are_no_tasks_are_counted_by_cause(tmp_path, nothing):
     rows = [VERL, truth(nothing), VERL | {"ability": "judge"}, VERL | {"ability": nothing},

@@ -2,10 +2,15 @@
 import json
 import os
 import random
+import re
+import struct
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SEED, answering
@@ -177,6 +182,38 @@ def test_an_index_is_searched_exactly(tmp_path, corpus, encoder):
         best = scores.topk(5).values.tolist()
         assert [hit["score"] for hit in hits] == pytest.approx(best, abs=1e-3)
         assert contents(hits) == [texts[int(hit["document"]["id"])] for hit in hits]
+
+
+def test_a_flat_index_of_faiss_is_used_as_it_is_and_no_other(tmp_path):
+    vectors = np.random.default_rng(SEED).normal(size=(5, 8)).astype(np.float16)
+    head = struct.pack("<4siqqqBiq", b"IxFI", 8, 5, 2**20, 2**20, 1, 0, 40)  # as faiss 1.14 has it
+    flat, corpus = tmp_path / "e5_Flat.index", tmp_path / "c.jsonl"
+    flat.write_bytes(head + vectors.astype(np.float32).tobytes())
+    rows = [json.dumps({"id": str(i), "contents": "x"}) + "\n" for i in range(5)]
+    corpus.write_text("".join(rows))
+    assert index(corpus, "e5", tmp_path / "i", "--vectors", str(flat)) == vectors.tobytes()
+    corpus.write_text(rows[0])
+    with pytest.raises(SystemExit, match="5 vectors"):
+        index(corpus, "e5", tmp_path / "other", "--vectors", str(flat))
+    for broken in flat.read_bytes()[:-4], b"IHNf" + flat.read_bytes()[4:]:
+        flat.write_bytes(broken)
+        with pytest.raises(Mistake, match="e5_Flat.index"):
+            retriever.flat_vectors(flat)
+
+
+@pytest.mark.slow
+def test_serve_answers_as_bm25_does(tmp_path):
+    command = [sys.executable, "-m", "toolstar", "serve", "--port", "0"]
+    queries, log = ["Which fish lives in Lake Morrin?", "", "the"], tmp_path / "log"
+    with open(log, "w") as file, subprocess.Popen(command, cwd=ROOT, stderr=file) as server:
+        try:
+            until(lambda: "running on" in log.read_text() or server.poll() is not None)
+            url, = re.findall(r"http://127.0.0.1:\d+", log.read_text())
+            found = retriever.Remote(url).search(queries, 3)
+        finally:
+            server.terminate()
+    expected = retriever.BM25(CORPUS).search(queries, 3)
+    assert list(map(contents, found)) == list(map(contents, expected))
 
 
 # ---------------------------------------------------------------- sharing

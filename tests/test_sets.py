@@ -11,7 +11,7 @@ import evaluate
 from runtime import Mistake, read_jsonl, write_jsonl
 from toolstar import __main__ as star
 from toolstar import scores
-from toolstar.sets import SETS, contaminated, load_sets
+from toolstar.sets import SETS, contaminated, load_sets, questions_of
 from toolstar.text import golds_of
 from toolstar.tools import Tools
 
@@ -83,8 +83,9 @@ def test_both_layouts_are_read_and_every_other_row_counted_by_cause(published, c
     assert sorted(mixed) == sorted(EXPECTED) and mixed != [*EXPECTED], "some of each set come first"
     assert "gaia             1 tasks; 1 needs a file" in capsys.readouterr().out
     (published / "hle/test.jsonl").rename(published / "hle/full.jsonl")
-    with pytest.raises(Mistake, match="hle"):
-        load_sets(published)
+    for folder, named in (published, "hle"), (published / "hle", "hle"):
+        with pytest.raises(Mistake, match=named):  # nothing is called clean without a question
+            questions_of(folder)
 
 
 @pytest.mark.parametrize("nothing", [NAN, None, "nan", "None", "<NA>", "", []])

@@ -125,6 +125,13 @@ def test_each_cell_goes_where_the_paper_sends_it(synthesise, grammar, cuts):
     assert sorted(hints) == ["answer"] * 8 + ["doubt"] * 8
 
 
+def test_a_question_of_an_evaluation_set_is_not_played(synthesise, tmp_path):
+    asked = {"id": "b", "question": "the capital of ORM, hint", "answer": "Sarn"}
+    runtime.write_jsonl(tmp_path / "sets/bamboogle/test.jsonl", [asked])
+    folder, _ = synthesise(["hint", "dr"], "--samples", "1", "--sets", str(tmp_path / "sets"))
+    assert named(read_jsonl(folder / "sft.jsonl")) == ["dr"] and not read_jsonl(folder / "rl.jsonl")
+
+
 @pytest.mark.parametrize("grammar", ["turns", "tags"])
 def test_sft_does_not_train_on_results(synthesise, grammar):
     folder, _ = synthesise(["hint"], "--samples", "1", grammar=grammar)
@@ -230,6 +237,16 @@ def test_a_vllm_engine_goes_on_with_the_begun_thought_token_for_token(tmp_path, 
 # ---------------------------------------------------------------- quality, thresholds
 
 OK = {"name": "Search", "status": "ok", "repeated": False}
+
+
+def test_the_right_chain_with_the_fewest_calls_is_learnt_unless_enough_need_none():
+    dr, two, one, wrong = ({"task": {"sample": f"{mode}-{k}"}, "stop": "answer", "messages": [],
+                            "tools": [OK] * calls, "strict": strict} for k, mode, calls, strict in (
+        (0, "dr", 0, 1), (0, "prompt", 2, 1), (1, "hint", 1, 1), (1, "prompt", 1, 0)))
+    args = SimpleNamespace(right=1, max_calls=5)
+    assert tir.choose([dr, two, wrong, one], args) == dr and tir.choose([wrong], args) is None
+    args.right = 2
+    assert tir.choose([dr, two, wrong, one], args) == one
 
 
 @pytest.mark.parametrize("change, fault", [

@@ -446,6 +446,7 @@ def main():
         clock = [time.time()]
         # (6) the engine gets the weights after `step` updates
         zero3.sync_weights(llm, trainer, device)
+        zero3.check_weights(llm, trainer)
         clock.append(time.time())
         if val and (step % args.val_every == 0 or step == steps):
             validate(llm, template, world, val, step, trainer, args)
@@ -517,8 +518,9 @@ def check_sync(line, device):
     bound, gap = MAX_DLOGP[device.type], line["dlogp_mean"]
     if not gap <= bound:  # also stops at NaN
         raise Mistake(f"update {line['step']}: engine and trainer disagree on the sampled tokens: "
-                      f"mean |dlogp| is {gap:.1e}, more than {bound:.0e}. Did the engine get the "
-                      "weights? If only its precision differs, raise MAX_DLOGP in this script")
+                      f"mean |dlogp| is {gap:.1e}, more than {bound:.0e}. Did the engine cut the "
+                      "distribution (min_p, top_p, top_k) or use another temperature? If only its "
+                      "precision differs, raise MAX_DLOGP in this script")
 
 
 def validate(llm, template, world, val, step, trainer, args):

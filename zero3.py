@@ -551,21 +551,28 @@ def shard(policy, args, device):
 
 # -------------------------------------------------------------------------------------- (6) weights
 
+def gathered(lm, chosen=None):
+    """Yield (HF name, gathered parameter, its layer if that is Adapted), of all parameters but
+    adapters', or of those named in `chosen`. All ranks must iterate together, to the end."""
+    import deepspeed
+
+    adapted = {f"{name}.weight": layer for name, layer in lm.named_modules()
+               if isinstance(layer, Adapted)}
+    for name, parameter in lm.named_parameters():
+        layer = adapted.get(name)
+        if ".lora_" not in name and (chosen is None or name in chosen):
+            with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
+                yield name, parameter, layer
+
+
 def full_weights(trainer):
     """Yield (HF name, full tensor), one by one. All ranks must iterate together, to the end.
 
     With --lora R, the adapters are merged into the layers' weights.
     """
-    import deepspeed
-
     lm = trainer.module.lm
-    adapted = {f"{name}.weight": layer for name, layer in lm.named_modules()
-               if isinstance(layer, Adapted)}
-    for name, parameter in lm.named_parameters():
-        layer = adapted.get(name)
-        if ".lora_" not in name:
-            with deepspeed.zero.GatheredParameters([*layer.parameters()] if layer else [parameter]):
-                yield name, merge(layer) if layer else parameter.data
+    for name, parameter, layer in gathered(lm):
+        yield name, merge(layer) if layer else parameter.data
     saved = lm.state_dict()  # some models keep constants of routers or layers in buffers
     yield from ((name, buffer) for name, buffer in lm.named_buffers() if name in saved)
 
@@ -597,6 +604,32 @@ def sync_weights(llm, trainer, device):
         llm.apply_model(renew_head)
     if not llm.reset_prefix_cache():  # cached keys and values belong to the old weights
         raise RuntimeError("the engine did not drop the cached blocks of its old weights")
+
+
+def check_weights(llm, trainer):
+    """A RuntimeError unless the engine's weights are exactly the trainer's. Every rank takes part.
+
+    In bfloat16 log-probabilities hardly show that the engine missed an update. This compares what
+    both hold under one name, with one shape and type: projections back into the hidden state,
+    norms, embeddings. The engine fuses the others, and repacks all linear layers on a CPU.
+    """
+    (engine,) = llm.apply_model(lambda model: dict(model.named_parameters()))
+    compared, wrong = 0, []
+    for name, parameter, layer in gathered(trainer.module.lm, engine):
+        ours, theirs = merge(layer) if layer else parameter.data, engine[name]
+        if (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype):
+            compared += 1
+            wrong += [name] * (checksum(ours) != checksum(theirs))
+    if wrong or not compared:
+        raise RuntimeError(f"the engine does not have the trainer's weights: {len(wrong)} of "
+                           f"{compared} compared tensors differ, {wrong[:3]}")
+
+
+def checksum(tensor):
+    """A number of a tensor's values, bit by bit, in any order: some engines permute a weight."""
+    bits = tensor.detach().flatten()
+    bits = bits.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    return sum((part.long() ** 2).sum() for part in bits.split(1 << 22)).item()
 
 
 def renew_head(model):

@@ -72,6 +72,32 @@ def test_merged_weights_in_bfloat16_keep_an_update_that_rounding_to_the_nearest_
     assert (nearest * delta).sum() / (delta * delta).sum() < 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_that_lacks_an_update_is_found_in_any_precision(dtype, policy):
+    engine = copy.deepcopy(policy.lm).to(dtype)
+    llm = SimpleNamespace(apply_model=lambda look: [look(engine)])
+    one = adapted(zero3.Policy(copy.deepcopy(engine)))
+    trainer, layer = SimpleNamespace(module=one), one.lm.model.layers[1].mlp.down_proj
+
+    def differ():
+        with pytest.raises(RuntimeError, match="down_proj"):
+            zero3.check_weights(llm, trainer)
+
+    zero3.check_weights(llm, trainer)
+    layer.lora_B.data.normal_(std=1e-4)  # 1 / 20 of a step of most weights in bfloat16
+    differ()  # not synced, or the frozen weights without the adapter
+    engine.load_state_dict(dict(zero3.full_weights(trainer)))
+    zero3.check_weights(llm, trainer)
+    weight = engine.model.layers[1].mlp.down_proj.weight
+    weight.data = weight.data.flip(0)  # as engines that store heads in another order
+    zero3.check_weights(llm, trainer)
+    weight.data[3, 4] += weight.data[3, 4].abs() / 64
+    differ()
+    llm.apply_model = lambda look: [look(torch.nn.Linear(4, 4))]
+    with pytest.raises(RuntimeError, match="0 of 0"):
+        zero3.check_weights(llm, trainer)
+
+
 def whole(folder):
     return torch.cat([tensor.flatten() for _, tensor in sorted(weights(folder).items())])
 

@@ -1,8 +1,9 @@
 """
 Faults of agentic RL and how they look: train tiny with each, and put its log beside the right one.
 
-    (1) copy    copy grpo.py and runtime.py, apply a diff of variants/faults/, and lift the bound on
-                dlogp_mean at which the stage stops, so that the curves go on
+    (1) copy    copy grpo.py, zero3.py and runtime.py, apply a diff of variants/faults/, and lift
+                what would stop the stage (the bound on dlogp_mean, the comparison of weights), so
+                that the curves go on
     (2) train   train each copy on the CPU, from the same SFT model for the same updates; the right
                 stage too, with several seeds and with the flags that a fault needs
     (3) write   write a page: a table of the log's keys, a picture of them, and each fault
@@ -37,7 +38,7 @@ TINY = """--system-prompt short --max-turns 9 --lr 1.5e-4 --decay 0.5 --temperat
           --pack-tokens 4096 --resume"""
 KEYS = ("reward", "success", "overlength", "uniform", "tokens", "loss_tokens", "entropy", "gnorm",
         "clip_low", "clip_high", "dlogp_mean", "dlogp_max")
-BOUND = 1e-4  # grpo.py's on dlogp_mean, in float32
+BOUND, BF16 = 1e-4, 0.05  # grpo.py's on dlogp_mean, in float32 and bfloat16
 
 
 def flags():
@@ -79,14 +80,15 @@ def train(name, more, args, fault=None):
     command = shlex.join(map(str, command))
     if not ended.exists():
         code.mkdir(parents=True, exist_ok=True)
-        stage = re.sub(r"(?m)^MAX_DLOGP = .*", 'MAX_DLOGP = {"cpu": math.inf, "cuda": math.inf}',
-                       (ROOT / "grpo.py").read_text())
-        runtime.write_text(code / "grpo.py", stage)
-        for shared in ("runtime.py", "zero3.py"):
-            shutil.copy(ROOT / shared, code)
+        for file in ("grpo.py", "runtime.py", "zero3.py"):
+            shutil.copy(ROOT / file, code)
         if fault:
             file = re.match("--- (.+)", fault["diff"])[1]
             subprocess.run(["patch", "-s", code / file], input=fault["diff"], text=True, check=True)
+        stage = (code / "grpo.py").read_text().replace("zero3.check_weights(llm, trainer)", "pass")
+        stage = re.sub(r"(?m)^MAX_DLOGP = .*", 'MAX_DLOGP = {"cpu": math.inf, "cuda": math.inf}',
+                       stage)
+        runtime.write_text(code / "grpo.py", stage)
         print(f"{name}: {command}", flush=True)
         began = time.time()
         with open(out / "said.txt", "w") as said:
@@ -111,13 +113,13 @@ def late(rows, key):
     return mean(row[key] for row in rows[-max(1, len(rows) // 4):])
 
 
-def table_of(runs, right, seeds):
+def table_of(runs, right, seeds, faults):
     """late() of each run. Bold: further from the right run than twice the range of the `seeds`; not
     for a fault with flags of its own, which changes what is usual.
 
-    runs: {name: log}; right: {fault: name of its right run}
+    runs: {name: log}; right: {fault: name of its right run}; faults: {name: read_fault(name)}
     """
-    lines = [["", *KEYS, "stops"], ["---"] * (len(KEYS) + 2)]
+    lines = [["", *KEYS, "stops", "stops in bf16"], ["---"] * (len(KEYS) + 3)]
     for name, rows in runs.items():
         cells = []
         for key in KEYS:
@@ -126,8 +128,12 @@ def table_of(runs, right, seeds):
                 abs(value - known[0]) > 2 * (max(known) - min(known)))
             cell = f"{value:.3g}" if value < 1000 else f"{value:.0f}"
             cells.append(f"**{cell}**" if bold else cell)
-        over = [f"update {row['step']}" for row in rows if not row["dlogp_mean"] <= BOUND]
-        lines.append([name, *cells, *(over or ["–"])[:1]])
+        for bound in (BOUND, BF16):
+            over = [f"update {row['step']}" for row in rows if not row["dlogp_mean"] <= bound]
+            cells += (over or ["–"])[:1]
+        if name in faults and "check_weights" in faults[name]["Stopped by"]:
+            cells[-1] = "weights"
+        lines.append([name, *cells])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
@@ -170,7 +176,12 @@ are several; `clip_*` are over all. A number is bold if it differs from that of 
 more than twice what the right runs of {args.seeds} seeds differ; with so few plays that can be
 chance, too, and the other numbers are no evidence. A fault with flags of its own has no bold ones.
 `stops` is the update at which `grpo.py` ends because `dlogp_mean` is above {BOUND}, the bound in
-float32; here it is lifted, to see what follows. In bfloat16 the bound is 0.05.
+float32; here it is lifted, to see what follows. `stops in bf16` is the same for the bound in
+bfloat16, {BF16}, with the numbers of these float32 runs: on a GPU it stops only what is gross.
+There `weights` means that `zero3.check_weights` ends the run before its second update, because the
+engine's weights are not the trainer's, in any precision. So after changing a stage run two updates
+of it on a CPU: what float32 stops in update 1 or 2, bfloat16 may hide for the whole run.
+
 
 {table}
 ![Red: with the fault. Black: the right run. Grey: right runs of other seeds](faults.png)
@@ -193,7 +204,8 @@ def main():
     runs |= {name: train(name, fault["Flags"], args, fault) for name, fault in faults.items()}
     page = Path(args.page or args.out)
     draw(runs, right, seeds, page / "faults.png")
-    runtime.write_text(page / "faults.md", page_of(faults, table_of(runs, right, seeds), args))
+    runtime.write_text(page / "faults.md", page_of(faults, table_of(runs, right, seeds, faults),
+                                                   args))
     print(f"{page}/faults.md: {len(faults)} faults; see also {page}/faults.png")
 
 

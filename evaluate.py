@@ -3,7 +3,8 @@ Measure agents: play the tasks of a world with any agent, judge the answers, and
 
     (1) play     every task to its end, without waiting for other episodes: a checkpoint in vLLM
                  (tokens in, tokens out), an OpenAI-compatible endpoint, the world's solver, or you
-    (2) judge    append the world's verdict on each episode to OUT/AGENT/episodes.jsonl
+    (2) judge    append the world's verdict on each episode to OUT/AGENT/episodes.jsonl. Another
+                 --reader judges the kept episodes anew, without playing
     (3) report   one table of all agents: success with its bootstrap interval over tasks, every
                  number of the score, each check, pass@k
 
@@ -30,6 +31,7 @@ from functools import lru_cache, partial
 from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, PART, Help, Mistake, Parser
@@ -40,6 +42,7 @@ COUNTS = ("reward", "turns", "calls", "tokens")  # lines of the table that are n
 SETTINGS = ("env", "max_turns", "lenient", "seed")  # with a world's own flags they decide a play
 SAMPLING = ("temperature", "top_p", "max_context", "max_tokens")  # of a model's play
 UNREAD = "answer lines not read"  # a number of the travel world's score
+JUDGING = ("reader", "reader_key")  # flags of the travel world that decide no play
 HOW = """\
 Call a tool by its name and its arguments, separated by commas or as JSON. Answer with "answer" and
 a text, or with "answer", then any number of lines, then "end". "help" shows what a model reads,
@@ -588,8 +591,8 @@ def open_folder(out, name, settings, kept="episodes.jsonl"):
 
 
 def play_agent(args, folder, path, tasks):
-    """(1) (2) Play the episodes that OUT/AGENT lacks, and append each as it ends -> the records of
-    all tasks, in their order."""
+    """(1) (2) Play the episodes that OUT/AGENT lacks, append each as it ends, and judge anew those
+    of another reader -> the records of all tasks, in their order."""
     file = folder / "episodes.jsonl"
     done = read_episodes(file, recover=True)
     for task in json.loads(json.dumps(tasks)):  # as a file has them: a tuple is a list
@@ -599,6 +602,14 @@ def play_agent(args, folder, path, tasks):
     append = in_processes if path and not args.url else append_rows
     append(file, folder.name, partial(play_rows, args, folder.name, path), left, args)
     done = read_episodes(file)
+    anew = [done[name_of(task)] for task in tasks
+            if done[name_of(task)].get("judge") != judge_of(args)]
+    if anew:  # the later of two records of a play counts
+        append = append if judge_of(args) == "policy" else append_rows
+        append(file, f"{folder.name}, judged by {judge_of(args)}", partial(judge_rows, args, path),
+               anew, args)
+        done = read_episodes(file)
+        runtime.write_jsonl(file, done.values())
     return [done[name_of(task)] for task in tasks]
 
 
@@ -645,6 +656,9 @@ def play_agents(args, tasks):
     folders, played = {}, {}
     for name, path in agents.items():
         keys = (*SETTINGS, *(SAMPLING if path else ()), *args.world_flags)
+        keys = [key for key in keys if key not in JUDGING]
+        if judge_of(args) == "policy" and not path:
+            raise Mistake(f"--reader policy needs a model that plays, and {name} is none")
         settings = model_settings(path, args.url) | {key: getattr(args, key) for key in keys}
         settings |= {f"{key} saved": int(Path(settings[key]).stat().st_mtime) for key in
                      ("system_prompt", "corpus") if Path(settings.get(key) or "").is_file()}
@@ -652,6 +666,10 @@ def play_agents(args, tasks):
         done = read_episodes(folders[name] / "episodes.jsonl")
         if path and not args.url and not all(name_of(task) in done for task in tasks):
             runtime.load_template(path)  # a wrong model is found before the others have played
+    if judge_of(args) == "rules" and Path(args.system_prompt).is_file():
+        print(f"{args.system_prompt} may ask for another format of answers than ours, for which "
+              "the rules are made. With --reader policy or --reader URL=MODEL a model reads them, "
+              "now or later: kept plays are then judged anew", flush=True)
     for name, path in agents.items():
         played[name] = play_agent(args, folders[name], path, tasks)
         for row in played[name] if args.show else ():
@@ -661,21 +679,68 @@ def play_agents(args, tasks):
 
 def play_rows(args, name, path, tasks):
     """Yield the judged record of each task's episode as it ends."""
-    world = runtime.open_world(args)
+    world = open_world(args)
     if name == "person":
         world.judges = 0  # the verdict is shown before the next play
     played = player(args, name, path, world, tasks)
     for episode, plan, score, strict in runtime.judged(world, played):
-        row = episode.record(name) | {"plan": plan, "tokens": episode.tokens or None}
+        row = episode.record(name) | {"tokens": episode.tokens or None}
+        row |= verdict_of(world, plan, score, strict)
         if hasattr(episode, "refusal"):
             row["refusal"] = episode.refusal
-        if score is not None:
-            reward = world.reward(score, world.rewards[0])
-            row |= {"score": score, "reward": reward, "strict": strict}
+        if judge := judge_of(args):
+            row["judge"] = "rules" if judge == "policy" else judge  # which reads afterwards
         if name == "person":
             print_verdict(row)
         yield row
     world.close()
+
+
+def verdict_of(world, plan, score, strict):
+    """The part of a record that a judge decides."""
+    judged = {"score": score, "strict": strict} if score is not None else {}
+    if judged:
+        judged["reward"] = world.reward(score, world.rewards[0])
+    return {"plan": plan} | judged
+
+
+def judge_of(args):
+    """Who reads the answers of the travel world: rules, policy, or a model's name. None in other
+    worlds."""
+    reader = getattr(args, "reader", None) or "rules"
+    return (reader if isinstance(reader, str) else reader[1]) if hasattr(args, "reader") else None
+
+
+def open_world(args):
+    """The world of --env. If the policy is to read the answers, it does so later: rules until then.
+    """
+    by_rules = {"reader": None} if judge_of(args) == "policy" else {}
+    return runtime.open_world(argparse.Namespace(**vars(args) | by_rules))
+
+
+def judge_rows(args, path, rows):
+    """Yield the records of kept episodes with another judge's verdicts; nothing is played. "others"
+    has those of the judges before."""
+    world, episodes = open_world(args), [SimpleNamespace(**row) for row in rows]
+    if judge_of(args) == "policy":
+        sampling = argparse.Namespace(**vars(args) | {"temperature": 0.0, "max_tokens": 8192})
+        episodes = world.reader.read_by(
+            partial(play_model, sampling, path, world), episodes,
+            None if args.url else fits(path, args.max_context))
+    for episode, plan, score, strict in runtime.judged(world, episodes):
+        row, verdict = vars(episode), verdict_of(world, plan, score, strict)
+        others = {name: each for name, each in row.get("others", {}).items()
+                  if name != judge_of(args)}
+        if "judge" in row:
+            others[row["judge"]] = {key: row[key] for key in verdict}
+        yield row | verdict | {"judge": judge_of(args), "others": others}
+    world.close()
+
+
+def fits(path, max_context):
+    """A function: whether messages leave room for a reply in a model's context."""
+    template = runtime.load_template(path)
+    return lambda messages: len(template.prompt(messages)) < max_context
 
 
 def player(args, name, path, world, tasks):
@@ -802,7 +867,7 @@ def try_out(args, world):
 
 def evaluate(args):
     """Play, judge, report."""
-    world = runtime.open_world(args)
+    world = open_world(args)
     if args.ask or args.check:
         try_out(args, world)
         return
@@ -811,12 +876,17 @@ def evaluate(args):
     played = play_agents(args, [task | ({"sample": k} if k else {}) for task in tasks
                                 for k in range(args.samples)])
     # (3)
-    text, report = table(played, getattr(world, "lines", None))
-    for name, numbers in report.items():
+    columns = {}
+    for name, rows in played.items():
+        for judge in set.intersection(*(set(row.get("others", ())) for row in rows)):
+            columns[f"{name} by {judge}"] = [row | row["others"][judge] for row in rows]
+        columns[name] = rows
+    text, report = table(columns, getattr(world, "lines", None))
+    for name, numbers in ((name, report[name]) for name in played):
         runtime.write_text(f"{args.out}/{name}/scores.json", json.dumps(numbers, indent=1))
         if (numbers.get(UNREAD) or 0) > 0.2 and not getattr(args, "reader", None):
             text += f"\n{name}: {numbers[UNREAD]:.0%} of its answer lines were not read by the " \
-                    "rules; use --reader URL=MODEL\n"
+                    "rules; with --reader policy or URL=MODEL a model reads the same plays\n"
     runtime.write_text(f"{args.out}/table.md", text)
     print(f"\n{text}\n{args.out}/table.md; python -m look.report {args.out} shows each episode")
 

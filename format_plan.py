@@ -30,7 +30,7 @@ from itertools import islice, pairwise
 
 from evaluate import Refused, chat, endpoint, read_key, spoken
 from runtime import Mistake, Parser, read_jsonl, run
-from sandbox import PROMPTS, open_database
+from sandbox import PROMPTS, Action, Episode, open_database
 
 MEALS = ("breakfast", "lunch", "dinner")
 SLOTS = ("breakfast", "attraction", "lunch", "dinner", "accommodation")
@@ -438,20 +438,40 @@ def clean_day(day, number):
     return clean
 
 
+class Reading(Episode):
+    """The question which plan an itinerary has, as an episode that evaluate.py can play: it ends
+    with a reply that has a list of days, the .plan, for which it asks twice."""
+
+    plan = None
+
+    def __init__(self, text, task):
+        ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text[:LONGEST_TEXT]}"
+        super().__init__(task | {"query": ask}, None, max_turns=1, strict=False, parse=self.parse,
+                         system_prompt=(PROMPTS / "itinerary.txt").read_text(encoding="utf-8"))
+
+    def parse(self, reply):
+        days = days_in(spoken(reply))
+        if days is None:
+            return Action("error")
+        self.plan = [clean_day(day, i) for i, day in enumerate(days, 1)] or None
+        return Action("answer")
+
+    def act(self, action):
+        return "There is no list of days in it. Reply with the JSON list and nothing else."
+
+
 def format_plan(text, task, model, url, **options):
     """(plan or None, tokens used) of an itinerary text, read by an LLM. Refused if its replies have
     no list of days, for which it is asked twice, or the endpoint refuses.
 
     options: those of evaluate.chat.
     """
-    prompt, tokens = (PROMPTS / "itinerary.txt").read_text(encoding="utf-8"), 0
-    ask = f"Request:\n{task.get('query', '')}\n\nItinerary:\n{text[:LONGEST_TEXT]}"
-    messages = [{"role": "system", "content": prompt}, {"role": "user", "content": ask}]
+    reading, tokens = Reading(text, task), 0
     for temperature in 0.0, 1.0:
-        reply = chat(url, model, messages, temperature, max_tokens=8192, **options)
-        tokens, days = tokens + reply.tokens, days_in(spoken(reply))
-        if days is not None:
-            return [clean_day(day, i) for i, day in enumerate(days, 1)] or None, tokens
+        reply = chat(url, model, reading.messages, temperature, max_tokens=8192, **options)
+        tokens += reply.tokens
+        if reading.parse(reply).kind == "answer":
+            return reading.plan, tokens
     raise Refused(f"{url}: two replies without a list of days, from model {model}")
 
 
@@ -465,18 +485,39 @@ class Reader:
     def __init__(self, endpoint=None, key=None):
         self.endpoint, self.key = endpoint, key
         self.asked = lru_cache(10_000)(self._ask)
+        self.known = {}  # what the policy has read: {(text, query): as of _ask}
 
     def read(self, text, task, database):
         """(plan, unused lines, their share, costs). The first three are as in read_plan; an LLM
         does not report which lines it used."""
-        if not self.endpoint:
+        key = text, task.get("query", "")
+        if not self.endpoint and key not in self.known:
             return *read_plan(text, task, database), {}
         answered = isinstance(text, str)
-        plan, problem, tokens = self.asked(text, task.get("query", "")) if answered else (
+        plan, problem, tokens = (self.known.get(key) or self.asked(*key)) if answered else (
             None, None, 0)
         unread = [f"the formatter failed: {problem}"] if problem else []
         costs = dict(zip(COSTS, (float(len(unread)), tokens), strict=True))
         return plan, unread, 1.0 if problem else None, costs
+
+    def read_by(self, play, episodes, fits=None):
+        """Yield these episodes once a model has read their answers; read() then has its plans.
+        play(readings) plays the Readings; fits(messages): whether its context has room for them."""
+        readings = {}
+        for episode in episodes:
+            key = episode.answer, episode.task["query"]
+            reading = Reading(episode.answer or "", episode.task)
+            if episode.answer is not None and (not fits or fits(reading.messages)):
+                readings[reading] = key, episode
+                continue
+            if episode.answer is not None:
+                self.known[key] = None, "it does not fit into the context", 0
+            yield episode
+        for reading in play(iter(readings)):
+            key, episode = readings[reading]
+            problem = None if reading.stop == "answer" else f"no list of days ({reading.stop})"
+            self.known[key] = reading.plan, problem, reading.tokens or 0
+            yield episode
 
     def _ask(self, text, query):
         """(plan, why there is none or None, tokens used)."""
@@ -491,14 +532,22 @@ class Reader:
 def add_reader_flags(parser):
     """Add the flags that choose how answers become plans."""
     add = parser.add_argument
-    add("--reader", type=lambda text: None if text == "rules" else endpoint(text),
-        metavar="rules|URL=MODEL", help="how an answer becomes a plan: rules (default), or the LLM "
-        "MODEL at an OpenAI-compatible endpoint, as in the STAR paper")
+    add("--reader", type=reader_name, metavar="rules|policy|URL=MODEL", help="how an answer "
+        "becomes a plan: rules (default), which read the stated format; or the LLM MODEL at an "
+        "OpenAI-compatible endpoint, as in the STAR paper; or, in evaluate.py alone, policy: the "
+        "model that plays")
     add("--reader-key", metavar="FILE", help="file that holds the API key of --reader")
+
+
+def reader_name(text):
+    """A flag type: None for rules, "policy", or (URL, MODEL)."""
+    return {"rules": None, "policy": text}[text] if text in ("rules", "policy") else endpoint(text)
 
 
 def open_reader(args):
     """The Reader that these flags choose; for a command without them, the rules."""
+    if getattr(args, "reader", None) == "policy":
+        raise Mistake("--reader policy is for evaluate.py, where a model plays and then reads")
     return Reader(getattr(args, "reader", None), read_key(getattr(args, "reader_key", None)))
 
 

@@ -4,7 +4,8 @@ Supervised fine-tuning: teach a model to play by imitating the replies of succes
     (1) render each episode with the chat template into token ids and a mask: 1 on the policy's
         replies and their end tokens, 0 on the prompt, the observations and the template
     (2) draw a batch of episodes and split it into micro-batches, the same number on every rank
-    (3) loss = - sum over policy tokens of log pi / policy tokens of the whole batch, all ranks
+    (3) loss = - sum over policy tokens of log pi / policy tokens of the whole batch, all ranks;
+        on --val as well, without learning from it
     (4) AdamW with linear warm-up and cosine decay under DeepSpeed ZeRO-3; go to (2)
 
 Departs from the paper's released scripts [2] in two places: episodes longer than --cutoff are
@@ -34,6 +35,7 @@ def flags():
     add = p.add_argument_group("files").add_argument
     add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="HF folder or hub name to start from")
     add("--data", default="data/sft.jsonl", help="episodes to imitate, one per line")
+    add("--val", help="held-out episodes; their loss is measured every --val-every and at the end")
     add("--out", default="out/sft", help="folder of the trained model, its log and checkpoints")
     add = p.add_argument_group("learn").add_argument
     add("--epochs", type=POSITIVE, default=4, help="passes over the data [1: 4, and 6 for 1.5B]")
@@ -45,6 +47,7 @@ def flags():
     add("--min-lr", type=SHARE, default=0.0, help="the cosine ends at this fraction of --lr")
     add("--cutoff", type=COUNT, default=20480, help="most tokens of an episode; longer ones are "
         "dropped [2]")
+    add("--val-every", type=COUNT, default=20, help="updates between two measurements on --val")
     add("--seed", type=SEED, default=0, help="seed of the order of the episodes")
     runtime.trainer_flags(p, 20480)
     return p.parse_args()
@@ -87,6 +90,24 @@ def load_samples(path, template, cutoff):
 
 # ------------------------------------------------------------------------------------------- loss
 
+def loss_of(batch, trainer, packed, rank, ranks, device, args):
+    """(2) (3) -> loss and entropy, means over the policy tokens of a batch on all ranks, and the
+    number of these tokens. Adds the batch to the gradient, unless that is off. Every rank takes
+    part."""
+    micros = zero3.micro_batches([len(s.ids) for s in batch], ranks, args.pack_tokens, packed)[rank]
+    n_tokens = sum(sum(s.mask) for s in batch)
+    total = torch.zeros(2, device=device)
+    for micro in micros:
+        logps, entropy = trainer(*zero3.collate([batch[i] for i in micro], packed, device))
+        # bool(micro): a rank without work still runs a forward, or ZeRO-3 hangs
+        loss = -logps.sum() * bool(micro) / n_tokens
+        if torch.is_grad_enabled():  # DeepSpeed averages over ranks, the loss is a sum over them
+            trainer.backward(loss * ranks)
+        total += torch.stack([loss, entropy.sum() * bool(micro) / n_tokens]).detach()
+    dist.all_reduce(total)
+    return *total.tolist(), n_tokens
+
+
 def learning_rate(step, steps, args):
     """Linear warm-up over the first --warmup of all updates, then a cosine down to --min-lr."""
     warm = max(1, round(args.warmup * steps))
@@ -105,6 +126,7 @@ def main():
     # (1) render the episodes
     template = runtime.load_template(args.model)
     samples, dropped = load_samples(args.data, template, args.cutoff)
+    val = load_samples(args.val, template, args.cutoff)[0] if args.val else []
     policy, packed = zero3.load(args, template, device)
     trainer = zero3.shard(policy, args, device)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
@@ -115,29 +137,22 @@ def main():
                 f"{'packed' if packed else 'padded'} rows")
     for step in range(start, steps):
         began = time.time()
-        # (2) the batch of this update, and the micro-batches of this rank
+        # (2) (3) the batch of this update
         batch = [samples[i] for i in zero3.batch_of(step, len(samples), args.batch, args.seed)]
-        lengths = [len(s.ids) for s in batch]
-        micros = zero3.micro_batches(lengths, ranks, args.pack_tokens, packed)[rank]
-        n_tokens = sum(sum(s.mask) for s in batch)
-        # (3) one denominator for the whole batch. DeepSpeed averages over ranks, but the loss is a
-        # sum over them: multiply by their number
-        total = torch.zeros(2, device=device)
-        for micro in micros:
-            logps, entropy = trainer(*zero3.collate([batch[i] for i in micro], packed, device))
-            # bool(micro): a rank without work still runs a forward, or ZeRO-3 hangs
-            trainer.backward(-logps.sum() * bool(micro) / n_tokens * ranks)
-            total += torch.stack([-logps.sum(), entropy.sum()]).detach() * bool(micro) / n_tokens
+        loss, entropy, n_tokens = loss_of(batch, trainer, packed, rank, ranks, device, args)
         # (4)
         lr = trainer.optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args)
         trainer.step()
-        dist.all_reduce(total)
-        loss, gnorm = total[0].item(), float(trainer.get_global_grad_norm())
+        gnorm = float(trainer.get_global_grad_norm())
         zero3.check_finite(args.out, step + 1, loss=loss, gnorm=gnorm)
+        line = {"step": step + 1, "loss": loss, "entropy": entropy, "gnorm": gnorm, "lr": lr,
+                "policy_tokens": n_tokens, "tokens": sum(len(s.ids) for s in batch),
+                "seconds": time.time() - began}
+        if val and ((step + 1) % args.val_every == 0 or step + 1 == steps):
+            with torch.no_grad():
+                line["val_loss"] = loss_of(val, trainer, packed, rank, ranks, device, args)[0]
         if rank == 0:
-            log({"step": step + 1, "loss": loss, "entropy": total[1].item(), "gnorm": gnorm,
-                 "lr": lr, "policy_tokens": n_tokens, "tokens": sum(lengths),
-                 "seconds": time.time() - began}, steps, args)
+            log(line, steps, args)
         zero3.save_checkpoint(trainer, args, step + 1, last=interrupted(device))
     zero3.save_model(trainer, template, args.out)
     runtime.say(f"{args.out}: done. Next: python grpo.py --model {args.out} --tasks TASKS")
@@ -146,9 +161,10 @@ def main():
 
 def log(line, steps, args):
     """Print one line and append all numbers to log.jsonl."""
-    print("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm {gnorm:6.2f} | "
-          "lr {lr:.2e} | {speed:6.0f} tokens/s".format(
-              steps=steps, speed=line["tokens"] / line["seconds"], **line), flush=True)
+    form = ("step {step:5d}/{steps} | loss {loss:.4f} | entropy {entropy:.3f} | gnorm {gnorm:6.2f} "
+            "| lr {lr:.2e} | {speed:6.0f} tokens/s")
+    form += " | held-out loss {val_loss:.4f}" * ("val_loss" in line)
+    print(form.format(steps=steps, speed=line["tokens"] / line["seconds"], **line), flush=True)
     runtime.write_log(line, args)
 
 

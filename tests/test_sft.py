@@ -184,34 +184,35 @@ def test_the_heads_gradient_is_summed_over_chunks_in_float32(monkeypatch):
     assert (found.double() - wanted).norm() < 0.006 * wanted.norm()
 
 
-def gradient(policy, samples, micros, packed):
-    """The summed gradient of these micro-batches' losses."""
+def learn(policy, samples, budget, packed, rank=0, ranks=1):
+    """(loss, the engine that has its gradient) of a batch, or of a rank's part of it."""
     engine = Plain(policy)
-    for micro in micros:
-        logps, _ = engine(*zero3.collate([samples[i] for i in micro], packed, "cpu"))
-        engine.backward(-logps.sum() * bool(micro) / 100)
-    return engine.gradient()
-
-
-@pytest.fixture(scope="module")
-def alone(policy, samples):
-    """The gradient of the samples, computed one by one."""
-    return gradient(policy, samples, [[i] for i in range(len(samples))], False)
+    args = Namespace(pack_tokens=budget)
+    return sft.loss_of(samples, engine, packed, rank, ranks, "cpu", args)[0], engine
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("budget", [120, 10_000])
 def test_the_gradient_depends_neither_on_micro_batches_nor_on_packing(
-        policy, samples, alone, packed, budget):
-    micros = zero3.micro_batches([len(sample.ids) for sample in samples], 1, budget, packed)[0]
-    found = gradient(policy, samples, micros, packed)
+        policy, samples, packed, budget, one_rank):
+    (loss, engine), (found_loss, found_engine) = (
+        learn(policy, samples, *how) for how in ((1, False), (budget, packed)))
+    alone, found = engine.gradient(), found_engine.gradient()
+    assert found_loss == pytest.approx(loss, rel=1e-6)
     assert (found - alone).norm() <= 5e-6 * alone.norm()  # float32 keeps seven digits of each sum
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=4e-6 * alone.abs().max().item())
 
 
-def test_a_rank_without_work_makes_its_forward_and_adds_nothing(policy, samples):
-    worked = gradient(policy, samples, [[0, 1]], False)
-    assert torch.equal(gradient(policy, samples, [[0, 1], []], False), worked)
+def test_a_rank_without_work_makes_its_forward_and_adds_nothing(policy, samples, one_rank):
+    loss, engine = learn(policy, samples[:1], 10_000, False, rank=1, ranks=2)
+    assert loss == 0 and not engine.gradient().any()
+
+
+def test_held_out_episodes_are_measured_and_not_learned_from(policy, samples, one_rank):
+    loss, _ = learn(policy, samples, 10_000, False)
+    with torch.no_grad():
+        held_out, engine = learn(policy, samples, 10_000, False)
+    assert held_out == loss and all(p.grad is None for p in engine.module.parameters())
 
 
 # -------------------------------------------------------------------------------------- processes

@@ -25,7 +25,7 @@ MORE = {  # what some need besides, and what some published models have
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 64, "conv_dim_out": 64},
     "falcon_h1, multiplied": {"lm_head_multiplier": 0.25},
     "granite, scaled": {"logits_scaling": 8.0},
-    "minicpm3": {"head_dim": 8}}
+    "minicpm3": {"head_dim": 8}, "deepseek_v3": {"head_dim": 8}}
 # rules of rotary embeddings whose original context is 30 tokens
 RULES = {
     "longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0 + 4 * i for i in range(8)],

@@ -121,7 +121,7 @@ def test_search_shows_the_passage_that_is_needed_among_its_two(tasks, searches, 
 @cache
 def run_python(code):
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True,
-                          timeout=60)
+                          timeout=600)
     return done.stdout or done.stderr.splitlines()[-1]
 
 

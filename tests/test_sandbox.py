@@ -10,7 +10,7 @@ from multiprocessing import get_context
 
 import pytest
 from conftest import ROOT, SEED
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import sandbox
@@ -135,6 +135,7 @@ def test_the_index_says_what_a_plain_reading_of_the_csv_says(which, request):
     assert all(database.distance(*pair) == rows[0] for pair, rows in roads.items())
 
 
+@seed(SEED)
 @settings(max_examples=300, deadline=None)
 @given(name=names | values, arguments=values | st.dictionaries(names, values, max_size=4))
 def test_a_call_never_raises_whatever_it_is_given(mini, name, arguments):
@@ -200,6 +201,18 @@ def test_an_index_that_is_cut_off_or_overwritten_is_built_again(world):
         assert answers(Database(world)) == expected
 
 
+def test_a_folder_without_write_permission_gets_its_index_in_the_cache(world, home):
+    world.chmod(0o555)
+    try:
+        database = Database(world)
+        assert database.index.parent == home / ".cache" / "star"
+        assert not (world / "flights.index").exists()
+        built = database.index.stat().st_ino
+        assert Database(world).index.stat().st_ino == built
+    finally:
+        world.chmod(0o755)
+
+
 def open_and_answer(folder, barrier, queue):
     barrier.wait()
     database = Database(folder)
@@ -214,7 +227,7 @@ def test_processes_that_build_at_once_share_one_index(world, tmp_path):
                for _ in range(3)]
     for process in started:
         process.start()
-    found = [queue.get(timeout=60) for _ in started]
+    found = [queue.get(timeout=600) for _ in started]
     for process in started:
         process.join()
     assert found == [(expected, (world / "flights.index").stat().st_ino)] * 3
@@ -281,6 +294,7 @@ pieces = st.text(max_size=10) | st.sampled_from([
 turns = st.lists(st.lists(pieces, max_size=8).map("".join), max_size=6)
 
 
+@seed(SEED)
 @settings(max_examples=1000, deadline=None)
 @given(replies=turns, strict=st.booleans())
 def test_no_reply_breaks_an_episode(mini, replies, strict):

@@ -361,15 +361,9 @@ WRONG = {  # what is wrong with the answer, and words of the error
     "a body without end": (lambda head: forever(b"<div>" * 10_000, HEAD + b"\r\n"), "larger than"),
     "a chunk extension without end": (lambda head: forever(b"y" * 9999, CHUNKED + b"5;"), "cannot"),
     "a gzip bomb": (lambda head: page(BOMB, more="Content-Encoding: gzip\r\n"), "compressed"),
-    "a packing nobody knows": (lambda head: page(b"x", more="Content-Encoding: br\r\n"),
-                               "compressed"),
     "a length too large": (lambda head: HEAD + b"Content-Length: 900\r\n\r\n<p>half", "cannot be"),
     "another protocol": (lambda head: b"SSH-2.0-OpenSSH_9.2\r\n", "cannot be read"),
-    "noise": (lambda head: random.Random(SEED).randbytes(5000), "cannot be read"),
-    "a switch of protocols": (lambda head: b"HTTP/1.1 101 x\r\nUpgrade: h2c\r\n\r\n",
-                             "status 101"),
     "an error page": (lambda head: page(html("gone"), status="404 Not Found"), "status 404"),
-    "an image": (lambda head: page(b"\x89PNG\r\n", "image/png"), "is no text: image/png"),
     "a type that lies": (lambda head: page(b"\x7fELF\x02" + bytes(range(256)) * 40), "binary"),
     "tags without text": (lambda head: page("<html><body><div></div></body></html>"), "no text"),
 }
@@ -467,7 +461,6 @@ MONSTERS = {
     "an entity bomb": lambda: (f'<?xml version="1.0"?><!DOCTYPE h [<!ENTITY l0 "ha">{LAUGHS}]>'
                                "<html><body><p>&l12;</p></body></html>"),
     "unclosed comments": lambda: "<!--" * 1_000_000 + "x",
-    "a broken PDF": lambda: "%PDF-1.7\n" + "1 0 obj << /Length 99999999999 >>\n" * 1000,
 }
 
 

@@ -329,8 +329,7 @@ def test_a_reply_without_end_takes_neither_memory_nor_time(monkeypatch, size, se
 
 
 @pytest.mark.parametrize("address", ["/search", "/batch_search", "/batch_search/"])
-@pytest.mark.parametrize("scores", [False, True])
-def test_tool_stars_own_server_is_asked_as_it_wants_to_be(address, scores):
+def test_tool_stars_own_server_is_asked_as_it_wants_to_be(address):
     def answer(request):
         seen.append(request)
         return 200, [[{"id": "7", "contents": f'"{query}"\nx'}] for query in request["query"]]

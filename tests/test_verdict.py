@@ -100,6 +100,11 @@ def test_qa_metrics_are_the_references_but_the_best_alias_counts(test_data):
     assert len(rows) == 520 and odd <= 10 and empty <= 40
 
 
+def test_text_is_cut_as_the_reference_cuts_it(test_data):
+    rows = cases(test_data, "truncate")
+    assert len(rows) == 100 and all(text.truncate(c["s"], c.get("m", 400)) == c["v"] for c in rows)
+
+
 # ---------------------------------------------------------------- mathematics
 
 def judged(pairs):

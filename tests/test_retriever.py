@@ -277,31 +277,39 @@ def test_a_query_that_fails_never_fails_its_neighbours(found):
         return Flaky([found])(request) if failed else (200, found)
 
     with answering(answer) as url:
-        remote = retriever.Remote(url, tries=2, pause=0.01)
+        remote = retriever.open_retriever(url, tries=2, pause=0.01)
         hits = remote.search(["a", "bad", "b", "c"], 3)
     assert isinstance(hits[1], retriever.QueryError)
     assert [contents(row) for row in hits[:1] + hits[2:]] == [['"a"\nx'], ['"b"\nx'], ['"c"\nx']]
 
 
-def test_a_query_that_hangs_holds_up_no_other_request_and_is_not_asked_again(monkeypatch):
+def test_a_query_that_hangs_holds_up_no_other_and_is_not_asked_again(monkeypatch):
     def answer(request):
-        asked.append(request["queries"])
-        if "bad" in request["queries"]:
-            go.wait()
-        return Flaky([])(request)
+        asked.append(queries := request["queries"])
+        if len(queries) == 1 and queries[0] in held:
+            held[queries[0]].wait()
+        return (400, {}) if len(queries) > 1 and "bad" in queries else Flaky([])(request)
 
-    asked, go = [], threading.Event()
-    with answering(answer) as url, ThreadPoolExecutor(1) as pool:
+    asked, held = [], {"first": threading.Event(), "bad": threading.Event()}
+    with answering(answer) as url, ThreadPoolExecutor(4) as pool:
         try:
-            remote = retriever.open_retriever(url)
-            bad = pool.submit(remote.search, ["bad"], 3)
+            shared = retriever.Shared(retriever.Remote(url))
+            pool.submit(shared.search, ["first"], 3)
             until(lambda: asked)
-            assert contents(remote.search(["a"], 3)[0]) == ['"a"\nx'] and not bad.done()
+            bad, good = (pool.submit(shared.search, [query], 3) for query in ("bad", "a"))
+            until(lambda: sum(len(queries) for queries, *_ in shared.waiting) == 2)
+            held["first"].set()  # now both go in one request
+            assert contents(good.result()[0]) == ['"a"\nx'] and not bad.done()
+            many = retriever.open_retriever(url)
+            worse = pool.submit(many.search, ["bad"], 3)
+            until(lambda: asked.count(["bad"]) == 2)
+            assert contents(many.search(["a"], 3)[0]) == ['"a"\nx'] and not worse.done()
             monkeypatch.setattr(retriever, "SILENCE", 0.1)
             error, = retriever.Remote(url).search(["bad"], 3)
-            assert isinstance(error, ConnectionError) and asked.count(["bad"]) == 2
+            assert isinstance(error, ConnectionError) and asked.count(["bad"]) == 3
         finally:
-            go.set()
+            for event in held.values():
+                event.set()
 
 
 @pytest.mark.parametrize("status", [401, 404, 500, None])
@@ -336,7 +344,7 @@ def test_tool_stars_own_server_is_asked_as_it_wants_to_be(address):
 
     seen = []
     with answering(answer) as url:
-        hits = retriever.Remote(url + address).search(["a", "b"], 3)
+        hits = retriever.open_retriever(url + address).search(["a", "b"], 3)
     assert seen == [{"query": ["a", "b"], "top_n": 3, "return_score": False}]
     assert [contents(row) for row in hits] == [['"a"\nx'], ['"b"\nx']]
 

@@ -154,12 +154,16 @@ class Remote:
         self.post = partial(post, httpx2.Client(timeout=SILENCE), self.url)
 
     def search(self, queries, k):
-        if len(queries) > 1 and not self.web:
-            try:
-                return self.send(queries, k)
-            except self.failures:  # one query may have failed all: send each alone
-                pass
         return list(self.pool.map(self.alone, queries, repeat(k)))
+
+    def together(self, queries, k):
+        """The same in one request; None if that fails, which may be the fault of one query."""
+        if len(queries) == 1:
+            return self.search(queries, k)
+        try:
+            return self.send(queries, k)
+        except self.failures:
+            return None
 
     def alone(self, query, k):
         """The hits of a query, or its error."""
@@ -211,6 +215,7 @@ class Shared:
 
     def __init__(self, retriever, workers=1):
         self.retriever, self.lock, self.waiting = retriever, threading.Lock(), []
+        self.together = getattr(retriever, "together", retriever.search)
         self.workers = ThreadPoolExecutor(workers)
 
     def search(self, queries, k):
@@ -221,13 +226,16 @@ class Shared:
             start = len(asked)
             asked.extend(queries)
             ks.append(k)
+        found = scan.result()
+        if found is None:  # each alone, so that nobody waits for the query that has failed all
+            return self.retriever.search(queries, k)
         return [hits if isinstance(hits, ConnectionError) else hits[:k]
-                for hits in scan.result()[start:start + len(queries)]]
+                for hits in found[start:start + len(queries)]]
 
     def scan(self):
         with self.lock:
             asked, ks, _ = self.waiting.pop(0)
-        return self.retriever.search(asked, max(ks)) if asked else []
+        return self.together(asked, max(ks)) if asked else []
 
 
 def find_retriever(name, corpus):
@@ -244,8 +252,8 @@ def open_retriever(name, corpus=None, devices=("cpu",), **more):
     if name.endswith(".json"):
         return Remote(name, **more)
     if name.startswith(HTTP):
-        # most servers scan once per request, so queries go together; a query that hangs holds up
-        # those of its own request alone
+        # most servers scan once per request, so queries go together; one that hangs holds up those
+        # of its own request, and once
         return Shared(Remote(name, **more), REQUESTS)
     return Shared(BM25(corpus) if name == "bm25" else Dense(name, devices))
 

@@ -346,10 +346,8 @@ def load(args, template, device):
     recompute_large(lm, args)
     longest = args.context if "context" in args else args.cutoff
     policy, packed = check_forwards(lm.to(device), template, flash, longest)
-    for name, layer in lm.named_modules():
-        if isinstance(layer, Adapted) and not layer.called:
-            raise Mistake(f"--lora: a {type(lm).__name__} does not call its layer {name}, so an "
-                          "adapter would have no effect there")
+    if args.lora:
+        tell_adapted(lm)
     if dist.is_initialized():  # ranks that pack differ from others in their batches
         agreed = torch.tensor(int(packed), device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
@@ -454,7 +452,7 @@ def check_rotary(policy, alone, longest):
 class Adapted(torch.nn.Linear):
     """A linear layer of weight W (out, in) that computes x (W + ALPHA / R * B A)^T, with an adapter
     of A (R, in) and B (out, R)."""
-    called = False  # a layer whose weight the model reads by itself has no use for an adapter
+    called = False
 
     def forward(self, x):
         self.called = True
@@ -471,8 +469,8 @@ def add_adapters(lm, args):
     """
     torch.manual_seed(args.seed)  # A is equal on all ranks
     lm.requires_grad_(False)
-    weights, head = [*lm.named_parameters(remove_duplicate=False)], lm.get_output_embeddings()
-    owners, found = Counter(id(weight) for _, weight in weights), set()
+    head = lm.get_output_embeddings()
+    owners = Counter(id(weight) for _, weight in lm.named_parameters(remove_duplicate=False))
     for name, layer in lm.named_modules():
         # a subclass computes something else; a weight of two layers cannot get two adapters
         if (type(layer) is torch.nn.Linear and layer is not head and owners[id(layer.weight)] == 1
@@ -483,18 +481,27 @@ def add_adapters(lm, args):
             layer.lora_A = torch.nn.Parameter(A.to(layer.weight))
             layer.lora_B = torch.nn.Parameter(B.to(layer.weight))
             layer.__class__ = Adapted
-            found.add(id(layer.weight))
-    if not found:
-        raise Mistake(f"--lora: a {type(lm).__name__} has no linear layers to adapt")
-    sizes = {id(weight): weight.numel() for _, weight in weights}
-    share = sum(sizes[each] for each in found) / sum(sizes.values())
-    frozen = {name.split(".")[-2] for name, weight in weights
-              if weight.ndim > 1 and id(weight) not in found}
-    say(f"--lora {args.lora}: {share:.1%} of the weights get an adapter, and none: "
-        f"{', '.join(sorted(frozen))}")
     # ZeRO-3 gathers a layer's weights for the backward pass if its input takes a gradient, which
     # the output of the frozen embedding does not
     lm.enable_input_require_grads()
+
+
+def tell_adapted(lm):
+    """After a forward, take the adapters off layers that it has not called, and say which share of
+    the weights has one. Some models read a layer's weight themselves, or have layers for images."""
+    for layer in lm.modules():
+        if isinstance(layer, Adapted) and not layer.called:
+            layer.__class__ = torch.nn.Linear
+            del layer.lora_A, layer.lora_B
+    weights = {name: each for name, each in lm.named_parameters() if ".lora_" not in name}
+    adapted = {name for name in weights
+               if isinstance(lm.get_submodule(name.rpartition(".")[0]), Adapted)}
+    if not adapted:
+        raise Mistake(f"--lora: a {type(lm).__name__} has no linear layers to adapt")
+    share = (sum(weights[name].numel() for name in adapted)
+             / sum(weight.numel() for weight in weights.values()))
+    frozen = {name.split(".")[-2] for name in weights.keys() - adapted if weights[name].ndim > 1}
+    say(f"--lora: {share:.1%} of the weights get an adapter; frozen: {', '.join(sorted(frozen))}")
 
 
 def merge(layer):

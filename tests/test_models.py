@@ -104,7 +104,7 @@ def test_an_architecture_trains_right_or_is_refused(name, plain, one_rank, tmp_p
     name if name in QUICK_LORA else pytest.param(name, marks=pytest.mark.slow) for name in LORA])
 def test_adapters_are_saved_as_they_are_trained_or_refused(name, plain, one_rank, tmp_path):
     tiny_lm(name, SEED).save_pretrained(tmp_path / "model")
-    if name in ("gpt2", "falcon", "mamba", "falcon_mamba", "jamba"):
+    if name in ("gpt2", "falcon"):
         with pytest.raises(Mistake, match="--lora"):
             load(tmp_path / "model", plain, "--lora 4")
         return

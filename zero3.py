@@ -12,6 +12,7 @@ A model under DeepSpeed ZeRO-3: what sft.py, dpo.py, grpo.py and arpo.py share i
 
 The words: the engine is vLLM's, the trainer is DeepSpeed's. runtime.py has what needs no torch.
 """
+import atexit
 import contextlib
 import datetime
 import fcntl
@@ -26,7 +27,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import types
 import warnings
 from collections import Counter
@@ -265,14 +265,19 @@ def watch_ranks():
             return True
 
     def watch():
-        while dist.is_initialized() and not lost():
-            time.sleep(5)
-        time.sleep(10)  # at the end of a run the others are as far
-        if dist.is_initialized():
-            print("a rank of this run has ended early; this one ends, too", file=sys.stderr,
-                  flush=True)
-            os._exit(1)
-    threading.Thread(target=watch, daemon=True).start()
+        while not ended.wait(5):
+            # at the end of a run the others soon end their groups, too
+            if dist.is_initialized() and lost() and not ended.wait(10) and dist.is_initialized():
+                print("a rank of this run has ended early; this one ends, too", file=sys.stderr,
+                      flush=True)
+                os._exit(1)
+
+    def end():  # Python aborts if it ends while a thread is in a call of the store
+        ended.set()
+        thread.join(10)
+    ended, thread = threading.Event(), threading.Thread(target=watch, daemon=True)
+    thread.start()
+    atexit.register(end)
 
 
 def compile_op(name, build):

@@ -61,9 +61,9 @@ def loss(case):
 
     def rollout(_, trainer):
         rows = zip(case["ids"], prompts, strict=True)
-        return {"prompt_ids": [row[:n].tolist() for row, n in rows], "completion_ids": completions("ids"),
-                "logprobs": completions("engine"), "env_mask": completions("mask"),
-                "reward": case["reward"].tolist()}
+        return {"prompt_ids": [row[:n].tolist() for row, n in rows],
+                "completion_ids": completions("ids"), "logprobs": completions("engine"),
+                "env_mask": completions("mask"), "reward": case["reward"].tolist()}
 
     def forward(model, *_, **__):  # instead of a model's
         recompute = case["objective"] == "recompute"

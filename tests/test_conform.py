@@ -1,6 +1,10 @@
 """The conformance kit: its answers are those of our stages, and it names planted departures."""
+import importlib.util
 import json
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,34 +75,59 @@ def test_our_stages_compute_what_they_say(name, one_rank, tmp_path):
     assert verdict == "equal"
 
 
-def swapped(stage, case):
-    return loss_of(stage, case | {"clip_low": case["clip_high"], "clip_high": case["clip_low"]})
+@pytest.mark.parametrize("objective, right, wrong, named", [
+    ("grpo", "(s, weight) for s in group]", "(s, 1 / sum(s.mask) / sum(map(len, kept))) "
+     "for s in group]", "mean over the tokens of each play, then over plays"),
+    ("grpo", "correction=0", "correction=1", "std with ddof 1"),
+    ("dapo", "tokens = [sum(sum(s.mask) for s in group) for group in kept]",
+     "tokens = [sum(sum(s.mask) for s in group) for group in groups.values()]",
+     "overlength plays kept in the denominator"),
+    ("grpo-batch", "clamp(1 - args.clip_low, 1 + args.clip_high)",
+     "clamp(1 - args.clip_high, 1 + args.clip_low)", "clip sides swapped"),
+    ("kl", "away.exp() - away - 1", "(-away).exp() + away - 1", "KL of the other side")])
+def test_a_departure_planted_in_a_stage_is_named(objective, right, wrong, named, one_rank,
+                                                 tmp_path):
+    stage = made("kl", tmp_path) if objective == "kl" else grpo
+    text, path = Path(stage.__file__).read_text(), tmp_path / "planted.py"
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location("planted", path)
+    sys.modules["planted"] = stage = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stage)
+    verdict, factor, _ = conform.judge(lambda case: loss_of(stage, case), CASES, objective)
+    assert verdict == named and factor is not None
 
 
-def reverse_kl(stage, case):
-    """k3 with its arguments swapped; at beta 0 the stage has no KL term."""
-    loss, gradient = loss_of(stage, case | {"beta": 0.0})
-    ended = ~np.isin(case["stop"], grpo.OVERLENGTH)
-    weight = np.zeros_like(case["logps"])
-    for g in np.unique(case["group"][ended]):
-        plays = ended & (case["group"] == g)
-        weight[plays] = case["mask"][plays] / case["mask"][plays].sum() / 6  # of 7 groups, one ends
-    far = case["logps"] - case["reference"]
-    distance = (weight * (np.exp(far) - far - 1)).sum()
-    return loss + case["beta"] * distance, gradient + case["beta"] * weight * (np.exp(far) - 1)
+def test_the_command_reads_a_file_and_says_what_departs(tmp_path):
+    (tmp_path / "mine.py").write_text("def half(case):\n"
+        "    return None if case['objective'] == 'kl' else (1.0, 0.0 * case['logps'] + 1)\n")
+    ran = subprocess.run([sys.executable, conform.__file__, tmp_path / "mine.py:half", "--only",
+                          "kl", "gspo"], capture_output=True, text=True)
+    lines = ran.stdout.splitlines()
+    assert ran.returncode == 1 and "not offered" in lines[1] and "unknown" in lines[2], ran
 
 
-def changed(old, new):
-    """A stage's loss with a line of its code replaced."""
-    def loss(stage, case, folder):
-        text = (ROOT / "grpo.py").read_text()
-        assert old in text
-    return loss
+def test_cases_json_is_what_its_command_makes(tmp_path, monkeypatch):
+    monkeypatch.setattr(conform, "CASES", tmp_path / "cases.json")
+    conform.make()
+    new = json.loads(conform.CASES.read_text())
+    assert new["plays"] == CASES["plays"]
+    for name, expected in CASES["objectives"].items():
+        assert new["objectives"][name]["loss"] == pytest.approx(expected["loss"], rel=1e-10)
 
 
-@pytest.mark.parametrize("objective, departure", [
-    ("grpo", "mean over the tokens of each play, then over plays"),
-    ("grpo", "std with ddof 1"), ("dapo", "overlength plays kept in the denominator"),
-    ("grpo-batch", "clip sides swapped"), ("kl", "KL of the other side")])
-def test_a_planted_departure_is_named(objective, departure, one_rank):
-    ...
+def test_the_gradients_are_slopes_of_the_losses():
+    for name in CASES["objectives"].keys() - {"cispo"}:  # which stops a part of its gradient
+        case, made_by = conform.read(CASES, name), conform.OBJECTIVES[name]
+        step = 1e-6 * np.cos(np.arange(case["logps"].size)).reshape(case["logps"].shape)
+        up, down = (conform.compute(case | {"logps": case["logps"] + sign * step}, made_by)[0]
+                    for sign in (1, -1))
+        slope = (conform.compute(case, made_by)[1] * step).sum()
+        assert up - down == pytest.approx(2 * slope, rel=1e-5), name
+
+
+def test_the_pages_cell_computes_an_objective_from_the_file_alone():
+    (cell,) = re.findall("```python\n(.*?)```", (ROOT / "docs/conform.md").read_text(), re.DOTALL)
+    ran = subprocess.run([sys.executable, "-c", cell], cwd=ROOT, capture_output=True, text=True)
+    loss, expected, gap = map(float, ran.stdout.split())
+    assert loss == pytest.approx(expected, rel=1e-9) and gap < 1e-9

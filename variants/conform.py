@@ -30,8 +30,8 @@ SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "beta": 0.1, "cap": 1.5, "length
 
 # What can differ between two objectives; GRPO's choice of each
 GRPO = {"center": "group", "std": "group", "ddof": 0, "eps": 1e-6, "stats": "all", "sign": 1,
-        "overlength": "out", "cut": "in", "uniform": "in", "norm": "group", "ratio": "token",
-        "old": "engine", "cap": "no", "clip": "stated", "kl": "no",
+        "overlength": "out", "turns": "out", "cut": "in", "uniform": "in", "norm": "group",
+        "ratio": "token", "old": "engine", "cap": "no", "clip": "stated", "kl": "no",
         "tokens": "mask", "shared": "each"}
 OBJECTIVES = {
     "grpo": {}, "grpo-batch": {"norm": "batch"}, "dapo": {"norm": "batch", "uniform": "out"},
@@ -51,8 +51,11 @@ DEPARTURES = {
     "overlength plays left out of mean and std": {"stats": "kept"},
     "overlength plays kept in the denominator": {"overlength": "counted"},
     "overlength plays trained on": {"overlength": "in"},
-    "plays with a cut reply left out of the loss": {"cut": "out"},
-    "plays with a cut reply left out, but kept in the denominator": {"cut": "counted"},
+    "plays stopped by the turn limit trained on": {"turns": "in"},
+    "plays with a cut reply left out": {"cut": "out"},
+    "left out is what has no end token": {"turns": "in", "cut": "out"},
+    "left out, but kept in the denominator, is what has no end token":
+        {"turns": "in", "cut": "counted", "overlength": "counted"},
     "groups of equal reward left out of the denominator": {"uniform": "out"},
     "groups of equal reward kept in the denominator": {"uniform": "in"},
     "divided by the tokens of each group": {"norm": "group"},
@@ -94,6 +97,7 @@ def compute(case, choices):
     c, o = SimpleNamespace(**case), SimpleNamespace(**GRPO | choices)
     groups = [c.group == g for g in np.unique(c.group)]
     over, cut = np.isin(c.stop, OVERLENGTH), c.stop == "format"
+    long = over & ~((c.stop == "turns") & (o.turns == "in"))
     in_stats = ~over if o.stats == "kept" else np.full(len(over), True)
     advantage = advantages(c, o, groups, in_stats)
 
@@ -102,7 +106,7 @@ def compute(case, choices):
     if o.shared == "once":
         mask = mask * (np.arange(mask.shape[1]) >= c.shared[:, None])
     trained, counted = np.full((2, len(over)), True)  # plays in the sum, and in its denominator
-    for plays, choice in (over, o.overlength), (cut, o.cut):
+    for plays, choice in (long, o.overlength), (cut, o.cut):
         trained[plays] &= choice == "in"
         counted[plays] &= choice != "out"
     if o.uniform == "out":

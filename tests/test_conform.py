@@ -99,12 +99,12 @@ def test_a_departure_planted_in_a_stage_is_named(objective, right, wrong, named,
 
 
 def test_the_command_reads_a_file_and_says_what_departs(tmp_path):
-    (tmp_path / "mine.py").write_text("def half(case):\n"
-        "    return None if case['objective'] == 'kl' else (1.0, 0.0 * case['logps'] + 1)\n")
-    ran = subprocess.run([sys.executable, conform.__file__, tmp_path / "mine.py:half", "--only",
+    (tmp_path / "mine.py").write_text("def flat(case):\n"
+        "    return None if case['objective'] == 'kl' else (1.0, 0 * case['logps'])\n")
+    ran = subprocess.run([sys.executable, conform.__file__, tmp_path / "mine.py:flat", "--only",
                           "kl", "gspo"], capture_output=True, text=True)
     lines = ran.stdout.splitlines()
-    assert ran.returncode == 1 and "not offered" in lines[1] and "unknown" in lines[2], ran
+    assert ran.returncode == 1 and "not offered" in lines[1] and "gradient is 0" in lines[2]
 
 
 def test_cases_json_is_what_its_command_makes(tmp_path, monkeypatch):

@@ -174,12 +174,12 @@ def surrogate(w, a, logps, clip, c):
 
 def kl(logps, reference, kind, w):
     """An estimate of the distance to the reference, and its derivative by the log-probability."""
-    far = reference - logps
-    return {"no": (0 * far, 0 * far), "k1": (-far, 0 * far + 1), "k2": (far**2 / 2, -far),
-            "k3": (np.exp(far) - far - 1, 1 - np.exp(far)),
-            "k3 w": (w * (np.exp(far) - far - 1), -w * far),
-            "negative": (far + 1 - np.exp(far), np.exp(far) - 1),
-            "k3 reverse": (np.exp(-far) + far - 1, np.exp(-far) - 1)}[kind]
+    gap = reference - logps
+    return {"no": (0 * gap, 0 * gap), "k1": (-gap, 0 * gap + 1), "k2": (gap**2 / 2, -gap),
+            "k3": (np.exp(gap) - gap - 1, 1 - np.exp(gap)),
+            "k3 w": (w * (np.exp(gap) - gap - 1), -w * gap),
+            "negative": (gap + 1 - np.exp(gap), np.exp(gap) - 1),
+            "k3 reverse": (np.exp(-gap) + gap - 1, np.exp(-gap) - 1)}[kind]
 
 
 # --------------------------------------------------------------------------------------- the cases
@@ -304,7 +304,8 @@ def explain(found, case, choices):
                     tried[frozenset([*names, name])] = (
                         far(compute(case, new), found), (*names, name), new)
         ranked = sorted(tried.values(), key=lambda t: t[0])
-        if equal := [" + ".join(names) for gap, names, _ in ranked if gap < TOLERANCE]:
+        if equal := [" + ".join(name for name in DEPARTURES if name in names)
+                     for gap, names, _ in ranked if gap < TOLERANCE]:
             return " OR ".join(equal)
         nearest = [(names, made) for _, names, made in ranked[:WIDTH]]
     return ""
@@ -322,8 +323,10 @@ def judge(function, cases, objective):
                          f"case['logps'] has {right[1].shape}")
     if far(found, right) < TOLERANCE:
         return "equal", None, None
+    if not np.linalg.norm(found[1]) > 0:
+        return "the gradient is 0 or not a number", 0.0, 0.0
     size, dot = np.linalg.norm(right[1]), (found[1] * right[1]).sum()
-    factor, cosine = dot / size**2, dot / size / max(np.linalg.norm(found[1]), 1e-300)
+    factor, cosine = dot / size**2, dot / size / np.linalg.norm(found[1])
     verdict = explain(found, case, GRPO | OBJECTIVES[objective])
     if not verdict and far((right[0], found[1]), right) < TOLERANCE:
         verdict = "the gradient is equal, the loss is another number"

@@ -183,7 +183,7 @@ def take_observation(s, observation, template, args):
     s.episode.finish(observation)
     ids = template.between(s.episode.messages[-1], closed=s.ids[-1] in template.ends)
     append(s, ids[:args.context - len(s.ids)])  # drop what exceeds the context
-    if len(s.ids) >= args.context:
+    if len(s.ids) >= args.context and not s.episode.stop:  # a world may have ended the play
         s.episode.stop = "context"
     return not s.episode.stop
 

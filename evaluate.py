@@ -339,7 +339,7 @@ def play_observation(episode, ids, observation, template, max_context):
         ids[:] = episode.tokens_again(ids, template)
     else:
         ids += template.between(episode.messages[-1], closed=ids[-1] in template.ends)
-    if len(ids) >= max_context:
+    if len(ids) >= max_context and not episode.stop:
         episode.stop = "context"
 
 

@@ -632,7 +632,10 @@ def check_weights(llm, trainer):
         if (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype):
             compared += 1
             wrong += [name] * (checksum(ours) != checksum(theirs))
-    if wrong or not compared:
+    if not compared:  # as in models that are published inside an image model
+        warnings.warn("no weight has one name in engine and trainer: only log-probabilities are "
+                      "compared", stacklevel=2)
+    if wrong:
         raise RuntimeError(f"the engine does not have the trainer's weights: {len(wrong)} of "
                            f"{compared} compared tensors differ, {wrong[:3]}")
 

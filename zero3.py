@@ -240,14 +240,17 @@ def setup():
     return dist.get_rank(), dist.get_world_size(), device
 
 
+LEFT = threading.Event()  # set where this rank waits for no other any more
+
+
 def watch_ranks():
     """End this process within a minute of another rank's early end, in which it would wait for it
     in vain: NCCL does not notice that a rank of its node has died, and torchrun waits for the
     others as long as --shutdown-timeout says.
 
     A thread looks every few seconds whether the processes of this node exist, which a slow rank's
-    does, and tells the other nodes in the store. A rank that leaves in order ends its process group
-    first, and so must all others within a few seconds.
+    does, and tells the other nodes in the store. A rank that leaves in order sets LEFT or ends its
+    process group, and so must all others within a few seconds.
     """
     store = dist.distributed_c10d._get_default_store().clone()  # nothing else waits for the clone
     first = dist.get_rank() - int(os.environ["LOCAL_RANK"])
@@ -265,17 +268,17 @@ def watch_ranks():
             return True
 
     def watch():
-        while not ended.wait(5):
+        while not LEFT.wait(5):
             # at the end of a run the others soon end their groups, too
-            if dist.is_initialized() and lost() and not ended.wait(10) and dist.is_initialized():
+            if dist.is_initialized() and lost() and not LEFT.wait(10) and dist.is_initialized():
                 print("a rank of this run has ended early; this one ends, too", file=sys.stderr,
                       flush=True)
                 os._exit(1)
 
     def end():  # Python aborts if it ends while a thread is in a call of the store
-        ended.set()
+        LEFT.set()
         thread.join(10)
-    ended, thread = threading.Event(), threading.Thread(target=watch, daemon=True)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     atexit.register(end)
 
@@ -717,7 +720,7 @@ def save_checkpoint(trainer, args, step, last):
                 shutil.rmtree(other)
         dist.barrier()
     if last:
-        dist.destroy_process_group()  # before the process ends: see watch_ranks
+        LEFT.set()
         sys.exit(f"stopped and saved after update {step}; repeat the command with --resume to "
                  "continue")
 

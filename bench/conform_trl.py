@@ -28,6 +28,7 @@ CONFIG = {
     "cispo": {"loss_type": "cispo"}, "kl": {"loss_type": "grpo"},
     "recompute": {"loss_type": "grpo", "vllm_importance_sampling_mode": "token_truncate"},
     "arpo": {"loss_type": "grpo"}}
+# Dataset.from_list hashes its table, which failed with datasets 5.2.0 and pyarrow 24 to 26
 ROWS = Dataset(InMemoryTable(pyarrow.table({"prompt": ["0"]})), fingerprint="one row")
 WORDS = [str(i) for i in range(10)] + ["<end>"]
 

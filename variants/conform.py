@@ -33,7 +33,7 @@ GRPO = {"center": "group", "std": "group", "ddof": 0, "eps": 1e-6, "stats": "all
         "overlength": "out", "turns": "out", "cut": "in", "uniform": "in", "norm": "group",
         "ratio": "token", "old": "engine", "cap": "no", "clip": "stated", "kl": "no",
         "tokens": "mask", "shared": "each"}
-OBJECTIVES = {
+OBJECTIVES = {  # docs/conform.md has their equations
     "grpo": {}, "grpo-batch": {"norm": "batch"}, "dapo": {"norm": "batch", "uniform": "out"},
     "dr-grpo": {"std": "no", "norm": "length"}, "rloo": {"center": "others", "std": "no"},
     "gspo": {"ratio": "play", "norm": "play of group"}, "cispo": {"clip": "stop"},
@@ -331,7 +331,7 @@ def judge(function, cases, objective):
     if not verdict and far((right[0], found[1]), right) < TOLERANCE:
         verdict = "the gradient is equal, the loss is another number"
     if not verdict and cosine > 1 - TOLERANCE**2:
-        verdict = "a factor"
+        verdict = "the right gradient times this factor"
     return verdict or "unknown departure", factor, cosine
 
 

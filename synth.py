@@ -121,7 +121,7 @@ def split_of(task, database):
     return "val" if val_pair else "train"
 
 
-def sample_task(rng, database, days, level, like, dates, benchmark=False):
+def sample_task(rng, database, days, level, like, dates, kinds=None):
     """The elements of a task as [1] and [2] draw them, without budget and query; None if the draw
     is infeasible. A trip by air needs three flights out and three back to choose from; a trip by
     road is at most 600 km long on the way out [2]. In a small world one flight or any road will do.
@@ -129,7 +129,7 @@ def sample_task(rng, database, days, level, like, dates, benchmark=False):
     people = 1
     if level != "easy":
         people = 2 if rng.random() < 0.5 else rng.randint(3, 8)
-    wish, by_air = sample_wishes(rng, level, people, benchmark), rng.random() < 0.9
+    wish, by_air = sample_wishes(rng, level, people, kinds), rng.random() < 0.9
     if wish["transportation"]:
         by_air = wish["transportation"] == "no self-driving"
     flights, longest = (3, 600) if like == "paper" else (1, math.inf)
@@ -159,16 +159,17 @@ def sample_task(rng, database, days, level, like, dates, benchmark=False):
     return task if any(connected(city, org, task["date"][-1]) for city in stops) else None
 
 
-def sample_wishes(rng, level, people, benchmark=False):
+def sample_wishes(rng, level, people, kinds=None):
     """{wish: its value, or None}. An easy task has no wish, a medium task has one. A hard task of
     [2] has two and also rules out a means of transport; one of the benchmark has any three of the
-    four kinds, and always four cuisines where [2] has two or three."""
-    wish, kinds = dict.fromkeys(WISHES), ()
-    if benchmark:
-        kinds, = rng.choices(*zip(*BENCHMARK[level].items(), strict=True))
-    elif level == "medium":
+    four kinds, and always four cuisines where [2] has two or three. kinds: of BENCHMARK; None: as
+    in [2]."""
+    wish, benchmark = dict.fromkeys(WISHES), kinds is not None
+    if not benchmark:
+        kinds = ()
+    if not benchmark and level == "medium":
         kinds = [rng.choice(("house rule", "cuisine", "room type"))]
-    elif level == "hard":
+    if not benchmark and level == "hard":
         pairs = ("house rule", "cuisine"), ("cuisine", "room type"), ("house rule", "room type")
         kinds = (*rng.choices(pairs, (3, 3, 4))[0], "transportation")
     if "transportation" in kinds:
@@ -209,17 +210,24 @@ def close_budget(rng, task, database):
     return 10 * math.ceil(least / rng.uniform(0.3, 0.8) / 10) if least < math.inf else None
 
 
+def cells_of(args):
+    """The kinds of tasks that a file has in proportion, {(days, level, wishes): its weight in the
+    level}. wishes: of BENCHMARK if --like asks for it, else None, which leaves them to the draw."""
+    wishes = BENCHMARK if args.like == "benchmark" else dict.fromkeys(LEVELS, {None: 1})
+    return {(days, level, kinds): weight for days in args.days for level in LEVELS
+            for kinds, weight in wishes[level].items()}
+
+
 def make_task(args, index):
     """The task of this index, or None if the draw is infeasible. It depends on nothing but the
     flags and the index."""
     rng, worlds = random.Random(f"{args.seed}/{index}"), open_once(args.database).worlds
     name = list(worlds)[stable_draw(f"world/{args.seed}/{index}") % len(worlds)]
     database = worlds[name]
-    kinds = list(itertools.product(args.days, LEVELS))
+    days, level, kinds = (cells := list(cells_of(args)))[index % len(cells)]
     small = all(len(world.cities) < 100 for world in worlds.values())
     like = args.like if args.like in GRAMMARS else "tiny" if small else "paper"
-    task = sample_task(rng, database, *kinds[index % len(kinds)], like, args.dates,
-                       args.like == "benchmark")
+    task = sample_task(rng, database, days, level, like, args.dates, kinds)
     if task is None or args.split not in ("all", split_of(task, database)):
         return None
     if like == "paper":
@@ -260,14 +268,17 @@ def tasks(args):
     index of the last task that was kept."""
     keys = {key_of(task) for path in args.exclude for task in load(path)}
     args.days = list(dict.fromkeys(args.days))
-    kinds, lack, pairs = list(itertools.product(args.days, LEVELS)), {}, Counter()
+    cells, lack, pairs = cells_of(args), {}, Counter()
     for level, n in zip(LEVELS, portions(args.n, args.levels), strict=True):
-        parts = portions(n, [1] * len(args.days))
-        lack |= {(days, level): part for days, part in zip(args.days, parts, strict=True)}
+        each = sorted((cell for cell in cells if cell[1] == level), key=lambda cell: str(cell[2]))
+        lack |= zip(each, portions(n, list(map(cells.get, each))), strict=True)
+    kinds = list(cells)
 
     def take(task):
         """Count a task and return True, unless it is known or its kind or pair is complete."""
-        key, kind, pair = key_of(task), (task["days"], task["level"]), (task["org"], task["dest"])
+        key, pair = key_of(task), (task["org"], task["dest"])
+        wishes = tuple(filter(task["local_constraint"].get, WISHES))
+        kind = task["days"], task["level"], wishes if args.like == "benchmark" else None
         fits = lack.get(kind, 0) > 0 and key not in keys and pairs[pair] < args.per_pair
         if fits:
             keys.add(key)
@@ -533,7 +544,8 @@ def flags(argv=None):
     add("--n", type=COUNT, default=1000, help="number of tasks")
     add("--like", choices=[*GRAMMARS, "benchmark"], help="tiny: short queries, budgets near the "
         "least cost; paper: as [1] and [2] draw them; unset: tiny if the database has fewer than "
-        "100 cities, else paper; benchmark: the same, with the wishes of [1]'s public queries")
+        "100 cities, else paper; benchmark: the same, with kinds of wishes in the proportions of "
+        "[1]'s public queries")
     add("--days", type=int, nargs="+", choices=(3, 5, 7), default=[3, 5, 7], help="of the trips")
     add("--levels", type=NATURAL, nargs=3, default=[4, 3, 3], metavar=("EASY", "MEDIUM", "HARD"),
         help="the ratio of the levels [2]")

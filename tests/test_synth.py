@@ -101,20 +101,19 @@ def test_training_and_validation_share_no_places_and_no_dates(mini, tmp_path):
     assert {task["dest"] in reserved for task in val} == {True, False}
 
 
-def test_the_benchmarks_wishes_are_drawn_as_its_public_queries_have_them(test_data):
-    def shares(pairs):
+def test_the_benchmarks_wishes_are_in_the_proportions_of_its_public_queries(test_data, out):
+    def shares(tasks):
         """{(level, the kinds of its wishes): per cent of that level}, the numbers of cuisines."""
-        kinds = [(level, tuple(filter(wish.get, synth.WISHES))) for level, wish in pairs]
+        wishes = [(task["level"], task["local_constraint"]) for task in tasks]
+        kinds = [(level, tuple(filter(wish.get, synth.WISHES))) for level, wish in wishes]
         levels = Counter(level for level, _ in kinds)
-        cuisines = {(level, len(wish["cuisine"])) for level, wish in pairs if wish["cuisine"]}
+        cuisines = {(level, len(wish["cuisine"])) for level, wish in wishes if wish["cuisine"]}
         return {kind: 100 * n / levels[kind[0]] for kind, n in Counter(kinds).items()}, cuisines
 
-    published = [(task["level"], task["local_constraint"]) for file in ("train_45", "val_102")
+    published = [task for file in ("train_45", "val_102")
                  for task in read_jsonl(test_data / "travelplanner" / f"{file}.jsonl")]
-    rng = random.Random(SEED)
-    drawn = [(level, synth.sample_wishes(rng, level, rng.randint(2, 8), benchmark=True))
-             for level in synth.LEVELS for _ in range(20_000)]
-    (theirs, cuisines), (ours, drawn_cuisines) = shares(published), shares(drawn)
+    (theirs, cuisines), (ours, drawn_cuisines) = shares(published), shares(made(
+        out, "tasks", "--like", "benchmark", "--n", 120, "--levels", 1, 2, 3, "--seed", SEED))
     assert len(published) == 147 and ours.keys() == theirs.keys()
     assert all(abs(ours[kind] - share) < 3 for kind, share in theirs.items())
     assert drawn_cuisines == cuisines == {("medium", 2), ("hard", 4)}

@@ -58,8 +58,9 @@ def forks(axis, plays):
 
 
 if __name__ == "__main__":
-    for draw, path, height in zip((group, mask, packed, forks), sys.argv[1:2] * 3 + sys.argv[2:3],
-                                  (2.6, 3, 1.3, 2.6), strict=True):
+    grpo, arpo = sys.argv[1:]
+    for draw, path, height in ((group, grpo, 2.6), (mask, grpo, 3), (packed, grpo, 1.3),
+                               (forks, arpo, 2.6)):
         queries = [list(plays) for _, plays in groupby(read_jsonl(path), lambda row: row["query"])]
         figure, axis = plt.subplots(figsize=(8.4, height), layout="constrained")
         # the query whose plays differ most, or fork most

@@ -16,10 +16,8 @@ A malformed value in a plan makes the check that reads it False, with a reason, 
 reference programs raise an exception. A task without a needed key is the caller's Mistake.
 """
 import ast
-import json
 import math
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -36,7 +34,6 @@ ROOM_TYPES = {"entire room": "Entire home/apt", "private room": "Private room",
               "shared room": "Shared room"}
 SCORES = ("cs_micro", "cs_macro", "hard_micro", "hard_macro", "success")
 LONGEST = 2000  # characters in which "from .. to" is searched for
-THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")  # 1,920
 
 
 def need(task, key):
@@ -47,14 +44,11 @@ def need(task, key):
 
 
 def literal(value):
-    """The value that a file holds as text: a Python literal, JSON, or a number such as 1,920. What
-    is none of these stays as it is."""
-    if isinstance(value, str):
-        text = value.replace(",", "") if THOUSANDS.fullmatch(value) else value
-        for read in ast.literal_eval, json.loads:
-            with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-                return read(text)
-    return value
+    """The value of a text that is a Python literal; what is none stays as it is."""
+    try:
+        return ast.literal_eval(value) if isinstance(value, str) else value
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return value
 
 
 # ---------------------------------------------------------------------------------------- reading

@@ -7,8 +7,10 @@ The travel world of the stages (docs/environment.md): TravelPlanner's tasks, too
 --env travel opens this module by name. Its flags are --database, --system-prompt,
 --failure-rate, --reader and --reader-key.
 """
+import json
 import os
 import re
+from contextlib import suppress
 
 from format_plan import CONCURRENCY, COSTS, Reader, add_reader_flags, open_reader
 from runtime import SHARE, Mistake
@@ -32,6 +34,7 @@ LEVELS = ("easy", "medium", "hard")
 WISHES = {"house rule": HOUSE_RULES, "room type": (*ROOM_TYPES, "not shared room"),
           "transportation": ("no flight", "no self-driving")}
 DATE = re.compile(r"\d{4}-\d\d-\d\d")
+THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")  # 1,920
 LARGEST = 10**9  # of people and dollars; the solver's arithmetic ends at 10**16
 NO_WISH = ("", "None", "none", "null", "nan", "NaN")  # how files write that there is no wish
 
@@ -63,7 +66,7 @@ def open_world(args):
 
 def load_task(row):
     """A task from a record of TravelPlanner, of STAR or of ours. A Mistake names the key."""
-    task = {key: literal(value) if key in PRINTED else value for key, value in row.items()
+    task = {key: printed(value) if key in PRINTED else value for key, value in row.items()
             if key not in ("reference_information", "annotated_plan")}
     asked = wish_in(task.pop("constraint", None) or task.get("local_constraint")) or {}
     if not isinstance(asked, dict):
@@ -81,6 +84,15 @@ def load_task(row):
         if not right:
             raise Mistake(f"{key!r} is {(task | wish)[key]!r:.60}; it must be {demand}")
     return task
+
+
+def printed(value):
+    """The value that a file holds as JSON, as a Python literal or as a number like 1,920."""
+    if isinstance(value, str):
+        value = value.replace(",", "") if THOUSANDS.fullmatch(value) else value
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return literal(value)
 
 
 def wish_in(value):

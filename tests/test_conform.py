@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, flags_of
-from test_variants import CPU, made
+from test_variants import CPU, make
 
 import arpo
 import grpo
@@ -70,7 +70,7 @@ def loss_of(stage, case):
 
 @pytest.mark.parametrize("name", CASES["objectives"])
 def test_our_stages_compute_what_they_say(name, one_rank, tmp_path):
-    stage = made(name, tmp_path) if name in VARIANTS else arpo if name == "arpo" else grpo
+    stage = make(name, tmp_path) if name in VARIANTS else arpo if name == "arpo" else grpo
     verdict, *_ = conform.judge(lambda case: loss_of(stage, case), CASES, name)
     assert verdict == "equal"
 
@@ -87,7 +87,7 @@ def test_our_stages_compute_what_they_say(name, one_rank, tmp_path):
     ("kl", "away.exp() - away - 1", "(-away).exp() + away - 1", "KL of the other side")])
 def test_a_departure_planted_in_a_stage_is_named(objective, right, wrong, named, one_rank,
                                                  tmp_path):
-    stage = made("kl", tmp_path) if objective == "kl" else grpo
+    stage = make("kl", tmp_path) if objective == "kl" else grpo
     text, path = Path(stage.__file__).read_text(), tmp_path / "planted.py"
     assert text.count(right) == 1
     path.write_text(text.replace(right, wrong))

@@ -14,7 +14,7 @@ KNOWN = json.loads((ROOT / "docs" / "paper.json").read_text(encoding="utf-8"))
 TABLES, FLAGS, FACTORS = (KNOWN[name] for name in ("tables", "flags", "factors"))
 SIZES = ("1.5b", "3b", "7b")
 DEFAULTS = {"sft.py": ("sft",), "grpo.py": ("rl",), "arpo.py": ("rl",), "evaluate.py": ("play",),
-            "qa_eval.py": ("play", "questions"), "toolstar/pairs.py": ("star-pairs",)}
+            "qa_eval.py": ("play", "questions"), "toolstar/__main__.py": ("star-pairs",)}
 
 
 def number(where):

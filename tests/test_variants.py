@@ -109,26 +109,28 @@ def expected(name, new, args):
     raise KeyError(f"write down the loss of variants/{name}.diff here")
 
 
+@cache
+def make(name, folder):
+    """The module of a variant, made once in a folder, by the command that the README gives."""
+    path = folder / f"grpo_{name.replace('-', '_')}.py"
+    patch = subprocess.run(["patch", "-o", path, ROOT / "grpo.py", ROOT / "variants" /
+                            f"{name}.diff"], capture_output=True, text=True)
+    assert not patch.returncode and not re.search("FAILED|fuzz", patch.stdout), (
+        f"variants/{name}.diff no longer applies to grpo.py. Mend it by hand: apply it "
+        f"with patch, edit the result, and diff -U2 it against grpo.py\n{patch.stdout}")
+    ruff = [sys.executable, "-m", "ruff", "check", "--config", ROOT / "pyproject.toml", path]
+    assert not subprocess.run(ruff).returncode
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """made(name) -> the module of a variant, made once, by the command that the README gives."""
+    """made(name) -> the module of a variant."""
     folder = tmp_path_factory.mktemp("variants")
-
-    @cache
-    def make(name):
-        path = folder / f"grpo_{name.replace('-', '_')}.py"
-        patch = subprocess.run(["patch", "-o", path, ROOT / "grpo.py", ROOT / "variants" /
-                                f"{name}.diff"], capture_output=True, text=True)
-        assert not patch.returncode and not re.search("FAILED|fuzz", patch.stdout), (
-            f"variants/{name}.diff no longer applies to grpo.py. Mend it by hand: apply it "
-            f"with patch, edit the result, and diff -U2 it against grpo.py\n{patch.stdout}")
-        ruff = [sys.executable, "-m", "ruff", "check", "--config", ROOT / "pyproject.toml", path]
-        assert not subprocess.run(ruff).returncode
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    return make
+    return lambda name: make(name, folder)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,8 +6,6 @@ Draw the pictures of docs/why.md from real plays, as --microscope writes them.
 import sys
 from itertools import groupby
 
-import matplotlib.pyplot as plt
-
 from runtime import read_jsonl
 
 PROMPT, RESULT, GOOD, BAD = "#d9d9d9", "#a6bddb", "#41ab5d", "#ef6548"
@@ -58,6 +56,8 @@ def forks(axis, plays):
 
 
 if __name__ == "__main__":
+    import matplotlib.pyplot as plt
+
     grpo, arpo = sys.argv[1:]
     for draw, path, height in ((group, grpo, 2.6), (mask, grpo, 3), (packed, grpo, 1.3),
                                (forks, arpo, 2.6)):

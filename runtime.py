@@ -675,7 +675,7 @@ def load_world(env):
         module = import_file(name)
         return importlib.import_module(WORLDS[":"]) if ":" in env else module
     except ModuleNotFoundError as error:
-        if error.name not in ("adapters", name.partition(".")[0]):
+        if error.name not in ("adapters", Path(name).name.partition(".")[0]):
             raise  # a package that the world imports
         raise Mistake(f"--env {env} needs {error.name}, which is not here: copy the folder "
                       f"{error.name}/ too, or name another module or file") from None

@@ -211,7 +211,8 @@ def test_flags_are_read_without_torch_and_folders_that_were_not_copied_are_named
     assert done.returncode == 0 and "--prompts" in done.stdout and "| torch\n" not in done.stderr
     for words, said in (("--env cat_world.py --promts 4", "unrecognized arguments: --promts 4"),
                         ("--prompts 4", "needs travel, .* copy the folder travel/ too"),
-                        ("--env guess.py:Guess", "needs adapters, .* copy the folder adapters/")):
+                        ("--env guess.py:Guess", "needs adapters, .* copy the folder adapters/"),
+                        ("--env there/none.py:Guess", "needs none, .* name another module")):
         done = run(folder, "grpo.py", *words.split())
         assert done.returncode == 2 and re.search(said, done.stderr), done.stderr
         assert done.stderr.count("\n") == 1

@@ -45,8 +45,8 @@ from typing import NamedTuple
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Mistake, Parser
 
-# Shapes: P pairs, B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H
-# hidden size, V vocabulary. (2, P): of the chosen episodes, then of the rejected ones.
+# Shapes: P pairs, N policy tokens of a micro-batch. (2, P): of the chosen episodes, then of the
+# rejected ones.
 
 
 def flags():

@@ -26,9 +26,6 @@ import time
 import runtime
 from runtime import AMOUNT, COUNT, NATURAL, POSITIVE, SEED, SHARE, Help, Mistake, Parser
 
-# Shapes: B rows of a micro-batch, T tokens of a row, N policy tokens of a micro-batch, H hidden
-# size, V vocabulary.
-
 
 def flags():
     p = Parser(description=__doc__, formatter_class=Help)
@@ -126,13 +123,15 @@ def main():
     # (1) render the episodes
     template = runtime.load_template(args.model)
     samples, dropped = load_samples(args.data, template, args.cutoff)
-    val = load_samples(args.val, template, args.cutoff)[0] if args.val else []
+    val, val_dropped = load_samples(args.val, template, args.cutoff) if args.val else ([], {})
     policy, packed = zero3.load(args, template, device)
     trainer = zero3.shard(policy, args, device)
     steps = args.steps or math.ceil(args.epochs * len(samples) / args.batch)
     start = zero3.restore(trainer, args)
     interrupted = zero3.watch_sigterm()
     runtime.say(f"sft: {len(samples)} episodes; dropped: {dropped}")
+    if val:
+        runtime.say(f"held out: {len(val)} episodes; dropped: {val_dropped}")
     runtime.say(f"{steps} updates of {args.batch}, {ranks} ranks, "
                 f"{'packed' if packed else 'padded'} rows")
     for step in range(start, steps):

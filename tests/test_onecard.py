@@ -97,7 +97,7 @@ def test_an_engine_that_lacks_an_update_is_found_in_any_precision(dtype, policy)
     weight.data[3, 4] += weight.data[3, 4].abs() / 64
     differ()
     llm.apply_model = lambda look: [look(torch.nn.Linear(4, 4))]
-    with pytest.raises(RuntimeError, match="0 of 0"):
+    with pytest.warns(UserWarning):  # it compared nothing
         zero3.check_weights(llm, trainer)
 
 

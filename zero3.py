@@ -275,9 +275,11 @@ def watch_ranks():
                       flush=True)
                 os._exit(1)
 
-    def end():  # Python aborts if it ends while a thread is in a call of the store
+    def end():
+        if dist.is_initialized() and not LEFT.is_set():
+            lost()  # says so: a process can hang later than this, too, in what NCCL ends
         LEFT.set()
-        thread.join(10)
+        thread.join(10)  # Python aborts if it ends while a thread is in a call of the store
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     atexit.register(end)

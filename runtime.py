@@ -117,7 +117,8 @@ def trainer_flags(p, tokens):
     add("--lora", type=COUNT, default=0, metavar="R", help="train adapters of rank R at all linear "
         "layers but the head, experts and routers; use about 10 times the --lr (add_adapters)")
     add = p.add_argument_group("running").add_argument
-    add("--save-every", type=NATURAL, default=20, help="updates between two checkpoints; 0: none")
+    add("--save-every", type=NATURAL, default=20, help="updates between two checkpoints; 0: none. "
+        "One takes 12 to 14 bytes of disk a trained parameter; it stays until the next is complete")
     add("--resume", action="store_true", help="resume from the last checkpoint in OUT, if any")
     add("--track", choices=("wandb", "trackio"), help="also log to this package")
     return add

@@ -244,13 +244,12 @@ LEFT = threading.Event()  # set where this rank waits for no other any more
 
 
 def watch_ranks():
-    """End this process within a minute of another rank's early end, in which it would wait for it
-    in vain: NCCL does not notice that a rank of its node has died, and torchrun waits for the
-    others as long as --shutdown-timeout says.
+    """End this process within a minute of another rank's early end, or it would wait for it in vain:
+    NCCL does not notice a dead rank, and torchrun waits as long as --shutdown-timeout says.
 
-    A thread looks every few seconds whether the processes of this node exist, which a slow rank's
-    does, and tells the other nodes in the store. A rank that leaves in order sets LEFT or ends its
-    process group, and so must all others within a few seconds.
+    A thread looks every few seconds whether the processes of this node exist, and tells the other
+    nodes in the store; of a node that is lost as a whole, nobody tells. A rank that leaves in order
+    sets LEFT or ends its process group, and so must all others within a few seconds.
     """
     store = dist.distributed_c10d._get_default_store().clone()  # nothing else waits for the clone
     first = dist.get_rank() - int(os.environ["LOCAL_RANK"])
@@ -277,7 +276,7 @@ def watch_ranks():
 
     def end():
         if dist.is_initialized() and not LEFT.is_set():
-            lost()  # says so: a process can hang later than this, too, in what NCCL ends
+            lost()  # tells it: a process can still hang after this, while NCCL ends
         LEFT.set()
         thread.join(10)  # Python aborts if it ends while a thread is in a call of the store
     thread = threading.Thread(target=watch, daemon=True)
@@ -508,8 +507,7 @@ def tell_adapted(lm):
                if isinstance(lm.get_submodule(name.rpartition(".")[0]), Adapted)}
     if not adapted:
         raise Mistake(f"--lora: a {type(lm).__name__} has no linear layers to adapt")
-    share = (sum(weights[name].numel() for name in adapted)
-             / sum(weight.numel() for weight in weights.values()))
+    share = sum(weights[name].numel() for name in adapted) / sum(map(torch.numel, weights.values()))
     frozen = {name.split(".")[-2] for name in weights.keys() - adapted if weights[name].ndim > 1}
     say(f"--lora: {share:.1%} of the weights get an adapter; frozen: {', '.join(sorted(frozen))}")
 

@@ -244,8 +244,8 @@ LEFT = threading.Event()  # set where this rank waits for no other any more
 
 
 def watch_ranks():
-    """End this process within a minute of another rank's early end, or it would wait for it in vain:
-    NCCL does not notice a dead rank, and torchrun waits as long as --shutdown-timeout says.
+    """End this process within a minute of another rank's early end, or it would wait in vain: NCCL
+    does not notice a dead rank, and torchrun waits as long as --shutdown-timeout says.
 
     A thread looks every few seconds whether the processes of this node exist, and tells the other
     nodes in the store; of a node that is lost as a whole, nobody tells. A rank that leaves in order

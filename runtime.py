@@ -448,6 +448,8 @@ def read_talk(messages, template, row):
         if role == "assistant":
             content = content.removesuffix(template.end_text)  # some data sets write it
             content = with_thought(content, thoughts[0]) if thoughts else content
+            if not all(thought.strip() in content for thought in thoughts):
+                raise Mistake(f"message {number} has two thoughts, and one would be left out")
             if template.escape(content) != content:
                 raise Mistake(f"a reply contains a mark of the template: {content!r:.200}")
         talk.append({"role": role, "content": content, "untrained": 0 in marks})

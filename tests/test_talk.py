@@ -37,7 +37,7 @@ SECOND = "\n<|im_start|>user\nn<|im_end|>\n<|im_start|>assistant\n"
 
 @pytest.mark.parametrize("messages, text", [
     ([reply("x", reasoning_content="I think")], "[<think>I think</think>\nx<|im_end|>]"),
-    ([reply("x", thinking="T")], "[<think>T</think>\nx<|im_end|>]"),
+    ([reply("x", thinking="T", reasoning="T")], "[<think>T</think>\nx<|im_end|>]"),
     ([reply("bad", weight=0), NEXT, reply("good", weight=1)],
      f"bad<|im_end|>{SECOND}[good<|im_end|>]"),
     ([reply("bad", loss=False), NEXT, reply("good")], f"bad<|im_end|>{SECOND}[good<|im_end|>]"),
@@ -60,6 +60,8 @@ def test_what_a_row_says_beside_its_texts_decides_what_is_trained_on(chatml, mes
     *(([reply("x", **{field: value})], {}, f"2.*'{field}'") for field, value in (
         ("name", "bob"), ("masked", False), ("loss_scale", 0), ("mask", 1))),
     ([reply("x", weight=0.5)], {}, "2.*0.5"), ([reply("x", thinking=[{"text": "T"}])], {}, "2"),
+    ([reply("x", thinking="T", reasoning="U")], {}, "2.*two"),
+    ([reply("<think>T</think>x", reasoning="U")], {}, "2.*two"),
     ([reply("x"), NEXT | {"thinking": "T"}], {}, "3.*user"),
     ([reply("x"), NEXT | {"train": True}], {}, "3.*user"),
     ([reply([{"text": "x"}])], {}, "2.*'content'"),
@@ -82,7 +84,8 @@ ALPACA = {"instruction": "q", "input": "", "output": "x"}
 CALLS = {"tools": [{"name": "f"}], "messages": [
     {"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [
         {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}]},
-    {"role": "tool", "tool_call_id": "1", "content": "y"}, {"role": "assistant", "content": "z"}]}
+    {"role": "tool", "tool_call_id": "1", "content": "y"},
+    {"role": "assistant", "content": "z", "reasoning": "T"}]}
 
 
 def test_other_forms_are_refused_with_row_and_field_and_the_page_converts_them(chatml, tmp_path):
@@ -103,7 +106,7 @@ def test_other_forms_are_refused_with_row_and_field_and_the_page_converts_them(c
     assert texts[2] == (
         f'<|im_start|>system\n[{{"name": "f"}}]<|im_end|>\n{FIRST}<tool_call>{{"name": "f", '
         '"arguments": {"x": 1}}</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\ny\n'
-        "</tool_response><|im_end|>\n<|im_start|>assistant\nz<|im_end|>")
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n<think>T</think>\nz<|im_end|>")
 
 
 def test_pairs_are_read_by_the_same_rule(chatml):

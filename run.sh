@@ -50,13 +50,15 @@ python3 - run.sh recipes/*.sh <<'END' >&2 || [[ $? != 3 ]] || exit 1
 import difflib, os, re, sys
 text = re.sub("(?m)^ *#.*", "", "".join(open(path).read() for path in sys.argv[1:]))
 read = set(re.findall(r"\$\{?([A-Z_]+)\b", text))
-# HIP_ and NVIDIA_VISIBLE_DEVICES are set by others, and much like CUDA_VISIBLE_DEVICES
-others = {name for name in os.environ.keys() - read if not name.endswith("_VISIBLE_DEVICES")}
+missing = read - os.environ.keys()  # where PATH is set, GOPATH is not meant for it
+# a variable of another program: HF_ENDPOINT, PET_NODE_RANK, NVIDIA_VISIBLE_DEVICES
+theirs = re.compile(".+_(VISIBLE_DEVICES|" + "|".join(read) + ")")
 wrong = [f"{name} is not a variable that is read; is {near} meant? If not, unset {name}"
-         for name in filter(re.compile("[A-Z_]+").fullmatch, others)
-         for near in difflib.get_close_matches(name, read, 1, 0.8)]
+         for name in filter(re.compile("[A-Z_]+").fullmatch, os.environ.keys() - read)
+         for near in difflib.get_close_matches(name, missing, 1, 0.8) if not theirs.fullmatch(name)]
 stages = re.findall(r'(?m)(?:^ *|\|\| )(?:stage|draw_tasks) "?([^\s"]+)', text)
 stages = {re.sub(r"\$\{.*?\}|\$\w+", ".+", name).replace("-", "_") for name in stages} - {".+"}
+stages |= {"easy", "medium", "hard"}  # of the axis of data
 wrong += [f"{name}: no stage has this name; DRY=1 shows all of them"
           for name in filter(re.compile("FLAGS?_").match, os.environ)
           if not re.fullmatch("FLAGS_(" + "|".join(stages) + ")", name)]

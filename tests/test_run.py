@@ -419,6 +419,13 @@ def test_a_variable_that_would_be_ignored_stops_the_run(name):
     assert done.returncode == 1 and name in done.stderr and not done.stdout
 
 
+def test_variables_of_other_programs_do_not_stop_the_run():
+    others = {"GOPATH": "/go", "HF_ENDPOINT": "http://hub", "PET_NODE_RANK": "0",
+              "NVIDIA_VISIBLE_DEVICES": "all", "SLURM_NNODES": "1"}
+    stages = dry("tiny", "axis", "data", FLAGS_easy="--n 9", **others)
+    assert stages["easy"][1][-2:] == ["--n", "9"]
+
+
 def test_flags_of_rl_and_of_the_evaluation_reach_studies_and_the_preflight():
     more = {"FLAGS_rl": "--group 4 --lr 7", "FLAGS_eval": "--samples 3"}
     stages = dry("3b", "axis", "noise", SEEDS="0", **more)

@@ -413,7 +413,7 @@ def paraphrase(args, task):
 def complete(make, args):
     """Process the tasks that --out lacks: endpoints in threads, the solver in processes. Then sort
     the file into task order. Refused tasks go into OUT.refused with the reasons, and are not tried
-    again."""
+    again. After an error none is begun, and those that run are kept."""
     refused, todo, asking = f"{args.out}.refused", load(args.tasks), make is paraphrase
     if asking and not args.endpoint:
         raise Mistake("queries needs --endpoint URL=MODEL, which puts the tasks into words")
@@ -430,13 +430,14 @@ def complete(make, args):
     if not asking:
         open_once(args.database)  # before several threads do
     pool = ThreadPoolExecutor(args.concurrency) if args.endpoint else runtime.workers(args.workers)
-    left = [pool.submit(make, args, task) for task in todo if task["id"] not in done]
+    left = [pool.submit(append_made, make, args, task, refused) for task in todo
+            if task["id"] not in done]
     bar = runtime.progress(as_completed(left), args.out, len(todo), len(todo) - len(left))
     try:
-        for row in (future.result() for future in bar):
-            runtime.append_jsonl(refused if "refused" in row else args.out, row)
+        for future in bar:
+            future.result()
     finally:
-        pool.shutdown(cancel_futures=True)  # after an error
+        pool.shutdown(cancel_futures=True)
     rows = own_rows(args.out, kind)
     rows.sort(key=lambda row: order.get(row.get("task", row)["id"], -1))
     runtime.write_jsonl(args.out, rows)
@@ -444,6 +445,12 @@ def complete(make, args):
     wrong = f"; {refused} has the others: {dict(why.most_common(5))}" if why else ""
     following = "synth.py episodes --tasks" if asking else "sft.py --data"
     print(f"{args.out}: {len(rows)} of {len(todo)}{wrong}. Next: python {following} {args.out}")
+
+
+def append_made(make, args, task, refused):
+    """Append what make(args, task) returns to its file, in the thread or process that made it."""
+    row = make(args, task)
+    runtime.append_jsonl(refused if "refused" in row else args.out, row)
 
 
 # ---------------------------------------------------------------- episodes

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections import Counter
+from threading import Event
 
 import pytest
 from conftest import SEED, endpoint
@@ -298,6 +299,28 @@ def test_a_teacher_behind_a_failing_endpoint_is_kept_where_it_succeeds(
                        for task in tasks if task["query"] in (*lost, broken)}
     before = len(asked)
     assert made(out, *words) == kept and len(asked) == before  # none is asked again
+
+
+def test_a_play_that_runs_when_an_endpoint_goes_down_is_kept(
+        serve, tasks, mini, tmp_path, out):
+    first, second = tasks[:2]
+    write_jsonl(tmp_path / "tasks.jsonl", [first, second])
+    turns, playing, down = solver.solver_replies(second, mini), Event(), Event()
+
+    def play(_, messages):
+        if messages[1]["content"] == first["query"]:
+            playing.wait(60)
+            down.set()
+            return 401
+        playing.set()
+        down.wait(60)
+        return turns[len(messages) // 2 - 1]
+
+    url, _ = serve(play, rate=0)
+    with pytest.raises(SystemExit, match="401|status"):
+        run("episodes", "--tasks", tmp_path / "tasks.jsonl", "--endpoint", f"{url}=teacher",
+            "--out", out)
+    assert [row["task"] for row in read_jsonl(out)] == [second]
 
 
 # ---------------------------------------------------------------- files

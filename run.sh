@@ -183,7 +183,7 @@ environment() {
     cp "$pins" .venv/installed.txt
 }
 
-# rate LR   print the learning rate: LR, or ten times LR with LoRA (runtime.py, add_adapters)
+# rate LR   print the learning rate: LR, or ten times LR with LoRA (zero3.py, add_adapters)
 rate() {
     if [[ $HOW == *--lora* ]]; then awk -v lr="$1" 'BEGIN {print lr * 10}'; else echo "$1"; fi
 }

@@ -67,8 +67,12 @@ def test_three_trips_and_what_spoils_them_are_judged_as_recorded(mini):
         task, plan = copy.deepcopy(base)
         change_fields(task, plan, row["change"])
         for rules in RULES:
-            told = row[rules].replace(" ", "")
-            assert judged(score(task, plan, mini, rules)) == told, (row["what"], rules)
+            told, verdict = row[rules].replace(" ", ""), score(task, plan, mini, rules)
+            assert judged(verdict) == told, (row["what"], rules)
+            sense, hard = told[:8], told[8:]
+            assert [verdict[name] for name in SCORES] == [
+                sense.count("1") / 8, "0" not in sense, hard.count("1") / 5, hard == "11111",
+                told == 13 * "1"]
             seen |= {(rules, *each) for each in zip(names["checks"], told, strict=True)}
     assert len(seen) == 3 * (2 * len(COMMONSENSE) + 3 * len(HARD)), "each check passes and fails"
 
@@ -89,32 +93,24 @@ def test_every_recorded_verdict_is_reproduced(test_data, official, rules):
     assert compared > 3400
 
 
-def test_a_false_check_has_a_reason_and_no_other_has(test_data, official):
+def test_strict_passes_no_more_than_star_all_human_plans_and_only_a_failure_has_a_reason(
+        test_data, official):
+    gauge = human = 0
     for case in cases(test_data):
-        for rules in RULES:
-            verdict = scored(case, official, rules) or {"checks": {}}
+        verdicts = {rules: scored(case, official, rules) for rules in RULES}
+        for verdict in filter(None, verdicts.values()):
             for passed, reason in verdict["checks"].values():
                 assert (passed is False) == bool(reason) and "\n" not in (reason or "")
-
-
-def test_strict_never_passes_what_star_fails(test_data, official):
-    gauge = 0
-    for case in cases(test_data):
-        star, strict = (scored(case, official, rules) for rules in ("star", "strict"))
+        star, strict = verdicts["star"], verdicts["strict"]
         if star and strict:
             assert all(strict[name] <= star[name] for name in SCORES), case["id"]
             for name, (passed, _) in strict["checks"].items():
                 assert not passed or star["checks"][name][0], case["id"]
             gauge += star["success"] - strict["success"]
-    assert gauge > 100
-
-
-def test_strict_passes_the_human_plans_that_star_passes(test_data, official):
-    rows = [case for case in cases(test_data) if case["id"].startswith("r/annotated")]
-    assert len(rows) >= 20
-    for case in rows:
-        star, strict = (scored(case, official, rules) for rules in ("star", "strict"))
-        assert strict["success"] == star["success"]
+        if case["id"].startswith("r/annotated"):
+            assert strict["success"] == star["success"]
+            human += 1
+    assert gauge > 100 and human >= 20
 
 
 # ---------------------------------------------------------------- changes to a trip that all pass
@@ -123,64 +119,17 @@ def test_strict_passes_the_human_plans_that_star_passes(test_data, official):
 
 GONE = object()  # the key is taken away
 UNSAID = {f"{day} {field}": None for day in (1, 3) for field in (*MEALS, "attraction")}
-HOLES = {  # what star lets pass: what is changed, the check that strict fails
-    "B15 a last attraction": (
-        {"2 attraction": "{sights}Nowhere Palace, {city}"}, "is_valid_information_in_sandbox"),
-    "B4 any name": ({"2 lunch": ", {city}"}, "is_valid_information_in_sandbox"),
-    "B4 part of a hotel": (
-        {"1 accommodation": "{part of hotel}, {city}",
-         "2 accommodation": "{part of hotel}, {city}"}, "is_valid_information_in_sandbox"),
-    "B13 another date": (
-        {"1 transportation": "Flight Number: {other flight}, from {org} to {city}"},
-        "is_valid_information_in_sandbox"),
-    "B20 the wrong way": ({"1 transportation": "{way back}"},
-                          "is_valid_information_in_current_city"),
-    "B18 another destination": ({"task dest": "{far}"}, "is_reasonable_visiting_city"),
+HOLES = {  # what star lets pass beside verdicts.jsonl: what is changed, the check of strict
     "B8 a trip that starts where it goes": (
         {"1 current_city": "{city}", "3 current_city": "{city}"} | UNSAID,
         "is_reasonable_visiting_city"),
-    "B9 no meal": ({"2 breakfast": None}, "is_not_absent"),
-    "B6 a blank sight": ({"2 attraction": " "}, "is_not_absent"),
-    "B16 spelled twice": ({"2 dinner": "{lunch},  {city}"}, "is_valid_restaurants"),
     "B3 the name of the city": ({"2 lunch": "{lunch at home} from {city}\n{lunch at home}, {org}"},
                                 "is_valid_information_in_current_city"),
     "B5 a car that is no taxi": (
         {"2 transportation": "Rental car {road}, cheaper than a taxi"},
         "is_valid_information_in_sandbox"),
-    "a ride on a day at rest": (
-        {"2 transportation": "Taxi {road}", "wish transportation": None},
-        "is_valid_information_in_current_city"),
-    "a second way": (
-        {"1 transportation": "Flight Number: {flight}, from {org} to {city}, then from {city} to "
-                             "{far}"}, "is_valid_information_in_sandbox"),
-    "a city behind the way": ({"1 current_city": "from {org} to {city}, via {far} for two nights"},
-                              "is_reasonable_visiting_city"),
-    "a number of another day": ({"2 day": 1}, "is_not_absent"),
     "a number that is none": ({"1 day": True}, "is_not_absent"),
     "another number": ({"2 days": 99}, "is_not_absent"),
-    "a day more": ({"4 current_city": "{city}"}, "is_not_absent"),
-    "a field more": ({"2 note": "any"}, "is_not_absent"),
-}
-BREAKS = {  # what is changed, the one check of star that fails
-    "B10 no dinner": ({"2 dinner": "-"}, "is_not_absent"),
-    "B4 an invented restaurant": (
-        {"2 dinner": "Nowhere Diner, {city}"}, "is_valid_information_in_sandbox"),
-    "B20 a meal elsewhere": ({"2 dinner": "{lunch at home}, {org}"},
-                             "is_valid_information_in_current_city"),
-    "B16 a meal twice": ({"2 dinner": "{lunch}, {city}"}, "is_valid_restaurants"),
-    "B16 a sight twice": ({"2 attraction": "{sights}{sights}"}, "is_valid_attractions"),
-    "B19 a drive in between": ({"2 transportation": "Self-driving {road}",
-                                "wish transportation": None}, "is_valid_transportation"),
-    "B17 a stay too short": (
-        {"1 accommodation": "{two nights}, {city}", "2 accommodation": "{one night}, {city}"},
-        "is_valid_accommodation"),
-    "B25 too dear": ({"task budget": 1}, "valid_cost"),
-    "B23 a house rule": (
-        {"1 accommodation": "{ruled}, {city}", "2 accommodation": "{ruled}, {city}",
-         "wish house rule": "{rule}"}, "valid_room_rule"),
-    "B22 another room": ({"wish room type": "{other room}"}, "valid_room_type"),
-    "B21 what nobody serves": ({"wish cuisine": ["Martian"]}, "valid_cuisine"),
-    "B24 a flight unwished": ({"wish transportation": "no flight"}, "valid_transportation"),
 }
 NO_DAYS = {"1 day": 0, "2 day": 0, "3 day": 0}
 NO_MEALS = {"2 breakfast": None, "2 lunch": None, "2 dinner": None}
@@ -189,12 +138,8 @@ HOME_FIRST = {"wish cuisine": ["{cuisine}"], "3 breakfast": "{lunch at home}, {o
 CORNERS = [  # mark, rules, what is changed, the check, then: its verdict, or words of its reason
     ("B1", "star", {"4 dinner": "Nowhere Diner, {city}"}, "sandbox", True),
     ("B7", "star", {"2 current_city": constraints.NOT_NEEDED}, "absent", "2 of 3 days"),
-    ("B8", "star", {"task visiting_city_number": 2}, "absent", "1 cities, not 2"),
-    ("B8", "star", {"task org": "{far}"}, "absent", "starts at {org}, not at {far}"),
     ("B8", "star", {"1 current_city": "{far}"}, "absent", "2 cities, not 1"),
     ("B9", "star", {"2 dinner": GONE}, "absent", "day 2 has no dinner"),
-    ("B10", "star", {"1 transportation": "-"}, "absent", "no transportation on a day of travel"),
-    ("B10", "star", {"1 accommodation": ""}, "absent", "no accommodation for the night"),
     ("B10", "star", {"3 accommodation": "", "3 lunch": "", "2 transportation": ""}, "absent", True),
     ("B10", "star", {"2 current_city": "to {city}", "task visiting_city_number": 2}, "absent",
      "day 2: no transportation"),
@@ -204,15 +149,9 @@ CORNERS = [  # mark, rules, what is changed, the check, then: its verdict, or wo
     ("B12", "star", {"1 transportation": "Flight Number: {flight}, from {city} to {org}"},
      "sandbox", "flight {flight} goes from {org} to {city}"),
     ("B13", "star", {"1 transportation": "Flight F1, from {org} to {city}"}, "sandbox", "needs"),
-    ("B13", "star", {"1 transportation": "Flight Number: F0, from {org} to {city}"}, "sandbox",
-     "there is no flight F0"),
-    ("B14", "star", {"2 transportation": "Taxi {road}"}, "sandbox", True),
     ("B14", "star", {"2 transportation": "Taxi {long road}"}, "sandbox", "more than a day"),
     ("B14", "star", {"2 transportation": "Taxi, around {city}"}, "sandbox", "no road is known"),
-    ("B15", "star", {"2 attraction": "Nowhere Palace, {city};"}, "sandbox", "no 'Nowhere Palace'"),
     ("B18", "star", {"2 current_city": "{far}"}, "visiting", "only passes through {city}"),
-    ("B18", "star", {"3 current_city": "from {city} to {far}"}, "visiting", "does not come back"),
-    ("B19", "star", {"1 transportation": "-"}, "is_valid_transportation", "day 1: no"),
     ("B19", "star", {"2 transportation": "walk"}, "is_valid_transportation",
      "flight and self-driving"),
     ("B19", "star", {"2 transportation": "taxi"}, "is_valid_transportation", True),
@@ -236,24 +175,16 @@ CORNERS = [  # mark, rules, what is changed, the check, then: its verdict, or wo
 def names_of(task, plan, city, database):
     """The values of the braces in the table above."""
     org, rows, hotels = task["org"], database.restaurants(city), database.hotels(city)
-    lunch, dinner, breakfast, bed = (plan[1][field].rpartition(", ")[0] for field in
-                                     ("lunch", "dinner", "breakfast", "accommodation"))
-    served = [row.cuisines for row in rows if row.name in (lunch, dinner, breakfast)]
+    eaten = [plan[1][meal].rpartition(", ")[0] for meal in MEALS]
+    served = [row.cuisines for row in rows if row.name in eaten]
     rare, cuisine = unserved(rows, served)
     home, home_cuisine = unserved(database.restaurants(org), served)
-    ruled = next(row for row in hotels if row.house_rules and row.minimum_nights <= 2)
-    private = next(row.room_type for row in hotels if row.name == bed) == "Private room"
-    dates = [date for date in database.flight_dates(org, city) if date != task["date"][0]]
     return {
-        "org": org, "city": city, "lunch": lunch, "part of hotel": bed[:-2],
+        "org": org, "city": city,
         "far": next(name for name in database.cities if name not in (city, org)),
         "flight": re.search(r"F\d+", plan[0]["transportation"])[0],
-        "other flight": database.flights(org, city, dates[0])[0].number,
-        "way back": plan[2]["transportation"], "sights": plan[1]["attraction"],
         "one night": next(row.name for row in hotels if row.minimum_nights == 1),
         "two nights": next(row.name for row in hotels if row.minimum_nights == 2),
-        "ruled": ruled.name, "rule": ruled.house_rules.split(" & ")[0].removeprefix("No "),
-        "other room": "entire room" if private else "private room",
         "rare meal": rare, "cuisine": cuisine, "lunch at home": home, "home cuisine": home_cuisine,
         "road": "from {} to {}, {}".format(*road(database), city),
         "long road": "from {} to {}, {}".format(*road(database, long=True), city)}
@@ -371,16 +302,6 @@ def test_an_endless_list_of_attractions_is_no_success_and_costs_little(trip, min
             assert check[0] is False
 
 
-@pytest.mark.parametrize("wrong", BREAKS)
-def test_breaking_one_constraint_fails_exactly_that_check(trip, mini, wrong):
-    task, plan, _ = trip
-    changes, check = BREAKS[wrong]
-    change(trip, changes, mini)
-    verdict = score(task, plan, mini)
-    assert failed(verdict) == {check} and verdict["success"] == 0
-    assert verdict["cs_micro"] == (7 / 8 if check in COMMONSENSE else 1)
-
-
 @pytest.mark.parametrize("mark, rules, changes, check, told", CORNERS,
                          ids=[f"{row[0]}-{i}" for i, row in enumerate(CORNERS)])
 def test_a_corner_case_is_judged_as_its_mark_says(trip, mini, mark, rules, changes, check, told):
@@ -391,13 +312,6 @@ def test_a_corner_case_is_judged_as_its_mark_says(trip, mini, mark, rules, chang
         assert passed is False and fill(told, names) in reason
     else:
         assert (passed, reason) == (told, None)
-
-
-def test_b18_a_long_trip_stays_in_the_state_asked_for(mini):
-    task, plan = copy.deepcopy(witness(mini, 5))
-    assert score(task, plan, mini, "strict")["success"] == 1
-    task["dest"] = next(state for state in mini.states if state != task["dest"])
-    assert failed(score(task, plan, mini)) == {"is_reasonable_visiting_city"}
 
 
 class Twins:
@@ -426,7 +340,8 @@ def test_b4_of_the_rows_that_contain_a_name_the_first_counts_and_in_strict_its_o
 
 def test_b17_minimum_nights_hold_where_one_row_matches_and_in_strict_everywhere(trip, mini):
     task, plan, _ = trip
-    change(trip, BREAKS["B17 a stay too short"][0], mini)
+    change(trip, {"1 accommodation": "{two nights}, {city}",
+                  "2 accommodation": "{one night}, {city}"}, mini)
     check, twins = "is_valid_accommodation", Twins(mini, False)
     assert check not in failed(score(task, plan, twins))
     assert "asks for 2 nights" in score(task, plan, twins, "strict")["checks"][check][1]
@@ -449,14 +364,6 @@ def test_b25_a_trip_costs_its_seats_cars_meals_and_rooms(trip, mini, ride, share
     for task["budget"], told in ((total, None), (total - 1, f"the plan costs ${total:g}")):
         assert (score(task, plan, mini)["checks"]["valid_cost"][1] or "").startswith(told or "")
         assert score(task, plan, mini)["checks"]["valid_cost"][0] is (told is None)
-
-
-def test_b26_an_unreached_check_counts_for_neither_side(trip, mini):
-    task, plan, city = trip
-    plan[1]["dinner"] = "-"
-    verdict = score(task, plan, mini)
-    assert all(verdict["checks"][name] == [None, None] for name in HARD)
-    assert [verdict[name] for name in ("cs_micro", "hard_micro", "hard_macro")] == [7 / 8, 0, 0]
 
 
 @pytest.mark.parametrize("plan", [None, [], {}, 0, ""])

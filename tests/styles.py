@@ -2,8 +2,8 @@
 Itineraries in the styles of language models, with known plans, for tests/test_format_plan.py.
 
 STATED are natural variants of the format that database/prompts/system.txt states, which the rules
-must read. FREE are styles that are left to the LLM formatter: the rules may lose their plans, but
-may not make a good plan out of a spoilt one. TEST_SEED (default 0) changes what is drawn.
+must read; they may not make a good plan out of a spoilt one. TEST_SEED (default 0) changes what is
+drawn.
 
     python tests/styles.py DATABASE STYLE     one example of a style
 """
@@ -69,43 +69,20 @@ def values_of(day, slot):
         if slot == "attraction" else [day[slot]] * (day[slot] != "-")
 
 
-def spoil(plan, database, rng):
-    """Replace a third of a plan's names, at least one, by invented names; return these."""
-    made, stays = [], {}
-    places = [(day, slot) for day in plan for slot in SLOTS if day[slot] != "-"]
-    for day, slot in rng.sample(places, max(1, len(places) // 3)):
-        old, *rest = values_of(day, slot)
-        name, city = old.rsplit(", ", 1)
-        known = {row.name.strip().lower() for row in getattr(database, TABLES[slot])(city)}
-        forms = [form for form in INVENTED[TABLES[slot]] if form.format(name).lower() not in known]
-        fresh = f"{stays.setdefault(old, rng.choice(forms)).format(name)}, {city}"
-        made.append((day["day"], slot, fresh))
-        end = ";" if slot == "attraction" else ""
-        day[slot] = "".join(value + end for value in (fresh, *rest))
-    return made
-
-
 # ---------------------------------------------------------------- pieces
-class Form(dict):
-    """The values of the braces in a form."""
-
-    def __missing__(self, key):
-        raise KeyError(f"no {key!r} in a form; there are {sorted(self)}")
-
-
 class Writer:
     """Writes the fields of a plan for a style, with a venue's city only if it is not the day's."""
 
-    def __init__(self, task, plan, database, rng):
-        self.task, self.plan, self.database, self.rng = task, plan, database, rng
+    def __init__(self, task, plan, database):
+        self.task, self.plan, self.database = task, plan, database
 
     def ends(self, day):
         start, _, end = day["current_city"].removeprefix("from ").partition(" to ")
         return start, end or start
 
-    def date(self, day, form="%B %d"):
+    def date(self, day):
         date = datetime.date.fromisoformat(self.task["date"][day["day"] - 1])
-        return date.strftime(form).replace(" 0", " ")
+        return date.strftime("%B %d").replace(" 0", " ")
 
     def title(self, day):
         start, end = self.ends(day)
@@ -113,10 +90,8 @@ class Writer:
 
     def day_words(self, day):
         start, end = self.ends(day)
-        return Form(n=day["day"], date=self.date(day), start=start,
-                    title=self.title(day), end=end,
-                    short=self.date(day, "%b %d"), current=day["current_city"],
-                    arrow=self.title(day).replace(" to ", " → "))
+        return {"n": day["day"], "date": self.date(day), "start": start,
+                "title": self.title(day), "end": end, "current": day["current_city"]}
 
     def ride_words(self, day):
         text, (start, end) = day["transportation"], self.ends(day)
@@ -125,12 +100,12 @@ class Writer:
         road = self.database.distance(start, end)
         mode = text.split(",")[0].split(" ")[0]
         if row:
-            return Form(number=row.number, start=start, end=end, leaves=row.departure,
-                        lands=row.arrival, cost=row.price, mode="Flight", icon="✈️")
+            return {"number": row.number, "start": start, "end": end, "leaves": row.departure,
+                    "lands": row.arrival, "cost": row.price, "mode": "Flight", "icon": "✈️"}
         taxi = mode == "Taxi"
-        return Form(number="", start=start, end=end, duration=road.duration, mode=mode,
-                    cost=int(road.km * (1 if taxi else 0.05)), distance=road.distance,
-                    icon="🚕" if taxi else "🚗")
+        return {"number": "", "start": start, "end": end, "duration": road.duration, "mode": mode,
+                "cost": int(road.km * (1 if taxi else 0.05)), "distance": road.distance,
+                "icon": "🚕" if taxi else "🚗"}
 
     def venue_words(self, day, slot, value):
         name, city = value.rsplit(", ", 1)
@@ -138,18 +113,16 @@ class Writer:
         rows = getattr(self.database, TABLES[slot])(city)
         row = next((row for row in rows if row.name.strip() == name), rows[0])
         hotel = slot == "accommodation"
-        return Form(
-            name=name, city=city, full=value, slot=slot, Slot=slot.title(),
-            place=name if city == (start if end == self.task["org"] else end) else value,
-            icon=ICONS[slot], clock=CLOCKS[slot],
-            price=int(row.price) if hotel else getattr(row, "cost", 0),
-            cuisine=getattr(row, "cuisines", ""), room=getattr(row, "room_type", ""),
-            other=next(one.name.strip() for one in rows[::-1]
-                       if one.name.strip() != name and "~" not in one.name))
+        return {
+            "name": name, "city": city, "full": value, "slot": slot, "Slot": slot.title(),
+            "place": name if city == (start if end == self.task["org"] else end) else value,
+            "icon": ICONS[slot], "cuisine": getattr(row, "cuisines", ""),
+            "price": int(row.price) if hotel else getattr(row, "cost", 0),
+            "other": next(one.name.strip() for one in rows[::-1]
+                       if one.name.strip() != name and "~" not in one.name)}
 
 
 ICONS = dict(zip(SLOTS, "🥐📸🥗🍷🛏", strict=True))
-CLOCKS = dict(zip(SLOTS, ("8:00 AM", "10:00 AM", "12:30 PM", "7:00 PM", "9:30 PM"), strict=True))
 NOTES = """
 ### Cost Summary
 - Transportation: $240
@@ -175,7 +148,7 @@ def notes(w):
 
 
 def tell(w, form):
-    """A plan in a form: a dict of head, flight, road, meal, sight(s), hotel, none and foot."""
+    """A plan in a form: a dict of head, flight, road, meal, sight(s), hotel, none and tail."""
     blocks = [form["top"]] if "top" in form else []
     for day in w.plan:
         lines = [form["head"].format_map(w.day_words(day))]
@@ -194,11 +167,11 @@ def tell(w, form):
             elif values:
                 lines += [form[kind].format_map(value) for value in values]
             elif "none" in form:
-                lines.append(form["none"].format(slot=slot, Slot=slot.title(), icon=ICONS[slot]))
-        blocks.append(form.get("glue", "\n").join(filter(None, lines)) + form.get("tail", ""))
+                lines.append(form["none"].format(Slot=slot.title()))
+        blocks.append("\n".join(lines) + form.get("tail", ""))
     if form.get("notes"):
         blocks.append(notes(w))
-    return form.get("between", "\n\n").join(blocks) + form.get("foot", "")
+    return "\n\n".join(blocks)
 
 
 # ---------------------------------------------------------------- forms
@@ -226,27 +199,7 @@ FORMS = {
     "fields": FIELDS_FORM, "brackets": BRACKETS, "bullets": BULLETS | {"notes": True},
     "no_city": BRACKETS | {"meal": "{Slot}: [{place}]", "sight": "Attraction: [{place}]",
                            "hotel": "Accommodation: [{place}]"},
-    # blank items
-    "none_in_brackets": BRACKETS | {"none": "{Slot}: [None]", "no_ride": "Transportation: [None]"},
-    "none_with_costs": FIELDS_FORM | {"none": "{Slot}: -, Cost: $0",
-                                      "no_ride": "Transportation: -, Cost: $0"},
-    # costs, notes and totals within a day
-    "sums": BRACKETS | {
-        "flight": "Flight from {start} to {end} [{number}] (${cost} x 2 = ${cost}), {leaves}",
-        "road": "{mode} from {start} to {end} (${cost} x 1 = ${cost})",
-        "meal": "{Slot}: [{name}] (${price} x 2 = ${price}), {cuisine}",
-        "sight": "Attraction: [{name}], free",
-        "hotel": "Accommodation: [{name}] (${price} x 2 = ${price}), 1 room, minimum 2 nights"},
-    "note_lines": BRACKETS | {
-        "meal": "{Slot}: [{place}]\nNote: dinner at the inn is not included.",
-        "sight": "Attraction: [{place}]\nNote: opens at 8.\n\nTips:\nBring water."},
-    "day_totals": BULLETS | {
-        "tail": "\n**Daily total: $310**\n*Note: breakfast is included.*",
-        "foot": "\n\n## Budget\n| Item | Cost |\n|---|---|\n| Dinner: The Quoted Grill | $40 |"},
     # labels and rides
-    "row_numbers": BRACKETS | {  # as tiny writes
-        "flight": "Flight from {start} to {end}: 2. [{number}]", "meal": "{Slot}: 3. [{place}]",
-        "sight": "Attraction: 1. [{place}]", "hotel": "Accommodation: 4. [{place}]"},
     "getting_there": {
         "head": "## Day {n}: {title}",
         "flight": "- **Getting there:** Flight {number} from {start} to {end}",
@@ -286,20 +239,10 @@ FORMS = {
     "revised_label": BRACKETS | {"hotel": "Accommodation: [{other}], {city}\n"
                                           "Revised Accommodation: [{name}], {city}",
                                  "meal": "{Slot}: {full}\nNew price: ${price}"},
-    "backups_inline": BULLETS | {"meal": "- **{Slot}:** {place} or {other}",
-                                 "hotel": "- **Hotel:** {place} (backup: {other})"},
     "quoted_lines": BULLETS | {
         "tail": "\n> Note: dinner at The Quoted Grill is optional.\n"
         "> Tip: visit The Quoted Tower early, and stay at The Quoted Inn.", "notes": True},
 }
-TIMES = {
-    "head": "### Day {n}: {title}",
-    "flight": "- **{leaves}** – Flight {number} from {start} to {end} (arrives {lands})",
-    "road": "- **7:00 AM** – {mode} from {start} to {end} ({duration})",
-    "meal": "- **{clock}** – {Slot} at {place} (~${price})",
-    "sight": "- **{clock}** – Visit {place}",
-    "hotel": "- **{clock}** – Check in at {place} (${price}/night)"}
-
 
 # ---------------------------------------------------------------- functions
 def stated(w):
@@ -310,7 +253,7 @@ def stated(w):
 def draft_first(w):
     """A shorter draft, followed by the plan."""
     draft = [day | {"dinner": "-", "lunch": "-"} for day in w.plan]
-    return (f"Draft:\n{tell(Writer(w.task, draft, w.database, w.rng), FIELDS_FORM)}\n\nThis lacks "
+    return (f"Draft:\n{tell(Writer(w.task, draft, w.database), FIELDS_FORM)}\n\nThis lacks "
             f"meals. Final plan:\n\n{tell(w, FIELDS_FORM)}")
 
 
@@ -319,23 +262,6 @@ def ride_text(w, day):
     form = BULLETS["flight" if "Flight" in day["transportation"] else "road"]
     return "-" if day["transportation"] == "-" else form.partition(":** ")[2].format_map(
         w.ride_words(day))
-
-
-def rows_text(rows):
-    """A markdown table; the first row is its head."""
-    cells = [[cell.replace("|", r"\|").replace("\n", " ") for cell in row] for row in rows]
-    lines = ["| " + " | ".join(row) + " |" for row in cells]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
-def table(w):
-    """A table whose rows are days."""
-    rows = [["Day", "City", "Transportation", "Breakfast", "Attractions", "Lunch", "Dinner",
-             "Accommodation"]]
-    for day in w.plan:
-        cells = ["; ".join(values_of(day, slot)) or "-" for slot in SLOTS]
-        rows.append([str(day["day"]), w.title(day), ride_text(w, day), *cells])
-    return "Your plan at a glance:\n\n" + rows_text(rows) + "\n" + notes(w)
 
 
 def json_of(w, shape):
@@ -377,46 +303,33 @@ def yaml(w):
     return "\n".join(out)
 
 
-def paragraphs(w):
-    """A paragraph per day."""
-    out = ["I have put together the following trip for you."]
-    for day in w.plan:
-        said = [f"Start with breakfast at {value}." for value in values_of(day, "breakfast")]
-        if day["transportation"] != "-":
-            ride = w.ride_words(day)
-            how = f"take flight {ride['number']}" if ride["number"] else ride["mode"].lower()
-            said.append(f"Then {how} from {ride['start']} to {ride['end']}.")
-        said += [f"Explore {value}, a must." for value in values_of(day, "attraction")]
-        said += [f"Treat yourself to lunch at {value}." for value in values_of(day, "lunch")]
-        said += [f"In the evening, enjoy dinner at {value}." for value in values_of(day, "dinner")]
-        said += [f"Rest for the night at {value}." for value in values_of(day, "accommodation")]
-        out.append(f"**Day {day['day']} ({w.title(day)})**\n" + " ".join(said))
-    return "\n\n".join(out)
-
-
 STATED = {name: functools.partial(tell, form=form) for name, form in FORMS.items()} | {
     function.__name__: function for function in (stated, draft_first, json_places, yaml)} | {
     f"json_{shape}": functools.partial(json_of, shape=shape)
     for shape in ("list", "plan", "lines", "unnumbered", "alternatives")}
-FREE = {"paragraphs": paragraphs, "table": table, "times": functools.partial(tell, form=TIMES),
-        "rides_without_cities": functools.partial(tell, form=FIELDS_FORM | {
-            "flight": "Transportation: Flight {number}", "road": "Transportation: {mode}"})}
 
 
-def texts(database, plans, styles, purpose):
-    """Yield (style's name, task, text, plan) for every plan in every style."""
-    for name, style in styles.items():
-        for task, plan in plans:
-            plan = copy.deepcopy(plan)
-            yield name, task, style(Writer(task, plan, database, random_of(purpose))), plan
+def texts(database, plans, style):
+    """Yield (task, text, plan) for every plan in a style."""
+    for task, plan in plans:
+        yield task, STATED[style](Writer(task, plan, database)), plan
 
 
 def spoilt(database, plans, purpose):
-    """[(task, plan)] with a third of the names replaced by invented ones."""
+    """[(task, plan)] with a third of the names, at least one, replaced by invented ones."""
     rng, out = random_of(purpose), []
     for task, plan in plans:
-        plan = copy.deepcopy(plan)
-        spoil(plan, database, rng)
+        plan, stays = copy.deepcopy(plan), {}
+        places = [(day, slot) for day in plan for slot in SLOTS if day[slot] != "-"]
+        for day, slot in rng.sample(places, max(1, len(places) // 3)):
+            old, *rest = values_of(day, slot)
+            name, city = old.rsplit(", ", 1)
+            known = {row.name.strip().lower() for row in getattr(database, TABLES[slot])(city)}
+            forms = [form for form in INVENTED[TABLES[slot]]
+                     if form.format(name).lower() not in known]
+            fresh = f"{stays.setdefault(old, rng.choice(forms)).format(name)}, {city}"
+            end = ";" if slot == "attraction" else ""
+            day[slot] = "".join(value + end for value in (fresh, *rest))
         out.append((task, plan))
     return out
 
@@ -442,6 +355,5 @@ def gist(ride):
 
 if __name__ == "__main__":
     base = Database(sys.argv[1])
-    for _, _, text, _ in texts(base, solved(base, 1, "show"), {sys.argv[2]: {**STATED, **FREE}[
-            sys.argv[2]]}, "show"):
+    for _, _, text in texts(base, solved(base, 1, "show"), sys.argv[2]):
         print(text)

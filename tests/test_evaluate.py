@@ -1,5 +1,4 @@
 """Records are complete, play does not block, the table is right, a killed run resumes."""
-import csv
 import json
 import os
 import pty
@@ -7,7 +6,6 @@ import re
 import select
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -71,25 +69,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 # ------------------------------------------------------------------------------------------ tasks
 
 
-def published(task, idx):
-    """A row of the published csv, with literals as text and large reference information."""
-    asked = {"house rule": None, "cuisine": ["Indian"], "room type": None, "transportation": None}
-    return {"org": task["org"], "dest": task["dest"], "days": task["days"], "people_number": 2,
-            "visiting_city_number": 1, "date": str(task["date"]), "local_constraint": str(asked),
-            "budget": 1700, "query": f'Trip "{idx}",\nplease.', "level": "medium",
-            "reference_information": "x" * 200_000}
-
-
-def write_csv(path, rows):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def test_a_published_task_becomes_ours(trip):
-    row = published(trip[0], 7) | {"idx": 7, "constraint": "{'room rule': 'pets'}", "days": "3"}
-    del row["visiting_city_number"], row["local_constraint"]
+    """Of a row of the published csv, with literals as text and large reference information."""
+    row = {"org": trip[0]["org"], "dest": trip[0]["dest"], "days": "3", "people_number": 2,
+           "date": str(trip[0]["date"]), "constraint": "{'room rule': 'pets'}", "budget": 1700,
+           "query": 'Trip "7",\nplease.', "level": "medium", "idx": 7,
+           "reference_information": "x" * 200_000}
     task = load_task(row)
     assert (task["id"], task["days"], task["visiting_city_number"]) == ("7", 3, 1)
     assert task["date"] == trip[0]["date"] and "reference_information" not in task
@@ -117,15 +102,13 @@ def test_wishes_are_read_however_a_file_writes_them(trip, asked, wishes):
     assert repr(row) == before
 
 
-@pytest.mark.parametrize("row, words", [
-    ({"org": 5}, "'org' is 5"), ({"date": "tomorrow"}, "'date' is"), ({"days": None}, "'days' is"),
-    ({"days": 5}, "it must be 5 days"),
-    ({"local_constraint": "[]("}, "'local_constraint' must be"), ({}, "has no 'org'"),
-    ([], "a task is a JSON object, not []"), ({"query": 5}, "'query' is 5")])
-def test_a_task_that_cannot_be_read_is_named_with_file_row_and_key(trip, tmp_path, row, words):
-    task = {"id": "2"} | (trip[0] if row else {}) | row if isinstance(row, dict) else row
+@pytest.mark.parametrize("row, key", [
+    ({"org": 5}, "'org'"), ({"date": "tomorrow"}, "'date'"), ({"days": None}, "'days'"),
+    ({"local_constraint": "[]("}, "'local_constraint'"), ([], "[]")])
+def test_a_task_that_cannot_be_read_is_named_with_file_row_and_key(trip, tmp_path, row, key):
+    task = trip[0] | {"id": "2"} | row if isinstance(row, dict) else row
     write_jsonl(tmp_path / "x.jsonl", [trip[0] | {"id": "1"}, task])
-    with pytest.raises(Mistake, match="^[^\n]*x.jsonl, row 2: .*" + re.escape(words)):
+    with pytest.raises(Mistake, match="^[^\n]*x.jsonl, row 2: .*" + re.escape(key)):
         load_tasks(tmp_path / "x.jsonl", load_task)
 
 
@@ -139,8 +122,7 @@ def test_the_published_training_queries_ask_105_hard_constraints(test_data):
 
 def test_the_test_split_is_played_and_not_judged(tmp_path, mini):
     """It says no more than level, days and query."""
-    rows = [{"level": "easy", "days": 3, "query": f"Trip {i}?"} for i in range(2)]
-    write_csv(tmp_path / "test.csv", rows)
+    (tmp_path / "test.csv").write_text("level,days,query\neasy,3,Trip 0?\neasy,3,Trip 1?\n")
     world = Travel(mini, test_split=True)
     tasks = load_tasks(evaluate.find_tasks(tmp_path, "test"), world.load_task)
     assert tasks[1] == {"id": "1", "idx": 1, "level": "easy", "days": "3", "query": "Trip 1?"}
@@ -183,7 +165,7 @@ def test_play_does_not_wait_for_the_slowest_episode(mini):
     def generate(messages):
         if messages[1]["content"] == "0" and len(messages) == 2:
             for _ in range(total - 1):
-                assert ended.acquire(timeout=20), "the others wait for the slow one"
+                ended.acquire()  # for ever if the others wait for the slow one
         return CALL if len(messages) == 2 else ANSWER
 
     episodes = (episode_of(mini, {"query": str(i)}) for i in range(total))
@@ -278,7 +260,7 @@ def test_a_slow_tool_holds_up_neither_engine_nor_others(mini):
 
     class Slow:
         def call(self, name, arguments):
-            assert ended.wait(20), "the others wait for the slow tool"
+            ended.wait()  # for ever if the others wait for the slow tool
             return "late"
 
     slow = episode_of(mini, {"id": "slow", "query": "1"}, Slow())
@@ -297,7 +279,7 @@ def test_verdicts_that_wait_hold_up_neither_each_other_nor_the_plays():
 
         def verdict(self, episode):
             for _ in range(7 if episode == 0 else 0):
-                assert self.others.acquire(timeout=20)
+                self.others.acquire()
             self.others.release()
             return threading.current_thread(), 1, 1
 
@@ -488,12 +470,10 @@ def test_a_person_plays_whatever_is_typed_and_ctrl_c_ends_at_once(tmp_path, trip
     assert "success 1, reward" in shown(b"\r\n> ")
     os.write(terminal, b"SearchCity x\n")
     shown(b"\r\n> ")
-    began = time.monotonic()
     os.write(terminal, b"\x03")
     # again, because Python sees a signal just before the read that it is to interrupt after it
     shown(b"interrupted; repeat the command to continue", press=b"\x03")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    assert time.monotonic() - began < 5
     (row,) = read_jsonl(tmp_path / "out" / "person" / "episodes.jsonl")
     assert row["score"]["success"] == 1 and row["calls"] == 1 and row["errors"] == 2
 

@@ -35,13 +35,6 @@ def convert(folder, sft_rows=None, rl_rows=None, *flags, form="jsonl"):
     return made, json.loads((folder / "out" / "report.json").read_text())
 
 
-def learnt(messages):
-    """(all text that sft.py reads, the text that it trains on) of an episode's messages."""
-    ids, mask = runtime.render(messages, Template(Letters(), "letters"))
-    return Letters().decode(ids), Letters().decode(
-        [i for i, kept in zip(ids, mask, strict=True) if kept])
-
-
 # ---------------------------------------------------------------- SFT
 
 FORMS = {
@@ -72,10 +65,11 @@ def test_every_form_gives_the_same_episode_with_results_of_their_own(tmp_path, n
 def test_joined_the_messages_are_the_published_text_and_results_are_not_learnt(tmp_path):
     made, _ = convert(tmp_path, [ALPACA])
     messages = made["sft"][0]["messages"]
-    seen, said = learnt(messages)
     assert as_tags(messages, tags=True) == CHAIN
-    assert seen.endswith(CHAIN + "<|im_end|>")
-    assert said == (CHAIN.replace("\n<result>\nLake Mol\n</result>", "")
+    ids, mask = runtime.render(messages, Template(Letters(), "letters"))
+    assert Letters().decode(ids).endswith(CHAIN + "<|im_end|>")
+    learnt = Letters().decode([i for i, kept in zip(ids, mask, strict=True) if kept])
+    assert learnt == (CHAIN.replace("\n<result>\nLake Mol\n</result>", "")
                     .replace(" <result>\n42\n</result>", "") + "<|im_end|>")
 
 
@@ -134,9 +128,6 @@ def test_rows_that_are_no_tasks_are_counted_by_cause(tmp_path, nothing):
     assert {cause: found["first lines"] for cause, found in report["rl"]["refused"].items()} == {
         "no gold": [2, 6, 7], "ability 'judge' is neither mathematics nor a fact": [3],
         "ability '' is neither mathematics nor a fact": [4], "no question": [5]}
-
-
-# ---------------------------------------------------------------- sets and files
 
 
 def test_a_long_text_of_open_tags_is_read_in_linear_time():

@@ -1,11 +1,7 @@
 """GRPO: token-exact play, its numbers by hand, equal updates for any division of work, and runs."""
 import copy
 import math
-import os
 import random
-import shutil
-import subprocess
-import sys
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,19 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from babble import Babble
-from conftest import (
-    ROOT,
-    SEED,
-    Plain,
-    Replies,
-    equal,
-    flags_of,
-    last_rate,
-    said,
-    train,
-    weights,
-    witness,
-)
+from conftest import SEED, Plain, Replies, equal, flags_of, last_rate, said, train, weights, witness
 
 import grpo
 import runtime
@@ -439,39 +423,3 @@ def test_two_ranks_learn_what_one_learns(babble, unbroken, tmp_path):
                 for out in (unbroken, tmp_path / "rl"))
     assert one == two
     assert all(line["dlogp_mean"] <= 1e-4 for line in updates(tmp_path / "rl"))
-
-
-@pytest.mark.slow
-def test_a_stage_in_a_folder_of_three_files_trains_and_a_slip_in_it_has_its_traceback(
-        babble, student, episodes, tmp_path):
-    for name in ("sft.py", "dpo.py", "grpo.py", "runtime.py", "zero3.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    rows = [row["messages"] for row in read_jsonl(episodes)]
-    runtime.write_jsonl(tmp_path / "pairs.jsonl", [
-        {"prompt": one[:2], "chosen": one[2:], "rejected": other[2:]} for one, other in zip(
-            rows[:4], rows[4:8], strict=True)])
-
-    def run(stage, words):
-        command = [sys.executable, f"{stage}.py", "--out", stage, *words.split(), "--steps", "1"]
-        alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=alone)
-
-    for stage, words in (
-            ("sft", f"--model {student} --data {episodes}"),
-            ("dpo", f"--model {student} --data pairs.jsonl"),
-            ("grpo", babble.replace("tests/babble.py", "babble.py"))):
-        if stage == "grpo":  # and what its world is made of
-            for name in ("tests/babble.py", "sandbox.py"):
-                shutil.copy(ROOT / name, tmp_path)
-        done = run(stage, words)
-        assert done.returncode == 0, done.stderr[-4000:]
-        assert (tmp_path / stage / "config.json").exists()
-        assert len(read_jsonl(tmp_path / stage / "log.jsonl")) == 1
-    text = (tmp_path / "sft.py").read_text(encoding="utf-8")
-    before, found, after = text.partition("        n_tokens = ")
-    assert found
-    (tmp_path / "sft.py").write_text(f"{before}        a, b = 1, 2, 3\n{found}{after}")
-    done = run("sft", f"--model {student} --data {episodes} --out slip")
-    assert done.returncode == 1
-    assert f'sft.py", line {before.count(chr(10)) + 1}, in main' in done.stderr
-    assert "ValueError: too many values to unpack" in done.stderr

@@ -1,4 +1,4 @@
-"""The memory plan agrees with real models without storage, with ZeRO-3, and with its messages."""
+"""The memory plan agrees with real models without storage, and with its page."""
 import os
 import re
 import subprocess
@@ -106,45 +106,31 @@ def test_planned_activations_are_those_of_the_real_model(size, tokens, keep, mom
     assert max(planned.values()) == pytest.approx(found.peak, rel=0.1 if rank else 0.01)
 
 
-@pytest.fixture
-def plan(tmp_path, capsys):
-    """plan(words) -> ({moment: GiB}, exit status): the plan of memory.py for a 7B model."""
-    config_of("7b").save_pretrained(tmp_path)
-
-    def plan(words):
-        try:
-            status = memory.main([*words.split(), "--model", str(tmp_path)])
-        except SystemExit as end:
-            status = end.code
-        said = capsys.readouterr().out
-        moments, sizes = said.splitlines()[1][30:], re.search("^of .* GiB +(.*)", said, re.M)[1]
-        return dict(zip(moments.split(), map(float, sizes.split()), strict=True)), said, status
-    return plan
+def plan(words):
+    """{moment: GiB of each GPU} for a 7B model."""
+    args = memory.flags(words.split())
+    found = memory.by_moment(memory.load_shape(args.model), args)[0]
+    return {moment: memory.total(rows) for moment, rows in found.items()}
 
 
 @pytest.mark.parametrize("words, moment, changed", [
     ("grpo --gpus 2", "play", "grpo --gpus 4"),
     ("arpo --gpu-memory 0.9", "play", "arpo --gpu-memory 0.7"),
     ("grpo --pack-tokens 150000", "layer", "grpo --pack-tokens 9000"),
-    ("sft --cutoff 150000", "layer", "sft"),
-    ("sft --keep-activations 20480", "logits", "sft"),
-    ("sft --gpus 1 --cutoff 512 --pack-tokens 512", "logits",
-     "sft --gpus 2 --cutoff 512 --pack-tokens 512")])
-def test_a_plan_that_does_not_fit_names_the_fullest_moment(words, moment, changed, plan):
-    moments, _, status = plan(words)
-    told = re.search(rf"fit: (.*) GiB too many on each GPU at the moment '{moment}'", status)
-    over = max(moments.values()) - 80
-    assert float(told[1]) == pytest.approx(over, abs=0.06), "the table has a digit less"
-    assert plan(changed)[0][moment] < moments[moment]
+    ("sft --keep-activations 20480", "logits", "sft")])
+def test_a_plan_that_does_not_fit_names_the_fullest_moment(words, moment, changed):
+    found = plan(words)
+    assert found[moment] == max(found.values()) > max(80, plan(changed)[moment])
+    with pytest.raises(SystemExit, match=f"'{moment}'"):
+        memory.main(words.split())
 
 
-def test_a_moment_is_planned_for_the_micro_batch_that_needs_most_and_most_kept_fits(plan):
-    kept, said, _ = plan("grpo --gpus 16 --keep-activations 9216")
-    alone = plan("grpo --gpus 16 --context 9216 --pack-tokens 9216 --keep-activations 9216")[0]
-    largest = plan("grpo --gpus 16")[0]
-    assert kept["logits"] == alone["logits"] > largest["logits"]
-    assert kept["play"] == largest["play"] and "fit with --keep-activations 9216" in said
-    assert plan("grpo --gpus 16 --keep-activations 10240")[2].startswith("this does not fit")
+def test_a_moment_is_planned_for_the_micro_batch_that_needs_most():
+    largest, kept, alone = (plan(f"grpo --gpus 16 {words}") for words in (
+        "", "--keep-activations 9216",
+        "--context 9216 --pack-tokens 9216 --keep-activations 9216"))
+    assert kept["logits"] == pytest.approx(alone["logits"], abs=0.06) > largest["logits"]
+    assert kept["play"] == largest["play"]
 
 
 def test_zero_2_holds_all_weights_and_two_buckets_and_gradients_while_it_learns_only():

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, flags_of
@@ -114,16 +113,6 @@ def test_cases_json_is_what_its_command_makes(tmp_path, monkeypatch):
     assert new["plays"] == CASES["plays"]
     for name, expected in CASES["objectives"].items():
         assert new["objectives"][name]["loss"] == pytest.approx(expected["loss"], rel=1e-10)
-
-
-def test_the_gradients_are_slopes_of_the_losses():
-    for name in CASES["objectives"].keys() - {"cispo"}:  # which stops a part of its gradient
-        case, made_by = conform.read(CASES, name), conform.OBJECTIVES[name]
-        step = 1e-6 * np.cos(np.arange(case["logps"].size)).reshape(case["logps"].shape)
-        up, down = (conform.compute(case | {"logps": case["logps"] + sign * step}, made_by)[0]
-                    for sign in (1, -1))
-        slope = (conform.compute(case, made_by)[1] * step).sum()
-        assert up - down == pytest.approx(2 * slope, rel=1e-5), name
 
 
 def test_the_pages_cell_computes_an_objective_from_the_file_alone():

@@ -32,10 +32,6 @@ def row(chosen=("9 8",), rejected=("1 0",), rewards=(1.0, 0.0), **other):
             "rewards": list(rewards), **other}
 
 
-def options(words=""):
-    return flags_of(dpo, words)
-
-
 @pytest.fixture(scope="module")
 def pairs():
     """Seven pairs of random tokens; the two episodes of a pair differ in length."""
@@ -102,24 +98,17 @@ def our_gradient(policy, pairs, reference, args, packed=False):
     return numbers, engine.gradient()
 
 
-@pytest.mark.parametrize("words", ["--beta 0.5", "--nll 0.3", "--nll 1 --length-norm --beta 5"])
-def test_loss_and_gradient_are_those_of_plain_torch_to_1e_6(
-        plain, pairs, reference, one_rank, words):
-    args = options(words)
+@pytest.mark.parametrize("words, budget, packed", [
+    ("--beta 0.5", 1, False), ("--nll 0.3", 70, False), ("--beta 0.5", 10_000, False),
+    ("--nll 1 --length-norm --beta 5", 200, True)])
+def test_loss_and_gradient_are_those_of_plain_torch_however_they_are_divided(
+        plain, pairs, reference, one_rank, words, budget, packed):
+    args = flags_of(dpo, f"{words} --pack-tokens {budget}")
     loss, gradient = plain_gradient(plain, pairs, reference, args)
     policy = zero3.Policy(copy.deepcopy(plain))
-    numbers, found = our_gradient(policy, pairs, reference, args)
+    numbers, found = our_gradient(policy, pairs, reference, args, packed)
     assert numbers["loss"] == pytest.approx(loss, rel=1e-6)
     assert (found - gradient).norm() <= 1e-6 * gradient.norm()
-
-
-@pytest.mark.parametrize("budget, packed", [(70, False), (200, True), (10_000, False)])
-def test_the_gradient_depends_neither_on_micro_batches_nor_on_packing(
-        policy, pairs, reference, one_rank, budget, packed):
-    _, alone = our_gradient(policy, pairs, reference, options("--pack-tokens 1"))
-    args = options(f"--pack-tokens {budget}")
-    numbers, found = our_gradient(policy, pairs, reference, args, packed)
-    assert (found - alone).norm() <= 5e-6 * alone.norm()
 
 
 def test_the_numbers_of_a_loss_computed_by_hand():
@@ -127,7 +116,7 @@ def test_the_numbers_of_a_loss_computed_by_hand():
     logps = torch.tensor([[-10.0, -30.0], [-20.0, -40.0]], dtype=torch.float64)
     reference = torch.tensor([[-14.0, -28.0], [-18.0, -37.0]], dtype=torch.float64)
     # deltas +4 and -2, -2 and -3; margins 0.1 * 6 and 0.1 * 1
-    weights, numbers = dpo.preference(logps, reference, rows, options())
+    weights, numbers = dpo.preference(logps, reference, rows, flags_of(dpo))
     assert numbers == pytest.approx({
         "loss": (math.log(1 + math.exp(-0.6)) + math.log(1 + math.exp(-0.1))) / 2, "accuracy": 1.0,
         "margin": 0.35, "delta_chosen": 1.0, "delta_rejected": -2.5, "logp_chosen": -40 / 30,
@@ -139,14 +128,14 @@ def test_the_numbers_of_a_loss_computed_by_hand():
 def test_separated_pairs_have_no_weight_and_no_margin_overflows():
     rows = [SimpleNamespace(mask=[1])] * 4
     logps = torch.tensor([[1e4, -1e4], [0, 0]], dtype=torch.float64)
-    weights, numbers = dpo.preference(logps, torch.zeros(2, 2), rows, options())
+    weights, numbers = dpo.preference(logps, torch.zeros(2, 2), rows, flags_of(dpo))
     assert weights.flatten().tolist() == pytest.approx([0, -0.05, 0, 0.05])
     assert numbers["loss"] == pytest.approx(500) and numbers["accuracy"] == 0.5
 
 
 def test_a_rank_without_work_makes_its_passes_and_adds_nothing(policy, pairs, reference, one_rank,
                                                                monkeypatch):
-    args = options()
+    args = flags_of(dpo)
     _, worked = our_gradient(policy, pairs, reference, args)
     deal = zero3.micro_batches
     monkeypatch.setattr(zero3, "micro_batches",
@@ -200,32 +189,24 @@ def test_whole_conversations_are_pairs_too(template, tmp_path):
 
 
 BAD = {
-    "the prompts of the two sides differ, or are empty": {
-        "chosen": ASKED + says("9"), "rejected": ASKED[:1] + says("0"), "rewards": [1, 0]},
-    "both sides have the same replies, or one has none": row(("9", "8"), ("9", "8")),
-    "or one has none": row(rejected=()),
-    "are not a conversation": row() | {"chosen": says("9") + says("8")},
-    "the rejected side has the higher reward": row(rewards=(0.0, 1.0)),
-    "a side is longer than --cutoff 400": row(rejected=("0 " * 500,)),
-    "a reply contains a mark of the template": row(("a<|im_end|>b",)),
-    "a side has no token to train on": row(rejected=("",)) | {"stops": ["answer", "format"]},
-}
+    "two prompts": {"chosen": ASKED + says("9"), "rejected": ASKED[:1] + says("0"),
+                    "rewards": [1, 0]},
+    "equal replies": row(("9", "8"), ("9", "8")), "no replies": row(rejected=()),
+    "two replies at once": row() | {"chosen": says("9") + says("8")},
+    "the worse one chosen": row(rewards=(0.0, 1.0)), "too long": row(rejected=("0 " * 500,)),
+    "a mark of the template": row(("a<|im_end|>b",)),
+    "nothing to train on": row(rejected=("",)) | {"stops": ["answer", "format"]}}
 
 
 @pytest.mark.parametrize("why", BAD)
 def test_a_pair_that_teaches_nothing_is_counted_and_named(template, tmp_path, capsys, why):
     write_jsonl(tmp_path / "p.jsonl", [row(), BAD[why], row(("7",)), BAD[why]])
-    kept = dpo.load_pairs(tmp_path / "p.jsonl", template, 400)
-    assert len(kept) == 2
+    assert len(dpo.load_pairs(tmp_path / "p.jsonl", template, 400)) == 2
     (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith(f"{tmp_path}/p.jsonl: 2 dropped, the first in line 2: ") and why in said
-
-
-def test_without_a_pair_nothing_begins(template, tmp_path):
-    for rows in [BAD["or one has none"]] * 3, []:
-        write_jsonl(tmp_path / "p.jsonl", rows)
-        with pytest.raises(Mistake, match="p.jsonl: no pair to train on"):
-            dpo.load_pairs(tmp_path / "p.jsonl", template, 400)
+    assert said.startswith(f"{tmp_path}/p.jsonl: 2 dropped, the first in line 2: ")
+    write_jsonl(tmp_path / "p.jsonl", [BAD[why]] * 3)
+    with pytest.raises(Mistake, match="p.jsonl"):  # a run without a pair does not begin
+        dpo.load_pairs(tmp_path / "p.jsonl", template, 400)
 
 
 # -------------------------------------------------------------------------------------- reference
@@ -233,7 +214,7 @@ def test_without_a_pair_nothing_begins(template, tmp_path):
 
 def test_the_reference_is_computed_by_the_starting_weights_and_read_by_a_resumed_run(
         policy, plain, pairs, one_rank, tmp_path):
-    rows, common = dpo.episodes_of(pairs), (False, 0, 1, "cpu", options(f"--out {tmp_path}"))
+    rows, common = dpo.episodes_of(pairs), (False, 0, 1, "cpu", flags_of(dpo, f"--out {tmp_path}"))
     found = dpo.take_reference(Plain(policy), rows, 0, *common)
     with torch.no_grad():
         logps = [[plain_logps(plain, pair[side]) for pair in pairs] for side in (0, 1)]
@@ -291,9 +272,8 @@ def test_two_ranks_learn_what_one_learns(words, critic, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_and_killed_ends_with_the_same_weights_and_log(
-        words, critic, tmp_path):
-    train_broken("dpo.py", tmp_path / "dpo", words)
+def test_a_run_that_was_killed_ends_with_the_same_weights_and_log(words, critic, tmp_path):
+    train_broken("dpo.py", tmp_path / "dpo", words, signals=["KILL"])
     assert equal(critic, tmp_path / "dpo")
     one, two = ((out / "reference.jsonl").read_text() for out in (critic, tmp_path / "dpo"))
     assert one == two

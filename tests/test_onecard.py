@@ -108,17 +108,16 @@ def whole(folder):
 @pytest.mark.slow
 def test_offloaded_updates_are_those_of_adamw_up_to_rounding(tiny_model, episodes, tmp_path):
     words = SFT.replace("--steps 8", "--steps 10"), "--model", tiny_model, "--data", episodes
-    for name, flag in (("card", ""), ("host", "--offload")):
-        train("sft.py", tmp_path / name, *words, flag)
+    train("sft.py", tmp_path / "card", *words)
     train("tests/signal_at.py TERM 2 sft.py", tmp_path / "moved", *words, status=1)
-    train("sft.py", tmp_path / "moved", *words, "--offload")  # a run may go on so
+    train("sft.py", tmp_path / "moved", *words, "--offload")  # seven of ten updates
     one, two, start = (whole(folder) for folder in (
-        tmp_path / "card", tmp_path / "host", tiny_model))
+        tmp_path / "card", tmp_path / "moved", tiny_model))
     # where a gradient is 0 but for rounding (biases of keys), AdamW makes the rounding visible
     assert (one - two).norm() < 1e-3 * (one - start).norm() > 0
-    one, *others = ([line["loss"] for line in read_jsonl(tmp_path / name / "log.jsonl")]
-                    for name in ("card", "host", "moved"))
-    assert len(one) == 10 and others == [pytest.approx(one, rel=1e-4)] * 2
+    one, two = ([line["loss"] for line in read_jsonl(tmp_path / name / "log.jsonl")]
+                for name in ("card", "moved"))
+    assert len(one) == 10 and two == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -138,12 +137,9 @@ def test_a_lora_run_writes_a_plain_model_also_if_it_was_stopped(
 
 
 @pytest.mark.slow
-def test_after_every_sync_the_engine_has_the_merged_weights(babble, student, tmp_path):
+def test_after_every_sync_the_engine_has_the_merged_weights(babble, tmp_path):
     train("grpo.py", tmp_path / "rl", babble,
           "--steps 4 --lora 4 --lr 3e-3 --offload --keep-activations 100000")
     lines = [line for line in read_jsonl(tmp_path / "rl" / "log.jsonl") if "reward" in line]
     assert len(lines) == 4 and all(line["dlogp_mean"] <= 1e-4 for line in lines)
     assert any(line["gnorm"] for line in lines)
-    one, two = weights(student), weights(tmp_path / "rl")
-    moved = {name for name in one if not torch.equal(one[name], two[name])}
-    assert moved == {name for name in one if "_proj.weight" in name}

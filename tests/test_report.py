@@ -87,17 +87,6 @@ def contents(page):
     return index, [json.loads(gzip.decompress(base64.b64decode(data))) for _, data in packed]
 
 
-def page_of(folder, *words, out=None):
-    """(index, [record]) of a folder."""
-    report.main([str(folder), "--out", str(out or folder), *words])
-    return contents((out or folder) / "report.html")
-
-
-def source(index, name):
-    """The numbers of a folder in the page's tables."""
-    return next(source for source in index["sources"] if source["name"] == name)
-
-
 # ------------------------------------------------------------------------------ what is in a page
 
 
@@ -109,21 +98,20 @@ def test_the_page_holds_every_episode_whole(run):
     shown = [record for entry, record in zip(index["episodes"], records, strict=True)
              if names[entry["source"]] == "eval/after"]
     assert shown == read_jsonl(run / "eval" / "after" / "episodes.jsonl")
-    assert len({entry["key"] for entry in index["episodes"]}) == 24
 
 
 def test_the_standings_are_those_of_the_table(run):
     index, _ = contents(run / "report.html")
-    after = source(index, "eval/after")
+    sources = {source["name"]: source for source in index["sources"]}
+    after = sources["eval/after"]
     assert (after["episodes"], after["success"], after["temperature"]) == (6, 0.5, 0.6)
     assert after["levels"] == {"easy": 0.5, "medium": 0.5, "hard": 0.5}
-    assert index["levels"] == ["easy", "medium", "hard"] and index["stops"] == ["answer", "format"]
     # the one without a plan was not judged, nor did the one with the invented diner get so far
     assert after["checks"]["is_valid_information_in_sandbox"] == [1, 5]
     assert after["checks"]["valid_cost"] == [1, 4]
     assert after["stops"] == {"answer": 5 / 6, "format": 1 / 6} and after["tokens"] == 102.5
     assert after["strict"] == 0.5
-    assert source(index, "rl/rollouts")["pass"] == {}, "the plays of a group are no evaluation"
+    assert sources["rl/rollouts"]["pass"] == {}, "the plays of a group are no evaluation"
     low, high = after["interval"]
     assert 0 <= low < 0.5 < high <= 1
 
@@ -144,23 +132,11 @@ def test_a_log_is_read_as_a_resumed_and_unfinished_run_left_it(run):
     assert rl["entropy"][7] is None and "reward_name" not in rl
 
 
-def test_a_running_job_is_read_and_left_alone(run, tmp_path):
-    """A file that another process appends to is never cut, whatever is asked for."""
-    text = (run / "eval" / "after" / "episodes.jsonl").read_text()
-    file = tmp_path / "eval" / "rl" / "episodes.jsonl"
-    file.parent.mkdir(parents=True)
-    file.write_text(text + text[:99])
-    assert len(page_of(tmp_path)[1]) == 6
-    assert file.read_text() == text + text[:99]
-
-
-def test_the_page_asks_for_nothing(run, root):
+def test_the_page_asks_for_nothing_and_makes_no_markup_of_text(run, root):
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in page and not re.search(r"https?://", page)
     code = (root / "look" / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\bsrc=|url\(|@import"
-                         r"|\bfetch\b|\beval\b|import\(", code)
-    assert all(len(line) <= 120 and line == line.rstrip() for line in code.splitlines())
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", code)
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +154,10 @@ def hostile(tmp_path_factory, mini):
     row["score"]["checks"]["is_not_absent"] = [False, f"day 1: dinner: {said}"]
     path = folder / "<b>eval" / "episodes.jsonl"
     path.parent.mkdir()
-    path.write_text(json.dumps(row) + "\n" + json.dumps(row)[:99], encoding="ascii")
+    text = json.dumps(row) + "\n" + json.dumps(row)[:99]  # another process is writing
+    path.write_text(text, encoding="ascii")
     report.main([str(folder)])
+    assert path.read_text(encoding="ascii") == text
     return folder
 
 
@@ -219,12 +197,7 @@ def test_an_error_of_a_page_would_be_seen(tmp_path):
 def test_curves_scores_and_failures_are_drawn(run):
     tree, said = drawn(run / "report.html")
     assert not said and tree.findtext(".//title") == str(run)
-    assert texts(tree, "//figcaption") == [
-        "loss per policy token", "entropy, nats", "gradient norm", "success", "reward",
-        "format errors and overlength", "entropy, nats", "|Δ logp|, engine to trainer",
-        "success by level, per cent"]
-    assert texts(tree, "//figure//*[local-name() = 'rect']/*[local-name() = 'title']")[:3] == [
-        "eval/before: 0.0", "eval/after: 50.0", "eval/before: 0.0"]
+    assert len(texts(tree, "//figcaption")) == 9, "three of SFT, five of RL, and the levels"
     assert any("success0.889val_success0.5" in text for text in texts(tree, "//figure"))
     after = next(row for row in texts(tree, "//*[@id='means']//tr") if "eval/after" in row)
     assert "50.0" in after and "83.3" in after and "0.6" in after
@@ -238,11 +211,9 @@ ROLLOUTS = [f"rl/rollouts/{step}/r{i}{play}" for step in ("00001", "00002") for 
 
 @pytest.mark.parametrize("state, keys", [
     ({"view": "episodes"}, AFTER + BEFORE + ROLLOUTS),
-    ({"source": "eval/before", "level": "hard"}, [BEFORE[2], BEFORE[5]]),
     ({"outcome": "fail", "source": "rl/rollouts"}, [key for key in ROLLOUTS if "#" not in key]),
-    ({"check": "is_valid_information_in_sandbox"}, [AFTER[1]]),
-    ({"stop": "format"}, [AFTER[3], *BEFORE]),
-    ({"q": "nowhere diner"}, [AFTER[1]])])  # of a dialogue
+    ({"stop": "format", "level": "hard"}, [BEFORE[2], BEFORE[5]]),
+    ({"check": "is_valid_information_in_sandbox", "q": "nowhere diner"}, [AFTER[1]])])
 def test_filters_show_exactly_those(run, state, keys):
     tree, said = drawn(run / "report.html", **state)
     assert not said and sorted(tree.xpath("//*[@id='list']//a/@data-key")) == sorted(keys)
@@ -289,9 +260,8 @@ def test_the_microscope_writes_what_learn_saw_of_each_token(tmp_path, one_rank, 
         plays.append(Sample(None, 0, name, [template.end, *ids], [0] + [1] * len(ids),
                             [0.0] + [-0.5] * len(ids), stop="answer", advantage=1.5))
     n = len(plays[0].ids) - 1
-    logps, old = torch.full((n,), -0.25), torch.full((n,), -0.5)
+    logps, old, gain, entropy = (torch.full((n,), x) for x in (-0.25, -0.5, 1.5, 0.125))
     clipped = torch.tensor([1.0] + [0.0] * (n - 1))
-    gain, entropy = torch.full((n,), 1.5), torch.full((n,), 0.125)
     micros = [([(plays[0], 0.1)], logps, old, gain, entropy, clipped)]
     args = SimpleNamespace(clip_low=0.2, clip_high=0.28)
     write_tokens(tmp_path / "microscope" / "00001.jsonl", plays, micros, template, args)

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +16,6 @@ import runtime
 import sft
 import zero3
 from runtime import Mistake, read_jsonl, write_jsonl, write_text
-
-PATIENCE = 60  # seconds; what takes longer hangs
 
 
 def start(text, folder, command=(sys.executable,)):
@@ -42,7 +39,7 @@ def test_a_second_writer_is_refused_until_the_first_is_killed_and_other_ranks_ma
         print("locked", flush=True)
         time.sleep(600)
         """, tmp_path)
-    with pytest.raises(Mistake, match=f"another run is writing to {tmp_path}/out"):
+    with pytest.raises(Mistake, match=f"{tmp_path}/out"):
         runtime.lock_folder(tmp_path / "out")
     monkeypatch.setenv("RANK", "1")  # of torchrun's; else it is a cluster's, of a node
     with pytest.raises(Mistake):
@@ -58,21 +55,15 @@ def test_a_second_writer_is_refused_until_the_first_is_killed_and_other_ranks_ma
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_ranks_die_with_a_killed_torchrun(tmp_path):
     command = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    child, (pid,) = start("""
-        import os, time
+    child, _ = start("""
+        import signal
         from runtime import die_with_parent
         die_with_parent()
-        print(os.getpid(), flush=True)
-        time.sleep(600)
+        print("ready", flush=True)
+        signal.pause()
         """, tmp_path, command)
     child.kill()
-    child.communicate()
-    status = Path(f"/proc/{pid}/stat")
-    for _ in range(10 * PATIENCE):
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        time.sleep(0.1)
-    raise AssertionError("it is still there")
+    child.communicate()  # until the rank, which has the other end of the pipe, is gone
 
 
 def test_a_build_that_was_killed_does_not_stop_the_next_start(tmp_path, monkeypatch):
@@ -126,14 +117,15 @@ def test_a_flag_out_of_bounds_is_one_line_that_names_it(stage, words, capsys):
     assert flag in said and "--help lists the flags" in said
 
 
-def test_a_stage_reads_its_inputs_before_it_starts_an_engine(tiny_model, tmp_path):
+def test_a_stage_reads_its_inputs_before_it_loads_a_model(tiny_model, tmp_path):
     (tmp_path / "cut.jsonl").write_text('{"id": "a"}\n{"id": "b"')
-    began = time.time()
-    said = train("grpo.py", tmp_path / "out", f"--env tests/babble.py --model {tiny_model}",
+    without = shutil.ignore_patterns("*.safetensors")  # so nothing could load it
+    model = shutil.copytree(tiny_model, tmp_path / "model", ignore=without)
+    said = train("grpo.py", tmp_path / "out", f"--env tests/babble.py --model {model}",
                  f"--tasks {tmp_path}/cut.jsonl", status=1)
     (line,) = [line for line in said.splitlines() if "grpo.py" in line]
-    assert "cut.jsonl, line 2: not JSON" in line and "Traceback" not in said
-    assert not (tmp_path / "out").exists() and time.time() - began < PATIENCE
+    assert "cut.jsonl, line 2" in line and "Traceback" not in said
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------- checkpoints
@@ -173,26 +165,19 @@ def test_a_run_continues_after_its_checkpoint_and_forgets_later_updates(resume, 
     assert step == 2 == len(log) and "another" not in capsys.readouterr().out
 
 
-def test_other_flags_at_a_resume_are_told_in_a_line(resume, capsys):
+def test_other_flags_or_data_at_a_resume_are_told_in_a_line(resume, capsys):
     resume("--lr 1e-4 --seed 3 --resume")
-    assert "resuming with another lr, seed than before\n" in capsys.readouterr().out
-
-
-def test_data_that_changed_before_a_resume_is_named(resume, capsys):
+    assert "lr, seed" in capsys.readouterr().out
     resume("--lr 1e-3 --resume", grown=True)
-    assert "content of --data" in capsys.readouterr().out
+    assert "--data" in capsys.readouterr().out
 
 
-def test_another_number_of_ranks_at_a_resume_stops_in_a_sentence(resume):
-    with pytest.raises(Mistake, match="trained by 4 ranks .*resume with --nproc_per_node 4"):
-        resume("--lr 1e-3 --resume", ranks=4)
-    with pytest.raises(Mistake, match="--zero 2"):
-        resume("--lr 1e-3 --resume", zero=2)
-
-
-def test_an_existing_run_is_not_overwritten(resume):
-    with pytest.raises(Mistake, match="already holds a run: --resume continues it"):
-        resume("--lr 1e-3")
+@pytest.mark.parametrize("words, mark, told", [
+    ("--resume", {"ranks": 4}, "--nproc_per_node 4"), ("--resume", {"zero": 2}, "--zero 2"),
+    ("", {}, "--resume")])  # the last would begin anew
+def test_a_run_is_neither_overwritten_nor_resumed_otherwise_divided(words, mark, told, resume):
+    with pytest.raises(Mistake, match=told):
+        resume(f"--lr 1e-3 {words}", **mark)
 
 
 @pytest.mark.parametrize("log", ["", '{"step": 1}\n'])
@@ -200,13 +185,13 @@ def test_a_model_without_a_checkpoint_is_not_overwritten(one_rank, tmp_path, log
     write_text(tmp_path / "config.json", "{}")
     if log:
         write_text(tmp_path / "log.jsonl", log)
-    with pytest.raises(Mistake, match="holds a model and no checkpoint to resume"):
+    with pytest.raises(Mistake, match="checkpoint"):
         zero3.restore(None, flags_of(sft, f"--out {tmp_path} --resume"))
 
 
 def test_nan_stops_with_the_update_the_checkpoint_and_a_remedy(tmp_path):
     zero3.check_finite(tmp_path, 5, loss=1.0, gnorm=0.0)
-    with pytest.raises(Mistake, match="update 5: loss is nan and gnorm is inf.*lower --lr"):
+    with pytest.raises(Mistake, match="update 5.*nan.*inf.*--lr"):
         zero3.check_finite(tmp_path, 5, loss=float("nan"), gnorm=float("inf"))
 
 

@@ -112,13 +112,16 @@ GPT_OSS = """{% for m in messages %}{{ '<|start|>' + m.role +
 GEMMA2 = """{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}
 {%- endif %}""" + GEMMA3
 IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+HEADERS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+           "<|eot_id|>"]
+TURNS = ["<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>",
+         "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"]
 FORMS = {  # name: (template, special tokens, the tokenizer's end token, what ends a turn)
     "Qwen2.5": (QWEN, IM, "<|im_end|>", "<|im_end|>"),
     "Qwen3": (QWEN3, IM, "<|im_end|>", "<|im_end|>"),
     "Qwen3 thinking": (QWEN3.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}"
                                      "{% endif %}"), IM, "<|im_end|>", "<|im_end|>"),
-    "Llama 3": (LLAMA3, ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
-                         "<|end_header_id|>", "<|eot_id|>"], "<|end_of_text|>", "<|eot_id|>"),
+    "Llama 3": (LLAMA3, HEADERS, "<|end_of_text|>", "<|eot_id|>"),
     "Mistral": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]",
                           "[/SYSTEM_PROMPT]"], "</s>", "</s>"),
     "Gemma 3": (GEMMA3, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "<eos>",
@@ -131,15 +134,9 @@ FORMS = {  # name: (template, special tokens, the tokenizer's end token, what en
     "LFM2.5": (LFM25, ["<|startoftext|>", *IM], "<|im_end|>", "<|im_end|>"),
     "GLM-4.5": (GLM4, ["[gMASK]", "<sop>", "<|endoftext|>", "<|system|>", "<|user|>",
                        "<|assistant|>", "<|observation|>"], "<|endoftext|>", "<|observation|>"),
-    "Llama 3 with a date": (DATED, ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
-                                    "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>", "<|eot_id|>"),
-    "Cohere": (COHERE, ["<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
-                        "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"],
-               "<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
-    "Cohere 2": (COHERE2, ["<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
-                           "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
-                           "<|START_RESPONSE|>", "<|END_RESPONSE|>"],
-                 "<|END_OF_TURN_TOKEN|>", "<|END_RESPONSE|>"),
+    "Llama 3 with a date": (DATED, HEADERS, "<|eot_id|>", "<|eot_id|>"),
+    "Cohere": (COHERE, TURNS, "<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+    "Cohere 2": (COHERE2, TURNS, "<|END_OF_TURN_TOKEN|>", "<|END_RESPONSE|>"),
     "Falcon 3": (FALCON3, ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"],
                  "<|endoftext|>", "<|endoftext|>"),
     "headers as text": (FALCON3, ["<|endoftext|>"], "<|endoftext|>", "<|endoftext|>")}
@@ -272,8 +269,8 @@ def test_a_foreign_tied_model_is_trained_and_its_engine_follows_at_every_update(
     tokenizer.save_pretrained(tmp_path / "model")
     write_jsonl(tmp_path / "sums.jsonl", [{"id": str(i), "query": "?", "sum": i} for i in range(4)])
     train("grpo.py", tmp_path / "rl", f"""--env tests/calculator.py --model {tmp_path}/model
-        --tasks {tmp_path}/sums.jsonl --steps 4 --prompts 2 --group 4 --context 300 --lr 1e-2
+        --tasks {tmp_path}/sums.jsonl --steps 2 --prompts 2 --group 4 --context 300 --lr 1e-2
         --turn-tokens 24 --max-turns 2 --keep-activations 100000""")
     log = read_jsonl(tmp_path / "rl" / "log.jsonl")
-    assert len(log) == 4 and all(line["dlogp_mean"] < 1e-4 for line in log), log
+    assert len(log) == 2 and all(line["dlogp_mean"] < 1e-4 for line in log), log
     assert load_template(tmp_path / "rl").ends == load_template(tmp_path / "model").ends

@@ -19,12 +19,9 @@ import grpo
 import zero3
 from runtime import read_jsonl
 
-DIFFS = sorted((ROOT / "variants").glob("*.diff"))
-NAMES = [diff.stem for diff in DIFFS]
+NAMES = sorted(diff.stem for diff in (ROOT / "variants").glob("*.diff"))
 # those that change more than the loss; a test of its own trains stretch
 LOOPS = "kl", "on-policy-distillation", "recompute", "refill", "train-results"
-# changed lines; 15 for the others
-MOST = {"on-policy-distillation": 20, "recompute": 30, "refill": 25, "stretch": 60}
 FAULTS = sorted((ROOT / "variants" / "faults").glob("*.diff"))
 CPU, WORLD = torch.device("cpu"), Babble()
 OLD = {"a": [-1.0, -2.0], "b": [-1.5, -0.5, -3.0], "c": [-2.5, -1.0], "d": [-0.7]}
@@ -164,13 +161,6 @@ def test_a_variants_loss_and_gradient_are_those_of_its_equation(name, made, one_
     if name == "stretch":  # compared: the second token of a, and two of b
         assert line["dlogp_mean"] == pytest.approx((0.2 + 0.4 + 0.6) / 3)
         assert line["stale"] == pytest.approx(2 / 5)
-
-
-def test_a_variant_changes_few_lines():
-    for diff in DIFFS:
-        changes = diff.read_text().partition("--- grpo.py\n")[2]
-        changed = sum(line[:1] == "+" for line in changes.splitlines()[1:])
-        assert changed <= MOST.get(diff.stem, 15), (diff, changed)
 
 
 @pytest.mark.slow

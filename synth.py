@@ -305,6 +305,8 @@ def tasks(args):
                     runtime.append_jsonl(args.out, task)
                     bar.update()
                     last = index
+                    if not any(lack.values()):
+                        break  # the pool cancels the draws that it has not begun
             index += 1024
     ratio = mean(row["tightness"]["ratio"] for row in runtime.read_jsonl(args.out)) or 0
     print(f"{args.out}: {args.n} tasks; the least cost is {ratio:.0%} of the budget on average. "

@@ -650,6 +650,8 @@ def on_gpus(gpus, *what):
 
 def play_agents(args, tasks):
     """(1) (2) -> {agent: the records of all tasks}"""
+    if args.model and "model" not in args.agent or args.key and not args.url:
+        raise Mistake("--model plays as --agent model, and --key is the key of --url")
     agents = named_paths(args.model) if "model" in args.agent else {}
     agents |= {name: None for name in args.agent if name != "model"}
     runtime.lock_folder(args.out)
@@ -882,7 +884,8 @@ def evaluate(args):
             columns[f"{name} by {judge}"] = [row | row["others"][judge] for row in rows]
         columns[name] = rows
     text, report = table(columns, getattr(world, "lines", None))
-    for name, numbers in ((name, report[name]) for name in played):
+    for name in played:
+        numbers = report[name]
         runtime.write_text(f"{args.out}/{name}/scores.json", json.dumps(numbers, indent=1))
         if (numbers.get(UNREAD) or 0) > 0.2 and not getattr(args, "reader", None):
             text += f"\n{name}: {numbers[UNREAD]:.0%} of its answer lines were not read by the " \

@@ -546,9 +546,12 @@ def reader_name(text):
 
 def open_reader(args):
     """The Reader that these flags choose; for a command without them, the rules."""
-    if getattr(args, "reader", None) == "policy":
+    reader, key = getattr(args, "reader", None), getattr(args, "reader_key", None)
+    if reader == "policy":
         raise Mistake("--reader policy is for evaluate.py, where a model plays and then reads")
-    return Reader(getattr(args, "reader", None), read_key(getattr(args, "reader_key", None)))
+    if key and not reader:
+        raise Mistake("--reader-key is the key of --reader URL=MODEL")
+    return Reader(reader, read_key(key))
 
 
 # ---------------------------------------------------------------- main

@@ -424,6 +424,14 @@ def command(tmp_path, trip, mini, *more):
             str(tmp_path / "out"), *more]
 
 
+@pytest.mark.parametrize("flag", ["--model", "--key", "--reader-key"])
+def test_a_flag_of_a_model_that_does_not_play_is_refused(flag, tmp_path, trip, mini):
+    words = command(tmp_path, trip, mini, "--agent", "solver", flag, str(tmp_path / "tasks.jsonl"))
+    with pytest.raises(SystemExit, match=flag):
+        evaluate.main(words)
+    assert not list(tmp_path.glob("out/*/episodes.jsonl"))
+
+
 def test_the_solver_plays_through_the_tools_and_wins_and_a_rerun_plays_nothing(
         tmp_path, trip, mini, capsys):
     words = command(tmp_path, trip, mini, "--agent", "solver", "--samples", "2")

@@ -78,11 +78,14 @@ def judge_plays(args, name, rows):
             and (name_of(row["task"]), said[name_of(row["task"])]) not in known]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         asked = [pool.submit(ask_judge, generate, task, said[name_of(task)]) for task in left]
-        for task, future in zip(left, asked, strict=True):
-            play, (found, reply) = name_of(task), future.result()
-            verdicts[play] = found
-            runtime.append_jsonl(file, {"play": play, "said": said[play], "judge": model,
-                                        "verdict": found, "reply": reply})
+        try:
+            for task, future in zip(left, asked, strict=True):
+                play, (found, reply) = name_of(task), future.result()
+                verdicts[play] = found
+                runtime.append_jsonl(file, {"play": play, "said": said[play], "judge": model,
+                                            "verdict": found, "reply": reply})
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error
     # a play without an answer is wrong without asking
     return {play: known.get((play, said[play]), "incorrect") for play in said} | verdicts
 

@@ -27,18 +27,15 @@ TABLES = {**dict.fromkeys(MEALS, "restaurants"), "attraction": "attractions",
           "accommodation": "hotels"}
 INVENTED = {  # {}: a name of the database, which the invented one is not
     "restaurants": (
-        "The Velvet Lantern", "Juniper & Rye", "Sr. Pepe's Hideaway", "No. 9 Noodle Bar",
-        "The Dinner Club", "Café Señor Zorro", "{} - Rooftop Annex", "{}: the Secret Cellar",
-        "{} and Dragon Palace", "{} II", "New {}", "Taxi Stand Tacos", "{} Express", "The {}",
-        "{} (Upper Side)", "Same Old Diner", "{} Kitchen", "None Better Grill"),
+        "The Velvet Lantern", "Sr. Pepe's Hideaway", "No. 9 Noodle Bar", "The Dinner Club",
+        "{} - Rooftop Annex", "{}: the Secret Cellar", "{} and Dragon Palace", "New {}",
+        "Taxi Stand Tacos", "{} (Upper Side)", "Same Old Diner", "None Better Grill"),
     "attractions": (
-        "Museum of Lost Keys", "Old Mill Overlook", "St. Agnes Garden", "Mt. Hollow Lookout",
-        "{} - West Wing", "{} Annex", "The Hidden {}", "Fort Nowhere", "{} at Night",
+        "St. Agnes Garden", "{} - West Wing", "The Hidden {}", "{} at Night",
         "Valley Farm & Dinner Theatre", "{}: the Night Walk", "Free {}"),
     "hotels": (
         "Harborlight House", "Entire Room at a Cozy Cottage", "{} by the Lake", "{} II",
-        "The Overnight Inn", "Same Day Suites", "{} - Garden Suite", "The {}", "{} Rooftop Annex",
-        "Room 4 You, Near the Station", "Sunny Loft w/ Rooftop - Near Everything")}
+        "The Overnight Inn", "Same Day Suites", "The {}", "Room 4 You, Near the Station")}
 
 
 def random_of(purpose):
@@ -250,15 +247,8 @@ def stated(w):
     return itinerary(w.plan)
 
 
-def draft_first(w):
-    """A shorter draft, followed by the plan."""
-    draft = [day | {"dinner": "-", "lunch": "-"} for day in w.plan]
-    return (f"Draft:\n{tell(Writer(w.task, draft, w.database), FIELDS_FORM)}\n\nThis lacks "
-            f"meals. Final plan:\n\n{tell(w, FIELDS_FORM)}")
-
-
 def ride_text(w, day):
-    """A ride as the text of a table cell."""
+    """A ride as the text of a value."""
     form = BULLETS["flight" if "Flight" in day["transportation"] else "road"]
     return "-" if day["transportation"] == "-" else form.partition(":** ")[2].format_map(
         w.ride_words(day))
@@ -270,7 +260,7 @@ def json_of(w, shape):
     unnumbered = [{key: value for key, value in day.items() if key != "day"} for day in days]
     if shape == "lines":
         return "\n".join(json.dumps(day, ensure_ascii=False) for day in days)
-    value = {"list": w.plan, "plan": {"plan": days}, "unnumbered": unnumbered,
+    value = {"list": w.plan, "unnumbered": unnumbered,
              "alternatives": {"alternative": days[:1], "plan": days}}[shape]
     return f"Sure!\n```json\n{json.dumps(value, indent=1, ensure_ascii=False)}\n```\nEnjoy."
 
@@ -291,22 +281,10 @@ def json_places(w):
     return json.dumps({"itinerary": days}, indent=2, ensure_ascii=False)
 
 
-def yaml(w):
-    out = []
-    for day in w.plan:
-        out += [f"- day: {day['day']}", f"  current_city: {day['current_city']}",
-                f"  transportation: {day['transportation']}"]
-        for slot in SLOTS:
-            values = values_of(day, slot)
-            out += [f"  {slot}:", *(f"    - {value}" for value in values)] \
-                if slot == "attraction" and values else [f"  {slot}: {day[slot]}"]
-    return "\n".join(out)
-
-
 STATED = {name: functools.partial(tell, form=form) for name, form in FORMS.items()} | {
-    function.__name__: function for function in (stated, draft_first, json_places, yaml)} | {
+    function.__name__: function for function in (stated, json_places)} | {
     f"json_{shape}": functools.partial(json_of, shape=shape)
-    for shape in ("list", "plan", "lines", "unnumbered", "alternatives")}
+    for shape in ("list", "lines", "unnumbered", "alternatives")}
 
 
 def texts(database, plans, style):
@@ -332,25 +310,6 @@ def spoilt(database, plans, purpose):
             day[slot] = "".join(value + end for value in (fresh, *rest))
         out.append((task, plan))
     return out
-
-
-def same(slot, a, b):
-    """Whether two values are equal but for the order of attractions, blanks and details of a ride.
-    """
-    a, b = (" ".join(str(value or "-").split()) for value in (a, b))
-    if slot == "attraction":
-        a, b = (sorted(filter(None, map(str.strip, value.split(";")))) for value in (a, b))
-    if slot == "transportation" and "-" not in (a, b):
-        a, b = gist(a), gist(b)
-    return a == b
-
-
-def gist(ride):
-    """(mode, flight number, from, to) of a transportation text."""
-    mode = next((mode for mode in ("flight", "taxi") if mode in ride.lower()), "driving")
-    number = re.search(r"Flight Number: ([^,]*)", ride)
-    way = re.search(r"from (.+?) to ([^,]+)", ride)
-    return mode, number and number[1], way and way.groups()
 
 
 if __name__ == "__main__":

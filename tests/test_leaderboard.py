@@ -2,22 +2,11 @@
 import copy
 import json
 
-from format_plan import itinerary
+from test_evaluate import rows_of
+
 from runtime import read_jsonl, write_jsonl
 from travel import leaderboard
-from travel.constraints import judge
 from travel.leaderboard import official_rates, submission
-
-
-def rows_of(trip, mini, wins):
-    """Judged episodes, the i-th successful if wins[i]."""
-    task, plan, _ = trip
-    rows = []
-    for i, win in enumerate(wins):
-        found, verdict = judge(task, itinerary(plan) if win else None, mini)
-        rows.append({"task": task | {"id": str(i), "idx": i}, "messages": [], "stop": "answer",
-                     "plan": found, "score": verdict})
-    return rows
 
 
 def test_c11_the_rates_are_over_all_plans_of_the_split_and_all_constraints_asked(trip, mini):

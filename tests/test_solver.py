@@ -14,10 +14,10 @@ from conftest import SEED
 
 import synth
 from runtime import read_jsonl
-from sandbox import Database, parse
+from sandbox import Database
 from tiny import worlds
 from travel import solver
-from travel.constraints import judge, score
+from travel.constraints import score
 from travel.world import load_task
 
 RULES = ("star", "strict", "official")
@@ -234,21 +234,6 @@ def test_the_arrays_over_routes_agree_with_a_plain_loop(tasks, mini):
                     names = [cities[i] for i in route]
                     journey = solver.cheapest_journey(task, mini, mode, names)
                     assert cost_of(task, solver.lay_out(task, journey), mini) == array[route]
-
-
-def test_no_route_visits_a_city_twice(tasks, mini):
-    for task in tasks:
-        costs, cities = solver.least_costs(task, mini)
-        for array in costs.values():
-            for route in itertools.product(range(len(cities)), repeat=array.ndim):
-                assert len(set(route)) == array.ndim or array[route] == math.inf
-
-
-def test_the_solver_as_an_agent_looks_up_its_plan_and_then_gives_it(tasks, mini):
-    for task in tasks[:10]:
-        *calls, last = map(parse, solver.solver_replies(task, mini))
-        assert {call.kind for call in calls} == {"call"}
-        assert judge(task, last.text, mini)[1]["strict"] == 1
 
 
 def test_every_careless_mistake_fails_a_check_and_plans_without_one_succeed(tasks, mini):

@@ -8,6 +8,7 @@ from threading import Event
 
 import pytest
 from conftest import SEED, endpoint
+from test_solver import cost_of
 
 import synth
 from runtime import read_jsonl, write_jsonl
@@ -49,12 +50,6 @@ def tasks(tasks_file):
 def episodes(tasks_file, tmp_path_factory):
     path = tmp_path_factory.mktemp("episodes") / "out.jsonl"
     return made(path, "episodes", "--tasks", tasks_file, "--seed", SEED, "--exploring", 0.75)
-
-
-def cost_of(task, plan, database):
-    """The cost of a plan by the judge."""
-    reason = score({**task, "budget": -1}, plan, database)["checks"]["valid_cost"][1]
-    return float(re.search(r"costs \$([\d.e+]+)", reason)[1])
 
 
 def cut_off(path, rng):
@@ -210,36 +205,28 @@ def paraphrase(model, messages):
 
 
 def test_queries_from_endpoints_that_fail_are_neither_lost_nor_doubled(serve, tasks, tmp_path, out):
-    write_jsonl(tmp_path / "tasks.jsonl", tasks[:30])
-    url, asked = serve(paraphrase)
-    words = ("queries", "--tasks", tmp_path / "tasks.jsonl", "--tries", 9,
-             "--endpoint", f"{url}=one", f"{url}=two")
-    said, rng = made(out, *words), random.Random(SEED)
-    assert {request["model"] for request in asked} == {"one", "two"} and len(asked) > 30
-    for before, after in zip(tasks[:30], said, strict=True):
-        assert before | {"query": ""} == after | {"query": ""}
-        assert not synth.unstated(after["query"], after)
-    for _ in range(3):
-        cut_off(out, rng)
-        assert made(out, *words) == said
-
-
-def test_a_task_that_an_endpoint_refuses_is_left_out_and_thoughts_are_no_part_of_a_query(
-        serve, tasks, tmp_path, out):
-    write_jsonl(tmp_path / "tasks.jsonl", tasks[:6])
-    lost = json.dumps(tasks[2]["org"])
+    """Thoughts are no part of a query, and a task that an endpoint refuses is left out."""
+    lost, rng = f'"org": {json.dumps(tasks[2]["org"])}', random.Random(SEED)
 
     def reply(model, messages):
         if lost in messages[0]["content"]:
             return 400
         return f"I think, {messages[0]['content']}</think>{paraphrase(model, messages)}"
 
-    url, _ = serve(reply, rate=0)
-    kept = made(out, "queries", "--tasks", tmp_path / "tasks.jsonl", "--endpoint", f"{url}=two")
-    refused = [row["id"] for row in read_jsonl(f"{out}.refused")]
-    assert refused == [task["id"] for task in tasks[:6] if json.dumps(task["org"]) == lost]
-    assert len(kept) + len(refused) == 6
-    assert not any("think" in row["query"] for row in kept)
+    write_jsonl(tmp_path / "tasks.jsonl", tasks[:30])
+    url, asked = serve(reply)
+    words = ("queries", "--tasks", tmp_path / "tasks.jsonl", "--tries", 9,
+             "--endpoint", f"{url}=one", f"{url}=two")
+    said = made(out, *words)
+    assert {request["model"] for request in asked} == {"one", "two"} and len(asked) > 30
+    told = [task for task in tasks[:30] if task["org"] != tasks[2]["org"]]
+    for before, after in zip(told, said, strict=True):
+        assert before | {"query": ""} == after | {"query": ""} and "think" not in after["query"]
+        assert not synth.unstated(after["query"], after)
+    assert len(read_jsonl(f"{out}.refused")) == 30 - len(told)
+    for _ in range(3):
+        cut_off(out, rng)
+        assert made(out, *words) == said
 
 
 # ---------------------------------------------------------------- episodes

@@ -68,7 +68,6 @@ def test_an_error_is_the_last_line_and_the_line_of_the_program(plain):
     ("x = ", "error", "SyntaxError: invalid syntax (line 1)"),
     ("bytearray(10**12)", "memory", "MemoryError (line 1)"),
     ("import os\nos.abort()", "killed", "killed by SIGABRT"),
-    ("import os\nos.kill(os.getpid(), 40)", "killed", "killed by signal 40"),
     ("print('x' * 10**6)", "output", "more than 65536 bytes of output"),
 ])
 def test_a_status_says_how_it_ended(plain, program, status, error):
@@ -276,12 +275,6 @@ def test_a_worker_starts_with_these_flags_and_no_other():
                      "--hostname", "--cap-drop", "--ro-bind", "--dev-bind", "--size", "--tmpfs",
                      "--remount-ro", "--chdir", "--seccomp", "--setenv"}
     assert words[words.index("--cap-drop") + 1] == "ALL"
-
-
-def test_python_may_be_called_by_a_path_with_dots(monkeypatch):
-    straight = [jail_module.inside(sys.executable), jail_module.view()]
-    monkeypatch.setattr(sys, "executable", f"{sys.prefix}/lib/../bin/{Path(sys.executable).name}")
-    assert [jail_module.inside(sys.executable), jail_module.view()] == straight
 
 
 def test_two_calls_of_a_worker_do_not_meet_in_any_folder(plain):

@@ -105,39 +105,31 @@ def test_a_row_with_a_missing_value_in_any_column_is_read_or_counted(tmp_path, n
 
 
 @pytest.mark.parametrize("value, golds", [
-    # lists that numpy and pandas have printed
-    ("['Paris' 'City of Paris']", ["Paris", "City of Paris"]), ("['1' '2']", ["1", "2"]),
-    ("[array(['a', 'b'], dtype=object)]", ["a", "b"]), ("['a' 'b' ... 'z']", ["a", "b", "z"]),
-    ("array([], dtype=object)", []), ("[3.]", ["3"]),
-    # as Python and JSON print them
+    # lists that numpy and pandas have printed, then Python and JSON
+    ("['Paris' 'City of Paris']", ["Paris", "City of Paris"]), ("['a' 'b' ... 'z']", [*"abz"]),
+    ("[array(['a', 'b'], dtype=object)]", ["a", "b"]), ("array([], dtype=object)", []),
     ("['New York', 'NYC']", ["New York", "NYC"]), ('["a", "b"]', ["a", "b"]),
-    ("""["it's" 'x']""", ["it's", "x"]), ("['O'Brien', 'x']", ["O'Brien", "x"]),
-    ("[['a', 'b'], ['c']]", ["a", "b", "c"]), (["['a' 'b']"], ["a", "b"]),
-    (r"['\frac{1}{2}' '\theta']", [r"\frac{1}{2}", r"\theta"]), ("['a';'b']", ["a", "b"]),
+    ("['O'Brien', 'x']", ["O'Brien", "x"]), ("[['a', 'b'], ['c']]", ["a", "b", "c"]),
+    (r"['\frac{1}{2}' '\theta']", [r"\frac{1}{2}", r"\theta"]), (["['a' 'b']"], ["a", "b"]),
     # as data sets keep them in objects; one that cannot be read is no gold
-    ({"target": "['x' 'y']"}, ["x", "y"]), ("{'target': ['x']}", ["x"]),
-    ({"text": ["x"], "answer_start": [7]}, ["x"]), ("{'target': array(['x'], dtype=object)}", []),
+    ({"target": "['x' 'y']"}, ["x", "y"]), ("{'target': array(['x'], dtype=object)}", []),
+    ({"text": ["x"], "answer_start": [7]}, ["x"]),
     ({"value": "x", "aliases": ["y"], "type": "Entity"}, ["x", "y"]),
     # nothing is no gold
-    ("['Paris', nan]", ["Paris"]), ("['Paris', None]", ["Paris"]), (NAN, []), (["a", NAN], ["a"]),
-    ([None], []), ("[None]", []), ("[nan]", []), (None, []), ("", []), ("[]", []), ([], []),
-    (float("inf"), []), ("['None']", ["None"]),
+    ("['Paris', nan]", ["Paris"]), (["a", NAN], ["a"]), ("[None]", []), (None, []), ("", []),
+    ("[]", []), (float("inf"), []), ("['None']", ["None"]),
     # numbers, of which parquet may have made floats
-    (5, ["5"]), ([0], ["0"]), (3.0, ["3"]), (2.5, ["2.5"]), ("['a', 3.0]", ["a", "3"]),
-    # other values
-    ("Hollin", ["Hollin"]), (["a b", "c"], ["a b", "c"]), ([["a", "b"]], ["a", "b"]),
+    (5, ["5"]), (3.0, ["3"]), (2.5, ["2.5"]), ("['a', 3.0]", ["a", "3"]), ("[3.]", ["3"]),
     # mathematics is no list
-    ("[1, 2]", ["[1, 2]"]), ("[1,2)", ["[1,2)"]), ("[{{1}}]", ["[{{1}}]"]),
-    (r"[-1, \infty)", [r"[-1, \infty)"]), ("(a, b)", ["(a, b)"]), ("{1, 2}", ["{1, 2}"]),
-    ("(f'(x), g'(x))", ["(f'(x), g'(x))"]), ("[f'(0), g'(0)]", ["[f'(0), g'(0)]"])])
+    ("[1, 2]", ["[1, 2]"]), ("[1,2)", ["[1,2)"]), (r"[-1, \infty)", [r"[-1, \infty)"]),
+    ("(a, b)", ["(a, b)"]), ("{1, 2}", ["{1, 2}"]), ("[f'(0), g'(0)]", ["[f'(0), g'(0)]"])])
 def test_golds_are_read_in_all_their_forms(value, golds):
     assert golds_of(value) == golds
 
 
 @pytest.mark.parametrize("text", ["['" + "a" * 10**5, "[" * 10**5 + "'a'", "['a' " * 2 * 10**4,
-                                  "[" + "' " * 10**5 + "]", "['a" + "\\" * 10**5 + "']",
-                                  "{'a': " * 10**4, "array(" * 10**5])
-def test_no_text_of_a_gold_raises_or_takes_long(text):
+                                  "['a" + "\\" * 10**5 + "']", "{'a': " * 10**4])
+def test_no_text_of_a_gold_raises_or_never_ends(text):
     assert isinstance(golds_of(text), list)
 
 
@@ -175,12 +167,9 @@ def played(row, *replies):
 
 @pytest.mark.parametrize("replies, check, answer", [
     (("<think>x</think><answer>\\[ \\boxed{4} \\]</answer>",), "math", "4"),
-    (("<answer>3</answer> no, <answer>5</answer>",), "math", "5"),
-    (("cut, but \\boxed{7} was found",), "math", "7"),
     (("<search>a</search>", " <result>\n<answer>9</answer> \\boxed{9}\n</result>", "none"), "math",
      None),
-    (("<answer>\\boxed{\\text{New York}}</answer>",), "qa", "New York"),
-    (("<answer> </answer>",), "qa", None), ((), "qa", None)])
+    (("<answer>\\boxed{\\text{New York}}</answer>",), "qa", "New York"), ((), "qa", None)])
 def test_an_answer_is_read_from_replies_and_never_from_tool_results(replies, check, answer):
     row = played({"query": "q", "check": check}, *replies)
     assert scores.said_in(row) == answer
@@ -213,34 +202,27 @@ FOUND = {"1": "correct", "2": "incorrect", "3": "unread", "4": "unread", "5": "c
 # nobody answered the sixth: the judge is not asked
 
 
-@pytest.fixture
-def judged(tmp_path):
-    """(folder, flags of scores without the judge) of six plays, none of which equals a gold.
-    """
+def test_prose_and_neither_word_are_never_right_and_nothing_is_asked_again(tmp_path):
     tasks = [task("gaia", number, ["Paris"]) for number in VERDICTS]
     write_jsonl(tmp_path / "tasks.jsonl", tasks)
     write_jsonl(tmp_path / "run/episodes.jsonl", [
         played(row, "nothing" if row["id"] == "gaia/6" else "<answer>in France</answer>")
         for row in tasks])
-    return tmp_path, ["--tasks", str(tmp_path / "tasks.jsonl"), "--runs", f"rl={tmp_path / 'run'}",
-                      "--out", str(tmp_path / "out")]
-
-
-def test_prose_and_neither_word_are_never_right_and_nothing_is_asked_again(judged):
-    folder, words = judged
 
     def number(request):
         return request["messages"][0]["content"].split("gaia ")[1][0]
 
     with endpoint(lambda request: VERDICTS[number(request)]) as (url, asked):
         for _ in "first", "again":
-            star.main(["scores", *words, "--judge", f"{url}=m"])
+            star.main(["scores", "--tasks", str(tmp_path / "tasks.jsonl"), "--runs",
+                       f"rl={tmp_path / 'run'}", "--out", str(tmp_path / "out"), "--judge",
+                       f"{url}=m"])
     assert sorted(map(number, asked)) == [*"12345"]
     assert all("Paris" in str(one) and "in France" in str(one) for one in asked)
-    told = {row["play"][5]: row["verdict"] for row in read_jsonl(folder / "out/judged-rl.jsonl")}
+    told = {row["play"][5]: row["verdict"] for row in read_jsonl(tmp_path / "out/judged-rl.jsonl")}
     assert told == FOUND
-    assert (folder / "out/table.md").read_text().count("rl: 2 replies") == 1
-    found = json.loads((folder / "out/table.json").read_text())["rl"]["gaia"]
+    assert (tmp_path / "out/table.md").read_text().count("rl: 2 replies") == 1
+    found = json.loads((tmp_path / "out/table.json").read_text())["rl"]["gaia"]
     assert found["score"] == pytest.approx(2 / 6)
 
 
@@ -257,8 +239,8 @@ def test_an_answer_cannot_step_out_of_its_place_before_the_judge():
 # ------------------------------------------------------------------------------------------- table
 
 
-def test_published_questions_are_played_by_evaluate_with_tools_and_scored(published, tmp_path):
-    """The three commands, one after the other; an endpoint plays, which searches, then answers."""
+def test_published_questions_are_played_by_evaluate_and_scored(published, tmp_path):
+    """The three commands, one after the other; an endpoint plays, which knows all answers."""
     world = tmp_path / "world"
     world.mkdir()
     (world / "corpus.jsonl").write_bytes((ROOT / "database/tools/corpus.jsonl").read_bytes())
@@ -266,12 +248,8 @@ def test_published_questions_are_played_by_evaluate_with_tools_and_scored(publis
     golds = {t["query"]: t["golds"] for t in load_sets(published)[0]}
 
     def reply(request):
-        messages = request["messages"]
-        if len(messages) == 2:
-            return ('<think>x</think><tool_call>{"name": "Search", "arguments": {"query": "mayor"}}'
-                    '</tool_call>')
-        assert messages[-1]["content"].startswith("<tool_response>\nDoc 1")
-        return f"<think>x</think><answer>{golds[messages[1]['content']][-1]}</answer>"
+        question = request["messages"][1]["content"]
+        return f"<think>x</think><answer>{golds[question][-1]}</answer>"
 
     tasks, out = str(tmp_path / "data/tasks.jsonl"), str(tmp_path / "eval")
     star.main(["sets", "--sets", str(published), "--out", str(tmp_path / "data")])

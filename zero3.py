@@ -287,16 +287,19 @@ def watch_ranks():
 def compile_op(name, build):
     """Have DeepSpeed compile the C++ op of this name, at its first use.
 
-    A killed build leaves a lock, for which PyTorch would wait for ever. So build under a lock of
-    ours, which the kernel releases, and remove PyTorch's, which nobody holds meanwhile.
+    A killed build leaves a lock, for which PyTorch would wait for ever, and may leave half a file,
+    with which each later start would compile again. So build under a lock of ours, which the kernel
+    releases, and begin anew where PyTorch's is left, which nobody holds meanwhile.
     """
     # each environment has headers of its own: with one folder for all, every switch would compile
     own = Path.home() / ".cache" / "torch_extensions" / sys.prefix.replace("/", "-")
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own))) / name
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".ours", "w") as ours:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.ours", "w") as ours:
         fcntl.flock(ours, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)
+        if (folder / "lock").exists():
+            shutil.rmtree(folder)
+        folder.mkdir(exist_ok=True)
         build()
 
 

@@ -72,12 +72,13 @@ def test_a_build_that_was_killed_does_not_stop_the_next_start(tmp_path, monkeypa
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = Path(cpp_extension._get_build_directory("deepspeed_shm_comm", False)) / "lock"
     lock.touch()  # PyTorch would wait for whoever made it
+    (lock.parent / ".ninja_deps").write_text("half a file")
     found = []
     (other := tmp_path / "cpu_adam" / "lock").parent.mkdir()
     other.touch()  # another op may be compiling now
-    zero3.compile_op("deepspeed_shm_comm", lambda: found.append(lock.exists()))
+    zero3.compile_op("deepspeed_shm_comm", lambda: found.append([*lock.parent.iterdir()]))
     assert other.exists()
-    assert found == [False] and tmp_path in lock.parents
+    assert found == [[]] and tmp_path in lock.parents
 
 
 # ----------------------------------------------------------------------------------------- one line

@@ -1,7 +1,5 @@
 """The tool world's facts and tasks: training has nothing that is held out, and every answer can be
 found.
-
-    python -m pytest tests/test_facts.py
 """
 import html
 import re
@@ -11,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import SEED
+from conftest import ROOT, SEED
 
 from runtime import read_jsonl
 from sandbox import Episode, parse
@@ -54,8 +52,8 @@ def searches(made):
 # ---------------------------------------------------------------- files
 
 
-def test_the_world_that_ships_is_the_held_out_one_of_seed_0_and_small(root, tmp_path):
-    shipped = contents(root / "database" / "tools")
+def test_the_world_that_ships_is_the_held_out_one_of_seed_0_and_small(tmp_path):
+    shipped = contents(ROOT / "database" / "tools")
     shipped.pop(Path("questions.jsonl"))  # for a person to play
     assert shipped == contents(make(tmp_path) / "val")
     assert sum(map(len, shipped.values())) < 1_000_000

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import lxml.html
 import pytest
-from conftest import need, witness
+from conftest import ROOT, need, witness
 
 from look import report
 from runtime import read_jsonl, write_jsonl
@@ -132,10 +132,10 @@ def test_a_log_is_read_as_a_resumed_and_unfinished_run_left_it(run):
     assert rl["entropy"][7] is None and "reward_name" not in rl
 
 
-def test_the_page_asks_for_nothing_and_makes_no_markup_of_text(run, root):
+def test_the_page_asks_for_nothing_and_makes_no_markup_of_text(run):
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in page and not re.search(r"https?://", page)
-    code = (root / "look" / "report.html").read_text(encoding="utf-8")
+    code = (ROOT / "look" / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", code)
 
 

@@ -1,7 +1,4 @@
-"""The twelve sets are read in every published form, and scores are as computed by hand.
-
-    python -m pytest tests/test_sets.py
-"""
+"""The twelve sets are read in every published form, and scores are as computed by hand."""
 import json
 
 import pytest

@@ -1,7 +1,4 @@
-"""The exact solver: brute force finds nothing cheaper, and its plans are valid.
-
-    python -m pytest tests/test_solver.py     (STAR_TEST_DATA=../shared for the official database)
-"""
+"""The exact solver: brute force finds nothing cheaper, and its plans are valid."""
 import itertools
 import json
 import math

@@ -1,7 +1,4 @@
-"""The solver as a teacher: its thoughts are true, known at that point, and consistent.
-
-    python -m pytest tests/test_teacher.py     (STAR_TEST_DATA=../shared for the official database)
-"""
+"""The solver as a teacher: its thoughts are true, known at that point, and consistent."""
 import re
 
 import pytest

@@ -1,13 +1,9 @@
-"""The laptop's world: tables byte for byte, drills that can be copied, many worlds.
-
-    python -m pytest tests/test_tiny.py
-"""
-import itertools
+"""The laptop's world: tables byte for byte, drills that can be copied, many worlds."""
 import re
 from argparse import Namespace
 
 import pytest
-from conftest import SEED
+from conftest import ROOT, SEED
 
 import synth
 from evaluate import play_replies
@@ -41,13 +37,13 @@ def episodes(tmp_path_factory):
 
 # ---------------------------------------------------------------- world
 
-def test_the_small_world_that_ships_is_seed_0_byte_for_byte(root, tmp_path):
+def test_the_small_world_that_ships_is_seed_0_byte_for_byte(tmp_path):
     main(["world", "--out", str(tmp_path)])
     written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")
                if path.is_file() and path.name != ".writer"}  # which goes when this process ends
     assert written == {*map(type(tmp_path), worlds.make_world(0))}
     for name in written:
-        assert (root / "database" / "mini" / name).read_bytes() == (tmp_path / name).read_bytes()
+        assert (ROOT / "database" / "mini" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 # ---------------------------------------------------------------- drills
@@ -79,14 +75,6 @@ def test_episodes_to_learn_from_keep_clear_of_what_is_held_out(episodes, mini):
     for row in episodes:
         assert worlds.HOME.isdisjoint((row["task"]["org"], row["task"]["dest"]))
     assert {*mini.cities} == worlds.HOME
-
-
-# ---------------------------------------------------------------- model
-
-def test_tokenised_text_is_decoded_unchanged(template, drills):
-    tokenizer = template.tokenizer
-    for text in itertools.chain(*drills[:50]):
-        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 # ---------------------------------------------------------------- many worlds

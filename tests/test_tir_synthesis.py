@@ -2,8 +2,6 @@
 
 A scripted server in OpenAI's form is the model: what it says follows from the question alone, so
 that a run that was killed and goes on is asked the same as one that was not.
-
-    python -m pytest tests/test_tir_synthesis.py
 """
 import contextlib
 import itertools

@@ -518,7 +518,7 @@ def test_a_checkpoint_plays_at_a_context_of_30k_what_a_killed_run_left(
     words = command(tmp_path, trip, mini, *f"""--model m={tiny_model} --max-context 30000
         --max-turns 2 --max-tokens 32 --samples 3""".split())
     (first,) = rows_of(trip, mini, [1])
-    first = json.dumps(first | {"task": trip[0]})
+    first = json.dumps(first | {"task": trip[0], "judge": "rules", "others": {}})
     (tmp_path / "out" / "m").mkdir(parents=True)
     (tmp_path / "out" / "m" / "episodes.jsonl").write_text(f"{first}\n{first[:99]}")
     evaluate.main(words)

@@ -72,7 +72,8 @@ def peak_of(size, tokens, keep, rank):
     policy, mask = zero3.Policy(lm), {"full_attention": None}
     with Peak(lm.parameters()) as peak:
         out = lm.base_model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
-        policy.head(out[0, :-1], ids[0, 1:], 1.0)[0].sum().backward()
+        out = policy.head(out[0, :-1], ids[0, 1:], 1.0)[0]  # nobody holds the hidden states now
+        out.sum().backward()
     return peak.peak
 
 

@@ -41,7 +41,7 @@ def disk(tiny_model, tmp_path_factory):
     shutil.copy(ROOT / pins[no_gpu], disk / ".venv" / "installed.txt")
     words = f"synth.py tasks --database database/mini --n 4 --days 3 --out {disk}/data/rl.jsonl"
     subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, capture_output=True)
-    for name in ("val", "sft-tasks", "sft"):
+    for name in ("val", "test", "sft-tasks", "sft"):
         shutil.copy(disk / "data" / "rl.jsonl", disk / "data" / f"{name}.jsonl")
     shutil.copytree(tiny_model, disk / "out" / "sft")
     for name in ("preflight/long.jsonl", "preflight/sft/config.json", "preflight/rl/config.json",

@@ -65,6 +65,7 @@ def flags():
     add = runtime.trainer_flags(p, 32768)
     add("--microscope", type=NATURAL, default=0, help="N: write all tokens of every Nth update for "
         "look.report; 0: none")
+    p.idle = [("val_every", "without", "val")]
     return runtime.parse_args(p)  # with the world's own flags
 
 

@@ -76,6 +76,7 @@ def flags():
     add("--val-every", type=NATURAL, default=0, help="updates between two measurements on --val; "
         "0: only at the end")
     runtime.trainer_flags(p, 16384)
+    p.idle = [("val_every", "without", "val")]
     return p.parse_args()
 
 

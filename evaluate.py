@@ -512,11 +512,14 @@ def flags(argv=None):
     add("--check", action="store_true", help="only check the world: load the tasks, call each "
         "tool once, answer, and print what came back")
     play_flags(p, "out/eval", 4096)
+    p.idle = [*p.idle, *((name, "beside", "ask") for name in ("tasks", "limit", "split")),
+              *((name, "beside", "check") for name in ("ask", "model", "samples", "show"))]
     return runtime.parse_args(p, argv)
 
 
 def play_flags(p, out, max_tokens):
     """Which models play, and how."""
+    p.idle = ("tp", "beside", "url"), ("gpu_memory", "beside", "url"), ("key", "without", "url")
     add = p.add_argument_group("models").add_argument
     add("--model", nargs="+", default=[], metavar="[NAME=]PATH",
         help="checkpoint folders, hub names, or model names at --url; NAME= names the table's "
@@ -650,8 +653,8 @@ def on_gpus(gpus, *what):
 
 def play_agents(args, tasks):
     """(1) (2) -> {agent: the records of all tasks}"""
-    if args.model and "model" not in args.agent or args.key and not args.url:
-        raise Mistake("--model plays as --agent model, and --key is the key of --url")
+    if args.model and "model" not in args.agent:
+        raise Mistake("--model plays as --agent model")
     agents = named_paths(args.model) if "model" in args.agent else {}
     agents |= {name: None for name in args.agent if name != "model"}
     runtime.lock_folder(args.out)
@@ -710,7 +713,8 @@ def judge_of(args):
     """Who reads the answers of the travel world: rules, policy, or a model's name. None in other
     worlds."""
     reader = getattr(args, "reader", None) or "rules"
-    return (reader if isinstance(reader, str) else reader[1]) if hasattr(args, "reader") else None
+    return ((reader if isinstance(reader, str) else reader[1]) if hasattr(args, "reader_key")
+            else None)
 
 
 def open_world(args):
@@ -837,8 +841,8 @@ def find_tasks(source, split):
     if source is None:
         raise Mistake("--tasks FILE.jsonl is needed; python synth.py tasks writes one")
     path = Path(source)
-    if not (split or path.is_file()):
-        raise Mistake(f"{path} is not a file; a folder or a data set on the hub needs --split")
+    if bool(split) == path.is_file():
+        raise Mistake(f"{path}: a folder or a data set on the hub needs --split, and a file none")
     if path.is_dir():
         found = [path / f"{split}.{kind}" for kind in ("csv", "jsonl")]
         return next(filter(Path.exists, found), found[0])

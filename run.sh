@@ -409,7 +409,7 @@ else
         --levels $levels --exclude "$DATA/rl.jsonl"
     # with the direct style alone, no episode would show how to leave a dead end
     stage episodes "$DATA/sft.jsonl" python synth.py episodes --database "$database" \
-        --exploring 0.4 --seed 4 --tasks "$DATA/sft-tasks.jsonl" \
+        $([[ -n $ENDPOINT ]] || echo --exploring 0.4) --seed 4 --tasks "$DATA/sft-tasks.jsonl" \
         "${teacher[@]}" --out "$DATA/sft.jsonl"
     preflight
     stage sft "$OUT/sft/config.json" "${sft[@]}"

@@ -73,7 +73,17 @@ def run_ranks(main):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports a wrong flag in one line instead of printing the usage."""
+    """A parser that reports a wrong flag in one line instead of printing the usage. idle: its
+    (flag, "beside" or "without", other): the flag has no effect then, so giving it is an error."""
+    idle = ()
+
+    def parse_known_args(self, *words):
+        args, rest = super().parse_known_args(*words)
+        for name, when, other in self.idle:
+            if bool(getattr(args, other)) == (when == "beside") and \
+                    getattr(args, name) != self.get_default(name):
+                self.error(f"--{name} has no effect {when} --{other}".replace("_", "-"))
+        return args, rest
 
     def error(self, message):
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")

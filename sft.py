@@ -47,6 +47,7 @@ def flags():
     add("--val-every", type=COUNT, default=20, help="updates between two measurements on --val")
     add("--seed", type=SEED, default=0, help="seed of the order of the episodes")
     runtime.trainer_flags(p, 20480)
+    p.idle = [("val_every", "without", "val")]
     return p.parse_args()
 
 

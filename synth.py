@@ -572,6 +572,9 @@ def flags(argv=None):
                   "let the solver or endpoints play tasks", source, world, teachers)
     add("--exploring", type=runtime.SHARE, default=0.0,
         help="share of the solver's episodes that turn back from a dead end, if the task has one")
+    commands.choices["episodes"].idle = [
+        ("exploring", "beside", "endpoint"), *((name, "without", "endpoint") for name in
+                                               ("key", "concurrency", "temperature"))]
     add = command("subsets", subsets, "draw the paper's sets of other sizes around that of RL")
     add("--base", required=True, metavar="FILE", help="tasks of RL: a smaller set is a part")
     add("--tasks", metavar="FILE", help="other tasks, which sets larger than the base also have")

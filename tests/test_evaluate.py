@@ -411,7 +411,7 @@ def command(tmp_path, trip, mini, *more):
             str(tmp_path / "out"), *more]
 
 
-@pytest.mark.parametrize("flag", ["--model", "--key", "--reader-key"])
+@pytest.mark.parametrize("flag", ["--model", "--reader-key"])
 def test_a_flag_of_a_model_that_does_not_play_is_refused(flag, tmp_path, trip, mini):
     words = command(tmp_path, trip, mini, "--agent", "solver", flag, str(tmp_path / "tasks.jsonl"))
     with pytest.raises(SystemExit, match=flag):

@@ -105,13 +105,18 @@ BAD = [("sft", words) for words in ("--batch 2.5", "--lr nan", "--warmup 2", "--
 BAD += [("grpo", words) for words in ("--group 0", "--temperature 0", "--loss-norm sum",
                                       "--gpu-memory 60", "--failure-rate 2")]
 BAD += [("arpo", "--branch both"), ("look.memory", "ppo")]
+BAD += [(stage, "--val-every 7") for stage in ("sft", "grpo", "arpo", "dpo")]  # without effect
+BAD += [("evaluate", words) for words in (
+    "--url http://a/v1 --tp 2", "--url http://a/v1 --gpu-memory 1", "--key k", "--ask x --limit 3")]
+BAD += [("synth", f"episodes --tasks t --out o {words}")
+        for words in ("--key k", "--endpoint http://a/v1=m --exploring 0.5")]
 
 
 @pytest.mark.parametrize("stage, words", BAD)
 def test_a_flag_out_of_bounds_is_one_line_that_names_it(stage, words, capsys):
     module = importlib.import_module(stage)
     with pytest.raises(SystemExit) as stopped:
-        module.flags(words.split()) if stage == "look.memory" else flags_of(module, words)
+        flags_of(module, words)
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and said.count("\n") == 1
     flag = "stage" if words == "ppo" else words.split()[-2]

@@ -17,6 +17,7 @@ Writes  OUT/meta.json, OUT/starts.npy, OUT/matrix.f16
     python -m toolstar serve --retriever index --port 8000
 """
 import json
+import math
 import os
 import re
 import threading
@@ -37,6 +38,7 @@ CHUNK = 65536  # passages whose vectors are converted to float32 at a time
 MAX_QUERIES = 64  # of concurrent searches that share a scan
 REQUESTS = 8  # to a server at once
 SILENCE = 120  # seconds that a server may say nothing
+PATIENCE = 10  # seconds for a request of several queries, or 4 times what the last answer took
 BODY_BYTES, BODY_SECONDS = 2**26, 300  # the most that a server's reply may have and take
 FLAT = 45  # bytes of the head of a flat faiss index, before its float32 vectors
 
@@ -111,13 +113,15 @@ class Dense:
 
 # ---------------------------------------------------------------- servers
 
-def post(client, url, body, headers=None):
-    """The JSON of a server's reply, which may take BODY_BYTES and BODY_SECONDS: httpx2's time-out
-    begins anew with every byte, and a small packed body may become a large one."""
-    until, data = time.monotonic() + BODY_SECONDS, bytearray()
+def post(client, url, body, headers=None, seconds=math.inf):
+    """The JSON of a server's reply, which may take BODY_BYTES, and BODY_SECONDS or `seconds`: the
+    time-out of httpx2 begins anew with every byte, and a small packed body may become a large one.
+    """
+    until, data = time.monotonic() + min(BODY_SECONDS, seconds), bytearray()
     content = json.dumps(body)  # half a surrogate pair would fail in httpx2's own
     headers = {"Content-Type": "application/json"} | (headers or {})
-    with client.stream("POST", url, content=content, headers=headers) as reply:
+    with client.stream("POST", url, content=content, headers=headers,
+                       timeout=min(SILENCE, seconds)) as reply:
         for part in reply.iter_bytes():
             data += part
             if len(data) > BODY_BYTES or time.monotonic() > until:
@@ -143,7 +147,7 @@ class Remote:
     def __init__(self, name, tries=4, pause=1.0):
         import httpx2
         self.tries, self.pause, self.pool = tries, pause, ThreadPoolExecutor(16)
-        self.known = "a"
+        self.known, self.took = "a", 0.0  # a query that was answered; seconds of the last answer
         self.failures = (httpx2.HTTPError, ValueError, RecursionError, LookupError, TypeError,
                          AttributeError)  # the last three: the reply has another form
         self.web = None if name.startswith(HTTP) else json.loads(Path(name).read_text())
@@ -151,17 +155,18 @@ class Remote:
         self.tool_star = not self.web and plain.endswith(("/search", "/batch_search"))
         self.url = (plain if self.web else plain.rpartition("/")[0] + "/batch_search" if
                     self.tool_star else plain.removesuffix("/retrieve") + "/retrieve")
-        self.post = partial(post, httpx2.Client(timeout=SILENCE), self.url)
+        self.post = partial(post, httpx2.Client(), self.url)
 
     def search(self, queries, k):
         return list(self.pool.map(self.alone, queries, repeat(k)))
 
     def together(self, queries, k):
-        """The same in one request; None if that fails, which may be the fault of one query."""
+        """The same in one request; None if that fails or takes long, which may be the fault of one
+        query."""
         if len(queries) == 1:
             return self.search(queries, k)
         try:
-            return self.send(queries, k)
+            return self.send(queries, k, max(PATIENCE, 4 * self.took))
         except self.failures:
             return None
 
@@ -183,19 +188,22 @@ class Remote:
             return ConnectionError(f"{self.url} does not answer: {why}")
         return QueryError(why)
 
-    def send(self, queries, k):
+    def send(self, queries, k, seconds=math.inf):
         """The hits of each query; one of self.failures if there are none."""
+        began = time.monotonic()
         if self.web:
             return [self.ask_web(queries[0], k)]
         if self.tool_star:
-            found = self.post({"query": queries, "top_n": k, "return_score": False})
+            body = {"query": queries, "top_n": k, "return_score": False}
+            found = self.post(body, seconds=seconds)
             hits = [[{"document": one, "score": None} for one in row] for row in found]
         else:
             body = {"queries": queries, "topk": k, "return_scores": True}
-            hits = self.post(body)["result"]
+            hits = self.post(body, seconds=seconds)["result"]
         texts = [hit["document"]["contents"] for row in hits for hit in row]
         if len(hits) != len(queries) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"not a server of Search-R1 or Tool-Star: {str(hits)[:200]}")
+        self.took = time.monotonic() - began
         return hits
 
     def ask_web(self, query, k):
@@ -252,8 +260,7 @@ def open_retriever(name, corpus=None, devices=("cpu",), **more):
     if name.endswith(".json"):
         return Remote(name, **more)
     if name.startswith(HTTP):
-        # most servers scan once per request, so queries go together; one that hangs holds up those
-        # of its own request, and once
+        # most servers scan once per request, so queries go together
         return Shared(Remote(name, **more), REQUESTS)
     return Shared(BM25(corpus) if name == "bm25" else Dense(name, devices))
 

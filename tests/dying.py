@@ -26,7 +26,7 @@ if dist.get_rank() == 1:
         raise ValueError("a slip in the world")
     if way == "memory":
         torch.empty(1 << 60)
-    time.sleep(40)  # "slow"
+    time.sleep(20)  # "slow"
 elif way in ("kill", "memory"):
     time.sleep(3000)
 elif way == "hang":

@@ -34,12 +34,11 @@ def trainer_of(case, rollout):
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, eos_token_id=10))
-    high = case["clip_high"]
     config = GRPOConfig(
         tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to="none", num_generations=3,
         per_device_train_batch_size=len(case["ids"]), gradient_accumulation_steps=1,
         max_completion_length=case["length"], mask_truncated_completions=True,
-        epsilon=case["clip_low"], epsilon_high=1 + high if case["objective"] == "cispo" else high,
+        epsilon=case["clip_low"], epsilon_high=case["clip_high"] + (case["objective"] == "cispo"),
         vllm_importance_sampling_clip_max=case["cap"], **CONFIG[case["objective"]])
     return GRPOTrainer(
         model, reward_funcs=lambda reward, **_: reward, args=config, rollout_func=rollout,

@@ -110,8 +110,7 @@ def surrogate(w, a, c, clip):
 
 
 def kl(gap, w, kind):
-    """An estimate of the distance to the reference, whose log-probability is the policy's plus gap,
-    and its derivative by the policy's."""
+    """An estimate of the distance to the reference, and its derivative. gap: log (pi_ref / pi)"""
     return {None: (0 * gap, 0 * gap), "k1": (-gap, 0 * gap + 1), "k2": (gap**2 / 2, -gap),
             "k3": (np.exp(gap) - gap - 1, 1 - np.exp(gap)),
             "k3 w": (w * (np.exp(gap) - gap - 1), -w * gap),

@@ -86,14 +86,13 @@ def explain(found, case, choices):
               if all(choices[key] not in (None, value) for key, value in change.items())}
     nearest = [()]
     for _ in range(MOST):
+        larger = {tuple(name for name in usable if name in (*names, more))
+                  for names in nearest for more in usable if more not in names}
         gaps = {}
-        for names in nearest:
-            for more in usable:
-                larger = tuple(name for name in usable if name == more or name in names)
-                changes = [change for name in larger for change in usable[name].items()]
-                if larger in gaps or larger == names or len(dict(changes)) < len(changes):
-                    continue  # seen, no more than before, or two changes of one choice
-                gaps[larger] = far(compute(case, choices | dict(changes)), found)
+        for names in sorted(larger):
+            changes = [change for name in names for change in usable[name].items()]
+            if len(dict(changes)) == len(changes):  # else two of them change the same
+                gaps[names] = far(compute(case, choices | dict(changes)), found)
         nearest = sorted(gaps, key=gaps.get)[:WIDTH]
         if equal := [" + ".join(names) for names in nearest if gaps[names] < TOLERANCE]:
             return " OR ".join(equal)

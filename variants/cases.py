@@ -17,7 +17,7 @@ import numpy as np
 CASES = Path(__file__).with_name("cases.json")
 SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "beta": 0.1, "cap": 1.5, "length": 32}
 
-# What can differ between two objectives, with GRPO's choice. None: there is no such term
+# What can differ, with GRPO's choice (None: no such term). DEPARTURES in conform.py is in words
 GRPO = {"center": "group", "std": "group", "ddof": 0, "eps": 1e-6, "stats": "all", "sign": 1,
         "overlength": "out", "turns": "out", "cut": "in", "uniform": "in", "norm": "group",
         "ratio": "token", "old": "engine", "cap": None, "clip": "stated", "kl": None,

@@ -12,8 +12,8 @@ make the same update; the first round is a warm-up in which the gradients are co
 which other work disturbs less, are in brackets.
 
     shipped  GRPOTrainer as it runs on a CPU: each row is as long as the batch's longest prompt plus
-             its longest completion, and the head is applied to all positions
-    compact  the head is applied only to the completions, as on GPUs; compare with this variant
+             its longest completion, and its fused head is applied to all positions
+    compact  that head is applied only to the completions, as on GPUs; compare with this variant
     vllm     compact, with the old log-probabilities recomputed, TRL's default if vLLM plays
 
     python3 -m venv /tmp/trl && /tmp/trl/bin/pip install --no-deps torch==2.13.0+cpu \\
@@ -166,6 +166,7 @@ def trl_side(args):
     from transformers import TrainerCallback
 
     torch.set_num_threads(args.threads)
+    print(f"TRL {trl.__version__}", file=sys.stderr)
     outside = torch.zeros(2, dtype=torch.float64)  # seconds that do not belong to the update
 
     class Timed(trl.GRPOTrainer):

@@ -1,9 +1,8 @@
 """
-TRL's GRPOTrainer for variants/conform.py (docs/conform.md has the table).
+TRL's GRPOTrainer for variants/conform.py (docs/conform.md has the table), in the environment whose
+commands are in bench_trl.py:
 
-    pip install --no-deps --target /tmp/trl trl==1.16.0 datasets pyarrow pandas \\
-        multiprocess xxhash dill
-    PYTHONPATH=/tmp/trl python variants/conform.py bench/conform_trl.py:loss
+    /tmp/trl/bin/python variants/conform.py bench/conform_trl.py:loss
 
 A trainer of a small model takes the plays from its rollout_func, and computes advantages, masks and
 loss by its own code. Only the log-probabilities are the case's: its forward is replaced. TRL takes
@@ -13,10 +12,8 @@ recompute.
 import tempfile
 from types import SimpleNamespace
 
-import pyarrow
 import torch
 from datasets import Dataset
-from datasets.table import InMemoryTable
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
@@ -28,8 +25,6 @@ CONFIG = {
     "cispo": {"loss_type": "cispo"}, "kl": {"loss_type": "grpo"},
     "recompute": {"loss_type": "grpo", "vllm_importance_sampling_mode": "token_truncate"},
     "arpo": {"loss_type": "grpo"}}
-# Dataset.from_list hashes its table, which failed with datasets 5.2.0 and pyarrow 24 to 26
-ROWS = Dataset(InMemoryTable(pyarrow.table({"prompt": ["0"]})), fingerprint="one row")
 WORDS = [str(i) for i in range(10)] + ["<end>"]
 
 
@@ -39,16 +34,15 @@ def trainer_of(case, rollout):
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, eos_token_id=10))
-    high = case["clip_high"]
     config = GRPOConfig(
         tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to="none", num_generations=3,
         per_device_train_batch_size=len(case["ids"]), gradient_accumulation_steps=1,
         max_completion_length=case["length"], mask_truncated_completions=True,
-        epsilon=case["clip_low"], epsilon_high=1 + high if case["objective"] == "cispo" else high,
+        epsilon=case["clip_low"], epsilon_high=case["clip_high"] + (case["objective"] == "cispo"),
         vllm_importance_sampling_clip_max=case["cap"], **CONFIG[case["objective"]])
     return GRPOTrainer(
         model, reward_funcs=lambda reward, **_: reward, args=config, rollout_func=rollout,
-        train_dataset=ROWS, processing_class=
+        train_dataset=Dataset.from_list([{"prompt": "0"}]), processing_class=
         PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>"))
 
 

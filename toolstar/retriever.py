@@ -38,7 +38,7 @@ CHUNK = 65536  # passages whose vectors are converted to float32 at a time
 MAX_QUERIES = 64  # of concurrent searches that share a scan
 REQUESTS = 8  # to a server at once
 SILENCE = 120  # seconds that a server may say nothing
-PATIENCE = 10  # seconds for a request of several queries, or 4 times what the last answer took
+PATIENCE = 10  # seconds for a request of several queries, or 4 times the pace of the last answer
 BODY_BYTES, BODY_SECONDS = 2**26, 300  # the most that a server's reply may have and take
 FLAT = 45  # bytes of the head of a flat faiss index, before its float32 vectors
 
@@ -147,7 +147,7 @@ class Remote:
     def __init__(self, name, tries=4, pause=1.0):
         import httpx2
         self.tries, self.pause, self.pool = tries, pause, ThreadPoolExecutor(16)
-        self.known, self.took = "a", 0.0  # a query that was answered; seconds of the last answer
+        self.known, self.pace = "a", 0.0  # a query that was answered; seconds a query, lately
         self.failures = (httpx2.HTTPError, ValueError, RecursionError, LookupError, TypeError,
                          AttributeError)  # the last three: the reply has another form
         self.web = None if name.startswith(HTTP) else json.loads(Path(name).read_text())
@@ -166,7 +166,7 @@ class Remote:
         if len(queries) == 1:
             return self.search(queries, k)
         try:
-            return self.send(queries, k, max(PATIENCE, 4 * self.took))
+            return self.send(queries, k, max(PATIENCE, 4 * self.pace * len(queries)))
         except self.failures:
             return None
 
@@ -203,7 +203,7 @@ class Remote:
         texts = [hit["document"]["contents"] for row in hits for hit in row]
         if len(hits) != len(queries) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"not a server of Search-R1 or Tool-Star: {str(hits)[:200]}")
-        self.took = time.monotonic() - began
+        self.pace = (time.monotonic() - began) / len(queries)
         return hits
 
     def ask_web(self, query, k):

@@ -27,6 +27,7 @@ import os
 import re
 import sys
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from difflib import get_close_matches
 from functools import lru_cache, partial
 from itertools import count, islice
 from multiprocessing import get_context
@@ -43,7 +44,7 @@ SETTINGS = ("env", "max_turns", "lenient", "seed")  # with a world's own flags t
 SAMPLING = ("temperature", "top_p", "max_context", "max_tokens")  # of a model's play
 UNREAD = "answer lines not read"  # a number of the travel world's score
 JUDGING = ("reader", "reader_key")  # flags of the travel world that decide no play
-HOW = """\
+HOW = """
 Call a tool by its name and its arguments, separated by commas or as JSON. Answer with "answer" and
 a text, or with "answer", then any number of lines, then "end". "help" shows what a model reads,
 Ctrl-C stops; plays that have ended are kept. The tools are:"""
@@ -221,10 +222,17 @@ def play_replies(replies, episode):
 
 def play_person(episode):
     """Play one episode with what a person types."""
+    with contextlib.suppress(ImportError):  # with it, the arrow keys edit and repeat a line
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste off")  # a plan arrives line by line
+    prompt, query = (message["content"] for message in episode.messages[:2])
     example = getattr(episode.sandbox, "example", lambda tool: {})  # of a tool's arguments
     tools = {tool: example(tool) for tool in sorted(getattr(episode.sandbox, "tools", ()))}
     how = "\n    ".join([HOW, *(f"{tool} {', '.join(tools[tool]) or '{...}'}" for tool in tools)])
-    print(f"\n\n{how}\n\n{episode.messages[1]['content']}")
+    for example in prompt.split("<answer>\n")[1:]:
+        how += "\n    ".join(["\nAn answer begins:", *example.splitlines()[:3]])
+    print(how, query, sep="\n\n")
     episode.strict = False  # a slip of the finger ends nothing
     while not episode.stop:
         try:
@@ -234,8 +242,12 @@ def play_person(episode):
             raise Mistake("the input has ended; repeat the command to continue") from None
         if reply:
             print(episode.step(reply) or "")
+        elif line == "help":
+            print(prompt, how, sep="\n")
         elif line:
-            print(episode.messages[0]["content"] if line == "help" else f"{line!r}?", how, sep="\n")
+            word, names = line.split()[0], {name.lower(): name for name in (*tools, "answer")}
+            near = [f"is {names[name]} meant?" for name in get_close_matches(word.lower(), names, 1)]
+            print(f"no tool {word}:", *near or ['"help" lists them'])
     return episode
 
 
@@ -251,7 +263,7 @@ def typed_reply(line, tools):
         line = f'<tool_call>{{"name": "{word}", "arguments": {rest}}}</tool_call>'
     if word == "answer" and rest:
         return final_turn("", rest)
-    if word in ("answer", "Day"):
+    if word in ("answer", "Day", "day"):
         lines = iter(lambda: input().rstrip(), "end")
         return final_turn("", "\n".join([line.removeprefix("answer"), *lines]))
     return f"<think></think>{line}" if line.startswith("<") else None
@@ -487,8 +499,8 @@ def print_verdict(row):
     """Print the verdict on an episode, check by check."""
     if "score" in row:
         for name, (passed, reason) in row["score"].get("checks", {}).items():
-            word = {True: "passed", False: "FAILED"}.get(passed, "not reached")
-            print(f"{name:40} {word}{f': {reason}' if reason else ''}")
+            word = {True: "passed", False: "FAILED"}.get(passed, "not judged")
+            print(f"{name:40} {word}: {reason}" if reason else f"{name:40} {word}")
         print(f"success {row['score']['success']:g}, reward {row['reward']:g}")
 
 
@@ -602,6 +614,8 @@ def play_agent(args, folder, path, tasks):
         if name_of(task) in done and not task.items() <= done[name_of(task)]["task"].items():
             raise Mistake(f"{folder}: other tasks with these ids were played; choose another --out")
     left = [task for task in tasks if name_of(task) not in done]
+    if not left:
+        print(f"{folder}: all {len(tasks)} tasks are played; another --out plays them again")
     append = in_processes if path and not args.url else append_rows
     append(file, folder.name, partial(play_rows, args, folder.name, path), left, args)
     done = read_episodes(file)
@@ -895,7 +909,9 @@ def evaluate(args):
             text += f"\n{name}: {numbers[UNREAD]:.0%} of its answer lines were not read by the " \
                     "rules; with --reader policy or URL=MODEL a model reads the same plays\n"
     runtime.write_text(f"{args.out}/table.md", text)
-    print(f"\n{text}\n{args.out}/table.md; python -m look.report {args.out} shows each episode")
+    if [*played] != ["person"]:  # who played has read the verdict
+        print(f"\n{text}")
+    print(f"{args.out}/table.md; python -m look.report {args.out} shows each episode")
 
 
 def main(argv=None):

@@ -17,6 +17,7 @@ if sys.hexversion < 0x30B0000:
              "PYTHON=/path/to/python3.11 bash run.sh ... makes a .venv with it")
 
 import argparse
+import atexit
 import contextlib
 import csv
 import ctypes
@@ -31,6 +32,7 @@ import random
 import re
 import signal
 import time
+import traceback
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import ProcessPoolExecutor
@@ -56,6 +58,30 @@ def run(program, function, *args):
         raise SystemExit(128 + signal.SIGINT) from None
     except Mistake as mistake:
         raise SystemExit(f"{program}: {mistake}") from None
+
+
+def explain(kind, error, trace):
+    """sys.excepthook: a traceback, but not where the wrong Python runs or the reader has gone."""
+    if kind is ModuleNotFoundError and Path(sys.prefix).name != ".venv":
+        *_, (frame, line) = traceback.walk_tb(trace)
+        print(f"{frame.f_code.co_filename}, line {line}: {error}. `. .venv/bin/activate` enters the "
+              f"environment that run.sh makes; in another, pip install {error.name}", file=sys.stderr)
+    elif kind is not BrokenPipeError or not reader_gone():
+        sys.__excepthook__(kind, error, trace)
+
+
+@atexit.register
+def reader_gone():
+    """Whether nobody reads our output any more (`| head`). If so, the rest of it goes nowhere."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+sys.excepthook = explain
 
 
 def run_ranks(main):

@@ -697,7 +697,8 @@ def score(task, plan, database, rules="star"):
     """
     if rules not in RULES:
         raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(RULES)}")
-    checks = {name: [None, None] for name in (*COMMONSENSE, *HARD)}
+    asked, checks = asked_of(task), {name: [None, None] for name in COMMONSENSE}
+    checks |= {name: [None, None if name in asked else "no such wish"] for name in HARD}
     passes = ("star", "strict") if rules == "strict" else (rules,)
     trips = [read_trip(task, plan, database, each) if plan else None for each in passes]
     if not isinstance(trips[0], Trip):  # no plan (B26), or a sentence about it
@@ -752,12 +753,18 @@ def summary(checks):
     }
 
 
+def asked_of(task):
+    """The names of the hard checks that apply to a task: the budget, and one per wish."""
+    wishes = literal(task.get("local_constraint"))
+    wishes = wishes if isinstance(wishes, dict) else {}
+    return [name for name, (key, _) in HARD.items() if not key or wishes.get(key)]
+
+
 def hard_counts(task, checks):
     """(met, asked): how many of a task's hard constraints, with the budget, a plan meets. Those
     that were not reached are not met. The paper's hard micro is sum(met) / sum(asked) over plans.
     """
-    wishes = task.get("local_constraint") or {}
-    asked = [name for name, (key, _) in HARD.items() if not key or wishes.get(key)]
+    asked = asked_of(task)
     return sum(checks[name][0] is True for name in asked), len(asked)
 
 

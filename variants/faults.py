@@ -38,6 +38,7 @@ TINY = """--system-prompt short --max-turns 9 --lr 1.5e-4 --decay 0.5 --temperat
           --pack-tokens 4096 --resume"""
 KEYS = ("reward", "success", "overlength", "uniform", "tokens", "loss_tokens", "entropy", "gnorm",
         "clip_low", "clip_high", "dlogp_mean", "dlogp_max")
+DRAWN = ("success", "loss_tokens", "entropy", "dlogp_mean")
 BOUND, BF16 = 1e-4, 0.05  # grpo.py's on dlogp_mean, in float32 and bfloat16
 
 
@@ -138,24 +139,23 @@ def table_of(runs, right, seeds, faults):
 
 
 def draw(runs, right, seeds, picture):
-    """A row of plots for each fault: its keys in red, those of its right run in black."""
+    """A row of plots for each fault, which is red; its right run is black."""
     from matplotlib.figure import Figure  # pyplot would look for a screen
 
-    figure = Figure(figsize=(1.8 * len(KEYS), 1.3 * len(right)))
-    grid = figure.subplots(len(right), len(KEYS), squeeze=False)
+    figure = Figure(figsize=(1.8 * len(DRAWN), 1.3 * len(right)))
+    grid = figure.subplots(len(right), len(DRAWN), squeeze=False)
     for plots, (name, its_right) in zip(grid, right.items(), strict=True):
-        for plot, key in zip(plots, KEYS, strict=True):
+        for plot, key in zip(plots, DRAWN, strict=True):
             for run in (*seeds, its_right, name):
                 color = {name: "tab:red", its_right: "black"}.get(run, "silver")
                 plot.plot([row["step"] for row in runs[run]], [row[key] for row in runs[run]],
                           color, linewidth=1)
             if key == "dlogp_mean":
                 plot.axhline(BOUND, color="tab:red", linestyle=":")
-            if key.startswith("dlogp"):
                 plot.set_yscale("log")
             plot.tick_params(which="both", labelsize=5)
         plots[0].set_ylabel(name, fontsize=7)
-    for plot, key in zip(grid[0], KEYS, strict=True):
+    for plot, key in zip(grid[0], DRAWN, strict=True):
         plot.set_title(key, fontsize=8)
     figure.tight_layout(pad=0.4)
     figure.savefig(picture, dpi=100)

@@ -361,8 +361,7 @@ def empty_field(trip, day):
 
 
 def is_valid_information_in_sandbox(trip):
-    """Everything that the plan names is in the database (B12 to B15); in strict by its whole name.
-    """
+    """All that the plan names is in the database (B12 to B15); in strict by its whole name."""
     for day in trip.days:
         if trip.official and "transportation" not in day.item:  # C7
             return f"day {day.number} has no transportation"
@@ -464,8 +463,7 @@ def is_reasonable_visiting_city(trip):
 
 
 def broken_round(stops):
-    """The reason if a city is visited twice or only passed, or None. A day of travel has two stops.
-    """
+    """Why a city is visited twice or only passed, or None. A day of travel has two stops."""
     last, seen = len(stops) - 1, set()
     for i, city in enumerate(stops):
         if i and city == stops[i - 1]:
@@ -690,11 +688,9 @@ RULES = ("star", "official", "strict")
 
 def score(task, plan, database, rules="star"):
     """The score of a plan: the five SCORES in [0, 1], and "checks": {name: [verdict, reason]}.
-
-    A verdict is True, False, or None if the check does not apply or was not reached; the reason is
-    a text or None. rules: one of RULES, else ValueError. No plan makes this raise; a task that
-    lacks a key raises Mistake.
-    """
+    A verdict is True, False, or None if the check does not apply ("no such wish") or was not
+    reached; the reason is a text or None. rules: one of RULES, else ValueError. No plan makes this
+    raise; a task that lacks a key raises Mistake."""
     if rules not in RULES:
         raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(RULES)}")
     asked, checks = asked_of(task), {name: [None, None] for name in COMMONSENSE}
@@ -761,9 +757,8 @@ def asked_of(task):
 
 
 def hard_counts(task, checks):
-    """(met, asked): how many of a task's hard constraints, with the budget, a plan meets. Those
-    that were not reached are not met. The paper's hard micro is sum(met) / sum(asked) over plans.
-    """
+    """(met, asked): how many of a task's hard constraints a plan meets; those that were not reached
+    are not met. The paper's hard micro is sum(met) / sum(asked) over plans."""
     asked = asked_of(task)
     return sum(checks[name][0] is True for name in asked), len(asked)
 

@@ -21,7 +21,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import mean
 
@@ -91,14 +90,12 @@ def train(name, more, args, fault=None):
                        stage)
         runtime.write_text(code / "grpo.py", stage)
         print(f"{name}: {command}", flush=True)
-        began = time.time()
         with open(out / "said.txt", "w") as said:
             done = subprocess.run(shlex.split(command), stdout=said, stderr=said,
                                   env=os.environ | {"PYTHONPATH": str(ROOT),
                                                     "CUDA_VISIBLE_DEVICES": ""})
         if done.returncode:
             raise Mistake(f"{name} ended early: see {out}/said.txt")
-        print(f"{name}: {time.time() - began:.0f} s", flush=True)
         runtime.write_text(ended, command)
     if ended.read_text() != command:
         raise Mistake(f"{out} was made by another command, see {ended}: choose another --out")
@@ -116,10 +113,8 @@ def late(rows, key):
 
 def table_of(runs, right, seeds, faults):
     """late() of each run. Bold: further from the right run than twice the range of the `seeds`; not
-    for a fault with flags of its own, which changes what is usual.
-
-    runs: {name: log}; right: {fault: name of its right run}; faults: {name: read_fault(name)}
-    """
+    for a fault with flags of its own, which changes what is usual. runs: {name: log}; right:
+    {fault: name of its right run}; faults: {name: read_fault(name)}"""
     lines = [["", *KEYS, "stops", "stops in bf16"], ["---"] * (len(KEYS) + 3)]
     for name, rows in runs.items():
         cells = []

@@ -607,7 +607,7 @@ def play_agent(args, folder, path, tasks):
             raise Mistake(f"{folder}: other tasks with these ids were played; choose another --out")
     left = [task for task in tasks if name_of(task) not in done]
     if not left:
-        print(f"{folder}: all {len(tasks)} tasks are played; another --out plays them again")
+        print(f"{folder} has all plays; another --out plays again")
     append = in_processes if path and not args.url else append_rows
     append(file, folder.name, partial(play_rows, args, folder.name, path), left, args)
     done = read_episodes(file)

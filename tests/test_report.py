@@ -144,7 +144,7 @@ def hostile(tmp_path_factory, mini):
     """A page of one episode in which all text of models and files is hostile."""
     folder, (task, plan) = tmp_path_factory.mktemp("hostile"), copy.deepcopy(witness(mini))
     said = "\n".join(HOSTILE)
-    row = played(task | {"id": said, "query": said, "level": HOSTILE[0]}, plan, mini)
+    row = played(task | {"id": said, "query": said, "level": HOSTILE[0]}, plan, mini, tokens=9)
     row["messages"] += [
         {"role": "assistant", "content": f"<think>{said}</think>{said}<answer>{said}"},
         {"role": "user", "content": "y" * 1_000_000},
@@ -223,6 +223,7 @@ def test_filters_show_exactly_those(run, state, keys):
 def test_an_episode_shows_its_turns_verdicts_and_the_offending_cell(run):
     tree, said = drawn(run / "report.html", ep="eval/after/t1")
     assert not said and len(tree.xpath("//*[@id='view']//details")) == 4, "system, query, two turns"
+    assert "roles of the tokens" in texts(tree, "//*[@id='view']")[0]
     city = read_jsonl(run / "eval/after/episodes.jsonl")[1]["plan"][1]["current_city"]
     (cell,) = tree.xpath("//*[contains(@class, 'days')]//*[contains(@class, 'off')]")
     assert cell.text_content().startswith(f"dinnerNowhere Diner, {city}")
@@ -231,6 +232,13 @@ def test_an_episode_shows_its_turns_verdicts_and_the_offending_cell(run):
     assert "✓is_not_absent" in verdicts and "–valid_cost" in verdicts
     assert any(line.startswith("✗is_valid_information_in_sandbox: day 2: dinner: ")
                for line in verdicts)
+
+
+def test_a_query_has_a_dot_for_each_of_its_plays_and_a_play_without_tokens_has_no_roles(run):
+    tree, said = drawn(run / "report.html", ep=BEFORE[0], outcome="fail", roles=1)
+    assert not said and texts(tree, "//*[@class='dots']") == ["●●●"] * 4
+    assert "roles of the tokens" not in texts(tree, "//*[@id='view']")[0]
+    assert "filters: fail" in texts(tree, "//*[@id='chosen']")
 
 
 def test_hostile_text_stays_text(hostile):

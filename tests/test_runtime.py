@@ -100,6 +100,17 @@ def test_a_mistake_is_one_line_and_everything_else_keeps_its_traceback(capsys):
     assert capsys.readouterr().err == "x.py: interrupted; repeat the command to continue\n"
 
 
+@pytest.mark.parametrize("program, said", [
+    ("import sys; sys.prefix = '/usr'; import torsh", "No module named 'torsh'. `. .venv/bin/"),
+    ("print('line\\n' * 10**6)", ""), ("print('line')", "")])
+def test_a_wrong_python_is_told_in_a_line_and_a_reader_that_has_gone_in_none(program, said):
+    child = subprocess.Popen([sys.executable, "-c", f"import runtime\n{program}"], cwd=ROOT,
+                             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.close()
+    told = child.stderr.read()
+    assert told.count("\n") == bool(said) and said in told
+
+
 BAD = [("sft", words) for words in ("--batch 2.5", "--lr nan", "--warmup 2", "--date x",
                                     "--keep-activations -1", "--lora 0", "--track excel")]
 BAD += [("grpo", words) for words in ("--group 0", "--temperature 0", "--loss-norm sum",

@@ -698,7 +698,8 @@ def score(task, plan, database, rules="star"):
     passes = ("star", "strict") if rules == "strict" else (rules,)
     trips = [read_trip(task, plan, database, each) if plan else None for each in passes]
     if not isinstance(trips[0], Trip):  # no plan (B26), or a sentence about it
-        return summary(checks | {name: [trips[0] and False, trips[0]] for name in COMMONSENSE})
+        found = [trips[0] and False, trips[0] or "no plan"]
+        return summary(checks | dict.fromkeys(COMMONSENSE, found))
     for name, check in COMMONSENSE.items():
         checks[name] = outcome(check, trips)
     if checks[GATE[0]][0] and checks[GATE[1]][0]:

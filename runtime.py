@@ -30,6 +30,7 @@ import multiprocessing
 import os
 import random
 import re
+import select
 import signal
 import time
 from collections import deque
@@ -71,12 +72,13 @@ def explain(kind, error, trace):
 @atexit.register
 def reader_gone():
     """Whether nobody reads our output any more (`| head`). If so, the rest of it goes nowhere."""
-    try:
+    with contextlib.suppress(BrokenPipeError, ValueError):  # the latter: a closed file
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    output = select.poll()
+    output.register(1, 0)  # 0: tell errors only
+    if gone := bool(output.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return gone
 
 
 sys.excepthook = explain

@@ -404,8 +404,8 @@ def test_a_wrong_word_is_named(words, said):
     (64, 99, "--shm-size"), (2048, 11, "2 ranks need 12"), (2048, 12, "preflight-data ended")])
 def test_memory_that_is_too_small_stops_the_run_at_its_start(house, shm, memory, said):
     (house / ".venv" / "installed.txt").write_bytes((ROOT / "requirements.txt").read_bytes())
-    for name, text in (("free", f"Mem: 1 1 1 1 1 {memory}"),
-                       ("df", f"; case $* in *shm) echo s 1 1 {shm};; *) echo s 1 1 9990000${1%m};; esac"),
+    disk = f"; case $* in *shm) echo s 1 1 {shm};; *) echo s 1 1 999000000; esac"
+    for name, text in (("free", f"Mem: 1 1 1 1 1 {memory}"), ("df", disk),
                        ("nvidia-smi", "580; echo GPU 0: a; echo GPU 1: a")):
         stand_in(house / "bin" / name, f"#!/bin/sh\necho {text}\n")
     done = run_sh(house, "tool-star-3b", GPUS="2", PATH=f"{house / 'bin'}:{os.environ['PATH']}")

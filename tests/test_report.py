@@ -218,12 +218,15 @@ def test_filters_show_exactly_those(run, state, keys):
     tree, said = drawn(run / "report.html", **state)
     assert not said and sorted(tree.xpath("//*[@id='list']//a/@data-key")) == sorted(keys)
     assert tree.xpath("//*[@id='shown']")[0].text_content().startswith(f"{len(keys)} of 24")
+    queries = {key.split()[0] for key in {*keys} & {*ROLLOUTS}}
+    assert texts(tree, "//*[@class='dots']") == ["●●●"] * len(queries), "a dot for each play"
+    view = texts(tree, "//*[@id='view']")[0]
+    assert ("roles of the" in view) == ("tokens 1" in view or "advantage" in view)
 
 
 def test_an_episode_shows_its_turns_verdicts_and_the_offending_cell(run):
     tree, said = drawn(run / "report.html", ep="eval/after/t1")
     assert not said and len(tree.xpath("//*[@id='view']//details")) == 4, "system, query, two turns"
-    assert "roles of the tokens" in texts(tree, "//*[@id='view']")[0]
     city = read_jsonl(run / "eval/after/episodes.jsonl")[1]["plan"][1]["current_city"]
     (cell,) = tree.xpath("//*[contains(@class, 'days')]//*[contains(@class, 'off')]")
     assert cell.text_content().startswith(f"dinnerNowhere Diner, {city}")
@@ -232,13 +235,6 @@ def test_an_episode_shows_its_turns_verdicts_and_the_offending_cell(run):
     assert "✓is_not_absent" in verdicts and "–valid_cost" in verdicts
     assert any(line.startswith("✗is_valid_information_in_sandbox: day 2: dinner: ")
                for line in verdicts)
-
-
-def test_a_query_has_a_dot_for_each_of_its_plays_and_a_play_without_tokens_has_no_roles(run):
-    tree, said = drawn(run / "report.html", ep=BEFORE[0], outcome="fail", roles=1)
-    assert not said and texts(tree, "//*[@class='dots']") == ["●●●"] * 4
-    assert "roles of the tokens" not in texts(tree, "//*[@id='view']")[0]
-    assert "filters: fail" in texts(tree, "//*[@id='chosen']")
 
 
 def test_hostile_text_stays_text(hostile):

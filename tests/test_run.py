@@ -405,8 +405,8 @@ def test_a_wrong_word_is_named(words, said):
 def test_memory_that_is_too_small_stops_the_run_at_its_start(house, shm, memory, said):
     (house / ".venv" / "installed.txt").write_bytes((ROOT / "requirements.txt").read_bytes())
     disk = f"; case $* in *shm) echo s 1 1 {shm};; *) echo s 1 1 999000000; esac"
-    for name, text in (("free", f"Mem: 1 1 1 1 1 {memory}"), ("df", disk),
-                       ("nvidia-smi", "580; echo GPU 0: a; echo GPU 1: a")):
+    cards, memory = "580; echo GPU 0: a; echo GPU 1: a", f"Mem: 1 1 1 1 1 {memory}"
+    for name, text in (("free", memory), ("df", disk), ("nvidia-smi", cards)):
         stand_in(house / "bin" / name, f"#!/bin/sh\necho {text}\n")
     done = run_sh(house, "tool-star-3b", GPUS="2", PATH=f"{house / 'bin'}:{os.environ['PATH']}")
     assert said in done.stderr and (house / "calls").exists() == ("preflight" in said)

@@ -772,12 +772,10 @@ def reward(score, kind):
 
 
 def judge(task, answer, database, reader=None):
-    """(plan, score) of an itinerary in text; without a plan in it all scores are 0.
-
-    The score is star's; it also has "official" and "strict", the success by the other rule sets.
-    reader: a format_plan.Reader; default: the reader by rules. If it asks an LLM, the score also
-    has "formatter failed" and "formatter tokens".
-    """
+    """(plan, score) of an itinerary in text; without a plan in it all scores are 0. The score is
+    star's; it also has "official" and "strict", the success by the other rule sets. reader: a
+    format_plan.Reader; default: the reader by rules. If it asks an LLM, the score also has
+    "formatter failed" and "formatter tokens"."""
     plan, unread, share, *costs = (reader.read if reader else read_plan)(answer, task, database)
     verdict = score(task, plan, database) | {"unread": unread, "answer lines not read": share}
     verdict |= costs[0] if costs else {}

@@ -27,6 +27,7 @@ import os
 import re
 import sys
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from difflib import get_close_matches
 from functools import lru_cache, partial
 from itertools import count, islice
 from multiprocessing import get_context
@@ -43,7 +44,7 @@ SETTINGS = ("env", "max_turns", "lenient", "seed")  # with a world's own flags t
 SAMPLING = ("temperature", "top_p", "max_context", "max_tokens")  # of a model's play
 UNREAD = "answer lines not read"  # a number of the travel world's score
 JUDGING = ("reader", "reader_key")  # flags of the travel world that decide no play
-HOW = """\
+HOW = """
 Call a tool by its name and its arguments, separated by commas or as JSON. Answer with "answer" and
 a text, or with "answer", then any number of lines, then "end". "help" shows what a model reads,
 Ctrl-C stops; plays that have ended are kept. The tools are:"""
@@ -95,10 +96,8 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     """The Reply of an OpenAI-compatible endpoint. Refused if this request gets none, ChatError if
     the endpoint is at fault: it answers no short question either, or says so. The openai package
     retries time-outs, broken connections and status 408, 409, 429 and 5xx with growing pauses.
-
     stops: closing tags that end a reply and belong to it. If the last message is the assistant's,
-    the reply continues it. max_tokens: None or 0 leaves the limit to the server.
-    """
+    the reply continues it. max_tokens: None or 0 leaves the limit to the server."""
     import openai
 
     beyond = {"include_stop_str_in_output": True} if stops else {}  # of vLLM and SGLang
@@ -221,10 +220,17 @@ def play_replies(replies, episode):
 
 def play_person(episode):
     """Play one episode with what a person types."""
+    with contextlib.suppress(ImportError):  # with it, the arrow keys edit and repeat a line
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste off")  # a plan arrives line by line
+    prompt, query = (message["content"] for message in episode.messages[:2])
     example = getattr(episode.sandbox, "example", lambda tool: {})  # of a tool's arguments
     tools = {tool: example(tool) for tool in sorted(getattr(episode.sandbox, "tools", ()))}
     how = "\n    ".join([HOW, *(f"{tool} {', '.join(tools[tool]) or '{...}'}" for tool in tools)])
-    print(f"\n\n{how}\n\n{episode.messages[1]['content']}")
+    for answer in prompt.split("<answer>\n")[1:]:
+        how += "\n    ".join(["\nAn answer begins:", *answer.splitlines()[:3]])
+    print(how, query, sep="\n\n")
     episode.strict = False  # a slip of the finger ends nothing
     while not episode.stop:
         try:
@@ -234,8 +240,12 @@ def play_person(episode):
             raise Mistake("the input has ended; repeat the command to continue") from None
         if reply:
             print(episode.step(reply) or "")
+        elif line == "help":
+            print(prompt, how, sep="\n")
         elif line:
-            print(episode.messages[0]["content"] if line == "help" else f"{line!r}?", how, sep="\n")
+            word, names = line.split()[0], {name.lower(): name for name in (*tools, "answer")}
+            near = get_close_matches(word.lower(), names, 1)
+            print(f"no tool {word}:", f"is {names[near[0]]} meant?" if near else '"help" lists all')
     return episode
 
 
@@ -251,7 +261,7 @@ def typed_reply(line, tools):
         line = f'<tool_call>{{"name": "{word}", "arguments": {rest}}}</tool_call>'
     if word == "answer" and rest:
         return final_turn("", rest)
-    if word in ("answer", "Day"):
+    if word in ("answer", "Day", "day"):
         lines = iter(lambda: input().rstrip(), "end")
         return final_turn("", "\n".join([line.removeprefix("answer"), *lines]))
     return f"<think></think>{line}" if line.startswith("<") else None
@@ -269,11 +279,8 @@ def typed_value(text, like):
 def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
               max_tokens=None, concurrency=64, stops=(), slow=True, questions=None):
     """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.
-
     Each reply has its own seed (seed, task, sample, turn) and does not depend on other plays. slow:
-    as in runtime.ToolCalls. questions: those that a world itself has for the engine, or None
-    (toolstar.helpers).
-    """
+    as in runtime.ToolCalls. questions: a world's own for the engine, or None (toolstar.helpers)."""
     live, numbers, episodes = {}, count(), iter(episodes)
     sampling = {"temperature": temperature, "top_p": top_p}
 
@@ -403,11 +410,8 @@ def plays_of(rows):
 
 def pass_at(plays):
     """{"pass@k": probability that at least one of k plays of a task succeeds}, k = 1, 2, 4, .. n;
-    {} if n = 1.
-
-    plays: {task id: its n plays' success}. If c of n plays succeed, all of k fail with probability
-    C(n - c, k) / C(n, k), an unbiased estimate (arXiv:2107.03374 eq. 1).
-    """
+    {} if n = 1. plays: {task id: its n plays' success}. If c of n plays succeed, all of k fail with
+    probability C(n - c, k) / C(n, k), an unbiased estimate (arXiv:2107.03374 eq. 1)."""
     most = min(map(len, plays.values()), default=1)
     sizes = sorted({2**i for i in range(most.bit_length())} | {most}) if most > 1 else []
     counts = [(len(values), int(sum(values))) for values in plays.values()]
@@ -415,13 +419,13 @@ def pass_at(plays):
             for k in sizes}
 
 
-def interval(values, least=0.0, rounds=10_000):
+def interval(values, least=0.0):
     """The 95% bootstrap interval of a mean of shares. least: the smallest possible value, -1 for
     differences."""
     import numpy as np
 
     rng, values = np.random.default_rng(0), np.sort(values)  # in any order the same interval
-    draws = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(rounds)]
+    draws = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(10_000)]
     return widened(*np.percentile(draws, [2.5, 97.5]), len(values), least)
 
 
@@ -487,8 +491,8 @@ def print_verdict(row):
     """Print the verdict on an episode, check by check."""
     if "score" in row:
         for name, (passed, reason) in row["score"].get("checks", {}).items():
-            word = {True: "passed", False: "FAILED"}.get(passed, "not reached")
-            print(f"{name:40} {word}{f': {reason}' if reason else ''}")
+            word = {True: "passed", False: "FAILED"}.get(passed, "not judged")
+            print(f"{name:40} {word}: {reason}" if reason else f"{name:40} {word}")
         print(f"success {row['score']['success']:g}, reward {row['reward']:g}")
 
 
@@ -602,6 +606,8 @@ def play_agent(args, folder, path, tasks):
         if name_of(task) in done and not task.items() <= done[name_of(task)]["task"].items():
             raise Mistake(f"{folder}: other tasks with these ids were played; choose another --out")
     left = [task for task in tasks if name_of(task) not in done]
+    if not left:
+        print(f"{folder} has all plays; another --out plays again")
     append = in_processes if path and not args.url else append_rows
     append(file, folder.name, partial(play_rows, args, folder.name, path), left, args)
     done = read_episodes(file)
@@ -671,10 +677,6 @@ def play_agents(args, tasks):
         done = read_episodes(folders[name] / "episodes.jsonl")
         if path and not args.url and not all(name_of(task) in done for task in tasks):
             runtime.load_template(path)  # a wrong model is found before the others have played
-    if judge_of(args) == "rules" and Path(args.system_prompt).is_file():
-        print(f"{args.system_prompt} may ask for another format of answers than ours, for which "
-              "the rules are made. With --reader policy or --reader URL=MODEL a model reads them, "
-              "now or later: kept plays are then judged anew", flush=True)
     for name, path in agents.items():
         played[name] = play_agent(args, folders[name], path, tasks)
         for row in played[name] if args.show else ():
@@ -703,23 +705,20 @@ def play_rows(args, name, path, tasks):
 
 def verdict_of(world, plan, score, strict):
     """The part of a record that a judge decides."""
-    judged = {"score": score, "strict": strict} if score is not None else {}
-    if judged:
-        judged["reward"] = world.reward(score, world.rewards[0])
+    judged = {} if score is None else {
+        "score": score, "strict": strict, "reward": world.reward(score, world.rewards[0])}
     return {"plan": plan} | judged
 
 
 def judge_of(args):
-    """Who reads the answers of the travel world: rules, policy, or a model's name. None in other
-    worlds."""
+    """Who reads answers in the travel world: rules, policy or a model's name; None in others."""
     reader = getattr(args, "reader", None) or "rules"
     return ((reader if isinstance(reader, str) else reader[1]) if hasattr(args, "reader_key")
             else None)
 
 
 def open_world(args):
-    """The world of --env. If the policy is to read the answers, it does so later: rules until then.
-    """
+    """The world of --env. If the policy is to read the answers, the rules do so until then."""
     by_rules = {"reader": None} if judge_of(args) == "policy" else {}
     return runtime.open_world(argparse.Namespace(**vars(args) | by_rules))
 
@@ -895,7 +894,9 @@ def evaluate(args):
             text += f"\n{name}: {numbers[UNREAD]:.0%} of its answer lines were not read by the " \
                     "rules; with --reader policy or URL=MODEL a model reads the same plays\n"
     runtime.write_text(f"{args.out}/table.md", text)
-    print(f"\n{text}\n{args.out}/table.md; python -m look.report {args.out} shows each episode")
+    if [*played] != ["person"]:  # who played has read the verdict
+        print(f"\n{text}")
+    print(f"{args.out}/table.md; python -m look.report {args.out} shows each episode")
 
 
 def main(argv=None):

@@ -38,12 +38,18 @@
 # Tool-Star's sizes (recipes/toolstar.sh): SFT_DATA and RL_DATA, the published files; SETS, the
 # folder of test sets; TOOLS, settings of the tools; JUDGE, URL=MODEL, and JUDGE_KEY, a file.
 # Sources: [1] STAR, arXiv:2603.21972, sections 3-4, appendices C-D   [2] ours, measured here
+[ -n "${BASH_VERSION:-}" ] || { echo "run.sh needs bash, not sh: bash run.sh $*" >&2; exit 2; }
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
-usage() { sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh; exit 2; }
+# usage WORD   say that this word is wrong, if there is one, then what is right
+usage() {
+    [[ -z ${1:-} ]] || say "there is no '$1'. The usage is:"
+    sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh
+    exit 2
+}
 # a variable that nothing reads, and whose name is much like one that is read, stops the run; so do
 # FLAGS of no stage
 python3 - run.sh recipes/*.sh <<'END' >&2 || [[ $? != 3 ]] || exit 1
@@ -137,7 +143,7 @@ finish() {
     exit 0
 }
 
-# check_machine   stop at what would end the run later: driver, Python, compiler, disk
+# check_machine   stop at what would end the run later: driver, Python, compiler, disk, memory
 check_machine() {
     local driver free need=0
     [[ -z ${DRY:-} ]] || return 0
@@ -161,6 +167,14 @@ sys.exit(found.value < 13000)' 2>/dev/null || stop "the GPUs have driver $driver
     [[ -e $OUT/sft ]] || need=$((need + ${disk[${size#tool-star-}]:-0}))
     free=$({ df -Pk "$OUT" . 2>/dev/null || true; } | awk 'NR == 2 {print int($4 / 1e6)}')
     ((free >= need)) || stop "$free GB of disk are free, and $need are needed: OUT=on a larger disk"
+    free=$({ df -Pm /dev/shm 2>/dev/null || true; } | awk 'NR == 2 {print $4}')
+    ((seen < 2 || ${GPUS:-2} < 2 || ${free:-1024} >= 1024)) || stop "/dev/shm has $free MB free," \
+        "and GPUs need 1024 to talk to each other: docker run --ipc=host, or --shm-size 16g"
+    # each rank reads all weights into the host's memory; how large another MODEL is, is not known
+    need=0 free=$({ free -g 2>/dev/null || true; } | awk '/^Mem/ {print $7}')
+    [[ $seen == 0 || -n ${MODEL:-} ]] || need=$((${weights[${size#tool-star-}]:-0} * ${GPUS:-0}))
+    ((${free:-$need} >= need)) || stop "$free GB of the host's memory are free, and $GPUS ranks need" \
+        "$need to load the weights: GPUS=fewer, or more memory"
 }
 
 # environment   make .venv from exact pins, once and again whenever their file changes
@@ -223,6 +237,7 @@ saving=10 algorithm=grpo  # saving: updates between checkpoints
 python=${PYTHON:-python3} pins=requirements.txt
 [[ $seen != 0 ]] || pins=requirements-cpu.txt
 declare -A disk=([0.5b]=44 [1.5b]=139 [3b]=278 [7b]=685)  # GB of models and checkpoints
+declare -A weights=([0.5b]=1 [1.5b]=3 [3b]=6 [7b]=15)  # GB, 2 bytes a parameter
 declare -A keeps=([0.5b]=4096 [1.5b]=14336 [3b]=10240 [7b]=8192)  # KEEP: docs/gpus.md
 # what changes with the size [1 app. C.2, D.5]; 7b has two nodes of 8 GPUs [1]
 case $size in
@@ -244,9 +259,9 @@ sys.exit(not all(map(has.find_spec, ("torch", "transformers", "deepspeed"))))' 2
               check_machine; environment; python=python
           fi
           exec "$python" bench/gpu.py --out "$OUT" "${@:2}" ;;
-    *)    usage ;;
+    *)    usage "${size/#-*/}" ;;  # --help is not wrong
 esac
-[[ $what == all || $what == axis && -n $axis ]] || usage
+[[ $what == all || $what == axis ]] || usage "$what"
 if [[ $what == axis ]]; then
     axes=(reward scale data algorithm noise)
     case $size in
@@ -254,7 +269,7 @@ if [[ $what == axis ]]; then
         tool-*) axes=(reward dpo helpers masking noise) ;;
         *)      axes+=(reliability) ;;
     esac
-    [[ " ${axes[*]} " == *" $axis "* ]] || stop "$size has no axis $axis, but ${axes[*]}"
+    [[ " ${axes[*]} " == *" $axis "* ]] || stop "$size has no axis '$axis', but ${axes[*]}"
     [[ $axis != reliability || -n $ENDPOINT ]] || stop "the axis reliability needs ENDPOINT=URL=MODEL"
     [[ -z ${ALGORITHM:-} ]] || stop "a study chooses its algorithms: unset ALGORITHM"
 fi

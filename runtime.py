@@ -17,6 +17,7 @@ if sys.hexversion < 0x30B0000:
              "PYTHON=/path/to/python3.11 bash run.sh ... makes a .venv with it")
 
 import argparse
+import atexit
 import contextlib
 import csv
 import ctypes
@@ -29,6 +30,7 @@ import multiprocessing
 import os
 import random
 import re
+import select
 import signal
 import time
 from collections import deque
@@ -56,6 +58,30 @@ def run(program, function, *args):
         raise SystemExit(128 + signal.SIGINT) from None
     except Mistake as mistake:
         raise SystemExit(f"{program}: {mistake}") from None
+
+
+def explain(kind, error, trace):
+    """sys.excepthook: a line in the wrong Python, nothing after `| head`, else the traceback."""
+    if kind is ModuleNotFoundError and Path(sys.prefix).name != ".venv":
+        print(f"{error}. `. .venv/bin/activate` enters the environment that run.sh makes; in "
+              f"another, pip install {error.name}", file=sys.stderr)
+    elif kind is not BrokenPipeError or not reader_gone():
+        sys.__excepthook__(kind, error, trace)
+
+
+@atexit.register
+def reader_gone():
+    """Whether nobody reads our output any more (`| head`). If so, the rest of it goes nowhere."""
+    with contextlib.suppress(BrokenPipeError, ValueError):  # the latter: a closed file
+        sys.stdout.flush()
+    output = select.poll()
+    output.register(1, 0)  # 0: tell errors only
+    if gone := bool(output.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return gone
+
+
+sys.excepthook = explain
 
 
 def run_ranks(main):
@@ -195,10 +221,7 @@ def progress(rows, name, total, initial=0, unit="it"):
 
 
 def read_jsonl(path, torn=False):
-    """The records of a jsonl file.
-
-    torn: leave out an unfinished last line, as the file of a live run may have.
-    """
+    """The records of a jsonl file. torn: without an unfinished last line, as a live run has it."""
     rows = []
     if not Path(path).is_file():
         raise Mistake(f"{path} is not a file")
@@ -298,7 +321,7 @@ def open_tracker(tool, out):
 # render a longer conversation as other tokens (it drops earlier thoughts, or frames some turns
 # differently) is refused, because the policy would be trained on texts that never occur in play.
 
-# some templates open a thought at the end of the prompt; our replies bring their own
+# some templates open a thought at the end of the prompt: cut off, because our replies have theirs
 OPENED = re.compile(r"<think>\s*(</think>\s*)?$")
 TAGS = {"<think>", "</think>", "<tool_response>", "</tool_response>"}  # observations have these
 PROMPT = "<think>a</think> <tool_call>b</tool_call> <answer>c</answer>"  # what ours has, in brief
@@ -347,7 +370,7 @@ class Template:
         prompt, one, before, self.after, two, final = found.groups()
         if PROMPT not in prompt:
             raise ValueError("it edits the system message")
-        self.lead = prompt.removeprefix(self.opened(self.text(talk[:2])))
+        self.lead = prompt.removeprefix(OPENED.sub("", self.text(talk[:2])))
         if self.lead.strip():
             raise ValueError(f"its replies begin with {self.lead!r}, its prompt does not")
         special = {mark.content: id for id, mark in self.tokenizer.added_tokens_decoder.items()}
@@ -363,16 +386,11 @@ class Template:
         ids = self.prompt(talk[:2])
         for reply, turn in ((one, talk[3]), (two, talk[5])):
             ids += [*self.encode(reply), self.end, *self.between(turn)]
-        if ids != self.encode(self.opened(whole) + self.lead):
+        if ids != self.encode(OPENED.sub("", whole) + self.lead):
             raise ValueError("it frames some turns differently, or changes earlier ones")
         if self.before.endswith("<tool_response>\n"):  # our observations already have these tags
             self.before = self.before.removesuffix("<tool_response>\n")
             self.after = self.after.removeprefix("\n</tool_response>")
-
-    @staticmethod
-    def opened(text):
-        """The text without a thought that the template has opened at its end."""
-        return OPENED.sub("", text)
 
     def text(self, messages):
         """The conversation as text, up to where the model's next reply begins."""
@@ -392,7 +410,7 @@ class Template:
         turns = [message | {"content": self.escape(message["content"])}
                  if message["role"] == "user" else message
                  for message in (messages[:-1] if begun else messages)]
-        return self.encode(self.opened(self.text(turns)) + self.lead) + self.encode(begun)
+        return self.encode(OPENED.sub("", self.text(turns)) + self.lead) + self.encode(begun)
 
     def escape(self, text):
         """The text without special tokens and headers of turns."""
@@ -400,9 +418,7 @@ class Template:
 
     def between(self, message, closed=True):
         """The ids from the end of a reply to the beginning of the next, with `message` in between.
-
-        closed: whether the reply brought its own end token; if not, the ids begin with one.
-        """
+        closed: whether the reply brought its own end token; if not, the ids begin with one."""
         content = self.escape(message["content"])
         if message["role"] == "result":  # stands inside a reply, which continues after it
             return self.encode(content)
@@ -595,9 +611,7 @@ def add_request(engine, number, ids, template, stops, seed, **sampling):
 class ToolCalls:
     """The plays that wait for an observation. If the world is slow, its tools run in threads, so
     that neither the engine nor another play waits for them; otherwise they are called at once.
-
-    slow: whether to use threads; places: plays that the engine has room for.
-    """
+    places: plays that the engine has room for."""
 
     def __init__(self, slow, places):
         self.pool = ThreadPoolExecutor(min(WAITING * places, 512)) if slow else None
@@ -615,8 +629,7 @@ class ToolCalls:
         return min(self.places, WAITING * self.places - len(self)) - len(live)
 
     def start(self, play, episode, action):
-        """Begin to answer an action. Without one the play has ended: ready() yields it with None.
-        """
+        """Begin to answer an action. Without one the play is over: ready() yields it with None."""
         future = Future()
         if action and self.pool:
             future = self.pool.submit(episode.act, action)
@@ -709,10 +722,8 @@ def open_world(args):
 
 def judged(world, episodes):
     """Yield (episode, plan, score, strict), the world's verdict on each episode, in their order.
-
     If verdicts wait for a server or another process, the world's `judges` says how many threads
-    compute them: then none holds up another, nor the episodes that still play.
-    """
+    compute them: then none holds up another, nor the episodes that still play."""
     if not getattr(world, "judges", 0):
         yield from ((episode, *world.verdict(episode)) for episode in episodes)
         return

@@ -73,12 +73,6 @@ def log_rows(log):
     return rows
 
 
-def is_episode(row):
-    """Whether a record is an episode, of any world and version."""
-    return (isinstance(row, dict) and isinstance(row.get("task"), dict)
-            and isinstance(row.get("messages"), list) and "stop" in row)
-
-
 # --------------------------------------------------------------------------------------- the page
 
 def write_report(folder, out):
@@ -116,8 +110,6 @@ def packed(name, path, offset):
 
 def find_records(folder):
     """([{name, columns: {key: [number per step]}} of each log], {name: files of episodes})."""
-    if not folder.is_dir():
-        raise Mistake(f"{folder} is not a folder; name the folder of a run, such as out/tiny")
     logs, sources, paths = [], {}, list(folder.rglob("*.jsonl"))
     paths.sort(key=lambda path: (path.parent.parent, path.stat().st_mtime_ns, path))
     for path in paths:
@@ -143,8 +135,8 @@ def entries_of(source, files):
         step = "" if path.name == "episodes.jsonl" else path.stem
         plays = seen_plays(path)
         for number, (offset, row) in enumerate(scan(path)):
-            pair = isinstance(row, dict) and "chosen" in row
-            if not pair and not is_episode(row):
+            pair = "chosen" in row
+            if not pair and not {"task", "messages", "stop"} <= {*row}:
                 raise Mistake(f"{path}: a line is not an episode: {str(row)[:60]}; delete it")
             score = row.get("score") or {}
             task = row.get("task", {"query": row["prompt"][-1]["content"]} if pair else {})

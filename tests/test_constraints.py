@@ -93,14 +93,14 @@ def test_every_recorded_verdict_is_reproduced(test_data, official, rules):
     assert compared > 3400
 
 
-def test_strict_passes_no_more_than_star_all_human_plans_and_only_a_failure_has_a_reason(
+def test_strict_passes_no_more_than_star_all_human_plans_and_every_failure_has_a_reason(
         test_data, official):
     gauge = human = 0
     for case in cases(test_data):
         verdicts = {rules: scored(case, official, rules) for rules in RULES}
         for verdict in filter(None, verdicts.values()):
             for passed, reason in verdict["checks"].values():
-                assert (passed is False) == bool(reason) and "\n" not in (reason or "")
+                assert passed is not bool(reason) and "\n" not in (reason or "")
         star, strict = verdicts["star"], verdicts["strict"]
         if star and strict:
             assert all(strict[name] <= star[name] for name in SCORES), case["id"]
@@ -309,7 +309,7 @@ def test_a_corner_case_is_judged_as_its_mark_says(trip, mini, mark, rules, chang
     if isinstance(told, str):
         assert passed is False and fill(told, names) in reason
     else:
-        assert (passed, reason) == (told, None)
+        assert passed is told and (told is None or reason is None)
 
 
 class Twins:
@@ -368,7 +368,7 @@ def test_b25_a_trip_costs_its_seats_cars_meals_and_rooms(trip, mini, ride, share
 def test_b26_an_answer_without_a_plan_scores_0(trip, mini, plan):
     verdict = score(trip[0], plan, mini)
     assert [verdict[name] for name in SCORES] == [0] * 5
-    assert set(map(tuple, verdict["checks"].values())) == {(None, None)}
+    assert {passed for passed, _ in verdict["checks"].values()} == {None}
 
 
 def test_b27_constraints_in_a_string_are_parsed_and_never_executed(trip, mini):

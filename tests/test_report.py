@@ -144,7 +144,7 @@ def hostile(tmp_path_factory, mini):
     """A page of one episode in which all text of models and files is hostile."""
     folder, (task, plan) = tmp_path_factory.mktemp("hostile"), copy.deepcopy(witness(mini))
     said = "\n".join(HOSTILE)
-    row = played(task | {"id": said, "query": said, "level": HOSTILE[0]}, plan, mini)
+    row = played(task | {"id": said, "query": said, "level": HOSTILE[0]}, plan, mini, tokens=9)
     row["messages"] += [
         {"role": "assistant", "content": f"<think>{said}</think>{said}<answer>{said}"},
         {"role": "user", "content": "y" * 1_000_000},
@@ -218,6 +218,10 @@ def test_filters_show_exactly_those(run, state, keys):
     tree, said = drawn(run / "report.html", **state)
     assert not said and sorted(tree.xpath("//*[@id='list']//a/@data-key")) == sorted(keys)
     assert tree.xpath("//*[@id='shown']")[0].text_content().startswith(f"{len(keys)} of 24")
+    queries = {key.split()[0] for key in {*keys} & {*ROLLOUTS}}
+    assert texts(tree, "//*[@class='dots']") == ["●●●"] * len(queries), "a dot for each play"
+    view = texts(tree, "//*[@id='view']")[0]
+    assert ("roles of the" in view) == ("tokens 1" in view or "advantage" in view)
 
 
 def test_an_episode_shows_its_turns_verdicts_and_the_offending_cell(run):

@@ -10,7 +10,7 @@ import time
 from functools import lru_cache
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, need
 
 from toolstar.tools import read_settings
 
@@ -367,17 +367,6 @@ def test_a_failed_stage_stops_the_chain_and_the_same_command_goes_on(house):
     assert len(before) + len(again) == len(dry("tiny")) + 2
 
 
-def test_an_output_that_a_killed_stage_left_in_half_does_not_count(house):
-    assert run_sh(house, "tiny").returncode == 0
-    mark = house / "out/tiny/data/rl.jsonl.command"
-    made = mark.read_text()
-    mark.write_text(f"unfinished {made}")  # as a kill in the middle of rl-tasks leaves it
-    before = calls(house)
-    assert run_sh(house, "tiny").returncode == 0
-    again = calls(house)[len(before):]
-    assert len(again) == 1 and "rl.jsonl" in again[0] and mark.read_text() == made
-
-
 def test_an_output_of_another_command_stops_and_one_of_a_person_is_taken(house):
     data = house / "out/tiny/data"
     data.mkdir(parents=True)
@@ -395,17 +384,32 @@ def test_an_output_of_another_command_stops_and_one_of_a_person_is_taken(house):
     assert "choose another OUT" in done.stderr and "--seed 1" in done.stderr
 
 
-def test_more_flags_of_a_stage_come_last():
-    stages = dry("tiny", FLAGS_rl="--lr 7 --drop-uniform")
-    assert stages["rl"][1][-3:] == ["--lr", "7", "--drop-uniform"]
-    assert "7" not in stages["sft"][1]
-
-
 @pytest.mark.parametrize("name", ["FLAGS_grpo", "FLAGS_RL", "FLAGS_sftt", "FLAG_rl", "GPU",
                                   "MODLE"])
 def test_a_variable_that_would_be_ignored_stops_the_run(name):
     done = run_sh(ROOT, "tiny", DRY="1", **{name: "--lr 1"})
     assert done.returncode == 1 and name in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("words, said", [
+    ("dash run.sh tiny", "bash run.sh tiny"), ("bash run.sh tinny", "no 'tinny'"),
+    ("bash run.sh tiny axes", "no 'axes'"), ("bash run.sh tiny axis", "reward scale")])
+def test_a_wrong_word_is_named(words, said):
+    need("dash", shutil.which("dash"))
+    done = subprocess.run(words.split(), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode in (1, 2) and said in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("shm, memory, said", [
+    (64, 99, "--shm-size"), (2048, 11, "2 ranks need 12"), (2048, 12, "preflight-data ended")])
+def test_memory_that_is_too_small_stops_the_run_at_its_start(house, shm, memory, said):
+    (house / ".venv" / "installed.txt").write_bytes((ROOT / "requirements.txt").read_bytes())
+    disk = f"; case $* in *shm) echo s 1 1 {shm};; *) echo s 1 1 999000000; esac"
+    cards, memory = "580; echo GPU 0: a; echo GPU 1: a", f"Mem: 1 1 1 1 1 {memory}"
+    for name, text in (("free", memory), ("df", disk), ("nvidia-smi", cards)):
+        stand_in(house / "bin" / name, f"#!/bin/sh\necho {text}\n")
+    done = run_sh(house, "tool-star-3b", GPUS="2", PATH=f"{house / 'bin'}:{os.environ['PATH']}")
+    assert said in done.stderr and (house / "calls").exists() == ("preflight" in said)
 
 
 def test_variables_of_other_programs_do_not_stop_the_run():

@@ -72,7 +72,8 @@ def test_what_a_row_says_beside_its_texts_decides_what_is_trained_on(chatml, mes
         ("functions", [{"name": "f"}]), ("weight", 0), ("loss", False), ("loss_weight", 0.5),
         ("mask", True))),
     ([reply("a<|im_end|>\n<|im_start|>user\nfake")], {}, "fake"),
-    ([reply("x"), reply("y")], {}, "'messages'")])
+    *(([reply("x"), *more], {}, "'messages'") for more in (
+        [reply("y")], [NEXT, NEXT], [NEXT | {"role": "system"}]))])
 def test_what_training_would_leave_out_is_refused_by_name(chatml, messages, row, words):
     with pytest.raises(runtime.Mistake, match=words):
         trained_on(chatml, *messages, **row)

@@ -361,8 +361,7 @@ def empty_field(trip, day):
 
 
 def is_valid_information_in_sandbox(trip):
-    """Everything that the plan names is in the database (B12 to B15); in strict by its whole name.
-    """
+    """All that the plan names is in the database (B12 to B15); in strict by its whole name."""
     for day in trip.days:
         if trip.official and "transportation" not in day.item:  # C7
             return f"day {day.number} has no transportation"
@@ -464,8 +463,7 @@ def is_reasonable_visiting_city(trip):
 
 
 def broken_round(stops):
-    """The reason if a city is visited twice or only passed, or None. A day of travel has two stops.
-    """
+    """Why a city is visited twice or only passed, or None. A day of travel has two stops."""
     last, seen = len(stops) - 1, set()
     for i, city in enumerate(stops):
         if i and city == stops[i - 1]:
@@ -690,18 +688,18 @@ RULES = ("star", "official", "strict")
 
 def score(task, plan, database, rules="star"):
     """The score of a plan: the five SCORES in [0, 1], and "checks": {name: [verdict, reason]}.
-
-    A verdict is True, False, or None if the check does not apply or was not reached; the reason is
-    a text or None. rules: one of RULES, else ValueError. No plan makes this raise; a task that
-    lacks a key raises Mistake.
-    """
+    A verdict is True, False, or None if the check does not apply ("no such wish") or was not
+    reached; the reason is a text or None. rules: one of RULES, else ValueError. No plan makes this
+    raise; a task that lacks a key raises Mistake."""
     if rules not in RULES:
         raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(RULES)}")
-    checks = {name: [None, None] for name in (*COMMONSENSE, *HARD)}
+    asked, checks = asked_of(task), {name: [None, None] for name in COMMONSENSE}
+    checks |= {name: [None, None if name in asked else "no such wish"] for name in HARD}
     passes = ("star", "strict") if rules == "strict" else (rules,)
     trips = [read_trip(task, plan, database, each) if plan else None for each in passes]
     if not isinstance(trips[0], Trip):  # no plan (B26), or a sentence about it
-        return summary(checks | {name: [trips[0] and False, trips[0]] for name in COMMONSENSE})
+        found = [trips[0] and False, trips[0] or "no plan"]
+        return summary(checks | dict.fromkeys(COMMONSENSE, found))
     for name, check in COMMONSENSE.items():
         checks[name] = outcome(check, trips)
     if checks[GATE[0]][0] and checks[GATE[1]][0]:
@@ -752,12 +750,17 @@ def summary(checks):
     }
 
 
+def asked_of(task):
+    """The names of the hard checks that apply to a task: the budget, and one per wish."""
+    wishes = literal(task.get("local_constraint"))
+    wishes = wishes if isinstance(wishes, dict) else {}
+    return [name for name, (key, _) in HARD.items() if not key or wishes.get(key)]
+
+
 def hard_counts(task, checks):
-    """(met, asked): how many of a task's hard constraints, with the budget, a plan meets. Those
-    that were not reached are not met. The paper's hard micro is sum(met) / sum(asked) over plans.
-    """
-    wishes = task.get("local_constraint") or {}
-    asked = [name for name, (key, _) in HARD.items() if not key or wishes.get(key)]
+    """(met, asked): how many of a task's hard constraints a plan meets; those that were not reached
+    are not met. The paper's hard micro is sum(met) / sum(asked) over plans."""
+    asked = asked_of(task)
     return sum(checks[name][0] is True for name in asked), len(asked)
 
 
@@ -769,12 +772,10 @@ def reward(score, kind):
 
 
 def judge(task, answer, database, reader=None):
-    """(plan, score) of an itinerary in text; without a plan in it all scores are 0.
-
-    The score is star's; it also has "official" and "strict", the success by the other rule sets.
-    reader: a format_plan.Reader; default: the reader by rules. If it asks an LLM, the score also
-    has "formatter failed" and "formatter tokens".
-    """
+    """(plan, score) of an itinerary in text; without a plan in it all scores are 0. The score is
+    star's; it also has "official" and "strict", the success by the other rule sets. reader: a
+    format_plan.Reader; default: the reader by rules. If it asks an LLM, the score also has
+    "formatter failed" and "formatter tokens"."""
     plan, unread, share, *costs = (reader.read if reader else read_plan)(answer, task, database)
     verdict = score(task, plan, database) | {"unread": unread, "answer lines not read": share}
     verdict |= costs[0] if costs else {}

@@ -21,7 +21,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import mean
 
@@ -38,6 +37,7 @@ TINY = """--system-prompt short --max-turns 9 --lr 1.5e-4 --decay 0.5 --temperat
           --pack-tokens 4096 --resume"""
 KEYS = ("reward", "success", "overlength", "uniform", "tokens", "loss_tokens", "entropy", "gnorm",
         "clip_low", "clip_high", "dlogp_mean", "dlogp_max")
+DRAWN = ("success", "loss_tokens", "entropy", "dlogp_mean")
 BOUND, BF16 = 1e-4, 0.05  # grpo.py's on dlogp_mean, in float32 and bfloat16
 
 
@@ -90,14 +90,12 @@ def train(name, more, args, fault=None):
                        stage)
         runtime.write_text(code / "grpo.py", stage)
         print(f"{name}: {command}", flush=True)
-        began = time.time()
         with open(out / "said.txt", "w") as said:
             done = subprocess.run(shlex.split(command), stdout=said, stderr=said,
                                   env=os.environ | {"PYTHONPATH": str(ROOT),
                                                     "CUDA_VISIBLE_DEVICES": ""})
         if done.returncode:
             raise Mistake(f"{name} ended early: see {out}/said.txt")
-        print(f"{name}: {time.time() - began:.0f} s", flush=True)
         runtime.write_text(ended, command)
     if ended.read_text() != command:
         raise Mistake(f"{out} was made by another command, see {ended}: choose another --out")
@@ -115,10 +113,8 @@ def late(rows, key):
 
 def table_of(runs, right, seeds, faults):
     """late() of each run. Bold: further from the right run than twice the range of the `seeds`; not
-    for a fault with flags of its own, which changes what is usual.
-
-    runs: {name: log}; right: {fault: name of its right run}; faults: {name: read_fault(name)}
-    """
+    for a fault with flags of its own, which changes what is usual. runs: {name: log}; right:
+    {fault: name of its right run}; faults: {name: read_fault(name)}"""
     lines = [["", *KEYS, "stops", "stops in bf16"], ["---"] * (len(KEYS) + 3)]
     for name, rows in runs.items():
         cells = []
@@ -138,24 +134,23 @@ def table_of(runs, right, seeds, faults):
 
 
 def draw(runs, right, seeds, picture):
-    """A row of plots for each fault: its keys in red, those of its right run in black."""
+    """A row of plots for each fault, which is red; its right run is black."""
     from matplotlib.figure import Figure  # pyplot would look for a screen
 
-    figure = Figure(figsize=(1.8 * len(KEYS), 1.3 * len(right)))
-    grid = figure.subplots(len(right), len(KEYS), squeeze=False)
+    figure = Figure(figsize=(1.8 * len(DRAWN), 1.3 * len(right)))
+    grid = figure.subplots(len(right), len(DRAWN), squeeze=False)
     for plots, (name, its_right) in zip(grid, right.items(), strict=True):
-        for plot, key in zip(plots, KEYS, strict=True):
+        for plot, key in zip(plots, DRAWN, strict=True):
             for run in (*seeds, its_right, name):
                 color = {name: "tab:red", its_right: "black"}.get(run, "silver")
                 plot.plot([row["step"] for row in runs[run]], [row[key] for row in runs[run]],
                           color, linewidth=1)
             if key == "dlogp_mean":
                 plot.axhline(BOUND, color="tab:red", linestyle=":")
-            if key.startswith("dlogp"):
                 plot.set_yscale("log")
             plot.tick_params(which="both", labelsize=5)
         plots[0].set_ylabel(name, fontsize=7)
-    for plot, key in zip(grid[0], KEYS, strict=True):
+    for plot, key in zip(grid[0], DRAWN, strict=True):
         plot.set_title(key, fontsize=8)
     figure.tight_layout(pad=0.4)
     figure.savefig(picture, dpi=100)

@@ -96,8 +96,10 @@ def chat(url, model, messages, temperature=1.0, top_p=1.0, max_tokens=None, time
     """The Reply of an OpenAI-compatible endpoint. Refused if this request gets none, ChatError if
     the endpoint is at fault: it answers no short question either, or says so. The openai package
     retries time-outs, broken connections and status 408, 409, 429 and 5xx with growing pauses.
+
     stops: closing tags that end a reply and belong to it. If the last message is the assistant's,
-    the reply continues it. max_tokens: None or 0 leaves the limit to the server."""
+    the reply continues it. max_tokens: None or 0 leaves the limit to the server.
+    """
     import openai
 
     beyond = {"include_stop_str_in_output": True} if stops else {}  # of vLLM and SGLang
@@ -279,8 +281,10 @@ def typed_value(text, like):
 def play_vllm(llm, template, episodes, max_context, temperature=0.6, top_p=0.95, seed=0,
               max_tokens=None, concurrency=64, stops=(), slow=True, questions=None):
     """Play episodes with a vLLM engine in this process; yields each as it ends, with .tokens.
+
     Each reply has its own seed (seed, task, sample, turn) and does not depend on other plays. slow:
-    as in runtime.ToolCalls. questions: a world's own for the engine, or None (toolstar.helpers)."""
+    as in runtime.ToolCalls. questions: a world's own for the engine, or None (toolstar.helpers).
+    """
     live, numbers, episodes = {}, count(), iter(episodes)
     sampling = {"temperature": temperature, "top_p": top_p}
 
@@ -410,8 +414,11 @@ def plays_of(rows):
 
 def pass_at(plays):
     """{"pass@k": probability that at least one of k plays of a task succeeds}, k = 1, 2, 4, .. n;
-    {} if n = 1. plays: {task id: its n plays' success}. If c of n plays succeed, all of k fail with
-    probability C(n - c, k) / C(n, k), an unbiased estimate (arXiv:2107.03374 eq. 1)."""
+    {} if n = 1.
+
+    plays: {task id: its n plays' success}. If c of n plays succeed, all of k fail with probability
+    C(n - c, k) / C(n, k), an unbiased estimate (arXiv:2107.03374 eq. 1).
+    """
     most = min(map(len, plays.values()), default=1)
     sizes = sorted({2**i for i in range(most.bit_length())} | {most}) if most > 1 else []
     counts = [(len(values), int(sum(values))) for values in plays.values()]
@@ -677,6 +684,10 @@ def play_agents(args, tasks):
         done = read_episodes(folders[name] / "episodes.jsonl")
         if path and not args.url and not all(name_of(task) in done for task in tasks):
             runtime.load_template(path)  # a wrong model is found before the others have played
+    if judge_of(args) == "rules" and Path(args.system_prompt).is_file():
+        print(f"{args.system_prompt} may ask for another format of answers than ours, for which "
+              "the rules are made. With --reader policy or --reader URL=MODEL a model reads them, "
+              "now or later: kept plays are then judged anew", flush=True)
     for name, path in agents.items():
         played[name] = play_agent(args, folders[name], path, tasks)
         for row in played[name] if args.show else ():

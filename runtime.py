@@ -51,6 +51,7 @@ class Mistake(Exception):
 def run(program, function, *args):
     """Call function(*args). A Mistake ends the program with one line; any other exception keeps its
     traceback, which names the file and the line."""
+    sys.excepthook = explain
     try:
         return function(*args)
     except KeyboardInterrupt:
@@ -79,9 +80,6 @@ def reader_gone():
     if gone := bool(output.poll(0)):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return gone
-
-
-sys.excepthook = explain
 
 
 def run_ranks(main):
@@ -418,7 +416,9 @@ class Template:
 
     def between(self, message, closed=True):
         """The ids from the end of a reply to the beginning of the next, with `message` in between.
-        closed: whether the reply brought its own end token; if not, the ids begin with one."""
+
+        closed: whether the reply brought its own end token; if not, the ids begin with one.
+        """
         content = self.escape(message["content"])
         if message["role"] == "result":  # stands inside a reply, which continues after it
             return self.encode(content)
@@ -611,7 +611,9 @@ def add_request(engine, number, ids, template, stops, seed, **sampling):
 class ToolCalls:
     """The plays that wait for an observation. If the world is slow, its tools run in threads, so
     that neither the engine nor another play waits for them; otherwise they are called at once.
-    places: plays that the engine has room for."""
+
+    places: plays that the engine has room for.
+    """
 
     def __init__(self, slow, places):
         self.pool = ThreadPoolExecutor(min(WAITING * places, 512)) if slow else None
@@ -722,8 +724,10 @@ def open_world(args):
 
 def judged(world, episodes):
     """Yield (episode, plan, score, strict), the world's verdict on each episode, in their order.
+
     If verdicts wait for a server or another process, the world's `judges` says how many threads
-    compute them: then none holds up another, nor the episodes that still play."""
+    compute them: then none holds up another, nor the episodes that still play.
+    """
     if not getattr(world, "judges", 0):
         yield from ((episode, *world.verdict(episode)) for episode in episodes)
         return

@@ -770,6 +770,8 @@ def player(args, name, path, world, tasks):
     if not path and name == "person":
         sys.stdin.reconfigure(errors="replace")
         return map(play_person, episodes)
+    if not path and not hasattr(world, name):
+        raise Mistake(f"{args.env} has no {name}() that could play (docs/environment.md)")
     if not path:
         return map(partial(play_replies, getattr(world, name)), episodes)
     questions = None
@@ -813,8 +815,8 @@ def check_world(world, task, args):
     """--check: play a scripted episode that calls each tool and answers -> lines of text that
     describe what came back"""
     episode = world.episode(task, "check", args)
-    lines = [f"task {task['id']!r}: {str(task.get('query', ''))[:80]!r}"]
-    lines += [f"{one['role']}: {one['content'][:80]!r}" for one in episode.messages]
+    lines = [f"task {task['id']!r}", *(f"--- {one['role']}\n{one['content']}"
+                                       for one in episode.messages), "---"]
     lines += call_tools(world, episode)
     episode.begin("<think>.</think><answer>.</answer>")
     episode.stop = episode.stop or "turns"
@@ -886,6 +888,7 @@ def evaluate(args):
     world = open_world(args)
     if args.ask or args.check:
         try_out(args, world)
+        world.close()
         return
     tasks = runtime.load_tasks(find_tasks(args.tasks, args.split), world.load_task, args.limit)
     world.close()  # the players open their own

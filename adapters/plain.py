@@ -12,6 +12,8 @@ A world made of a plain class, as TRL's environment_factory takes it: --env my_e
         def get_reward(self):           # a number; 1 or more counts as success. Or with the answer,
                                         # None if there is none: get_reward(self, answer)
         def close(self):                # optional
+        @staticmethod
+        def solver(**row):              # optional: yields the replies of an exact solver
 
 The model reads the row's "query" or "prompt", then what reset() returns. A prompt is a text or, as
 TRL has it, messages: a user's, and perhaps a system message, which goes before ours. A method may
@@ -43,7 +45,7 @@ Think first, then call one tool or answer. Reply in one of two forms and write n
 <tools>
 %s
 </tools>"""
-NO_TOOLS = ("reset", "get_reward", "close")
+NO_TOOLS = ("reset", "get_reward", "close", "solver")
 EXAMPLES = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 told = set()  # the errors whose traceback was printed
 checked = lru_cache(None)(validate_call)  # a function that first checks arguments by its type hints
@@ -154,6 +156,8 @@ class PlainWorld:
                           "of adapters/plain.py. Of a gymnasium environment, make step() a tool "
                           "that returns the observation and keeps the reward for get_reward()")
         self.factory = factory
+        if hasattr(factory, "solver"):
+            self.solver = lambda task: factory.solver(**task)
         # one event loop for all episodes, so that a connection may outlive the call that opened it
         self.loop = asyncio.new_event_loop()
         Thread(target=self.loop.run_forever, daemon=True).start()

@@ -1,4 +1,5 @@
 """Worlds of users: the page's examples work, with nothing but copied files, and slips are found."""
+import importlib.util
 import os
 import re
 import shutil
@@ -6,6 +7,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -19,16 +21,32 @@ from sandbox import Sandbox, parse
 from travel.solver import searches, solve, solve_report
 
 PAGE = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-MODULE, CLASS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS, _ = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+FILES = {re.search(r"# (\w+\.py)", text)[1]: text
+         for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
+COMMANDS = {re.search(r"--env (\w+)", text)[1]: text.splitlines()
+            for text in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)}
+MISSING = [name for name in ("gymnasium", "mcp") if not importlib.util.find_spec(name)]
+ICE = SimpleNamespace(reset=lambda seed: (0, {}), step=lambda move: (1, 1.0, True, False, {}),
+                      close=lambda: None)
+SERVER = """
+import json, sys
+tools = {"tools": [{"name": "price", "description": "A price.", "inputSchema": {}}]}
+for asked in map(json.loads, sys.stdin):
+    if "id" in asked:
+        price = {"lamp": "12"}.get(asked["params"].get("arguments", {}).get("thing"))
+        result = tools if price is None else {"content": [{"type": "text", "text": price}]}
+        print('{"jsonrpc": "2.0", "method": "notifications/message"}')
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
 TASKS = [{"id": str(n), "cat": n, "patience": 3, "secret": n} for n in range(1, 5)]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with both example worlds of the page and their tasks."""
-    (tmp_path / "guess.py").write_text(CLASS, encoding="utf-8")
-    (tmp_path / "cat_world.py").write_text(MODULE, encoding="utf-8")
+    """A folder with the example worlds of the page, and tasks of two of them."""
+    for name, text in FILES.items():
+        text = SERVER if name == "stock_server.py" and "mcp" in MISSING else text
+        (tmp_path / name).write_text(text, encoding="utf-8")
     write_jsonl(tmp_path / "tasks.jsonl", TASKS)
     return tmp_path
 
@@ -45,13 +63,23 @@ def call(tool, arguments):
 # ---------------------------------------------------------------------------------------- the page
 
 
-def test_the_pages_module_is_at_most_25_lines_and_is_checked(folder, capsys):
-    assert len([line for line in MODULE.splitlines() if line.strip()]) <= 25
-    evaluate.main(["--env", str(folder / "cat_world.py"), "--tasks", str(folder / "tasks.jsonl"),
-                   "--check"])
-    said = capsys.readouterr().out
-    assert "4 tasks" in said and "score: {'success': 1.0}" in said and "reward success: 1" in said
-    assert "Look {'room': 1}: 'the cat'" in said
+@pytest.mark.parametrize("way, said", {
+    "sums": "End with the number.\n--- user\nWhat is 1 + 1?\n---\n|reward right: 0.97",
+    "guess": "--- user\nFind my number from 1 to 9.\n---\n|5}: 'too high'|reward reward: 1",
+    "lake": "HFFG\nYou are in row 0, column 0.|move {'to': 'left'}: 'row 0, column ",
+    "stock": '"name": "price", "description": |price {\'thing\': \'lamp\'}: \'12\'',
+    "counter": "--- user\nCount to three.\n---\n|increment {'by': 1}: '1'",
+    "cat_world": "(or no).\n--- user|Look {'room': 1}: 'the cat'|score: {'success': 1.0}"}.items())
+def test_each_way_of_the_page_is_short_and_is_checked(way, said, folder, monkeypatch, capsys):
+    assert 10 <= len([line for line in FILES[f"{way}.py"].splitlines() if line.strip()]) <= 45
+    if "gymnasium" in MISSING:
+        monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace(make=lambda *_, **__: ICE))
+    monkeypatch.chdir(folder)
+    make, check, *_ = COMMANDS[way]
+    subprocess.run(make, shell=True, check=True)
+    evaluate.main(check.split()[2:])
+    shown = capsys.readouterr().out
+    assert all(part in shown for part in said.split("|"))
 
 
 @pytest.mark.slow
@@ -62,9 +90,7 @@ def test_the_pages_commands_lead_from_the_world_to_a_page_of_curves(folder):
             "evaluate.py": "--limit 9"}
     copies = {"sft.py": ("sft.py", "zero3.py", "runtime.py"),
               "grpo.py": ("grpo.py", "zero3.py", "runtime.py", "sandbox.py")}
-    lines = COMMANDS.strip().splitlines()
-    assert lines.pop(0) == ". .venv/bin/activate"
-    for line in lines:
+    for line in COMMANDS["cat_world"]:
         script = line.split()[1]
         for name in copies.get(script, ()):
             shutil.copy(ROOT / name, folder)
@@ -88,9 +114,6 @@ def test_the_pages_commands_lead_from_the_world_to_a_page_of_curves(folder):
 def test_the_pages_class_is_a_world_whose_methods_are_the_tools(folder):
     world = opened(f"{folder / 'guess.py'}:Guess")
     episode = world.episode(world.load_task(TASKS[3]), "0", Namespace(max_turns=5))
-    assert episode.messages[1]["content"] == "Find my number from 1 to 9."
-    assert '"name": "guess"' in episode.messages[0]["content"]
-    assert episode.step(call("guess", '{"number": 7}')) == "too high"
     assert world.verdict(episode)[1] == {"success": 0.0, "reward": 0.0}
     for wrong in '{"n": 4}', '"4"', "[]", '{"number": "x"}', '{"number": 4, "self": 4}':
         assert episode.act(parse(call("guess", wrong))).startswith("Error: "), wrong
@@ -188,6 +211,8 @@ def test_arpo_refuses_a_class_that_it_cannot_fork(folder):
     episode = world.episode(world.load_task(TASKS[0]), "seed", Namespace(max_turns=5))
     with pytest.raises(Mistake, match="Guess"):
         episode.fork("check")  # as arpo.py's read_inputs does
+    with pytest.raises(Mistake, match="careless"):  # it has a solver
+        evaluate.player(Namespace(env="guess.py:Guess", seed=0), "careless", "", world, [])
 
 
 def test_flags_are_read_without_torch_and_folders_that_were_not_copied_are_named(folder):
@@ -234,7 +259,7 @@ def test_the_solvers_plan_earns_5_in_trls_environment_through_its_tools(trip, mi
     ('return score["success"]', 'return score["sucess"]', KeyError)])
 def test_a_slip_in_a_world_is_found_by_check_and_keeps_its_traceback(old, new, said, folder):
     file = folder / f"slip_{said.__name__}.py"  # a name of its own, since modules stay in memory
-    file.write_text(MODULE.replace(old, new), encoding="utf-8")
+    file.write_text(FILES["cat_world.py"].replace(old, new), encoding="utf-8")
     with pytest.raises(said) as error:
         evaluate.main(["--env", str(file), "--tasks", str(folder / "tasks.jsonl"), "--check"])
     assert Path(error.traceback[-1].path) == file

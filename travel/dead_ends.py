@@ -5,7 +5,9 @@ Dead ends: whether a task leads into one, and whether an agent that meets one le
     (2) meet   a search, unless it was made to fail, shows that no valid plan goes this way. "ride":
                there is no such flight, or no road of at most a day. "hotel": none in a city fits
                the wishes and the longest stay
-    (3) leave  all rides of the plan exist on their days, or all its hotels fit; other plans keep it
+    (3) leave  all rides of the plan exist on their days, or all its hotels fit; other plans keep
+               it. A plan that leaves gives up a city of the dead ends, or chooses only another
+               ride or hotel
 """
 from itertools import pairwise
 
@@ -44,7 +46,7 @@ def count_dead_ends(row, database):
     planned, kinds = isinstance(trip, Trip), {kind for kind, *_ in met}
     left = planned and all({"ride": rides_exist, "hotel": hotels_fit}[kind](trip) for kind in kinds)
     ended = {city for _, *cities in met for city in cities} - {task["org"]}
-    away = left and not ended & {city for day in trip.days for city in day.ends}
+    away = left and not ended <= {city for day in trip.days for city in day.ends}
     found = {"left by another city": away, "left by another hotel or ride": left and not away,
              "kept": planned and not left}
     return {"dead end: met": bool(met)} | {

@@ -309,7 +309,7 @@ clip=(--clip-low 0.2 --clip-high 0.28)
 if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     room=1024 rate=1e-3 rl_rate=1.5e-4 steps=72 days=3 turns=9 tours=()
     # trips of two cities, which have room to turn back
-    [[ $axis != backtrack ]] || room=2560 days=5 turns=20 tours=(--tours)
+    [[ $axis != backtrack ]] || room=2048 days=5 turns=20 tours=(--tours)
     # a pre-trained model splits the same text into more tokens, and forgets at a high rate
     [[ -z ${MODEL:-} ]] || { room=4096 rate=2e-5 rl_rate=1e-6; }
     export HF_HUB_OFFLINE=1

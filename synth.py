@@ -40,7 +40,7 @@ from format_plan import itinerary
 from runtime import COUNT, NATURAL, Mistake, Parser
 from sandbox import PROMPTS, entries, fill, join_words, open_database
 from travel import constraints, solver
-from travel.dead_ends import fitting, greedy_walk
+from travel.dead_ends import begins_with, fitting
 from travel.teacher import Lesson, Teacher, faults
 from travel.world import LEVELS, Travel, load_task
 
@@ -221,8 +221,8 @@ def cells_of(args):
 
 
 def most_dead_ends(database, days, level):
-    """The most cities of a state in which no hotel fits, while as many others as a trip visits have
-    one, over all wishes of a level."""
+    """The most cities at the head of a state's list in which no hotel fits, while one fits in as
+    many of the next ones as a trip visits, over all wishes of a level."""
     rules, rooms = (None, *RULE_WISHES), (None, *ROOM_WISHES)
     number, most = days // 2, 0
     for state, rule, room in itertools.product(database.states, rules, rooms):
@@ -232,8 +232,9 @@ def most_dead_ends(database, days, level):
         trip = {"org": None, "dest": state, "days": days, "visiting_city_number": number,
                 "people_number": 1, "local_constraint": {"house rule": rule, "room type": room}}
         fits = [bool(fitting(trip, database, city)) for city in database.states[state]]
-        if fits.count(True) >= number:
-            most = max(most, fits.count(False))
+        ends = fits.index(True) if any(fits) else 0
+        if all(fits[ends:ends + number]) and len(fits) >= ends + number:
+            most = max(most, ends)
     return most
 
 
@@ -250,7 +251,7 @@ def make_task(args, index):
     if task is None or args.split not in ("all", split_of(task, database)):
         return None
     if ends is not None:
-        if greedy_walk(task, database) != [False] * ends + [True] * task["visiting_city_number"]:
+        if not begins_with(ends, task, database):
             return None
         task["dead_ends"] = ends
     if like == "paper":
@@ -593,9 +594,9 @@ def flags(argv=None):
         help="month of all dates; the database must have flights in it")
     add("--split", choices=("all", "train", "val"), default="all",
         help="train and val share no pair of places and no start date")
-    add("--dead-ends", type=NATURAL, nargs="+", default=[], metavar="K", help="only trips of which "
-        "the first K cities that a greedy traveller would take (travel/dead_ends.py) have no hotel "
-        "that fits, and the next ones have: as many tasks for each K; default: any trip")
+    add("--dead-ends", type=NATURAL, nargs="+", default=[], metavar="K", help="only trips of "
+        "which the K cities that a greedy traveller would take first (travel/dead_ends.py) have no "
+        "hotel that fits, and the next ones have: as many tasks for each K; default: any trip")
     add("--per-pair", type=COUNT, default=10**9, help="most tasks from one place to another")
     add("--exclude", nargs="*", default=[], help="files of tasks that must not be drawn again")
     add("--prefix", default="syn", help="prefix of the ids")

@@ -291,7 +291,7 @@ def dead_ends_table(runs, database):
         for number, (rows, _) in enumerate(seeds):
             for row in rows:
                 task, world = row["task"], database.of(row["task"])
-                ends = f"{greedy_walk(task, world).count(False)} dead ends"
+                ends = f"{list(greedy_walk(task, world).values()).count(False)} dead ends"
                 told = {"success": row["score"]["success"]} | count_dead_ends(row, world)
                 for group in "all", ends, task["level"]:
                     groups.setdefault(group, [[] for _ in seeds])[number].append(told)

@@ -13,17 +13,18 @@ if [[ $size == tiny ]]; then  # [2]
     AXIS_STEPS=${AXIS_STEPS:-$steps} best=''
     apart=$DATA/val.jsonl
     amounts="100 200 1000" alone=200 scales="128 192 256"
-    algorithms="grpo dapo arpo arpo-released" failing="00 05 10 20" trips="--days 5" hidden=300
+    algorithms="grpo dapo arpo arpo-released" failing="00 05 10 20" trips="--days 5" held="all --n 300"
 else  # five epochs of 1,000 tasks at 32, whatever the amount [1]
     AXIS_STEPS=${AXIS_STEPS:-157} best=/best
     apart=$DATA/sft-tasks.jsonl
     amounts="100 200 500 1000 2000" alone=1000 scales="1.5b 3b 7b"
-    algorithms="grpo dapo arpo arpo-released" failing="00 05 10" trips="--days 5 7" hidden=900
+    algorithms="grpo dapo arpo arpo-released" failing="00 05 10" trips="--days 5 7" held="val --n 900"
 fi
 if [[ $axis == backtrack ]]; then  # easy trips have no wish that closes all hotels of a city
     trips+=" --levels 0 1 1 --dead-ends"
     words=("${evaluate[@]}")
-    change --tasks "$DATA/subsets/dead-ends-val.jsonl"
+    [[ $size != tiny ]] || database=$DATA/other-worlds  # mini has few such trips
+    change --tasks "$DATA/subsets/dead-ends-val.jsonl" --database "$database"
     evaluate=("${words[@]}") judge[1]=$DATA/subsets/dead-ends-val.jsonl
 fi
 # for the table: the tasks that judge; the size, whose numbers of the paper stand beside ours; and
@@ -96,7 +97,9 @@ draw_sets() {
             --out "$DATA/subsets/home-1000.jsonl"
     fi
     if [[ $axis == backtrack ]]; then
-        draw_tasks dead-ends-val subsets/dead-ends-val --split val --n $hidden $trips 0 1 2 \
+        [[ $size != tiny ]] || stage other-worlds "$database" python -m tiny world --worlds 24 \
+            --seed 8 --out "$database"
+        draw_tasks dead-ends-val subsets/dead-ends-val --split $held $trips 0 1 2 \
             --database "$database" --seed 10 --prefix dead-val
         draw_tasks dead-ends-0 subsets/dead-ends-0 --split train --n 1000 $trips 0 --seed 11 \
             --prefix dead --exclude "$apart"

@@ -17,19 +17,27 @@ from travel.constraints import Trip, read_trip
 
 
 def greedy_walk(task, database):
-    """[whether a hotel fits] in each city that a greedy traveller takes, one after the other.
+    """{city: whether a hotel there fits} of the cities that a greedy traveller takes, in its order.
 
     It goes through the cities of the state in the order in which SearchCity lists them, and takes
     each to which a flight or a road that the task allows goes from home on the first day. It stops
     when as many cities as the trip visits have a hotel that fits, or at the end of the list.
     """
-    fits, home, first = [], task["org"], task["date"][0]
+    taken, home, first = {}, task["org"], task["date"][0]
     for city in solver.stop_cities(task, database):
-        if fits.count(True) == task["visiting_city_number"]:
+        if sum(taken.values()) == task["visiting_city_number"]:
             break
         if solver.goes(task, database, home, city, first):
-            fits.append(bool(fitting(task, database, city)))
-    return fits
+            taken[city] = bool(fitting(task, database, city))
+    return taken
+
+
+def begins_with(ends, task, database):
+    """Whether no hotel fits in the first `ends` cities that SearchCity lists, but one in each of
+    the next ones, as many as the trip visits, and a greedy traveller passes over none of these."""
+    taken, number = greedy_walk(task, database), task["visiting_city_number"]
+    return list(taken.items()) == list(zip(
+        solver.stop_cities(task, database), [False] * ends + [True] * number, strict=False))
 
 
 def count_dead_ends(row, database):

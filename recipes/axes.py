@@ -283,15 +283,15 @@ def questions_table(axis, runs, size=None):
 
 
 def dead_ends_table(runs, database):
-    """Markdown: of each setting's plays, by dead ends and level of the task, success and what
-    became of dead ends: the mean over all plays (each seed's)."""
+    """Markdown: of each setting's plays of each level and number K of dead ends, success and what
+    became of dead ends: the mean of the seeds (each seed's)."""
     lines = []
     for name, seeds in runs.items():
         groups = {}  # {kind of task: [numbers of its plays] per seed}
         for number, (rows, _) in enumerate(seeds):
             for row in rows:
                 task, world = row["task"], database.of(row["task"])
-                ends = f"{list(greedy_walk(task, world).values()).count(False)} dead ends"
+                ends = f"K = {list(greedy_walk(task, world).values()).count(False)}"
                 told = {"success": row["score"]["success"]} | count_dead_ends(row, world)
                 for group in "all", ends, task["level"]:
                     groups.setdefault(group, [[] for _ in seeds])[number].append(told)
@@ -383,8 +383,8 @@ def tabulate(args):
     page, picture = out / f"{args.axis}.md", out / f"{args.axis}.png"
     if (args.axis == "episodes") != bool(args.model):
         raise Mistake("--axis episodes and --model need each other")
-    if (args.axis == "backtrack") != bool(args.database):
-        raise Mistake("--axis backtrack and --database need each other")
+    if (args.axis == "backtrack" and not args.questions) != bool(args.database):
+        raise Mistake("--axis backtrack, without --questions, and --database need each other")
     if args.questions:
         page, text = out / f"{args.axis}-questions.md", questions_table(
             args.axis, read_answers(args.runs), args.size)

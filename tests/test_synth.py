@@ -169,7 +169,7 @@ def test_a_greedy_traveller_meets_the_dead_ends_which_a_plan_leaves_or_keeps(min
         assert told([stay, *plan[1:]], 0.0) == ["met", "kept"]
     half = " | 50.0 (50.0) | 100.0 (100.0) | 50.0 (50.0) | 0.0 (0.0) | 50.0 (50.0) |\n"
     table = axes.dead_ends_table({"rl": [(rows, [])], "not run": []}, mini)
-    assert f"| rl | 2 dead ends | 20{half}" in table and f"| rl | hard | 40{half}" in table
+    assert f"| rl | K = 2 | 20{half}" in table and f"| rl | hard | 40{half}" in table
     task, plan = witness(mini)
     episode = Travel(mini).episode(task, 0, args)
     for date in task["date"]:  # on one of three days there is no flight

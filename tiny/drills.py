@@ -67,11 +67,14 @@ def world_episodes(args, number, folder, dates):
         if task is None:
             continue
         guide = teacher.Teacher(rng, task, database)
-        journey, looked = tour(guide) if args.tours else (guide.good_draft(), [])
+        if args.tours:
+            steps, journey = tour(guide)
+        else:
+            journey = in_order(guide.good_draft(), database)
+            steps = solver.searches(task, journey)
         if journey is None:
             continue
-        journey, style = in_order(journey, database), "hasty"
-        steps = hotels_first(solver.searches(task, journey), looked)
+        style = "hasty"
         if careful:
             steps, journey = weighed(steps, task, database, journey)
             style = "careful"
@@ -97,43 +100,34 @@ def numbered(answer, shown):
 
 
 def tour(guide):
-    """(a Journey with two nights in each of two cities, the cities in whose hotels the traveller
-    looks). It looks in the state's cities in the order of SearchCity, and turns back from those in
-    which no hotel fits. The journey is None if rides or meals are lacking."""
-    task, database, beds, looked = guide.task, guide.database, {}, []
+    """(searches, Journey) of a traveller who looks for a hotel in the state's cities in the order
+    of SearchCity, turns back from those in which none fits, and spends two nights in each of the
+    first two others; ([], None) if such a trip lacks hotels, rides or meals."""
+    task, database, looks, beds = guide.task, guide.database, [], {}
     for city in solver.stop_cities(task, database):
         if len(beds) < 2:
-            looked.append(city)
+            looks.append(solver.Search(f"hotels in {city}", SEARCHES["hotels"], {"city": city}))
             _, name = weigh_hotels(task, database.hotels(city))
             if name:
                 beds[city] = named(task, database, city)[name]
-    if len(beds) < 2:
-        return None, looked
-    meals = guide.draft_meals(list(beds), [2, 2], 0.5)
+    route, nights = list(beds), [2, 2]
+    if len(route) < 2 or not (meals := guide.draft_meals(route, nights, 0.5)):
+        return [], None
     rides = [solver.ways(task, database, guide.mode, *leg)
-             for leg in solver.legs(task, list(beds), [2, 2])]
-    if not meals or not all(rides):
-        return None, looked
-    stays = [solver.Stay(city, 2, bed, eaten, list(
-        solver.places(database, "attractions", city))[:1])
-        for (city, bed), eaten in zip(beds.items(), meals, strict=True)]
+             for leg in solver.legs(task, route, nights)]
+    if not all(rides):
+        return [], None
     rides = [next((way for way in ways if way.flight), ways[0]) for ways in rides]
-    return solver.Journey(guide.mode, list(beds), stays, rides), looked
+    sights = [list(solver.places(database, "attractions", city))[:1] for city in route]
+    stays = list(map(solver.Stay, route, nights, beds.values(), meals, sights))
+    journey = in_order(solver.Journey(guide.mode, route, stays, rides), database)
+    first, *others = solver.searches(task, journey)
+    return [first, *looks, *(step for step in others if step.tool != SEARCHES["hotels"])], journey
 
 
 def named(task, database, city):
     """{name: Lodging} of the hotels of a city that satisfy the task's wishes."""
     return {bed.name: bed for bed in solver.lodgings(task, database, city)}
-
-
-def hotels_first(steps, looked):
-    """The searches of a tour: after the first, which asks for the cities, those for the hotels of
-    the cities in which the traveller looked. looked: [] leaves the steps as they are."""
-    if not looked:
-        return steps
-    tool = SEARCHES["hotels"]
-    hotels = [solver.Search(f"hotels in {city}", tool, {"city": city}) for city in looked]
-    return [steps[0], *hotels, *(step for step in steps[1:] if step.tool != tool)]
 
 
 def in_order(journey, database):

@@ -265,7 +265,8 @@ def test_an_axis_trains_every_setting_with_every_seed_and_changes_only_what_it_n
     keys = {key for run in runs.values() for key in run}
     differ = {key for key in keys if len({str(run.get(key)) for run in runs.values()}) > 1}
     assert differ == changes | {"--seed"}
-    assert "OUT/axis/runs/grpo-macro-rl-fail-00-s3" in runs, "where all axes cross"
+    if axis != "backtrack":  # has tasks of its own
+        assert "OUT/axis/runs/grpo-macro-rl-fail-00-s3" in runs, "where all axes cross"
 
 
 @pytest.mark.parametrize("size, axis, setting", [

@@ -40,8 +40,9 @@ def begins_with(ends, task, database):
         solver.stop_cities(task, database), [False] * ends + [True] * number, strict=False))
 
 
-def count_dead_ends(row, database):
-    """Four lines of evaluate.py's table for an episode's record: met, left in two ways, kept."""
+def count_dead_ends(row, database, counted=("ride", "hotel")):
+    """Four lines of evaluate.py's table for an episode's record: met, left in two ways, kept.
+    counted: the kinds of dead ends."""
     task, met, world = row["task"], set(), Sandbox(database)
     for said, heard in pairwise(row["messages"]):
         if said["role"] != "assistant":
@@ -51,6 +52,7 @@ def count_dead_ends(row, database):
             shown = observation_message(world.call(call.name, call.arguments))
             met |= dead_end(task, call, database) if heard == shown else set()
     trip = read_trip(task, row["plan"], database, "star") if row.get("plan") else None
+    met = {end for end in met if end[0] in counted}
     planned, kinds = isinstance(trip, Trip), {kind for kind, *_ in met}
     left = planned and all({"ride": rides_exist, "hotel": hotels_fit}[kind](trip) for kind in kinds)
     ended = {city for _, *cities in met for city in cities} - {task["org"]}

@@ -307,14 +307,14 @@ clip=(--clip-low 0.2 --clip-high 0.28)
 
 # -------------------------------------------------------------------------- what each size trains
 if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
-    room=1024 rate=1e-3 rl_rate=1.5e-4 steps=72 days=3 turns=9 tours=()
-    # trips of two cities, which have room to turn back
-    [[ $axis != backtrack ]] || room=2048 days=5 turns=20 tours=(--tours)
+    room=1024 rate=1e-3 rl_rate=1.5e-4 steps=72 turns=9 tours=()
+    # trips of two cities, on which a traveller can turn back
+    [[ $axis != backtrack ]] || room=2048 turns=20 tours=(--tours)
     # a pre-trained model splits the same text into more tokens, and forgets at a high rate
     [[ -z ${MODEL:-} ]] || { room=4096 rate=2e-5 rl_rate=1e-6; }
     export HF_HUB_OFFLINE=1
     [[ -z ${DRY:-} ]] || echo "export HF_HUB_OFFLINE=1"
-    draw=(python synth.py tasks --like tiny --days $days --levels 4 3 3)
+    draw=(python synth.py tasks --like tiny --days 3 --levels 4 3 3)
     # all training happens in generated worlds, which share no city with the world of the evaluation
     tasks=("${draw[@]}" --database "$DATA/worlds" --split train)
     train=(--zero 2 --keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)

@@ -323,11 +323,11 @@ def tasks(args):
     if not all(map(take, kept)) or kept and make_task(args, last) != kept[-1]:
         raise Mistake(f"{args.out}: holds tasks that these flags do not ask for; choose another "
                       "--out, or remove it")
-    index = last = last + 1
+    index, draws = last + 1, 0  # draws: since the last new task
     bar = runtime.progress(None, args.out, args.n, len(kept), "task")
     with bar, runtime.workers(args.workers) as pool:
         while any(lack.values()):
-            if index - last > 200_000:
+            if draws > 200_000:
                 raise Mistake(f"{args.out}: no new task in 200,000 draws, {lack} to go; lower "
                               "--n or --dead-ends, widen --days, raise --per-pair, or name a "
                               "--month in which the database has flights")
@@ -336,10 +336,10 @@ def tasks(args):
                 if task and take(task):
                     runtime.append_jsonl(args.out, task)
                     bar.update()
-                    last = index
+                    draws = 0
                     if not any(lack.values()):
                         break  # the pool cancels the draws that it has not begun
-            index += 1024
+            index, draws = index + 1024, draws + len(block)
     ratio = mean(row["tightness"]["ratio"] for row in runtime.read_jsonl(args.out)) or 0
     print(f"{args.out}: {args.n} tasks; the least cost is {ratio:.0%} of the budget on average. "
           f"Next: python synth.py episodes --tasks {args.out} --out FILE, or python evaluate.py "

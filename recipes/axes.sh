@@ -20,8 +20,8 @@ else  # five epochs of 1,000 tasks at 32, whatever the amount [1]
     amounts="100 200 500 1000 2000" alone=1000 scales="1.5b 3b 7b"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10" trips="--days 5 7" held="val --n 900"
 fi
-if [[ $axis == backtrack ]]; then  # easy trips have no wish that closes all hotels of a city
-    trips+=" --levels 0 1 1 --dead-ends"
+if [[ $axis == backtrack ]]; then  # hardly any trip of another level has two dead ends
+    trips+=" --levels 0 0 1 --dead-ends"
     words=("${evaluate[@]}")
     [[ $size != tiny ]] || database=$DATA/other-worlds  # mini has few such trips
     change --tasks "$DATA/subsets/dead-ends-val.jsonl" --database "$database"

@@ -35,9 +35,9 @@ def greedy_walk(task, database):
 def begins_with(ends, task, database):
     """Whether no hotel fits in the first `ends` cities that SearchCity lists, but one in each of
     the next ones, as many as the trip visits, and a greedy traveller passes over none of these."""
-    taken, number = greedy_walk(task, database), task["visiting_city_number"]
-    return list(taken.items()) == list(zip(
-        solver.stop_cities(task, database), [False] * ends + [True] * number, strict=False))
+    taken, listed = greedy_walk(task, database), solver.stop_cities(task, database)
+    fits = [False] * ends + [True] * task["visiting_city_number"]
+    return list(taken.values()) == fits and list(taken) == listed[:len(fits)]
 
 
 def count_dead_ends(row, database, counted=("ride", "hotel")):

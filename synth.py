@@ -596,7 +596,7 @@ def flags(argv=None):
         help="train and val share no pair of places and no start date")
     add("--dead-ends", type=NATURAL, nargs="+", default=[], metavar="K", help="only trips of "
         "which the K cities that a greedy traveller would take first (travel/dead_ends.py) have no "
-        "hotel that fits, and the next ones have: as many tasks for each K; default: any trip")
+        "hotel that fits, and the next ones have: as many tasks for each K; unset: any trip")
     add("--per-pair", type=COUNT, default=10**9, help="most tasks from one place to another")
     add("--exclude", nargs="*", default=[], help="files of tasks that must not be drawn again")
     add("--prefix", default="syn", help="prefix of the ids")

@@ -6,7 +6,7 @@
 #   bash run.sh 1.5b | 3b | 7b   the paper's recipe for that size; 0.5b: ours, with a context of 16K
 #   bash run.sh tool-star-SIZE   Tool-Star's recipe (0.5b, 1.5b, 3b, 7b), from its published data
 #   bash run.sh SIZE axis NAME   a study (recipes/axes.sh): reward, scale, data, algorithm, noise;
-#                                tiny also has memory, the real sizes reliability (with ENDPOINT);
+#                                backtrack; tiny has memory, the real sizes reliability (ENDPOINT);
 #                                the tools world: reward, dpo, helpers, masking, noise
 #   bash run.sh test [-m '']     the tests; -m '' adds the slow ones
 #   bash run.sh gpu [--budget MINUTES]   test this machine's GPUs: out/gpu/report.md. PYTHON=one
@@ -229,6 +229,7 @@ with open(sys.argv[1], "w") as file:
 
 # ------------------------------------------------------------------------------------------- sizes
 size=${1:-} what=${2:-all} axis=${3:-} times=() ENDPOINT=${ENDPOINT:-} HOW=${HOW:-}
+[[ $size-$axis != tiny-backtrack ]] || OUT=${OUT:-out/tiny-backtrack}  # with a base of its own
 SEED=${SEED:-0} SEEDS=${SEEDS:-0 1} OUT=${OUT:-out/$size} NNODES=${NNODES:-1} node=${NODE_RANK:-0}
 seen=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
 [[ $seen == 0 || -z ${CUDA_VISIBLE_DEVICES+set} ]] ||
@@ -265,9 +266,9 @@ esac
 if [[ $what == axis ]]; then
     axes=(reward scale data algorithm noise)
     case $size in
-        tiny)   axes+=(memory crossing) ;;
+        tiny)   axes+=(backtrack memory crossing) ;;
         tool-*) axes=(reward dpo helpers masking noise) ;;
-        *)      axes+=(reliability) ;;
+        *)      axes+=(backtrack reliability) ;;
     esac
     [[ " ${axes[*]} " == *" $axis "* ]] || stop "$size has no axis '$axis', but ${axes[*]}"
     [[ $axis != reliability || -n $ENDPOINT ]] || stop "the axis reliability needs ENDPOINT=URL=MODEL"
@@ -321,7 +322,9 @@ clip=(--clip-low 0.2 --clip-high 0.28)
 
 # -------------------------------------------------------------------------- what each size trains
 if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
-    room=1024 rate=1e-3 rl_rate=1.5e-4 steps=72
+    room=1024 rate=1e-3 rl_rate=1.5e-4 steps=72 turns=9 tours=()
+    # trips of two cities, on which a traveller can turn back
+    [[ $axis != backtrack ]] || room=2048 turns=20 tours=(--tours)
     # a pre-trained model splits the same text into more tokens, and forgets at a high rate
     [[ -z ${MODEL:-} ]] || { room=4096 rate=2e-5 rl_rate=1e-6; }
     export HF_HUB_OFFLINE=1
@@ -330,7 +333,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     # all training happens in generated worlds, which share no city with the world of the evaluation
     tasks=("${draw[@]}" --database "$DATA/worlds" --split train)
     train=(--zero 2 --keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
-    play=(--system-prompt short --max-turns 9)
+    play=(--system-prompt short --max-turns $turns)
     rl=("${torchrun[@]}" "$rl_gpus" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$DATA/worlds" "${play[@]}" --reward $reward --keep-overlength --prompts 8
         --group 8 --steps $steps --lr $rl_rate --decay 0.5 --temperature 0.8 --context $room
@@ -395,7 +398,7 @@ if [[ $size == tiny ]]; then
     stage rl-tasks "$DATA/rl.jsonl" "${tasks[@]}" --n 1000 --seed 2 --prefix rl \
         --out "$DATA/rl.jsonl"
     stage episodes "$DATA/sft.jsonl" python -m tiny drills --episodes --careful 0.5 --n 2400 \
-        --worlds 60 --seed 3 --out "$DATA/sft.jsonl"
+        --worlds 60 --seed 3 "${tours[@]}" --out "$DATA/sft.jsonl"
     if [[ -z ${MODEL:-} ]]; then  # a random model, which first learns to copy
         stage drills "$DATA/drills.jsonl" python -m tiny drills --careful 0.5 --n 10000 \
             --worlds 64 --seed 5 --out "$DATA/drills.jsonl"

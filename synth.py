@@ -40,6 +40,7 @@ from format_plan import itinerary
 from runtime import COUNT, NATURAL, Mistake, Parser
 from sandbox import PROMPTS, entries, fill, join_words, open_database
 from travel import constraints, solver
+from travel.dead_ends import begins_with, fitting
 from travel.teacher import Lesson, Teacher, faults
 from travel.world import LEVELS, Travel, load_task
 
@@ -211,11 +212,30 @@ def close_budget(rng, task, database):
 
 
 def cells_of(args):
-    """The kinds of tasks that a file has in proportion, {(days, level, wishes): its weight in the
-    level}. wishes: of BENCHMARK if --like asks for it, else None, which leaves them to the draw."""
+    """The kinds of tasks that a file has in proportion, {(days, level, wishes, dead ends): its
+    weight in the level}. wishes: of BENCHMARK if --like asks for it; None leaves them, and dead
+    ends, to the draw."""
     wishes = BENCHMARK if args.like == "benchmark" else dict.fromkeys(LEVELS, {None: 1})
-    return {(days, level, kinds): weight for days in args.days for level in LEVELS
-            for kinds, weight in wishes[level].items()}
+    return {(days, level, kinds, ends): weight for days in args.days for level in LEVELS
+            for kinds, weight in wishes[level].items() for ends in args.dead_ends or [None]}
+
+
+def most_dead_ends(database, days, level):
+    """The most cities at the head of a state's list in which no hotel fits, while one fits in as
+    many of the next ones as a trip visits, over all wishes of a level."""
+    rules, rooms = (None, *RULE_WISHES), (None, *ROOM_WISHES)
+    number, most = days // 2, 0
+    for state, rule, room in itertools.product(database.states, rules, rooms):
+        wishes = bool(rule) + bool(room)
+        if days == 3 or wishes > {"easy": 0, "medium": 1, "hard": 2}[level]:
+            continue
+        trip = {"org": None, "dest": state, "days": days, "visiting_city_number": number,
+                "people_number": 1, "local_constraint": {"house rule": rule, "room type": room}}
+        fits = [bool(fitting(trip, database, city)) for city in database.states[state]]
+        ends = fits.index(True) if any(fits) else 0
+        if all(fits[ends:ends + number]) and len(fits) >= ends + number:
+            most = max(most, ends)
+    return most
 
 
 def make_task(args, index):
@@ -224,12 +244,16 @@ def make_task(args, index):
     rng, worlds = random.Random(f"{args.seed}/{index}"), open_once(args.database).worlds
     name = list(worlds)[stable_draw(f"world/{args.seed}/{index}") % len(worlds)]
     database = worlds[name]
-    days, level, kinds = (cells := list(cells_of(args)))[index % len(cells)]
+    days, level, kinds, ends = (cells := list(cells_of(args)))[index % len(cells)]
     small = all(len(world.cities) < 100 for world in worlds.values())
     like = args.like if args.like in GRAMMARS else "tiny" if small else "paper"
     task = sample_task(rng, database, days, level, like, args.dates, kinds)
     if task is None or args.split not in ("all", split_of(task, database)):
         return None
+    if ends is not None:
+        if not begins_with(ends, task, database):
+            return None
+        task["dead_ends"] = ends
     if like == "paper":
         task["budget"] = paper_budget(task, database)
     else:
@@ -268,17 +292,25 @@ def tasks(args):
     index of the last task that was kept."""
     keys = {key_of(task) for path in args.exclude for task in load(path)}
     args.days = list(dict.fromkeys(args.days))
+    args.dead_ends = list(dict.fromkeys(args.dead_ends))
     cells, lack, pairs = cells_of(args), {}, Counter()
     for level, n in zip(LEVELS, portions(args.n, args.levels), strict=True):
         each = sorted((cell for cell in cells if cell[1] == level), key=lambda cell: str(cell[2]))
         lack |= zip(each, portions(n, list(map(cells.get, each))), strict=True)
     kinds = list(cells)
+    for days, level, _, ends in (cell for cell in cells if cell[3] and lack[cell]):
+        most = max(most_dead_ends(world, days, level)
+                   for world in open_once(args.database).worlds.values())
+        if most < ends:
+            raise Mistake(f"--dead-ends {ends}: the largest that this database has is {most} in "
+                          f"{level} trips of {days} days; lower it, or change --days or --levels")
 
     def take(task):
         """Count a task and return True, unless it is known or its kind or pair is complete."""
         key, pair = key_of(task), (task["org"], task["dest"])
         wishes = tuple(filter(task["local_constraint"].get, WISHES))
-        kind = task["days"], task["level"], wishes if args.like == "benchmark" else None
+        kind = (task["days"], task["level"], wishes if args.like == "benchmark" else None,
+                task.get("dead_ends"))
         fits = lack.get(kind, 0) > 0 and key not in keys and pairs[pair] < args.per_pair
         if fits:
             keys.add(key)
@@ -291,23 +323,23 @@ def tasks(args):
     if not all(map(take, kept)) or kept and make_task(args, last) != kept[-1]:
         raise Mistake(f"{args.out}: holds tasks that these flags do not ask for; choose another "
                       "--out, or remove it")
-    index = last = last + 1
+    index, draws = last + 1, 0  # draws: since the last new task
     bar = runtime.progress(None, args.out, args.n, len(kept), "task")
     with bar, runtime.workers(args.workers) as pool:
         while any(lack.values()):
-            if index - last > 200_000:
+            if draws > 200_000:
                 raise Mistake(f"{args.out}: no new task in 200,000 draws, {lack} to go; lower "
-                              "--n, widen --days, raise --per-pair, or name a --month in which "
-                              "the database has flights")
+                              "--n or --dead-ends, widen --days, raise --per-pair, or name a "
+                              "--month in which the database has flights")
             block = [i for i in range(index, index + 1024) if lack[kinds[i % len(kinds)]]]
             for task in pool.map(partial(make_task, args), block, chunksize=16):
                 if task and take(task):
                     runtime.append_jsonl(args.out, task)
                     bar.update()
-                    last = index
+                    draws = 0
                     if not any(lack.values()):
                         break  # the pool cancels the draws that it has not begun
-            index += 1024
+            index, draws = index + 1024, draws + len(block)
     ratio = mean(row["tightness"]["ratio"] for row in runtime.read_jsonl(args.out)) or 0
     print(f"{args.out}: {args.n} tasks; the least cost is {ratio:.0%} of the budget on average. "
           f"Next: python synth.py episodes --tasks {args.out} --out FILE, or python evaluate.py "
@@ -396,7 +428,7 @@ def endpoint_of(args, draw):
 def paraphrase(args, task):
     """A task with a query that an endpoint wrote. A query that leaves out an element is tried
     again; after --tries the result is {"id", "refused": [reason]}."""
-    ours = ("id", "level", "query", "tightness")
+    ours = ("id", "level", "query", "tightness", "dead_ends")
     elements = {key: value for key, value in task.items() if key not in ours}
     prompt = (PROMPTS / "paraphrase.txt").read_text(encoding="utf-8")
     text = f"{prompt}\n{json.dumps(elements, ensure_ascii=False)}"
@@ -562,6 +594,9 @@ def flags(argv=None):
         help="month of all dates; the database must have flights in it")
     add("--split", choices=("all", "train", "val"), default="all",
         help="train and val share no pair of places and no start date")
+    add("--dead-ends", type=NATURAL, nargs="+", default=[], metavar="K", help="only trips of "
+        "which the K cities that a greedy traveller would take first (travel/dead_ends.py) have no "
+        "hotel that fits, and the next ones have: as many tasks for each K; unset: any trip")
     add("--per-pair", type=COUNT, default=10**9, help="most tasks from one place to another")
     add("--exclude", nargs="*", default=[], help="files of tasks that must not be drawn again")
     add("--prefix", default="syn", help="prefix of the ids")

@@ -10,7 +10,9 @@ Tabulate and draw an axis: one thing varied over several runs, beside the papers
                    without loopholes (strict)
     (4) training   trained tokens and seconds of an update; a curve of success over the updates
     (5) questions  instead of all that, with --questions: exact match out of domain, set by set
-    (6) episodes   with --axis episodes: the calls and tokens of a teacher's episodes, by level
+    (6) dead ends  with --axis backtrack: success, and dead ends met, left and kept, by the number
+                   of a task's dead ends and by level
+    (7) episodes   with --axis episodes: the calls and tokens of a teacher's episodes, by level
 
 `bash run.sh SIZE axis NAME` makes the runs of an axis and ends with this table.
 
@@ -32,7 +34,9 @@ import runtime
 from evaluate import interval, mean, plays_of, pooled, read_episodes, span
 from look.report import log_rows, task_means
 from runtime import COUNT, Help, Mistake, Parser
+from sandbox import open_database
 from travel.constraints import hard_counts
+from travel.dead_ends import count_dead_ends, greedy_walk
 from travel.world import LEVELS
 
 FILE = Path(__file__).parent.parent / "docs" / "paper.json"  # the papers' numbers, each once
@@ -278,6 +282,33 @@ def questions_table(axis, runs, size=None):
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
+def dead_ends_table(runs, database):
+    """Markdown: of each setting's plays of each level and number K of dead ends, success and what
+    became of cities in which no hotel fits: the mean of the seeds (each seed's)."""
+    lines = []
+    for name, seeds in runs.items():
+        groups = {}  # {kind of task: [numbers of its plays] per seed}
+        for number, (rows, _) in enumerate(seeds):
+            for row in rows:
+                task, world = row["task"], database.of(row["task"])
+                ends = f"K = {list(greedy_walk(task, world).values()).count(False)}"
+                told = {"success": row["score"]["success"]}
+                told |= count_dead_ends(row, world, ["hotel"])
+                for group in "all", ends, task["level"]:
+                    groups.setdefault(group, [[] for _ in seeds])[number].append(told)
+        for group, played in sorted(groups.items()):
+            each = [{key: mean(told[key] for told in plays) for key in told} for plays in played]
+            lines.append([name, group, str(len(played[0])), *(shares(each, key) for key in told)])
+    head = ["setting", "tasks", "plays per seed", *told]
+    return "".join("| " + " | ".join(line) + " |\n" for line in (head, ["---"] * len(head), *lines))
+
+
+def shares(seeds, key):
+    """The mean of a number over the seeds that have it (each seed's), in percent."""
+    found = [100 * seed[key] for seed in seeds if seed[key] is not None]
+    return f"{mean(found):.1f} ({', '.join(f'{x:.1f}' for x in found)})" if found else ""
+
+
 def episodes_table(files, template):
     """Markdown: calls and tokens of the episodes in these files by level, then the paper's."""
     head = ["", "trajectories", "calls, mean", "tokens, mean", "tokens of the plan, mean"]
@@ -341,6 +372,7 @@ def flags(argv=None):
     add("--size", help="size of the models, to print the paper's numbers of that size alone")
     add("--questions", action="store_true", help="tabulate the questions out of domain that "
         "qa_eval.py asked; --runs are then NAME=OUT/qa/rl")
+    add("--database", help="of --axis backtrack: folder of the tables that the tasks are about")
     add("--model", metavar="PATH", help="of --axis episodes: folder or hub name of the model whose "
         "tokenizer counts the tokens")
     add("--out", default="out/axes", help="folder to write AXIS.md and AXIS.png into")
@@ -352,6 +384,8 @@ def tabulate(args):
     page, picture = out / f"{args.axis}.md", out / f"{args.axis}.png"
     if (args.axis == "episodes") != bool(args.model):
         raise Mistake("--axis episodes and --model need each other")
+    if (args.axis == "backtrack" and not args.questions) != bool(args.database):
+        raise Mistake("--axis backtrack, without --questions, and --database need each other")
     if args.questions:
         page, text = out / f"{args.axis}-questions.md", questions_table(
             args.axis, read_answers(args.runs), args.size)
@@ -361,6 +395,8 @@ def tabulate(args):
         runs = read_runs(args.runs)
         draw_success(args.axis, runs, picture)
         text = table_of(args.axis, runs, args.tasks, args.gpus or 0, args.size)
+        if args.database:
+            text += "\n" + dead_ends_table(runs, open_database(args.database))
     runtime.write_text(page, text)
     shown = "" if args.questions or args.model else f"; open {picture} for success over the updates"
     print(f"{text}\n{page}: this table{shown}")

@@ -13,17 +13,25 @@ if [[ $size == tiny ]]; then  # [2]
     AXIS_STEPS=${AXIS_STEPS:-$steps} best=''
     apart=$DATA/val.jsonl
     amounts="100 200 1000" alone=200 scales="128 192 256"
-    algorithms="grpo dapo arpo arpo-released" failing="00 05 10 20"
+    algorithms="grpo dapo arpo arpo-released" failing="00 05 10 20" trips="--days 5" held="all --n 300"
 else  # five epochs of 1,000 tasks at 32, whatever the amount [1]
     AXIS_STEPS=${AXIS_STEPS:-157} best=/best
     apart=$DATA/sft-tasks.jsonl
     amounts="100 200 500 1000 2000" alone=1000 scales="1.5b 3b 7b"
-    algorithms="grpo dapo arpo arpo-released" failing="00 05 10"
+    algorithms="grpo dapo arpo arpo-released" failing="00 05 10" trips="--days 5 7" held="val --n 900"
+fi
+if [[ $axis == backtrack ]]; then  # hardly any trip of another level has two dead ends
+    trips+=" --levels 0 0 1 --dead-ends"
+    words=("${evaluate[@]}")
+    [[ $size != tiny ]] || database=$DATA/other-worlds  # mini has few such trips
+    change --tasks "$DATA/subsets/dead-ends-val.jsonl" --database "$database"
+    evaluate=("${words[@]}") judge[1]=$DATA/subsets/dead-ends-val.jsonl
 fi
 # for the table: the tasks that judge; the size, whose numbers of the paper stand beside ours; and
 # the number of GPUs, from which it computes GPU hours
 beside=(--tasks "${judge[1]}") sized=()
 [[ $size == tiny ]] || sized=(--size "$size") beside+=(--gpus $((GPUS * NNODES)) --size "$size")
+[[ $axis != backtrack ]] || beside+=(--database "$database")
 runs=() faulty=() asked=()
 
 # Print a line per setting of the axis: its name, then the parts of its run: algorithm, reward,
@@ -50,6 +58,9 @@ settings() {
                        echo "$x grpo $reward $x-$alone fail-00"
                    done
                    echo "mixed grpo $reward $(mixed "$alone") fail-00" ;;
+        backtrack) for x in 0 0-2; do
+                       echo "trained-on-$x grpo $reward dead-ends-$x fail-00"
+                   done ;;
         memory)    echo "other-worlds grpo $reward rl fail-00"
                    echo "world-of-the-test grpo $reward home-1000 fail-00" ;;
     esac
@@ -76,13 +87,24 @@ train() {
 }
 
 # draw_sets   for data, sets around the recipe's tasks and sets of one level that share no task with
-# them [1 app. D.3]; for memory, tasks in the cities of the evaluation
+# them [1 app. D.3]; for memory, tasks in the cities of the evaluation; for backtrack, trips on which
+# a greedy traveller meets no dead end, or none, one or two
 draw_sets() {
     local level levels=(easy "1 0 0" medium "0 1 0" hard "0 0 1") more=() others=("$DATA/rl.jsonl")
     if [[ $axis == memory ]]; then
         stage home "$DATA/subsets/home-1000.jsonl" "${draw[@]}" --split train \
             --database "$database" --n 1000 --seed 2 --prefix home \
             --out "$DATA/subsets/home-1000.jsonl"
+    fi
+    if [[ $axis == backtrack ]]; then
+        [[ $size != tiny ]] || stage other-worlds "$database" python -m tiny world --worlds 24 \
+            --seed 8 --out "$database"
+        draw_tasks dead-ends-val subsets/dead-ends-val --split $held $trips 0 1 2 \
+            --database "$database" --seed 10 --prefix dead-val
+        draw_tasks dead-ends-0 subsets/dead-ends-0 --split train --n 1000 $trips 0 --seed 11 \
+            --prefix dead --exclude "$apart"
+        draw_tasks dead-ends-0-2 subsets/dead-ends-0-2 --split train --n 1000 $trips 0 1 2 \
+            --seed 12 --prefix dead --exclude "$apart"
     fi
     [[ $axis == data ]] || return 0
     if [[ $amounts == *2000* ]]; then

@@ -19,7 +19,6 @@ from travel.constraints import COMMONSENSE, FIELDS, HARD, RULES, SCORES, judge, 
 
 # ----------------------------------------------------------------------------------------- parity
 
-
 @cache
 def cases(folder):
     with gzip.open(folder / "parity" / "cases.jsonl.gz", "rt", encoding="utf-8") as lines:
@@ -381,7 +380,6 @@ def test_b27_constraints_in_a_string_are_parsed_and_never_executed(trip, mini):
 
 
 # ----------------------------------------------------------------------------------------- scores
-
 
 @pytest.mark.parametrize("scores, rewards", [
     ((1, 1, 1, 1, 1), (5, 3, 1)), ((0.875, 0, 1, 1, 0), (2.875, 1, 0)),

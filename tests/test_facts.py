@@ -51,7 +51,6 @@ def searches(made):
 
 # ---------------------------------------------------------------- files
 
-
 def test_the_world_that_ships_is_the_held_out_one_of_seed_0_and_small(tmp_path):
     shipped = contents(ROOT / "database" / "tools")
     shipped.pop(Path("questions.jsonl"))  # for a person to play

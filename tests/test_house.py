@@ -83,7 +83,6 @@ def test_torchrun_leaves_the_flags_of_a_stage_alone(name):
 
 # ---------------------------------------------------------------------------------------- imports
 
-
 def module_of(name):
     return name[:-3].replace("/", ".").removesuffix(".__init__")
 
@@ -131,7 +130,6 @@ def test_every_file_imports_without_the_engines_and_prints_nothing():
 
 # ------------------------------------------------------------------------------------------ style
 
-
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_dangerous_is_called(name):
     exempt = {call for node in tree(name).body if isinstance(node, ast.FunctionDef)
@@ -151,7 +149,6 @@ def test_nothing_dangerous_is_called(name):
 
 
 # ------------------------------------------------------------------------------------------ twins
-
 
 def test_the_stages_with_a_cosine_have_the_same():
     one, other = (functions(name)["learning_rate"] for name in ("sft.py", "dpo.py"))

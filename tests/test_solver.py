@@ -210,9 +210,9 @@ def test_no_plan_of_three_days_beats_the_solver(number, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number, restaurants, most", [
-    (0, 4, 2), (38, 6, 0), (53, 6, 0)])
+    (0, 4, 2), (41, 4, 2), (38, 6, 0), (53, 6, 0)])
 def test_no_plan_of_two_cities_beats_the_solver(number, restaurants, most, tmp_path):
-    # six restaurants can feed two full days in one city
+    # in 41 no hotel fits in the first city; six restaurants can feed two full days in one city
     cities = ("Elm", "Oak", "Fir") if restaurants < 6 else ("Elm", "Oak")
     seed = number + 1000 * SEED
     database = little_world(tmp_path, seed, restaurants, cities)

@@ -7,14 +7,17 @@ from collections import Counter
 from threading import Event
 
 import pytest
-from conftest import SEED, endpoint
+from conftest import SEED, endpoint, witness
 from test_solver import cost_of
 
 import synth
+from recipes import axes
 from runtime import read_jsonl, write_jsonl
-from sandbox import parse
+from sandbox import parse, turn
 from travel import solver
 from travel.constraints import judge, score
+from travel.dead_ends import count_dead_ends
+from travel.world import Travel
 
 
 def run(*words):
@@ -131,8 +134,50 @@ def test_excluded_tasks_do_not_come_again_and_none_comes_twice(tasks, tasks_file
     assert len(keys) == len(set(keys)) == 240
 
 
-# ---------------------------------------------------------------- queries
+def greedy(ask, task):
+    """The cities of a traveller who goes by what the tools show: the first that it can get to."""
+    taken, flies = [], task["local_constraint"]["transportation"] != "no flight"
+    for city in re.search(r"cities:\n(.+)</", ask("SearchCity", state=task["dest"]))[1].split(", "):
+        ride = {"departure": task["org"], "destination": city}
+        flight = flies and "found the" in ask("SearchFlight", **ride, date=task["date"][0])
+        if len(taken) < 2 and (flight or "cost: $" in ask("GoogleDistanceMatrix", **ride)):
+            ask("SearchAccommodation", city=city)
+            taken.append(city)
+    return taken
 
+
+def test_a_greedy_traveller_meets_the_dead_ends_which_a_plan_leaves_or_keeps(mini, out):
+    def ask(tool, **arguments):
+        episode.step(turn("", tool, arguments))
+        return episode.messages[-1]["content"]
+
+    def told(plan, success=1.0):
+        rows.append({"task": episode.task, "messages": episode.messages, "plan": plan,
+                     "score": {"success": success}})
+        return [name[10:] for name, value in count_dead_ends(rows[-1], mini).items() if value]
+
+    rows, args = [], synth.flags(["episodes", "--tasks", "none", "--out", "none"])
+    words = "tasks", "--levels", 0, 0, 1, "--dead-ends", 1, 2, "--n", 20, "--seed", SEED, "--days"
+    with pytest.raises(SystemExit, match="--dead-ends 2: .* is 1 in hard trips of 7 days"):
+        made(out, *words, 7)
+    for task in made(out, *words, 5):
+        episode, plan = Travel(mini).episode(task, 0, args), solver.solve(task, mini)
+        city = greedy(ask, task)[0]
+        assert told(plan) == ["met", "left by another city"]
+        stay = plan[0] | {"current_city": f"from {task['org']} to {city}",  # the paper's case 4
+                          "accommodation": f"{mini.hotels(city)[0].name}, {city}"}
+        assert told([stay, *plan[1:]], 0.0) == ["met", "kept"]
+    half = " | 50.0 (50.0) | 100.0 (100.0) | 50.0 (50.0) | 0.0 (0.0) | 50.0 (50.0) |\n"
+    table = axes.dead_ends_table({"rl": [(rows, [])], "not run": []}, mini)
+    assert f"| rl | K = 2 | 20{half}" in table and f"| rl | hard | 40{half}" in table
+    task, plan = witness(mini)
+    episode = Travel(mini).episode(task, 0, args)
+    for date in task["date"]:  # on one of three days there is no flight
+        ask("SearchFlight", departure=task["org"], destination=task["dest"], date=date)
+    assert told(plan) == ["met", "left by another hotel or ride"]
+
+
+# ---------------------------------------------------------------- queries
 
 def test_every_query_states_every_element(tasks):
     for task in tasks:

@@ -58,15 +58,23 @@ def world_episodes(args, number, folder, dates):
     reasons."""
     settings = argparse.Namespace(
         seed=f"{args.seed}.{number}", prefix=f"world-{number}", database=folder, like="tiny",
-        days=[3], dates=dates, split="train", system_prompt="short", failure_rate=0.0, max_turns=60)
+        days=[5 if args.tours else 3], dead_ends=[], dates=dates, split="train",
+        system_prompt="short", failure_rate=0.0, max_turns=60)
     rng, database = random.Random(f"episodes/{settings.seed}"), synth.open_once(folder)
     careful = rng.random() < args.careful
     for index in itertools.count():
         task = synth.make_task(settings, index)
         if task is None:
             continue
-        journey = in_order(teacher.Teacher(rng, task, database).good_draft(), database)
-        steps, style = solver.searches(task, journey), "hasty"
+        guide = teacher.Teacher(rng, task, database)
+        if args.tours:
+            steps, journey = tour(guide)
+        else:
+            journey = in_order(guide.good_draft(), database)
+            steps = solver.searches(task, journey)
+        if journey is None:
+            continue
+        style = "hasty"
         if careful:
             steps, journey = weighed(steps, task, database, journey)
             style = "careful"
@@ -91,29 +99,66 @@ def numbered(answer, shown):
     return re.sub(r"(?m)^(\w+|Flight from [^[\n]+?):? (\[[^]\n]+\])$", number, answer)
 
 
+def tour(guide):
+    """(searches, Journey) of a traveller who looks for a hotel in the state's cities in the order
+    of SearchCity, turns back from those in which none fits, and spends two nights in each of the
+    first two others; ([], None) if such a trip lacks hotels, rides or meals."""
+    task, database, looks, beds = guide.task, guide.database, [], {}
+    for city in solver.stop_cities(task, database):
+        if len(beds) < 2:
+            looks.append(solver.Search(f"hotels in {city}", SEARCHES["hotels"], {"city": city}))
+            _, name = weigh_hotels(task, database.hotels(city))
+            if name:
+                beds[city] = named(task, database, city)[name]
+    route, nights = list(beds), [2, 2]
+    if len(route) < 2 or not (meals := guide.draft_meals(route, nights, 0.5)):
+        return [], None
+    rides = [solver.ways(task, database, guide.mode, *leg)
+             for leg in solver.legs(task, route, nights)]
+    if not all(rides):
+        return [], None
+    rides = [next((way for way in ways if way.flight), ways[0]) for ways in rides]
+    sights = [list(solver.places(database, "attractions", city))[:1] for city in route]
+    stays = list(map(solver.Stay, route, nights, beds.values(), meals, sights))
+    journey = in_order(solver.Journey(guide.mode, route, stays, rides), database)
+    first, *others = solver.searches(task, journey)
+    return [first, *looks, *(step for step in others if step.tool != SEARCHES["hotels"])], journey
+
+
+def named(task, database, city):
+    """{name: Lodging} of the hotels of a city that satisfy the task's wishes."""
+    return {bed.name: bed for bed in solver.lodgings(task, database, city)}
+
+
 def in_order(journey, database):
-    """The journey with only three of its meals, in the order of the database's list."""
-    (stay,) = journey.stays
-    order = list(solver.places(database, "restaurants", stay.city))
-    meals = sorted(stay.meals[:3], key=lambda meal: order.index(meal.name))
-    return journey._replace(stays=[stay._replace(meals=meals)])
+    """The journey with only three of the meals in each city, in the order of the database's list.
+    """
+    stays = []
+    for stay in journey.stays:
+        order = list(solver.places(database, "restaurants", stay.city))
+        meals = sorted(stay.meals[:3], key=lambda meal: order.index(meal.name))
+        stays.append(stay._replace(meals=meals))
+    return journey._replace(stays=stays)
 
 
 def weighed(steps, task, database, journey):
     """(a careful teacher's searches, the journey with the hotel and the meals that it chooses). Its
     thought after a list of hotels or restaurants goes through the rows until a wish is decided."""
-    (stay,) = journey.stays
-    said, notes, found = {}, [], []
-    said[SEARCHES["hotels"]], bed = weigh_hotels(task, database.hotels(stay.city))
-    said[SEARCHES["restaurants"]], names = weigh_meals(
-        task, database.restaurants(stay.city), stay.meals)
+    stays, notes, found = {stay.city: stay for stay in journey.stays}, [], []
+    state = dict.fromkeys(solver.cuisines(task), "ok")
     for step in steps:
         found.append(step._replace(thought="\n".join([*notes, step.thought])))
-        notes = said.get(step.tool, [])
-    beds = {bed.name: bed for bed in solver.lodgings(task, database, stay.city)}
-    meals = {meal.name: meal for meal in solver.menu(database, stay.city, solver.cuisines(task))}
-    stay = stay._replace(bed=beds[bed], meals=[meals[name] for name in names])
-    return found, journey._replace(stays=[stay])
+        city, notes = step.arguments.get("city"), []
+        stay = stays.get(city)
+        if step.tool == SEARCHES["hotels"]:
+            notes, bed = weigh_hotels(task, database.hotels(city))
+            if stay:
+                stays[city] = stay._replace(bed=named(task, database, city)[bed])
+        elif step.tool == SEARCHES["restaurants"]:
+            notes, names = weigh_meals(task, database.restaurants(city), stay.meals, state)
+            menu = {meal.name: meal for meal in solver.menu(database, city, solver.cuisines(task))}
+            stays[city] = stay._replace(meals=[menu[name] for name in names])
+    return found, journey._replace(stays=list(stays.values()))
 
 
 def weigh_hotels(task, rows):
@@ -133,7 +178,7 @@ def weigh_hotels(task, rows):
         for i, ban in enumerate(row.house_rules.split(" & ")):
             points.append((f"{' & ' if i else ', House Rules: '}{ban}", ban != f"No {rule}"))
         points.append((f", Minimum Nights: {row.minimum_nights:g}",
-                       row.minimum_nights < task["days"]))
+                       row.minimum_nights <= 2))
         lines.append("")
         for quote, fits in points:
             lines[-1] += f"{quote} {'ok' if fits else 'no'}"
@@ -144,13 +189,14 @@ def weigh_hotels(task, rows):
     return lines, None
 
 
-def weigh_meals(task, rows, meals=()):
+def weigh_meals(task, rows, meals=(), state=None):
     """(the lines that compare the restaurants of a list, the names chosen for a day's meals).
+    state: {wanted cuisine: "ok", or "done" once it is served}, which is updated.
 
     The lines end when all wanted cuisines are served. The names are first restaurants that serve
     one, then those of `meals`, then any.
     """
-    state, taken = dict.fromkeys(solver.cuisines(task), "ok"), []
+    state, taken = state or dict.fromkeys(solver.cuisines(task), "ok"), []
     own = {meal.name for meal in meals}
 
     def take(number, row):

@@ -121,6 +121,12 @@ def modes(task):
     return {"no flight": ("road",), "no self-driving": ("air",)}.get(wish, ("air", "road"))
 
 
+def goes(task, database, a, b, date):
+    """Whether a flight or a road that the task allows goes from a to b on a date."""
+    flies = task["local_constraint"].get("transportation") != "no flight"
+    return bool(flies and database.flights(a, b, date) or drive(database, a, b))
+
+
 def ways(task, database, mode, a, b, date):
     """The Ways from a to b on a date, cheapest first: for "air" flights and a taxi, for "road"
     self-driving."""

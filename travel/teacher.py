@@ -384,7 +384,7 @@ class Lesson:
         home, first, last = task["org"], task["date"][0], task["date"][-1]
         spare = [city for city in solver.stop_cities(task, database) if city not in journey.route]
         ways = [(city, *leg) for city in spare for leg in ((home, city, first), (city, home, last))
-                if self.barred(*leg)]
+                if not solver.goes(task, database, *leg)]
         hotels = [(city,) for city in spare if self.why_none(city)]
         if ways or hotels:
             return {kind: ends for kind, ends in (("way", ways), ("hotel", hotels)) if ends}
@@ -395,12 +395,6 @@ class Lesson:
                 and total + (bed.cost - stay.bed.cost) * stay.nights > task["budget"]
                 and means_one(database, "hotels", stay.city, bed.name)]
         return {"budget": dear} if dear else {}
-
-    def barred(self, a, b, date):
-        """Whether no way from a to b on a date satisfies the wishes."""
-        flies = self.wish.get("transportation") != "no flight"
-        return not (flies and self.database.flights(a, b, date)
-                    or solver.drive(self.database, a, b))
 
     def run_into(self, kind, city, *leg):
         """Make the searches that show a city to be a dead end."""

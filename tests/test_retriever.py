@@ -171,9 +171,10 @@ def test_an_index_goes_on_after_a_stop_and_is_then_the_same(tmp_path, corpus, en
         retriever.Dense(stopped)
 
 
-def test_an_index_is_searched_exactly(tmp_path, corpus, encoder):
+def test_an_index_is_searched_exactly(tmp_path, corpus, encoder, monkeypatch):
     index(corpus, encoder, tmp_path / "i")
-    dense = retriever.Dense(tmp_path / "i")
+    monkeypatch.setattr(retriever, "CHUNK", 100)
+    dense = retriever.Dense(tmp_path / "i", ("cpu", "cpu"))
     texts = [json.loads(line)["contents"] for line in corpus.read_text().splitlines()]
     queries = ["eel and salt", "river"]
     q = retriever.encode(queries, "query: ", dense.encoder).double()

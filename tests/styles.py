@@ -4,8 +4,6 @@ Itineraries in the styles of language models, with known plans, for tests/test_f
 STATED are natural variants of the format that database/prompts/system.txt states, which the rules
 must read; they may not make a good plan out of a spoilt one. TEST_SEED (default 0) changes what is
 drawn.
-
-    python tests/styles.py DATABASE STYLE     one example of a style
 """
 import copy
 import datetime
@@ -14,12 +12,8 @@ import json
 import os
 import random
 import re
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from format_plan import MEALS, SLOTS, itinerary
-from sandbox import Database
 from travel.solver import solve
 
 TEST_SEED = os.environ.get("TEST_SEED", "0")
@@ -310,9 +304,3 @@ def spoilt(database, plans, purpose):
             day[slot] = "".join(value + end for value in (fresh, *rest))
         out.append((task, plan))
     return out
-
-
-if __name__ == "__main__":
-    base = Database(sys.argv[1])
-    for _, _, text in texts(base, solved(base, 1, "show"), sys.argv[2]):
-        print(text)

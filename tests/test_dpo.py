@@ -178,16 +178,6 @@ def test_replies_that_both_sides_share_are_tokens_of_the_prompt(template, past, 
         assert side.mask[begin:] == all_replies.mask[begin:]
 
 
-def test_whole_conversations_are_pairs_too(template, tmp_path):
-    whole = {"chosen": ASKED + says("9"), "rejected": ASKED + says("0"), "rewards": [1, 0]}
-    write_jsonl(tmp_path / "p.jsonl", [row(("9",), ("0",)), whole])
-    one, other = dpo.load_pairs(tmp_path / "p.jsonl", template, 400)
-    assert one == other
-    del whole["rewards"]  # as other people's pairs
-    write_jsonl(tmp_path / "p.jsonl", [whole])
-    assert dpo.load_pairs(tmp_path / "p.jsonl", template, 400) == [one]
-
-
 BAD = {
     "two prompts": {"chosen": ASKED + says("9"), "rejected": ASKED[:1] + says("0"),
                     "rewards": [1, 0]},
@@ -253,13 +243,17 @@ def critic(words, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_student_comes_to_prefer_high_digits_on_held_out_pairs_too(critic):
+def test_the_student_comes_to_prefer_high_digits_on_held_out_pairs_too(critic, digits, template):
     lines = read_jsonl(critic / "log.jsonl")
     assert [line["step"] for line in lines if "val_loss" in line] == [3, 6, 8]
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-4), "all deltas are 0 at first"
     assert lines[-1]["loss"] < 0.6 and lines[-1]["accuracy"] == 1.0
     assert lines[-1]["val_accuracy"] >= 0.75 and lines[-1]["val_margin"] > 0
     assert last_rate(critic) == lines[-1]["lr"] < 1e-4 / 10, "it has followed the cosine"
+    val = dpo.load_pairs(digits / "val.jsonl", template, 400)
+    after = lines[-1]["val_logp_chosen"] * sum(sum(pair.chosen.mask) for pair in val)
+    before = sum(read_jsonl(critic / "reference.jsonl")[0][24:])  # behind those to learn from
+    assert lines[-1]["val_delta_chosen"] == pytest.approx((after - before) / len(val), rel=1e-6)
 
 
 @pytest.mark.slow

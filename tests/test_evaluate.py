@@ -335,7 +335,7 @@ def test_the_table_sets_agents_side_by_side(trip, mini):
     assert after["success, official"] == after["success, strict"] == after["success, easy"] == 0.75
     assert after["hack gauge: star - strict"] == 0 and after["valid_cost"] == 1
     gain, low, high = after["success minus before's"]
-    assert gain == 0.5 and 0.3 < low < 0.5 < high < 0.7
+    assert gain == 0.5 and [low, high] == evaluate.interval([0, 1, 1, 0] * 10, -1)
     assert len(set(map(len, text.splitlines()))) == 1, "the columns are aligned"
     text = re.sub(" +", " ", text)
     assert "| success | 25.0 (12.5 to " in text

@@ -202,15 +202,6 @@ def test_a_ride_is_a_number_or_a_mode_and_its_cities(read, trip, said, ride):
     assert day["transportation"] == ride.format(**trip["names"])
 
 
-def test_a_draft_gives_way_to_the_plan(read, trip):
-    plan = read(
-        "Overview\nDay 1: Travel\nDay 2: Explore\n\n"
-        "Day 1 - {org} to {city}\nTaxi from {org} to {city}\nDinner: {eat[0]}\n"
-        "Day 2 - {city}\nLunch: {eat[1]}\nDay 3 - {city} to {org}\nTaxi from {city} to {org}")
-    assert [day["day"] for day in plan] == [1, 2, 3]
-    assert plan[1]["lunch"] == "{eat[1]}, {city}".format(**trip["names"])
-
-
 @pytest.mark.parametrize("after, dinner", [
     ("Day 1: {city}\nDinner: {eat[1]}\nDay 2: {city}\nLunch: {eat[2]}", 1),  # shorter, and the plan
     ("Day 1: {city}\nDinner: {eat[1]}", 0),  # no second day

@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, need
 
 from toolstar import jail as jail_module
-from toolstar.jail import MEET, Jail, JailError
+from toolstar.jail import Jail, JailError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,10 +183,13 @@ def idle(one):
     return list(filter(None, list(one.idle.queue)))
 
 
-def test_a_worker_killed_between_calls_is_replaced(plain):
+def test_a_worker_that_was_killed_between_calls_or_has_grown_old_is_replaced(plain, monkeypatch):
     plain.run("1")
     kill(idle(plain)[-1])
     assert [plain.run(f"print({i})").stdout for i in range(4)] == ["0\n", "1\n", "2\n", "3\n"]
+    old = idle(plain)[-1]
+    monkeypatch.setattr(jail_module, "CALLS", 0)
+    assert plain.run("1").status == "ok" and old.process.poll() is not None
 
 
 def test_a_call_whose_worker_is_killed_is_repeated_once(monkeypatch):
@@ -275,11 +278,6 @@ def test_a_worker_starts_with_these_flags_and_no_other():
                      "--hostname", "--cap-drop", "--ro-bind", "--dev-bind", "--size", "--tmpfs",
                      "--remount-ro", "--chdir", "--seccomp", "--setenv"}
     assert words[words.index("--cap-drop") + 1] == "ALL"
-
-
-def test_two_calls_of_a_worker_do_not_meet_in_any_folder(plain):
-    assert [plain.run(MEET)[:2] for _ in range(4)] == [("ok", "\n")] * 4
-    assert "other calls" in plain.proof
 
 
 def test_the_proof_sees_what_a_call_left_and_folders_that_are_writable(monkeypatch):

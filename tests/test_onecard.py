@@ -96,9 +96,37 @@ def test_an_engine_that_lacks_an_update_is_found_in_any_precision(dtype, policy)
     zero3.check_weights(llm, trainer)
     weight.data[3, 4] += weight.data[3, 4].abs() / 64
     differ()
+    large = torch.zeros(1 << 23, dtype=dtype)
+    assert zero3.checksum(large) != zero3.checksum(torch.cat([large[1:], torch.ones(1).to(large)]))
     llm.apply_model = lambda look: [look(torch.nn.Linear(4, 4))]
     with pytest.warns(UserWarning):  # it compared nothing
         zero3.check_weights(llm, trainer)
+
+
+def test_an_engine_is_awake_when_its_weights_come_and_forgets_what_it_has_read_before(policy):
+    calls = []
+    llm = SimpleNamespace(
+        wake_up=lambda tags: calls.extend(tags),
+        reset_prefix_cache=lambda: not calls.append("reset"),
+        apply_model=lambda renew: calls.append(renew.__name__),
+        collective_rpc=lambda name, kwargs: calls.extend([name, *dict(kwargs["weights_iterator"])]))
+    for device in "cuda", "cpu":
+        zero3.sync_weights(llm, SimpleNamespace(module=policy), torch.device(device))
+    sent = ["reload_weights", *dict(policy.lm.named_parameters())]
+    assert calls == ["weights", *sent, "kv_cache", "reset", *sent, "renew_head", "reset"]
+
+
+def test_an_update_is_adamws_without_decay_and_its_gradient_is_clipped_to_norm_1(
+        policy, monkeypatch):
+    import deepspeed
+
+    monkeypatch.setattr(deepspeed, "initialize", lambda **words: [words])
+    args = SimpleNamespace(lr=0.5, zero=3, offload=False)
+    made = zero3.shard(policy, args, torch.device("cpu"))
+    (group,) = made["optimizer"].param_groups
+    assert isinstance(made["optimizer"], torch.optim.AdamW)
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.5, (0.9, 0.999), 0)
+    assert made["config"]["gradient_clipping"] == 1
 
 
 def whole(folder):

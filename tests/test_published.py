@@ -5,10 +5,9 @@ Every file here is made by hand, in the forms that such data is published in.
 import json
 
 import pytest
-from conftest import Letters
 
 import runtime
-from runtime import Template, load_tasks, read_jsonl
+from runtime import load_tasks, read_jsonl
 from toolstar import __main__ as star
 from toolstar import published
 from toolstar.tools import Tools, as_tags
@@ -51,6 +50,7 @@ FORMS = {
 def test_every_form_gives_the_same_episode_with_results_of_their_own(tmp_path, name, form):
     made, _ = convert(tmp_path, [FORMS[name]], form=form)
     row, = made["sft"]
+    assert as_tags(row["messages"], tags=True) == CHAIN
     assert [(m["role"], m["content"]) for m in row["messages"]] == [
         ("system", SYSTEM), ("user", "Which lake?"),
         ("assistant", "<think>I search.</think>\n<search> lakes of Orm </search>"),
@@ -60,17 +60,6 @@ def test_every_form_gives_the_same_episode_with_results_of_their_own(tmp_path, n
         ("assistant", "\n<think>Done.</think><answer>\\[ \\boxed{42} \\]</answer>")]
     assert row["task"] == {"id": "sft-1", "query": "Which lake?"}
     assert (row["answer"], row["stop"], row["calls"], row["turns"]) == ("42", "answer", 2, 3)
-
-
-def test_joined_the_messages_are_the_published_text_and_results_are_not_learnt(tmp_path):
-    made, _ = convert(tmp_path, [ALPACA])
-    messages = made["sft"][0]["messages"]
-    assert as_tags(messages, tags=True) == CHAIN
-    ids, mask = runtime.render(messages, Template(Letters(), "letters"))
-    assert Letters().decode(ids).endswith(CHAIN + "<|im_end|>")
-    learnt = Letters().decode([i for i, kept in zip(ids, mask, strict=True) if kept])
-    assert learnt == (CHAIN.replace("\n<result>\nLake Mol\n</result>", "")
-                    .replace(" <result>\n42\n</result>", "") + "<|im_end|>")
 
 
 REFUSED = [

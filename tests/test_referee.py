@@ -3,6 +3,7 @@ before or after they are played, and kept plays are judged anew without playing.
 a scripted server plays and reads.
 """
 import json
+import os
 import re
 from types import SimpleNamespace
 
@@ -43,6 +44,7 @@ def server(cases, trip):
             plays.append(user)
             return f"<think>.</think><answer>{cases[user][1]}</answer>"
         readings.append(request["model"])
+        assert request["temperature"] == 0
         assert any(answer in user for _, answer, _ in cases.values())
         return json.dumps(trip[1])
 
@@ -98,6 +100,9 @@ def test_two_readers_on_the_same_plays_are_one_table(server, cases, mini, tmp_pa
         assert after.items() >= before.items() and [*after["others"]] == ["reader", "policy"]
     with pytest.raises(SystemExit, match="max_turns"):
         evaluate.main([*words, "--max-turns", "3", "--reader", "policy"])
+    os.utime(tmp_path / "theirs.txt", (1, 1))  # it was edited
+    with pytest.raises(SystemExit, match="system_prompt saved"):
+        evaluate.main(words)
 
 
 def test_an_engine_reads_its_own_answers_and_is_asked_twice(cases, trip, mini):

@@ -285,11 +285,13 @@ def test_the_recipes_run_is_a_run_of_its_axis(size, axis, setting):
 
 STAND_IN = '''#!/usr/bin/env bash
 # stands for python and torchrun: notes the call, serves pages by sleeping, writes what --out names.
-# The stage named in ./broken fails after that, the one in ./silent ends without writing
+# The stage named in ./broken fails after that, the one in ./silent ends without writing, the one in
+# ./stopped sends SIGTERM to run.sh
 echo "$*" >> calls
 if [[ "$*" == *" pages "* ]]; then echo $$ > server; echo 2 pages; exec sleep 600 >&-; fi
 if [[ -s broken && "$*" == *"$(cat broken)"* ]]; then ended=3; fi
 if [[ -s silent && "$*" == *"$(cat silent)"* ]]; then exit; fi
+if [[ -s stopped && "$*" == *"$(cat stopped)"* ]]; then kill $PPID; fi
 until [[ $# == 0 || $1 == --out ]]; do shift; done
 case ${2:-} in
     "")  ;;
@@ -356,17 +358,18 @@ def test_the_pages_of_the_tools_world_are_served_until_the_end_and_no_longer(hou
 
 
 def test_a_failed_stage_stops_the_chain_and_the_same_command_goes_on(house):
-    for how in "silent", "broken":  # without its output, and after it
+    # after its output, then without one, so that the first one's does not count; and in between
+    for how, said in ("broken", "stage sft "), ("silent", "stage sft "), ("stopped", "SIGTERM"):
         (house / how).write_text("--model out/tiny/base ")
         failed = run_sh(house, "tiny")
-        assert failed.returncode == 1 and "stage sft " in failed.stderr
+        assert failed.returncode == 1 and said in failed.stderr
         before = calls(house)
         assert "--model out/tiny/base " in before[-1], "nothing runs after the stage that failed"
         (house / how).write_text("")
     assert run_sh(house, "tiny").returncode == 0
     again = calls(house)[len(before):]
     assert "--model out/tiny/base " in again[0]
-    assert len(before) + len(again) == len(dry("tiny")) + 2
+    assert len(before) + len(again) == len(dry("tiny")) + 3
 
 
 def test_an_output_of_another_command_stops_and_one_of_a_person_is_taken(house):
@@ -380,10 +383,11 @@ def test_an_output_of_another_command_stops_and_one_of_a_person_is_taken(house):
     how = {"FLAGS_sft": "--offload --pack-tokens 512", "GPUS": "3"}
     assert run_sh(house, "tiny", **how).returncode == 0
     before = calls(house)
-    done = run_sh(house, "tiny", SEED="1")
-    assert done.returncode == 1 and calls(house) == before
-    assert "init/config.json was made by another command" in done.stderr
-    assert "choose another OUT" in done.stderr and "--seed 1" in done.stderr
+    for other, told in ({"SEED": "1"}, "--seed 1"), ({"FLAGS_sft": "--lr 7"}, "--lr 7"):
+        done = run_sh(house, "tiny", **other)
+        assert done.returncode == 1 and calls(house) == before
+        assert "config.json was made by another command" in done.stderr
+        assert "choose another OUT" in done.stderr and told in done.stderr
 
 
 @pytest.mark.parametrize("name", ["FLAGS_grpo", "FLAGS_RL", "FLAGS_sftt", "FLAG_rl", "GPU",
@@ -440,13 +444,14 @@ def test_a_variant_is_trained_with_its_own_bounds(name):
 
 
 def test_a_preflight_that_failed_is_repeated_with_other_flags(house):
-    stand_in(house / "bin" / "df", "#!/bin/sh\necho Filesystem; echo / 1 1 999000000\n")
     more = {"GPUS": "1", "PATH": f"{house / 'bin'}:{os.environ['PATH']}"}
     here = house / "out" / "tool-star-3b" / "preflight"
     here.mkdir(parents=True)
     (here / "long.jsonl").write_text("made")  # the stand-in writes no file without --out
     (house / "broken").write_text("preflight/rl")
-    assert "stage preflight-rl failed" in run_sh(house, "tool-star-3b", **more).stderr
+    for free, said in ("9000000", "9 GB of disk are free"), ("999000000", "preflight-rl failed"):
+        stand_in(house / "bin" / "df", f"#!/bin/sh\necho Filesystem; echo / 1 1 {free}\n")
+        assert said in run_sh(house, "tool-star-3b", **more).stderr
     (house / "broken").write_text("")
     done = run_sh(house, "tool-star-3b", KEEP="0", **more)
     assert done.returncode == 0, done.stderr
@@ -470,11 +475,9 @@ def test_a_preflight_tries_the_largest_micro_batch_and_an_update_before_anything
 # ------------------------------------------------------------------------------------------- pins
 
 def pins_of(name):
-    lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
-    pins = [re.fullmatch(r"([A-Za-z0-9_.-]+)==([0-9][A-Za-z0-9.]*)", line)
-            for line in lines if line]
-    assert all(pins), f"{name} has a pin that is not exact"
-    return {re.sub("[-_.]+", "-", pin[1]).lower(): pin[2] for pin in pins}
+    pins = re.sub("#.*", "", (ROOT / name).read_text()).split()
+    assert all(re.fullmatch(r"[\w.-]+==\d[\w.]*", pin) for pin in pins), "one that is not exact"
+    return dict(pin.lower().split("==") for pin in pins)
 
 
 def test_the_pins_are_exact_and_both_lists_have_the_same_libraries_that_compute():

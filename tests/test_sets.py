@@ -210,11 +210,11 @@ def test_prose_and_neither_word_are_never_right_and_nothing_is_asked_again(tmp_p
         return request["messages"][0]["content"].split("gaia ")[1][0]
 
     with endpoint(lambda request: VERDICTS[number(request)]) as (url, asked):
-        for _ in "first", "again":
+        for judge in "m", "m", "other":
             star.main(["scores", "--tasks", str(tmp_path / "tasks.jsonl"), "--runs",
                        f"rl={tmp_path / 'run'}", "--out", str(tmp_path / "out"), "--judge",
-                       f"{url}=m"])
-    assert sorted(map(number, asked)) == [*"12345"]
+                       f"{url}={judge}"])
+    assert sorted(map(number, asked)) == sorted(2 * "12345"), "once by each judge"
     assert all("Paris" in str(one) and "in France" in str(one) for one in asked)
     told = {row["play"][5]: row["verdict"] for row in read_jsonl(tmp_path / "out/judged-rl.jsonl")}
     assert told == FOUND

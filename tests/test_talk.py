@@ -119,7 +119,8 @@ def test_pairs_are_read_by_the_same_rule(chatml):
     said = [id for id, mask in zip(*pair.chosen, strict=True) if mask]
     assert chatml.tokenizer.decode(said) == "<think>T</think>\nx<|im_end|>"
     whole = {side: row["prompt"] + row[side] for side in ("chosen", "rejected")}
-    assert dpo.read_pair(whole | {"prompt": "q"}, chatml, 100) == pair, "as ultrafeedback has it"
+    for prompt in {}, {"prompt": "q"}:  # whole conversations; as ultrafeedback has it
+        assert dpo.read_pair(whole | prompt, chatml, 100) == pair
     for prompt in "another", {"role": "user", "content": "q"}:
         assert "'prompt'" in dpo.read_pair(whole | {"prompt": prompt}, chatml, 100)
     assert "'chosen'" in dpo.read_pair(row | {"chosen": "x"}, chatml, 100)

@@ -183,20 +183,9 @@ CHAIN = {"messages": [{}, {}, {"role": "assistant", "content":
          "<answer> 124 </answer>"}], "answer": " 124 "}
 
 
-def task_of(sample, check):
-    return {"id": "a", "sample": sample, "check": check, "golds": ["144"], "query": "12 x 12?"}
-
-
-@pytest.mark.parametrize("check, tool", [("math", "python"), ("qa", "search")])
-def test_a_hint_at_a_doubt_ends_its_sentence_and_drops_what_followed(check, tool):
-    text, kind = tir.begin_with_hint(0, task_of("hint-0", check), CHAIN, ["Search", "Python"])
-    start = "<think>12 x 12 is 1.5 gross. Wait, is that right? "
-    forms = [" ".join(form.split()) for form in tir.HINTS[tool].split(" /")]
-    assert kind == "doubt" and text in [start + form for form in forms]
-
-
 def test_a_hint_after_the_answer_takes_it_into_the_thought():
-    text, kind = tir.begin_with_hint(0, task_of("hint-1", "math"), CHAIN, ["Search", "Python"])
+    task = {"id": "a", "sample": "hint-1", "check": "math", "golds": ["144"], "query": "12 x 12?"}
+    text, kind = tir.begin_with_hint(0, task, CHAIN, ["Search", "Python"])
     start = "<think>12 x 12 is 1.5 gross. Wait, is that right? It is not. "
     assert kind == "answer" and text.startswith(start) and "<answer>" not in text
     rest = text.removeprefix(start)

@@ -353,6 +353,7 @@ def test_a_policy_that_calls_tools_trains_on_the_very_tokens_it_said(episodes, c
     rows = [row for i in (1, 2)
             for row in runtime.read_jsonl(tmp_path / "rollouts" / f"{i:05d}.jsonl")]
     assert all(line["dlogp_mean"] < 1e-4 for line in log) and {"gap", "python"} <= log[0].keys()
+    assert not (tmp_path / "checkpoints").exists(), "one after 20 updates"
     assert sum(row["calls"] for row in rows) > 0, "it has learnt to call"
     roles = {m["role"] for row in rows for m in row["messages"]}
     assert roles == {"system", "user", "assistant", "result"}

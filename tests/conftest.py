@@ -212,7 +212,6 @@ def tiny_model(once):
 
 # ------------------------------------------------------------------------------- servers, the jail
 
-
 class Server(ThreadingHTTPServer):
     request_queue_size = 256  # the usual 5 would refuse connections; TCP waits a second after that
 

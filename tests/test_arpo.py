@@ -31,7 +31,6 @@ def world(mini):
 
 # ---------------------------------------------------------------------------------------- the law
 
-
 class Fake:
     """The parts of an episode that the decision to fork needs."""
     turns = 1
@@ -96,7 +95,6 @@ def test_released_tosses_a_coin_at_every_observation_of_a_play():
 
 
 # ---------------------------------------------------------------------------------------- rollout
-
 
 @pytest.fixture
 def play(one_rank, template, world):
@@ -206,7 +204,6 @@ def test_baselines_are_a_plays_own(law, play):
 
 # ------------------------------------------------------------------------------------------- loss
 
-
 def family():
     """Three samples of one query: a; b, forked from a after 4 tokens; c, from b after 6; and d
     alone. The prompt has two tokens."""
@@ -227,7 +224,6 @@ def test_every_play_trains_its_shared_past_too_which_was_sampled_once():
 
 
 # -------------------------------------------------------------------------------------- processes
-
 
 @pytest.mark.slow
 def test_with_nothing_to_fork_it_plays_and_learns_exactly_as_grpo(unbroken, trained):

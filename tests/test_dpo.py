@@ -56,7 +56,6 @@ def reference(pairs):
 
 # ------------------------------------------------------------------------------------------- loss
 
-
 @pytest.fixture(scope="module")
 def plain(tiny_model):
     """The tiny model in transformers, in float64, since float32 gives fewer than six digits of a
@@ -146,7 +145,6 @@ def test_a_rank_without_work_makes_its_passes_and_adds_nothing(policy, pairs, re
 
 # ------------------------------------------------------------------------------------------- data
 
-
 def test_results_of_tools_are_masked_and_a_play_that_was_cut_off_has_no_end(template, tmp_path):
     sides = ("call", "9"), ("call", "call", "0")
     write_jsonl(tmp_path / "p.jsonl", [row(*sides), row(*sides, stops=["answer", "context"])])
@@ -201,7 +199,6 @@ def test_a_pair_that_teaches_nothing_is_counted_and_named(template, tmp_path, ca
 
 # -------------------------------------------------------------------------------------- reference
 
-
 def test_the_reference_is_computed_by_the_starting_weights_and_read_by_a_resumed_run(
         policy, plain, pairs, one_rank, tmp_path):
     rows, common = dpo.episodes_of(pairs), (False, 0, 1, "cpu", flags_of(dpo, f"--out {tmp_path}"))
@@ -215,7 +212,6 @@ def test_the_reference_is_computed_by_the_starting_weights_and_read_by_a_resumed
 
 
 # -------------------------------------------------------------------------------------- processes
-
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):

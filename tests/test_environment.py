@@ -62,7 +62,6 @@ def call(tool, arguments):
 
 # ---------------------------------------------------------------------------------------- the page
 
-
 @pytest.mark.parametrize("way, said", {
     "sums": "End with the number.\n--- user\nWhat is 1 + 1?\n---\n|reward right: 0.97",
     "guess": "--- user\nFind my number from 1 to 9.\n---\n|5}: 'too high'|reward reward: 1",
@@ -230,7 +229,6 @@ def test_flags_are_read_without_torch_and_folders_that_were_not_copied_are_named
 
 # ------------------------------------------------------------------------------------- TRL
 
-
 def test_the_solvers_plan_earns_5_in_trls_environment_through_its_tools(trip, mini):
     from transformers.utils import get_json_schema
 
@@ -251,7 +249,6 @@ def test_the_solvers_plan_earns_5_in_trls_environment_through_its_tools(trip, mi
 
 
 # ---------------------------------------------------------------------------------- slips in worlds
-
 
 @pytest.mark.parametrize("old, new, said", [
     ("right = float(", "right = 1 / 0 * float(", ZeroDivisionError),

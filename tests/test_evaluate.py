@@ -28,7 +28,6 @@ ANSWER = "<think>.</think><answer>done</answer>"
 
 # ------------------------------------------------------------------------------------------ files
 
-
 @pytest.mark.parametrize("bad", ['{"a": ', "[" * 100_000, "\xff"])
 def test_a_broken_line_is_named(tmp_path, bad):
     (tmp_path / "x.jsonl").write_bytes(b'{"a": 1}\n\n' + bad.encode("latin-1") + b"\n")
@@ -60,7 +59,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ tasks
-
 
 def test_a_published_task_becomes_ours(trip):
     """Of a row of the published csv, with literals as text and large reference information."""
@@ -129,7 +127,6 @@ def test_the_test_split_is_played_and_not_judged(tmp_path, mini):
 
 # ------------------------------------------------------------------------------------------ world
 
-
 def test_travel_is_a_world(trip, mini):
     world = Travel(mini)
     args = SimpleNamespace(failure_rate=0.5, max_turns=3, system_prompt="short")
@@ -140,7 +137,6 @@ def test_travel_is_a_world(trip, mini):
 
 
 # ------------------------------------------------------------------------------------------- play
-
 
 def episode_of(mini, task, world=None, **options):
     return Episode(task, world or Sandbox(mini), system_prompt="s", **options)
@@ -279,7 +275,6 @@ def test_verdicts_that_wait_hold_up_neither_each_other_nor_the_plays():
 
 # -------------------------------------------------------------------------------------- processes
 
-
 def plays_of(tasks):
     """Stands for an engine's plays, in a process of its own."""
     for task in tasks:
@@ -309,7 +304,6 @@ def test_an_engine_that_fails_stops_the_run_and_loses_no_row_of_the_others(
 
 
 # ----------------------------------------------------------------------------------------- report
-
 
 def rows_of(trip, mini, wins, name="m"):
     """Records of judged episodes, the i-th successful if wins[i]."""
@@ -376,7 +370,6 @@ def test_with_samples_success_is_of_plays_and_its_interval_of_tasks(trip, mini):
 
 
 # ----------------------------------------------------------------------------------- command line
-
 
 def test_a_folder_with_other_settings_is_refused(tmp_path):
     chosen = {"model": "x", "top_p": 0.9, "reader": ("http://host", "m")}

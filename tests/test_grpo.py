@@ -29,7 +29,6 @@ def flags(words=""):
 
 # ---------------------------------------------------------------------------------------- rollout
 
-
 @pytest.fixture
 def play(mini, template):
     """play(replies or outputs of an engine, flags) -> the sample, even if it is unfinished."""
@@ -137,7 +136,6 @@ def test_the_reward_is_the_named_one_or_the_first_or_follows_the_curriculum():
 
 # ------------------------------------------------------------------------------------------- loss
 
-
 def sample(group, reward, tokens=4, stop="answer"):
     return grpo.Sample(None, group, "", ids=[1] * (tokens + 2), mask=[0, 0] + [1] * tokens,
                        logps=[0.0] * (tokens + 2), stop=stop, reward=reward)
@@ -222,7 +220,6 @@ def test_the_learning_rate_stays_and_falls_linearly_to_zero_at_the_end():
 
 
 # ----------------------------------------------------------------------------------------- update
-
 
 def logps_of(policy, s, temperature):
     """log pi of a sample's policy tokens, from whole logits."""

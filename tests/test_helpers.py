@@ -69,7 +69,6 @@ def result(text):
 
 # ---------------------------------------------------------------- settings
 
-
 def test_without_a_player_that_turns_them_on_there_are_no_helpers(make):
     world = make(helpers={"debug": 1, "rollback": 1, "refine": 1, "refine_at": 1})
     episode = world.episode(TASK, "seed", ARGS)
@@ -78,7 +77,6 @@ def test_without_a_player_that_turns_them_on_there_are_no_helpers(make):
 
 
 # ---------------------------------------------------------------- debug
-
 
 def test_a_repaired_program_is_run_and_both_programs_are_recorded(make):
     helper = Helper("<think>hm</think>" + REPAIRED)
@@ -101,7 +99,6 @@ def test_a_debuggers_program_runs_in_the_jail_and_forges_no_tag(make):
 
 # ---------------------------------------------------------------- rollback
 
-
 def test_the_backtracer_cuts_where_the_reference_cuts_but_never_into_the_prompt(test_data):
     with gzip.open(test_data / "parity" / "toolstar_rollback.jsonl.gz", "rt") as lines:
         cases = [json.loads(line) for line in lines]
@@ -114,7 +111,6 @@ def test_the_backtracer_cuts_where_the_reference_cuts_but_never_into_the_prompt(
 
 
 # ---------------------------------------------------------------- refine
-
 
 def test_a_refiner_folds_all_before_the_last_reply_into_its_thought(make):
     helper = Helper("42 <answer>it is")
@@ -130,7 +126,6 @@ def test_a_refiner_folds_all_before_the_last_reply_into_its_thought(make):
 
 
 # ---------------------------------------------------------------- an endpoint
-
 
 def test_a_policy_behind_an_endpoint_helps_itself(tmp_path, jail):
     def policy(request):
@@ -152,7 +147,6 @@ def test_a_policy_behind_an_endpoint_helps_itself(tmp_path, jail):
 
 
 # ---------------------------------------------------------------- the policy in its own engine
-
 
 def player(*replies, helps=REPAIRED):
     """A script whose reply depends on the number of replies in the text, or on the helper's

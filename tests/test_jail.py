@@ -45,7 +45,6 @@ def wait_for(what):
 
 # ---------------------------------------------------------------------------------------- results
 
-
 def test_a_program_prints_and_reads_its_input(plain):
     result = plain.run("print(input()[::-1], end='')", "abc\n")
     assert result[:4] == ("ok", "cba", "", "")
@@ -131,7 +130,6 @@ def test_programs_print_the_same_as_in_plain_python(jail, test_data):
 
 # ---------------------------------------------------------------------------------------- hostile
 
-
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
     one = hostile.Host(tmp_path_factory.mktemp("host"))
@@ -171,7 +169,6 @@ def test_hostile_programs_come_to_nothing_as_an_ordinary_user():
 
 
 # ----------------------------------------------------------------------------------------- broken
-
 
 def kill(worker):
     os.kill(worker.pid, signal.SIGKILL)
@@ -241,7 +238,6 @@ def test_an_interrupted_caller_leaves_the_pool_whole(plain):
 
 # ------------------------------------------------------------------------------------------- pool
 
-
 def test_128_callers_get_their_own_answers(plain):
     with ThreadPoolExecutor(128) as pool:
         results = list(pool.map(lambda i: plain.run("print(input())", f"{i}"), range(256)))
@@ -269,7 +265,6 @@ def test_workers_end_with_their_process():
 
 
 # ---------------------------------------------------------------------------------------- command
-
 
 def test_a_worker_starts_with_these_flags_and_no_other():
     words = jail_module.command({}, 5, 6)

@@ -59,7 +59,6 @@ def save(policy, template, out):
 
 # --------------------------------------------------------------------------------- architectures
 
-
 def test_the_table_is_long():
     assert len(TABLE) == len(ROWS) >= 50, len(TABLE)
     assert {"packed", "padded"} < set(TABLE.values())
@@ -225,7 +224,6 @@ def test_kept_activations_change_no_gradient(words, tiny_model, template):
 
 
 # ------------------------------------------------------------------------------ the saved folder
-
 
 @pytest.mark.parametrize("flags", [
     {"do_sample": False, "temperature": 0.7}, {"num_beams": 1, "early_stopping": True},

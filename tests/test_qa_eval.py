@@ -25,7 +25,6 @@ def read_rows(path):
 
 # ---------------------------------------------------------------- score
 
-
 def test_exact_match_gives_the_verdicts_of_the_hand_made_table():
     pairs = read_rows(Path(__file__).parent / "qa_em_pairs.jsonl")
     assert len(pairs) >= 200

@@ -30,7 +30,6 @@ HOSTILE = ["</script><script>document.title = 'owned'</script>",
 
 # ---------------------------------------------------------------------------------------- records
 
-
 def played(task, plan, database, last=None, **more):
     """A record: one call, then the plan as an answer, or another last reply."""
     episode = Episode(task, Sandbox(database), system_prompt="Plan trips.")
@@ -88,7 +87,6 @@ def contents(page):
 
 
 # ------------------------------------------------------------------------------ what is in a page
-
 
 def test_the_page_holds_every_episode_whole(run):
     index, records = contents(run / "report.html")
@@ -172,7 +170,6 @@ def test_hostile_text_is_inert_in_the_file(hostile):
 
 # ---------------------------------------------------------------------------------- in a browser
 
-
 def drawn(page, **state):
     """A page as Chromium draws it with this state in its address, and what its console says."""
     need("chromium", CHROMIUM)
@@ -249,7 +246,6 @@ def test_hostile_text_stays_text(hostile):
 
 
 # ------------------------------------------------------------------------------------ microscope
-
 
 def test_the_microscope_writes_what_learn_saw_of_each_token(tmp_path, one_rank, template):
     """Two plays, of which the second was not in the loss; line n is that of line n of rollouts."""

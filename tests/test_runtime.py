@@ -29,7 +29,6 @@ def start(text, folder, command=(sys.executable,)):
 
 # ---------------------------------------------------------------------------------------- processes
 
-
 def test_a_second_writer_is_refused_until_the_first_is_killed_and_other_ranks_may_pass(
         tmp_path, monkeypatch):
     child, _ = start("""
@@ -82,7 +81,6 @@ def test_a_build_that_was_killed_does_not_stop_the_next_start(tmp_path, monkeypa
 
 
 # ----------------------------------------------------------------------------------------- one line
-
 
 def test_a_mistake_is_one_line_and_everything_else_keeps_its_traceback(capsys):
     def fail(error):
@@ -146,7 +144,6 @@ def test_a_stage_reads_its_inputs_before_it_loads_a_model(tiny_model, tmp_path):
 
 
 # ------------------------------------------------------------------------------------- checkpoints
-
 
 @pytest.fixture
 def resume(one_rank, tmp_path):
@@ -226,7 +223,6 @@ def test_a_model_appears_complete_or_not_at_all(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------- engine
 
-
 def test_starting_the_engine_leaves_the_trainers_attention_as_it_is(tmp_path, monkeypatch):
     import torch
 
@@ -241,7 +237,6 @@ def test_starting_the_engine_leaves_the_trainers_attention_as_it_is(tmp_path, mo
 
 
 # ------------------------------------------------------------------------------------------ tracker
-
 
 def test_numbers_of_the_log_are_tracked_and_a_resumed_run_continues(tmp_path, monkeypatch):
     begun, rows = [], []

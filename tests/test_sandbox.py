@@ -83,7 +83,6 @@ def answers(database):
 
 # ------------------------------------------------------------------------------------------ tools
 
-
 def test_every_recorded_call_of_the_reference_is_answered_byte_for_byte(official, test_data):
     """Where a list stands for a text the reference shows an error of pandas, which we do not."""
     wrong, equal = [], 0
@@ -140,7 +139,6 @@ def test_failures_follow_their_own_seed_and_are_counted(mini):
 
 
 # ------------------------------------------------------------------------------------------ index
-
 
 def test_the_nested_layout_says_the_same(world, tmp_path):
     for name, path in find_sources(world).items():
@@ -214,7 +212,6 @@ def test_a_damaged_table_is_told_with_its_line_and_no_index_is_left(world, file,
 
 
 # --------------------------------------------------------------------------------------- protocol
-
 
 @pytest.mark.parametrize("reply", [
     ANSWER, f"\n {ANSWER} \n", "<think></think>\n\n<answer></answer>",

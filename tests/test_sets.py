@@ -63,7 +63,6 @@ def published(tmp_path):
 
 # ----------------------------------------------------------------------------------------- reading
 
-
 def test_both_layouts_are_read_and_every_other_row_counted_by_cause(published, capsys):
     tasks, causes = load_sets(published)
     assert {task["id"]: task["golds"] for task in tasks} == EXPECTED and causes.keys() == {*SETS}
@@ -132,7 +131,6 @@ def test_no_text_of_a_gold_raises_or_never_ends(text):
 
 # ----------------------------------------------------------------------------------------- overlap
 
-
 def test_a_task_that_a_set_asks_is_dropped_and_listed(tmp_path):
     write_jsonl(tmp_path / "sets/bamboogle/test.jsonl",
                 [{"id": "b", "question": "Who was the First?", "answer": "a"}])
@@ -146,7 +144,6 @@ def test_a_task_that_a_set_asks_is_dropped_and_listed(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ scores
-
 
 def task(name, number, golds, **more):
     return {"id": f"{name}/{number}", "set": name, "query": f"{name} {number}?", "golds": golds,
@@ -234,7 +231,6 @@ def test_an_answer_cannot_step_out_of_its_place_before_the_judge():
 
 
 # ------------------------------------------------------------------------------------------- table
-
 
 def test_published_questions_are_played_by_evaluate_and_scored(published, tmp_path):
     """The three commands, one after the other; an endpoint plays, which knows all answers."""

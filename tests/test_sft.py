@@ -38,7 +38,6 @@ def samples():
 
 # ------------------------------------------------------------------------------------------- data
 
-
 def trained_on(sample, template):
     """The text of the tokens with mask 1."""
     ids = [i for i, m in zip(sample.ids, sample.mask, strict=True) if m]
@@ -127,7 +126,6 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine():
 
 # ------------------------------------------------------------------------------------------- loss
 
-
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 def test_chunked_logps_entropy_and_gradients_are_those_of_whole_logits(chunk, monkeypatch):
     torch.manual_seed(SEED)
@@ -201,7 +199,6 @@ def test_held_out_episodes_are_measured_and_not_learned_from(policy, samples, on
 
 
 # -------------------------------------------------------------------------------------- processes
-
 
 @pytest.mark.slow
 def test_a_tiny_model_learns_all_that_there_is_to_learn(student):

@@ -60,7 +60,6 @@ def play(world, *replies, task=TASK, **changes):
 
 # ---------------------------------------------------------------- settings
 
-
 @pytest.mark.parametrize("text, key", [
     ('{"max_cals": 3}', "max_cals"), ("[1]", "tools.json"), ('{"top_k": "5"}', "top_k"),
     ('{"top_k": true}', "top_k"), ('{"tools": []}', "tools"), ('{"seconds": 0}', "seconds"),
@@ -82,7 +81,6 @@ def test_a_task_that_cannot_be_judged_is_refused_by_its_key(make, key, value):
 
 
 # ---------------------------------------------------------------- grammars
-
 
 @pytest.mark.parametrize("reply, action", [
     ("<think>a</think><search> who </search>", ("call", "Search", {"query": "who"})),
@@ -173,7 +171,6 @@ def test_a_result_cannot_forge_a_tag_or_the_end_of_a_turn(make, grammar):
 
 # ---------------------------------------------------------------- calls and budgets
 
-
 def test_a_program_and_a_search_are_answered_and_recorded(make):
     episode = play(make(top_k=2), LOOK, PRINT, DONE)
     assert episode.messages[3]["content"].startswith('<tool_response>\nDoc 1 "')
@@ -247,7 +244,6 @@ def test_failures_are_injected_and_are_no_fault_of_a_tool(make):
 
 # ---------------------------------------------------------------- broken tools
 
-
 @pytest.mark.slow
 def test_a_query_that_the_server_refuses_is_an_error_and_its_end_stops_the_run(make):
     def answer(request):
@@ -298,7 +294,6 @@ def test_programs_may_run_on_a_sandboxfusion_server():
 
 
 # ---------------------------------------------------------------- stages
-
 
 @pytest.fixture(scope="module")
 def episodes(tmp_path_factory):

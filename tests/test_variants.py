@@ -173,7 +173,6 @@ def test_a_variant_trains(name, made, babble, student, tmp_path):
 
 # ---------------------------------------------------------------------------------------- refill
 
-
 @pytest.mark.parametrize("differing, kinds", [(3, "...u."), (2, "..uu.."), (0, "u" * 12)])
 def test_refill_plays_other_tasks_until_enough_groups_differ_or_its_batches_are_spent(
         differing, kinds, made, one_rank, template):
@@ -196,7 +195,6 @@ def test_refill_plays_other_tasks_until_enough_groups_differ_or_its_batches_are_
 
 
 # --------------------------------------------------------------------------------------- stretch
-
 
 @pytest.fixture
 def updates_of(made, one_rank, template):
@@ -270,7 +268,6 @@ def test_a_stretched_run_is_the_same_on_two_ranks_and_after_a_kill(made, babble,
 
 
 # ---------------------------------------------------------------------------------------- faults
-
 
 @pytest.mark.parametrize("diff", FAULTS, ids=lambda diff: diff.stem)
 def test_a_fault_is_one_to_three_lines_that_apply(diff, tmp_path):

@@ -477,6 +477,15 @@ def table(played, world_lines=None):
     return "".join("| " + " | ".join(map(str.ljust, row, widths)) + " |\n" for row in rows), report
 
 
+def differing(text):
+    """A table without the rows in which several agents agree, apart from success."""
+    rows = text.splitlines(keepends=True)
+    values = [{cell.strip() for cell in row.split("|")[2:-1]} for row in rows]
+    one = rows[0].count("|") < 4
+    return "".join(row for row, each in zip(rows, values, strict=True)
+                   if one or len(each) != 1 or row.startswith(("| -", "| success ")))
+
+
 def show(line, value):
     """A number of the table as text; shares in percent."""
     if value is None:
@@ -909,8 +918,8 @@ def evaluate(args):
                     "rules; with --reader policy or URL=MODEL a model reads the same plays\n"
     runtime.write_text(f"{args.out}/table.md", text)
     if [*played] != ["person"]:  # who played has read the verdict
-        print(f"\n{text}")
-    print(f"{args.out}/table.md; python -m look.report {args.out} shows each episode")
+        print(f"\n{differing(text)}")
+    print(f"{args.out}/table.md has all rows; python -m look.report {args.out} shows each episode")
 
 
 def main(argv=None):

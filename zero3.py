@@ -339,6 +339,10 @@ def load(args, template, device):
         for name in vars(text):  # two forwards of the same tokens must be equal
             if "drop" in name and isinstance(getattr(text, name, None), float):
                 setattr(text, name, 0.0)
+        if device.type == "cuda" and args.zero == 2:
+            with torch.device("meta"):
+                n = AutoModelForCausalLM.from_config(config).num_parameters()
+            check_room(n, torch.cuda.mem_get_info(device)[1], dist.get_world_size(), args)
         lm, loaded = AutoModelForCausalLM.from_pretrained(
             args.model, config=config, output_loading_info=True,
             dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -365,6 +369,16 @@ def load(args, template, device):
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
         packed = bool(agreed)
     return policy, packed
+
+
+def check_room(n, room, ranks, args):
+    """A Mistake if n parameters cannot be trained with --zero 2 on GPUs of `room` bytes, by what is
+    certain: weights, AdamW's states, and either gradients or, while it plays, the engine."""
+    shard = 0 if args.lora or args.offload else n / ranks
+    needed = 2 * n + 12 * shard + max(4 * shard, room * getattr(args, "gpu_memory", 0))
+    if needed > room:
+        raise Mistake(f"--zero 2 takes {needed / 2**30:.1f} GiB or more of a GPU's "
+                      f"{room / 2**30:.1f} (look.memory plans all): --zero 3 splits the weights")
 
 
 def recompute_large(lm, args):

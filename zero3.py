@@ -32,8 +32,10 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 from runtime import (
     Mistake,
@@ -114,15 +116,15 @@ def collate(samples, packed, device):
     attention no real token sees it. No samples: two dummy tokens, because a rank without work still
     has to run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
-    rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(max(len(ids) for ids, _ in rows))
+    rows = [(s.ids, s.mask) for s in samples] or [([0, 0], [0, 1])]
+    ids, masks = ([torch.from_numpy(np.array(each)) for each in column]
+                  for column in zip(*rows, strict=True))
+    positions = [torch.arange(len(each)) for each in ids]
     if packed:
-        positions = [i for ids, _ in rows for i in range(len(ids))]
-        rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
-    width = len(positions)
-    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
-    keep = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in rows], device=device)
-    return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
+        ids, masks, positions = ([torch.cat(each)] for each in (ids, masks, positions))
+    ids, keep = (pad_sequence(each, batch_first=True).to(device) for each in (ids, masks))
+    positions = max(positions, key=len).to(device).expand(len(ids), -1)
+    return ids.long(), positions, keep.bool()
 
 
 # ----------------------------------------------------------------------------------- (2) the policy
@@ -394,11 +396,12 @@ def recompute_large(lm, args):
 
     def choose(model, positional, named):
         ids = named["input_ids"] if "input_ids" in named else positional[0]
-        most = torch.tensor(ids.numel(), device=ids.device)
+        most = ids.numel()
         # of all ranks: a recomputed layer runs twice, and ZeRO-3 needs the same order on each
-        if torch.is_grad_enabled() and dist.is_initialized():
+        if torch.is_grad_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
+            most = torch.tensor(most, device=ids.device)
             dist.all_reduce(most, dist.ReduceOp.MAX)
-        recompute = most.item() > args.keep_activations
+        recompute = bool(most > args.keep_activations)  # on a GPU this waits for the ranks
         for layer in layers:
             layer.gradient_checkpointing = recompute
     lm.base_model.register_forward_pre_hook(choose, with_kwargs=True)

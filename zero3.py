@@ -233,12 +233,19 @@ def setup():
     # ranks, which is known to hang.
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # longer than any play
+    if dist.get_world_size() > 1:
+        watch_ranks()
+    if dist.get_world_size() > int(os.environ["LOCAL_WORLD_SIZE"]):
+        try:  # as vLLM does, but before the weights are loaded
+            dist.new_group(backend="gloo")
+        except RuntimeError as error:
+            raise Mistake("the nodes do not reach each other by gloo, which takes the address "
+                          f"of the host's name: {error}. export GLOO_SOCKET_IFNAME and "
+                          "NCCL_SOCKET_IFNAME, the name that `ip -brief address` shows") from None
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if dist.get_world_size() > 1:
-        watch_ranks()
     return dist.get_rank(), dist.get_world_size(), device
 
 

@@ -98,6 +98,7 @@ def learn_flags(add):
 
 if __name__ == "__main__":
     runtime.run(__file__, flags)  # --help and a wrong flag end here, before torch is imported
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -313,8 +314,8 @@ def learn(trainer, in_loss, packed, rank, ranks, device, args, microscope=None):
             old_logps, advantage, weight, counts = per_token(batch, device)
             loss, clipped = policy_loss(logps, old_logps, advantage, weight, counts, args)
             gap = (logps.detach() - old_logps).abs()
-            quarter = torch.tensor([4 * i // args.context for s, _ in batch
-                                    for i, mask in enumerate(s.mask) if mask], device=device)
+            _, positions, keep = rows
+            quarter = 4 * positions[keep] // args.context
             micro_stats.append((loss.detach(), entropy.detach(), gap, clipped, quarter))
             if microscope is not None:
                 microscope.append((batch, logps.detach(), old_logps, advantage, entropy, clipped))
@@ -331,11 +332,12 @@ def learn(trainer, in_loss, packed, rank, ranks, device, args, microscope=None):
 def per_token(batch, device):
     """[(sample, weight)] -> of each policy token: engine's logp, advantage, weight, (N,) each; and
     the number of tokens of each sample"""
-    logps = [logp for s, _ in batch for logp, mask in zip(s.logps, s.mask, strict=True) if mask]
+    mask = np.concatenate([s.mask for s, _ in batch]).astype(bool)
+    logps = torch.from_numpy(np.concatenate([s.logps for s, _ in batch])[mask]).float()
     counts = torch.tensor([sum(s.mask) for s, _ in batch])
     advantage = torch.tensor([s.advantage for s, _ in batch]).repeat_interleave(counts)
     weight = torch.tensor([weight for _, weight in batch]).repeat_interleave(counts)
-    return torch.tensor(logps, device=device), advantage.to(device), weight.to(device), counts
+    return logps.to(device), advantage.to(device), weight.to(device), counts
 
 
 def statistics(micro_stats, device):

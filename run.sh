@@ -170,11 +170,10 @@ sys.exit(found.value < 13000)' 2>/dev/null || stop "the GPUs have driver $driver
     free=$({ df -Pm /dev/shm 2>/dev/null || true; } | awk 'NR == 2 {print $4}')
     ((seen < 2 || ${GPUS:-2} < 2 || ${free:-1024} >= 1024)) || stop "/dev/shm has $free MB free," \
         "and GPUs need 1024 to talk to each other: docker run --ipc=host, or --shm-size 16g"
-    # each rank reads all weights into the host's memory; how large another MODEL is, is not known
+    # all ranks map the same files of weights; how large another MODEL is, is not known
     need=0 free=$({ free -g 2>/dev/null || true; } | awk '/^Mem/ {print $7}')
-    [[ $seen == 0 || -n ${MODEL:-} ]] || need=$((${weights[${size#tool-star-}]:-0} * ${GPUS:-0}))
-    ((${free:-$need} >= need)) || stop "$free GB of the host's memory are free, and $GPUS ranks need" \
-        "$need to load the weights: GPUS=fewer, or more memory"
+    [[ $seen == 0 || -n ${MODEL:-} ]] || need=${weights[${size#tool-star-}]:-0}
+    ((${free:-$need} >= need)) || stop "$free GB of the host's memory are free, and the weights need $need"
 }
 
 # environment   make .venv from exact pins, once and again whenever their file changes

@@ -32,8 +32,10 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 from runtime import (
     Mistake,
@@ -114,15 +116,15 @@ def collate(samples, packed, device):
     attention no real token sees it. No samples: two dummy tokens, because a rank without work still
     has to run a forward, or ZeRO-3 hangs; the caller multiplies their loss by 0.
     """
-    rows = [(list(s.ids), list(s.mask)) for s in samples] or [([0, 0], [0, 1])]
-    positions = range(max(len(ids) for ids, _ in rows))
+    rows = [(s.ids, s.mask) for s in samples] or [([0, 0], [0, 1])]
+    ids, masks = ([torch.from_numpy(np.array(each)) for each in column]
+                  for column in zip(*rows, strict=True))
+    positions = [torch.arange(len(each)) for each in ids]
     if packed:
-        positions = [i for ids, _ in rows for i in range(len(ids))]
-        rows = [tuple(sum(column, []) for column in zip(*rows, strict=True))]
-    width = len(positions)
-    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
-    keep = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in rows], device=device)
-    return ids, torch.tensor([positions], device=device).expand(len(rows), -1), keep.bool()
+        ids, masks, positions = ([torch.cat(each)] for each in (ids, masks, positions))
+    ids, keep = (pad_sequence(each, batch_first=True).to(device) for each in (ids, masks))
+    positions = max(positions, key=len).to(device).expand(len(ids), -1)
+    return ids.long(), positions, keep.bool()
 
 
 # ----------------------------------------------------------------------------------- (2) the policy
@@ -231,12 +233,19 @@ def setup():
     # ranks, which is known to hang.
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=4))  # longer than any play
+    if dist.get_world_size() > 1:
+        watch_ranks()
+    if dist.get_world_size() > int(os.environ["LOCAL_WORLD_SIZE"]):
+        try:  # as vLLM does, but before the weights are loaded
+            dist.new_group(backend="gloo")
+        except RuntimeError as error:
+            raise Mistake("the nodes do not reach each other by gloo, which takes the address "
+                          f"of the host's name: {error}. export GLOO_SOCKET_IFNAME and "
+                          "NCCL_SOCKET_IFNAME, the name that `ip -brief address` shows") from None
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if dist.get_world_size() > 1:
-        watch_ranks()
     return dist.get_rank(), dist.get_world_size(), device
 
 
@@ -339,6 +348,10 @@ def load(args, template, device):
         for name in vars(text):  # two forwards of the same tokens must be equal
             if "drop" in name and isinstance(getattr(text, name, None), float):
                 setattr(text, name, 0.0)
+        if device.type == "cuda" and args.zero == 2:
+            with torch.device("meta"):
+                n = AutoModelForCausalLM.from_config(config).num_parameters()
+            check_room(n, torch.cuda.mem_get_info(device)[1], dist.get_world_size(), args)
         lm, loaded = AutoModelForCausalLM.from_pretrained(
             args.model, config=config, output_loading_info=True,
             dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -349,6 +362,7 @@ def load(args, template, device):
         raise Mistake(f"{args.model} lacks weights: {sorted(loaded['missing_keys'])[:3]} ..")
     # the padding token's row would get no gradient; in some models that token ends a turn
     lm.get_input_embeddings().padding_idx = None
+    fuse_norms(lm)
     if args.lora:
         add_adapters(lm, args)
     flash = device.type == "cuda" and is_flash_attn_2_available(kernels_fallback_ok=True)
@@ -367,6 +381,33 @@ def load(args, template, device):
     return policy, packed
 
 
+def check_room(n, room, ranks, args):
+    """A Mistake if n parameters cannot be trained with --zero 2 on GPUs of `room` bytes, by what is
+    certain: weights, AdamW's states, and either gradients or, while it plays, the engine."""
+    shard = 0 if args.lora or args.offload else n / ranks
+    needed = 2 * n + 12 * shard + max(4 * shard, room * getattr(args, "gpu_memory", 0))
+    if needed > room:
+        raise Mistake(f"--zero 2 takes {needed / 2**30:.1f} GiB or more of a GPU's "
+                      f"{room / 2**30:.1f} (look.memory plans all): --zero 3 splits the weights")
+
+
+def fuse_norms(lm):
+    """Have PyTorch's rms_norm, on a GPU one kernel in place of six, compute those norms whose own
+    forward gives the same for random numbers: not those of groups. Those with a gate stay, too."""
+    def fused(norm, x):
+        return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    draw = torch.Generator().manual_seed(0)
+    for norm in lm.modules():
+        if hasattr(norm, "variance_epsilon") and norm.forward.__code__.co_argcount == 2:
+            weight, x = torch.randn(2, len(norm.weight), generator=draw)
+            given = {"weight": weight}, x / 1000  # so small that epsilon matters
+            own = torch.func.functional_call(norm, *given)
+            norm.forward = types.MethodType(fused, norm)
+            if not torch.allclose(torch.func.functional_call(norm, *given), own):
+                del norm.forward
+
+
 def recompute_large(lm, args):
     """Have the backward pass recompute the layers of micro-batches of more than --keep-activations
     tokens on any rank; it keeps the activations of the others."""
@@ -380,11 +421,12 @@ def recompute_large(lm, args):
 
     def choose(model, positional, named):
         ids = named["input_ids"] if "input_ids" in named else positional[0]
-        most = torch.tensor(ids.numel(), device=ids.device)
+        most = ids.numel()
         # of all ranks: a recomputed layer runs twice, and ZeRO-3 needs the same order on each
-        if torch.is_grad_enabled() and dist.is_initialized():
+        if torch.is_grad_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
+            most = torch.tensor(most, device=ids.device)
             dist.all_reduce(most, dist.ReduceOp.MAX)
-        recompute = most.item() > args.keep_activations
+        recompute = bool(most > args.keep_activations)  # on a GPU this waits for the ranks
         for layer in layers:
             layer.gradient_checkpointing = recompute
     lm.base_model.register_forward_pre_hook(choose, with_kwargs=True)

@@ -7,8 +7,12 @@ Check and measure training on this machine's GPUs, offline, with random weights.
     memory   learn() of grpo.py in full-size micro-batches, beside the plan of look/memory.py. An
              allocated block stands for the engine: it falls asleep and wakes up in each update
     numbers  an update in bfloat16 against one in float32: loss, gradient norm, cosine
-    speed    tokens/s and MFU of learn(), then with one setting changed at a time
+    speed    tokens/s and MFU of learn(), then with one setting changed at a time; --words "--zero
+             3" --words "--zero 2" measures both, each with vLLM imported first where it is there
     engine   needs vLLM: grpo.py is killed, resumed and run to its end
+    learn    needs vLLM and what run.sh tiny has made (--tiny): its RL from its SFT model, and the
+             curve beside that of its own RL, if it has run
+    play     needs vLLM: tokens/s of 256 prompts of 2,000 tokens and replies of 512
 
 Each case runs in a process of its own, so if one fails (out of memory, say), the next one still
 runs. OUT/report.md has a line for each claim: passed, FAILED, or only measured. Without a GPU all
@@ -17,11 +21,13 @@ cases run on the CPU, with a small model: this rehearses the script and measures
 import argparse
 import contextlib
 import ctypes
+import itertools
 import json
 import math
 import operator
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -119,6 +125,7 @@ def start(size, words):
         zero3.add_adapters(lm, args)
     lm.eval()
     zero3.recompute_large(lm, args)
+    zero3.fuse_norms(lm)
     return lm, args, device
 
 
@@ -250,13 +257,20 @@ def check_speed(case, cuda):
     """
     import torch
 
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    if find_spec("vllm"):  # in the trainer's process, as in grpo.py: it changes settings of PyTorch
+        with told("import of vLLM"):
+            import vllm  # noqa: F401
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)  # as open_llm does
     import grpo
     import zero3
 
     large = cuda and torch.cuda.get_device_properties(0).total_memory > 60 * 2**30
     size = "rehearsal" if not cuda else case if large else "0.5b"
     most = memory.RECIPES[size][2] if cuda else 600
-    lm, args, device = start(size, f"--pack-tokens {most}")
+    words = os.environ["GPU_WORDS"]
+    title = f"speed, {size} {words}".strip()
+    lm, args, device = start(size, f"--pack-tokens {most} {words}")
     n, card = sum(p.numel() for p in lm.parameters()), Card(device)
     lengths = [most * tenth // 10 for tenth in (3, 4, 4, 5, 5, 6, 6, 7, 8, 10)]
     rows = make_rows(lengths, lm.config.vocab_size)
@@ -270,16 +284,16 @@ def check_speed(case, cuda):
     base = []
 
     def measure(name, packed=False):
-        """The fastest of three equal updates."""
+        """The fastest of three equal updates; a rehearsal makes one."""
         trainer.optimizer.zero_grad()  # what a measurement that failed has left
         card.reset()
         seconds = math.inf
-        for _ in range(3):
+        for _ in range(3 if card.cuda else 1):
             began = card.clock()
             found = grpo.learn(trainer, rows, packed, 0, 1, device, args)
             seconds = min(seconds, card.clock() - began)
         base.append((seconds, found))
-        say(f"speed, {size}: {name}", None, f"{sum(lengths) / seconds:,.0f} tokens/s, "
+        say(f"{title}: {name}", None, f"{sum(lengths) / seconds:,.0f} tokens/s, "
             f"{base[0][0] / seconds:.2f} times base, MFU {work / seconds / peak:.2f}, "
             f"{card.peak():.1f} GiB, gradient norm {found['gnorm']:.6g}"
             + ", all statistics as base, bit for bit" * (found == base[0][1] and len(base) > 1))
@@ -292,7 +306,17 @@ def check_speed(case, cuda):
             measure(f"--keep-activations {args.keep_activations}: {kept} of {len(sizes)} "
                     "micro-batches kept")
     args.keep_activations = 0
+    norms = [norm for norm in lm.modules() if "forward" in vars(norm) and "Norm" in str(type(norm))]
+    fused = [norm.__dict__.pop("forward") for norm in norms]
+    with told("norms"):
+        measure(f"{len(norms)} norms by the model's own forward, not by PyTorch's rms_norm")
+    for norm, forward in zip(norms, fused, strict=True):
+        norm.forward = forward
     if card.cuda:
+        with told("cuDNN"):
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            measure("without cuDNN's attention, which vLLM's import turns off")
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         with told("varlen"):
             varlen(lm, measure)
 
@@ -412,9 +436,62 @@ def check_engine(case, cuda):
             f"{row['learn_tps']:,.0f} tokens/s")
 
 
+# ---------------------------------------------------------------------------------- learn and play
+
+
+def check_learn(case, cuda):
+    """RL of run.sh tiny, by its own command, from its SFT model: reward and gap of every twelve
+    updates, beside those of the RL that has run there. On a CPU: two small updates."""
+    from runtime import read_jsonl
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # runs torchrun's finally
+    tiny, out = Path(os.environ["GPU_TINY"]), Path(os.environ["GPU_OUT"]) / case
+    printed = subprocess.run(["bash", "run.sh", "tiny"], cwd=ROOT, capture_output=True, text=True,
+                             env=os.environ | {"DRY": "1", "OUT": str(tiny)}).stdout
+    (command,) = [line for line in printed.splitlines() if " grpo.py " in line]
+    words = command.partition(" grpo.py ")[2] + f" --out {shlex.quote(str(out))}"
+    words += " --gpu-memory 0.2" if cuda else " --steps 2 --prompts 2 --group 2"
+    status = torchrun(1, words, out.with_suffix(".screen.txt"))
+    curves = {name: [row for row in read_jsonl(folder / "log.jsonl") if "reward" in row]
+              for name, folder in (("here", out), ("before", tiny / "rl"))
+              if (folder / "log.jsonl").exists()}
+    for first in range(0, len(curves.get("here", ())), 12):
+        means = [f"{name}: " + ", ".join(
+            f"{key} {sum(row[key] for row in rows) / len(rows):.3g}" for key in (
+                "reward", "success", "strict", "entropy", "dlogp_mean", "play_s", "learn_s"))
+            for name, curve in curves.items() if (rows := curve[first:first + 12])]
+        say(f"learn, {case}: updates from {first + 1} on", None, "; ".join(means))
+    say(f"learn, {case}: RL runs to its end", status == 0, f"{len(curves.get('here', ()))} updates"
+        + (f"; {last_words(out.with_suffix('.screen.txt'))}" if status else ""))
+
+
+def check_play(case, cuda):
+    """tokens/s of an engine that has random weights and all of its requests at once."""
+    from vllm import SamplingParams
+
+    import runtime
+
+    folder = Path(os.environ["GPU_OUT"]) / "play" / case
+    make_model(folder, case if cuda else "rehearsal")
+    many, reads, writes = (256, 2000, 512) if cuda else (4, 100, 16)
+    llm = runtime.open_llm(folder, 4096, many, 1, 0.6)
+    draw, clock = random.Random(0), time.perf_counter if cuda else time.process_time
+    prompts = [{"prompt_token_ids": draw.choices(range(300), k=reads)} for _ in range(many)]
+    sampling = [SamplingParams(max_tokens=writes, ignore_eos=True, seed=i, logprobs=0,
+                               detokenize=False) for i in range(many)]
+    for turn in ("first", "again, prompts in the cache"):
+        began = clock()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = clock() - began
+        say(f"play, {case}: {many} replies of {writes} tokens after {reads}, {turn}", None,
+            f"{many * writes / seconds:,.0f} sampled tokens/s, {seconds:.1f} s")
+
+
 # ------------------------------------------------------------------------------------------- main
 
-CASES = {"memory": [*CARDS], "numbers": ["0.5b"], "speed": ["1.5b"], "engine": ["0.5b"]}
+CASES = {"memory": [*CARDS], "numbers": ["0.5b"], "speed": ["1.5b"], "engine": ["0.5b"],
+         "learn": ["tiny"], "play": ["1.5b"]}
+NEEDS_VLLM = ("engine", "learn", "play")
 
 
 def last_words(log):
@@ -423,15 +500,16 @@ def last_words(log):
     return told[-1].strip()[:200]
 
 
-def run_case(part, case, out, seconds, add):
+def run_case(part, case, words, out, tiny, seconds, add):
     """Run a case in a process of its own; add its lines to the report."""
-    log = out / f"{part}-{case.replace(' ', '-')}.txt"
+    log = out / f"{part} {case} {words}.txt".replace(" .", ".").replace(" ", "-")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} if part != "engine" else {}
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} if part not in NEEDS_VLLM else {}
+    told = {"GPU_OUT": str(out), "GPU_TINY": str(tiny.resolve()), "GPU_WORDS": words}
     with open(log, "w") as screen:
         process = subprocess.Popen([sys.executable, __file__, "--case", part, case], cwd=ROOT,
-                                   env=os.environ | alone | {"GPU_OUT": str(out)},
-                                   stdout=subprocess.PIPE, stderr=screen, text=True)
+                                   env=os.environ | alone | told, stdout=subprocess.PIPE,
+                                   stderr=screen, text=True)
         late = threading.Timer(seconds, process.terminate)
         late.start()
         for line in process.stdout:
@@ -440,7 +518,7 @@ def run_case(part, case, out, seconds, add):
         in_time = late.is_alive()
         late.cancel()
     if process.wait():
-        add(f"{part}, {case}", False,
+        add(f"{part}, {case} {words}".strip(), False,
             last_words(log) if in_time else f"took more than {seconds:.0f} s")
 
 
@@ -472,6 +550,10 @@ def main():
     p.add_argument("--parts", nargs="+", choices=CASES, default=[*CASES], help="parts to run (all)")
     p.add_argument("--budget", type=float, default=12, metavar="MINUTES",
                    help="stop after so many minutes (12)")
+    p.add_argument("--words", action="append", metavar="FLAGS", help="flags of grpo.py for speed; "
+                   "repeated, they are measured in turn")
+    p.add_argument("--tiny", type=Path, default=Path("out/tiny"), metavar="FOLDER",
+                   help="of run.sh tiny, for learn")
     p.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     args, began = p.parse_args(), time.time()
     if args.case:
@@ -491,15 +573,18 @@ def main():
 
     describe(add)
     for part in args.parts:
-        lacking = [name for name in ["deepspeed"] + ["vllm"] * (part == "engine")
-                   if not find_spec(name)]
-        for case in CASES[part]:
+        lacking = [f"{name} is not installed" for name in
+                   ["deepspeed"] + ["vllm"] * (part in NEEDS_VLLM) if not find_spec(name)]
+        if part == "learn" and not (args.tiny / "sft" / "config.json").exists():
+            lacking += [f"--tiny {args.tiny} has no SFT model; bash run.sh tiny makes one"]
+        settings = args.words or [""] if part == "speed" else [""]
+        for case, words in itertools.product(CASES[part], settings):
             seconds = 60 * args.budget - (time.time() - began)
             if lacking or seconds <= 0:
-                add(f"{part}, {case}", None, "skipped: " + (
-                    f"{lacking[0]} is not installed" if lacking else "no time is left"))
+                add(f"{part}, {case} {words}".strip(), None, "skipped: " + (
+                    lacking[0] if lacking else "no time is left"))
             else:
-                run_case(part, case, out, seconds, add)
+                run_case(part, case, words, out, args.tiny, seconds, add)
     failed = sum("| FAILED |" in row for row in rows)
     print(f"{failed} lines failed: {out}/report.md", flush=True)
     sys.exit(failed > 0)

@@ -134,6 +134,16 @@ def test_zero_2_holds_all_weights_and_two_buckets_and_gradients_while_it_learns_
         memory.flags(["sft", "--zero", "2", "--offload"])
 
 
+@pytest.mark.parametrize("words, enough, lacking, needed", [  # 7B on 8 GPUs: weights 14.2 GiB,
+    ({"gpu_memory": 0.6}, 63, 60, 60.8),  # master weights and moments 10.6, and an engine's 0.6
+    ({}, 29, 28, 28.4), ({"lora": 32}, 15, 14, 14.2)])  # or gradients 3.5; none of them with LoRA
+def test_zero_2_is_refused_before_loading_what_surely_does_not_fit(words, enough, lacking, needed):
+    args = SimpleNamespace(**{"lora": 0, "offload": False} | words)
+    zero3.check_room(7_615_616_512, enough * 2**30, 8, args)
+    with pytest.raises(zero3.Mistake, match=f"takes {needed} GiB .* {lacking}.0 .*--zero 3"):
+        zero3.check_room(7_615_616_512, lacking * 2**30, 8, args)
+
+
 def test_the_table_of_the_page_is_what_the_command_prints_for_run_shs_own_settings():
     page = (ROOT / "docs" / "gpus.md").read_text()
     assert "\n".join(memory.cards()) in page

@@ -97,6 +97,9 @@ def test_an_architecture_trains_right(name, plain, one_rank, tmp_path):
     batches = {packed: zero3.collate(rows, packed, "cpu") for packed in {False, packed}}
     # float32 rounding: 3e-5 in MiniMax's experts, where the batch decides the order of sums
     assert all((policy(*batch)[0] - own).abs().max() <= 5e-5 for batch in batches.values())
+    wanted, found = (gradient(each, [batches[False]]) for each in (zero3.Policy(lm), policy))
+    assert (found - wanted).norm() <= 1e-6 * wanted.norm(), "with the model's own norms"
+    policy.zero_grad()
     before = [weight.detach().clone() for weight in policy.parameters()]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     (-policy(*batches[packed])[0].mean()).backward()
@@ -136,6 +139,13 @@ def gradient(policy, batches):
     for batch in batches:
         engine.backward(-engine(*batch)[0].sum())
     return engine.gradient()
+
+
+def test_norms_of_llamas_kind_are_pytorchs_and_those_that_add_1_to_the_weight_stay(plain, tmp_path):
+    for name, changed in ("qwen2", 9), ("gemma3_text", 0):
+        tiny_lm(name, SEED).save_pretrained(tmp_path / name)
+        norms = load(tmp_path / name, plain).lm.model.modules()
+        assert sum("forward" in vars(norm) for norm in norms) == changed
 
 
 @pytest.mark.parametrize("rule, names", [

@@ -407,7 +407,7 @@ def test_a_wrong_word_is_named(words, said):
 
 
 @pytest.mark.parametrize("shm, memory, said", [
-    (64, 99, "--shm-size"), (2048, 11, "2 ranks need 12"), (2048, 12, "preflight-data ended")])
+    (64, 99, "--shm-size"), (2048, 5, "weights need 6"), (2048, 6, "preflight-data ended")])
 def test_memory_that_is_too_small_stops_the_run_at_its_start(house, shm, memory, said):
     (house / ".venv" / "installed.txt").write_bytes((ROOT / "requirements.txt").read_bytes())
     disk = f"; case $* in *shm) echo s 1 1 {shm};; *) echo s 1 1 999000000; esac"

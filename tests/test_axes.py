@@ -72,9 +72,9 @@ def test_hard_micro_pools_the_constraints_of_all_plans(tmp_path, mini):
     free = dict.fromkeys(("house rule", "cuisine", "room type", "transportation"))
     bound = free | {"house rule": "pets", "cuisine": ["French"], "transportation": "no flight"}
     right, wrong, absent = [True, None], [False, "why"], [None, None]
-    rows = [{"task": {"id": name, "local_constraint": wishes}, "strict": 0.0, "stop": "answer",
-             "messages": [], "score": summary({**dict.fromkeys(COMMONSENSE, right),
-                                               **dict.fromkeys(HARD, absent), **checks})}
+    rows = [{"task": {"id": name, "org": "", "local_constraint": wishes}, "strict": 0.0,
+             "stop": "answer", "messages": [], "score": summary({
+                 **dict.fromkeys(COMMONSENSE, right), **dict.fromkeys(HARD, absent), **checks})}
             for name, wishes, checks in (
                 ("budget", free, {"valid_cost": right}),
                 ("four", bound, {"valid_cost": right, "valid_cuisine": right,

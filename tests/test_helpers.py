@@ -27,7 +27,6 @@ BROKEN, PRINT, DONE = call("1 / 0"), call("print(6 * 7)"), "<think>x</think><ans
 ZERO = "ZeroDivisionError: division by zero (line 1)"
 REPAIRED = "Here you are:\n```python\nprint(6 * 7)\n```"
 
-
 make = test_tools.make  # make(helpers=..., **settings) -> a world with the shared jail
 
 

@@ -121,8 +121,7 @@ def test_an_update_is_adamws_without_decay_and_its_gradient_is_clipped_to_norm_1
     import deepspeed
 
     monkeypatch.setattr(deepspeed, "initialize", lambda **words: [words])
-    args = SimpleNamespace(lr=0.5, zero=3, offload=False)
-    made = zero3.shard(policy, args, torch.device("cpu"))
+    made = zero3.shard(policy, SimpleNamespace(lr=0.5, zero=3, offload=False), torch.device("cpu"))
     (group,) = made["optimizer"].param_groups
     assert isinstance(made["optimizer"], torch.optim.AdamW)
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.5, (0.9, 0.999), 0)

@@ -102,8 +102,9 @@ def test_a_mistake_is_one_line_and_everything_else_keeps_its_traceback(capsys):
     ("import sys; sys.prefix = '/usr'; import torsh", "No module named 'torsh'. `. .venv/bin/"),
     ("print('line\\n' * 10**6)", ""), ("print('line')", "")])
 def test_a_wrong_python_is_told_in_a_line_and_a_reader_that_has_gone_in_none(program, said):
-    child = subprocess.Popen([sys.executable, "-c", f"import runtime\n{program}"], cwd=ROOT,
-                             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    program = f"import runtime\nruntime.run('x.py', str)\n{program}"
+    child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     child.stdout.close()
     told = child.stderr.read()
     assert told.count("\n") == bool(said) and said in told
@@ -128,8 +129,7 @@ def test_a_flag_out_of_bounds_is_one_line_that_names_it(stage, words, capsys):
         flags_of(module, words)
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and said.count("\n") == 1
-    flag = "stage" if words == "ppo" else words.split()[-2]
-    assert flag in said and "--help lists the flags" in said
+    assert ("stage" if words == "ppo" else words.split()[-2]) in said and "--help lists" in said
 
 
 def test_a_stage_reads_its_inputs_before_it_loads_a_model(tiny_model, tmp_path):

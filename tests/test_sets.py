@@ -14,7 +14,6 @@ from toolstar.tools import Tools
 
 NAN = float("nan")
 
-
 PUBLISHED = {  # by hand: Tool-Star's rows have an answer, FlashRAG's a list of golden answers
     "aime24/test": [{"problem": "Find m+n.", "answer": 204, "solution": r"It is \boxed{205}."},
                     {"ID": "2024-II-1", "Problem": "Find Q.", "Answer": "073"}],

@@ -688,9 +688,11 @@ RULES = ("star", "official", "strict")
 
 def score(task, plan, database, rules="star"):
     """The score of a plan: the five SCORES in [0, 1], and "checks": {name: [verdict, reason]}.
+
     A verdict is True, False, or None if the check does not apply ("no such wish") or was not
     reached; the reason is a text or None. rules: one of RULES, else ValueError. No plan makes this
-    raise; a task that lacks a key raises Mistake."""
+    raise; a task that lacks a key raises Mistake.
+    """
     if rules not in RULES:
         raise ValueError(f"rules is {rules!r}; it must be one of {', '.join(RULES)}")
     asked, checks = asked_of(task), {name: [None, None] for name in COMMONSENSE}
@@ -772,10 +774,12 @@ def reward(score, kind):
 
 
 def judge(task, answer, database, reader=None):
-    """(plan, score) of an itinerary in text; without a plan in it all scores are 0. The score is
-    star's; it also has "official" and "strict", the success by the other rule sets. reader: a
-    format_plan.Reader; default: the reader by rules. If it asks an LLM, the score also has
-    "formatter failed" and "formatter tokens"."""
+    """(plan, score) of an itinerary in text; without a plan in it all scores are 0.
+
+    The score is star's; it also has "official" and "strict", the success by the other rule sets.
+    reader: a format_plan.Reader; default: the reader by rules. If it asks an LLM, the score also
+    has "formatter failed" and "formatter tokens".
+    """
     plan, unread, share, *costs = (reader.read if reader else read_plan)(answer, task, database)
     verdict = score(task, plan, database) | {"unread": unread, "answer lines not read": share}
     verdict |= costs[0] if costs else {}

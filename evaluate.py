@@ -532,8 +532,10 @@ def flags(argv=None):
     add("--check", action="store_true", help="only check the world: load the tasks, call each "
         "tool once, answer, and print what came back")
     play_flags(p, "out/eval", 4096)
-    p.idle = [*p.idle, *((name, "beside", "ask") for name in ("tasks", "limit", "split")),
-              *((name, "beside", "check") for name in ("ask", "model", "samples", "show"))]
+    p.idle = [*p.idle, *((name, "beside", "ask") for name in (
+                  "tasks", "limit", "split", "samples", "agent", "out")),
+              *((name, "beside", "check") for name in (
+                  "ask", "model", "url", "samples", "agent", "show", "out"))]
     return runtime.parse_args(p, argv)
 
 

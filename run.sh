@@ -143,7 +143,7 @@ finish() {
     exit 0
 }
 
-# check_machine   stop at what would end the run later: driver, Python, compiler, disk, memory
+# check_machine   stop at what would end the run later: driver, Python, compiler, disk, /dev/shm
 check_machine() {
     local driver free need=0
     [[ -z ${DRY:-} ]] || return 0
@@ -170,10 +170,6 @@ sys.exit(found.value < 13000)' 2>/dev/null || stop "the GPUs have driver $driver
     free=$({ df -Pm /dev/shm 2>/dev/null || true; } | awk 'NR == 2 {print $4}')
     ((seen < 2 || ${GPUS:-2} < 2 || ${free:-1024} >= 1024)) || stop "/dev/shm has $free MB free," \
         "and GPUs need 1024 to talk to each other: docker run --ipc=host, or --shm-size 16g"
-    # all ranks map the same files of weights; how large another MODEL is, is not known
-    need=0 free=$({ free -g 2>/dev/null || true; } | awk '/^Mem/ {print $7}')
-    [[ $seen == 0 || -n ${MODEL:-} ]] || need=${weights[${size#tool-star-}]:-0}
-    ((${free:-$need} >= need)) || stop "$free GB of the host's memory are free, and the weights need $need"
 }
 
 # environment   make .venv from exact pins, once and again whenever their file changes
@@ -237,7 +233,6 @@ saving=10 algorithm=grpo  # saving: updates between checkpoints
 python=${PYTHON:-python3} pins=requirements.txt
 [[ $seen != 0 ]] || pins=requirements-cpu.txt
 declare -A disk=([0.5b]=44 [1.5b]=139 [3b]=278 [7b]=685)  # GB of models and checkpoints
-declare -A weights=([0.5b]=1 [1.5b]=3 [3b]=6 [7b]=15)  # GB, 2 bytes a parameter
 declare -A keeps=([0.5b]=4096 [1.5b]=14336 [3b]=10240 [7b]=8192)  # KEEP: docs/gpus.md
 # what changes with the size [1 app. C.2, D.5]; 7b has two nodes of 8 GPUs [1]
 case $size in

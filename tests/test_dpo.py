@@ -248,7 +248,7 @@ def test_the_student_comes_to_prefer_high_digits_on_held_out_pairs_too(critic, d
     assert last_rate(critic) == lines[-1]["lr"] < 1e-4 / 10, "it has followed the cosine"
     val = dpo.load_pairs(digits / "val.jsonl", template, 400)
     after = lines[-1]["val_logp_chosen"] * sum(sum(pair.chosen.mask) for pair in val)
-    before = sum(read_jsonl(critic / "reference.jsonl")[0][24:])  # behind those to learn from
+    before = sum(read_jsonl(critic / "reference.jsonl")[0][24:])  # after the training pairs
     assert lines[-1]["val_delta_chosen"] == pytest.approx((after - before) / len(val), rel=1e-6)
 
 

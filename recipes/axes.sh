@@ -10,7 +10,7 @@
 own="$algorithm $reward rl fail-00"  # the recipe's run
 [[ -z ${AXIS_STEPS:-}${AXIS_TASKS:-} ]] || own=none
 if [[ $size == tiny ]]; then  # [2]
-    AXIS_STEPS=${AXIS_STEPS:-$steps} best=''
+    AXIS_STEPS=${AXIS_STEPS:-72} best=''
     apart=$DATA/val.jsonl
     amounts="100 200 1000" alone=200 scales="128 192 256"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10 20" trips="--days 5" held="all --n 300"
@@ -173,7 +173,7 @@ scale() {
         if [[ $size == tiny ]]; then
             folder=$OUT/axis/scale/width-$x wide="--width $x"
             [[ $x != 192 ]] || folder=$OUT wide=''  # the recipe's own width
-            MODEL='' FLAGS_init=$wide OUT=$folder DATA=$DATA DRY=${DRY:-} \
+            FLAGS_init=$wide OUT=$folder DATA=$DATA DRY=${DRY:-} \
                 bash run.sh tiny axis crossing
         else
             folder=$(scale_folder "$x")

@@ -106,9 +106,7 @@ fi
 
 # tool-tiny. All numbers are ours: docs/results.md. PORT: of the server of web pages, 8123 by
 # default; the generated tasks contain it, so keep it for a given OUT.
-port=${PORT:-8123} room=640 rate=1e-3 rl_rate=5e-5 dpo_rate=3e-5
-# a pre-trained model splits the same text into more tokens, and forgets at a high rate
-[[ -z ${MODEL:-} ]] || { room=4096 rate=2e-5 rl_rate=1e-6 dpo_rate=5e-7; }
+port=${PORT:-8123} room=640
 export HF_HUB_OFFLINE=1
 [[ -z ${DRY:-} ]] || echo "export HF_HUB_OFFLINE=1"
 train=(--keep-activations 4096 --pack-tokens 4096 --seed "$SEED" --save-every 50 --resume)
@@ -116,7 +114,7 @@ play=(--env tools --system-prompt short --max-turns 7)
 models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
 rl=("${torchrun[@]}" "$rl_gpus" $algorithm.py --tasks "$DATA/rl.jsonl"
     --database "$DATA/train" "${play[@]}" --reward $reward --keep-overlength --prompts 16
-    --group 8 --lr $rl_rate --temperature 0.8 --context $room --turn-tokens 128
+    --group 8 --lr 5e-5 --temperature 0.8 --context $room --turn-tokens 128
     --concurrency 64 "${train[@]}")
 first=(--model "$OUT/sft" --steps 80 --decay 0.5)  # RL in the first cycle
 again=(--steps 20)  # RL in the later cycles
@@ -124,7 +122,7 @@ again=(--steps 20)  # RL in the later cycles
 judge=("${play[@]}" --lenient --max-context $room --max-tokens 128 --seed "$SEED")
 trial=(python evaluate.py --tasks "$DATA/rl.jsonl" --database "$DATA/train" "${judge[@]}"
     --limit 160 --samples 8 --temperature 0.8 --top-p 1.0)
-dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 16 --lr $dpo_rate --nll 0.1 --cutoff $room
+dpo=("${torchrun[@]}" "$GPUS" dpo.py --batch 16 --lr 3e-5 --nll 0.1 --cutoff $room
      "${train[@]}")
 held=$DATA/val
 evaluate=(python evaluate.py --tasks "$DATA/val.jsonl" --database "$held" "${judge[@]}" --top-p 0.95
@@ -151,19 +149,18 @@ stage facts "$DATA/val.jsonl" python -m tiny.facts world --seed 0 --port $port -
 serve_pages
 stage episodes "$DATA/sft.jsonl" python -m tiny.facts episodes --database "$DATA/train" \
     --tasks "$DATA/sft-tasks.jsonl" --out "$DATA/sft.jsonl"
-if [[ -z ${MODEL:-} ]]; then  # a random model, which first learns to copy
-    stage drills "$DATA/drills.jsonl" python -m tiny.facts drills --n 6000 --seed 5 --port $port \
-        --out "$DATA/drills.jsonl"
-    stage init "$OUT/init/config.json" python -m tiny model --seed "$SEED" \
-        --phrases database/words/phrases-tools.txt \
-        --corpus "$DATA/drills.jsonl" "$DATA/sft.jsonl" --out "$OUT/init"
-    stage base "$OUT/base/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$OUT/init" \
-        --data "$DATA/drills.jsonl" --epochs 1 --batch 8 --lr 1e-3 --min-lr 0.3 --warmup 0.03 \
-        --cutoff $room "${train[@]}" --out "$OUT/base"
-fi
+# a random model, which first learns to copy
+stage drills "$DATA/drills.jsonl" python -m tiny.facts drills --n 6000 --seed 5 --port $port \
+    --out "$DATA/drills.jsonl"
+stage init "$OUT/init/config.json" python -m tiny model --seed "$SEED" \
+    --phrases database/words/phrases-tools.txt \
+    --corpus "$DATA/drills.jsonl" "$DATA/sft.jsonl" --out "$OUT/init"
+stage base "$OUT/base/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$OUT/init" \
+    --data "$DATA/drills.jsonl" --epochs 1 --batch 8 --lr 1e-3 --min-lr 0.3 --warmup 0.03 \
+    --cutoff $room "${train[@]}" --out "$OUT/base"
 # in a third of the episodes that need a tool the teacher answers from memory; the model copies it
 stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
-    --data "$DATA/sft.jsonl" --steps 800 --batch 4 --lr $rate --min-lr 0.05 --warmup 0.03 \
+    --data "$DATA/sft.jsonl" --steps 800 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 \
     --cutoff $room "${train[@]}" --out "$OUT/sft"
 [[ $what != axis ]] || source recipes/toolaxes.sh
 # RL unlearns that habit. At a rate of 1.5e-4 it would also unlearn what only few tasks need

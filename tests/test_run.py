@@ -180,12 +180,6 @@ def test_variables_override_base_data_output_seed_and_ranks():
     assert [value(stages, "rl", flag) for flag in ("--out", "--database")] == ["/o o/rl", "/b"]
     assert value(stages, "sft", "--seed") == value(stages, "rl", "--seed") == "7"
     assert "--nproc_per_node 4" in " ".join(stages["rl"][1])
-    stages = dry("tiny", MODEL="/m")
-    assert value(stages, "sft", "--model") == "/m" and "init" not in stages
-    # its cutoff, context and rates are a pre-trained model's
-    assert value(stages, "sft", "--cutoff") == value(stages, "rl", "--context") == "4096"
-    assert value(stages, "eval", "--max-context") == "4096"
-    assert float(value(stages, "sft", "--lr")) < float(value(dry("tiny"), "sft", "--lr")) / 10
 
 
 @pytest.mark.parametrize("size, cycles, stages", [

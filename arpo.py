@@ -107,8 +107,9 @@ def learn_flags(add):
     add("--seed", type=SEED, default=0, help="seed of the order of the tasks and of sampling")
 
 
-if __name__ == "__main__":
-    runtime.run(__file__, flags)  # --help and a wrong flag end here, before torch is imported
+if __name__ == "__main__":  # what is wrong ends here, before torch is imported; so does --help
+    args = runtime.run(__file__, flags)
+    runtime.run(__file__, runtime.need_files, args.tasks, args.val)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

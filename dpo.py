@@ -80,8 +80,9 @@ def flags():
     return p.parse_args()
 
 
-if __name__ == "__main__":
-    runtime.run(__file__, flags)  # --help and a wrong flag end here, before torch is imported
+if __name__ == "__main__":  # what is wrong ends here, before torch is imported; so does --help
+    args = runtime.run(__file__, flags)
+    runtime.run(__file__, runtime.need_files, args.data, args.val)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402

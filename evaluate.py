@@ -508,6 +508,7 @@ def print_verdict(row):
     if "score" in row:
         for name, (passed, reason) in row["score"].get("checks", {}).items():
             word = {True: "passed", False: "FAILED"}.get(passed, "not judged")
+            reason = reason or (passed is None and "an earlier check failed")
             print(f"{name:40} {word}: {reason}" if reason else f"{name:40} {word}")
         print(f"success {row['score']['success']:g}, reward {row['reward']:g}")
 
@@ -833,6 +834,8 @@ def check_world(world, task, args):
     episode.stop = episode.stop or "turns"
     plan, score, strict = world.verdict(episode)
     episode.record("check")
+    if not hasattr(world, "solver"):
+        lines.append("there is no solver, so the answer is a dot")
     return [*lines, f"the last reply stops the episode: {episode.stop}", f"plan: {plan!r:.80}",
             f"score: {score!r:.200}", f"strict: {strict}",
             *(f"reward {kind}: {world.reward(score, kind):g}" for kind in world.rewards if score)]
@@ -864,7 +867,7 @@ def find_tasks(source, split):
     if source is None:
         raise Mistake("--tasks FILE.jsonl is needed; python synth.py tasks writes one")
     path = Path(source)
-    if bool(split) == path.is_file():
+    if bool(split) == (path.is_file() or bool(path.suffix) and not path.is_dir()):
         raise Mistake(f"{path}: a folder or a data set on the hub needs --split, and a file none")
     if path.is_dir():
         found = [path / f"{split}.{kind}" for kind in ("csv", "jsonl")]

@@ -61,6 +61,13 @@ def run(program, function, *args):
         raise SystemExit(f"{program}: {mistake}") from None
 
 
+def need_files(*paths):
+    """A Mistake if one of the paths, None apart, is not a file."""
+    for path in filter(None, paths):
+        if not Path(path).is_file():
+            raise Mistake(f"{path} is not a file")
+
+
 def explain(kind, error, trace):
     """sys.excepthook: a line in the wrong Python, nothing after `| head`, else the traceback."""
     if kind is ModuleNotFoundError and Path(sys.prefix).name != ".venv":
@@ -100,6 +107,9 @@ class Parser(argparse.ArgumentParser):
     """A parser that reports a wrong flag in one line instead of printing the usage. idle: its
     (flag, "beside" or "without", other): the flag has no effect then, so giving it is an error."""
     idle = ()
+
+    def __init__(self, **words):
+        super().__init__(allow_abbrev=False, **words)
 
     def parse_known_args(self, *words):
         args, rest = super().parse_known_args(*words)
@@ -699,14 +709,20 @@ def load_world(env):
     """The module of --env: travel, tools, the name or file of a module with open_world(args), or
     FILE.py:CLASS, a plain environment class (adapters/plain.py)."""
     name = WORLDS.get(env, env).partition(":")[0]
+    if name.endswith(".py") and not Path(name).is_file():
+        raise Mistake(f"--env {env}: {name} is not a file")
     try:
         module = import_file(name)
-        return importlib.import_module(WORLDS[":"]) if ":" in env else module
+        module = importlib.import_module(WORLDS[":"]) if ":" in env else module
     except ModuleNotFoundError as error:
         if error.name not in ("adapters", Path(name).name.partition(".")[0]):
             raise  # a package that the world imports
         raise Mistake(f"--env {env} needs {error.name}, which is not here: copy the folder "
                       f"{error.name}/ too, or name another module or file") from None
+    if not hasattr(module, "open_world"):
+        raise Mistake(f"--env {env}: it has no function open_world(args); --env FILE.py:CLASS "
+                      "names a plain class")
+    return module
 
 
 def import_file(name):
@@ -767,5 +783,5 @@ def load_tasks(path, load, limit=None):
         with at_row(path, number + 1):
             tasks.append(load(row))
     if len({str(task["id"]) for task in tasks}) < len(tasks) or not tasks:
-        raise Mistake(f"{path}: it holds no task, or two tasks with the same id")
+        raise Mistake(f"{path}: " + ("two tasks have the same id" if tasks else "it has no task"))
     return tasks

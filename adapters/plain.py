@@ -128,7 +128,10 @@ class PlainEpisode(Episode):
 def open_world(args):
     """The world of --env FILE.py:CLASS."""
     file, _, name = args.env.partition(":")
-    return PlainWorld(getattr(import_file(file), name))
+    factory = getattr(import_file(file), name, None)
+    if factory is None:
+        raise Mistake(f"--env {args.env}: {file} has no class {name}")
+    return PlainWorld(factory)
 
 
 def asked_of(task):

@@ -24,7 +24,9 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for python look/memory.py
 import runtime
 from runtime import COUNT, NATURAL, PART, POSITIVE, Help, Mistake, Parser
-from zero3 import LOGITS, add_adapters
+
+sys.excepthook = runtime.explain  # where torch is missing
+from zero3 import LOGITS, add_adapters  # noqa: E402
 
 # logits, layer: backward through the head, through the last layer, of the largest micro-batch
 MOMENTS = ("play", "logits", "layer")

@@ -108,10 +108,17 @@ def packed(name, path, offset):
     return f'<script type="text/plain" id="{name}">{data}</script>\n'
 
 
+def time_of(path):
+    """When the evaluated model was saved, where that is known: a clone's files are all of now."""
+    settings = path.with_name("settings.json")
+    known = json.loads(settings.read_text()) if settings.exists() else {}
+    return known.get("saved") or path.stat().st_mtime
+
+
 def find_records(folder):
     """([{name, columns: {key: [number per step]}} of each log], {name: files of episodes})."""
     logs, sources, paths = [], {}, list(folder.rglob("*.jsonl"))
-    paths.sort(key=lambda path: (path.parent.parent, path.stat().st_mtime_ns, path))
+    paths.sort(key=lambda path: (path.parent.parent, time_of(path), path))
     for path in paths:
         name = path.parent.relative_to(folder).as_posix()
         name = folder.resolve().name if name == "." else name

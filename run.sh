@@ -44,9 +44,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 
 say() { echo "run.sh: $*" >&2; }
 stop() { say "$@"; exit 1; }
-# usage WORD   say that this word is wrong, if there is one, then what is right
+# usage WORD   say that this word is wrong, if there is one, or what is right
 usage() {
-    [[ -z ${1:-} ]] || say "there is no '$1'. The usage is:"
+    [[ -z ${1:-} ]] || { say "there is no '$1'; bash run.sh lists what there is"; exit 2; }
     sed -n '/^# The recipe/,/^# Sources/s/^# \{0,1\}//p' run.sh
     exit 2
 }
@@ -250,6 +250,7 @@ case $size in
     test) check_machine; environment
           OMP_NUM_THREADS=1 exec python -m pytest -q -n 3 --dist worksteal "${@:2}" ;;
     gpu)  # a Python that has the packages needs no .venv
+          [[ $seen != 0 ]] || say "no GPU is seen (nvidia-smi -L): a rehearsal on the CPU"
           if [[ -e .venv/installed.txt ]] || ! "$python" -c 'import sys, importlib.util as has
 sys.exit(not all(map(has.find_spec, ("torch", "transformers", "deepspeed"))))' 2>/dev/null; then
               check_machine; environment; python=python

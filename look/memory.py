@@ -207,6 +207,7 @@ def plan(args):
     found, longest, tokens, contexts = by_moment(shape, args)
     totals = {moment: total(rows) for moment, rows in found.items()}
     print(f"{args.model}: {shape.n:,} parameters on {args.gpus} GPUs, {tokens} tokens at a time")
+    print("play: the engine; logits, layer: backward through the head, through the last layer")
     print(f"{'GiB on each GPU':30}" + "".join(f"{moment:>8}" for moment in found))
     for what in dict.fromkeys(what for rows in found.values() for what, _ in rows):
         sizes = [dict(rows).get(what, 0) / GIB for rows in found.values()]

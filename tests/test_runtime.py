@@ -232,7 +232,7 @@ def test_starting_the_engine_leaves_the_trainers_attention_as_it_is(tmp_path, mo
     monkeypatch.syspath_prepend(tmp_path)
     torch.backends.cuda.enable_cudnn_sdp(True)
     runtime.open_llm("model", 512, 4, 1, 0.5)
-    monkeypatch.delitem(sys.modules, "vllm")
+    del sys.modules["vllm"]
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -231,8 +231,7 @@ def progress(rows, name, total, initial=0, unit="it"):
 def read_jsonl(path, torn=False):
     """The records of a jsonl file. torn: without an unfinished last line, as a live run has it."""
     rows = []
-    if not Path(path).is_file():
-        raise Mistake(f"{path} is not a file")
+    need_files(path)
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -772,8 +771,7 @@ def load_tasks(path, load, limit=None):
     """The tasks of a file (jsonl of tasks or of episodes, or csv), each read by load(row), which is
     a world's load_task. Errors name the file and the row."""
     path, tasks = Path(path), []
-    if not path.is_file():
-        raise Mistake(f"{path} is not a file")
+    need_files(path)
     rows = read_csv_rows(path) if path.suffix == ".csv" else read_jsonl(path)
     for number, row in enumerate(rows[:limit]):
         if not isinstance(row, dict):

@@ -220,7 +220,8 @@ def test_flags_are_read_without_torch_and_folders_that_were_not_copied_are_named
     for words, status, said in (
             ("--help", 0, "--prompts"), ("--env cat_world.py --promts 4", 2, "--promts"),
             ("--prompts 4", 2, "travel/"), ("--env guess.py:Guess", 2, "adapters/"),
-            ("--env there/none.py:Guess", 2, "none")):
+            ("--env there/none.py:Guess", 2, "none.py is not a file"),
+            ("--env sandbox.py", 2, "FILE.py:CLASS"), ("--env cat_world.py", 1, "rl.jsonl is not")):
         done = subprocess.run([sys.executable, "grpo.py", *words.split()], cwd=folder, text=True,
                               capture_output=True, env=os.environ | {"PYTHONPATH": ""})
         assert done.returncode == status and said in done.stdout + done.stderr, done.stderr

@@ -98,6 +98,11 @@ def test_the_page_holds_every_episode_whole(run):
     assert shown == read_jsonl(run / "eval" / "after" / "episodes.jsonl")
 
 
+def test_the_plays_of_a_clone_stand_in_the_order_in_which_their_models_were_made(tmp_path):
+    shutil.copytree(ROOT / "docs" / "plays", tmp_path / "plays", copy_function=shutil.copy)
+    assert [*report.find_records(tmp_path / "plays")[1]] == ["base", "sft", "rl"]
+
+
 def test_the_standings_are_those_of_the_table(run):
     index, _ = contents(run / "report.html")
     sources = {source["name"]: source for source in index["sources"]}

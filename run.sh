@@ -16,7 +16,7 @@
 # so the same command continues after a failure; OUTPUT.command beside it is the command that made
 # it, and another command stops. The real sizes first try the largest micro-batch and one update of
 # RL (OUT/preflight). Variables to set in front of the command:
-#   MODEL     base model: a folder or a hub name
+#   MODEL     base model of the real sizes: a folder or a hub name
 #   DATA      folder of sft, rl, val and test.jsonl; existing files are reused
 #   OUT       folder of the run, out/SIZE by default: another one for other settings
 #   SEED      seed of training and play, 0 by default

@@ -708,8 +708,7 @@ def load_world(env):
     """The module of --env: travel, tools, the name or file of a module with open_world(args), or
     FILE.py:CLASS, a plain environment class (adapters/plain.py)."""
     name = WORLDS.get(env, env).partition(":")[0]
-    if name.endswith(".py") and not Path(name).is_file():
-        raise Mistake(f"--env {env}: {name} is not a file")
+    need_files(name if name.endswith(".py") else None)
     try:
         module = import_file(name)
         module = importlib.import_module(WORLDS[":"]) if ":" in env else module

@@ -15,11 +15,11 @@ SIZES = {
     "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "kv_lora_rank": 16,
     "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_num_heads": 8,
-    "mamba_head_dim": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "n_groups": 1,
-    "ssm_state_size": 16, "state_size": 16, "mamba_d_ssm": 128, "mamba_expand": 2, "expand": 2,
-    "global_head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 320, "block_dim": 64,
+    "linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4, "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_d_state": 16,
+    "mamba_n_groups": 1, "n_groups": 1, "ssm_state_size": 16, "state_size": 16, "mamba_d_ssm": 128,
+    "mamba_expand": 2, "expand": 2, "global_head_dim": 16, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320, "block_dim": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MORE = {  # what some need besides, and what some published models have
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 64, "conv_dim_out": 64},

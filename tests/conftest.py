@@ -508,15 +508,15 @@ def babble(student, episodes):
 
 @pytest.fixture(scope="session")
 def trained(babble, episodes, once):
-    """trained(name) -> the folder of one of three equal trainings: "grpo", "broken" (killed while
-    it saved, and resumed) or "arpo" (without forks)."""
+    """trained(name) -> the folder of one of two equal trainings: "grpo", or "broken" (killed while
+    it saved, and resumed)."""
     words = babble, "--val-every 4 --val", episodes.with_name("tasks.jsonl")
 
     def make(out, name):
         if name == "broken":
             train_broken("grpo.py", out, *words, signals=["KILL"])
         else:
-            train(f"{name}.py", out, *words, "--initial 8" * (name == "arpo"))
+            train("grpo.py", out, *words)
 
     return lambda name: once(name, lambda folder: make(folder / "rl", name)) / "rl"
 

@@ -395,7 +395,7 @@ if [[ $size == tiny ]]; then
         --worlds 60 --seed 3 "${tours[@]}" --out "$DATA/sft.jsonl"
     # a random model, which first learns to copy
     stage drills "$DATA/drills.jsonl" python -m tiny drills --careful 0.5 --n 10000 \
-        --worlds 64 --seed 5 --out "$DATA/drills.jsonl"
+        --worlds 64 --seed 5 "${tours[@]}" --out "$DATA/drills.jsonl"
     stage init "$OUT/init/config.json" python -m tiny model --seed "$SEED" \
         --corpus "$DATA/drills.jsonl" "$DATA/sft.jsonl" --out "$OUT/init"
     stage base "$OUT/base/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$OUT/init" \

@@ -48,7 +48,7 @@ def test_the_small_world_that_ships_is_seed_0_byte_for_byte(tmp_path):
 
 # ---------------------------------------------------------------- drills
 
-@pytest.mark.parametrize("more", [(), ("--episodes",), ("--episodes", "--tours")])
+@pytest.mark.parametrize("more", [("--tours",), ("--episodes",), ("--episodes", "--tours")])
 def test_the_same_seed_gives_the_same_drills_with_any_number_of_workers(more, tmp_path):
     words = "drills", "--worlds", 3, "--n", 40, "--seed", SEED, *more
     one, two = (made(tmp_path / str(n), *words, "--workers", n) for n in (1, 2))

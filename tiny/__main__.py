@@ -42,13 +42,13 @@ def flags(argv=None):
     add("--n", type=COUNT, default=4000, help="number of exercises or episodes")
     add("--worlds", type=COUNT, default=8, help="number of worlds that they come from")
     add("--episodes", action="store_true", help="write whole episodes of the solver")
-    add("--tours", action="store_true", help="of --episodes: five days in two cities, in which the "
-        "teacher turns back from cities without a hotel that fits; default: three days in one city")
+    add("--tours", action="store_true", help="episodes of five days in two cities, in which the "
+        "teacher turns back from cities without a hotel that fits, or a third of the exercises "
+        "from such; default: three days in one city")
     add("--careful", type=SHARE, default=0.0,
         help="share of them in which the rows of lists are compared one by one")
     add("--workers", type=COUNT, default=len(os.sched_getaffinity(0)),
         help="number of processes, which does not change the file")
-    commands.choices["drills"].idle = [("tours", "without", "episodes")]
     add = command(model, "write a random Qwen2 of 2M parameters and its tokenizer")
     add("--corpus", nargs="+", required=True, metavar="JSONL",
         help="files of messages from which the tokenizer is made")

@@ -48,7 +48,8 @@ def world_rows(args, number):
             rows = world_episodes(args, number, folder, dates)
         else:
             rng, database = random.Random(f"drills/{args.seed}/{number}"), open_database(folder)
-            rows = (make_drill(rng, database, dates, args.careful) for _ in itertools.count())
+            rows = (make_drill(rng, database, dates, args.careful, args.tours)
+                    for _ in itertools.count())
         return list(itertools.islice(rows, n))
 
 
@@ -102,11 +103,15 @@ def numbered(answer, shown):
 def tour(guide):
     """(searches, Journey) of a traveller who looks for a hotel in the state's cities in the order
     of SearchCity, turns back from those in which none fits, and spends two nights in each of the
-    first two others; ([], None) if such a trip lacks hotels, rides or meals."""
-    task, database, looks, beds = guide.task, guide.database, [], {}
+    first two others; ([], None) if such a trip lacks hotels, rides or meals.
+
+    A thought begins with the words before the city's name in the list, where a tiny model finds it.
+    """
+    task, database, looks, beds, before = guide.task, guide.database, [], {}, "cities:\n"
     for city in solver.stop_cities(task, database):
         if len(beds) < 2:
-            looks.append(solver.Search(f"hotels in {city}", SEARCHES["hotels"], {"city": city}))
+            looks.append(solver.Search(before + city, SEARCHES["hotels"], {"city": city}))
+            before = f"after {city}, "
             _, name = weigh_hotels(task, database.hotels(city))
             if name:
                 beds[city] = named(task, database, city)[name]
@@ -121,8 +126,11 @@ def tour(guide):
     sights = [list(solver.places(database, "attractions", city))[:1] for city in route]
     stays = list(map(solver.Stay, route, nights, beds.values(), meals, sights))
     journey = in_order(solver.Journey(guide.mode, route, stays, rides), database)
-    first, *others = solver.searches(task, journey)
-    return [first, *looks, *(step for step in others if step.tool != SEARCHES["hotels"])], journey
+    first, ride, *others = solver.searches(task, journey)
+    way = ", ".join([task["org"], *route, task["org"]])
+    ride = ride._replace(thought=f"route: {way}\n{ride.thought}")
+    others = [step for step in others if step.tool != SEARCHES["hotels"]]
+    return [first, *looks, ride, *others], journey
 
 
 def named(task, database, city):
@@ -223,13 +231,15 @@ def weigh_meals(task, rows, meals=(), state=None):
     return lines, taken
 
 
-def make_drill(rng, database, dates, careful=0.0):
+def make_drill(rng, database, dates, careful=0.0, tours=False):
     """A random exercise, as messages.
 
     Most are in copying: the next search for a query's way out or back by air or by road, flights
     out and back, or a day from the lists of a city. careful: the share of exercises in comparing
-    the rows of a list with a query's wishes.
+    the rows of a list with a query's wishes. tours: a third is in the next search of a tour.
     """
+    if tours and rng.random() < 1 / 3:
+        return exchange(*drill_tour(rng, database, dates, careful))
     kind = rng.choices(("air", "road", "flights", "lists"), (2, 1, 2, 6))[0]
     if careful and rng.random() < careful:
         kind = rng.choices(("wishes", "rooms", "rules", "meals"), (14, 3, 3, 6))[0]
@@ -247,6 +257,10 @@ def make_drill(rng, database, dates, careful=0.0):
         shown, said = drill_weighing(rng, task, kind, database)
     else:
         shown, said = drill_ways(rng, task, ends, kind, database)
+    return exchange(shown, said)
+
+
+def exchange(shown, said):
     messages = [{"role": "user", "content": shown}, {"role": "assistant", "content": said}]
     return {"messages": messages}
 
@@ -280,6 +294,24 @@ def drill_ways(rng, task, ends, mode, database):
     done = rng.randrange(len(steps))
     query = synth.write_query(rng, task, synth.GRAMMARS["tiny"])
     seen = [see(database, step.tool, step.arguments) for step in steps[:done]]
+    return "\n".join([query, *seen]), sandbox.turn(*steps[done])
+
+
+def drill_tour(rng, database, dates, careful):
+    """(a query with the thoughts and results so far, the next search for a hotel or ride), as
+    texts."""
+    steps = []
+    while not steps:
+        task = synth.sample_task(rng, database, 5, rng.choice(LEVELS), "tiny", dates)
+        if task:
+            task["budget"] = synth.close_budget(rng, task, database)
+            if task["budget"]:
+                steps, journey = tour(teacher.Teacher(rng, task, database))
+    if rng.random() < careful:
+        steps, _ = weighed(steps, task, database, journey)
+    done = rng.randrange(1, len(steps) - 4)  # the last four: meals and sights of two cities
+    seen = [f"{step.thought}\n{see(database, step.tool, step.arguments)}" for step in steps[:done]]
+    query = synth.write_query(rng, task, synth.GRAMMARS["tiny"])
     return "\n".join([query, *seen]), sandbox.turn(*steps[done])
 
 

@@ -10,7 +10,9 @@
 own="$algorithm $reward rl fail-00"  # the recipe's run
 [[ -z ${AXIS_STEPS:-}${AXIS_TASKS:-} ]] || own=none
 if [[ $size == tiny ]]; then  # [2]
-    AXIS_STEPS=${AXIS_STEPS:-72} best=''
+    updates=72 best=''
+    [[ $axis != backtrack ]] || updates=36  # whose plays are twice as long
+    AXIS_STEPS=${AXIS_STEPS:-$updates}
     apart=$DATA/val.jsonl
     amounts="100 200 1000" alone=200 scales="128 192 256"
     algorithms="grpo dapo arpo arpo-released" failing="00 05 10 20" trips="--days 5" held="all --n 300"

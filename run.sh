@@ -318,9 +318,9 @@ clip=(--clip-low 0.2 --clip-high 0.28)
 
 # -------------------------------------------------------------------------- what each size trains
 if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
-    room=1024 turns=9 tours=()
+    room=1024 turns=9 epochs=0.8 tours=()
     # trips of two cities, on which a traveller can turn back
-    [[ $axis != backtrack ]] || room=2048 turns=20 tours=(--tours)
+    [[ $axis != backtrack ]] || room=2048 turns=20 epochs=1.6 tours=(--tours)
     export HF_HUB_OFFLINE=1
     [[ -z ${DRY:-} ]] || echo "export HF_HUB_OFFLINE=1"
     draw=(python synth.py tasks --like tiny --days 3 --levels 4 3 3)
@@ -402,7 +402,7 @@ if [[ $size == tiny ]]; then
         --data "$DATA/drills.jsonl" --epochs 1 --batch 8 --lr 1e-3 --min-lr 0.3 --warmup 0.03 \
         --cutoff 1024 "${train[@]}" --out "$OUT/base"
     stage sft "$OUT/sft/config.json" "${torchrun[@]}" "$GPUS" sft.py --model "$base" \
-        --data "$DATA/sft.jsonl" --epochs 0.8 --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 \
+        --data "$DATA/sft.jsonl" --epochs $epochs --batch 4 --lr 1e-3 --min-lr 0.05 --warmup 0.03 \
         --cutoff $room "${train[@]}" --out "$OUT/sft"
 else
     # 180 held-out queries choose the checkpoint and 1,000 others judge it [1]. To be judged on the

@@ -10,7 +10,8 @@ Tabulate and draw an axis: one thing varied over several runs, beside the papers
                    without loopholes (strict)
     (4) training   trained tokens and seconds of an update; a curve of success over the updates
     (5) questions  instead of all that, with --questions: exact match out of domain, set by set
-    (6) dead ends  with --axis backtrack: success, and dead ends met, left and kept, by the number
+    (6) dead ends  with --axis backtrack: success, dead ends met, left and kept, and whether a city
+                   is given up more often by a reply that quotes its list of hotels, by the number
                    of a task's dead ends and by level
     (7) episodes   with --axis episodes: the calls and tokens of a teacher's episodes, by level
 
@@ -36,7 +37,7 @@ from look.report import log_rows, task_means
 from runtime import COUNT, Help, Mistake, Parser
 from sandbox import open_database
 from travel.constraints import hard_counts
-from travel.dead_ends import count_dead_ends, greedy_walk
+from travel.dead_ends import count_dead_ends, greedy_walk, visits
 from travel.world import LEVELS
 
 FILE = Path(__file__).parent.parent / "docs" / "paper.json"  # the papers' numbers, each once
@@ -294,6 +295,10 @@ def dead_ends_table(runs, database):
                 ends = f"K = {list(greedy_walk(task, world).values()).count(False)}"
                 told = {"success": row["score"]["success"]}
                 told |= count_dead_ends(row, world, ["hotel"])
+                seen = visits(row, world)
+                told |= {"next reply quotes the list": mean(read for read, _ in seen),
+                         "then the city is given up": mean(gone for read, gone in seen if read),
+                         "otherwise": mean(gone for read, gone in seen if not read)}
                 for group in "all", ends, task["level"]:
                     groups.setdefault(group, [[] for _ in seeds])[number].append(told)
         for group, played in sorted(groups.items()):

@@ -63,6 +63,25 @@ def count_dead_ends(row, database, counted=("ride", "hotel")):
         f"dead end: {name}": value if met else None for name, value in found.items()}
 
 
+def visits(row, database):
+    """Of an episode with a plan, (whether the next reply names a hotel of the list, whether the
+    plan gives up the city) of each city in which it looked for a hotel and none fits."""
+    task, read = row["task"], {}
+    trip = read_trip(task, row["plan"], database, "star") if row.get("plan") else None
+    if not isinstance(trip, Trip):
+        return []
+    for said, then in zip(row["messages"], row["messages"][2:], strict=False):
+        call = parse(mended(said["content"]))
+        ends = said["role"] == "assistant" and call.kind == "call" and dead_end(
+            task, call, database)
+        for kind, city, *_ in ends or ():
+            if kind == "hotel":
+                names = [bed.name for bed in database.hotels(city)]
+                read.setdefault(city, any(name in then["content"] for name in names))
+    planned = {city for day in trip.days for city in day.ends}
+    return [(seen, city not in planned) for city, seen in read.items()]
+
+
 def dead_end(task, call, database):
     """The dead end that a search shows: {("ride", from, to)}, {("hotel", city)} or set()."""
     asked = call.arguments if isinstance(call.arguments, dict) else {}

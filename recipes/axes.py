@@ -10,9 +10,9 @@ Tabulate and draw an axis: one thing varied over several runs, beside the papers
                    without loopholes (strict)
     (4) training   trained tokens and seconds of an update; a curve of success over the updates
     (5) questions  instead of all that, with --questions: exact match out of domain, set by set
-    (6) dead ends  with --axis backtrack: success, dead ends met, left and kept, and whether a city
-                   is given up more often by a reply that quotes its list of hotels, by the number
-                   of a task's dead ends and by level
+    (6) dead ends  with --axis backtrack: success, dead ends met, left and kept, and how often a
+                   city is given up after a reply that quotes its list of hotels, and after others;
+                   by the number of a task's dead ends and by level
     (7) episodes   with --axis episodes: the calls and tokens of a teacher's episodes, by level
 
 `bash run.sh SIZE axis NAME` makes the runs of an axis and ends with this table.

@@ -79,7 +79,8 @@ def peak_of(size, tokens, keep, rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size, tokens, keep, moment, rank", [
-    ("1.5b", 4096, False, "logits", 0), ("7b", 30000, False, "layer", 32)])
+    ("1.5b", 4096, False, "logits", 0), ("7b", 30000, True, "logits", 32),
+    ("7b", 30000, False, "layer", 32)])
 def test_planned_activations_are_those_of_the_real_model(size, tokens, keep, moment, rank):
     args = memory.flags(["grpo", "--keep-activations", str(keep * tokens)])
     args.lora = rank

@@ -42,9 +42,9 @@ def flags(argv=None):
     add("--n", type=COUNT, default=4000, help="number of exercises or episodes")
     add("--worlds", type=COUNT, default=8, help="number of worlds that they come from")
     add("--episodes", action="store_true", help="write whole episodes of the solver")
-    add("--tours", action="store_true", help="episodes of five days in two cities, in which the "
-        "teacher turns back from cities without a hotel that fits, or a third of the exercises "
-        "from such; default: three days in one city")
+    add("--tours", action="store_true", help="five days in two cities, in which the teacher turns "
+        "back from cities without a hotel that fits: all episodes, or a third of the exercises; "
+        "default: three days in one city")
     add("--careful", type=SHARE, default=0.0,
         help="share of them in which the rows of lists are compared one by one")
     add("--workers", type=COUNT, default=len(os.sched_getaffinity(0)),

@@ -9,8 +9,6 @@ Dead ends: whether a task leads into one, and whether an agent that meets one le
                it. A plan that leaves gives up a city of the dead ends, or chooses only another
                ride or hotel
 """
-from itertools import pairwise
-
 from sandbox import Sandbox, mended, observation_message, parse
 from travel import solver
 from travel.constraints import Trip, read_trip
@@ -43,16 +41,8 @@ def begins_with(ends, task, database):
 def count_dead_ends(row, database, counted=("ride", "hotel")):
     """Four lines of evaluate.py's table for an episode's record: met, left in two ways, kept.
     counted: the kinds of dead ends."""
-    task, met, world = row["task"], set(), Sandbox(database)
-    for said, heard in pairwise(row["messages"]):
-        if said["role"] != "assistant":
-            continue
-        call = parse(mended(said["content"]))  # as a lenient evaluation reads it
-        if call.kind == "call":
-            shown = observation_message(world.call(call.name, call.arguments))
-            met |= dead_end(task, call, database) if heard == shown else set()
+    task, met = row["task"], {end for end, _ in ends_met(row, database) if end[0] in counted}
     trip = read_trip(task, row["plan"], database, "star") if row.get("plan") else None
-    met = {end for end in met if end[0] in counted}
     planned, kinds = isinstance(trip, Trip), {kind for kind, *_ in met}
     left = planned and all({"ride": rides_exist, "hotel": hotels_fit}[kind](trip) for kind in kinds)
     ended = {city for _, *cities in met for city in cities} - {task["org"]}
@@ -70,16 +60,24 @@ def visits(row, database):
     trip = read_trip(task, row["plan"], database, "star") if row.get("plan") else None
     if not isinstance(trip, Trip):
         return []
-    for said, then in zip(row["messages"], row["messages"][2:], strict=False):
-        call = parse(mended(said["content"]))
-        ends = said["role"] == "assistant" and call.kind == "call" and dead_end(
-            task, call, database)
-        for kind, city, *_ in ends or ():
-            if kind == "hotel":
-                names = [bed.name for bed in database.hotels(city)]
-                read.setdefault(city, any(name in then["content"] for name in names))
+    for (kind, city, *_), reply in ends_met(row, database):
+        if kind == "hotel":
+            names = [bed.name for bed in database.hotels(city)]
+            read.setdefault(city, any(name in reply for name in names))
     planned = {city for day in trip.days for city in day.ends}
     return [(seen, city not in planned) for city, seen in read.items()]
+
+
+def ends_met(row, database):
+    """Yield (dead end, the reply after it) of each search of an episode that showed a dead end."""
+    world, messages = Sandbox(database), row["messages"]
+    replies = [*(message["content"] for message in messages[2:]), ""]
+    for said, heard, reply in zip(messages, messages[1:], replies, strict=False):
+        if said["role"] == "assistant":
+            call = parse(mended(said["content"]))  # as a lenient evaluation reads it
+            if call.kind == "call" and heard == observation_message(
+                    world.call(call.name, call.arguments)):
+                yield from ((end, reply) for end in dead_end(row["task"], call, database))
 
 
 def dead_end(task, call, database):

@@ -11,7 +11,7 @@ own="$algorithm $reward rl fail-00"  # the recipe's run
 [[ -z ${AXIS_STEPS:-}${AXIS_TASKS:-} ]] || own=none
 if [[ $size == tiny ]]; then  # [2]
     updates=72 best=''
-    [[ $axis != backtrack ]] || updates=36  # whose plays are twice as long
+    [[ $axis != backtrack ]] || updates=24  # three hours, with plays twice as long
     AXIS_STEPS=${AXIS_STEPS:-$updates}
     apart=$DATA/val.jsonl
     amounts="100 200 1000" alone=200 scales="128 192 256"

@@ -592,6 +592,8 @@ def open_llm(path, max_context, concurrency, tp, gpu_memory, **settings):
     else:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a trainer uses them too
+        # eager leaves one function of the sampler, for which Inductor would start C++ compilers
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # no chunked prefill: the CPU build cannot rewind a request's seeded generator
         settings |= {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False,
                      "max_num_batched_tokens": max(max_context, 8192), "block_size": 32}

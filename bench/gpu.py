@@ -209,7 +209,7 @@ def check_numbers(case, cuda):
     import grpo
     import zero3
 
-    size, tokens = ("0.5b", 4096) if cuda else ("rehearsal", 512)
+    size, tokens = ("0.5b", 4096) if cuda else ("rehearsal", 256)
     lm, args, device = start(size, f"--pack-tokens {tokens}")
     rows = make_rows([tokens, tokens // 2, tokens // 2], lm.config.vocab_size)
     found = {}
@@ -267,7 +267,7 @@ def check_speed(case, cuda):
 
     large = cuda and torch.cuda.get_device_properties(0).total_memory > 60 * 2**30
     size = "rehearsal" if not cuda else case if large else "0.5b"
-    most = memory.RECIPES[size][2] if cuda else 600
+    most = memory.RECIPES[size][2] if cuda else 300
     words = os.environ["GPU_WORDS"]
     title = f"speed, {size} {words}".strip()
     lm, args, device = start(size, f"--pack-tokens {most} {words}")

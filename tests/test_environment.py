@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
 FILES = {re.search(r"# (\w+\.py)", text)[1]: text
          for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
 COMMANDS = {re.search(r"--env (\w+)", text)[1]: text.splitlines()
-            for text in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)}
+            for text in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)[::-1]}
 MISSING = [name for name in ("gymnasium", "mcp") if not importlib.util.find_spec(name)]
 ICE = SimpleNamespace(reset=lambda seed: (0, {}), step=lambda move: (1, 1.0, True, False, {}),
                       close=lambda: None)
@@ -38,7 +38,8 @@ for asked in map(json.loads, sys.stdin):
         print('{"jsonrpc": "2.0", "method": "notifications/message"}')
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
 """
-TASKS = [{"id": str(n), "cat": n, "patience": 3, "secret": n} for n in range(1, 5)]
+TASKS = [{"id": str(n), "rooms": ["den"], "cat": "den", "patience": 3, "secret": n}
+         for n in range(1, 5)]
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def call(tool, arguments):
     "lake": "HFFG\nYou are in row 0, column 0.|move {'to': 'left'}: 'row 0, column ",
     "stock": '"name": "price", "description": |price {\'thing\': \'lamp\'}: \'12\'',
     "counter": "--- user\nCount to three.\n---\n|increment {'by': 1}: '1'",
-    "cat_world": "(or no).\n--- user|Look {'room': 1}: 'the cat'|score: {'success': 1.0}"}.items())
+    "cat_world": "(or no).\n--- user|Look {'room': 'cellar'}: 'the cat'|score: {'success': 1.0}"}.items())
 def test_each_way_of_the_page_is_short_and_is_checked(way, said, folder, monkeypatch, capsys):
     assert 10 <= len([line for line in FILES[f"{way}.py"].splitlines() if line.strip()]) <= 45
     if "gymnasium" in MISSING:
@@ -103,7 +104,7 @@ def test_the_pages_commands_lead_from_the_world_to_a_page_of_curves(folder):
             (folder / name).unlink()
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         if script == "sft.py":
-            assert "'failed': 1" in done.stdout, "8: the cat is in room 3, the patience 2"
+            assert "'failed': 1" in done.stdout, "8: the cat is in the third room, the patience 2"
     page = (folder / "out" / "cat" / "report.html").read_text(encoding="utf-8")
     assert "eval/rl" in page and "rl/rollouts" in page and '"dlogp_mean":[' in page
     assert len(read_jsonl(folder / "out" / "cat" / "eval" / "rl" / "episodes.jsonl")) == 9

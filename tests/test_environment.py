@@ -69,7 +69,7 @@ def call(tool, arguments):
     "lake": "HFFG\nYou are in row 0, column 0.|move {'to': 'left'}: 'row 0, column ",
     "stock": '"name": "price", "description": |price {\'thing\': \'lamp\'}: \'12\'',
     "counter": "--- user\nCount to three.\n---\n|increment {'by': 1}: '1'",
-    "cat_world": "(or no).\n--- user|Look {'room': 'hall'}: 'the cat'|{'success': 1.0}"}.items())
+    "cat_world": "(or none).\n--- user|Look {'room': 101}: 'the cat'|{'success': 1.0}"}.items())
 def test_each_way_of_the_page_is_short_and_is_checked(way, said, folder, monkeypatch, capsys):
     assert 10 <= len([line for line in FILES[f"{way}.py"].splitlines() if line.strip()]) <= 45
     if "gymnasium" in MISSING:
@@ -104,7 +104,7 @@ def test_the_pages_commands_lead_from_the_world_to_a_page_of_curves(folder):
             (folder / name).unlink()
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         if script == "sft.py":
-            assert "'failed': 1" in done.stdout, "8: the cat is in the third room, the patience 2"
+            assert "'failed': 1" in done.stdout, "6: the cat is in the third room, the patience 2"
     page = (folder / "out" / "cat" / "report.html").read_text(encoding="utf-8")
     assert "eval/rl" in page and "rl/rollouts" in page and '"dlogp_mean":[' in page
     assert len(read_jsonl(folder / "out" / "cat" / "eval" / "rl" / "episodes.jsonl")) == 9

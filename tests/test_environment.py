@@ -69,7 +69,7 @@ def call(tool, arguments):
     "lake": "HFFG\nYou are in row 0, column 0.|move {'to': 'left'}: 'row 0, column ",
     "stock": '"name": "price", "description": |price {\'thing\': \'lamp\'}: \'12\'',
     "counter": "--- user\nCount to three.\n---\n|increment {'by': 1}: '1'",
-    "cat_world": "(or none).\n--- user|Look {'room': 101}: 'the cat'|{'success': 1.0}"}.items())
+    "cat_world": "none).\n--- user|Look {'room': 101}: 'the cat'|score: {'success': 1.0}"}.items())
 def test_each_way_of_the_page_is_short_and_is_checked(way, said, folder, monkeypatch, capsys):
     assert 10 <= len([line for line in FILES[f"{way}.py"].splitlines() if line.strip()]) <= 45
     if "gymnasium" in MISSING:

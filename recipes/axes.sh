@@ -174,7 +174,7 @@ scale() {
     for x in $scales; do
         if [[ $size == tiny ]]; then
             folder=$OUT/axis/scale/width-$x wide="--width $x"
-            [[ $x != 192 ]] || folder=$OUT wide=''  # the recipe's own width
+            [[ $x != 256 ]] || folder=$OUT wide=''  # the recipe's own width
             FLAGS_init=$wide OUT=$folder DATA=$DATA DRY=${DRY:-} \
                 bash run.sh tiny axis crossing
         else

@@ -242,7 +242,7 @@ def make_drill(rng, database, dates, careful=0.0, tours=False):
         return exchange(*drill_tour(rng, database, dates, careful))
     kind = rng.choices(("air", "road", "flights", "lists"), (2, 1, 2, 6))[0]
     if careful and rng.random() < careful:
-        kind = rng.choices(("wishes", "rooms", "rules", "meals"), (14, 3, 3, 6))[0]
+        kind = rng.choices(("wishes", "rooms", "rules", "meals"), (8, 8, 4, 6))[0]
     ends = None  # [(from, to, date)] of a task that suits the exercise: out and back
     while not ends:
         task = synth.sample_task(rng, database, 3, rng.choice(LEVELS), "tiny", dates)

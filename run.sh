@@ -330,7 +330,7 @@ if [[ $size == tiny ]]; then  # all numbers [2]: docs/results.md
     play=(--system-prompt short --max-turns $turns)
     rl=("${torchrun[@]}" "$rl_gpus" $algorithm.py --model "$OUT/sft" --tasks "$DATA/rl.jsonl"
         --database "$DATA/worlds" "${play[@]}" --reward $reward --keep-overlength --prompts 8
-        --group 8 --steps 72 --lr 1.5e-4 --decay 0.5 --temperature 0.8 --context $room
+        --group 8 --steps 72 --lr 1e-4 --decay 0.5 --temperature 1.0 --context $room
         --turn-tokens 256 --concurrency 64 "${train[@]}" --out "$OUT/rl")
     models=(base="$base" sft="$OUT/sft" rl="$OUT/rl")
     # --lenient: all numbers in docs/results.md were measured with it

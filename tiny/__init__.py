@@ -1,1 +1,1 @@
-"""A small world, exercises and a model of 2M parameters, for training on a laptop."""
+"""A small world, exercises and a model of 3M parameters, for training on a laptop."""

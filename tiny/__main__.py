@@ -1,5 +1,5 @@
 """
-Make what a laptop needs to train a model of 2M parameters in the travel world.
+Make what a laptop needs to train a model of 3M parameters in the travel world.
 
     (1) world   small seeded tables like TravelPlanner's, whose names a tiny model can copy; or many
                 such worlds, without any city of the one that ships with the repository
@@ -49,11 +49,11 @@ def flags(argv=None):
         help="share of them in which the rows of lists are compared one by one")
     add("--workers", type=COUNT, default=len(os.sched_getaffinity(0)),
         help="number of processes, which does not change the file")
-    add = command(model, "write a random Qwen2 of 2M parameters and its tokenizer")
+    add = command(model, "write a tiny random Qwen2 and its tokenizer")
     add("--corpus", nargs="+", required=True, metavar="JSONL",
         help="files of messages from which the tokenizer is made")
     add("--width", type=COUNT, default=192,
-        help="hidden size, a multiple of 64; 192: 2M parameters")
+        help="hidden size, a multiple of 64; 192: 2M parameters, 256: 3M")
     add("--phrases", metavar="FILE", help="phrases that become one token each, with single digits; "
         "default: the travel world's phrases and pairs of digits")
     return p.parse_args(argv)

@@ -31,7 +31,7 @@ from runtime import COUNT, Help, Mistake, Parser  # noqa: E402
 
 FAULTS = {diff.stem: diff for diff in sorted((ROOT / "variants" / "faults").glob("*.diff"))}
 FIELDS = "Happened", "To see", "Not to see", "Stopped by", "Flags"  # of a diff's head
-# as in run.sh, but overlength plays are left out of the loss
+# at a temperature of 1, temperature-missing would not show; overlength plays are not in the loss
 TINY = """--system-prompt short --max-turns 9 --lr 1.5e-4 --decay 0.5 --temperature 0.8
           --context 1024 --turn-tokens 256 --concurrency 64 --keep-activations 4096
           --pack-tokens 4096 --resume"""

@@ -150,7 +150,7 @@ serve_pages
 stage episodes "$DATA/sft.jsonl" python -m tiny.facts episodes --database "$DATA/train" \
     --tasks "$DATA/sft-tasks.jsonl" --out "$DATA/sft.jsonl"
 # a random model, which first learns to copy
-stage drills "$DATA/drills.jsonl" python -m tiny.facts drills --n 6000 --seed 5 --port $port \
+stage drills "$DATA/drills.jsonl" python -m tiny.facts drills --n 9000 --seed 5 --port $port \
     --out "$DATA/drills.jsonl"
 stage init "$OUT/init/config.json" python -m tiny model --seed "$SEED" \
     --phrases database/words/phrases-tools.txt \

@@ -5,7 +5,7 @@ import html
 import re
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -73,25 +73,25 @@ def texts(made, world, *files):
     return re.sub(r"http://\S+?\.html|\"id\": \"[^\"]+\"|utf-8", "", text)
 
 
-@pytest.fixture(scope="module")
-def both_sides(made):
-    return texts(made, "train", "sft-tasks.jsonl", "rl.jsonl"), texts(made, "val", "val.jsonl")
-
-
-def test_no_number_of_the_held_out_world_occurs_in_training(both_sides):
-    train, val = (set(re.findall(r"\d\d+", text)) for text in both_sides)
-    assert len(train) > 2000 and len(val) > 500 and train.isdisjoint(val)
-
-
-def test_no_place_and_no_person_of_the_held_out_world_occurs_in_training(both_sides):
-    people = "|".join(facts.POOLS["states"])
-    places = "|".join(facts.POOLS["sight nouns"])
-    for pattern in rf"[A-Z]\w+ (?:{people})\b", rf"[A-Z]\w+ [A-Z]\w+ (?:{places})\b":
-        train, val = (set(re.findall(pattern, text)) for text in both_sides)
+def test_no_number_place_or_person_of_the_held_out_world_occurs_in_training(made):
+    both = texts(made, "train", "sft-tasks.jsonl", "rl.jsonl"), texts(made, "val", "val.jsonl")
+    people, places = ("|".join(facts.POOLS[pool]) for pool in ("states", "sight nouns"))
+    for pattern in (r"\d\d+", rf"[A-Z]\w+ (?:{people})\b", rf"[A-Z]\w+ [A-Z]\w+ (?:{places})\b"):
+        train, val = (set(re.findall(pattern, text)) for text in both)
         assert len(train) > 500 and len(val) > 60 and train.isdisjoint(val)
 
 
 # ---------------------------------------------------------------- solver
+
+def test_a_fact_is_read_with_the_words_from_the_name_of_its_place_on():
+    read, url = partial(facts.read_fact, name="Old Park"), "http://x/o.html"
+    text = f'"Old Park"\nOld Park rises 12 metres. It is near New Zoo. See {url} for its year.'
+    fact = "the height of Old Park"
+    assert read(text, attribute="height") == (
+        "12", f"{fact}: Old Park rises 12 metres. {fact} is 12")
+    assert read(text, attribute="year") == (url, f"the year of Old Park: {text.splitlines()[1]}")
+    assert read(text, attribute="keeper") == (None, "")
+
 
 @cache
 def run_python(code):

@@ -143,13 +143,18 @@ def page_name(place):
     return place.name.replace(" ", "-") + ".html"
 
 
-def write_page(rng, place, before, after):
-    """The page of a place: all its facts, and one fact of the place before it."""
-    links = [f'<a href="{page_name(other)}">{other.name}</a>' for other in (before, after)]
+def page_lines(rng, place, before):
+    """What the page of a place says: all its facts, and one fact of the place before it."""
     told = [state_fact(rng, place, key, place.name) for key in place.facts]
     told.append(state_fact(rng, before, rng.choice(list(before.facts)), before.name))
     welcome = rng.choice(FORMS["welcome"]).format(name=place.name)
-    text = "\n".join(f"<p>{line}</p>" for line in (welcome, *rng.sample(told, len(told))))
+    return [welcome, *rng.sample(told, len(told))]
+
+
+def write_page(rng, place, before, after):
+    """The page of a place, with links to two others."""
+    links = [f'<a href="{page_name(other)}">{other.name}</a>' for other in (before, after)]
+    text = "\n".join(f"<p>{line}</p>" for line in page_lines(rng, place, before))
     return PAGE.format(title=place.name, links=" ".join(links), text=text)
 
 
@@ -291,15 +296,24 @@ def world(args):
 
 # ---------------------------------------------------------------- episodes
 
-def find_fact(text, name, attribute):
-    """The value of a place's attribute in a text whose sentences name the place or say "It"; None
-    if the text does not state it."""
-    for form in FORMS[f"fact {attribute}"]:
-        sentence = re.escape(form).replace(r"\{it\}", f"(?:It|{re.escape(name)})")
-        sentence = sentence.replace(r"\{value\}", r"(\d+|[A-Z]\w+ [A-Z]\w+)")
-        if found := re.search(rf"(?:^|[\s.]){sentence}", text):
-            return found[1]
-    return None
+def read_fact(text, name, attribute):
+    """(value, thought): a place's attribute, or the address of the page that states it, and the
+    words in which the solver reads it; (None, "") if the text has neither.
+
+    The thought quotes the text from the place's name on. A tiny model copies well, but among
+    passages that look the same it does not tell whose "It" a sentence is about.
+    """
+    fact = f"the {attribute} of {name}"
+    fills = {"it": f"(?:It|{re.escape(name)})", "value": r"(\d+|[A-Z]\w+ [A-Z]\w+)",
+             "url": r"(http://\S+\.html)", "attribute": attribute}
+    for kind in f"fact {attribute}", "link":
+        for form in FORMS[kind]:
+            sentence = re.sub(r"\\{(\w+)\\}", lambda found: fills[found[1]], re.escape(form))
+            if found := re.search(rf"(?:^|[\s.]){sentence}", text):
+                quote = text[text.rindex(name, 0, found.end()):found.end()]
+                told = "" if kind == "link" else f" {fact} is {found[1]}"
+                return found[1], f"{fact}: {quote}{told}"
+    return None, ""
 
 
 def solution(task):
@@ -308,23 +322,23 @@ def solution(task):
     The solver reads all values from the results. Its thoughts repeat what it has read, so that a
     tiny model can copy the next call and the answer from nearby.
     """
-    said, values = "", []
-    asked = [f"the {attribute} of {name}" for name, attribute in task["asks"]]
+    known = said = ""
+    values, asked = [], [f"the {attribute} of {name}" for name, attribute in task["asks"]]
     for i, (name, attribute) in enumerate(task["asks"]):
         thought = f"{said}search {' and '.join(asked[i:])}"
         seen = yield turn(thought, "Search", {"query": f"the {name}"})
         # a passage begins with its quoted title and ends before the number of the next one
         passage = re.split(r"\n\s*Doc \d+ ", seen.partition(f'"{name}"\n')[2])[0]
-        value, link = find_fact(passage, name, attribute), re.search(r"http://\S+\.html", passage)
-        if value is None and link:
-            thought = f"{said}{asked[i]} stands on {link[0]}"
+        value, read = read_fact(passage, name, attribute)
+        if value and value.startswith("http"):
             query = f"{attribute} of {name}"
-            seen = yield turn(thought, "Browse", {"url": link[0], "query": query})
-            value = find_fact(seen, name, attribute)
+            seen = yield turn(f"{known}{read}", "Browse", {"url": value, "query": query})
+            value, read = read_fact(seen, name, attribute)
         if value is None:
             yield final_turn(f"{asked[i]} is not to be found", "unknown")
             return
-        said += f"{asked[i]} is {value}: "
+        said = f"{known}{read}: "
+        known += f"{asked[i]} is {value}: "
         values.append(value)
     if task["program"]:
         program = task["program"].format(*values)
@@ -383,7 +397,7 @@ def drills(args):
     rng, rows = random.Random(f"tools drills/{args.seed}"), []
     while len(rows) < args.n:
         places = draw_places(rng, 30, False, set())
-        for drill in (drill_passages, drill_questions):
+        for drill in (drill_passages, drill_page, drill_questions):
             shown, said = drill(rng, places, args.port)
             rows.append({"messages": [{"role": "user", "content": "\n".join(shown)},
                                       {"role": "assistant", "content": "\n".join(said)}]})
@@ -392,17 +406,24 @@ def drills(args):
 
 
 def drill_passages(rng, places, port):
-    """(passages of two or three places, all their facts in random order), as lists of lines."""
+    """(passages of two or three places, a fact of each in random order), as lists of lines."""
     n, said = rng.choice((2, 3)), []
     start = rng.randrange(len(places) - n)  # neighbours in the list have similar names
     shown = [f"Doc {i} {write_passage(rng, place, places, port)}"
              for i, place in enumerate(places[start:start + n], 1)]
-    for place in places[start:start + n]:
-        said += [f"the {key} of {place.name} is {place.facts[key]}" for key in place.told]
-        if place.linked:
-            url = f"http://127.0.0.1:{port}/{page_name(place)}"
-            said.append(f"the {place.linked} of {place.name} stands on {url}")
+    for place, passage in zip(places[start:start + n], shown, strict=True):
+        key = rng.choice([key for key in (*place.told, place.linked) if key])
+        said.append(read_fact(passage, place.name, key)[1])
     return shown, rng.sample(said, len(said))
+
+
+def drill_page(rng, places, port):
+    """(the page of a place as Browse shows it, three facts), as lists of lines."""
+    before, place = rng.sample(places, 2)
+    shown = page_lines(rng, place, before)
+    said = [read_fact("\n".join(shown), place.name, key)[1]
+            for key in rng.sample(list(place.facts), 3)]
+    return [place.name, "", place.name, *shown], said
 
 
 def drill_questions(rng, places, port):
@@ -489,7 +510,7 @@ def flags(argv=None):
     add("--out", required=True, help="file to write the episodes into")
     add("--seed", type=int, default=0, help="seed of the world's random events")
     add = command(drills, "write reading exercises, for a base model")
-    add("--n", type=COUNT, default=6000, help="number of exercises")
+    add("--n", type=COUNT, default=9000, help="number of exercises")
     add("--out", required=True, help="file to write the messages into")
     add("--seed", type=int, default=0, help="the same seed gives the same file")
     add("--port", type=PORT, default=8123, help="port in the pages' URLs")

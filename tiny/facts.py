@@ -397,8 +397,8 @@ def drills(args):
     rng, rows = random.Random(f"tools drills/{args.seed}"), []
     while len(rows) < args.n:
         places = draw_places(rng, 30, False, set())
-        for drill in (drill_passages, drill_page, drill_questions):
-            shown, said = drill(rng, places, args.port)
+        for shown, said in (drill_passages(rng, places, args.port), drill_page(rng, places),
+                            drill_questions(rng, places)):
             rows.append({"messages": [{"role": "user", "content": "\n".join(shown)},
                                       {"role": "assistant", "content": "\n".join(said)}]})
     write_jsonl(args.out, rows[:args.n])
@@ -417,7 +417,7 @@ def drill_passages(rng, places, port):
     return shown, rng.sample(said, len(said))
 
 
-def drill_page(rng, places, port):
+def drill_page(rng, places):
     """(the page of a place as Browse shows it, three facts), as lists of lines."""
     before, place = rng.sample(places, 2)
     shown = page_lines(rng, place, before)
@@ -426,7 +426,7 @@ def drill_page(rng, places, port):
     return [place.name, "", place.name, *shown], said
 
 
-def drill_questions(rng, places, port):
+def drill_questions(rng, places):
     """(three questions, for each what to search or compute, or its answer), as lists of lines."""
     shown, said = [], []
     while len(shown) < 3:
